@@ -120,7 +120,7 @@ class Bridge(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} must implement with_caches().")
 
     def quantized(self, model: Any) -> Quantized | None:
-        """Return what ``rebuild`` was given for a model; None if it is float."""
+        """Return how a model is quantized; None if it is float."""
         return None
 
     def restore(self, model: Any, parameters: Any) -> Any:

@@ -63,7 +63,7 @@ def planned_function(
 
 
 def check_planned(model: Any, provider: Provider) -> None:
-    """Check that rules work without a plan, for models that cannot have one.
+    """Check that rules work without a plan.
 
     Raises:
         QuantizationError: a rule is about caches, which a plan finds.

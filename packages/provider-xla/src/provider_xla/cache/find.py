@@ -92,7 +92,7 @@ def find_caches(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, CachePlan], list[str]]:
-    """Return how each named argument is carried, and where it cannot be followed.
+    """Return how each named argument is carried, and the problems.
 
     Args:
         rules: the first that matches an array counts.
@@ -160,7 +160,7 @@ def _type_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Search:
-    """Try one way after the other for each cache, all caches at once.
+    """Try the ways to carry each cache in turn, all caches together.
 
     Args:
         engine: taps the program.

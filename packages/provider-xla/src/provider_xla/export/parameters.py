@@ -23,7 +23,7 @@ _ADAPTED = {"base", "a", "b"}
 
 
 def fitted(given: Any, wanted: Any) -> Any:
-    """Return parameters in the form of given types: packed for kernels, or not.
+    """Return parameters in the form that a program takes, packed or not.
 
     Args:
         given: what ``plan.quantize`` or ``load`` returned, with a plan or without.

@@ -113,7 +113,9 @@ def _stored(value: Any) -> Any:
 
 
 def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[], Any]]]:
-    """Return the tensors of a tree: leaf, name, and a function for the value.
+    """Return the tensors of a tree: leaf, name, and value.
+
+    The value is a function without arguments, so that one tensor at a time is made.
 
     Raises:
         StoreError: two tensors would have one name, or a leaf is not an array of numbers.

@@ -29,7 +29,7 @@ GROUPS = "_groups"
 
 
 class Rotation(NamedTuple):
-    """How rows of an activation are rotated: signs, then Hadamard matrices of blocks.
+    """How activations are rotated: signs, then Hadamard matrices of blocks.
 
     Attributes:
         signs: int8 [K], 1 or -1.
@@ -236,7 +236,7 @@ def multiply(
 def _check_rotation(
     rotation: Rotation, op: str, x: jax.Array, kept: Sequence[int], weight: PrepackedWeight
 ) -> None:
-    """Raise NoKernel where the kernel of an op can't rotate the rows that it reads."""
+    """Raise NoKernel if the kernel of an op can't rotate its rows."""
     packed, k = weight.packed, math.prod(weight.k_sizes)
     if not getattr(packed, "rotates", False):
         raise NoKernel("its package has no rotations")

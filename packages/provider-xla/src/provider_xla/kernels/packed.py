@@ -226,7 +226,7 @@ class PrepackedWeight(ArrayProxy):
         return shards_of(self, counts, packed_form) or self.unpacked().shards(counts)
 
     def alone(self) -> PrepackedWeight:
-        """Return the weight without its axis of pieces, if it has one piece."""
+        """Return the weight without its axis of pieces if that is 1."""
         if self.pieces != 1:
             return self
         packed = jax.tree.map(lambda x: jax.lax.squeeze(x, [len(self.lead)]), self.packed)
@@ -364,7 +364,12 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the sizes of scales along contracted axes; ``group`` 0 is one scale."""
+    """Return the sizes of scales along contracted axes.
+
+    Args:
+        k_sizes: sizes of the contracted axes, outer to inner.
+        group: adjacent rows that share a scale, 0 for all.
+    """
     left, sizes = group or math.prod(k_sizes), []
     for size in reversed(k_sizes):
         within = math.gcd(left, size)

@@ -24,7 +24,7 @@ PACK_OPS = ("pack_w4", "pack_w8")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a parameter is a matrix [K, N], or a stack of these. Hashable.
+    """How a parameter is a matrix [K, N], or a stack. Hashable.
 
     Attributes:
         lead: the axes of the parameter that make a stack: steps of loops, and examples.
@@ -61,7 +61,7 @@ class Packing:
         return math.prod(k_sizes), math.prod(n_sizes)
 
     def form(self, shape: Sequence[int]) -> Any:
-        """Return the type of one packed matrix of a parameter, without its stack.
+        """Return the type of one packed matrix of a parameter.
 
         Raises:
             JaxtapError: no installed package has the op.
@@ -69,7 +69,7 @@ class Packing:
         return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
-        """Return why a parameter that is sharded so can't be packed, or None."""
+        """Return why a parameter with this sharding can't be packed, or None."""
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             return "it is on a mesh with explicit axes"
         if sharding is None or sharding.is_fully_replicated:
@@ -109,7 +109,7 @@ class Packing:
 
 
 def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    """Pack a parameter on the devices that it is on, and wait for that."""
+    """Pack a parameter on its devices, and wait for that."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
     return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
@@ -133,7 +133,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
 
 
 def abstract(q: Any, packing: Packing) -> Any:
-    """Return the type of what ``prepack`` returns for an array of this type."""
+    """Return the type that ``prepack`` returns for an array's type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
 

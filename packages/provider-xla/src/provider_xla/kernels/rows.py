@@ -21,7 +21,7 @@ TAKE = "packed_take"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows(ArrayProxy):
-    """Rows that were looked up in a packed parameter, as a float array.
+    """Rows looked up in a packed parameter, as a float array.
 
     Attributes:
         values: the array.

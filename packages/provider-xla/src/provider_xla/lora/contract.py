@@ -34,7 +34,7 @@ def adapter_contraction(
     shape: tuple[int, ...],
     extras: tuple[Any, ...],
 ) -> jax.Array:
-    """Return the contraction with ``sum(a * b, axis=-1)``, one factor at a time.
+    """Contract with ``sum(a * b, axis=-1)``, one factor at a time.
 
     Args:
         contraction: the contraction.

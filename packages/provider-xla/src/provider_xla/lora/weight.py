@@ -84,7 +84,9 @@ def adapter_mask(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraWeight(ArrayProxy):
-    """A parameter with its adapter: ``base + scale * sum(a * b, axis=-1)``.
+    """A parameter with its adapter, as an array proxy.
+
+    It stands for ``base + scale * sum(a * b, axis=-1)``.
 
     Both factors have the axes of the parameter, and then the rank. An axis has the parameter's
     size, or 1 if the factor does not depend on it. So a program's moves of the parameter apply to

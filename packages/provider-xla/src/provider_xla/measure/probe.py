@@ -43,7 +43,7 @@ Returns a pytree of arrays."""
 
 
 class Largest(NamedTuple):
-    """A measurement whose largest value is kept, not the sum; 0 or more."""
+    """A measurement of 0 or more that is merged by its maximum."""
 
     value: jax.Array
 
@@ -256,7 +256,7 @@ jax.tree_util.register_pytree_node(
 
 
 def stored_operand(site: Site, side: int) -> ArrayProxy | None:
-    """Return the stored form of an operand if ``probe`` has it, else None."""
+    """Return an operand's stored form if ``probe`` has it, else None."""
     return _stored(site.call.proxy(site.operands[side]))
 
 

@@ -22,7 +22,7 @@ _LEAST_FACTOR = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Pass):
-    """Scale channels by ``s[k] = size(x[:, k]) ** a``, with the best ``a`` of a grid.
+    """Scale channels by ``size(x[:, k]) ** a``, the best of a grid.
 
     Lin et al. 2023, arXiv:2306.00978, section 3.2: the grid is 0, 1/grid, ... below 1. ``size`` is
     the root of the mean square, which the Gram matrix has; the paper takes the mean magnitude. The

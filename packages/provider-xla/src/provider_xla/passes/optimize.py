@@ -103,7 +103,7 @@ def optimize(
 
 
 def _checked(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes; raise if one is not a pass or their order is wrong."""
+    """Return the passes; raise if their kind or order is wrong."""
     passes = list(passes)
     for one in passes:
         if not isinstance(one, Pass):

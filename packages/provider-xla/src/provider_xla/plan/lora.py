@@ -278,7 +278,14 @@ class LoraSurvey:
         places: Sequence[Collection[int]],
         stepped: Sequence[int],
     ) -> None:
-        """Record a use of a parameter, given the operand's axes for each of its axes."""
+        """Record a use of a parameter.
+
+        Args:
+            path: path of the parameter.
+            asked: what the operation asks for.
+            places: for each axis of the parameter, the axes of the operand that it became.
+            stepped: the axes of the parameter that loops step along.
+        """
         lead, summed, kept = [], [], []
         for axis, place in enumerate(places):
             # Each index of a step, cut or batch axis has a separate pair of factors.

@@ -155,7 +155,7 @@ def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axi
 
 
 def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
-    """Return the indices along an axis of an array, moved as the view moves the array."""
+    """Return the indices along an axis, moved as the view moves it."""
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         is_it = is_stored(node)
@@ -221,7 +221,7 @@ def finest(
     shared: Sequence[int],
     tile_sizes: Mapping[int, int],
 ) -> Granularity | None:
-    """Return the finest scales an operation can use in a view, or None.
+    """Return the finest granularity an operation can use, or None.
 
     Args:
         view: the expression of the operand.

@@ -165,7 +165,10 @@ def _decode(
 
 
 def _seen(mask: Any, batch: Sequence[int], keys: int) -> jax.Array | None:
-    """Return a mask shared by heads as ``[1 or batch, 1 or length, keys]``, else None."""
+    """Return a mask that all heads share as ``[batch, length, keys]``, else None.
+
+    The first two sizes may be 1.
+    """
     if mask is None or mask.ndim != len(batch) + 3 or mask.shape[-3] != 1:
         return None
     shape, leading = mask.shape[-2:], mask.shape[: len(batch)]

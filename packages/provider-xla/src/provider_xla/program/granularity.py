@@ -141,7 +141,12 @@ def _tile(
 
 
 def tile_elements(tile_size: int | float, size: int) -> int:
-    """Return a tile's elements; a float size is one over the tile count."""
+    """Return how many elements a tile has.
+
+    Args:
+        tile_size: as in a rule: elements, or, as a float, one over the number of tiles.
+        size: elements along the contracted axes.
+    """
     return round(tile_size * size) if isinstance(tile_size, float) else tile_size
 
 

@@ -17,7 +17,12 @@ IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 
 
 class Choice(NamedTuple):
-    """What computes an operation on a platform: an FFI target, or XLA and why."""
+    """What computes an operation on a platform.
+
+    Attributes:
+        kernel: the FFI target of the kernel; None for XLA.
+        reason: why XLA computes it; None with a kernel.
+    """
 
     kernel: str | None
     reason: str | None

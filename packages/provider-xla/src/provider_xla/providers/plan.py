@@ -263,7 +263,7 @@ class Plan(PlanData):
         return tree.init_adapters(self, key, dtype)
 
     def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-        """Merge adapters into their parameters: ``W + (alpha / rank) * A B``.
+        """Return float parameters with adapters added: ``W + (alpha / rank) * A B``.
 
         Args:
             params: the plan's parameters, quantized or not.

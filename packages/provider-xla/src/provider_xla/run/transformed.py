@@ -23,7 +23,10 @@ from .affine import AroundStored
 
 
 class Step(Protocol):
-    """An invertible map T of K channels: ``x @ w`` is ``(x @ T) @ (T**-1 @ w)``."""
+    """An invertible map T of K channels.
+
+    ``x @ w`` is ``(x @ T) @ (T**-1 @ w)``.
+    """
 
     def forward(self, x: jax.Array) -> jax.Array:
         """Return ``x @ T`` of float32 [..., K]."""
@@ -210,7 +213,7 @@ class TransformedWeight(AroundStored):
         return first, dataclasses.replace(self, steps=self.steps[-1:])
 
     def rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
-        """Return the single rotation that it has, in the form that kernels take."""
+        """Return its single rotation in the form that kernels take."""
         pairs = self.pairs(contraction, side, x_shape)
         assert pairs is not None
         (step,) = self.steps

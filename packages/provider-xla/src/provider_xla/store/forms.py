@@ -177,7 +177,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
 
 
 def part_of(leaf: Any, part: str) -> Any:
-    """Return the part of that name of a leaf; None if it has none."""
+    """Return a leaf's part of that name; None without it."""
     if isinstance(leaf, Carrier):
         number, _, part = part.partition(".")
         held = [leaf.own, *leaf.derived.values()][int(number)]

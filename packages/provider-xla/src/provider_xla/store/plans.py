@@ -23,7 +23,7 @@ def is_ours(plan: Any) -> TypeGuard[PlanData]:
 
 
 def check_storable(plan: Any, call: str) -> None:
-    """Check that a plan can be stored in, or compared with, a file.
+    """Check that a file can hold a plan.
 
     Args:
         plan: what was given; None is allowed.

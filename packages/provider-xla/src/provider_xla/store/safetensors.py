@@ -78,7 +78,7 @@ class Writer:
         self._file.flush()
 
     def _header(self) -> bytes:
-        """Return the header, whose length is the same before and after tensors are written."""
+        """Return the header, whose length does not depend on checksums."""
         digests = {name: self._digests.get(name, BLANK) for name in self._types}
         metadata = {
             FIELD: BLANK,

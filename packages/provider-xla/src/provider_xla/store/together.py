@@ -17,7 +17,7 @@ from .files import appearing
 
 
 def tell_all(value: Any) -> list[Any]:
-    """Tell all processes a JSON value; return the values of all, in order."""
+    """Tell all processes a JSON value; return all values in order."""
     if jax.process_count() == 1:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)

@@ -71,7 +71,7 @@ def describe(
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Return the name, with a suffix if it is taken, and take it."""
+    """Take a name, with a suffix if it is taken; return it."""
     while name in taken:
         name += "~"
     taken.add(name)
