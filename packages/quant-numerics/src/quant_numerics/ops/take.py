@@ -38,11 +38,10 @@ def take(
         there is one scale for the whole axis, it is clipped.
 
     Returns:
-      Float array of the logical dtype, or a QArray, in which the axes of `indices` are in the place
-      of `axis`.
+      Float array of the logical dtype, or a QArray, with the axes of `indices` where `axis` was.
 
     Raises:
-      TypeError: indices that are not integers; as the ops.
+      TypeError: indices that are not integers, or a `q` that is none of these.
       ValueError: `axis` is out of range, or another mode.
     """
     indices = jnp.asarray(indices)
