@@ -13,7 +13,7 @@ def owner(sizes: jax.Array, length: int) -> jax.Array:
 
 
 def per_row(of_group: jax.Array, owners: jax.Array) -> jax.Array:
-    """Return what is known of groups for each row; zero for rows of none."""
+    """Return each row's value of its group; zero for rows of none."""
     none = jnp.zeros((1, *of_group.shape[1:]), of_group.dtype)
     return jnp.concatenate([of_group, none])[owners]
 
@@ -45,7 +45,7 @@ def _places(sizes: jax.Array, length: int, across: int) -> jax.Array:
     """Return where in memory number c of row t is; rows of no group are at the end."""
     owners = owner(sizes, length)[:, None]
     ends = jnp.cumsum(sizes)
-    # What no group has lies as rows.
+    # Rows of no group lie after all groups, row by row.
     start = per_row(ends - sizes, owners[:, 0])[:, None]
     size = per_row(sizes, owners[:, 0])[:, None]
     t = lax.broadcasted_iota(jnp.int32, (length, across), 0)

@@ -77,7 +77,7 @@ def _point(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _gate(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-    """Return what the function is multiplied with, and its derivative."""
+    """Return the factor that the second part gives, and its derivative."""
     if config.activation_type[1] == "linear":
         return x, 1.0
     given = _clamped(config)

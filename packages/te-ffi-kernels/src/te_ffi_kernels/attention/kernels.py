@@ -1,7 +1,8 @@
 """The two kernels of attention: forward, and its gradient.
 
-Operands are three arrays of queries, keys and values (those that there aren't are empty), bias,
-offset, what is theirs alone, and four arrays of sequences.
+Both take three arrays of queries, keys and values (empty ones if the layout has fewer), the bias
+and the softmax offset first, and four arrays that say where sequences are last. Between them are
+the operands that only one kernel has.
 """
 
 from __future__ import annotations
@@ -99,13 +100,13 @@ def _partition(
     """Share out batches, heads and sequences, unless something depends on the whole batch.
 
     Args:
-        config: of the call.
+        config: config of the call.
         block: calls the kernel.
-        around: calls it for each block of keys, where sequences are shared out.
+        around: calls it for each block of keys, if sequences are shared out.
         given: the operands.
-        middle: names of the axes of those after the offset and before the sequences.
-        found: names of the axes of the results; those of the first operands without.
-        sums: the results that are sums over batches, heads or queries.
+        middle: axis names of the operands between the offset and the sequences.
+        found: axis names of the results; None if they are those of the first operands.
+        sums: indices of the results that are sums over batches, heads or queries.
     """
     run = functools.partial(block, config)
     if config.layout.is_thd() or config.dropout > 0:
@@ -152,7 +153,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """Make the mapped axis one with the batch, where the rest allows it."""
+    """Merge the mapped axis into the batch, if the other operands allow it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:
@@ -213,7 +214,10 @@ def _merged_arrays(config: Config, size: int, in_batched: Any, given: Arrays) ->
 
 
 def _folded_bias(config: Config, size: int, given: Arrays, in_batched: Any) -> jax.Array | None:
-    """Return a bias for each batch entry of each index; None where a batch shares one."""
+    """Return the bias for the merged batch, or None.
+
+    None if all entries of a batch share one, which the merged batch can't.
+    """
     bias = given[3]
     if not config.has_bias:
         return bias

@@ -182,6 +182,7 @@ def backward(
     if config.dropout > 0:
         keep = kept(config, at, heads, random)
         factors, dp = p * keep, dp * keep
+    # This is sum(p * dp) over keys. From the output it takes no array of queries by keys.
     delta = jnp.sum(grad * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)[..., None]
     ds = p * (dp - delta)
     scale = jnp.float32(config.scaling_factor)

@@ -25,8 +25,8 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         Quantized values, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of
         the row times 1 / 127 (what XLA makes of a division by 127), and at least the smallest
-        normal float32. Ratios are rounded half to even. A row with an infinity or NaN has a scale
-        that is one; NaN gets code 0.
+        normal float32. Ratios are rounded half to even. The scale of a row with an infinity or NaN
+        is infinite or NaN; NaN becomes 0.
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)

@@ -26,7 +26,7 @@ def row_map(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _places(
     row_id_map: jax.Array, pad_offsets: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rows and experts [tokens, experts], and which of them there are."""
+    """Return rows and experts [tokens, experts], and which entries are used."""
     experts = row_id_map.shape[1] // 2
     place, expert = row_id_map[:, :experts], row_id_map[:, experts:-1]
     used = jnp.arange(experts)[None] < row_id_map[:, -1:]
