@@ -70,7 +70,7 @@ def partitioned(
     def partition(mesh: Any, arguments: Any, result: Any) -> Any:
         given, found = specs(arguments)
         run = fn if on_device is None else on_device(given, found)
-        return mesh, run, results(mesh, found), shardings(mesh, given)
+        return mesh, _on_no_mesh(run), results(mesh, found), shardings(mesh, given)
 
     sides = [", ".join(" ".join(axes) for axes in side) for side in (axes_given, axes_found)]
     # In the order in which they appear, which Shardy wants.
@@ -83,6 +83,20 @@ def partitioned(
         **(sizes or {}),
     )
     return Partitioned(op, specs)
+
+
+def _on_no_mesh(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is traced for one device, whatever ``jax.set_mesh`` says.
+
+    JAX traces it where the program is compiled. On explicit axes JAX 0.12 would put shardings into
+    it, which a partitioned program can't have.
+    """
+
+    def run(*operands: jax.Array) -> Any:
+        with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+            return fn(*operands)
+
+    return run
 
 
 def partition_rows(
