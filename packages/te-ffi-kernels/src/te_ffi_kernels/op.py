@@ -185,7 +185,7 @@ class Op:
     def _block_of(
         self, platform: str, spec: KernelSpec | None, of: Any, config: Any, *operands: jax.Array
     ) -> Any:
-        """Call the kernel that was selected for config `of`, or the one for another config."""
+        """Call the kernel selected for config `of`, or select for another config."""
         spec = spec if config == of else self._select(platform, config, operands)
         run = self._in_jax if spec is None else functools.partial(self._block, spec)
         return run(config, *operands)

@@ -225,6 +225,7 @@ class _AsHi(ht.HiPrim):
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         restore, floats = self._restored(primals)
+        # A tangent without a dtype is a symbolic zero.
         dots = [
             tangents[i] if hasattr(tangents[i], "dtype") else jnp.zeros_like(primals[i])
             for i in floats

@@ -71,6 +71,7 @@ def _taken(
     axis: int, mode: str, dequantize: bool, q: Any, indices: jax.Array, out_sharding: None = None
 ) -> Any:
     size, ndim = q.shape[axis], q.ndim
+    # The size of the axis may not fit in a small integer dtype.
     count = indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
     wrapped = jnp.where(count < 0, count + size, count)
     inside = (wrapped >= 0) & (wrapped < size)

@@ -84,6 +84,7 @@ class TrainingPair(LinearPair):
             key = _key_for(key, self.key_impl, g)
         for i, backward in enumerate(self.backward or ()):
             if backward is not None:
+                # Each gradient draws other random bits.
                 own = None if key is None else jax.random.fold_in(key, i)
                 wanted = list(full)
                 if backward.residual is not None:

@@ -96,7 +96,7 @@ class ActivationConfig:
         } | self.outputs.attributes()
 
     def dbias_result(self, x: Any) -> jax.ShapeDtypeStruct:
-        """Return the type of the sums over rows; (1,) if they aren't wanted."""
+        """Return the type of the sums over rows; (1,) if unwanted."""
         return jax.ShapeDtypeStruct(x.shape[-2:] if self.is_dbias else (1,), x.dtype)
 
 

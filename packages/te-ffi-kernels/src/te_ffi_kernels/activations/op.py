@@ -172,7 +172,7 @@ def plain_gradient(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax
 
 
 def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> Any:
-    """Share out elements, except the parts of a gate, unless scales span several."""
+    """Share out elements but gate parts, unless a scale spans several."""
     *dz, x, _, _ = operands
     run = functools.partial(block, config)
     names = [f"axis{i}" for i in range(x.ndim - 1)]

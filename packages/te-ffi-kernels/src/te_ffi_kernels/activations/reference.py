@@ -47,6 +47,7 @@ def _swish(x: jax.Array, u: jax.Array, slope: jax.Array | float) -> tuple[jax.Ar
     """Return x * sigmoid(u) and its derivative, with u' = slope."""
     gate = jax.nn.sigmoid(u)
     change = gate * jax.nn.sigmoid(-u)
+    # Where a factor is 0, x may be infinite, and their product NaN.
     rest = jnp.where(change == 0, 0, x * slope * change)
     return jnp.where(gate == 0, 0, x * gate), gate + rest
 

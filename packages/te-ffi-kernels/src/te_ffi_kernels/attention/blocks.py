@@ -83,7 +83,7 @@ def _cut(config: Config, low: int, high: int, sizes: Sizes) -> Cut:
 
 
 def lengths_in(lengths: jax.Array, block: jax.Array, size: int, before: int) -> jax.Array:
-    """Return how many tokens of each sequence are in a part of a block.
+    """Return how many tokens of each sequence a block's part has.
 
     Args:
         lengths: lengths of the sequences, int32 ``[batch]``.

@@ -68,7 +68,7 @@ def _attributes(config: Config, *given: jax.Array) -> dict[str, Any]:
 
 
 def _lowered(config: Config, *given: jax.Array) -> Arrays:
-    """Return the operands with the cumulative sums of lengths, as kernels have them."""
+    """Return a kernel's operands: lengths become cumulative sums."""
     *first, q_lengths, kv_lengths, q_starts, kv_starts = given
     lengths = map(operands.cumulative, (q_lengths, kv_lengths))
     return *first, *lengths, q_starts, kv_starts
@@ -97,7 +97,7 @@ def _partition(
     found: Names | None,
     sums: Any = (),
 ) -> Any:
-    """Share out batches, heads and sequences, unless something depends on the whole batch.
+    """Share out batches, heads and sequences, if nothing needs whole batches.
 
     Args:
         config: config of the call.
@@ -153,7 +153,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """Merge the mapped axis into the batch, if the other operands allow it."""
+    """Merge the mapped axis into the batch, if other operands allow it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:
@@ -203,7 +203,7 @@ def _split(size: int, x: jax.Array) -> jax.Array:
 
 
 def _merged(size: int, in_batched: Any, *arrays: jax.Array) -> Arrays:
-    """Merge the mapped axis of arrays with the next; repeat where they have none."""
+    """Merge each array's mapped axis with the next; repeat unmapped arrays."""
     wide = widened(size, in_batched, *arrays)
     return tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in wide)
 

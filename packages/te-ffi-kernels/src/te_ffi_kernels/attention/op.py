@@ -214,12 +214,12 @@ def _prepared(
 
 
 def _forward_kernel(config: Config, *given: jax.Array) -> Any:
-    """Return the results of the forward kernel, or of a ring of them."""
+    """Call the forward kernel, or a ring of them."""
     return _around(ring.forward, FORWARD, config)(*given)
 
 
 def _backward_kernel(config: Config, *given: jax.Array) -> Any:
-    """Return the results of the backward kernel, or of a ring of them."""
+    """Call the backward kernel, or a ring of them."""
     return _around(ring.backward, BACKWARD, config)(*given)
 
 

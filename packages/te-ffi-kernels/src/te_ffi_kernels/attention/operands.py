@@ -51,7 +51,7 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
 
 
 def random_state(seed: jax.Array) -> jax.Array:
-    """Return seed and offset 0 as a random state, uint32[rows of seed, 4]."""
+    """Return seed and offset 0 as uint32[rows of seed, 4]."""
     words = seed.reshape(-1)[:2]
     return jnp.pad(words, (0, 4 * seed.shape[0] - 2)).reshape(seed.shape[0], 4)
 
@@ -59,7 +59,7 @@ def random_state(seed: jax.Array) -> jax.Array:
 def sequences(
     op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
 ) -> Sequences:
-    """Return where the sequences are: whole ones, even if `sizes` has a part."""
+    """Return where whole sequences are; `sizes` may have a part of them."""
     if config.layout.is_thd():
         return _segments(op, config, sizes, descriptor)
     none = jnp.zeros((0,), jnp.int32)
@@ -185,6 +185,6 @@ def _deterministic() -> bool:
 
 
 def arrays(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Return three arrays: those that the layout doesn't have are of size 0."""
+    """Return three arrays; those that the layout lacks have size 0."""
     none = jnp.zeros((0,), qkv[0].dtype)
     return (*qkv, *(none,) * (3 - len(qkv)))

@@ -117,7 +117,7 @@ def scores(config: Config, q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.A
 
 
 def spread(x: jax.Array, heads: int) -> jax.Array:
-    """Repeat each head of keys [b, s, g, d] for its query heads."""
+    """Repeat each head of [b, s, g, d] for its query heads."""
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 

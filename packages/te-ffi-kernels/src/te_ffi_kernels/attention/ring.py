@@ -162,11 +162,11 @@ class _Ring:
         return qkv[0], qkv[1:]
 
     def block(self, i: Any) -> jax.Array:
-        """Return the number of the block of keys that the device has in round `i`."""
+        """Return the index of the device's block of keys in round `i`."""
         return (self.rank - i) % self.count
 
     def passed(self, tree: Any) -> Any:
-        """Send arrays to the next device, and return those of the device before."""
+        """Send arrays to the next device; return those of the last one."""
         ring = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, ring), tree)
 
@@ -210,7 +210,10 @@ def _merged(found: Arrays, more: Arrays) -> Arrays:
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return ``exp(part - whole)`` of ``[batch, heads, queries, 1]``, with heads after queries."""
+    """Return the share of a part in a softmax, ``exp(part - whole)``.
+
+    Both are ``[batch, heads, queries, 1]``; the result is ``[batch, queries, heads, 1]``.
+    """
     some = whole != -jnp.inf
     return jnp.where(some, jnp.exp(part - jnp.where(some, whole, 0)), 0).swapaxes(1, 2)
 

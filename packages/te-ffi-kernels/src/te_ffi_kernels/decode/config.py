@@ -104,7 +104,7 @@ def prepared(
 
 
 def _stack(keys: jax.Array, index: Any) -> tuple[jax.Array]:
-    """Return the index of a cache in a stack of one or more."""
+    """Check and return the index of a cache in a stack."""
     if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         found = jax.typeof(jnp.asarray(index))
         raise TypeError(f"decode_attention: index must be a scalar integer, got {found}")

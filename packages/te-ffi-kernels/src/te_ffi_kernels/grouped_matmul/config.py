@@ -204,7 +204,7 @@ def _of_group(op: str, rhs: jax.Array, contracting: Sequence[int] | int, groups:
 
 
 def _check_ragged(op: str, name: str, one: Side, axes: tuple[int, ...], at: int | None) -> None:
-    """Raise if the divided axes aren't one axis, the first or the last."""
+    """Raise unless one axis is divided, the first or the last."""
     if len(axes) == 1 and at in (None, axes[0]):
         return
     raise ValueError(

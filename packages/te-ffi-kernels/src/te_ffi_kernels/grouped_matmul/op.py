@@ -257,7 +257,7 @@ def _of_factor(
     owners: jax.Array,
     sizes: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return cotangents of a factor and of its scales, from that of its numbers."""
+    """Return a factor's and its scales' cotangents from its numbers' cotangent."""
     mode = config.mode
     if mode is ScalingMode.NO_SCALING:
         return cotangent_of(x, _back(config, side, grad, sizes)), None

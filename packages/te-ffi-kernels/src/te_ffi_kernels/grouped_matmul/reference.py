@@ -106,7 +106,7 @@ def matrices(config: GroupedConfig, x: jax.Array) -> jax.Array:
 
 
 def decoded(config: GroupedConfig, side: Side, x: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return a factor in float32 with its MX scales multiplied in; int8 as it is."""
+    """Return a factor in float32, times its MX scales; int8 stays."""
     if config.mode.is_mx:
         by_group = side is config.right and config.rows
         shape, axis = (config.rhs_shape, side.boundary + 1) if by_group else (

@@ -134,7 +134,7 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
 
 
 def _other(side: Side) -> Side:
-    """Return the factor with its kept axes contracted, and its contracted ones kept."""
+    """Return the factor with kept and contracted axes exchanged."""
     return Side(side.shape, side.boundary, not side.leading)
 
 

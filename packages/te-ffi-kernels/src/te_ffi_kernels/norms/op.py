@@ -132,7 +132,7 @@ def _forward_workspace(config: NormConfig, x: jax.Array, *_: jax.Array) -> jax.S
 
 
 def _forward_partition(config: NormConfig, block: Any, x: jax.Array, *_: jax.Array) -> Any:
-    """Share out rows, unless a scale or a maximum is of all rows."""
+    """Share out rows, unless a scale or maximum is of all."""
     assert config.outputs is not None
     run = functools.partial(block, config)
     rows = [f"row{i}" for i in range(x.ndim - 1)]

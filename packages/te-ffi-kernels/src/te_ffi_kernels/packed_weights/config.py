@@ -42,7 +42,7 @@ class Form:
         return {"rotation": self.rotation} if self.rotation else {}
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
-        """Return the weight in a buffer, or in an index of a stack."""
+        """Return the weight in a buffer, or one of a stack."""
         for i in index:
             buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
         return PackedWeight.of(buffer, self.n, self.layout)

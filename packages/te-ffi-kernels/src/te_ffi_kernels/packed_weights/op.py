@@ -108,7 +108,7 @@ def gemv_w8(
     signs: jax.Array | None = None,
     rotation: int = 0,
 ) -> jax.Array:
-    """Multiply one or a few rows at the speed of reading the weight.
+    """Multiply a few rows at the speed of reading the weight.
 
     Arguments and numbers are those of ``gemm_w8a16``.
     """
@@ -246,6 +246,7 @@ def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weig
 
 def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
     x, *weight = operands
+    # Of x, the gradient needs the dtype alone.
     return jnp.zeros((), x.dtype), *weight
 
 

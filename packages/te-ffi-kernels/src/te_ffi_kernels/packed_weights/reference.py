@@ -39,12 +39,12 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
-    """Multiply rows with signs, then blocks of them with the orthonormal Hadamard matrix.
+    """Multiply rows with signs, then their blocks with a Hadamard matrix.
 
     Args:
         x: [m, k], any float.
-        signs: int8[k].
-        block: a power of two that divides k.
+        signs: int8[k], 1 or -1.
+        block: size of the blocks and of the orthonormal matrix, a power of two that divides k.
 
     Returns:
         float32[m, k].
@@ -58,7 +58,10 @@ def rotate_back(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
 
 
 def _hadamard(x: jax.Array, block: int) -> jax.Array:
-    """Multiply blocks of float32[m, k] with a symmetric matrix, by sums and differences."""
+    """Multiply blocks of float32[m, k] with the orthonormal Hadamard matrix.
+
+    A fast Walsh-Hadamard transform: sums and differences of pairs, in log2(block) steps.
+    """
     m, k = x.shape
     step = 1
     while step < block:  # the order of a kernel, so that results are the same numbers

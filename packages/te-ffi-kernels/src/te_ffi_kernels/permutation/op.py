@@ -22,7 +22,7 @@ def token_dispatch(
     probs: jax.Array | None = None,
     align_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, jax.Array]:
-    """Copy tokens to the rows of the experts that they are routed to.
+    """Copy tokens to the rows of the experts they are routed to.
 
     As ``token_dispatch`` of ``transformer_engine.jax.permutation``. Rows of an expert follow each
     other, in the order of tokens; `align_size` pads them with zeros, so that the groups of rows fit

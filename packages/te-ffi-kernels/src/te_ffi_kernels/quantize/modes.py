@@ -70,7 +70,7 @@ class QuantizeLayout(enum.IntEnum):
 
 
 def qmax(dtype: DTypeLike) -> float:
-    """Return the largest quantized value: 448 and 57344 of float8, 127 of int8."""
+    """Return the largest quantized value: 448 or 57344 (float8), 127 (int8)."""
     found = jnp.dtype(dtype)
     return 127.0 if found == jnp.int8 else float(jnp.finfo(found).max)
 

@@ -82,6 +82,7 @@ def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
     """Return x / 2**(scale - 127) for uint8 scales, avoiding subnormal factors."""
     scale = scale.astype(jnp.int32)
+    # 2**(127 - scale) is subnormal from 254 on, and may count as zero: there it is two factors.
     low = scale >= 254
     return (
         x

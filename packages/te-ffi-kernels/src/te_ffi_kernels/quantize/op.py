@@ -33,7 +33,7 @@ def dbias_quantize(
     stochastic_rounding: bool = False,
     use_rht: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantize an array by row, by column or both, and sum its columns.
+    """Quantize an array by row, column or both, and sum columns.
 
     The arguments are those of Transformer Engine's primitive. x is taken as a matrix whose rows
     are the axes before `flatten_axis`. Numbers are rounded half to even and saturate, infinities

@@ -12,7 +12,7 @@ from .config import Config
 
 
 def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
-    """Return the softmax. Batches are b * n where masks are n: masks repeat."""
+    """Return the softmax; masks repeat if there are fewer than batches."""
     scaled = logits.astype(jnp.float32) * np.float32(config.scale)
     if mask:
         (given,) = mask
