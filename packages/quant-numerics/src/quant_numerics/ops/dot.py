@@ -32,7 +32,7 @@ DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
 _ROWS_OF_A_TILE = 4
-"""On CPU, summing tile by tile costs what dequantizing does at so many elements a tile and row."""
+"""On CPU, sums by tile cost as much as dequantizing if tiles have this many elements per row."""
 
 
 def dot_general(

@@ -150,7 +150,7 @@ def dact_lu(
 ) -> tuple[jax.Array, ...]:
     """Return the gradient of an activation: ``quantize_dact_dbias`` without the sums.
 
-    Args: as those of ``quantize_dact_dbias``.
+    The arguments are those of ``quantize_dact_dbias``.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax)`` of dx.

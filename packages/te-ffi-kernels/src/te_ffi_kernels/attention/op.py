@@ -41,7 +41,7 @@ def fused_attn_fwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return attention, and what its gradient needs. Not differentiable: see ``fused_attn``.
 
-    Args: as those of ``fused_attn``.
+    The arguments are those of ``fused_attn``.
 
     Returns:
         The result, [b, sq, h, dv] in the dtype of qkv; the natural logarithm of each softmax's sum,

@@ -85,7 +85,7 @@ def backward(run: Run, axes: Sequence[str], config: Config, *given: jax.Array) -
 
     Those of the bias and of the offset are sums over the queries that the device has.
 
-    Args: as those of ``forward``, with the operands of the kernel of gradients.
+    The arguments are those of ``forward``, with the operands of the kernel of gradients.
     """
     ring = _Ring(axes, config, given)
     count = config.layout.arrays

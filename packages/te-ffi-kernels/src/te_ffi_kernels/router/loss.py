@@ -48,7 +48,7 @@ def fused_moe_aux_loss_fwd(
 ) -> tuple[jax.Array, jax.Array]:
     """Return ``fused_moe_aux_loss``, with what its gradient needs.
 
-    Args: as those of ``fused_moe_aux_loss``.
+    The arguments are those of ``fused_moe_aux_loss``.
 
     Returns:
         The loss, and float32[2]: what the sum is multiplied with, and the loss in float32.

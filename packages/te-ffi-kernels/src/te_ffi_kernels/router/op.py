@@ -81,7 +81,8 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose experts as ``fused_topk_with_score_function``, with what its gradient needs.
 
-    Args: as those of ``fused_topk_with_score_function``; ``expert_bias`` may be empty, too.
+    The arguments are those of ``fused_topk_with_score_function``; ``expert_bias`` may also be
+    empty.
 
     Returns:
         The weights or scores, the routing map, and float32 as logits for
