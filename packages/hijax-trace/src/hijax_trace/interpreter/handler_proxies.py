@@ -79,7 +79,7 @@ def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
 
 
 def unsliced(value: Any) -> tuple[Any, Any] | None:
-    """Return the stack that an array is taken out of, and its index.
+    """Return the stack that an array is taken from, and its index.
 
     A kernel that reads an array where it lies in a stack need not wait for a copy.
 
@@ -146,7 +146,7 @@ def _inlined(value: Any) -> Any:
 
 
 def _made_of(value: Any, primitives: tuple[str, ...]) -> Any:
-    """Return the equation that a value is the result of, if it is of one of these primitives."""
+    """Return the equation that made a value, if it has one of these primitives."""
     if not compat.is_staged(value):
         return None
     _, eqn = compat.producer(value)
