@@ -64,6 +64,8 @@ def _useful(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
 
 def _greedy(extra: Sizes, excess: Costs, room: int) -> Choice:
     """Return a choice that fits, from the steepest steps of the convex hulls."""
+    # Begin with the smallest options. Steps to larger ones are taken in the order of the cost that
+    # they save per byte, as long as they fit.
     steps = []
     for i, (row, costs) in enumerate(_zip(extra, excess)):
         at = 0

@@ -85,6 +85,7 @@ def export_model(
             "no state. Plan a function that takes the cache and returns it, and export that: "
             "provider.plan(fn, params, ...).export(fn, ...)."
         )
+    # A flat dict by path: a process that serves can make that without the model's classes.
     run = quantized.apply(bridge.function(model, method or quantized.methods[0]))
     stored = model_parameters(model)
 

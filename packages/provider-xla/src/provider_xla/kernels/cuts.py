@@ -29,6 +29,8 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
     cut = {part: counts[axis] for part, axis in parts.items() if counts[axis] > 1}
     rows, panels = cut.pop(0, 1), cut.pop(rank, 1)
     columns = math.prod(weight.n_sizes) // panels
+    # A device can have whole entries of the stack, whole panels of the first axis of columns, and
+    # whole pieces of the first axis of rows. Any other cut would go through packed bytes.
     is_plain = weight.index is None and not weight.gone and weight.lead_at is None
     if not is_plain or cut or rows != max(weight.pieces, 1) or columns % weight.packed.panel:
         return None

@@ -153,6 +153,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
     qvalue = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
+    # Kernels want a scale for each group and column: repeat those that more elements share.
     sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:

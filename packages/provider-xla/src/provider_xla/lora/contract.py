@@ -116,6 +116,8 @@ def _convolution(
     contraction: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
 ) -> jax.Array | None:
     """Return the convolution with one factor, then the other per pixel."""
+    # The factor without output channels is a kernel with `rank` outputs. The other factor, if it
+    # has nothing but output channels, mixes these at each pixel.
     numbers, arguments = contraction.numbers, dict(contraction.arguments)
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:

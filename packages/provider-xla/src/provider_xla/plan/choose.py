@@ -281,6 +281,8 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
 
     Also return how many rows share a scale; 0 if all rows do.
     """
+    # A kernel's K has groups of adjacent rows. So axes with a scale per index come first, then the
+    # one with tiles, and last those that lie within a tile.
     shape, counts = weight.shape, weight.granularity.scale_shape(weight.shape)
     alone = [axis for axis in k_axes if counts[axis] == shape[axis] > 1]
     tiled = [axis for axis in k_axes if 1 < counts[axis] < shape[axis]]

@@ -76,6 +76,7 @@ def scales_in(
         if len(aval.shape) != ndim:
             raise MoveError("what is joined has other axes")
         counts = scaled.scale_shape(aval.shape)
+        # The numbers make no difference: only the shape of the moved scales is read.
         return qn.QArray(
             jax.numpy.zeros(aval.shape, np.int8),
             jax.numpy.zeros([min(m, n) for m, n in zip(counts, aval.shape, strict=True)]),

@@ -27,6 +27,8 @@ class Granularity:
 
     def join(self, other: Granularity) -> Granularity:
         """Return the finest granularity that both operations can use."""
+        # Scales may differ only along axes where both allow it. Tiles of the least common multiple
+        # hold whole tiles of both.
         tiles = {}
         for axis in {*self.channel_axes, *self.tile_axes} & {*other.channel_axes, *other.tile_axes}:
             size = math.lcm(self.tile_axes.get(axis, 1), other.tile_axes.get(axis, 1))

@@ -164,6 +164,7 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[floa
     for call in calls:
         call()
     taken: tuple[list[float], list[float]] = [], []
+    # In turn, so that a change of the machine's load or clock affects both.
     begin = time.perf_counter()
     while len(taken[0]) < ROUNDS:
         if len(taken[0]) >= LEAST and time.perf_counter() - begin > BUDGET:

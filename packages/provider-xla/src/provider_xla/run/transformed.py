@@ -225,6 +225,7 @@ class TransformedWeight(AroundStored):
             return x
         pairs = self.pairs(contraction, side, x.shape)
         assert pairs is not None
+        # Move the contracted axes to the end, as K; then undo the move.
         axes = [axis for _, axis in pairs]
         others = [axis for axis in range(x.ndim) if axis not in axes]
         order = [*others, *axes]

@@ -206,6 +206,8 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
     """Return whether blocks tile an array as a grid, each once."""
     if len(set(blocks)) != len(blocks) or any(len(block) != len(shape) for block in blocks):
         return False
+    # Along each axis the sides must follow one another without a gap. If there are as many
+    # different blocks as such a grid has cells, they are all of it.
     count = 1
     for axis, length in enumerate(shape):
         sides = sorted({block[axis] for block in blocks})

@@ -20,6 +20,7 @@ def tell_all(value: Any) -> list[Any]:
     """Tell all processes a JSON value; return all values in order."""
     if jax.process_count() == 1:
         return [value]
+    # Processes can only gather arrays of equal shapes: bytes, filled up to the longest.
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.asarray(data.size, np.int32))
     filled = np.zeros(int(np.max(sizes)), np.uint8)
