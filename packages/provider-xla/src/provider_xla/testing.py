@@ -38,8 +38,7 @@ class BridgeConformance:
             def inputs(self):
                 return (x,)
 
-    A test that cannot hold for a framework is taken out by name, where a reader sees it:
-    ``test_adapters_merge = None``.
+    Switch a test off by name if it cannot hold for a framework: ``test_adapters_merge = None``.
 
     Attributes:
         method: the method that is called and quantized.

@@ -1,7 +1,7 @@
 """Quantized arrays, and quantized dot_general, einsum and convolution, as pure JAX functions.
 
-Importing this package does not import jax, for the sake of its plugin module: the names of `api`
-are imported when the first of them is used.
+Importing this package does not import jax, so that its plugin module is found quickly. The first
+use of a public name imports `api`.
 """
 
 import importlib

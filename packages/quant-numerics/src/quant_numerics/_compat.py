@@ -11,7 +11,7 @@ Zero: type = ad.Zero
 """A tangent or cotangent that is known to be zero, with its type as ``aval``."""
 
 instantiate = ad.instantiate_zeros
-"""Makes an array of zeros of a Zero, and leaves other tangents."""
+"""Return an array of zeros for a Zero, and other tangents as they are."""
 
 is_undefined_primal = ad.is_undefined_primal
-"""Whether an operand of a transpose rule is what the cotangent is asked for."""
+"""Return whether an operand of a transpose rule is one whose cotangent is asked for."""

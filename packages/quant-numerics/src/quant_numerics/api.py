@@ -39,7 +39,7 @@ from quant_numerics.train.einsum import train_einsum
 from quant_numerics.train.options import Backward, HowToQuantize
 from quant_numerics.train.ragged_dot import train_ragged_dot
 
-# Operations have the source line of the program, not that of this library.
+# JAX then shows the source line of the caller's program for an operation, not a line in here.
 source_info_util.register_exclusion(str(Path(__file__).parent))
 
 __all__ = [

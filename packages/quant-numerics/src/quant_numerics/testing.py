@@ -36,7 +36,7 @@ class FormatConformance:
 
     @property
     def kind(self) -> Any:
-        """The format."""
+        """Return the format."""
         return qn.get_qtype(self.qtype)
 
     def weight(self, shape: tuple[int, int] = (192, 24), seed: int = 0) -> np.ndarray:

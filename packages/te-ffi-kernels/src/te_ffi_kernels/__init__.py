@@ -1,7 +1,7 @@
 """Matrix and quantization kernels for JAX on CPU, warmed up before use.
 
-Importing this package does not import jax, so that plugin discovery stays light. The public names
-and where they are from stand in ``__init__.pyi``, which type checkers read, too.
+Importing this package does not import jax, so that plugin discovery stays light. ``__init__.pyi``
+lists the public names and their modules, for this module and for type checkers.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""What ``jaxtap bench`` times of this package's kernels, beside XLA's float matmuls."""
+"""Cases of ``jaxtap bench``: matmuls with packed weights, and attention over a cache."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ GROUP = 32
 DTYPES = ("float32", "bfloat16")
 POSITIONS = (128, 512, 2048, 8192)
 HEADS = ((16, 16), (16, 4))
-"""Of queries and of keys."""
+"""Heads of queries, and heads of keys."""
 
 
 def matmul(spec: KernelSpec) -> Bench:
     """Return matmuls with a packed weight, beside XLA's with floats.
 
-    What runs where the kernel does not is the reference, which dequantizes for many rows.
+    They are compared with the reference, which runs where the kernel does not.
     """
     bits = 4 if "w4" in spec.op else 8
-    # Rows change fastest, so that it is made once.
+    # Rows change fastest, so that each weight is packed once.
     cases = (
         _matmul(spec.op, bits, k, n, dtype, rows)
         for k, n in WEIGHTS
@@ -107,7 +107,7 @@ def attention(spec: KernelSpec) -> Bench:
 
 def _attention(dtype: str, heads: int, kv_heads: int, positions: int) -> BenchCase:
     operands = _cache(dtype, heads, kv_heads, positions)
-    # Of an int8 cache, one in float32.
+    # XLA has no attention over an int8 cache: it gets the same cache in float32.
     floats = _cache("float32" if dtype == "int8" else dtype, heads, kv_heads, positions)
     labels = {"dtype": dtype, "heads": heads, "kv_heads": kv_heads, "positions": positions}
     return BenchCase(

@@ -21,7 +21,7 @@ from ._stages import isa
 
 Size = tuple[int, ...]
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
-"""A function of arrays, and its arguments."""
+"""A function and the arrays that it is called with."""
 
 TABLES = ((1024, 1024), (1024, 32000))
 ROWS = ((128, 1024), (2048, 1024))
@@ -167,7 +167,7 @@ def _gradient(make: Callable[[str, Size], Call], dtype: str, size: Size) -> Call
     """Return the backward pass alone, with its residuals as arguments."""
     fn, operands = make(dtype, size)
     out, back = jax.vjp(fn, *operands)
-    # Neither ones nor x: the gradients of a softmax and of a norm are zero for these.
+    # Not ones and not x: the gradients of a softmax and of a norm are zero for such cotangents.
     ct = _normal(out.shape, dtype, seed=1).astype(out.dtype)
     return lambda back, ct: back(ct)[0], (back, ct)
 

@@ -6,7 +6,7 @@ from interception_core import CheckResult
 
 
 def isa() -> Iterator[CheckResult]:
-    """Tell the instruction set in use."""
+    """Report the instruction set in use."""
     from ._stages import isa, isas
 
     known = ", ".join(isas())

@@ -1,7 +1,7 @@
-"""What was measured of the kernels: where XLA is faster.
+"""Calls for which XLA was measured to be faster than a kernel.
 
-``measured.json`` has the ratio of a kernel's time to that of what runs without it, by target and
-instruction set. ``jaxtap bench TARGET --write`` measures it again, on the machine that it runs on.
+``measured.json`` has ratios by target and instruction set: the time of a kernel over the time of
+what runs without it. ``jaxtap bench TARGET --write`` measures them again on this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,15 @@ TABLE = Path(__file__).with_name("measured.json")
 def slower(
     target: str, along: str, at: int, same: Mapping[str, str | int], near: Mapping[str, int]
 ) -> str | None:
-    """Return why XLA is faster than a kernel, or None; see ``slower_than``."""
+    """Return why XLA is faster than a kernel, or None; see ``slower_than``.
+
+    Args:
+        target: the kernel's target.
+        along: the label that the answer depends on, such as ``"rows"``.
+        at: the call's value of that label.
+        same: labels whose values must be those of the call.
+        near: labels that are sizes, with the call's values.
+    """
     variants = _table().get(target)
     if not variants:
         return None

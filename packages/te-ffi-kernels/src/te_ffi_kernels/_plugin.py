@@ -16,14 +16,15 @@ def _kernel(
     workspace: str | None = None,
     bench: str = "_bench_others:calls",
 ) -> KernelSpec:
-    """Return a kernel.
+    """Return the declaration of a kernel.
 
     Args:
-        op: its name.
-        summary: for lists of kernels.
-        function: the public function that calls it; by default that of the op's name, "" for none.
-        supports: a function of ``_supports``.
-        workspace: a function of ``_workspace``.
+        op: name of its op, and of its target in this package.
+        summary: a few words for lists of kernels.
+        function: the public function that calls it; by default the one of the op's name, "" for
+            none.
+        supports: name of a function in ``_supports``.
+        workspace: name of a function in ``_workspace``, or None.
         bench: "module:function" of this package.
     """
     function = op if function is None else function
@@ -49,7 +50,7 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
 def _matmul(op: str, summary: str) -> Iterator[KernelSpec]:
     """Return the kernels of a matmul with a packed weight."""
     yield _kernel(op, summary, supports="matmul", bench="_bench:matmul")
-    # What the op calls with an index or with sizes of groups, so without a function.
+    # The op calls these if it is given an index or sizes of groups: they have no public function.
     for kind, what in (
         ("stack", "one weight of a stack"),
         ("groups", "each group of rows with its weight of a stack"),

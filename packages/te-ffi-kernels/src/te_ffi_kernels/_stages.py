@@ -1,4 +1,4 @@
-"""What stages the targets have, and how often they were warmed up."""
+"""The stages of FFI targets, and how often they were warmed up."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Stages:
         target: its name.
         names: the stages that it has: "instantiate" (on CPU, once per call site and loaded
             executable; the kernel is warmed up there) and "execute" (each call). XLA calls
-            "prepare" and "initialize" on GPU alone.
-        why_no_warm_up: why it isn't warmed up; None where it is.
+            "prepare" and "initialize" on GPUs only.
+        why_no_warm_up: why it isn't warmed up; None if it is.
     """
 
     target: str

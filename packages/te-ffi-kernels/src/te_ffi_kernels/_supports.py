@@ -1,4 +1,4 @@
-"""Which calls the kernels take."""
+"""Which calls the kernels take: each function returns True, or the reason why not."""
 
 from interception_core import KernelCall, select_kernel
 
@@ -9,7 +9,7 @@ _FLOATS = ("float32", "bfloat16", "float16")
 
 
 def anything(call: KernelCall) -> bool | str:
-    """Tell that a kernel takes all calls of its op without symbolic sizes."""
+    """Accept all calls without symbolic sizes."""
     for operand in call.operands:
         if not all(isinstance(size, int) for size in operand.shape):
             return f"an operand has the symbolic shape {operand}"
@@ -62,7 +62,7 @@ def matmul_of_stack(call: KernelCall) -> bool | str:
     found = select_kernel(op, call.platform, call.operands, **dict(call.params))
     if found.spec is None:
         return found.reason
-    # One of another package takes a weight alone.
+    # A kernel of another package takes one weight, not a stack.
     return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
 
 

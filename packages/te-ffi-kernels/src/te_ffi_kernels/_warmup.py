@@ -15,8 +15,8 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Comp
 
     Args:
         fn: a function, jitted or not.
-        args: its arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
-        kwargs: also.
+        args: its arguments: arrays, or a ``jax.ShapeDtypeStruct`` for each.
+        kwargs: its keyword arguments, the same.
 
     Returns:
         The compiled program. Call this one: a later call of ``fn`` compiles again, unless ``fn`` is
@@ -29,11 +29,11 @@ def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Comp
 def register() -> tuple[str, ...]:
     """Register all kernels of the installed plugins for the platforms at hand.
 
-    A program that was traced in this process needs none of this. One that ``jax.export`` reloads
-    does.
+    Call it before ``jax.export`` reloads a program. A program that is traced in this process
+    registers its kernels.
 
     Returns:
-        The targets.
+        The names of their targets.
 
     Raises:
         KernelError: one of them can't be registered.
@@ -46,8 +46,8 @@ def register() -> tuple[str, ...]:
 def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """Return what ``jax.export.export(..., disabled_checks=...)`` needs for programs with kernels.
 
-    JAX gives no promise for custom calls in saved programs; for those of the installed plugins,
-    their versions decide.
+    JAX does not promise that a saved program can call custom targets later. The versions of the
+    installed plugins decide whether these can.
     """
     from jax.export import DisabledSafetyCheck
 

@@ -14,7 +14,13 @@ from jax.custom_batching import custom_vmap
 def with_rule(
     fn: Callable[..., Any], rule: Callable[..., tuple[Any, Any]] | None
 ) -> Callable[..., Any]:
-    """Return a function with a ``vmap`` rule; else it loops over indices."""
+    """Return a function with a rule for ``vmap``.
+
+    Args:
+        fn: a function of arrays.
+        rule: as for ``custom_vmap``. Without one, and where it returns NotImplemented, ``vmap``
+            loops over the indices of the mapped axis.
+    """
     wrapped = custom_vmap(fn)
 
     def one_by_one(in_batched: Sequence[bool], *operands: jax.Array) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""What ops refuse, with errors that name the op and the argument."""
+"""Checks of arguments, whose errors name the op and the argument."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def member(
 ) -> _Member:
     """Return an enumeration's member for a member, value or name.
 
-    What the caller refuses isn't listed in the error.
+    The error doesn't list the members in `refused`, which the caller refuses.
     """
     if isinstance(given, str) and given.upper() in kind.__members__:
         return kind[given.upper()]

@@ -8,12 +8,15 @@ from jax import lax
 
 
 def owner(sizes: jax.Array, length: int) -> jax.Array:
-    """Return the group of each row, int32[length]; the number of groups for the rest."""
+    """Return the group of each row, int32[length].
+
+    Rows of no group have the number of groups.
+    """
     return jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(length), side="right").astype(jnp.int32)
 
 
 def per_row(of_group: jax.Array, owners: jax.Array) -> jax.Array:
-    """Return what is known of groups for each row; zero for rows of none."""
+    """Return each row's value of its group; zero for rows of none."""
     none = jnp.zeros((1, *of_group.shape[1:]), of_group.dtype)
     return jnp.concatenate([of_group, none])[owners]
 
@@ -42,13 +45,14 @@ def as_matrices(rows: jax.Array, sizes: jax.Array) -> jax.Array:
 
 
 def _places(sizes: jax.Array, length: int, across: int) -> jax.Array:
-    """Return where in memory number c of row t is; rows of no group are at the end."""
+    """Return where numbers of rows are in memory, int32[length, across]."""
     owners = owner(sizes, length)[:, None]
     ends = jnp.cumsum(sizes)
-    # What no group has lies as rows.
+    # Rows of no group lie after all groups, row by row.
     start = per_row(ends - sizes, owners[:, 0])[:, None]
     size = per_row(sizes, owners[:, 0])[:, None]
     t = lax.broadcasted_iota(jnp.int32, (length, across), 0)
     c = lax.broadcasted_iota(jnp.int32, (length, across), 1)
+    # A group's matrix [across, size] follows those of the rows before it.
     inside = start * across + c * size + t - start
     return jnp.where(owners < sizes.shape[0], inside, t * across + c)

@@ -26,7 +26,7 @@ from interception_core import (
 from .batching import with_rule
 from .partition import Partitioned
 
-# A part of the keys of JAX's caches, so that jitted functions are traced again where it changes.
+# Its value is part of the keys of JAX's caches: when it changes, jitted functions are traced again.
 _plain = jax.make_user_context(False)
 
 
@@ -48,22 +48,25 @@ class Op:
     All functions that make up an op take the config and the operands, unless said otherwise.
 
     Args:
-        name: of the kernels' op, or a function of the config that returns it. Where there is
-            ``forward``, in jaxprs alone.
-        reference: the results in plain JAX.
-        results: ``jax.ShapeDtypeStruct`` of the result, or a tuple of them.
-        attributes: of the FFI call, a dictionary: ints, floats, bools, strings, NumPy scalars.
-        lowered: the operands of the FFI call, where these are made of the op's.
-        asked: the operands and parameters that kernels are asked about, where these are not the
-            operands and attributes of the FFI call.
-        workspace: a ``jax.ShapeDtypeStruct`` that a kernel has as its last result, and nobody sees.
+        name: the op that kernels are registered for, or a function of the config that returns it.
+            With ``forward`` it is only the name in jaxprs.
+        reference: returns the results in plain JAX.
+        results: returns the ``jax.ShapeDtypeStruct`` of the result, or a tuple of them.
+        attributes: returns the attributes of the FFI call, a dictionary of ints, floats, bools,
+            strings and NumPy scalars.
+        lowered: returns the operands of the FFI call, if they differ from those of the op.
+        asked: returns the operands and parameters that kernels are asked about, if they differ from
+            the operands and attributes of the FFI call.
+        workspace: returns a ``jax.ShapeDtypeStruct``: the last result of the kernel, which the op
+            drops.
         partition: called as ``partition(config, block, *operands)``; returns a partitionable
             function of the operands. ``block(config, *operands)`` calls the kernel on a device's
             block, for another config the kernel that supports it, or the reference. Without
             ``partition`` XLA gathers operands.
         batch: called as ``batch(run, config, size, in_batched, *operands)`` as a rule of
             ``custom_vmap``, with ``run(config, *operands)`` for the op; NotImplemented: one by one.
-        forward: instead of a kernel, the result by other ops, and what the gradient needs.
+        forward: returns the result, computed by other ops instead of a kernel, and what the
+            gradient needs.
         save: called as ``save(config, operands, result)``: what the gradient needs. By default the
             operands.
         gradient: called as ``gradient(config, saved, cotangent)``: cotangents of the operands, with
@@ -123,7 +126,7 @@ class Op:
         """Call a kernel, or the reference."""
         branches: dict[str, Callable[..., Any]] = {}
         for platform in kernel_platforms():
-            # First, since kernels for GPUs ask these what they are.
+            # Asked first, because kernels for GPUs ask the devices what they support.
             runs_here = has_backend(platform)
             spec = self._select(platform, config, operands)
             if spec is None:
@@ -182,7 +185,7 @@ class Op:
     def _block_of(
         self, platform: str, spec: KernelSpec | None, of: Any, config: Any, *operands: jax.Array
     ) -> Any:
-        """Call the kernel that was selected for config `of`, or the one for another config."""
+        """Call the kernel selected for config `of`, or select for another config."""
         spec = spec if config == of else self._select(platform, config, operands)
         run = self._in_jax if spec is None else functools.partial(self._block, spec)
         return run(config, *operands)
@@ -214,7 +217,7 @@ class Op:
 def has_backend(platform: str) -> bool:
     """Return whether this process has a platform (see ``JAX_PLATFORMS``).
 
-    ``jax.devices`` raises where it can't.
+    A platform that JAX can't start counts as missing.
     """
     try:
         return bool(jax.devices(platform))
@@ -249,8 +252,8 @@ def _differentiable(
 def _alike(*operands: jax.Array) -> tuple[jax.Array, ...]:
     """Return operands varying over the same shard_map axes.
 
-    Where a function with a custom gradient gets these, the gradient of an operand that was the same
-    on all devices is summed over them.
+    The gradient of an operand that was equal on all devices is then summed over them, also if the
+    gradient is a custom one.
     """
     return _varying(_all_axes(*operands), lambda *given: given, *operands)
 
@@ -266,7 +269,7 @@ def _varying(axes: frozenset[str], fn: Callable[..., Any], *operands: jax.Array)
 
 
 def varying_as(operands: Sequence[jax.Array], *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return arrays that vary over the mesh axes of a shard_map that any operand varies over."""
+    """Return arrays that vary over all shard_map axes that operands vary over."""
     return _varying(_all_axes(*operands), lambda *given: given, *arrays)
 
 

@@ -47,12 +47,13 @@ def partitioned(
 
     Args:
         fn: the op, a function of its operands.
-        specs: the specs of operands and of results, for what is known of the operands.
+        specs: returns the specs of operands and of results for the operands' types with shardings.
         axes_given: names of the operands' axes.
         axes_found: names of the results' axes; for one result the op returns it, else a tuple.
         whole: names of axes that each device has all of.
-        sizes: of parts of axes.
-        on_device: what runs on a device, made of the specs of operands and results; else `fn`.
+        sizes: sizes of the named parts of axes, such as of "c" in "(p c)".
+        on_device: returns what runs on a device for the specs of operands and results; None for
+            `fn`.
     """
     op = custom_partitioning(lambda *operands: fn(*operands))
 
@@ -113,11 +114,11 @@ def partition_rows(
     Args:
         fn: the op, a function of its operands.
         axes_given: names of the operands' axes. Axes of one name are shared out alike.
-        axes_found: of the results' axes.
+        axes_found: names of the results' axes.
         whole: names of axes that each device has all of.
-        sums: the numbers of those results that are sums over the axes that they haven't.
-        alike: by name of an axis, that of one of another size which is shared out as it is.
-        on_device: what runs on a device, made of the specs of operands; else `fn`.
+        sums: indices of the results that are sums over the axes that they don't have.
+        alike: axis name -> name of an axis of another size that it is shared out like.
+        on_device: returns what runs on a device for the specs of operands; None for `fn`.
     """
     alike = alike or {}
     keys_given, keys_found = (

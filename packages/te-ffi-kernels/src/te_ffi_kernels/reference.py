@@ -1,7 +1,7 @@
-"""Every op in plain JAX, by its name: what kernels are compared with.
+"""Every op in plain JAX, by its name.
 
-``reference.softmax(x)`` is ``te_ffi_kernels.softmax(x)`` inside of ``reference_ops``. References
-are what runs on a platform without a kernel.
+``reference.softmax(x)`` is ``te_ffi_kernels.softmax(x)`` inside ``reference_ops``. References run
+on platforms without a kernel, and kernels are compared with them.
 """
 
 from typing import Any

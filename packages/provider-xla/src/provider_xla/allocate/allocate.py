@@ -99,11 +99,11 @@ def _elements(options: Options) -> int:
 
 
 def _budget(plan: PlanData, options: Options, bits: float | None, size: int | None) -> int:
-    """Return the bytes of the quantized parameters, at most.
+    """Return the most bytes that the quantized parameters may take.
 
     Raises:
-        ValueError: not one of both is given.
-        QuantizationError: it is less than the least that is possible.
+        ValueError: neither or both budgets are given.
+        QuantizationError: even the smallest options take more.
     """
     if (bits is None) == (size is None):
         raise ValueError(
@@ -131,7 +131,7 @@ def _budget(plan: PlanData, options: Options, bits: float | None, size: int | No
 
 
 def _check_used(measure: Measure, options: Options, errors: Mapping[str, Sequence[float]]) -> None:
-    """Raise QuantizationError for parameters that the batch says nothing about."""
+    """Raise QuantizationError for parameters that don't change the batch's output."""
     unused = [
         path
         for path, some in options.items()
@@ -203,7 +203,7 @@ def _planned(
     made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
     for path, asked in _weights(picked).items():
         weight = made.weights.get(path)
-        # What is derived is known by its path: each plan has its own expression.
+        # Derived weights are compared by path, since each plan has new expressions.
         same = weight is not None and dataclasses.replace(
             weight, rule=asked.rule, packings={}, platform="", derived=None
         ) == dataclasses.replace(asked, packings={}, platform="", derived=None)

@@ -28,11 +28,11 @@ OWN = "rule"
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A format.
+    """A format that parameters could have.
 
     Attributes:
         qtype: its name.
-        tile_size: as in a rule, or ``OWN``; block formats have their own in any case.
+        tile_size: as in a rule, or ``OWN``; formats with blocks have tiles of their block.
     """
 
     qtype: str
@@ -48,7 +48,7 @@ class Candidate:
             fields["tile_size"] = None
         elif self.tile_size != OWN:
             fields["tile_size"] = self.tile_size
-            # Only what has these tiles is a candidate with them.
+            # No fallback: a parameter that these tiles don't divide has no such candidate.
             fields["tile_fallback"] = None
         return dataclasses.replace(rule, **fields)
 
@@ -62,8 +62,8 @@ class Option:
     """What one parameter and the weights computed from it can be.
 
     Attributes:
-        candidate: the format; None for what the plan had, where no candidate is possible.
-        weights: how they are quantized then, in quantized values and scales as they are saved.
+        candidate: the format; None for that of the plan, if no candidate is possible.
+        weights: how they are quantized then, as quantized values and scales.
     """
 
     candidate: Candidate | None
@@ -78,7 +78,7 @@ class Option:
 
     @property
     def bytes(self) -> int:
-        """Of quantized values and scales."""
+        """Return the bytes of quantized values and scales."""
         return sum(weight.bytes_after for weight in self.weights)
 
     @property
@@ -90,7 +90,7 @@ class Option:
 def groups_of(plan: PlanData) -> dict[str, tuple[str, ...]]:
     """Return the groups of weights that have one format, by name.
 
-    A rule decides by the paths of parameters: weights of the same parameters are decided alike.
+    A rule decides by the paths of parameters, so weights that share a parameter share a format.
     """
     groups: list[tuple[list[str], set[str]]] = []
     for path, weight in plan.weights.items():
@@ -111,7 +111,7 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
     """Return all combinations, each once.
 
     Raises:
-        ValueError: there is none, or a qtype that isn't one.
+        ValueError: ``qtypes`` is empty, or has one that doesn't exist.
     """
     if isinstance(qtypes, str):
         raise ValueError(
@@ -136,7 +136,7 @@ def options_of(
 ) -> dict[str, list[Option]]:
     """Return what weights can be, by group: see ``groups_of``.
 
-    A candidate that an operation of a weight has no quantized form for is none of it.
+    A group lacks a candidate if an operation of its weights has no quantized form in it.
     """
     trials: dict[Any, dict[str, WeightPlan]] = {}
     groups = groups_of(plan)
@@ -153,7 +153,7 @@ def options_of(
         for name, paths in groups.items():
             if all(path in found for path in paths):
                 own = (dataclasses.replace(found[p], qtype=candidate.qtype) for p in paths)
-                # Of computed weights the values are known once they are computed.
+                # Derived weights have no leaf: their values are unknown here.
                 own = (one.of_values(leaves.get(one.path)) for one in own)
                 options[name].append(Option(candidate, tuple(own)))
     for name, some in options.items():
@@ -203,12 +203,12 @@ def _try(
 def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
     """Return rules for the chosen formats, and the plan's for the rest.
 
-    Each is put before the rule of the plan that it narrows, so that those before that one still
-    come first. Parameters with the same format share one: so do their traces.
+    Each new rule comes right before the rule that it narrows, so that earlier rules still win.
+    Parameters with the same format share a rule, and so can share traces.
 
     Returns:
-        The rules, and the new number of each old one that is left: one for parameters that all
-        have another now is not.
+        The rules; and the new number of each old rule, except those whose parameters all have new
+        rules.
     """
     deciding: dict[int, dict[Candidate, list[str]]] = {}
     for record in plan.ops:

@@ -23,19 +23,19 @@ Choice = list[int]
 _SPREAD = 1e6
 
 _ATTEMPTS = 20
-"""Of HiGHS, to find sizes that fit to the byte."""
+"""How often HiGHS is asked again for sizes that fit to the byte."""
 
 
 def choose(sizes: Sizes, costs: Costs, budget: int) -> Choice | None:
     """Return each item's option of least total cost, as its number.
 
     Args:
-        sizes: by item and option: integers, not negative.
-        costs: the same of costs, not negative.
-        budget: the sum of sizes is at most this.
+        sizes: the size of each option of each item, integers of 0 or more.
+        costs: the cost of each, 0 or more.
+        budget: the largest sum of sizes.
 
     Returns:
-        The numbers; None where even the smallest options are more than the budget.
+        The numbers; None if even the smallest options exceed the budget.
     """
     kept = [_useful(*item) for item in zip(sizes, costs, strict=True)]
     # By item, from the smallest and dearest option to the largest and cheapest one.
@@ -64,6 +64,8 @@ def _useful(sizes: Sequence[int], costs: Sequence[float]) -> list[int]:
 
 def _greedy(extra: Sizes, excess: Costs, room: int) -> Choice:
     """Return a choice that fits, from the steepest steps of the convex hulls."""
+    # Begin with the smallest options. Steps to larger ones are taken in the order of the cost that
+    # they save per byte, as long as they fit.
     steps = []
     for i, (row, costs) in enumerate(_zip(extra, excess)):
         at = 0
@@ -82,7 +84,7 @@ def _greedy(extra: Sizes, excess: Costs, room: int) -> Choice:
 
 def _exact(extra: Sizes, excess: Costs, room: int, bound: float) -> Choice | None:
     """Return the best choice among those that cost at most ``bound``."""
-    # Any other option makes a choice dearer, or larger, than what is known to be possible.
+    # Any other option would make the choice larger than the budget, or dearer than the known one.
     options = [
         (i, j)
         for i, row in enumerate(extra)
@@ -99,7 +101,7 @@ def _exact(extra: Sizes, excess: Costs, room: int, bound: float) -> Choice | Non
     size = np.array([[extra[i][j] // unit for i, j in options]]) / most
     limits = [LinearConstraint(each, 1, 1)]
     for attempt in itertools.count():
-        # HiGHS allows sums a millionth: after some that are too large, it is taken off.
+        # HiGHS lets sums exceed limits by a millionth. If that keeps happening, lower the limit.
         fits = LinearConstraint(size, -np.inf, 1 if attempt < _ATTEMPTS else 1 - 2e-6)
         found = milp(
             cost,
@@ -113,7 +115,7 @@ def _exact(extra: Sizes, excess: Costs, room: int, bound: float) -> Choice | Non
         taken = [option for option, x in zip(options, found.x, strict=True) if x > 0.5]
         if sum(extra[i][j] for i, j in taken) <= room:
             return [j for _, j in sorted(taken)]
-        # Anything but this one.
+        # Exclude this choice, and look for another.
         limits.append(LinearConstraint((found.x > 0.5)[None].astype(float), 0, len(taken) - 1))
     raise AssertionError("unreachable")
 

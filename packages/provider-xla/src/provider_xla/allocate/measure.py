@@ -1,9 +1,9 @@
 """Output error: how far quantized parameters move a program's results.
 
-The error of one parameter's format is measured: the program runs in float with the values that
-this parameter's quantized values stand for. No gradient, no second derivative and no statistics of
-operations stand in for it, as in HAWQ (Dong et al. 2020, arXiv:1911.03852) or OBS; what is assumed
-is that errors of several parameters add up, as squares of small independent ones do.
+The error of one parameter's format is measured: the program runs in float with the values that this
+parameter's quantized values stand for. HAWQ (Dong et al. 2020, arXiv:1911.03852) and OBS estimate
+it from second derivatives instead. The only assumption here is that errors of several parameters
+add up, as squares of small independent ones do.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def noise_to_signal(expected: Any, actual: Any) -> jax.Array:
 
 
 class Measure:
-    """Measures the error of the output of a plan's function.
+    """Measure the error of the output of a plan's function.
 
     Args:
-        plan: of the function.
+        plan: the plan of the function.
         params: its parameters: arrays.
         batch: its other arguments.
         error: how outputs are compared; ``noise_to_signal`` by default.
@@ -118,7 +118,8 @@ class Measure:
         """Return the error with only these parameters quantized.
 
         Raises:
-            QuantizationError: a parameter has values that are not finite, or the error is none.
+            QuantizationError: a parameter has values that are not finite, or the error is not one
+                finite number of 0 or more.
         """
         values = {path: self.restored(weight) for path, weight in weights.items()}
         _, arrays = of_arrays(self._fn, self._arguments(values), {})
@@ -156,7 +157,7 @@ class Measure:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value(ArrayProxy):
-    """What a computed weight is taken to be."""
+    """A value that replaces a computed weight."""
 
     value: jax.Array
 

@@ -18,11 +18,11 @@ from ..run.stored import is_stored
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Quantized:
-    """How a model object is quantized: what its methods run under.
+    """How a model object is quantized: its provider, plan and methods.
 
     Attributes:
         provider: the provider.
-        plan: what it does to the model; None where it was made without example inputs.
+        plan: the provider's plan for the model; None if there were no example inputs.
         methods: names of the methods that are quantized.
         statistics: the ranges of activations with a static one, or None.
     """
@@ -75,9 +75,9 @@ class Bridge(abc.ABC):
     def function(self, model: Any, method: str) -> Callable[..., Any]:
         """Return a method of a model as a function of its parameters.
 
-        It is called as ``fn(parameters, *args, **kwargs)`` with the tree of ``parameters``, and
-        traced. It must not change the model. What it runs under name scopes has these as its
-        module path in rules.
+        The function is called as ``fn(parameters, *args, **kwargs)`` with the tree of
+        ``parameters``, and traced. It must not change the model. The name scopes that it opens are
+        the module paths in rules.
         """
 
     @abc.abstractmethod
@@ -86,12 +86,12 @@ class Bridge(abc.ABC):
 
         Args:
             model: the model, which stays as it is.
-            parameters: the tree of ``parameters``, of which leaves may be stored as quantized
-                values and scales (``quant_numerics.QArray``, ``PrepackedWeight``), and with an
-                adapter (``AdaptedWeight``).
-            quantized: the methods ``quantized.methods`` of the new model are to run
-                ``quantized.apply(fn)(parameters, *args, **kwargs)``, with an ``fn`` as that of
-                ``function``. It is hashable by identity.
+            parameters: the tree of ``parameters``. Its leaves may be quantized values with scales
+                (``quant_numerics.QArray``, ``PrepackedWeight``), or have an adapter
+                (``AdaptedWeight``).
+            quantized: how it is quantized, hashable by identity. Each of the new model's methods in
+                ``quantized.methods`` must run ``quantized.apply(fn)(parameters, *args, **kwargs)``
+                with an ``fn`` as ``function`` returns it.
         """
 
     def caches(self, model: Any) -> Any:
@@ -105,8 +105,8 @@ class Bridge(abc.ABC):
     def step(self, model: Any, method: str) -> Callable[..., Any]:
         """Return a method as a function of parameters and caches.
 
-        It is as that of ``function``, called as ``fn(parameters, caches, *args, **kwargs)`` with
-        the tree of ``caches``, and returns the result and the tree that the method leaves.
+        It is like the function of ``function``, but is called as ``fn(parameters, caches, *args,
+        **kwargs)`` with the tree of ``caches``, and returns the result and the updated tree.
         """
         raise NotImplementedError(f"{type(self).__name__} has models with caches, and no step().")
 
@@ -120,7 +120,7 @@ class Bridge(abc.ABC):
         raise NotImplementedError(f"{type(self).__name__} must implement with_caches().")
 
     def quantized(self, model: Any) -> Quantized | None:
-        """Return what ``rebuild`` was given for a model; None if it is float."""
+        """Return how a model is quantized; None if it is float."""
         return None
 
     def restore(self, model: Any, parameters: Any) -> Any:

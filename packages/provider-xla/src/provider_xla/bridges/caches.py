@@ -14,7 +14,7 @@ from ..errors import QuantizationError
 from .bridge import Bridge
 
 NAMES = ("cache", "state")
-"""What the argument is called: the first that the method has no argument for."""
+"""Names for the argument that holds a model's caches: the first that the method doesn't use."""
 
 
 def planned_function(
@@ -22,8 +22,8 @@ def planned_function(
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a method as a plan takes it, with its extra arguments.
 
-    Where rules are about caches, those that the model holds are an argument, and what the method
-    leaves of them is a result. Arguments have the method's names.
+    If rules are about caches, the caches that the model holds become an argument, and the updated
+    ones a result. The other arguments have the method's names.
 
     Args:
         bridge: of the model's framework.
@@ -63,7 +63,7 @@ def planned_function(
 
 
 def check_planned(model: Any, provider: Provider) -> None:
-    """Check that rules work without a plan, for models that cannot have one.
+    """Check that rules work without a plan.
 
     Raises:
         QuantizationError: a rule is about caches, which a plan finds.

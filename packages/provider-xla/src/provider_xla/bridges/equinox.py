@@ -16,7 +16,7 @@ _TAG = "jaxtap_tag"
 
 
 class EquinoxBridge(Bridge):
-    """Takes ``eqx.Module`` objects. Parameters are all of their arrays: the module itself."""
+    """Bridge ``eqx.Module`` objects, whose parameters are all of their arrays."""
 
     def parameters(self, model: eqx.Module) -> Any:
         """Return the model, which is a pytree of its parameters."""
@@ -149,7 +149,7 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
 
 
 _UNCHANGED = (eqx.nn.StateIndex, eqx.nn.Shared)
-"""Keys of ``eqx.nn.State``, and a module that only hands out its parts."""
+"""Keys of ``eqx.nn.State``, and a module that only returns its parts."""
 
 
 def _namespace() -> dict[str, Any]:
@@ -160,7 +160,7 @@ def _namespace() -> dict[str, Any]:
 
 
 def _plain(cls: type, method: Any) -> Any:
-    """Return what of a method is run.
+    """Return the function of a method that is wrapped.
 
     Equinox's own layers run without the name scope of their kind: ``head/eqx.nn.Linear`` is
     ``head`` to rules, as in other frameworks. Norms keep theirs: they hold no contractions, and

@@ -61,15 +61,15 @@ def export_model(
 
     Args:
         model: what ``quantize_model`` returned.
-        args: inputs of the method: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+        args: inputs of the method: arrays or ``jax.ShapeDtypeStruct``.
         method: its name; None for the first that is quantized.
         shapes: symbolic sizes of ``args``, as ``Plan.export`` takes them.
-        platforms: to lower for; None for that of the parameters.
+        platforms: the platforms to lower for; None for that of the parameters.
         inside: whether the parameters are constants of the program; otherwise
             ``model_parameters(model)`` is its first argument.
 
     Returns:
-        The program: ``save`` it, and ``load_exported`` it in a process without the model.
+        The program: ``save`` it, and load it by ``load_exported`` in a process without the model.
 
     Raises:
         QuantizationError: the model is not quantized, holds no parameters, or holds caches that
@@ -85,6 +85,7 @@ def export_model(
             "no state. Plan a function that takes the cache and returns it, and export that: "
             "provider.plan(fn, params, ...).export(fn, ...)."
         )
+    # A flat dict by path: a process that serves can make that without the model's classes.
     run = quantized.apply(bridge.function(model, method or quantized.methods[0]))
     stored = model_parameters(model)
 

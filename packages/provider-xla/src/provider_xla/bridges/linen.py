@@ -27,11 +27,11 @@ _CACHE = "cache"
 
 
 class LinenBridge(Bridge):
-    """Takes ``linen.Module`` objects.
+    """Bridge ``linen.Module`` objects, bound or not.
 
-    Unbound, they hold no parameters: only the methods are quantized, for ``apply`` with float
-    variables or stored ones. Bound (``net.bind(variables)``), they hold variables, all of whose
-    collections are parameters as for ``provider.plan(net.apply, variables, ...)``.
+    An unbound module holds no parameters: only its methods are quantized, for ``apply`` with float
+    or stored variables. A bound module (``net.bind(variables)``) holds variables, and all of their
+    collections are parameters, as for ``provider.plan(net.apply, variables, ...)``.
     """
 
     def parameters(self, model: linen.Module) -> Any:
@@ -171,8 +171,8 @@ def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
 def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
     """Run a bound module's method quantized, as a lifted transformation.
 
-    Variables, random keys and what is mutable are handed on as other transformations do it, but
-    for collections with stored parameters, which can't be written to.
+    Variables, random keys and mutability are passed on as by other transformations, except that
+    collections with stored parameters can't be written to.
     """
 
     def target(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
             held = _joined(held) if single and quantized.has_adapters else held
             return quantized.apply(fn)(held, rngs, args, kwargs, **keyed)
 
-        # What a rule carries as a cache is written to, quantized.
+        # Quantized caches are written to, unlike other quantized values.
         groups = self.variables.items()
         stored = tuple(name for name, group in groups if name != _CACHE and holds_kept(group))
         writable = DenyList(stored) if stored else True
@@ -229,7 +229,7 @@ def _namespace() -> dict[str, Any]:
 
 @functools.cache
 def _subclasses(methods: tuple[str, ...]) -> Subclasses:
-    # Only these: each wrapped method opens a name scope.
+    # Wrap only these methods: each wrapped method opens a name scope.
     return Subclasses(_wrap, linen.Module, namespace=_namespace, only=methods)
 
 

@@ -31,19 +31,20 @@ def quantize_model(
 ) -> Any:
     """Return a quantized model of the same kind; the given one stays float.
 
-    With a ``PtqProvider`` parameters are stored as quantized values and scales, in the model's own
-    places, and the methods run on those. With a ``QtProvider`` they stay float arrays, those of the
-    given model (which are not copied), and the methods run quantized and are differentiated so.
+    With a ``PtqProvider`` parameters are stored as quantized values and scales, where the model
+    holds its parameters, and the methods run on those. With a ``QtProvider`` they stay the float
+    arrays of the given model (which are not copied), and the methods run quantized and are
+    differentiated so.
 
-    Where a rule of a ``PtqProvider`` has a rank, parameters get adapters, which are what is to be
-    trained: ``nnx.LoRAParam`` variables beside the ``nnx.Param`` of an NNX module, the collection
-    ``"lora"`` of a Linen module, and an ``AdaptedWeight`` in the place of the parameter of an
-    Equinox module, of which ``adapter_mask`` tells what to train. Methods also take
-    ``dropout_key=``, a random key, where a rule has a dropout; without one nothing is dropped.
+    If a rule of a ``PtqProvider`` has a rank, parameters get adapters to train: ``nnx.LoRAParam``
+    variables beside the ``nnx.Param`` of an NNX module, the collection ``"lora"`` of a Linen
+    module, and an ``AdaptedWeight`` instead of the parameter of an Equinox module, where
+    ``adapter_mask`` tells what to train. If a rule has a dropout, methods also take
+    ``dropout_key=``, a random key; without one nothing is dropped.
 
-    With a ``CacheRule("cache")`` the model's own KV caches are kept quantized, in their places:
+    With a ``CacheRule("cache")`` the model's KV caches are held quantized where they are:
     ``nnx.Cache`` variables, and the collection ``"cache"`` of a Linen module that is bound with
-    ``mutable=["cache"]``. A cache that is an input is made by ``model_plan(model).quantize_cache``.
+    ``mutable=["cache"]``. ``model_plan(model).quantize_cache`` makes a cache that is an input.
 
     Args:
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
@@ -55,11 +56,11 @@ def quantize_model(
         args: example inputs of the first of ``methods``, or their types
             (``jax.ShapeDtypeStruct``): nothing is run on them. A ``PtqProvider`` needs them; with
             a ``QtProvider`` they are for finding what rules can't be followed before training.
-        methods: names of the methods that run quantized, of the model and of its parts; the
-            others call these. The plan is for the first: parameters that only the others use are
-            quantized at each call.
-        prepack: whether parameters whose contractions run in kernels of this machine are packed for
-            these; False for quantized values and scales, to be saved and used anywhere.
+        methods: names of the methods that run quantized, of the model and of its parts; other
+            methods may call them. The plan is for the first: parameters that only the others use
+            are quantized at each call.
+        prepack: whether to pack parameters for the kernels of this machine that run their
+            contractions; False for quantized values and scales, to be saved and used anywhere.
         statistics: the ranges of activations whose rules have ``act_static_scale``: what
             ``calibrate_model`` returns.
         adapter_key: random key that adapters begin with; None is ``jax.random.key(0)``.
@@ -71,10 +72,10 @@ def quantize_model(
 
     Raises:
         UnknownNameError: there is no bridge for such a model. The known ones are listed.
-        TypeError: the provider is not one (``interception_core.Provider``).
-        QuantizationError: the parameters are quantized already, there are no example
-            inputs where they are needed, no statistics where a rule needs them, or rules do not
-            fit; see ``PtqProvider.plan``.
+        TypeError: ``provider`` is not an ``interception_core.Provider``, or ``model`` is a class.
+        QuantizationError: the parameters are quantized already; example inputs are needed, or a
+            rule needs statistics, and there are none; or rules do not fit: see
+            ``PtqProvider.plan``.
 
     Warns:
         QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
@@ -184,15 +185,15 @@ def merge_model(model: Any) -> Any:
     """Return a float model with the adapters of a quantized one added.
 
     Args:
-        model: what ``quantize_model`` returned, with adapters, which stays as it is.
+        model: what ``quantize_model`` returned, with adapters. It stays as it is.
 
     Returns:
-        A model of the class that was quantized, of float parameters: to be run, or quantized
+        A model of the class that was quantized, with float parameters. Run it, or quantize it
         again.
 
     Raises:
-        QuantizationError: the model is not quantized, holds no parameters, or holds one only as
-            what is computed from it.
+        QuantizationError: the model is not quantized, holds no parameters, or holds only the
+            derived weights of one.
     """
     bridge = find_bridge(model)
     quantized = bridge.quantized(model)
@@ -215,8 +216,7 @@ def _planned(
 ) -> tuple[Any, Any, Mapping[str, Any]]:
     """Check the arguments; return the bridge, the plan (or None) and the caches.
 
-    The caches are those that the model holds, by the name of the argument that the plan has them
-    in.
+    The caches are those that the model holds, by the name of the plan's argument for them.
     """
     if isinstance(model, type):
         raise TypeError(

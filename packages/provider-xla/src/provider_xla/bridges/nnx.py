@@ -21,7 +21,7 @@ _FORM = "jaxtap_form"
 
 
 class NnxBridge(Bridge):
-    """Takes ``nnx.Module`` objects. Parameters are the ``nnx.Param`` variables.
+    """Bridge ``nnx.Module`` objects, whose parameters are ``nnx.Param`` variables.
 
     Parameters are a nested dictionary by attribute, as ``nnx.to_pure_dict`` has it. Adapters are
     ``nnx.LoRAParam`` variables beside them: ``kernel_lora_a`` and ``kernel_lora_b``.
@@ -96,7 +96,7 @@ def _add_adapters(model: nnx.Module, parameters: Any) -> None:
         if not is_adapted(leaf):
             continue
         path = tuple(key.key for key in keys)
-        # A list of parameters takes no other attributes: what holds the list does.
+        # A list of parameters takes no other attributes, so the module that holds it gets them.
         depth = max(i for i in range(len(path)) if path[:i] in modules)
         places = [(nodes[path[:depth]], _stem(path[depth:]))]
         # A parameter that several modules share is trained for all of them.
@@ -127,7 +127,7 @@ def _joined(parameters: Any, adapters: nnx.State) -> Any:
     flat = nnx.to_flat_state(adapters)
     if not flat:
         return parameters
-    # Where an adapter is put: its module, and the rest of the path of its parameter.
+    # An adapter lies in a module of its parameter's path, under the rest of that path.
     found = jax.tree_util.tree_leaves_with_path(parameters, is_leaf=is_kept)
     paths = [tuple(key.key for key in keys) for keys, _ in found]
     bases = {(path[:i], _stem(path[i:])): path for path in paths for i in range(len(path))}
@@ -196,7 +196,7 @@ def _tag(model: nnx.Module, quantized: Quantized | None, path: str = "") -> list
 
 
 def _set_tag(module: nnx.Module, tag: Tag) -> None:
-    # Not setattr: a module may be used, and not be changed, in a trace that it isn't made in.
+    # Not setattr: NNX refuses to change a module in a trace that it wasn't made in.
     object.__setattr__(module, _TAG, tag)
 
 
@@ -214,9 +214,9 @@ def _scoped(path: str, run: Callable[..., Any], self: Any, args: tuple, kwargs: 
 def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
     """Run a method of a model, or of a submodule, quantized.
 
-    It runs on a copy that is a function of the parameters, of the other state, and of what there
-    is of both in the arguments (``rngs=``). What it has changed is changed in the originals then,
-    as ``nnx.jit`` does it, but for parameters that are stored.
+    It runs on a copy that is a function of the parameters, of the other state, and of NNX objects
+    among the arguments (``rngs=``). Then its changes are made in the originals, as by ``nnx.jit``,
+    except for parameters that are stored.
     """
     quantized, path = tag.quantized, tag.path
     assert quantized is not None
@@ -266,7 +266,7 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
         result, changed = run(parameters, rest, others, **keyed)
         if new_graph is not None:
             new_graph, kept = new_graph
-            # Where nothing may be changed this raises, before anything is.
+            # If the model may not be changed, this raises before anything is.
             setattr(self, _TAG, tag)
             state = changed | {where: originals[where] for where in kept}
             with nnx.merge_context(_CONTEXT, inner=False) as context:

@@ -1,9 +1,9 @@
 """Subclasses of a model's classes, whose methods are wrapped.
 
-Linen opens a name scope for each module; NNX and Equinox don't. A quantized model
-consists of objects of such subclasses, each with a Tag. No class of anyone is changed, for any
-thread, and jitted methods (``nnx.jit``, ``eqx.filter_jit``) are what they were, with the scope
-around them, so that equal blocks share a trace.
+Linen opens a name scope for each module; NNX and Equinox don't. A quantized model consists of
+objects of such subclasses, each with a Tag, which opens the scope. The framework's and the user's
+classes are never changed. Jitted methods (``nnx.jit``, ``eqx.filter_jit``) stay as they are inside
+the scope, so that equal blocks share a trace.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from .bridge import Quantized
 
 MARK = "jaxtap_original"
-"""The attribute of a subclass that holds what it is a subclass of."""
+"""The attribute of a subclass that holds the original class."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,11 @@ class Tag:
     """What a module of a quantized model carries, as a static attribute.
 
     Attributes:
-        quantized: how the model is quantized: the module's methods run so by themselves. None
-            where they run already: in the copy of the model that is traced.
-        path: of the module, as rules write it: from the whole model, and in that copy from the
-            module whose method runs, which has "" itself. Equal blocks are equal there, for
-            JAX's and the frameworks' caches, wherever in the model they are.
+        quantized: how the model is quantized, for a module whose methods start a quantized run.
+            None in the copy of the model that is traced, where such a run goes on.
+        path: the path of the module as rules write it: from the whole model, and in that copy from
+            the module whose method runs, which has "". So equal blocks are equal in the copy,
+            wherever in the model they are, and hit JAX's and the frameworks' caches.
     """
 
     quantized: Quantized | None
@@ -38,16 +38,16 @@ class Tag:
 
 
 class Subclasses:
-    """Makes the subclasses, one per class.
+    """Make the subclasses, one per class.
 
     Args:
         wrap: takes the name of a method and its function of ``(self, *args, **kwargs)``; returns
             another such function.
         base: the framework's own base class: its methods, and those above it, aren't wrapped.
         unchanged: classes that are left as they are.
-        namespace: what else the subclasses have.
-        options: returns the keyword arguments of the subclass of a class.
-        unwrap: takes a class and its method; returns what of that is to be wrapped.
+        namespace: returns further attributes of a subclass.
+        options: takes a class; returns the keyword arguments of its subclass's definition.
+        unwrap: takes a class and its method; returns the function to wrap.
         only: the names of the methods that are wrapped; None for all.
     """
 
@@ -69,12 +69,12 @@ class Subclasses:
         self._options = options
         self._unwrap = unwrap
         self._only = only
-        # For good, as JAX's registry of pytrees, which they are in, keeps classes.
+        # Never freed: JAX's registry of pytrees holds the classes anyway.
         self._made: dict[type, type] = {}
         self._lock = threading.Lock()
 
     def of(self, cls: type) -> type:
-        """Return the subclass for a class; itself if it has none to get."""
+        """Return the subclass for a class; the class if it needs none."""
         if is_ours(cls) or issubclass(cls, self._unchanged):
             return cls
         with self._lock:
@@ -106,10 +106,10 @@ def by_tag(
 
     Args:
         tag_of: returns the tag of a module; None for one that is being built.
-        scoped: runs a method under a name scope: of the path, the method's function, the module,
-            and the arguments as a tuple and a dict.
-        quantized: runs one alone, quantized: of the tag, the method's name, the module, and
-            the arguments.
+        scoped: runs a method under a name scope. It takes the path, the method's function, the
+            module, and the arguments as a tuple and a dict.
+        quantized: starts a quantized run of a method. It takes the tag, the method's name, the
+            module, and the arguments.
     """
 
     def wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

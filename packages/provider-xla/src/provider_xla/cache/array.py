@@ -26,7 +26,12 @@ class CacheArray(qn.QArray):
     is_carried = True
 
     def encode(self, array: Any, axes: Sequence[int | None]) -> CacheArray:
-        """Return new elements with scales as fine as those of this cache."""
+        """Return new elements, quantized with scales as fine as this cache's.
+
+        Args:
+            array: float array of the new elements.
+            axes: for each of its axes, the axis of the cache that it goes along; None for none.
+        """
         channels, tiles = [], {}
         for place, axis in enumerate(axes):
             size = 1 if axis is None else self.shape[axis]
@@ -35,7 +40,7 @@ class CacheArray(qn.QArray):
                 channels.append(place)
             elif groups > 1:
                 tiles[place] = size // groups
-        # Values are rounded: a gradient through their scales alone would mean nothing.
+        # Rounding has no gradient, and one through the scales alone would mean nothing.
         array = jax.lax.stop_gradient(array)
         new = qn.quantize(array, self.qtype, channel_axes=channels, tile_axes=tiles)
         fields = {one.name: getattr(new, one.name) for one in dataclasses.fields(new)}
@@ -44,7 +49,7 @@ class CacheArray(qn.QArray):
     def computed(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """Return a contraction of the quantized values, scaled outside of it."""
+        """Return a contraction of the quantized values, which is scaled outside."""
         return contract(self, params, operands) if primitive == "dot_general" else None
 
 

@@ -1,9 +1,9 @@
 """Contractions with a cache: of its quantized values, with the scales outside.
 
-A scale for each position and head varies along axes that a contraction keeps (keys, whose size is
-contracted) or along what it contracts (values, whose positions are). It is multiplied with the
-result in the first case, and with the other operand in the second: both are as large as one row of
-the cache, or a few.
+Scales differ between positions and heads. Attention contracts the keys' last axis, and keeps
+positions: there the result is multiplied with the scales. It contracts the values' positions: there
+the other operand is. Both are as large as one row of the cache, or a few, so that no float copy of
+the cache is made.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def contract(
 
     Args:
         cache: the operand that is quantized.
-        params: those of the equation.
-        operands: both of them.
+        params: the parameters of the ``dot_general`` equation.
+        operands: both operands; ``cache`` is one of them.
     """
     side = next(i for i, operand in enumerate(operands) if operand is cache)
     other = operands[1 - side]
@@ -72,7 +72,7 @@ def contract(
         other = (other.astype(scale.dtype) * factors).astype(compute)
     values = cache.qvalue.astype(compute)
     lhs, rhs = (other.astype(compute), values) if side else (values, other.astype(compute))
-    # A sum of integers may be beyond what 16 bits hold.
+    # Sums of unscaled values may be beyond the range of 16-bit floats.
     wide = dtype if jnp.finfo(dtype).bits > 32 else scale.dtype
     out = lax.dot_general(
         lhs,

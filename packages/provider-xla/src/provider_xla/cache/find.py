@@ -26,9 +26,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: its pytree path, which is the same however an argument is passed.
-        argument: the argument: its position, or its name where it has none.
-        name: of the argument, if it is known.
-        within: the path within that.
+        argument: position of the argument, or its name if it has no position.
+        name: name of the argument; None if unknown.
+        within: the path within the argument.
         value: the array, or its type.
     """
 
@@ -80,7 +80,7 @@ def _leaf(names: Sequence[str], path: tuple[Any, ...], value: Any) -> Leaf:
 
 
 def prefix_of(argument: int | str) -> str:
-    """Return what begins the paths of an argument."""
+    """Return what the pytree paths of an argument begin with."""
     return f"args[{argument}]" if isinstance(argument, int) else f"kwargs[{argument!r}]"
 
 
@@ -92,7 +92,7 @@ def find_caches(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, CachePlan], list[str]]:
-    """Return how each named argument is carried, and where it cannot be followed.
+    """Return how each named argument is carried, and the problems.
 
     Args:
         rules: the first that matches an array counts.
@@ -138,7 +138,7 @@ def _rule(rules: Sequence[CacheRule], leaf: Leaf, params: int) -> CacheRule | No
 def _candidates(path: str, value: Any, rule: CacheRule) -> Iterator[CachePlan]:
     """Yield the ways to carry an array, the likeliest (last axis) first.
 
-    The last of them is to leave it float.
+    The last way is to leave it float.
     """
     shape, dtype = tuple(value.shape), np.dtype(value.dtype)
     for axis in reversed(range(len(shape))):
@@ -160,7 +160,7 @@ def _type_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Search:
-    """Try one way after the other for each cache, all caches at once.
+    """Try the ways to carry each cache in turn, all caches together.
 
     Args:
         engine: taps the program.
@@ -197,7 +197,7 @@ class _Search:
             if not failed:
                 break
             for path in failed:
-                # What is wrong with the likeliest way says most.
+                # Report what is wrong with the likeliest way.
                 why.setdefault(path, logs[path].reason)
                 trying[path] = next(ways[path])
                 if trying[path].axis is None:

@@ -10,22 +10,24 @@ import quant_numerics as qn
 
 @dataclasses.dataclass(frozen=True)
 class CacheRule:
-    """Carry an argument that a program updates quantized, such as a KV cache.
+    """Carry an argument quantized that a program updates: a KV cache.
 
-    It is about the float arrays of an argument with two axes or more. Whether it can be followed,
-    and along which axis elements share a scale, a plan finds out: see ``Plan.caches``.
+    The rule is about float arrays with two axes or more. A plan finds out whether it can be
+    followed, and along which axis elements share a scale: see ``Plan.caches``.
 
     Args:
-        argument: of the function: its name or its position. None for any but the one that holds
-            the parameters.
+        argument: name or position of an argument of the function. None for any but the one that
+            holds the parameters.
         path: a regular expression, which must match the whole pytree path of an array within its
             argument, such as ``r".*cached_(key|value).*"``. None for any.
         qtype: an integer or float format, symmetric and without blocks.
-        tile_size: elements that share a scale; None for all along the axis, which is a head where
-            heads have an axis. Where one axis holds all heads, the size of a head.
+        tile_size: how many elements share a scale; None for all along the axis, which are those of
+            a head if heads have a separate axis. If one axis holds all heads, the size of a head.
 
     Raises:
-        TypeError, ValueError: an argument has another type or value than above.
+        TypeError: ``argument`` or ``tile_size`` has another type.
+        ValueError: ``argument`` is not a name, ``path`` not a pattern, ``qtype`` has blocks or is
+            a codebook, or ``tile_size`` is below 1.
     """
 
     argument: str | int | None = None
@@ -66,9 +68,9 @@ class CacheRule:
         """Return whether the rule is about an array.
 
         Args:
-            argument: that it is in: the position, or the name of one that is given by name alone.
-            name: of that argument, if it is known.
-            path: within that, ``""`` for the argument itself.
+            argument: position of the argument that holds it, or the name if it has no position.
+            name: name of that argument; None if unknown.
+            path: the array's path within the argument, ``""`` for the argument itself.
             params: the position of the argument that holds the parameters.
         """
         if self.argument is None and argument == params:

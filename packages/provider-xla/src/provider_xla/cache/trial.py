@@ -21,10 +21,11 @@ class Log:
 
     Attributes:
         contractions: how many contractions took the quantized values.
-        updates: how many operations wrote to it.
-        lost: why the program had the float array, by place.
-        misshared: whether a contraction has scales for what its batch axes tell apart.
-        is_returned: whether it came out as it went in.
+        is_updated: whether an operation wrote to it.
+        lost: for each operation that took the float array, why it did.
+        misshared: whether elements share a scale only along batch axes of a contraction, which
+            tell apart heads and sequences.
+        is_returned: whether it came out in the same form.
     """
 
     contractions: int = 0
@@ -35,7 +36,7 @@ class Log:
 
     @property
     def reason(self) -> str | None:
-        """Why it must stay float; None if it need not."""
+        """Why it must stay float; None if it can be carried quantized."""
         if self.lost:
             return self.lost[0]
         if self.misshared:
@@ -50,10 +51,10 @@ class Log:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TrialArray(CacheArray):
-    """A cache whose log travels with it.
+    """A cache that travels with a log of what happens to it.
 
     Attributes:
-        log: is written to (static).
+        log: the log, which operations write to (static).
     """
 
     log: Log = dataclasses.field(kw_only=True, metadata={"static": True})
@@ -71,7 +72,7 @@ class TrialArray(CacheArray):
     def updated(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what stands for the results of a primitive that writes elements."""
+        """Return the results of a primitive that writes elements."""
         results = super().updated(primitive, params, operands)
         self.log.is_updated = True
         return results
@@ -79,7 +80,7 @@ class TrialArray(CacheArray):
     def computed(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any] | None:
-        """Return a contraction of the quantized values, scaled outside of it."""
+        """Return a contraction of the quantized values, which is scaled outside."""
         results = super().computed(primitive, params, operands)
         if results is None:
             self.left(f"{primitive} takes the array")
@@ -94,7 +95,7 @@ class TrialArray(CacheArray):
         return results
 
     def left(self, why: str) -> None:
-        """Take note of why the program has the array."""
+        """Record why the program takes the float array."""
         self.log.lost.append(why)
 
 

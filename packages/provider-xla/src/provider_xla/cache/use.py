@@ -1,4 +1,4 @@
-"""Make caches of float arrays, before a program or when it is called."""
+"""Quantize float caches, before a program or when it is called."""
 
 from __future__ import annotations
 

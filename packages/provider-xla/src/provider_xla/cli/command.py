@@ -103,7 +103,7 @@ def run_plan(args: argparse.Namespace) -> int:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Measure and prints a report.
+    """Measure and print a report.
 
     Returns:
         0.
@@ -208,7 +208,7 @@ def _plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
     with _told(f"{args.function} can't be planned"), warnings.catch_warnings():
         from ..errors import QuantizationWarning
 
-        # The plan has them, and they are printed with it.
+        # The plan lists them as problems, which are printed with it.
         warnings.simplefilter("ignore", QuantizationWarning)
         return provider.plan(fn, params, *values), params, tuple(values)
 

@@ -1,6 +1,7 @@
-"""``jaxtap demo-xla``: two small models on handwritten digits, in float, int8 and int4.
+"""``jaxtap demo-xla``: two small models in float, int8 and int4.
 
-Models and training are public: examples and benchmarks use them too. The digits are
+They classify handwritten digits. Models and training are public: examples and benchmarks use them,
+too. The digits are
 `interception_core.demo_kit.Digits`.
 """
 

@@ -1,4 +1,4 @@
-"""The command: trains, quantizes, runs, prints."""
+"""The command of the demo: train, quantize, run, print."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ FORMATS = {
     "int8": {"weight_qtype": "int8", "act_qtype": "int8"},
     "int4": {"weight_qtype": "int4", "act_qtype": "int8"},
 }
-"""The fields of the rules, by what they are called in the output."""
+"""The fields of the rules, by the format's name in the output."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a model is in one format; fractions are of the test images.
+    """How a model does in one format, on the test images.
 
     Attributes:
         format: "float", or a name in ``FORMATS``.
-        parameter_bytes: of all parameters as they are saved, not packed for kernels.
-        accuracy: how many digits are right.
-        agreement: how many are what the float model says.
+        parameter_bytes: bytes of all parameters as they are saved, not packed for kernels.
+        accuracy: fraction of the images whose digit is right.
+        agreement: fraction of the images whose digit is that of the float model.
     """
 
     format: str

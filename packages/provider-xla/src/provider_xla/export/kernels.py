@@ -1,4 +1,4 @@
-"""The kernels that an exported program calls: which, whose, and registering them."""
+"""Find and register the kernels that an exported program calls."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ..store.errors import StoreError
 
 @dataclasses.dataclass(frozen=True)
 class KernelOf:
-    """Whose a kernel is.
+    """The package that a kernel is from.
 
     Attributes:
-        platform: that it runs on.
+        platform: the platform that the kernel runs on.
         package: the distribution that brings it.
-        version: of the package.
+        version: the version of the package.
     """
 
     platform: str
@@ -40,7 +40,8 @@ class KernelOf:
 def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """Return the checks of ``jax.export`` that refuse kernels of the installed plugins.
 
-    JAX gives no promise for custom calls in saved programs; here the packages' versions do.
+    JAX promises nothing for custom calls in saved programs. Instead, loading one checks the
+    versions of the packages.
     """
     return tuple(jax.export.DisabledSafetyCheck.custom_call(spec.target) for spec in kernels())
 
@@ -49,7 +50,7 @@ def called_in(exported: jax.export.Exported) -> dict[str, KernelOf]:
     """Return the kernels that an exported program calls, by target."""
     owners = _owners()
     text = exported.mlir_module_serialized
-    # Names are whole strings there, each with a zero at its end.
+    # Serialized names end with a zero byte, so that a name does not match one that it begins.
     return {
         spec.target: owners[spec.target]
         for spec in kernels()
@@ -109,7 +110,7 @@ def _missing(target: str, wanted: Mapping[str, KernelOf], specs: Mapping[str, Ke
 
 
 def _owners() -> dict[str, KernelOf]:
-    """Return whose each kernel is, by target."""
+    """Return the package of each kernel, by target."""
     found = {}
     records: Iterable[PluginRecord] = plugins()
     platforms = {spec.key: spec for spec in kernels()}

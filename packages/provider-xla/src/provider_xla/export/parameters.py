@@ -23,14 +23,14 @@ _ADAPTED = {"base", "a", "b"}
 
 
 def fitted(given: Any, wanted: Any) -> Any:
-    """Return parameters packed for kernels, or as quantized values and scales.
+    """Return parameters in the form that a program takes, packed or not.
 
     Args:
         given: what ``plan.quantize`` or ``load`` returned, with a plan or without.
         wanted: the types that the program takes.
 
     Raises:
-        StoreError: another tree, or a parameter that was quantized in another way.
+        StoreError: ``given`` is another tree, or a parameter is quantized in another way.
     """
     found, expected = jax.tree_util.tree_flatten_with_path(wanted, is_leaf=_is_parameter)
     try:
@@ -62,7 +62,7 @@ def _is_parameter(node: Any) -> bool:
 
 def _fits(given: Any, wanted: Any) -> bool:
     """Return whether a part of a tree is one parameter."""
-    # A file of a parameter with an adapter, loaded without a plan, has a dict of its arrays.
+    # A parameter with an adapter that is loaded without a plan is a dict of its arrays.
     is_loaded = is_adapted(wanted) and isinstance(given, Mapping) and given.keys() == _ADAPTED
     return is_loaded or jax.tree_util.all_leaves([given], is_leaf=_is_parameter)
 

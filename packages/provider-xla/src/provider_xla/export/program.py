@@ -31,7 +31,7 @@ class ExportedProgram:
 
     Attributes:
         exported: what ``jax.export`` made: shapes, platforms and the lowered program.
-        kernels: whose kernels it calls, by target.
+        kernels: the package of each kernel that it calls, by target.
     """
 
     exported: jax.export.Exported
@@ -47,7 +47,7 @@ class ExportedProgram:
 
         Raises:
             StoreError: it was exported for other platforms than this process runs on.
-            ValueError, TypeError: other arguments than it was exported for.
+            ValueError, TypeError: the arguments differ from those that it was exported for.
         """
         return self._jitted(*args)
 
@@ -61,7 +61,7 @@ class ExportedProgram:
             stored: the parameters, packed or not.
 
         Raises:
-            StoreError: others than it was exported for, or it has them inside.
+            StoreError: they differ from those that it was exported for, or it has them inside.
         """
         avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.exported.in_avals]
         args, _ = jax.tree.unflatten(self.exported.in_tree, avals)
@@ -73,7 +73,7 @@ class ExportedProgram:
         """Compile for the arguments' shapes and warm kernels up, without running.
 
         Args:
-            args: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+            args: arrays or ``jax.ShapeDtypeStruct``.
 
         Returns:
             The compiled program, to be called instead of this one.
@@ -118,7 +118,7 @@ class ExportedProgram:
             overwrite: whether to replace what is there.
 
         Raises:
-            StoreError: ``path`` is there; or as ``serialize``.
+            StoreError: ``path`` exists; or as ``serialize``.
         """
         text = self.serialize()
         with appearing(Path(path), overwrite) as new:
@@ -143,10 +143,13 @@ def load_exported(
     Args:
         source: the file, or the bytes of ``serialize``.
         check_versions: whether the packages of its kernels must have the versions that it was
-            exported with. JAX itself reads programs of 6 months before.
+            exported with. JAX reads programs of versions up to 6 months older.
+
+    Returns:
+        The program, ready to be called.
 
     Raises:
-        StoreError: not such a file, or one that was altered; a package of its kernels isn't
+        StoreError: the source is not such a file, or was altered; a package of its kernels isn't
             installed, or has another version.
         KernelError: a kernel can't be registered.
         MissingExtraError: flatbuffers is not installed: ``provider-xla[export]``.

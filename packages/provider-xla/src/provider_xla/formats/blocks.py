@@ -1,8 +1,9 @@
 """The blocks of GGML's quantized types: values, scales and minima.
 
-A type cuts the last axis of an array into blocks of 32 or 256 numbers, each of which has a few
-bytes: scales, maybe least values, and the bits of the numbers. In what follows the numbers of a
-block are cut into groups, those that share a scale. ``[n]`` is the number of blocks.
+A type cuts the last axis of an array into blocks of 32 or 256 numbers. A block has bytes for its
+scales, for its minima if the type has them, and for the bits of the numbers. The numbers of a block
+that share a scale are a group. ``[n]`` is the number of blocks. The layouts are those of
+llama.cpp's ``ggml-common.h``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Groups(NamedTuple):
     Attributes:
         values: int8 [n, size], signed.
         scale: float16 or float32 [n, groups].
-        minimum: also; None where there is none. With it, ``BlockType.shift`` counts.
+        minimum: of the same dtypes and shape; None for types without. ``BlockType.shift`` goes with
+            it.
     """
 
     values: np.ndarray
@@ -33,14 +35,14 @@ class BlockType:
     """A quantized type of GGML.
 
     Attributes:
-        name: GGML's.
-        qtype: of the quantized values.
+        name: GGML's name.
+        qtype: the format of the quantized values.
         size: numbers in a block.
         group: numbers that share a scale.
-        bytes: of a block.
-        shift: with a minimum, what is added to each value; None for a type without.
-        read: makes groups of uint8 [n, bytes].
-        write: makes uint8 [n, bytes] of groups; None for a type that is read alone.
+        bytes: bytes of a block.
+        shift: what is added to each value if the type has minima; None otherwise.
+        read: turns uint8 [n, bytes] into groups.
+        write: turns groups into uint8 [n, bytes]; None for a type that can only be read.
     """
 
     name: str
@@ -194,7 +196,7 @@ TYPES = {
         BlockType("Q6_K", "int6", 256, 16, 210, None, _read_q6_k),
     )
 }
-"""By name, the types that can be read."""
+"""The types that can be read, by name."""
 
 
 def read(kind: BlockType, data: np.ndarray, shape: Sequence[int]) -> Groups:

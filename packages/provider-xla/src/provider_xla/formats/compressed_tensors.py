@@ -41,11 +41,11 @@ def load_compressed_tensors(
     """Load a checkpoint that vLLM or llm-compressor wrote, quantized as it is.
 
     Formats int-quantized (8 bits), pack-quantized (2 to 8 bits in groups or by row) and
-    float-quantized (8-bit floats). A weight is [out, in], and named after its module:
+    float-quantized (8-bit floats) are read. A weight is [out, in] and has the name of its module,
     ``model.layers.0.mlp.up_proj.weight``, whatever tensors it is made of.
 
     Args:
-        folder: with config.json and model.safetensors, or its shards with an index.
+        folder: a folder with config.json, and model.safetensors or its shards with an index.
         like: a tree of arrays or types, such as ``plan.params``; None for a dictionary by name.
         names: with ``like``, which tensors make each of its leaves, as for ``quantize_file``; a
             transform gets QArrays: ``Source("up_proj.weight", transform=lambda w: w.T)``.
@@ -56,8 +56,8 @@ def load_compressed_tensors(
         it for kernels.
 
     Raises:
-        StoreError: a file is missing or damaged; the config has a scheme that isn't read; tensors
-            that do not fit it.
+        StoreError: a file is missing or damaged; the config has a scheme that can't be read; or
+            tensors do not fit it.
         MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
     """
     folder = Path(folder)
@@ -94,7 +94,8 @@ def save_compressed_tensors(
     """Write parameters as a checkpoint for vLLM and llm-compressor.
 
     Args:
-        folder: to be made, which is there whole or not at all: config.json and model.safetensors.
+        folder: the folder to make, with config.json and model.safetensors. It is whole or doesn't
+            exist.
         params: any tree of arrays and of what ``plan.quantize`` returned.
         names: which tensors the parameters become, by the name of the leaf: a name, a ``Target`` or
             several. Weights are [out, in] and their names end in ".weight":
@@ -106,7 +107,7 @@ def save_compressed_tensors(
         overwrite: whether to replace what is there.
 
     Raises:
-        StoreError: ``folder`` is there; a leaf that has no scheme, which the message names.
+        StoreError: ``folder`` exists; or the leaf that the message names has no scheme.
     """
     if act_qtype not in (None, "int8", "float8_e4m3fn"):
         raise StoreError(f"act_qtype must be None, 'int8' or 'float8_e4m3fn', got {act_qtype!r}.")

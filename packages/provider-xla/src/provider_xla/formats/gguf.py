@@ -26,7 +26,7 @@ _ALIGNMENT = "general.alignment"
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
 _PLAIN = {**_FLOATS, **{f"int{bits}": f"I{bits}" for bits in (8, 16, 32, 64)}}
 _LONGEST_NAME, _MOST_AXES = 63, 4
-"""Of a tensor, in GGML."""
+"""Limits of GGML: bytes of a tensor's name, and its axes."""
 
 
 def load_gguf(
@@ -52,8 +52,8 @@ def load_gguf(
         it for kernels.
 
     Raises:
-        StoreError: no GGUF file, or one that was cut; a tensor that is missing, of another shape,
-            or of a type that isn't read.
+        StoreError: ``path`` is not a whole GGUF file; or a tensor is missing, has another shape, or
+            is of a type that can't be read.
         MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
     """
     reader = _reader(Path(path))
@@ -112,7 +112,7 @@ def save_gguf(
         overwrite: whether to replace what is there.
 
     Raises:
-        StoreError: ``path`` is there; a leaf that GGUF has no type for, which the message names.
+        StoreError: ``path`` exists; or GGUF has no type for the leaf that the message names.
         MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
     """
     library = require("gguf", "gguf")

@@ -1,4 +1,4 @@
-"""Integers of a few bits in words of 32, as compressed-tensors packs them."""
+"""Integers of a few bits in 32-bit words, as compressed-tensors packs them."""
 
 from __future__ import annotations
 

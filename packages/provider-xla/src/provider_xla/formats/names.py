@@ -36,7 +36,7 @@ class Target:
 
 _Targets = str | Target | Sequence[Target]
 Targets = Mapping[str, _Targets] | Callable[[str], _Targets | None] | None
-"""Which tensors the parameters become, by the name of the leaf; None: of the same name."""
+"""Which tensors the parameters become, by the name of the leaf; None keeps that name."""
 
 
 def load_tree(
@@ -107,16 +107,18 @@ def _stored(value: Any) -> Any:
     if isinstance(value, qn.QArray):
         return qn.pack(value) if qn.get_qtype(value.qtype).packable else value
     value = np.asarray(value)
-    # Of 64 bits, which JAX would cut to 32 without x64.
+    # JAX would cut 64 bits to 32 without x64.
     is_wide = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
     return value if is_wide else jnp.asarray(value)
 
 
 def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[], Any]]]:
-    """Return the tensors of a tree: leaf, name, and a function for the value.
+    """Return the tensors of a tree: leaf, name, and value.
+
+    The value is a function without arguments, so that one tensor at a time is made.
 
     Raises:
-        StoreError: two tensors of a name, or a leaf that is not an array of numbers.
+        StoreError: two tensors would have one name, or a leaf is not an array of numbers.
     """
     found: list[tuple[str, str, Callable[[], Any]]] = []
     taken: dict[str, str] = {}

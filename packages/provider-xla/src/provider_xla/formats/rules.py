@@ -29,7 +29,7 @@ def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule
         A rule for each format among the parameters, with the paths of those that have it.
 
     Raises:
-        StoreError: a parameter with scales that no rule gives.
+        StoreError: a parameter has scales that no rule would give.
     """
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     by_format: dict[tuple[Any, ...], list[str]] = {}

@@ -17,7 +17,7 @@ INT, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
 _NAIVE = "naive-quantized"
 _MIXED = "mixed-precision"
 KEYS = ("quantization_config", "compression_config")
-"""Where a config has it: the latter of older files."""
+"""The keys that a config may have it under, the second in older files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Scheme:
 
     Attributes:
         format: "int-quantized", "float-quantized" or "pack-quantized".
-        bits: of a quantized value.
+        bits: bits of a quantized value.
         kind: "int" or "float".
         symmetric: whether there are no zero points.
-        strategy: "tensor", "channel", "group" or "block".
-        group: numbers of a row that share a scale, of strategy "group".
-        block: rows and columns that share a scale, of strategy "block".
+        strategy: what shares a scale: "tensor", "channel", "group" or "block".
+        group: numbers of a row that share a scale, for "group".
+        block: rows and columns that share a scale, for "block".
     """
 
     format: str
@@ -75,11 +75,16 @@ class Scheme:
 def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
     """Return the scheme of a weight [out, in].
 
-    int-quantized is for weights that are multiplied with activations in int8: vLLM reads weights
-    of float activations packed, whatever their bits.
+    int-quantized is for weights that are multiplied with int8 activations. With float activations
+    vLLM expects packed weights, whatever their bits.
+
+    Args:
+        what: name of the weight, for errors.
+        q: the weight.
+        act_qtype: the format of its activations; None for floats.
 
     Raises:
-        StoreError: there is none.
+        StoreError: compressed-tensors has no scheme for it.
     """
     kind = qn.get_qtype(q.qtype)
     if q.ndim < 2 or kind.name not in ("float8_e4m3fn", *(f"int{bits}" for bits in range(2, 9))):
@@ -121,7 +126,7 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
     """Return a config's groups: their targets and weight schemes.
 
     Raises:
-        StoreError: not such a config, or a scheme that is not read.
+        StoreError: it is not such a config, or has a scheme that can't be read.
     """
     try:
         if config["quant_method"] != "compressed-tensors":
@@ -237,7 +242,7 @@ def shaped(scale: np.ndarray, scheme: Scheme, shape: Sequence[int]) -> np.ndarra
     """Return scales or zero points with as many axes as their weight.
 
     Raises:
-        ValueError: there are more or fewer.
+        ValueError: their number does not fit the weight.
     """
     wanted = scheme.scale_shape(shape)
     if scale.size != np.prod(wanted, dtype=int):

@@ -17,8 +17,8 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
 
     Args:
         weight: the weight.
-        counts: in how many equal parts each of its axes is cut.
-        form: returns what a matrix is packed in; see ``packed_form``.
+        counts: into how many equal parts each of its axes is cut.
+        form: returns the type of a packed matrix; see ``packed_form``.
     """
     lead, axes, rank = len(weight.lead), weight.axes(), len(weight.k_sizes)
     if all(count == 1 for count in counts):
@@ -29,6 +29,8 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
     cut = {part: counts[axis] for part, axis in parts.items() if counts[axis] > 1}
     rows, panels = cut.pop(0, 1), cut.pop(rank, 1)
     columns = math.prod(weight.n_sizes) // panels
+    # A device can have whole entries of the stack, whole panels of the first axis of columns, and
+    # whole pieces of the first axis of rows. Any other cut would go through packed bytes.
     is_plain = weight.index is None and not weight.gone and weight.lead_at is None
     if not is_plain or cut or rows != max(weight.pieces, 1) or columns % weight.packed.panel:
         return None

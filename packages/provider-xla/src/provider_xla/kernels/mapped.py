@@ -24,12 +24,12 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
     Args:
         run: multiplies with all of them.
         n_sizes: the sizes of the axes of columns.
-        gone: of which of these axes one index is taken. A map over all indices of one takes them
-            in their order.
+        gone: the axes of columns of which one index is taken. A ``vmap`` over all indices of one
+            takes them in their order.
 
     Returns:
-        A function of x [*rows, K], the packed weight, and an index int32[] for each axis that is
-        gone. It returns [*rows, *n_sizes] without these.
+        A function of x [*rows, K], the packed weight, and an index int32[] for each axis in
+        ``gone``. It returns [*rows, *n_sizes] without those axes.
     """
 
     def one(x: jax.Array, weight: Any, places: Sequence[jax.Array]) -> jax.Array:
@@ -48,6 +48,7 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
                 return wrapped(x, weight, places), True
             first, *others = mapped
             part = gone[first]
+            # A map over all columns of an axis is that axis of one call's result.
             if not others and not is_rows and size == n_sizes[part]:
                 rest = [i for i in range(len(gone)) if i != first]
                 left = [gone[i] for i in rest]

@@ -29,12 +29,12 @@ GROUPS = "_groups"
 
 
 class Rotation(NamedTuple):
-    """How rows of an activation are rotated: signs, then Hadamard matrices of blocks.
+    """How activations are rotated: signs, then Hadamard matrices of blocks.
 
     Attributes:
-        signs: int8 [K].
+        signs: int8 [K], 1 or -1.
         block: numbers of a block, a power of two.
-        axes: of the weight, those that make K, in that order.
+        axes: the axes of the weight that make K, in that order.
     """
 
     signs: jax.Array
@@ -43,7 +43,7 @@ class Rotation(NamedTuple):
 
 
 class NoKernel(Exception):
-    """A contraction that kernels don't compute; says why, in a few words."""
+    """Raised for a contraction that kernels don't compute, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +52,9 @@ class Layout:
 
     Attributes:
         kept: the axes of the activation that the result has.
-        pairs: by contracted axis of the weight, that of the activation.
-        result: where the axes of the contraction are in the result, those of the activation first,
-            then those of the weight in their order.
+        pairs: each contracted axis of the weight, with that of the activation.
+        result: for each axis of the contraction's result, its place in that of the matmul, which
+            has the axes of the activation first, then those of the weight in their order.
     """
 
     kept: tuple[int, ...]
@@ -70,11 +70,11 @@ def layout_of(
     Args:
         contraction: the contraction.
         side: which operand the weight is.
-        x_shape: shape of the other one.
+        x_shape: shape of the other operand.
         w_shape: shape of the weight.
 
     Raises:
-        NoKernel: it is another kind of contraction.
+        NoKernel: the contraction can't be read so.
     """
     if not isinstance(contraction, Matmul):
         raise NoKernel("not a plain matmul")
@@ -112,15 +112,15 @@ def op_of(
     """Return the op for a contraction with a packed weight.
 
     Args:
-        how: how the activation is quantized.
-        is_static: whether it has a range that was measured before.
-        packed: the weight as its package has packed it, or the type of that.
-        group: rows that share a scale, 0 for all.
-        k_sizes: of the contracted axes.
-        rows: of the activation.
+        how: how the activation is quantized; None if it stays float.
+        is_static: whether the activation has a static range.
+        packed: the weight as its package has packed it, or its type.
+        group: rows of the weight that share a scale, 0 for all.
+        k_sizes: sizes of the contracted axes.
+        rows: number of rows of the activation.
 
     Raises:
-        NoKernel: there is no such op.
+        NoKernel: no op computes this.
     """
     if how is None:
         return packed.matmul_op(rows, quantizes=False)
@@ -175,16 +175,16 @@ def multiply(
 
     Args:
         contraction: the contraction.
-        how: how ``x`` is quantized.
-        is_static: whether it has a range that was measured before.
-        x: the activation.
+        how: how ``x`` is quantized; None if it stays float.
+        is_static: whether ``x`` has a static range.
+        x: the activation, a float array.
         weight: the other operand.
-        side: which operand the weight is.
-        extras: of a ragged matmul, the sizes of groups.
-        rotation: what the op does to ``x`` first, if anything.
+        side: which operand the weight is, 0 or 1.
+        extras: the sizes of groups, for a ragged matmul.
+        rotation: how the op rotates ``x`` first; None if it doesn't.
 
     Raises:
-        NoKernel: the op doesn't compute this.
+        NoKernel: no op computes this.
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
@@ -208,7 +208,7 @@ def multiply(
     def op(rows: Any) -> str:
         return op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, rows)
 
-    op(math.prod(kept))  # raises where there is none, whatever the rows
+    op(math.prod(kept))  # raises if there is no op, before anything is computed
     if rotation is not None:
         _check_rotation(rotation, op(math.prod(kept)), x, kept, weight)
     pairs = dict(layout.pairs)
@@ -236,7 +236,7 @@ def multiply(
 def _check_rotation(
     rotation: Rotation, op: str, x: jax.Array, kept: Sequence[int], weight: PrepackedWeight
 ) -> None:
-    """Raise NoKernel where the kernel of an op can't rotate the rows that it reads."""
+    """Raise NoKernel if the kernel of an op can't rotate its rows."""
     packed, k = weight.packed, math.prod(weight.k_sizes)
     if not getattr(packed, "rotates", False):
         raise NoKernel("its package has no rotations")

@@ -27,40 +27,41 @@ from .rows import Rows, rows_of
 class PrepackedWeight(ArrayProxy):
     """A quantized parameter in a kernel's memory order; a pytree of arrays.
 
-    ``plan.quantize`` makes it of parameters all of whose contractions run in a kernel. It is what
-    the kernels of one platform read; on others it is unpacked at each use. ``plan.convert`` changes
-    the form. Under ``scan`` and ``vmap`` the leading axes may be mapped, those of the steps.
+    ``plan.quantize`` makes it of parameters whose contractions all run in a kernel. The kernels of
+    one platform read it; on other platforms it is unpacked at each use. ``plan.convert`` changes
+    the form. ``scan`` and ``vmap`` may map its leading axes, which are steps.
 
-    A program that takes one weight of a stack, by a loop or an index, keeps the stack and the
-    index: a kernel reads the weight where it lies, and XLA would copy what is cut out for it.
+    If a program takes one weight of a stack, by a loop or an index, the stack and the index travel
+    on: a kernel reads the weight where it lies, where XLA would copy it out of the stack.
 
     Attributes:
-        packed: what the package's op ``pack_w8`` or ``pack_w4`` returned: a pytree of arrays
-            that begin with the leading axes. ``unpack()`` gives quantized values, int8
-            [*lead, K, N], and scales, float32 [*lead, K / group, N]; ``panel`` is the columns that
-            are packed together, ``question`` what kernels are asked about it, and
-            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. Where ``rotates`` is
-            there and true, its ops take ``signs=`` and ``rotation=``.
+        packed: what the package's op ``pack_w8`` or ``pack_w4`` returned: a pytree of arrays that
+            begin with the leading axes. ``unpack()`` gives quantized values, int8 [*lead, K, N],
+            and scales, float32 [*lead, K / group, N]; ``panel`` is how many columns are packed
+            together, ``question`` the facts that kernels decide by, and
+            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. If it has a true
+            ``rotates``, its ops take ``signs=`` and ``rotation=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
-        k_sizes: of the contracted axes, in the order in which they make K (static).
-        n_sizes: of the others (static).
+        k_sizes: sizes of the contracted axes, in the order in which they make K (static).
+        n_sizes: sizes of the other axes (static).
         group: rows that share a scale, 0 for all (static).
         order: for each axis after the leading ones, which of ``(*k_sizes, *n_sizes)`` it is
             (static).
-        inner: axes of the first packed array that are not leading (static).
-        platform: whose kernels read it (static).
-        index: where there is one, int32 of the leading axes: which of a stack along one axis,
-            ``packed``, each weight is; -1 for one that is NaN, looked up out of bounds.
-        misses: whether any may be (static).
-        places: int32[] each: a program that maps the weight over an axis of columns has one index
-            of it, and still a kernel multiplies with all.
-        gone: which of ``n_sizes`` these are indices of (static).
+        inner: how many axes of the first packed array are not leading (static).
+        platform: the platform whose kernels read it (static).
+        index: int32 of the shape of the leading axes, if ``packed`` is a stack along one axis:
+            which entry each weight is; -1 for one that was looked up out of bounds and is NaN.
+            None if ``packed`` has the leading axes.
+        misses: whether ``index`` may hold -1 (static).
+        places: int32[] each. If a program maps the weight over an axis of columns, this is the
+            index along that axis; a kernel still multiplies with all columns at once.
+        gone: which of ``n_sizes`` the ``places`` are indices of (static).
         lead_at: which axes the leading ones are, in their order; None for the first (static).
         scale_dtype: name of the dtype of the scales that were packed (static).
-        pieces: where a ``shard_map`` cuts it along the first of ``k_sizes``, in how many parts:
-            each is packed as a matrix, and they are an axis of ``packed`` after the leading ones;
-            0 elsewhere (static).
+        pieces: into how many parts a ``shard_map`` cuts it along the first of ``k_sizes``. Each
+            part is packed as a matrix, and the parts are an axis of ``packed`` after the leading
+            ones. 0 if nothing cuts it there (static).
     """
 
     packed: Any
@@ -118,7 +119,7 @@ class PrepackedWeight(ArrayProxy):
         return len(self.lead) + len(self.order)
 
     def axes(self) -> list[int]:
-        """Return which each axis is, if the leading ones are counted first."""
+        """Return each axis's number when the leading axes are counted first."""
         lead = len(self.lead)
         places = {axis: i for i, axis in enumerate(self.lead_at or range(lead))}
         rest = iter(range(lead, self.ndim))
@@ -153,7 +154,7 @@ class PrepackedWeight(ArrayProxy):
         """Return quantized values and scales, as they were before they were packed.
 
         Args:
-            scale_shape: that of the scales, where they were repeated to be packed.
+            scale_shape: the shape that scales had before packing repeated them; None if it did not.
         """
         q = self.unpacked()
         if scale_shape is not None:
@@ -180,7 +181,7 @@ class PrepackedWeight(ArrayProxy):
     def gathered(self) -> PrepackedWeight:
         """Return the weight without an index, copying its part of the stack.
 
-        A weight that was looked up out of bounds is another one then.
+        For a weight that was looked up out of bounds this is another entry, not NaN.
         """
         if self.index is None:
             return self
@@ -190,7 +191,12 @@ class PrepackedWeight(ArrayProxy):
         )
 
     def step(self, axis: int, is_mapped: bool = False) -> ArrayProxy:
-        """Return the weight with an index per step along an axis."""
+        """Return the weight with an index per step along an axis.
+
+        Args:
+            axis: the axis that a loop or ``vmap`` goes along.
+            is_mapped: whether it is a ``vmap``.
+        """
         lead, rank, axes = len(self.lead), len(self.k_sizes), self.axes()
         which = axes.pop(axis)
         lead_at = _lead_at(axes, lead)
@@ -215,12 +221,12 @@ class PrepackedWeight(ArrayProxy):
     def shards(self, counts: Sequence[int]) -> Shards:
         """Return how devices share it: panels of columns, or whole stack entries.
 
-        Any other cut makes it quantized values and scales.
+        For any other cut it is unpacked to quantized values and scales.
         """
         return shards_of(self, counts, packed_form) or self.unpacked().shards(counts)
 
     def alone(self) -> PrepackedWeight:
-        """Return the weight without its axis of pieces, if it has one piece."""
+        """Return the weight without its axis of pieces if that is 1."""
         if self.pieces != 1:
             return self
         packed = jax.tree.map(lambda x: jax.lax.squeeze(x, [len(self.lead)]), self.packed)
@@ -242,8 +248,8 @@ class PrepackedWeight(ArrayProxy):
     ) -> Sequence[Any]:
         """Return what a primitive that only moves elements makes of it.
 
-        It stays packed where leading axes are moved, where the order of the others changes, and
-        its dtype. Any other move makes it quantized values and scales.
+        It stays packed if leading axes are moved, or if the order of the other axes or the dtype
+        changes. For any other move it is unpacked to quantized values and scales.
         """
         lead = len(self.lead)
         if primitive == "transpose":
@@ -253,7 +259,7 @@ class PrepackedWeight(ArrayProxy):
             if rows is not None:
                 return [Rows(rows)]
         weights = [x for x in operands if isinstance(x, PrepackedWeight)]
-        # Joined with others, weights are in one stack no longer.
+        # Weights that are joined with others no longer lie in one stack.
         is_joined = len(weights) > 1
         fills = primitive == "gather" and params["mode"] == GatherScatterMode.FILL_OR_DROP
         misses = self.misses or any(getattr(x, "misses", False) for x in operands)
@@ -263,7 +269,7 @@ class PrepackedWeight(ArrayProxy):
                 raise MoveError(f"{primitive} of columns, or of a stack along a later axis")
             if lead and not is_joined:
                 stack = self.stacked()
-                # As floats, out of bounds there is a NaN.
+                # As floats, indices that are gathered out of bounds become NaN, and -1 below.
                 index = stack.index.astype(jnp.float32) if fills else stack.index
                 stack = dataclasses.replace(stack, index=index, misses=misses or fills)
                 held = [stack if x is self else x for x in operands]
@@ -318,10 +324,10 @@ def packed_bits(qtype: str) -> int:
 
 # Jitted once: weights of one layout share a program.
 qarray_of = jax.jit(PrepackedWeight.qarray, static_argnums=1)
-"""``PrepackedWeight.qvalue`` of a weight and a shape of scales."""
+"""``PrepackedWeight.qarray`` of a weight and a shape of scales."""
 
 
-# Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
+# Jitted: a program that doesn't use the result has one equation of it, traced once per shape.
 @jax.jit
 def _restored(weight: PrepackedWeight) -> jax.Array:
     return qn.dequantize(weight.unpacked())
@@ -338,7 +344,7 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
         missed = jnp.expand_dims(index < 0, (count, count + 1))
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     if weight.pieces and not weight.group:
-        scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # all have the same
+        scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # pieces have equal scales
     qvalue = qvalue.reshape(*lead, *k_sizes, *n_sizes)
     scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
     gone = [len(k_sizes) + part for part in weight.gone]
@@ -358,7 +364,12 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the sizes of scales along contracted axes; 0 for one group."""
+    """Return the sizes of scales along contracted axes.
+
+    Args:
+        k_sizes: sizes of the contracted axes, outer to inner.
+        group: adjacent rows that share a scale, 0 for all.
+    """
     left, sizes = group or math.prod(k_sizes), []
     for size in reversed(k_sizes):
         within = math.gcd(left, size)

@@ -1,4 +1,4 @@
-"""Packing: which matrix of a kernel a parameter is, and how it is packed for that."""
+"""Packing: how a parameter is a matrix, and is packed for kernels."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ PACK_OPS = ("pack_w4", "pack_w8")
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """How a parameter is the matrix [K, N] that kernels take, or a stack of those. Hashable.
+    """How a parameter is a matrix [K, N], or a stack. Hashable.
 
     Attributes:
-        lead: those of its axes that are stacks: steps of loops, and examples.
-        k_axes: those that its contractions contract, in an order in which the rows of a group
-            follow one another.
-        n_axes: the others.
+        lead: the axes of the parameter that make a stack: steps of loops, and examples.
+        k_axes: the axes that its contractions contract, in an order in which the rows of a group
+            are adjacent.
+        n_axes: the other axes.
         group: rows that share a scale, 0 for all.
-        bits: 8 or 4, those of a packed code.
-        platform: whose kernels read it.
-        pieces: in how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
-            matrix; 0 where it cuts none.
+        bits: bits of a packed value, 8 or 4.
+        platform: the platform whose kernels read it.
+        pieces: into how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
+            matrix; 0 if it doesn't cut that axis.
     """
 
     lead: tuple[int, ...]
@@ -61,7 +61,7 @@ class Packing:
         return math.prod(k_sizes), math.prod(n_sizes)
 
     def form(self, shape: Sequence[int]) -> Any:
-        """Return the type of what the op packs a parameter of this shape in, without steps.
+        """Return the type of one packed matrix of a parameter.
 
         Raises:
             JaxtapError: no installed package has the op.
@@ -69,7 +69,7 @@ class Packing:
         return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
-        """Return why a parameter that is sharded so can't be packed, or None."""
+        """Return why a parameter with this sharding can't be packed, or None."""
         if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
             return "it is on a mesh with explicit axes"
         if sharding is None or sharding.is_fully_replicated:
@@ -84,13 +84,13 @@ class Packing:
         """Return why a packed parameter can't enter a ``shard_map``, or None.
 
         Args:
-            shape: of the parameter.
-            counts: in how many equal parts each of its axes is cut.
+            shape: shape of the parameter.
+            counts: into how many equal parts each of its axes is cut.
         """
         return self._uncut(shape, counts, "shard_map cuts it along")
 
     def _uncut(self, shape: Sequence[int], counts: Sequence[int], what: str) -> str | None:
-        """Return why devices can't share a packed parameter out, or None."""
+        """Return why a packed parameter can't be cut so, or None."""
         rows, *inner = (counts[axis] for axis in self.k_axes)
         if rows not in (1, self.pieces) or any(count > 1 for count in inner):
             return f"{what} an axis that is contracted"
@@ -109,7 +109,7 @@ class Packing:
 
 
 def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    """Pack a parameter, on the devices that it is on; waits until that is done."""
+    """Pack a parameter on its devices, and wait for that."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
     return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
@@ -133,7 +133,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
 
 
 def abstract(q: Any, packing: Packing) -> Any:
-    """Return the type of what ``prepack`` gives for an array of this type."""
+    """Return the type that ``prepack`` returns for an array's type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
 
@@ -153,6 +153,7 @@ def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight
     lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
     qvalue = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
+    # Kernels want a scale for each group and column: repeat those that more elements share.
     sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:

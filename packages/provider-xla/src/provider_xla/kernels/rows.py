@@ -21,7 +21,7 @@ TAKE = "packed_take"
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows(ArrayProxy):
-    """What was looked up in a packed parameter: an array already.
+    """Rows looked up in a packed parameter, as a float array.
 
     Attributes:
         values: the array.
@@ -49,7 +49,7 @@ class Rows(ArrayProxy):
 def looked_up_axes(params: Mapping[str, Any], shape: Sequence[int]) -> tuple[int, ...] | None:
     """Return the axes that a ``lax.gather_p`` indexes while keeping the others.
 
-    None if it takes less of these, or windows.
+    None if it takes only a part of the others, or windows.
     """
     numbers = params["dimension_numbers"]
     along = tuple(map(int, numbers.start_index_map))
@@ -65,12 +65,12 @@ def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.A
     """Return a ``lax.gather_p`` of a packed parameter without unpacking all of it.
 
     Args:
-        weight: the parameter, one, but maybe of a stack.
+        weight: the parameter: a single one, which may be an entry of a stack.
         indices: integer array [*batch, 1].
-        params: those of the primitive.
+        params: the parameters of the primitive.
 
     Returns:
-        The rows, dequantized; None where the packages of kernels can't take them.
+        The rows, dequantized; None if the packages of kernels can't look them up.
     """
     axes, rank = looked_up_axes(params, weight.shape), len(weight.k_sizes)
     fill = params["fill_value"]
@@ -99,7 +99,7 @@ def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.A
         found = jnp.where(inside[..., None], found, jnp.asarray(jnp.nan, found.dtype))
     batch = places.ndim
     found = found.reshape(*places.shape, *other)
-    # The other axes in their order in the parameter, at the places that the program has them.
+    # Put the other axes, in the parameter's order, at the places where the program wants them.
     parts = [part for at, part in enumerate(weight.order) if at != axis]
     first = 0 if is_column else rank
     offsets = tuple(map(int, params["dimension_numbers"].offset_dims))

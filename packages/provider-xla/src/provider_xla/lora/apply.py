@@ -1,4 +1,4 @@
-"""Running a program with adapters beside its parameters."""
+"""Run a program with adapters beside its parameters."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 
 
 ARGUMENTS = frozenset({"adapters", "dropout_key"})
-"""The arguments that a function takes beside its own, where parameters may have adapters."""
+"""Further arguments of a function whose parameters may have adapters."""
 
 
 class AdaptedRun:
-    """Runs functions whose parameters may have adapters.
+    """Run functions whose parameters may have adapters.
 
     Args:
         engine: taps the operations.
@@ -61,7 +61,8 @@ class AdaptedRun:
         self._rules = rules
         self._statistics = statistics
         self._record = record
-        # By the paths of parameters with an adapter: what is traced is cached under interceptors.
+        # By the paths of the parameters that have an adapter. Traces are cached by interceptor, so
+        # one is made for each set of paths, and used again.
         self._interceptors: dict[frozenset[str], Interceptor] = {}
 
     def wrap(self, fn: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +179,7 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
             if operands[side] is site.operands[side]:
                 operands[side] = among[side].base_array()
         elif weight is not None and not adapted_paths.isdisjoint(weight.paths):
-            # It got here as an array, with the adapter added: what is quantized is not that.
+            # The weight came as an array with the adapter added, which must not be quantized.
             hows[side] = None
         if weight is not None and hows[side] is not None:
             operands[side] = sparse(site, side, operands[side])
@@ -190,7 +191,7 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
     else:
         y = site.contraction.run(*operands, *site.extras)
     for side, weight in among.items():
-        # Of two adapted operands the second is multiplied with all of the first.
+        # If both operands W and V have adapters D and E, the sum is W V + D V + (W + D) E.
         other = site.operands[1 - side]
         if side == 0 and 1 in among:
             other = among[1].base_array()

@@ -34,15 +34,15 @@ def adapter_contraction(
     shape: tuple[int, ...],
     extras: tuple[Any, ...],
 ) -> jax.Array:
-    """Return the contraction with ``sum(a * b, axis=-1)``, one factor at a time.
+    """Contract with ``sum(a * b, axis=-1)``, one factor at a time.
 
     Args:
         contraction: the contraction.
         side: which of its operands the factors are.
         x: the other operand; the factors are taken in its dtype.
-        a: [*(n or 1), rank]: see ``LoraWeight``.
-        b: alike.
-        shape: of the operand that they are the adapter of.
+        a: first factor, float [*(n or 1), rank]: see ``LoraWeight``.
+        b: second factor, of such a shape, too.
+        shape: shape of the parameter that they adapt.
         extras: the contraction's other arrays.
     """
     a, b = a.astype(x.dtype), b.astype(x.dtype)
@@ -55,7 +55,7 @@ def adapter_contraction(
         result = _ragged(contraction, x, a, b, extras)
     if result is not None:
         return result
-    # Rare: a form without two contractions in a row. The adapter alone is multiplied out.
+    # Rare: one factor can't be contracted after the other, so the adapter is multiplied out.
     delta = delta_of(a, b, shape)
     operands = (delta, x) if side == 0 else (x, delta)
     return contraction.run(*operands, *extras)
@@ -91,7 +91,7 @@ def _matrix(
     ours, theirs = operands[side], operands[1 - side]
     rank = get_symbol(next(n for n in range(99) if get_symbol(n) not in {*ours, *theirs}))
     factors = [_squeezed(factor, ours, rank) for factor in (a, b)]
-    # An axis that the result needs, and neither depends on: it is of size 1, or was broadcast.
+    # The result may need an axis that neither factor depends on: it is 1, or was broadcast.
     for label, size in zip(ours, shape, strict=True):
         if label not in {*theirs, *factors[0][1], *factors[1][1]}:
             array, labels = factors[1]
@@ -116,6 +116,8 @@ def _convolution(
     contraction: Convolution, x: jax.Array, a: jax.Array, b: jax.Array
 ) -> jax.Array | None:
     """Return the convolution with one factor, then the other per pixel."""
+    # The factor without output channels is a kernel with `rank` outputs. The other factor, if it
+    # has nothing but output channels, mixes these at each pixel.
     numbers, arguments = contraction.numbers, dict(contraction.arguments)
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:

@@ -1,4 +1,4 @@
-"""Lookups: rows of an adapter, without the product of its factors."""
+"""Lookups: rows of an adapter, without multiplying out its factors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def adapter_rows(weight: LoraWeight, indices: jax.Array, params: Any) -> jax.Arr
     Args:
         weight: the parameter with its adapter.
         indices: integer array [*batch, 1].
-        params: those of the primitive. Rows along one axis can be looked up so, whole.
+        params: the parameters of the primitive, which must look up whole rows along one axis.
     """
     numbers, shape = params["dimension_numbers"], weight.shape
     along = tuple(numbers.start_index_map)
@@ -55,7 +55,7 @@ def adapter_rows(weight: LoraWeight, indices: jax.Array, params: Any) -> jax.Arr
         )
         return found, "".join([*batch, *kept])
 
-    # One that is there for all rows says nothing of an index that is out of bounds.
+    # If all rows share both factors, no gather would give NaN for an index out of bounds.
     if weight.a.shape[axis] == weight.b.shape[axis] == 1:
         return None
     (a, ours), (b, theirs) = part(weight.a), part(weight.b)

@@ -61,11 +61,11 @@ def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.A
 
 
 def merged(params: Any, prefix: str) -> Any:
-    """Return float parameters: without adapters, which are added, and without stored values.
+    """Return float parameters: adapters are added, stored values dequantized.
 
     Args:
         params: parameters, with an ``AdaptedWeight`` for each that has an adapter.
-        prefix: begins the pytree path of each.
+        prefix: what the pytree path of each begins with.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_kept)
     return jax.tree.unflatten(
@@ -89,8 +89,8 @@ def _merged_leaf(path: str, leaf: Any) -> Any:
 def adapted(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
     """Return parameters with an ``AdaptedWeight`` for each that has an adapter.
 
-    What is derived from such a parameter is not stored beside it any more: it depends on the
-    adapter.
+    Weights that are derived from such a parameter are no longer stored beside it, since they depend
+    on the adapter.
     """
     check_adapters(plan.lora, adapters)
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
@@ -125,7 +125,7 @@ def _is_kept(node: Any) -> bool:
 
 
 def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
-    """Raise QuantizationError unless the parameters that adapters are for are there."""
+    """Raise QuantizationError if a parameter is missing that has an adapter."""
     for path, one in plan.lora.items():
         leaf = given.get(path)
         if getattr(leaf, "shape", None) != one.shape:

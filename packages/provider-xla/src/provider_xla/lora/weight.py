@@ -62,7 +62,7 @@ qn.register_serialization(AdaptedWeight, dataclasses.asdict, _form_of)
 
 
 def is_adapted(node: Any) -> bool:
-    """Return whether a node of parameters is one with an adapter."""
+    """Return whether a node of parameters has an adapter."""
     return isinstance(node, AdaptedWeight)
 
 
@@ -84,21 +84,23 @@ def adapter_mask(tree: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoraWeight(ArrayProxy):
-    """A parameter with its adapter: ``base + scale * sum(a * b, axis=-1)``.
+    """A parameter with its adapter, as an array proxy.
 
-    Both factors have the axes of the parameter, each of its size or, where the factor does not
-    depend on it, of size 1; and then the rank. So they are moved as it is, element by element,
-    and step with it through a scan.
+    It stands for ``base + scale * sum(a * b, axis=-1)``.
+
+    Both factors have the axes of the parameter, and then the rank. An axis has the parameter's
+    size, or 1 if the factor does not depend on it. So a program's moves of the parameter apply to
+    the factors as well, and a scan steps through them together.
 
     Attributes:
         base: the parameter: an array, or another array proxy for one.
         a: first factor, float [*(n or 1), rank].
-        b: second factor, alike.
-        key: None, or the data of random keys for dropout, uint32 [*(n or 1), words]: one for each
-            step of the loops that it is taken apart by.
-        scale: what the product of the factors is multiplied with (static).
-        dropout: share of the activation that the factors don't see, where there is a key (static).
-        impl: of the random keys, hashable (static).
+        b: second factor, of such a shape, too.
+        key: data of random keys for dropout, uint32 [*(n or 1), words], one for each step of the
+            loops around the parameter; None for no dropout.
+        scale: ``alpha / rank`` (static).
+        dropout: share of the activation that the factors don't see if there is a key (static).
+        impl: implementation of the random keys, hashable (static).
     """
 
     base: Any
@@ -158,7 +160,7 @@ class LoraWeight(ArrayProxy):
         return new
 
 
-# Jitted: a program in which it ends up unused has one equation of it.
+# Jitted: a program that doesn't use the result has one equation of it.
 @jax.jit
 def _restored(weight: LoraWeight) -> jax.Array:
     delta = delta_of(weight.a, weight.b, weight.shape) * weight.scale

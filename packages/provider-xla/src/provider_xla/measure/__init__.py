@@ -1,1 +1,1 @@
-"""Measure: run a program in float on data and look at each operation."""
+"""Measure: run a program in float and look at each operation."""

@@ -35,16 +35,15 @@ Visit = Callable[[Site], Any]
 """Takes an operation that a rule quantizes, with its float operands; returns a pytree of arrays."""
 
 VisitLookup = Callable[["Lookup"], Any]
-"""The same of a lookup in a parameter that is quantized."""
+"""Takes a lookup in a parameter that is quantized; returns a pytree of arrays, or None."""
 
 VisitFloat = Callable[[str, Contraction, tuple[Any, Any], tuple[Any, ...]], Any]
-"""The same of a contraction that stays float: its id, what it computes, of what, its other
-arrays.
-"""
+"""Takes a contraction that stays float: its id, the contraction, its operands, its other arrays.
+Returns a pytree of arrays."""
 
 
 class Largest(NamedTuple):
-    """A measurement whose largest value is kept, not the sum; 0 or more."""
+    """A measurement of 0 or more that is merged by its maximum."""
 
     value: jax.Array
 
@@ -71,11 +70,11 @@ class Probed(NamedTuple):
     """What was measured at one operation; a pytree.
 
     Attributes:
-        total: what the visitor returned, summed over batches, calls and mapped axes (of a Peak,
-            the largest). The steps of loops that take their parameter in steps are kept apart, in
-            leading axes: those of the parameter that are gone in the operand.
-        count: how often it was visited, int32, of those leading axes. All examples that the
-            program maps over are one visit.
+        total: what the visitor returned, summed over batches, calls and mapped axes (the largest of
+            a ``Largest``). If a loop takes the parameter in steps, leading axes hold the totals of
+            the steps: those are the axes of the parameter that the operand lacks.
+        count: how often the operation was visited, int32 of those leading axes. All examples that
+            the program maps over are one visit.
     """
 
     total: Any
@@ -94,11 +93,11 @@ def probe(
 ) -> dict[str, Probed]:
     """Run a plan's function in float and measure each quantized operation.
 
-    Nothing is changed: each operation gives its float result. ``visit`` is traced, once for each
-    operation; it must return the same shapes for operations of the same id.
+    Results do not change: each operation returns its float result. ``visit`` is traced, once for
+    each operation. It must return the same shapes for operations with the same id.
 
     Args:
-        plan: of the function.
+        plan: the plan of the function.
         params: its parameters: arrays.
         batches: each the other arguments of a call, as a tuple.
         visit: what to measure; None to leave an operation out. A ``Largest`` in it keeps the
@@ -206,8 +205,9 @@ def _everywhere(params: Any) -> NamedSharding | None:
 class _Numbered(ArrayProxy):
     """A parameter with the step number of each of its parts.
 
-    The number goes along with the parameter, through transposes and backward scans: it is kept
-    as the scale of a QArray whose quantized values are the values. So does the quantized parameter.
+    The number must follow the parameter through transposes and backward scans. So it is the scale
+    of a QArray, whose quantized values are the parameter's values, and moves as scales do. The
+    stored parameter, if given, moves along, too.
     """
 
     def __init__(self, moving: qn.QArray, stored: ArrayProxy | None = None, stepped: bool = True):
@@ -256,7 +256,7 @@ jax.tree_util.register_pytree_node(
 
 
 def stored_operand(site: Site, side: int) -> ArrayProxy | None:
-    """Return the stored form of an operand if ``probe`` has it, else None."""
+    """Return an operand's stored form if ``probe`` has it, else None."""
     return _stored(site.call.proxy(site.operands[side]))
 
 
@@ -343,7 +343,7 @@ def _merged_at(
 def _sum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
     """Add a measurement at one step, summed over mapped examples.
 
-    Under ``vmap`` the step is one of each example too, where the parameter is mapped over.
+    If ``vmap`` maps over the parameter, each example has another step.
     """
     return kept.at[step].add(found)
 
@@ -355,7 +355,7 @@ def _sum_rule(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[
 
 @custom_vmap
 def _maximum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
-    """Keep the largest in the same way."""
+    """Keep the largest measurement at one step, over mapped examples, too."""
     return kept.at[step].max(found)
 
 

@@ -1,4 +1,4 @@
-"""Measuring the static ranges of activations."""
+"""Measure the static ranges of activations."""
 
 from __future__ import annotations
 
@@ -61,6 +61,7 @@ def calibrate(
 
 def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statistics]:
     """Return statistics of nothing: see ``Plan.empty_statistics``."""
+    # Transformed activations have other ranges, and so other keys: see `key_of`.
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     ops: set[str] = set()
     for path, leaf in found:

@@ -17,21 +17,21 @@ from .layout import Layout
 from .state import Weight, difference, output_squares
 
 _LEAST_FACTOR = 0.5
-"""Of a range, the least that clipping leaves, as in the authors' search."""
+"""The smallest share of a range that clipping leaves, as in the authors' search."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Awq(Pass):
-    """Scale channels by ``s[k] = size(x[:, k]) ** a``, with the best ``a`` of a grid.
+    """Scale channels by ``size(x[:, k]) ** a``, the best of a grid.
 
     Lin et al. 2023, arXiv:2306.00978, section 3.2: the grid is 0, 1/grid, ... below 1. ``size`` is
-    the root of the mean square, which the Gram matrix has; the paper's is the mean magnitude. The
-    error is that of the contraction, by the Gram matrix. Then, as in the authors' code, ranges are
-    clipped: per scale, the fraction of its range that gives the least error.
+    the root of the mean square, which the Gram matrix has; the paper takes the mean magnitude. The
+    error is that of the contraction, computed from the Gram matrix. Then ranges are clipped, as in
+    the authors' code: each scale takes the fraction of its range that gives the least error.
 
     Attributes:
-        grid: exponents that are tried; 1 scales nothing.
-        clip: fractions that are tried, from 1 down to a half; 1 clips nothing.
+        grid: how many exponents are tried; 1 scales nothing.
+        clip: how many fractions are tried, from 1 down to a half; 1 clips nothing.
 
     Raises:
         ValueError: a number is below 1.
@@ -99,7 +99,7 @@ class Awq(Pass):
 @functools.partial(jax.jit, static_argnums=1)
 def _normal(squares: jax.Array, exponent: float) -> jax.Array:
     """Return an exponent's scales, normalized: largest times least is 1."""
-    # Half the exponent: of squares. A channel that was always 0 has no say.
+    # Half the exponent, since these are squares. A channel that was always 0 is not scaled.
     scale = jnp.where(squares > 0, squares, 1.0) ** (exponent / 2)
     ends = scale.max(-1, keepdims=True), scale.min(-1, keepdims=True)
     return scale / jnp.sqrt(ends[0]) / jnp.sqrt(ends[1])
@@ -123,7 +123,7 @@ def _tile(weight: Weight) -> int | None:
 def _tile_squares(e: jax.Array, gram: jax.Array, tile: int) -> jax.Array:
     """Return the squared error of each tile alone, [S, ceil(K / tile), N]."""
     steps, k, n = e.shape
-    # What a shorter last tile has not makes no error.
+    # Zeros fill a shorter last tile, and make no error.
     tiles, missing = -(-k // tile), -k % tile
     e = jnp.pad(e, ((0, 0), (0, missing), (0, 0))).reshape(steps, tiles, tile, n)
     gram = jnp.pad(gram, ((0, 0), (0, missing), (0, missing)))

@@ -14,9 +14,10 @@ class Pass(abc.ABC):
     """Base of passes, which change one parameter of a plan at a time.
 
     Attributes:
-        stage: passes that transform channels come before those that choose zeros, and these
-            before the one that chooses quantized values.
-        needs_peaks: whether it asks for ``Weight.peaks``.
+        stage: ``TRANSFORM``, ``MASK`` or ``CODES``, in the order in which passes must come: those
+            that transform channels, the one that chooses zeros, the one that chooses quantized
+            values.
+        needs_peaks: whether it reads ``Weight.peaks``, which takes another run over the batches.
     """
 
     stage: ClassVar[int]
@@ -29,4 +30,8 @@ class Pass(abc.ABC):
 
     @abc.abstractmethod
     def run(self, weight: Weight) -> str | None:
-        """Change a parameter; return why it is left alone, or None."""
+        """Change a parameter; return why it is left alone, or None.
+
+        Args:
+            weight: the parameter and the statistics of its activations; changed in place.
+        """

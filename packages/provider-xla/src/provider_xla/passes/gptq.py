@@ -24,15 +24,16 @@ class Gptq(Pass):
 
     The channels to come change by ``-error * inv(H)[k, k + 1:] / inv(H)[k, k]``, for the Gram
     matrix ``H`` of the activations (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in
-    blocks. Scales are those of the rule, from the parameter before (static groups), so that every
-    qtype, granularity and calibration method goes, and quantized values stay in the plan's format.
-    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are made up for, too. All Gram
+    blocks. Scales are those of the rule, found before rounding (static groups), so that every
+    qtype, granularity and calibration method works, and quantized values stay in the plan's format.
+    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are compensated, too. All Gram
     matrices are those of the float model.
 
     Attributes:
-        damping: of the mean of the diagonal of ``H``, what is added to the diagonal.
-        act_order: whether the channels with the largest activations come first, or all in order.
-        block: channels whose updates to the rest are made at once.
+        damping: what is added to the diagonal of ``H``, as a share of its mean.
+        act_order: whether the channels with the largest activations are rounded first; False for
+            the channels' order.
+        block: how many channels are rounded before the rest is updated.
 
     Raises:
         ValueError: a number is out of range.
@@ -56,7 +57,7 @@ class Gptq(Pass):
         scale, zero = spread(q)
         scale = layout.matrices(scale)
         zero = None if zero is None else layout.matrices(zero)
-        # The numbers of a format with blocks, each with the scale of its block.
+        # A format with blocks rounds single numbers here, each with the scale of its block.
         kind = qn.get_qtype(q.qtype)
         element = kind.name if kind.block is None else qn.get_qtype(kind.storage_dtype).name
         grams = np.asarray(weight.gram, np.float64)
@@ -77,7 +78,7 @@ class Gptq(Pass):
     def _factor(self, weight: Weight, gram: np.ndarray) -> np.ndarray:
         """Return upper triangular ``U`` with ``U.T @ U = inv(H)``, ``H`` damped."""
         diagonal = np.diag(gram)
-        # A channel that was always 0 has no say, and nothing can make up for it.
+        # A channel that was always 0 adds nothing to results; 1 keeps the matrix invertible.
         damp = np.where(diagonal > 0, self.damping * diagonal.mean(), 1.0)
         try:
             if not np.isfinite(gram).all():
@@ -130,9 +131,11 @@ def _qvalue(
         scale: float32 [K, N].
         zero: zero points [K, N] or None.
         keep: bool [K, N] or None.
-        qtype: of a code.
+        qtype: format of a quantized value.
         block: rows at a time.
     """
+    # Row k of `upper`, over its diagonal element, is how far an error of channel k moves each later
+    # one. Within a block that is done channel by channel, and for the rest by one matmul.
     k = w.shape[0]
     block = min(block, k)
     pad = -k % block

@@ -35,9 +35,9 @@ class Layout:
     """How a parameter is [S, K, N]: steps, contracted axes, others.
 
     Attributes:
-        shape: of the parameter.
-        lead: how many of its axes, the first, are steps of loops.
-        k_axes: those that are contracted, in their order.
+        shape: shape of the parameter.
+        lead: how many of its leading axes are steps of loops.
+        k_axes: its contracted axes, in their order.
         quantized: whether the activations of all its contractions are quantized.
     """
 
@@ -77,8 +77,8 @@ class Operand(NamedTuple):
 
     Attributes:
         path: of the parameter, or the name of the derived weight.
-        axes: for each axis of what is stored, the axis of the operand that it became; None for
-            one of which the operand has one index.
+        axes: for each axis of the stored weight, the axis of the operand that it became; None if
+            the operand has a single index of it.
     """
 
     path: str
@@ -89,7 +89,7 @@ class Seen(NamedTuple):
     """What one abstract run tells of the weights of a plan.
 
     Attributes:
-        layouts: by path how each is a stack of matrices, or why it is left to rounding.
+        layouts: by path, how each weight is a stack of matrices, or why it is only rounded.
         operands: by operation id and side, the weight that is the operand.
     """
 
@@ -101,7 +101,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
     """Return how each stored weight is seen by its operations.
 
     Args:
-        plan: of the function.
+        plan: the plan of the function.
         params: its parameters, or their types.
         batch: the other arguments of a call.
     """
@@ -132,6 +132,8 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
     args = list(batch)
     args.insert(plan.argnum, numbered(plan, params))
     jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))
+    # After the trace, since this runs programs. If a program reorders elements along a contracted
+    # axis, the channels measured would not be those of the stored weight.
     for path, op_id, layout, view in views:
         order = (view.expression, view.is_stored, layout.shape)
         if not all(is_in_order(*order, axis) for axis in layout.k_axes):
@@ -162,7 +164,7 @@ def _view(plan: WeightPlan, site: Site, side: int) -> _View | None:
     """Return an operand as a view; None for a whole parameter.
 
     Raises:
-        NotMatrix: each step of a loop has another.
+        NotMatrix: the weight is computed in a loop.
     """
     weight = site.weights[side]
     if plan.derived is None:
@@ -182,7 +184,7 @@ def _axes(
     """Return the axis of an operand that each stored axis became.
 
     Raises:
-        NotMatrix: they are not kept apart.
+        NotMatrix: the program cuts, merges, splits or joins them.
     """
     if view is None:
         assert weight is not None
@@ -258,7 +260,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
     contracted = site.contraction.dims[0]
     lead = [axis for axis, became in enumerate(axes) if became is None]
     places = {became: axis for axis, became in enumerate(axes) if became is not None}
-    # What is kept may be a part; what is contracted is whole.
+    # The operand may be a part of the weight along axes that are kept, not along contracted ones.
     if len(places) != len(weight.shape) or any(
         plan.shape[places[axis]] != weight.shape[axis] for axis in contracted[side]
     ):
@@ -289,7 +291,7 @@ def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> 
     assert isinstance(site.contraction, Matmul)
     contracted = site.contraction.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))
-    # In the order of the stored axes, wherever these are in the operand.
+    # K has the order of the stored axes, wherever they are in the operand.
     along = [pairs[became] for became in axes if became in pairs]
     others = [axis for axis in range(x.ndim) if axis not in along]
     k = math.prod(x.shape[axis] for axis in along)

@@ -1,4 +1,4 @@
-"""optimize: runs passes over the parameters of a plan."""
+"""optimize: run passes over the parameters of a plan."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 GRAM_BYTES = 2**31
-"""Gram matrices that are measured at once; for more, the batches are run again."""
+"""Bytes of Gram matrices that are measured at once; for more, the batches are run again."""
 
 
 class Optimized(NamedTuple):
@@ -103,7 +103,7 @@ def optimize(
 
 
 def _checked(passes: Sequence[Pass]) -> list[Pass]:
-    """Return the passes; raise unless their order means something."""
+    """Return the passes; raise if their kind or order is wrong."""
     passes = list(passes)
     for one in passes:
         if not isinstance(one, Pass):
@@ -151,7 +151,7 @@ def _run(
     passes: Sequence[Pass],
     operands: Mapping[tuple[str, int], Operand],
 ) -> Iterator[tuple[Weight, WeightErrors]]:
-    """Run the passes over some parameters, and yields each at its end."""
+    """Run the passes over some parameters, and yield each when it is done."""
     grams = _measured(plan, params, batches, operands, part, gram)
     weights = {}
     for path, layout in part.items():
@@ -212,13 +212,13 @@ def _measured(
     """Return a measure of each parameter's activations, by path.
 
     Args:
-        plan: of the function.
+        plan: the plan of the function.
         params: its parameters.
-        batches: the other arguments.
-        operands: the weights that operands are.
-        part: the parameters that it is measured for.
-        measure: takes float32 [rows, K].
-        steps: by path, what activations go through before.
+        batches: the other arguments of each call.
+        operands: the weight that each operand is, by operation id and side.
+        part: the parameters to measure for.
+        measure: takes activations, float32 [rows, K], and returns an array or a ``Largest``.
+        steps: by path, the maps that activations go through before they are measured.
     """
     paths: dict[str, str] = {}
 
@@ -268,7 +268,7 @@ def _placed(stored: Any, leaf: Any) -> Any:
     spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
 
     def one(x: jax.Array) -> jax.Array:
-        # Scales and steps: sharded where they have an element per index of the parameter.
+        # Scales and maps are sharded along axes where they have an element per index.
         own = tuple(
             part if x.ndim == leaf.ndim and x.shape[axis] == leaf.shape[axis] else None
             for axis, part in enumerate(spec)

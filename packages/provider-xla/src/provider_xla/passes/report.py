@@ -11,17 +11,18 @@ from tabulate import tabulate
 
 @dataclasses.dataclass(frozen=True)
 class WeightErrors:
-    """One parameter.
+    """The error of one parameter, after rounding and after each pass.
+
+    An error is that of the results of its contractions with the float activations of the batches:
+    the root of the mean squared difference, relative to that of the results.
 
     Attributes:
         path: its pytree path.
         qtype: the name of its quantized type.
-        rounded: the error by rounding alone; None where no pass can change it. Errors are those
-            of the results of its contractions with the activations of the batches, root of the mean
-            square relative to the results; the activations themselves as they are, in float.
-        after: the error after each pass, by its name.
-        reasons: by name of a pass, why it left the parameter as it was; for ``""`` why none
-            could change it.
+        rounded: the error of rounding alone; None if no pass can change the parameter.
+        after: the error after each pass, by the name of the pass.
+        reasons: by the name of a pass, why it left the parameter as it was; under ``""``, why no
+            pass can change it.
     """
 
     path: str

@@ -16,22 +16,22 @@ from .state import Weight
 
 @dataclasses.dataclass(frozen=True)
 class Hadamard(Pass):
-    """Rotates activation and parameter by random signs and a blocked Hadamard matrix.
+    """Rotate activations and parameters by random signs and Hadamard matrices.
 
-    The contraction stays what it is, and no channel stands out any more, in the activation or in
-    the parameter (incoherence: Tseng et al. 2024, QuIP#, arXiv:2402.04396, section 3; Ashkboos et
-    al. 2024, QuaRot, arXiv:2404.00456). The activation is rotated at the contraction: it costs
-    K * log2(block) operations a row, beside the contraction's K * N. A kernel that quantizes rows
-    may rotate them, too; XLA's rotations are passes over the activation that integer contractions
-    are fast enough to feel: rotate where there are outliers, in blocks that are no larger than it
-    takes.
+    The result of the contraction stays the same, and no channel stands out any more, in the
+    activation or in the parameter (incoherence: Tseng et al. 2024, QuIP#, arXiv:2402.04396,
+    section 3; Ashkboos et al. 2024, QuaRot, arXiv:2404.00456). The activation is rotated at the
+    contraction, which costs K * log2(block) operations per row beside the contraction's K * N. A
+    kernel that quantizes rows may rotate them on the way. XLA rotates in separate passes over the
+    activation, which take a visible share of an integer contraction's time. So rotate where there
+    are outliers, in blocks no larger than needed.
 
     Attributes:
-        block: channels that are mixed with each other, a power of two; None for the largest that
-            divides K. Parameters that it does not divide are left.
-        seed: of the signs.
+        block: how many channels are mixed, a power of two; None for the largest that divides K.
+            Parameters whose K it does not divide are left.
+        seed: seed of the signs.
         weight_path: regular expression that must match the whole pytree path of a parameter, as
-            in rules; None for all. Others are left.
+            in rules; None for all. Other parameters are left.
 
     Raises:
         ValueError: ``block`` is not a power of two from 2, or ``weight_path`` not a pattern.
@@ -67,7 +67,7 @@ class Hadamard(Pass):
         block = self.block or k & -k
         if block == 1 or k % block:
             return f"no block of {self.block or 2} or more channels divides {k}"
-        # The same for a parameter wherever it is in the tree's order.
+        # The signs of a parameter depend on its path, not on its place among the others.
         rng = np.random.default_rng([self.seed, zlib.crc32(weight.path.encode())])
         signs = rng.choice(np.array([-1, 1], np.int8), weight.w.shape[:2])
         weight.transform(Rotated(jnp.asarray(signs), block))

@@ -13,15 +13,14 @@ from .state import Weight
 
 @dataclasses.dataclass(frozen=True)
 class SmoothQuant(Pass):
-    """Divides each channel of the activation, and multiplies the parameter's, by
+    """Move outliers of activations, channel by channel, to the parameter.
 
-        ``s[k] = max|x[:, k]| ** alpha / max|w[k, :]| ** (1 - alpha)``
-
-    (Xiao et al. 2022, arXiv:2211.10438, equation 4), so that both are as easy to quantize. For
-    contractions whose activations are quantized; others are left. Where the paper folds the scales
-    into the layer before, they are applied at the contraction here: it needs no such layer, and
-        each
-    parameter has its own.
+    Each channel of the activation is divided, and that of the parameter multiplied, by
+    ``s[k] = max|x[:, k]| ** alpha / max|w[k, :]| ** (1 - alpha)`` (Xiao et al. 2022,
+    arXiv:2211.10438, equation 4), so that both are as easy to quantize. It changes contractions
+    whose activations are quantized, and leaves others. The paper folds the scales into the layer
+    before. Here they are applied at the contraction, so that no such layer is needed, and each
+    parameter has separate scales.
 
     Attributes:
         alpha: how much of the outliers moves to the parameter, 0 to 1.
@@ -46,7 +45,7 @@ class SmoothQuant(Pass):
         assert weight.peaks is not None
         x, w = weight.peaks, jnp.abs(weight.w).max(-1)
         by = x**self.alpha / w ** (1 - self.alpha)
-        # A channel that is always 0, here or there, has no say in the contraction.
+        # A channel that is always 0, in either operand, adds nothing: it is not scaled.
         usable = (x > 0) & (w > 0) & jnp.isfinite(by) & (by > 0)
         weight.transform(Scaled(jnp.where(usable, by, 1.0)))
         return None

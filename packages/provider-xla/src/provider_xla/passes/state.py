@@ -22,17 +22,18 @@ class Weight:
 
     Attributes:
         path: its pytree path.
-        below: the same within the parameters, as rules have it.
+        below: its path within the parameters, as rules write it.
         plan: how it is quantized.
-        layout: how it is seen as [S, K, N]: steps, contracted axes, others.
-        w: as it is now, transformed: float32 [S, K, N].
-        gram: of the activations that it is multiplied with now: the sum of ``x.T @ x`` over the
-            rows of all contractions and batches, float32 [S, K, K].
-        peaks: their largest magnitudes by channel, float32 [S, K]; None if no pass needs it now.
-        steps: what activations go through, in order.
-        keep: which elements stay, bool [S, K, N], as a pass has chosen; None without one.
-        ranges: the ranges of scales, as a pass has chosen; None for the rule's.
-        qvalue: the quantized parameter, as a pass has chosen its quantized values; None to round.
+        layout: how it is seen as [S, K, N]: steps of loops, contracted axes, other axes.
+        w: its values so far, transformed, float32 [S, K, N].
+        gram: the Gram matrix of the activations that it is multiplied with, transformed: the sum
+            of ``x.T @ x`` over the rows of all contractions and batches, float32 [S, K, K].
+        peaks: the largest magnitude of each channel of the activations, float32 [S, K]; None if
+            no pass needs it now.
+        steps: the maps that activations go through, in order.
+        keep: which elements stay, bool [S, K, N], if a pass has chosen zeros; else None.
+        ranges: the ranges that scales are for, if a pass has chosen them; None for the rule's.
+        qarray: the quantized parameter, if a pass has chosen quantized values; None to round.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Weight:
         self.keep: jax.Array | None = None
         self.ranges: qn.Calibration | None = None
         self.qarray: qn.QArray | None = None
-        # Of the contraction itself; an orthogonal or diagonal step leaves it what it is.
+        # The squared norm of the results, which no map changes: errors are relative to it.
         self._size = output_squares(w, gram).sum()
 
     def transform(self, step: Step) -> None:
@@ -73,7 +74,7 @@ class Weight:
     def rounded(self, w: jax.Array | None = None) -> qn.QArray:
         """Return it, or another [S, K, N], rounded with the rule's zeros.
 
-        In the shape of the parameter, of dtype float32.
+        The result has the shape of the parameter, and stands for float32.
         """
         w = self.w if w is None else w
         mask = self.mask(w)
@@ -110,7 +111,7 @@ class Weight:
 
 @jax.jit
 def _transformed(step: Step, w: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
-    # The Gram matrix of x @ T is T.T @ G @ T: both of its axes go the way of the activation.
+    # The Gram matrix of x @ T is T.T @ G @ T: both of its axes are mapped like activations.
     arrays, treedef = jax.tree.flatten(step)
     of_rows = jax.tree.unflatten(treedef, [x[:, None] for x in arrays])
     turned = of_rows.forward(jnp.swapaxes(of_rows.forward(gram), -1, -2))

@@ -37,7 +37,7 @@ def quantized_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any
 
 
 def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
-    """Return the type of what is stored for a parameter, with the sharding that it would have."""
+    """Return the type, with its sharding, of a parameter's stored form."""
     sharding = getattr(leaf, "sharding", None)
     stored = jax.eval_shape(weight._quantize, weight.abstract())
     packing = weight.packings.get(weight.platform) if prepack else None

@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 @dataclasses.dataclass(frozen=True)
 class AllocatedWeight:
-    """What one parameter, or one weight that is computed from parameters, got.
+    """What the allocation gave one parameter or derived weight.
 
     Attributes:
         path: its pytree path, or how it is computed.
@@ -20,7 +20,8 @@ class AllocatedWeight:
         qtype: its format.
         tile_size: elements per scale along a tiled axis; None without tiles.
         bytes: of quantized values and scales, as they are saved.
-        error: of the output, where this alone is quantized, with what shares parameters with it.
+        error: of the output if only this weight, and those that share its parameters, are
+            quantized.
     """
 
     path: str
@@ -64,12 +65,12 @@ class Allocation:
 
     Attributes:
         weights: what each parameter got.
-        budget: bytes of all quantized parameters, at most.
-        predicted: the sum of the errors of single parameters, which is what is made least.
+        budget: the most bytes that all quantized parameters may take.
+        predicted: the sum of the errors of single parameters, which the allocation minimizes.
         measured: the error of the output.
-        uniform: the same of each format alone.
-        errors: by parameter and format, what was measured: to be passed to ``allocate`` with the
-            same batch and another budget.
+        uniform: the results of one format for all parameters, to compare with.
+        errors: the error that was measured for each parameter in each format. Pass it to
+            ``allocate`` with the same batch and another budget.
     """
 
     weights: tuple[AllocatedWeight, ...]

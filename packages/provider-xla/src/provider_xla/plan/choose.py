@@ -34,15 +34,16 @@ class MatrixUse:
     """A contraction of a parameter, as one of matrices.
 
     Attributes:
-        gone: the axes of the parameter that the matrix has not: steps, groups, and what is mapped.
-        columns: which of these a ``vmap`` goes along for the parameter alone.
-        k_axes: its axes that are contracted.
-        how: how the activation is quantized.
-        is_static: whether that has a static range.
-        rows: of the activation.
-        dtype: of the activation.
-        suffix: of the op that kernels are asked about.
-        cuts: in how many equal parts ``shard_map`` cuts each axis of the parameter, if it cuts any.
+        gone: axes of the parameter that the matrix lacks: steps of loops, groups, mapped axes.
+        columns: those of ``gone`` that a ``vmap`` goes along for the parameter alone.
+        k_axes: axes of the parameter that are contracted.
+        how: how the activation is quantized; None if it stays float.
+        is_static: whether the activation has a static range.
+        rows: number of rows of the activation.
+        dtype: dtype of the activation.
+        suffix: what the op's name ends in for the kernels of this use.
+        cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
+            cuts none.
     """
 
     gone: frozenset[int]
@@ -67,8 +68,8 @@ class RowsUse:
     """A lookup of whole rows, or of whole matrices in a stack.
 
     Attributes:
-        axes: of the parameter, of which indices are taken.
-        count: how many are looked up.
+        axes: axes of the parameter that the lookup indexes.
+        count: how many indices it looks up.
     """
 
     axes: tuple[int, ...]
@@ -76,7 +77,7 @@ class RowsUse:
 
 
 def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> MatrixUse:
-    """Return a use of a stored weight, which is the given operand.
+    """Return how an operation uses a stored weight, as a matmul.
 
     Args:
         site: the operation.
@@ -85,7 +86,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         shape: of what is stored.
 
     Raises:
-        NoKernel: kernels don't compute it.
+        NoKernel: kernels can't compute this operation; says why.
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
@@ -159,13 +160,14 @@ def choose(
 ) -> tuple[dict[str, Packing], dict[str, dict[str, Choice]]]:
     """Return each platform's packing, and what computes each operation there.
 
-    It is packed where all of them run in a kernel: for the others it would be unpacked each time.
+    A parameter is packed only if all of its operations run in kernels: any other operation would
+    unpack it at each call.
 
     Args:
         weight: the parameter.
-        uses: by operation.
-        sharding: of the parameter, where it has one.
-        platforms: where the program may run.
+        uses: what each operation does with it, by operation id, or why no kernel can do it.
+        sharding: that of the parameter; None if it has none.
+        platforms: names of the platforms where the program may run.
     """
     packings: dict[str, Packing] = {}
     choices: dict[str, dict[str, Choice]] = {op_id: {} for op_id in uses}
@@ -189,7 +191,7 @@ def _choose_on(
     choices: dict[str, Choice] = {}
     packing = None
     contractions = [use for use in uses.values() if isinstance(use, MatrixUse)]
-    # What is a step for one of them is not a column for another.
+    # An axis that one contraction takes in steps can't hold the columns of another.
     stacked = frozenset[int]().union(*(use.gone - use.columns for use in contractions))
     # Lookups last: they read what the others have packed.
     for op_id, use in sorted(uses.items(), key=lambda pair: isinstance(pair[1], RowsUse)):
@@ -208,8 +210,8 @@ def _choose_on(
             reasons[op_id] = str(why)
     if packing is not None and not reasons:
         bare, packed = weight.bytes_on(None), weight.bytes_on(packing)
-        # Packed columns are filled up: few of them, or many small matrices, may take more than
-        # floats. It makes no difference where the weight is small.
+        # Packing fills columns up to whole panels, so few columns, or many small matrices, may take
+        # more bytes than floats do. For a small weight that makes no difference.
         if packed > max(bare, weight.bytes_before, SMALL):
             reasons[next(iter(uses))] = f"packed it takes {packed:,} bytes, {bare:,} as it is"
     if not reasons:
@@ -277,8 +279,10 @@ def _packing(
 def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...], int]:
     """Return contracted axes so that rows sharing a scale are adjacent.
 
-    And how many of these rows there are, 0 if all rows share a scale.
+    Also return how many rows share a scale; 0 if all rows do.
     """
+    # A kernel's K has groups of adjacent rows. So axes with a scale per index come first, then the
+    # one with tiles, and last those that lie within a tile.
     shape, counts = weight.shape, weight.granularity.scale_shape(weight.shape)
     alone = [axis for axis in k_axes if counts[axis] == shape[axis] > 1]
     tiled = [axis for axis in k_axes if 1 < counts[axis] < shape[axis]]

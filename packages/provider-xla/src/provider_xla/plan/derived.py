@@ -14,11 +14,11 @@ class Derived:
     """How a derived weight is computed.
 
     Attributes:
-        path: its name in a plan: its expression, as text.
-        expression: computes it.
+        path: its name in a plan, which is the text of its expression.
+        expression: computes it from parameters.
         carrier: the pytree path of the parameter that it is stored beside.
-        shape: its shape; that of all steps, in leading axes, where it is computed in a loop.
-        dtype: its dtype.
+        shape: its shape. If a loop computes it, leading axes hold all steps.
+        dtype: its float dtype.
     """
 
     path: str

@@ -32,13 +32,13 @@ class LoraForm:
     Attributes:
         shape: of the parameter.
         rank: of the adapter.
-        alpha: its contraction is scaled by ``alpha / rank``.
-        dropout: share of the activation that it doesn't see in training.
+        alpha: the adapter's contraction is scaled by ``alpha / rank``.
+        dropout: share of the activation that the adapter doesn't see in training, in [0, 1).
         lead: axes of the parameter that A and B both have: steps of a scan, groups, batch axes.
-        contracted: those that A has: the ones that the first contraction of the parameter sums, or
-            a lookup goes along.
-        kept: those that B has.
-        stepped: those of `lead` that loops go along.
+        contracted: axes of the parameter that A has: those that its first contraction sums over,
+            or that a lookup indexes.
+        kept: axes of the parameter that B has: the others.
+        stepped: those of ``lead`` that loops step along.
         is_lookup: whether the parameter is only looked up.
     """
 
@@ -135,13 +135,13 @@ class _Use:
 
 
 class _Asked(NamedTuple):
-    """An operation that is to give a weight an adapter.
+    """An operation whose rule asks for an adapter of its weight.
 
     Attributes:
         op_id: the operation.
         rule: the number of its rule.
-        contracted: the axes of the operand that it sums, or a lookup goes along.
-        batch: those that the other operand and the result have.
+        contracted: the axes of the operand that it sums over, or that a lookup indexes.
+        batch: the axes of the operand that the other operand and the result have, too.
         is_lookup: whether it is a lookup.
     """
 
@@ -165,7 +165,7 @@ class LoraSurvey:
     Args:
         rules: the rules.
         leaves: types of the parameters, by path.
-        problem: takes what can't be followed.
+        problem: called with a sentence for each rule that can't be followed.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class LoraSurvey:
         self._computed: dict[tuple[str, int], tuple[tuple[str, ...], Expression | None]] = {}
 
     def contraction(self, site: Site) -> None:
-        """Take a contraction that a rule is about."""
+        """Record the adapters that the rule of a contraction asks for."""
         if site.rule.rank is None:
             return
         for side, weight in enumerate(site.weights):
@@ -193,7 +193,15 @@ class LoraSurvey:
     def lookup(
         self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
     ) -> None:
-        """Take a lookup in a parameter, along these axes of the operand."""
+        """Record the adapter that the rule of a lookup asks for.
+
+        Args:
+            call: the lookup.
+            operand: what it looks up in.
+            index: the number of its rule; None without one.
+            weight: the parameter that the operand is.
+            along: the axes of the operand that it indexes.
+        """
         if index is not None and self._rules.rules[index].rank is not None:
             op_id = call.op_id.replace("gather:", "take:")
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
@@ -206,7 +214,7 @@ class LoraSurvey:
         """
         found = {}
         for path, uses in self._uses.items():
-            # A lookup says least of how its parameter is used.
+            # A contraction tells which axes are summed over; a lookup doesn't.
             first = next((use for use in uses if not use.is_lookup), uses[0])
             rule = self._rules.rules[first.rule]
             self._check_same(path, first, rule, uses)
@@ -246,6 +254,7 @@ class LoraSurvey:
             return
         expression = call.expression(operand)
         if expression is None or expression.kind(self._rules.is_parameter) != "view":
+            # An adapter changes a parameter. A weight that is computed from it has none.
             self._computed.setdefault((asked.op_id, asked.rule), (weight.paths, expression))
             return
         for path in weight.paths:
@@ -269,9 +278,17 @@ class LoraSurvey:
         places: Sequence[Collection[int]],
         stepped: Sequence[int],
     ) -> None:
-        """Take a use of a parameter, and where its axes went."""
+        """Record a use of a parameter.
+
+        Args:
+            path: path of the parameter.
+            asked: what the operation asks for.
+            places: for each axis of the parameter, the axes of the operand that it became.
+            stepped: the axes of the parameter that loops step along.
+        """
         lead, summed, kept = [], [], []
         for axis, place in enumerate(places):
+            # Each index of a step, cut or batch axis has a separate pair of factors.
             is_cut = not place and self._leaves[path].shape[axis] > 1
             if axis in stepped or is_cut or (place and set(place) <= set(asked.batch)):
                 lead.append(axis)

@@ -55,7 +55,7 @@ def make_plan(
     weights = {path: _with_scales(weight, given.get(path), survey)
                for path, weight in weights_of(survey).items()}  # fmt: skip
     records = [_settled(record, weights) for record in survey.records.values()]
-    # The patch engine can't hand stored parameters on.
+    # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
         placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
         platform = platform_of(placed)
@@ -89,6 +89,7 @@ def _kept_for_adapters(plan: PlanData) -> set[str]:
 
 def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters that are unused once derived weights are stored."""
+    # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
             weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
@@ -137,7 +138,7 @@ def look(
     args: tuple,
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Run a program abstractly, and shows its operations to a survey."""
+    """Run a program abstractly, and show its operations to a survey."""
     lookup = None if not follows_values(engine) else survey.lookup
     taken = {"lookup": lookup, "remark": survey.remark}
     sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
@@ -209,6 +210,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
                     f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
                     f"{other.op_id}; the first counts"
                 )
+        # Lookups take rows whatever their scales are: they decide only if nothing contracts it.
         contractions = [use for use in uses if not use.is_lookup] or deciding
         granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
         block = qn.get_qtype(first.how.qtype).block

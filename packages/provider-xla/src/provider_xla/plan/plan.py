@@ -37,10 +37,16 @@ class PlanData:
         ranges: the activations with a static range, by site and side.
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
         lora: the adapters of parameters that rules with a rank are about, by pytree path.
-        absorbed: parameters of which nothing is stored: derived weights are all that uses them.
+        absorbed: parameters of which nothing is stored, since only derived weights use them.
         notes: what is done that no rule says, such as another tile size where the rule's does not
             divide.
         caches: how the arguments that cache rules are about are carried, by pytree path.
+        rules: the rules, and where the parameters are among the arguments.
+        engine: taps the program.
+        argnum: position of the argument that holds the parameters.
+        leaves: shape and dtype of each parameter, by pytree path.
+        fn: the function that the plan is for.
+        params: the parameters' tree, with types for arrays.
     """
 
     ops: Report
@@ -59,7 +65,7 @@ class PlanData:
     notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
 
-    # Of thousands of parameters each asks for what is beside it.
+    # Cached: `beside` asks for it once for each of perhaps thousands of parameters.
     @functools.cached_property
     def derived(self) -> dict[str, WeightPlan]:
         """The derived weights, by the key of their expression."""
@@ -147,5 +153,5 @@ class PlanData:
 
     @property
     def prefix(self) -> str:
-        """Begin the pytree path of every parameter."""
+        """Return what the pytree path of every parameter begins with."""
         return self.rules.params

@@ -59,7 +59,7 @@ def check_parameters(plan: PlanData, given: Mapping[str, Any], *, are_types: boo
     Args:
         plan: the plan.
         given: the parameters by path.
-        are_types: whether types of arrays are as good as arrays.
+        are_types: whether leaves may be ``jax.ShapeDtypeStruct``.
     """
     arrays = {path for path, leaf in given.items() if path in plan.leaves or is_array(leaf)}
     for path in sorted(plan.leaves.keys() ^ arrays):
@@ -109,8 +109,8 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
         plan: the plan.
         path: of the parameter.
         leaf: the parameter, or its type.
-        stored: what is stored for it.
-        derived: what is stored for the derived weights, by name.
+        stored: its quantized form, or the parameter.
+        derived: the quantized form of each derived weight, by name.
     """
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed:
@@ -135,7 +135,7 @@ def prepack(plan: PlanData, params: Any, platform: str | None = None) -> Any:
     Args:
         plan: the plan.
         params: what it quantized.
-        platform: whose kernels; None for where each parameter is.
+        platform: that of the kernels; None for the one that each parameter is on.
     """
     found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     paths = [plan.prefix + jax.tree_util.keystr(path) for path, _ in found]
@@ -163,10 +163,10 @@ def prepacked(plan: PlanData, path: str, leaf: Any, platform: str | None = None)
         plan: the plan.
         path: of the leaf.
         leaf: what is stored there, or an array.
-        platform: whose kernels; None for where it is.
+        platform: that of the kernels; None for the one that the leaf is on.
 
     Raises:
-        QuantizationError: it was quantized in another way than the plan's.
+        QuantizationError: the leaf is quantized in another way than the plan says.
     """
 
     def one(weight: WeightPlan | None, held: Any) -> Any:

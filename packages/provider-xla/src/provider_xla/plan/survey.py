@@ -47,10 +47,10 @@ class Use:
         rule: the number of its rule.
         how: how that quantizes it; None for a lookup that no rule names.
         granularity: the finest that the operation can use.
-        stepped: the axes of the parameter that are gone in the operand.
-        is_lookup: whether it takes parts of it, whatever its scales.
-        sparse_axis: the axis of the parameter that N:M sparsity goes along for it; None if it
-            can't be followed.
+        stepped: the axes of the parameter that the operand lacks.
+        is_lookup: whether the operation takes rows, whatever the scales are.
+        sparse_axis: the axis of the parameter along which N:M sparsity goes; None if that can't be
+            followed.
     """
 
     path: str
@@ -64,15 +64,15 @@ class Use:
 
 
 class _Asked(NamedTuple):
-    """What an operation wants of a weight.
+    """What an operation and its rule ask of a weight.
 
     Attributes:
         op_id: the operation.
         rule: the number of its rule.
         how: how that quantizes the weight; None if it stays float.
         shared: the axes of the operand along which a scale is shared.
-        along: the axis of the operand that N:M sparsity goes along.
-        is_lookup: whether it takes parts of it, whatever its scales.
+        along: the axis of the operand along which N:M sparsity goes.
+        is_lookup: whether the operation takes rows, whatever the scales are.
     """
 
     op_id: str
@@ -91,7 +91,7 @@ class _Stored(NamedTuple):
         shape: its shape.
         axes: for each of its axes, the axis of the operand; None where it was cut.
         granularity: the finest that the operation can use.
-        packs: whether the operand is packed if what is stored is.
+        packs: whether the operand is packed if the stored array is.
     """
 
     path: str
@@ -102,7 +102,22 @@ class _Stored(NamedTuple):
 
 
 class Survey:
-    """Collects what there is in one abstract run of a program."""
+    """Collect operations and uses of parameters in one abstract run.
+
+    Args:
+        rules: the rules.
+        leaves: types of the parameters, by path.
+
+    Attributes:
+        records: the operations, by id and operands.
+        problems: where rules can't be followed, as sentences.
+        uses: each use of a parameter or derived weight.
+        ranges: the activations with a static range, by site and side.
+        contractions: by weight and operation, what a kernel would have to do, or why none can.
+        notes: what is done that no rule says, as the keys.
+        derived: the derived weights, by the key of their expression.
+        lora: collects adapters; None if no rule has a rank.
+    """
 
     def __init__(self, rules: Rules, leaves: Mapping[str, Any]):
         self.rules = rules
@@ -111,15 +126,18 @@ class Survey:
         self.problems: list[str] = []
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
-        # By parameter and operation: what a kernel is asked to do.
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
-        # By the key of their expressions.
         self.derived: dict[str, Derived] = {}
         self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
     def record(self, record: OpRecord, problem: str | None) -> None:
-        """Take an operation."""
+        """Record an operation, and why its rule can't be followed if so.
+
+        Raises:
+            QuantizationError: the rule is about a parameter that is not a float, or whose axes its
+                tiles don't divide.
+        """
         self.records.setdefault((record.op_id, record.operands), record)
         if not record.quantized:
             for path in filter(None, (record.weight or "").split(" and ")):
@@ -150,7 +168,7 @@ class Survey:
         self.notes[f"{call.op_id}: {text}"] = None
 
     def run(self, site: Site) -> Any:
-        """Take an operation that is quantized, or has an adapter."""
+        """Record a contraction that is quantized or has an adapter."""
         if self.lora is not None:
             self.lora.contraction(site)
         op_id = site.call.op_id
@@ -181,7 +199,7 @@ class Survey:
         return NotImplemented
 
     def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        """Take a lookup in a parameter."""
+        """Record a lookup in a parameter."""
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found
         if weight is None or weight.is_dynamic:
@@ -221,7 +239,7 @@ class Survey:
         return NotImplemented
 
     def _contraction(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
-        """Take what a kernel is asked to do with a parameter."""
+        """Record what a kernel would have to do with a parameter."""
         self.contractions.setdefault(path, {})[op_id] = use
 
     def _stored(self, call: OpCall, operand: Any, weight: Weight, asked: _Asked) -> list[_Stored]:
@@ -371,7 +389,7 @@ class Survey:
         scales = math.prod(stored.granularity.scale_shape(stored.shape))
         if tile_elements(how.tile_size, along) >= along or not scales:
             return
-        # As many as there would be with one for each contraction.
+        # There are no more scales than one for each column: the tiles were lost.
         if scales * along <= math.prod(stored.shape):
             text = f"can't be followed back to {stored.path}: one scale per channel"
             self.notes[f"{asked.op_id}: tiles of {how.tile_size} {text}"] = None

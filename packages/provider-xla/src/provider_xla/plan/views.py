@@ -28,7 +28,8 @@ IsStored = Callable[[Expression], bool]
 """Whether a node of an expression is what is stored."""
 
 ONE, EACH = 0, 1
-"""Elements that share a scale along an axis: all of them, or 1; or another number, of a tile."""
+"""How many elements share a scale along an axis: 0 stands for all of them, 1 is a scale for each,
+and a larger number is the size of a tile."""
 
 
 @jax.tree_util.register_dataclass
@@ -75,6 +76,7 @@ def scales_in(
         if len(aval.shape) != ndim:
             raise MoveError("what is joined has other axes")
         counts = scaled.scale_shape(aval.shape)
+        # The numbers make no difference: only the shape of the moved scales is read.
         return qn.QArray(
             jax.numpy.zeros(aval.shape, np.int8),
             jax.numpy.zeros([min(m, n) for m, n in zip(counts, aval.shape, strict=True)]),
@@ -97,7 +99,7 @@ def scales_in(
 def axes_in(view: Expression, is_stored: IsStored, shape: Sequence[int]) -> Axes | None:
     """Return each stored axis's axis in a view; None where cut.
 
-    An axis of which the view has one index became None.
+    An axis becomes None if the view has a single index of it.
     """
     found: list[int | None] = []
     for axis, size in enumerate(shape):
@@ -140,7 +142,7 @@ def places_in(
 def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axis: int) -> bool:
     """Return whether a view has one axis of an array in order.
 
-    It is computed: not to be asked while a program is traced.
+    This runs a small program, so it can't be asked while another program is traced.
 
     Args:
         view: the expression of the operand.
@@ -148,20 +150,20 @@ def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axi
         shape: its shape.
         axis: of the array; ``places_in`` finds one axis of the view for it.
     """
-    # Jitted: of what is moved, the numbers alone are computed.
+    # Under jit XLA drops the values that are moved along, and computes the numbers alone.
     moved = jax.jit(functools.partial(_numbers, view, is_stored, len(shape), axis))
     return np.array_equal(np.asarray(moved()).reshape(-1), np.arange(shape[axis]))
 
 
 def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
-    """Return the indices along an axis of an array, moved."""
+    """Return the indices along an axis, moved as the view moves it."""
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         is_it = is_stored(node)
         if not is_it and not isinstance(node, Leaf):
             return None
         aval: Any = node.aval
-        # What is joined with it is moved alike.
+        # The view may join other parameters to the array: number them along the same axis.
         alike = is_it or len(aval.shape) == ndim
         counts = [n if alike and i == axis else min(n, 1) for i, n in enumerate(aval.shape)]
         numbers = jax.numpy.arange(math.prod(counts), dtype=np.float32).reshape(counts)
@@ -220,14 +222,14 @@ def finest(
     shared: Sequence[int],
     tile_sizes: Mapping[int, int],
 ) -> Granularity | None:
-    """Return the finest scales an operation can use in a view, or None.
+    """Return the finest granularity an operation can use, or None.
 
     Args:
         view: the expression of the operand.
         is_stored: tells the nodes that are stored.
-        shape: theirs.
+        shape: the shape of such a node.
         shared: the axes of the view along which a scale is shared.
-        tile_sizes: how many elements of these share a scale, where not all of them do.
+        tile_sizes: by axis of ``shared``, how many elements share a scale if not all do.
     """
     full: Any = view.aval
     last = full.shape[shared[-1]] if shared else 0
@@ -241,8 +243,9 @@ def finest(
     def scales(tiles: Sequence[int]) -> int:
         return math.prod(-(-n // each) if each else 1 for n, each in zip(shape, tiles, strict=True))
 
+    # The most scales first, so that the first that the operation can use are the finest.
     every = sorted(itertools.product(*map(dict.fromkeys, sizes)), key=scales, reverse=True)
-    # What is joined along a contracted axis has a scale for each piece, if there is no other way.
+    # As a last resort, each of the pieces that are joined along a contracted axis has a scale.
     joined = [{1}] * (len(wanted) - 1) + [set(range(1, last))]
     for allowed in (wanted, joined):
         for tiles in every:

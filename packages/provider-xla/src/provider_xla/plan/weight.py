@@ -38,9 +38,9 @@ class WeightPlan:
         granularity: which axes have scales.
         stepped: axes along which each index is a separate array (the layers of a scan).
         ops: the ids of the operations that use it.
-        packings: by platform, how it is packed for the kernels that compute these; no entry where
-            XLA does.
-        platform: where the parameters of the plan are: its bytes are counted for that.
+        packings: by platform, how it is packed for the kernels that compute its operations; a
+            platform on which XLA computes them has no entry.
+        platform: the one that the plan's parameters are on, and for which bytes are counted.
         sparsity: which of its elements are zeros; None if none have to be.
         derived: how it is computed from parameters; None for a parameter.
         scale_dtype: name of the dtype of its scales; None for that of the format.
@@ -78,7 +78,7 @@ class WeightPlan:
 
     @property
     def bytes(self) -> tuple[int, int]:
-        """Both."""
+        """Return the bytes before and after."""
         return self.bytes_before, self.bytes_after
 
     def abstract(self) -> jax.ShapeDtypeStruct:
@@ -118,7 +118,7 @@ class WeightPlan:
         """Return this plan, with float32 scales if a value needs them.
 
         Args:
-            leaf: the value; of a type or tracer nothing is known.
+            leaf: the value. A type or a tracer has no values to look at, and changes nothing.
         """
         concrete = isinstance(leaf, jax.Array | np.ndarray) and not isinstance(
             leaf, jax.core.Tracer
@@ -159,7 +159,7 @@ class WeightPlan:
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
-    """Quantize one parameter, and waits until that is done.
+    """Quantize one parameter, and wait until that is done.
 
     Raises:
         QuantizationError: it has values that are not finite, or scales that the plan's dtype of
@@ -184,12 +184,12 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     """Pack a quantized parameter if its plan and sharding allow it.
 
     Args:
-        plan: of the parameter.
-        q: what is stored; packed already, it stays what it is.
-        platform: whose kernels; None for where it is.
+        plan: how the parameter is quantized.
+        q: its stored form, which is returned unchanged if it is packed already.
+        platform: that of the kernels; None for the one that ``q`` is on.
 
     Raises:
-        QuantizationError: it is another than the plan's.
+        QuantizationError: ``q`` has another format, shape or scales than the plan says.
     """
     if isinstance(q, TransformedWeight | AffineWeight):
         return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner, platform))

@@ -20,7 +20,7 @@ WRITTEN = "hijax_trace.attention"
 """The target of an attention that a program writes out as contractions and a softmax."""
 
 _FEW_QUERIES = 8
-"""Up to which attention is that of decoding: it takes as long as reading keys and values."""
+"""The most queries of decoding, where attention takes as long as reading keys and values does."""
 
 
 def of_jax(given: dict[str, Any]) -> Any:
@@ -80,12 +80,12 @@ def of_written(given: dict[str, Any]) -> Any:
         mask, causal = rows if mask is None else mask & rows, False
         mask = mask[(None,) * (4 - mask.ndim)]
     if mask is not None and written.fills:
-        # Queries that see no key have the mean of all values: scores of zero.
+        # A query that sees no key gets the mean of all values, as if all scores were zero.
         empty = ~mask.any(-1, keepdims=True)
         mask, bias = mask | empty, None if bias is None else jnp.where(empty, 0, bias)
         query = jnp.where(empty.transpose(0, 2, 1, 3), 0, query)
     if bias is not None:
-        # Kernels take a bias of the dtype of queries, which may have fewer digits than it has.
+        # Kernels take a bias in the dtype of queries, which may be narrower than the bias is.
         dtype = jnp.result_type(query, *written.bias_dtypes)
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     options: dict[str, Any] = {"causal": causal, "softcap": written.softcap}
@@ -94,7 +94,7 @@ def of_written(given: dict[str, Any]) -> Any:
 
 
 def is_of_weights(written: Attention, are_weights: Sequence[bool]) -> bool:
-    """Return whether an attention's operands are parameters.
+    """Return whether an operand of an attention is a parameter.
 
     Args:
         written: the attention.
@@ -165,7 +165,10 @@ def _decode(
 
 
 def _seen(mask: Any, batch: Sequence[int], keys: int) -> jax.Array | None:
-    """Return a mask shared by heads as ``[1 or batch, 1 or length, keys]``, else None."""
+    """Return a mask that all heads share as ``[batch, length, keys]``, else None.
+
+    The first two sizes may be 1.
+    """
     if mask is None or mask.ndim != len(batch) + 3 or mask.shape[-3] != 1:
         return None
     shape, leading = mask.shape[-2:], mask.shape[: len(batch)]

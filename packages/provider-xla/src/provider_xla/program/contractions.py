@@ -127,7 +127,7 @@ class Matmul(Contraction):
 
 @dataclass(frozen=True)
 class Convolution(Contraction):
-    """What ``lax.conv_general_dilated`` can say: its arguments but the operands, as tuples."""
+    """``lax.conv_general_dilated``: its arguments except the operands, as tuples."""
 
     numbers: lax.ConvDimensionNumbers
     arguments: tuple[tuple[str, Any], ...]
@@ -179,7 +179,7 @@ class Convolution(Contraction):
 
 @dataclass(frozen=True)
 class RaggedMatmul(Contraction):
-    """What ``lax.ragged_dot_general`` can say; ``numbers`` holds its dimension numbers."""
+    """``lax.ragged_dot_general``; ``numbers`` holds its dimension numbers as tuples."""
 
     numbers: tuple[Dims, tuple[int, ...], tuple[int, ...]]
     precision: Any
@@ -251,5 +251,5 @@ def fits(
     """Return whether an operand's scales allow the matmul of its quantized values."""
     shared = contraction.shared(side, len(shape))
     sums = math.prod(scale_shape[axis] for axis in shared)
-    # A tile per index would be a contraction per index.
+    # One scale for each contracted index would take a separate contraction for each.
     return sums == 1 or (contraction.takes_tiles and sums < math.prod(shape[a] for a in shared))

@@ -1,4 +1,4 @@
-"""Folding: equal rows of equal layers are one: ``layer_[0-79]/matmul:0`` stands for eighty."""
+"""Fold equal rows of equal layers: ``layer_[0-79]/matmul:0`` stands for eighty."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ LEAST = 60
 """Rows that a table may have before equal ones are folded."""
 
 _LINES = 20
-"""The same of lines."""
+"""Lines that a text may have before equal ones are folded."""
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 4
 
 
 class Fold(NamedTuple):
-    """Rows that differ in the numbers of their names alone.
+    """Rows whose names differ only in numbers.
 
     Attributes:
         rows: their places in the table, in order.

@@ -32,9 +32,9 @@ class FusedOp:
     Attributes:
         name: what rules call it.
         op: the op of the kernels.
-        reader: takes the bound arguments; returns the arrays, and what computes the result of them
-            by the function of the op; also another op, where it is that of this call. Raises
-            StaysFloat.
+        reader: takes the bound arguments of a call. It returns the arrays, and a function that
+            takes the op's function and computes the result; as a third item, the name of another
+            op if this call needs that. It raises StaysFloat if kernels can't compute the call.
     """
 
     name: str
@@ -49,14 +49,14 @@ class FusedOp:
         Args:
             function: the function, for its signature.
             args: the arguments of the call.
-            kwargs: also.
+            kwargs: the keyword arguments of the call.
 
         Raises:
             StaysFloat: the kernels don't compute this call.
         """
         try:
             bound = _signature(function).bind(*args, **kwargs)
-        except TypeError as error:  # the function itself will say it best
+        except TypeError as error:  # a wrong call: the function itself raises the clearest error
             raise StaysFloat(str(error)) from error
         bound.apply_defaults()
         arrays, run, *other = self.reader(bound.arguments)
@@ -198,7 +198,7 @@ _FUSED = {
     **_norms("flax.nnx", _nnx_norm),
     **_norms("equinox.nn", _equinox_norm),
 }
-"""By target."""
+"""The fused functions, by target."""
 
 
 def fused_ops() -> dict[str, tuple[FusedOp, Callable[..., Any]]]:

@@ -27,6 +27,8 @@ class Granularity:
 
     def join(self, other: Granularity) -> Granularity:
         """Return the finest granularity that both operations can use."""
+        # Scales may differ only along axes where both allow it. Tiles of the least common multiple
+        # hold whole tiles of both.
         tiles = {}
         for axis in {*self.channel_axes, *self.tile_axes} & {*other.channel_axes, *other.tile_axes}:
             size = math.lcm(self.tile_axes.get(axis, 1), other.tile_axes.get(axis, 1))
@@ -60,8 +62,8 @@ def of_operand(
 ) -> Granularity:
     """Return the finest granularity of a parameter that an operation can use.
 
-    What is contracted has one scale, or one per tile of the contraction. An axis that is gone in
-    the operand (a step of a scan) has a scale per index.
+    Contracted axes have one scale, or one per tile of the contraction. An axis that the operand
+    lacks (a step of a scan) has a scale per index.
 
     Args:
         axes: where the parameter's axes are in the operand.
@@ -141,7 +143,12 @@ def _tile(
 
 
 def tile_elements(tile_size: int | float, size: int) -> int:
-    """Return a tile's elements; a float size is one over the tile count."""
+    """Return how many elements a tile has.
+
+    Args:
+        tile_size: as in a rule: elements, or, as a float, one over the number of tiles.
+        size: elements along the contracted axes.
+    """
     return round(tile_size * size) if isinstance(tile_size, float) else tile_size
 
 
@@ -179,7 +186,7 @@ def fitted(
         fallback: the rule's ``tile_fallback``.
 
     Returns:
-        It, and what is done instead of what the rule says, if anything.
+        The quantization; and what is done instead of what the rule says, or None.
     """
     tile = how.tile_size
     why = None if tile is None else misfit(sizes, tile)

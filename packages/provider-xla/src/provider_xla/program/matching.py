@@ -69,10 +69,15 @@ def weights_among(
 ) -> Weights:
     """Return which operands of a matmul or convolution are weights.
 
-    What the program closes over is data as often as it is a mask: of two operands that come from
-    parameters, the one without it is the weight. What is looked up by a computed index is an
-    activation beside a weight (a row of an embedding table), and a weight beside an activation
-    (an expert).
+    An array that the program closes over may be data or a mask. So if both operands come from
+    parameters and one of them uses such an array, the other one is the weight. A part that a
+    computed index picks is an activation beside a weight (a row of an embedding table), and a
+    weight beside an activation (an expert).
+
+    Args:
+        call: the operation.
+        operands: its arrays.
+        is_parameter: tells the paths of parameters among those of all inputs.
     """
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
@@ -121,7 +126,7 @@ class Rules:
 
     Attributes:
         rules: the first match counts.
-        params: begins the pytree path of every parameter.
+        params: what the pytree path of every parameter begins with, such as ``args[0]``.
         adapted: paths of the parameters that have an adapter in this call.
     """
 
@@ -162,7 +167,7 @@ class Rules:
         if not path.startswith(self.params):
             return None
         below = (path.removeprefix(self.params),)
-        # What is left of the rules for this parameter; equal ones of several paths are one.
+        # Parameters are alike if the same rules match them, apart from the paths in these.
         left = (rule for rule in self.rules if rule.matches_weight(below))
         same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
         return path in self.adapted, tuple(same)

@@ -19,13 +19,13 @@ from .contractions import Contraction, Convolution, Matmul, RaggedMatmul
 
 
 class StaysFloat(Exception):
-    """This call can't be quantized as a whole; says why.
+    """Raised for a call that can't be quantized as a whole, with the reason.
 
     Attributes:
-        in_parts: whether the operations that it consists of can be.
-        is_common: whether it is of integers, or something else than arrays: no fault unless a
+        in_parts: whether the operations that it consists of can be quantized.
+        is_common: whether its operands are integers, or not arrays. That is a problem only if a
             parameter stays float because of it.
-        is_scaling: whether it multiplies by a scalar: no fault.
+        is_scaling: whether it multiplies by a scalar, which is never a problem.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class StaysFloat(Exception):
 
 
 class Reading(NamedTuple):
-    """A call, read.
+    """A call, read as a contraction.
 
     Attributes:
         contraction: what it computes.
-        operands: of what.
-        extras: its other arrays: the sizes of groups.
+        operands: its two operands.
+        extras: its other arrays, such as the sizes of groups.
     """
 
     contraction: Contraction
@@ -99,7 +99,7 @@ def _einsum_contraction(
 ) -> Reading:
     try:
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
-    except ValueError as error:  # a diagonal; what is wrong in itself fails in the float op
+    except ValueError as error:  # a diagonal; an invalid spec fails in the float op
         raise StaysFloat(str(error).partition(";")[0], in_parts=True) from error
     inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
     left, right = (set(labels) for labels in inputs.split(","))
@@ -208,7 +208,7 @@ class TappedOp:
         """Return the call as a contraction; raise StaysFloat if it is not one."""
         try:
             bound = self.signature.bind(*args, **kwargs)
-        except TypeError as error:  # the function itself will say it best
+        except TypeError as error:  # a wrong call: the function itself raises the clearest error
             raise StaysFloat(str(error)) from error
         bound.apply_defaults()
         return self.reader(bound.arguments)
@@ -230,4 +230,4 @@ OPS = {
         "ragged_dot_general", lax.ragged_dot_general, _ragged_dot_general
     ),
 }
-"""By target."""
+"""The tapped functions, by target."""

@@ -1,9 +1,9 @@
 """Attention over a cache: kernels read it where it lies.
 
-A cache that is carried as int8 is read as quantized values and scales. One that a program
-transposes for its attention is read in the order that it has in memory. One that a program takes
-out of the caches of all layers, by an index, is read in their stack. XLA would copy what a kernel
-reads.
+A kernel reads a cache that is carried as int8 as quantized values and scales. It reads a cache that
+the program transposes for its attention in the order that it has in memory, and one that the
+program takes out of the caches of all layers, by an index, in their stack. Otherwise XLA would copy
+the cache for the kernel.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> C
     names = ("qvalue", "scale") if is_int8 else ()
     parts = [getattr(cache, name) for name in names for cache in caches] or list(arrays[1:])
     lying = list(map(_lying, parts))
+    # A kernel takes keys, values and scales in one order. If they differ, the program's is used.
     if len({one.heads_first for one in lying}) > 1:
         lying = [_Lying(part, False, unsliced(part)) for part in parts]
     heads_first, stack = lying[0].heads_first, _stack(lying)
@@ -73,7 +74,7 @@ class _Lying(NamedTuple):
     Attributes:
         array: ``[..., heads, positions, size]`` or ``[..., positions, heads, size]``.
         heads_first: which of the two.
-        stack: the array that it is one of along the first axis, and its index; None for none.
+        stack: the array whose first axis it is an index of, and that index; None without one.
     """
 
     array: Any
@@ -96,7 +97,7 @@ def _stack(lying: Sequence[_Lying]) -> tuple[Any, list[Any]] | None:
         return None
     stacks = [one.stack for one in lying if one.stack is not None]
     _, index = stacks[0]
-    # Scales that are shared would be repeated for all layers.
+    # Scales that heads or positions share would have to be repeated for all layers.
     whole = all(one.array.shape[:-1] == lying[0].array.shape[:-1] for one in lying)
     if not whole or not all(is_same(index, other) for _, other in stacks):
         return None

@@ -17,7 +17,12 @@ IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 
 
 class Choice(NamedTuple):
-    """What computes an operation on a platform: an FFI target, or XLA and why."""
+    """What computes an operation on a platform.
+
+    Attributes:
+        kernel: the FFI target of the kernel; None for XLA.
+        reason: why XLA computes it; None with a kernel.
+    """
 
     kernel: str | None
     reason: str | None
@@ -40,7 +45,7 @@ def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> 
         op: the op.
         platform: where the program is to run.
         operands: arrays or their types.
-        **question: what kernels are asked about beside these.
+        **question: other facts that kernels decide by, such as the panel of a packed weight.
     """
     spec, why = select_kernel(op, platform, operands, **question)
     return Choice(None, why) if spec is None else Choice(spec.target, None)

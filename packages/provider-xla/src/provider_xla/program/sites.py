@@ -55,22 +55,22 @@ class Site:
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 
     def key(self, side: int) -> str:
-        """Return what the statistics of an operand are kept under."""
+        """Return the key of an operand's statistics."""
         return f"{self.call.op_id}#{SIDES[side]}"
 
 
 Record = Callable[[OpRecord, str | None], None]
-"""Takes an operation, and what is wrong with it, if a rule is about it and can't be followed."""
+"""Takes an operation's record, and why its rule can't be followed; None if it can."""
 
 
 Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
-"""Takes a contraction that stays float: the call, what it computes, of what, its other arrays."""
+"""Takes a contraction that stays float: the call, the contraction, its operands, other arrays."""
 
 PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
 """Why an operation stays float."""
 
 _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
-"""Operations that consist of no other."""
+"""Operations that call no other tapped operation."""
 
 
 class Sites:
@@ -82,12 +82,11 @@ class Sites:
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
         lookup: the handler of lookups of parameters, or None.
-        leave: called for each contraction that stays float, or None. What consists of another
-            contraction that is looked at alone is not one.
+        leave: called for each contraction that stays float, or None. An operation that calls
+            another one, which is visited separately, doesn't count.
         remark: called with a call, and what is done with it that its rule does not say.
-        keyed: whether operations in jitted functions are treated alike where no rule tells
-            their module paths, and whether their operands are parameters, apart; or each by
-            itself.
+        keyed: whether operations in jitted functions share a trace if no rule tells apart their
+            module paths and the parameters among their operands. False asks about each call.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class Sites:
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:
             handlers["primitive:gather"] = lookup
-        # By the last part of the target, which is what operations inside of it are told.
+        # By the last part of the target, which is what `call.within` of operations inside has.
         self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):
             for target, (fused, function) in fused_ops().items():
@@ -123,7 +122,7 @@ class Sites:
             self._fused.pop("__call__", None)  # of many classes
         keys: dict[str, Callable[[str], Hashable]] = {}
         if keyed:
-            # What decides is the rule, so paths that no rule tells apart share JAX's traces.
+            # Rules decide, so paths that no rule tells apart can share JAX's traces.
             told = [rule.module_path for rule in rules.rules if rule.module_path != ANY_PATH]
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
@@ -135,7 +134,7 @@ class Sites:
             return NotImplemented
         if self._is_fused_around(call):
             return call.proceed(*args, **kwargs)
-        # What an einsum of several operands consists of is still an einsum to a rule.
+        # To rules, the parts of an einsum of several operands are einsums.
         names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
         reading, reason = None, None
         try:
@@ -151,7 +150,7 @@ class Sites:
             assert reason is not None
             wrong = rule is not None and not reason.in_parts and rule.is_acting
             wrong = wrong and not reason.is_scaling and (has_weight or not reason.is_common)
-            # What is seen in parts uses its parameters there.
+            # If the parts are visited, it is they that use the parameters.
             weights = () if reason.in_parts else among.found
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
@@ -188,8 +187,8 @@ class Sites:
         if result is not NotImplemented:
             return result
         result = call.proceed(*args, **kwargs)
-        # A quantized value is not a weight, whatever it was computed from: it is another array,
-        # as it is where the quantized program runs.
+        # In the quantized program this result is a new array, and not a weight, whatever it is
+        # computed from. The copy makes it one for the survey, too.
         return jax.tree.map(jnp.copy, result) if self._surveys else result
 
     def _fuse(
@@ -207,7 +206,8 @@ class Sites:
         try:
             name, arrays, run, kernels = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as reason:
-            # A rule is about a named function; that programs write one out is ours to find.
+            # Rules name functions. A written-out attention that kernels can't compute is not a
+            # problem of the rule.
             problem = None if function is attention else str(reason)
             self._record(dataclasses.replace(record, reason=str(reason)), problem)
             return NotImplemented

@@ -35,7 +35,7 @@ R = TypeVar("R")
 class Plan(PlanData):
     """What rules do to a program and its parameters. ``print`` shows a table.
 
-    Attributes: see ``PlanData``. Nothing is done yet: the methods are what can be done with it.
+    Attributes: see ``PlanData``. A plan changes nothing; its methods do what it says.
     """
 
     @classmethod
@@ -46,15 +46,15 @@ class Plan(PlanData):
     def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
         """Quantize parameters one by one, with a progress bar on terminals.
 
-        Each keeps its sharding. At its peak this needs, beside ``params``, what is quantized so
-        far and a copy of one parameter.
+        Each parameter keeps its sharding. At its peak this needs, beside ``params``, the parameters
+        that are quantized so far and a copy of one parameter.
 
         Args:
             params: the same tree as the plan's, of arrays.
-            donate: whether each parameter is deleted as soon as its quantized values are made. All
-                are looked at first, so that nothing is deleted if one can't be quantized.
-            prepack: whether parameters whose contractions run in kernels are packed for these;
-                False for quantized values and scales alone, to be saved: see ``prepack``.
+            donate: whether to delete each parameter as soon as its quantized values are made. All
+                are checked first, so that nothing is deleted if one can't be quantized.
+            prepack: whether to pack parameters for the kernels that run their contractions. False
+                gives quantized values and scales, to be saved: see ``prepack``.
 
         Returns:
             The tree with a ``quant_numerics.QArray`` instead of each quantized parameter
@@ -62,9 +62,9 @@ class Plan(PlanData):
             ``PrepackedWeight``.
 
         Raises:
-            QuantizationError: another tree, other shapes or dtypes, leaves that are not arrays,
-                values that are not finite. Names the parameter and its rule. Nothing is
-                changed then.
+            QuantizationError: ``params`` is another tree or has other shapes or dtypes than the
+                plan; a leaf is not an array; values are not finite; or scales don't fit their
+                dtype. It names the parameter and its rule, and nothing is changed.
         """
         return quantize.quantize(self, params, donate=donate, prepack=prepack)
 
@@ -72,8 +72,8 @@ class Plan(PlanData):
         """Return the types of what ``quantize`` would store, to compile without parameters.
 
         Args:
-            params: the same tree as the plan's, of arrays or ``jax.ShapeDtypeStruct``, whose
-                shardings those of the result follow.
+            params: the same tree as the plan's, of arrays or ``jax.ShapeDtypeStruct``. The
+                shardings of the result follow from theirs.
             prepack: as for ``quantize``.
 
         Returns:
@@ -81,26 +81,26 @@ class Plan(PlanData):
             ``jax.jit(plan.apply(fn)).lower(types, ...)`` takes it. Nothing is computed.
 
         Raises:
-            QuantizationError: another tree, other shapes or dtypes.
+            QuantizationError: ``params`` is another tree, or has other shapes or dtypes.
         """
         return abstract.quantized_types(self, params, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
         """Pack quantized parameters for the kernels that compute their contractions.
 
-        ``quantize`` does it for the platform that they are on. This is for parameters that were
-        stored without; ``convert`` packs for other platforms.
+        ``quantize`` does this for the platform that they are on. This method is for parameters that
+        were stored without it; ``convert`` packs for other platforms.
 
         Args:
             params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
 
         Returns:
-            The tree with a ``PrepackedWeight`` instead of what the plan has a kernel for. One
-            that is sharded along an axis that is contracted, or within a panel, stays what it
-            is, and so does what is packed already.
+            The tree with a ``PrepackedWeight`` for each parameter that the plan has a kernel for.
+            A parameter that is sharded along a contracted axis, or within a panel, stays
+            unpacked. One that is packed already stays the same.
 
         Raises:
-            QuantizationError: a parameter was quantized in another way than the plan's.
+            QuantizationError: a parameter is quantized in another way than the plan says.
         """
         return quantize.prepack(self, params)
 
@@ -116,7 +116,8 @@ class Plan(PlanData):
                 which run everywhere.
 
         Returns:
-            The tree. What the plan has no kernel for on that platform is a ``QArray``.
+            The tree. A parameter that the plan has no kernel for on that platform is a ``QArray``
+            or ``PackedQArray``.
         """
         return quantize.convert(self, params, platform)
 
@@ -131,27 +132,28 @@ class Plan(PlanData):
     ) -> Optimized:
         """Quantize the parameters as ``quantize`` does, after passes that look at data.
 
-        The function is run in float on the batches, and what is measured at its contractions
-        decides how parameters are transformed and rounded. The function stays what it is: what
-        becomes of an activation goes along with the parameter.
+        The function runs in float on the batches. What is measured at its contractions decides how
+        parameters are transformed and rounded. The function needs no change: each parameter
+        carries the maps that its activations go through.
 
         Args:
             params: the same tree as the plan's, of arrays.
             batches: each the other arguments of a call, as a tuple.
-            passes: such as ``[Hadamard(), Gptq()]``, one after the other; none rounds alone.
-            donate: whether the parameters are deleted at the end.
+            passes: such as ``[Hadamard(), Gptq()]``, run one after the other. An empty list only
+                rounds.
+            donate: whether to delete the parameters at the end.
             prepack: as for ``quantize``.
 
         Returns:
-            The stored parameters, in which a ``TransformedWeight`` stands for each parameter that
-            was transformed, and a report. Parameters that passes can't change (of convolutions,
-            lookups, contractions with batch axes and such) are quantized as by ``quantize``; the
-            report says why.
+            The stored parameters, with a ``TransformedWeight`` for each that was transformed, and
+            a report. Parameters that passes can't change (of convolutions, lookups, contractions
+            with batch axes and such) are quantized as by ``quantize``; the report says why.
 
         Raises:
-            QuantizationError: as ``quantize``; there is no batch; activations are not finite; the
-                plan is for the patch engine.
-            TypeError, ValueError: not a pass, or passes in a meaningless order.
+            QuantizationError: as ``quantize``; there is no batch; activations are not finite; or
+                the plan is for the patch engine.
+            TypeError: ``passes`` holds something else than passes.
+            ValueError: the passes are in an order that can't work.
         """
         from ..passes.optimize import optimize
 
@@ -160,21 +162,22 @@ class Plan(PlanData):
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` for parameters that ``quantize`` returned.
 
-        Put a ``jax.jit`` around it, or around what calls it: eagerly, each parameter is also
+        Put a ``jax.jit`` around it, or around its caller: without, each parameter is also
         dequantized at each call. Arguments: see ``PtqProvider.apply``.
 
         Caches that the plan carries quantized may be float arrays or what ``quantize_cache``
         returned; the function returns them quantized.
 
-        Where rules have a rank it also takes ``adapters``, of ``init_adapters``, and in training
-        ``dropout_key``, a random key, new at each step; without one nothing is dropped.
+        If rules have a rank, the function also takes ``adapters``, as ``init_adapters`` makes them,
+        and for training ``dropout_key``, a random key that is new at each step. Without a key
+        nothing is dropped.
         """
         plain = infer(self.engine, self.rules, fn, statistics)
         adapted = with_adapters(self, fn, plain, statistics) if self.rules.adapts else None
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            # Adapters without a rule for them are an error, which is said there.
+            # Adapters without a rule for them are an error, which `with_adapters` raises.
             run = (
                 plain
                 if ARGUMENTS.isdisjoint(kwargs)
@@ -188,21 +191,20 @@ class Plan(PlanData):
     def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
         """Quantize the caches of an argument, for the function of ``apply``.
 
-        ``apply`` does it for those that are float when it is called. Made before, they are as
-        large as they stay, and can be donated from the first call on.
+        The function of ``apply`` quantizes caches that are still float. If they are quantized
+        before, the first call takes less memory, and can donate them like all others.
 
         Args:
             value: an argument of the plan's function: arrays, or types for lowering.
-            argument: which it is: its name or position. None where the plan carries caches of one
-                argument alone.
+            argument: its name or position. None if the plan carries caches of only one argument.
 
         Returns:
-            The tree with a ``CacheArray`` instead of each array that ``caches`` carries
-            quantized, sharded as that.
+            The tree with a ``CacheArray`` for each array that the plan carries quantized, sharded
+            as the array is.
 
         Raises:
-            QuantizationError: another tree, shape or dtype than the plan's; caches of several
-                arguments, and no argument is named.
+            QuantizationError: ``value`` is another tree, or has another shape or dtype than the
+                plan says; or the plan carries caches of several arguments, and none is named.
         """
         return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
 
@@ -221,16 +223,18 @@ class Plan(PlanData):
         Args:
             fn: the function that the plan is for.
             stored: its parameters: what ``quantize``, ``optimize`` or ``load`` returned.
-            args: its other arguments: arrays, or ``jax.ShapeDtypeStruct`` in their place.
+            args: its other arguments: arrays or ``jax.ShapeDtypeStruct``.
             shapes: symbolic sizes of ``args``, as ``jax.export.symbolic_args_specs`` takes them:
                 ``"b, ..."`` for a first axis of any size. None for the shapes of ``args``.
             statistics: as for ``apply``.
-            platforms: to lower for, such as ``("cpu", "cuda")``; None for that of ``stored``.
+            platforms: the platforms to lower for, such as ``("cpu", "cuda")``; None for that of
+                ``stored``.
             inside: whether the parameters are constants of the program (less than 2 GB); otherwise
                 they are its first argument.
 
         Returns:
-            The program: ``save`` it, and ``provider_xla.load_exported`` it in another process.
+            The program: ``save`` it, and load it by ``provider_xla.load_exported`` in another
+            process.
 
         Raises:
             QuantizationError: the program doesn't hold for every size of symbolic shapes.
@@ -248,10 +252,10 @@ class Plan(PlanData):
             dtype: float dtype; None is float32.
 
         Returns:
-            By the pytree path of each parameter in ``lora`` its ``"a"`` and ``"b"``, of
-            ``a_shape`` and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the
-            LoRA paper (arXiv:2106.09685), and B zero; of a parameter that is only looked up A is
-            zero and B normal.
+            For each parameter in ``lora``, by its pytree path, ``"a"`` and ``"b"``, of ``a_shape``
+            and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the LoRA paper
+            (arXiv:2106.09685), and B is zero. If the parameter is only looked up, A is zero and B
+            normal.
 
         Raises:
             QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
@@ -259,18 +263,18 @@ class Plan(PlanData):
         return tree.init_adapters(self, key, dtype)
 
     def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-        """Merge adapters into their parameters: ``W + (alpha / rank) * A B``.
+        """Return float parameters with adapters added: ``W + (alpha / rank) * A B``.
 
         Args:
             params: the plan's parameters, quantized or not.
             adapters: as ``init_adapters`` makes them, trained.
 
         Returns:
-            The tree of float arrays, those that were quantized dequantized: to be run as it is,
-            or ``quantize``d.
+            The tree of float arrays, in which quantized ones are dequantized. Run it, or
+            ``quantize`` it.
 
         Raises:
-            QuantizationError: other paths or shapes than the plan's.
+            QuantizationError: ``adapters`` has other paths or shapes than the plan.
         """
         return tree.merge(self, params, adapters)
 
@@ -281,13 +285,14 @@ class Plan(PlanData):
 
         Args:
             fn: the function that the plan is for.
-            params: its parameters: arrays; or, where ``optimize`` has transformed some, what that
-                returned, since the ranges are those of the transformed activations.
+            params: its parameters, arrays. If ``optimize`` transformed some, what it returned: the
+                ranges must be those of the transformed activations.
             batches: each the other arguments of a call, as a tuple.
 
         Returns:
             The mean range over the batches, by site: a pytree for ``apply``, to be saved with the
-            parameters. The steps of a loop share one range, in which all of them fit.
+            parameters. Steps of a loop have a range each or share one, as
+            ``QuantizationRule.static_range`` says.
 
         Raises:
             QuantizationError: no rule has ``act_static_scale``, or there is no batch.
@@ -311,7 +316,8 @@ class Plan(PlanData):
         Args:
             params: the function's parameters: arrays.
             batch: its other arguments.
-            batches: several of those instead, each as a tuple; of the shapes of the first.
+            batches: several batches instead, each a tuple of arguments with the shapes of the
+                first.
             statistics: the ranges that rules with ``act_static_scale`` need: what ``calibrate``
                 returns.
             stored: the parameters as ``optimize`` or ``load`` returned them; None for what
@@ -323,7 +329,8 @@ class Plan(PlanData):
 
         Raises:
             QuantizationError: the parameters are not the plan's; there is no batch.
-            JaxtapError: a static range is needed and there is none.
+            JaxtapError: a static range is needed, and ``statistics`` has none.
+            TypeError: ``batch`` and ``batches`` are both given.
         """
         from ..report.measure import make_report
 
@@ -345,17 +352,17 @@ class Plan(PlanData):
     ) -> Self:
         """Return a plan whose bits are spent where they help most.
 
-        Of all choices within the budget it is the one with the least error of the output, as far
-        as the errors of single parameters add up. Each is measured, with a progress bar: the
-        function is run in float once for every parameter and qtype.
+        It has the least error of the output within the budget, as far as the errors of single
+        parameters add up. Each of these is measured, with a progress bar: the function runs in
+        float once for every parameter and qtype.
 
         Args:
             params: the parameters: arrays.
             batch: the other arguments of a call: real data, a few dozen examples.
             budget_bits: average bits per element of the parameters that the plan quantizes,
                 scales included.
-            budget_bytes: instead, of all parameters, those that stay float included, as
-                ``bytes_after`` counts them where nothing is packed for kernels.
+            budget_bytes: instead, bytes of all parameters, those that stay float included, as
+                ``bytes_after`` counts them if nothing is packed for kernels.
             qtypes: the formats to choose from. A parameter that can't have one, because tiles do
                 not divide it, has no such choice.
             tile_size: elements per scale, as in a rule, or a sequence of those to choose from, in
@@ -363,19 +370,19 @@ class Plan(PlanData):
             error: a function of what ``fn`` returns in float and with quantized parameters, that
                 returns a scalar, 0 or more. None is the squared error over the squared norm,
                 the mean over the floating arrays.
-            errors: ``allocation.errors`` of a plan that was allocated for the same batch; what is
-                there isn't measured again.
+            errors: ``allocation.errors`` of a plan that was allocated for the same batch. Errors
+                that it has are not measured again.
 
         Returns:
-            The plan. Its rules are these with one for each chosen format (``weight_path``) before
-            the rule that it narrows; ``plan.allocation`` shows the choice. A parameter that a
-            loop takes in steps is one.
+            The plan. It has this plan's rules, and before each rule that is narrowed one for each
+            chosen format (``weight_path``); ``plan.allocation`` shows the choice. All steps of a
+            parameter that a loop takes in steps have one format.
 
         Raises:
-            QuantizationError: the budget is too small, and says what is needed; nothing is
-                quantized; a parameter has no effect on the output for this batch; two parameters
-                are multiplied with each other.
-            ValueError: no budget, or two; a qtype that isn't one.
+            QuantizationError: the budget is too small (the message says what is needed); nothing
+                is quantized; a parameter has no effect on the output for this batch; two
+                parameters are multiplied with each other.
+            ValueError: neither or both budgets are given, or a qtype doesn't exist.
         """
         from ..allocate.allocate import allocate
 

@@ -28,7 +28,7 @@ from .plan import Plan
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Operations have the source line of the program, not that of the provider.
+# JAX then reports operations at the program's source lines, not at those of the provider.
 source_info_util.register_exclusion(str(Path(__file__).parent.parent))
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
@@ -47,8 +47,8 @@ class XlaProvider(abc.ABC):
         engine: the name of the engine that ``apply`` uses: "trace", which also finds weights
             behind transposes, casts, scans and in nested jitted functions and is the default,
             or "patch".
-        strict: whether what ``plan`` warns about is an error, and an operation that a rule is
-            about and that has no quantized form is one in ``apply``, too.
+        strict: whether what ``plan`` warns about is an error. Then it is also an error in ``apply``
+            if a rule is about an operation that has no quantized form.
 
     Raises:
         TypeError: ``rules`` holds something else than rules.
@@ -121,9 +121,9 @@ class XlaProvider(abc.ABC):
             The plan: a table of all operations and parameters.
 
         Raises:
-            QuantizationError: a rule does not fit a parameter: it has another dtype, or an axis
-                that the tiles do not divide; or, with ``strict=True``, anything that it
-                warns about otherwise.
+            QuantizationError: a rule does not fit a parameter: it is not a float, or has an axis
+                that the tiles do not divide; or, with ``strict=True``, anything that is a warning
+                otherwise.
 
         Warns:
             QuantizationWarning: an unused rule, an operation that a rule is about and that has

@@ -18,7 +18,7 @@ R = TypeVar("R")
 
 
 class PtqProvider(XlaProvider):
-    """Runs matmuls and convolutions in integers or small floats, as rules say.
+    """Run matmuls and convolutions in integers or small floats, by rules.
 
     ``plan`` finds what there is to quantize, ``plan.quantize(params)`` stores the parameters as
     quantized values and scales, and ``apply`` runs a function on those. Parameters that are still
@@ -35,8 +35,8 @@ class PtqProvider(XlaProvider):
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` with its operations quantized by the rules.
 
-        Where a rule has a rank, parameters may also be an ``AdaptedWeight``, and the function
-        takes ``dropout_key``, a random key: without one nothing is dropped.
+        If a rule has a rank, parameters may also be an ``AdaptedWeight``, and the function takes
+        ``dropout_key``, a random key: without one nothing is dropped.
 
         Args:
             fn: takes parameters as the plan's ``quantize`` returns them, or as arrays.

@@ -20,7 +20,7 @@ from .provider import XlaProvider
 
 
 class QtProvider(XlaProvider):
-    """Trains with quantized contractions: forward, and with ``bwd_qtype`` backward as well.
+    """Train with quantized contractions, forward and (``bwd_qtype``) backward.
 
     The forward pass has the values that PtqProvider's has. Without ``bwd_qtype`` gradients are
     those of the float operation (straight through; quantization-aware training). With it, the
@@ -84,8 +84,7 @@ class QtProvider(XlaProvider):
     ) -> Statistics:
         """Return empty statistics for the activations of ``fn`` that need them.
 
-        Arguments as for ``plan``. What is returned is a pytree of Boxes: save it with the
-        parameters.
+        Arguments as for ``plan``. The result is a pytree of Boxes: save it with the parameters.
         """
         return self.plan(fn, params, *args, **kwargs).empty_statistics()
 

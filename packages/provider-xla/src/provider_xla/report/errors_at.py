@@ -23,7 +23,7 @@ Ranges = tuple[qn.Calibration | None, qn.Calibration | None]
 class Sums(NamedTuple):
     """Sums that compare two results; a pytree for ``probe``.
 
-    Scalars, float32 (float64 of float64 results).
+    All are scalars, float32 (float64 for float64 results).
 
     Attributes:
         signal: sum of the squares of the float result.
@@ -52,9 +52,9 @@ def site_error(
 
     Args:
         site: the operation, with float operands.
-        hows: how each operand is quantized, None where it stays float; the rule's by default.
-        ranges: static ranges of the operands that have one.
-        operands: those to quantize instead, such as a parameter that is stored quantized.
+        hows: how each operand is quantized, None if it stays float; the rule's by default.
+        ranges: the static range of each operand; None for one that is measured.
+        operands: operands to use in the quantized run instead, such as a stored parameter.
     """
     expected = site.contraction.run(*site.operands, *site.extras)
     hows = site.hows if hows is None else hows
@@ -88,6 +88,7 @@ def visits(*values: jax.Array) -> jax.Array:
 
 
 def _visits(*values: jax.Array) -> jax.Array:
+    # Depend on each value without using it, so that vmap maps the result over the examples.
     one = jnp.ones(1, bool)
     for x in values:
         first = jnp.ravel(x)[:1]
@@ -131,6 +132,6 @@ def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...])
         max(lhs.shape[a], rhs.shape[b]) for a, b in zip(left, right, strict=True)
     )
     if isinstance(contraction, RaggedMatmul) and set(contraction.numbers[1]) & set(left):
-        # The contracted axis is cut in groups: each is in one of the results.
+        # Groups cut the contracted axis, and each result sums over one of them.
         size //= extras[0].shape[-1]
     return 2 * size * contracted

@@ -11,12 +11,12 @@ from .results import Error, FloatOp, OpQuality, ParameterQuality
 
 
 class OpRow(NamedTuple):
-    """A row.
+    """A row of quantized operations.
 
     Attributes:
-        op: of several operations their common name, the largest error, and the sums of all else.
+        op: the operation; of several, their common name, the largest error, and sums of the rest.
         members: the operations, in the program's order.
-        size: bytes of their parameters before and after; None where they have none.
+        size: bytes of their parameters before and after; None if they have no parameters.
     """
 
     op: OpQuality
@@ -28,10 +28,10 @@ class NameRow(NamedTuple):
     """A row of what stays float.
 
     Attributes:
-        name: of an operation or a parameter.
-        weight: of an operation, the parameter that it uses.
-        first: the first of those that share the row.
-        count: how many these are.
+        name: name of the operation or parameter.
+        weight: the parameter that the operation uses, or "".
+        first: the first operation or parameter of the row.
+        count: how many share the row.
     """
 
     name: str

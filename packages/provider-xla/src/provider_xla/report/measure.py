@@ -1,4 +1,4 @@
-"""Measuring what a ``QualityReport`` says."""
+"""Measure what a ``QualityReport`` says."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_report(
     params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, params)
     patches = not follows_values(plan.engine)
     if stored is None:
-        # Fails where the parameters are not the plan's.
+        # This raises if the parameters are not the plan's.
         stored = quantize(plan, params, prepack=False)
     elif patches:
         raise QuantizationError(
@@ -103,7 +103,7 @@ def _probe(
         count(site.call.op_id, site.contraction, site.operands, site.extras)
         held = [stored_operand(site, side) for side in (0, 1)]
         operands, hows = run_operands(site, held)
-        # What can't be multiplied as quantized values is multiplied as what they stand for.
+        # A stored operand that can't be multiplied as quantized values is dequantized.
         operands = tuple(
             qvalue.restore().astype(x.dtype) if qvalue is not None and given is x else given
             for given, x, qvalue in zip(operands, site.operands, held, strict=True)
@@ -192,7 +192,7 @@ def _ops(
         elif not record.is_in_parts:
             count = None
             if one is not None:
-                # Never seen to run: a branch that is not taken, say. Then it is not known.
+                # 0 if it was never seen to run, as in a branch that is not taken: unknown.
                 count = round(per_visit[op_id] * float(np.sum(one.total)) / batches) or None
             float_ops.setdefault(
                 op_id,
@@ -214,7 +214,7 @@ def _shared(ops: tuple[OpQuality, ...], whole: float | None) -> tuple[OpQuality,
     """Return the operations with their share of the program's time."""
     if whole is None:
         return ops
-    # Alone, operations may take longer than in the program, where XLA fuses them.
+    # Operations may take longer alone than in the program, where XLA fuses them.
     total = max(whole, sum(op.seconds or 0 for op in ops))
     return tuple(
         op if op.seconds is None else dataclasses.replace(op, share=op.seconds / total)
@@ -271,7 +271,7 @@ def _parameters(
 
 
 def _bytes_run(run: Any, leaf: Any, weight: WeightPlan | None) -> int:
-    """Return the bytes of what the quantized program has for a parameter."""
+    """Return the bytes that the quantized program has for a parameter."""
     if is_stored(run):
         return run.nbytes
     if run is None:

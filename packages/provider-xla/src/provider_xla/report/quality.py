@@ -71,7 +71,7 @@ class QualityReport(Results):
 
         Args:
             sort: their order; see ``sorted_ops``.
-            top: how many, the first in that order; None for all.
+            top: how many to show, the first in that order; None for all.
         """
         timed = any(op.seconds is not None for op in self.ops)
         headers = ["op", "runs as", "rule", "SQNR dB", "max error", "Mflop", "weight", "bytes"]
@@ -83,7 +83,7 @@ class QualityReport(Results):
         ranged = any(any(op.ranges) for op in self.ops)
         if ranged:
             headers.append("static range")
-        # Who asks for the first few asks for single operations.
+        # A table of the first few shows single operations.
         chosen = op_rows(self.sorted_ops(sort)[:top], self.parameters, fold=top is None)
         rows = []
         for op, _, size in chosen:
@@ -163,7 +163,7 @@ class QualityReport(Results):
             title: of the page.
 
         Raises:
-            QuantizationError: a library that draws it is missing; it names what to install.
+            QuantizationError: a library that draws the page is missing; says what to install.
         """
         write(path, load_page()(self, title))
 
@@ -175,7 +175,7 @@ def load_page() -> Callable[[QualityReport, str], str]:
     """Return what draws the page.
 
     Raises:
-        QuantizationError: a library that it needs is missing; names what to install.
+        QuantizationError: a library that it needs is missing; says what to install.
     """
     try:
         from .page import page

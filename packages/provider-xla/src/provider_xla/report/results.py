@@ -14,8 +14,8 @@ class Error:
 
     Attributes:
         sqnr_db: the signal-to-quantization-noise ratio in dB, ``10 log10(sum(x**2) /
-            sum((q - x)**2))``: infinity where nothing differs, None where nothing was measured,
-            where values are not finite, or where the float ones are all 0.
+            sum((q - x)**2))``: infinity if nothing differs; None if nothing was measured, values
+            are not finite, or the float ones are all 0.
         max_abs_error: the largest ``|q - x|``; None where nothing was measured or it is not
             finite.
     """
@@ -31,7 +31,7 @@ class Range:
     Attributes:
         upper: the upper bound; of each step, row by row, where steps have a range each.
         lower: the lower bound; None where the range is symmetric.
-        steps: how many steps the loops have whose steps have a range each, the outermost first.
+        steps: lengths of the loops whose steps have a range each, the outermost first.
     """
 
     upper: tuple[float, ...]
@@ -54,12 +54,12 @@ class OpQuality:
         kernel_reason: why XLA computes it.
         calls: how often it runs in one call of the program: steps of loops and mapped examples
             count, branches that are not taken do not. The mean over the batches.
-        error: of its quantized result, against its float one on the same float operands.
-        steps: the same for each step of the loops that take its parameter in steps; else empty.
+        error: the error of its quantized result, against the float result of the same operands.
+        steps: the error at each step of the loops that take its parameter in steps; else empty.
         flops: floating-point operations in one call of the program, two per multiplication.
-        float_seconds: time of its float form alone, for all calls; None if not measured.
-        seconds: time of its quantized form alone, for all calls; None if not measured.
-        share: part of the quantized program's time that ``seconds`` is; None if not measured.
+        float_seconds: seconds of its float form alone, for all calls; None if not measured.
+        seconds: seconds of its quantized form alone, for all calls; None if not measured.
+        share: share of ``seconds`` in the quantized program's time; None if not measured.
         ranges: the static range of both operands; None where it has none.
     """
 
@@ -117,9 +117,9 @@ class ParameterQuality:
         dtype: its dtype.
         qtype: the name of its quantized type; None if it stays float.
         rule: index of the rule that decided, or None.
-        bytes_before: bytes as it is.
-        bytes_after: bytes of its quantized values and scales, packed for a kernel where it is.
-        error: of what its quantized values stand for; None if it stays float.
+        bytes_before: bytes of the float array.
+        bytes_after: bytes of its quantized values and scales, packed if it is packed for a kernel.
+        error: the error of its dequantized values; None if it stays float.
     """
 
     path: str
@@ -140,10 +140,10 @@ class OutputQuality:
         path: where in the result it is; "" if it is the result.
         shape: its shape, in the last batch.
         dtype: its dtype.
-        error: of the quantized program, end to end; None if it is not of floats.
-        cosine: cosine between both results, all elements as one vector; None if it is not of
-            floats, not finite or 0.
-        equal: fraction of its elements that are the same; None if it is of floats.
+        error: the error of the quantized program, end to end; None if it does not hold floats.
+        cosine: cosine between both results, all elements as one vector; None if it does not hold
+            floats, or is not finite or 0.
+        equal: fraction of its elements that are equal in both; None if it holds floats.
     """
 
     path: str
@@ -165,9 +165,9 @@ class Results:
         outputs: the arrays that the program returns: the error end to end.
         problems: where rules can't be followed.
         batches: how many batches were measured.
-        platform: where: "cpu", say.
-        float_seconds: time of one call of the float program; None if not measured.
-        seconds: time of one call of the quantized program; None if not measured.
+        platform: the platform that it was measured on, such as "cpu".
+        float_seconds: seconds of one call of the float program; None if not measured.
+        seconds: seconds of one call of the quantized program; None if not measured.
     """
 
     ops: tuple[OpQuality, ...]
@@ -222,7 +222,7 @@ class Results:
                 "time" and "bytes" (saved by the operation's parameter), the most first.
 
         Raises:
-            ValueError: another order.
+            ValueError: ``by`` is another order.
         """
         if by not in ORDERS:
             raise ValueError(f"ops can be sorted by {', '.join(ORDERS)}, not by {by!r}.")

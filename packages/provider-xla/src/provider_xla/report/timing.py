@@ -1,4 +1,4 @@
-"""Timing operations by themselves, float and quantized, and whole programs."""
+"""Time single operations, in float and quantized, and whole programs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ROUNDS = 15
 BUDGET = 0.3
-"""Rounds of each measurement at most, and the seconds after which no more are begun."""
+"""The most rounds of a measurement, and the seconds after which no other round begins."""
 LEAST = 3
 
 
@@ -46,20 +46,20 @@ class _Call:
         self.operands, self.floats, self.extras = map(
             _types, (operands, site.operands, site.extras)
         )
-        # Those of a step are values of the trace, and what they are makes no difference.
+        # The ranges of a step are tracers. Their values make no difference to the time: take ones.
         self.ranges = jax.tree.map(
             lambda bound: np.ones(bound.shape, bound.dtype), calibrations(statistics, site)
         )
         activations = [weight is None for weight in site.weights]
-        # Both are, where a program maps over its parameters.
+        # Without an activation, the program maps over its parameters.
         self.axes = tuple(0 if is_one else None for is_one in activations)
         if not any(activations):
             self.axes = (0, 0)
-        # Where nothing is left to map over, it is timed once and counted as often.
+        # If no operand can be mapped, one call is timed, and counted once for each example.
         is_mapped = any(axis == 0 and not isinstance(x, ArrayProxy)
                         for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
         self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
-        # Examples that are columns of a packed weight are multiplied with at once.
+        # Examples that are columns of a packed weight run in one call.
         self.rows = max(self.mapped // math.prod(map(_columns, self.operands)), 1)
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
@@ -127,11 +127,11 @@ def time_ops(
     contractions that are alike are timed once.
 
     Args:
-        plan: of the function.
+        plan: the plan of the function.
         packed: its parameters as ``plan.quantize`` returns them.
         batch: the other arguments.
-        statistics: of activations with a static range.
-        mapped: by operation id, over how many examples the program maps it at once.
+        statistics: statistics of the activations with a static range.
+        mapped: by operation id, how many examples the program maps it over at once.
     """
     found: dict[str, _Call] = {}
 
@@ -164,6 +164,7 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[floa
     for call in calls:
         call()
     taken: tuple[list[float], list[float]] = [], []
+    # In turn, so that a change of the machine's load or clock affects both.
     begin = time.perf_counter()
     while len(taken[0]) < ROUNDS:
         if len(taken[0]) >= LEAST and time.perf_counter() - begin > BUDGET:
@@ -206,7 +207,8 @@ def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) ->
 def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight:
     """Return a parameter as a kernel takes it, given what is packed.
 
-    Alone where it is one of a stack, and with all indices of what is mapped.
+    It is a single one even if the given one is an entry of a stack, and has all indices of mapped
+    columns.
     """
     weight, rank = jax.eval_shape(PrepackedWeight.gathered, given), len(given.k_sizes)
     order = (*weight.order, *(rank + part for part in weight.gone))
@@ -233,7 +235,7 @@ def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight
 def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:
     """Return random numbers of any dtype; positive ones for scales."""
     stored = isinstance(parent, ArrayProxy)
-    # A short row over and over: what they are makes no difference.
+    # Repeat a short row: the values make no difference to the time.
     if jnp.issubdtype(dtype, np.integer):
         low = 0 if jnp.issubdtype(dtype, np.unsignedinteger) else -1
         values = rng.integers(low, 2, 4099).astype(np.int8)

@@ -33,7 +33,7 @@ class PathKeys:
     def __init__(self, patterns: Iterable[str]):
         automata = [_automaton(pattern) for pattern in patterns]
         known = [automaton for automaton in automata if automaton is not None]
-        # Beyond automata (a back reference, say): every path alone.
+        # If a pattern has no automaton (it has a back reference, say), each path is its own key.
         self._automata = known if len(known) == len(automata) else None
         self._key = functools.lru_cache(maxsize=None)(self._find_key)
 

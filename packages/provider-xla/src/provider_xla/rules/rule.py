@@ -25,10 +25,10 @@ OP_NAMES = (
 """The operations that rules can name."""
 
 NAMED_ONLY = frozenset({"take"})
-"""Those that only a rule which names them is about: a lookup multiplies nothing."""
+"""Operations that a rule must name: a lookup multiplies nothing."""
 
 FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
-"""The functions that a rule with ``kernel="fused"`` is about, too, and rules can name."""
+"""Further names for rules: the functions that a rule with ``kernel="fused"`` is about."""
 
 ANY_PATH = ".*"
 """The regular expression of every module path."""
@@ -49,9 +49,9 @@ class QuantizationRule:
             those of ASCII.
         weight_path: regular expression that must match the whole pytree path of a parameter among
             the operands, below the argument that holds the parameters: ``r"\['layers'\]\[3\].*"``
-            for what a plan shows as ``args[0]['layers'][3]['up']``. A rule with it is about
-            contractions and lookups of such a parameter alone; what is computed from parameters is
-            none. None is for all operations.
+            for what a plan shows as ``args[0]['layers'][3]['up']``. The rule is then only about
+            contractions and lookups of such a parameter, or of a weight that is computed from it.
+            None is for all operations.
         op_names: names out of ``OP_NAMES`` and ``FUSED_NAMES``; None or empty for all contractions,
             and with a `kernel` for all of ``FUSED_NAMES``. A rule must name ``take``.
         weight_qtype: qtype of an operand that is a parameter; None leaves it float. A name or a
@@ -60,15 +60,15 @@ class QuantizationRule:
         tile_size: elements that share a scale along the contracted axes (subchannel), as if they
             were one, or, as a float, one over the number of tiles; None for one scale per channel.
             Convolutions of quantized activations have one scale per channel.
-        tile_fallback: what an operation gets whose contracted axes tiles of `tile_size` do not
-            divide: ``"divisor"`` the largest tile below it that does, ``"channel"`` one scale per
-            channel, ``"padded"`` a last tile that is shorter (XLA computes it); None makes it an
-            error. ``plan.notes`` lists where it was needed.
+        tile_fallback: what to do if `tile_size` does not divide an operation's contracted axes:
+            ``"divisor"`` takes the largest tile below it that does, ``"channel"`` one scale per
+            channel, ``"padded"`` a shorter last tile (XLA computes it); None raises an error.
+            ``plan.notes`` lists where it was needed.
         scale_dtype: dtype of a parameter's scales, ``"float16"`` or ``"bfloat16"``; None for that
             of the format. A parameter with scales out of the range of normal float16 gets float32,
-            which ``plan.notes`` tells.
-        weights_only: whether the rule is for operations with a weight alone. An operation of
-            activations (attention scores, the fixed coefficients of a solver) does not match.
+            and ``plan.notes`` says so.
+        weights_only: whether the rule matches only operations with a weight, and not those of
+            activations (attention scores, the fixed coefficients of a solver).
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of one per call (dynamic range). None is False.
         static_range: whether the steps of a loop have a static range each (``"step"``), or one
@@ -85,8 +85,8 @@ class QuantizationRule:
             magnitudes stay, and the others are zeros, before it is quantized; None keeps all.
         kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
             an installed package such as te-ffi-kernels, in one pass each; they stay float. None
-            leaves them to XLA. It has no say in contractions: a rule without qtypes, rank and
-            `op_names` isn't about these.
+            leaves them to XLA. It does not affect contractions: a rule with a `kernel` and without
+            qtypes, rank and `op_names` isn't about these.
         rank: rank of the float adapters that parameters get (LoRA, arXiv:2106.09685; with
             `weight_qtype` QLoRA, arXiv:2305.14314); None for no adapters. See docs/lora.md.
         alpha: the contraction of the adapters is scaled by ``alpha / rank``. None is `rank`.
@@ -174,7 +174,7 @@ class QuantizationRule:
             named = self.kernel is not None
         else:
             named = op_name not in NAMED_ONLY and (self.kernel is None or self.is_acting)
-        # ASCII, as the automata that decide which paths share a trace have it (see _paths).
+        # ASCII, like the automata that decide which paths share a trace (see PathKeys).
         return named and matches_path(self.module_path, module_path)
 
     def matches_weight(self, weight_paths: Iterable[str]) -> bool:

@@ -30,7 +30,7 @@ def parse_sparsity(text: str) -> Pattern:
     """Read a pattern such as ``"2:4"``.
 
     Raises:
-        ValueError: it is none.
+        ValueError: ``text`` is not N:M with 0 < N < M.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text, re.ASCII) if isinstance(text, str) else None
     if found is None or not 0 < int(found[1]) < int(found[2]):
@@ -41,7 +41,8 @@ def parse_sparsity(text: str) -> Pattern:
 def kept(score: jax.Array, pattern: Pattern, axis: int) -> jax.Array:
     """Return which elements stay: the n largest scores of each m.
 
-    Of equal ones the first (arXiv:2104.08378, section 3.1, with magnitudes as scores).
+    Of equal scores the first one stays (arXiv:2104.08378, section 3.1, where scores are
+    magnitudes).
 
     Args:
         score: float; m divides the axis.

@@ -1,1 +1,1 @@
-"""Running: providers, and a program with stored parameters."""
+"""Running: quantized operations, and programs with stored parameters."""

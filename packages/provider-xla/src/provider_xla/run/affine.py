@@ -60,16 +60,16 @@ class AroundStored(ArrayProxy):
 class AffineWeight(AroundStored):
     """A quantized parameter for ``(value + shift) * scale + minimum``.
 
-    It is what GGUF's formats with a minimum are (Q4_1, Q4_K, ...). A contraction with it is that
-    with ``inner``, in a kernel if there is one, and one of sums of the activation with a number for
-    each group. A pytree of its arrays.
+    GGUF's formats with a minimum (Q4_1, Q4_K, ...) are stored so. A contraction with it is the sum
+    of two: one with ``inner``, by a kernel if there is one, and one of the activation's sums over
+    each group with a number for that group. A pytree of its arrays.
 
     Attributes:
         inner: quantized values and scales without zero points: a QArray, PackedQArray or
             PrepackedWeight.
-        minimum: float, of the shape of the scales.
-        shift: what is added to each quantized value: a number without a sign less that is what is
-            stored (static).
+        minimum: float array of the shape of the scales.
+        shift: what is added to each quantized value: GGUF's numbers have no sign, and are stored
+            here less ``shift`` (static).
     """
 
     minimum: jax.Array
@@ -97,7 +97,7 @@ class AffineWeight(AroundStored):
         return _restored(self)
 
     def parts(self) -> dict[str, Part]:
-        """Return quantized values with their scales, and the least values."""
+        """Return quantized values with their scales, and the minima."""
         return {"inner": Part(self.inner), "minimum": Part(self.minimum)}
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
@@ -124,8 +124,8 @@ class AffineWeight(AroundStored):
 
         Args:
             contraction: one that ``takes_minimum`` allows.
-            side: which operand the parameter is.
-            x: the other one.
+            side: which operand the parameter is, 0 or 1.
+            x: the other operand, a float array.
         """
         assert isinstance(contraction, Matmul)
         w_axes, x_axes = (contraction.dims[0][i] for i in (side, 1 - side))
@@ -134,6 +134,7 @@ class AffineWeight(AroundStored):
         for axis, size in enumerate(self.shape):
             if axis not in w_axes and lacks.shape[axis] != size:
                 lacks = jnp.repeat(lacks, size // lacks.shape[axis], axis)
+        # Elements of a group have one minimum, so only the sum of their activations matters.
         sums = x.astype(jnp.float32)
         for axis, x_axis in zip(w_axes, x_axes, strict=True):
             shape = (*sums.shape[:x_axis], lacks.shape[axis], -1, *sums.shape[x_axis + 1 :])
@@ -164,13 +165,13 @@ def _scale_of(inner: Any, shape: Sequence[int]) -> jax.Array:
 
 
 def _values_of(inner: Any) -> qn.QArray:
-    """Return quantized values and scales that nothing has packed."""
+    """Return quantized values and scales as a QArray."""
     if isinstance(inner, qn.PackedQArray):
         return qn.unpack(inner)
     return inner if isinstance(inner, qn.QArray) else inner.unpacked()
 
 
-# Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
+# Jitted: a program that doesn't use the result has one equation of it, traced once per shape.
 @jax.jit
 def _restored(held: AffineWeight) -> jax.Array:
     inner = _values_of(held.inner)

@@ -1,4 +1,4 @@
-"""Running a quantized operation, for inference and for training."""
+"""Run a quantized operation, for inference and for training."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
 
     Args:
         site: the operation.
-        stored: each operand's stored form; anything but quantized values for one that
-            isn't.
+        stored: each operand's stored form, or any other object if it isn't stored.
     """
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
-        # What was looked up in a table is an activation: beside a packed weight, an array.
+        # A row that was looked up in a table is an activation. Packed weights take it as an array.
         if site.weights[side] is None and isinstance(stored[1 - side], PrepackedWeight):
             continue
         if isinstance(held, Stored):
             fitting = held.shape == operands[side].shape and fits(site.contraction, side, held)
             if hows[side] is not None and fitting and takes(site, side, held):
                 operands[side] = held
-            # What was quantized is not quantized once more, whatever the rule says.
+            # Stored values are never quantized a second time, whatever the rule says.
             hows[side] = None
     return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
@@ -67,10 +66,17 @@ def quantized_contraction(
 ) -> jax.Array:
     """Quantize operands that are still float, then run the contraction.
 
-    A contraction of a packed parameter runs in the kernel that it was packed for, if it is such a
-    contraction; of its quantized values otherwise.
+    A packed parameter is multiplied by the kernel that it was packed for, if that computes this
+    contraction, and unpacked otherwise. Derivatives, with respect to the operands that are float,
+    are the float operation's.
 
-    Derivatives, with respect to the operands that are float, are the float operation's.
+    Args:
+        contraction: what to compute.
+        hows: how to quantize each operand; None if it stays float or is stored.
+        lhs: the left operand.
+        rhs: the right operand.
+        extras: the contraction's other arrays.
+        calibrations: the static range of each operand; None for one that is measured here.
     """
 
     def unpacked(operands: Operands) -> list[Any]:
@@ -81,7 +87,7 @@ def quantized_contraction(
     def quantized(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
     ) -> jax.Array:
-        # With a rotation in the kernel, or else before it.
+        # First ask for a kernel that rotates the activation, then for one that gets it rotated.
         for given in (operands, transformed(contraction, operands)):
             for side, held in enumerate(given):
                 rotation, weight, x = None, held, given[1 - side]
@@ -115,8 +121,8 @@ def quantized_contraction(
     lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
     (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs))
     stored = any(isinstance(x, Stored) for x in (lhs, rhs))
-    # The backward pass dequantizes again: kept for it would be a float array for each step of a
-    # scan, that is, the float model.
+    # The backward pass dequantizes again. Otherwise JAX would save a float array for each step of
+    # a scan, which is the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
     found = qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
     return found if lacks is None else (found.astype(lacks.dtype) + lacks).astype(found.dtype)
@@ -133,7 +139,18 @@ def trained_contraction(
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     key: jax.Array | None,
 ) -> jax.Array:
-    """Run the contraction of quantized operands, with the gradients of quantized training."""
+    """Run a contraction of quantized operands, with the gradients of quantized training.
+
+    Args:
+        contraction: what to compute.
+        hows: how to quantize each operand; None if it stays float.
+        backward: how the gradient of each operand is quantized; None for float gradients.
+        lhs: the left operand, float.
+        rhs: the right operand, float.
+        extras: the contraction's other arrays.
+        calibrations: the static range of each operand; None for one that is measured here.
+        key: random key of stochastic rounding, or None.
+    """
     if not contraction.trains:
         return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)
     return contraction.train(

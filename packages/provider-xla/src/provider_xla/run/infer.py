@@ -52,7 +52,7 @@ def sites_of(
     lookup: Callable[..., Any] | None = None,
 ) -> Sites:
     """Return a provider's handlers; equivalent programs share traces."""
-    # Lookups are seen as primitives: by an engine that taps them with JIT on.
+    # Only an engine that follows values taps primitives with JIT on, and lookups are primitives.
     taps = (lookup or leave_lookup) if follows_values(engine) else None
     return Sites(rules, run, record, lookup=taps, keyed=not rules.is_static)
 
@@ -70,7 +70,12 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
 
 
 def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
-    """Return ``fn`` for arguments that may hold stored parameters."""
+    """Return ``fn`` for arguments that may hold stored parameters.
+
+    Args:
+        fn: the tapped function.
+        stored: whether its engine can pass stored parameters to operations.
+    """
 
     def one(leaf: Any) -> Any:
         if is_stored(leaf) and not stored:
@@ -108,5 +113,5 @@ def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:
     pattern = parse_sparsity(site.rule.sparsity)
     if w.shape[axis] % pattern.m:
         return w
-    # The zeros have no say in the gradient: straight-through, as rounding.
+    # The gradient ignores the zeros: straight-through, as for rounding.
     return w + jax.lax.stop_gradient(sparsified(w, Sparsity(pattern, axis)) - w)

@@ -20,12 +20,13 @@ def looked_up(params: dict[str, Any]) -> tuple[int, ...]:
 def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Array | None:
     """Return what ``lax.gather_p`` gives of the dequantized array.
 
-    Quantized values and scales are gathered alike, so that only what was looked up is dequantized.
+    Quantized values and scales are gathered in the same way, so that only the rows that were looked
+    up are dequantized.
 
     Args:
         q: the parameter.
         indices: integer array.
-        params: those of the primitive.
+        params: the parameters of the primitive.
 
     Returns:
         The slices; or None where scales can't be gathered with the quantized values.
@@ -41,12 +42,12 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
     for axis, (n, count, size) in enumerate(zip(q.shape, q.scale.shape, sizes, strict=True)):
         if count not in (1, n) and (axis in along or size != n):
             return None
-        # The one scale of an axis is never out of bounds, so it can't give the NaN for that.
+        # An index into a single scale is never out of bounds, so it can't give the NaN of one.
         if fills and axis in along and count < n:
             return None
 
     def one(x: jax.Array, fill: Any) -> jax.Array:
-        # An axis with one scale for all has that for each index.
+        # Along an axis with a single scale every index takes that one.
         places = jnp.asarray([x.shape[axis] == q.shape[axis] for axis in along], indices.dtype)
         own = indices * places.reshape((1,) * (indices.ndim - 1) + (-1,))
         slices = tuple(
@@ -67,7 +68,7 @@ def gather(q: qn.QArray, indices: jax.Array, params: dict[str, Any]) -> jax.Arra
     fill = params["fill_value"]
     if fill is not None and not np.isnan(fill):
         return None
-    # Quantized values of zero with a scale of NaN are what NaN is to a lookup out of bounds.
+    # Out of bounds, a value of zero with a scale of NaN gives the NaN that a float lookup gives.
     zero, whole = (x if x is None else one(x, 0) for x in (q.zero_point, q.global_scale))
     rows = qn.QArray(
         one(q.qvalue, 0),

@@ -30,7 +30,7 @@ class StaticRange(NamedTuple):
     Attributes:
         ndim: its number of axes.
         symmetric: whether the range has no lower bound.
-        steps: how many steps the loops have whose steps have a range each, the outermost first.
+        steps: lengths of the loops whose steps have a range each, the outermost first.
     """
 
     ndim: int
@@ -65,8 +65,12 @@ def _count(steps: Sequence[Step]) -> int:
 def measure(site: Site, side: int) -> qn.Calibration:
     """Return an activation's range, float32 of shape (1, ..., 1).
 
-    The mean over the batch axes of the rule of the largest over the others. Where the program
-    maps over examples, by ``vmap``, the mean over these.
+    Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
+    over the examples that the program maps by ``vmap``.
+
+    Args:
+        site: the operation.
+        side: which operand the activation is, 0 or 1.
     """
     how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
     assert how is not None
@@ -106,12 +110,12 @@ class Observation:
         self._seen: dict[str, Box] = {}
         for key, one in statistics.items():
             shape = one.state.total.upper.shape
-            # Of what is never seen, a branch that is not taken, bounds are not finite.
+            # A branch that is never taken leaves these bounds, which are not finite.
             nothing: Any = [np.full(shape, bound, np.float32) for bound in (np.inf, -np.inf)]
             nothing = qn.Calibration(None if one.symmetric else nothing[0], nothing[1])
             (box,) = jax.tree.leaves(one, is_leaf=lambda x: isinstance(x, Box))
             self._seen[key] = seen = box.beside(nothing)
-            # A compiled program has the same Box each time.
+            # A compiled program has the same Box in each call, so each call begins with these.
             seen.set(nothing)
 
     def observe(self, site: Site) -> None:
@@ -224,8 +228,8 @@ class _Place(NamedTuple):
 def read(statistics: Statistics) -> dict[str, qn.Calibration]:
     """Return the ranges that statistics stand for now.
 
-    Read where they are used instead, they would be state in a branch, of which JAX has no
-    derivative.
+    They are read before the program runs. Read where they are used, they might be state in a
+    branch, of which JAX has no derivative.
     """
     return {
         key: one if isinstance(one, qn.Calibration) else one.calibration()
@@ -239,7 +243,7 @@ def calibrations(
     """Return the static ranges of both operands, where they have one.
 
     Raises:
-        JaxtapError: a range is needed and there is none.
+        JaxtapError: an operand needs a range, and the statistics have none for it.
     """
 
     def one(side: int) -> qn.Calibration | None:

@@ -35,7 +35,7 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
 
     Args:
         leaf: a leaf of parameters.
-        kernels: whether what is packed for kernels stays so.
+        kernels: whether parameters that are packed for kernels stay packed.
     """
     if isinstance(leaf, Carrier):
         return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
@@ -84,7 +84,7 @@ def beside(site: Site, side: int) -> TransformedWeight | None:
 
 
 def stored_form(held: Any) -> Any:
-    """Return what holds the quantized values of a stored parameter."""
+    """Return the array proxy that holds a stored parameter's quantized values."""
     return held.inner if isinstance(held, TransformedWeight | AffineWeight) else held
 
 

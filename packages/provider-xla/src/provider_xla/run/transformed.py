@@ -1,6 +1,4 @@
-"""TransformedWeight: a stored parameter whose activations are transformed before each
-contraction.
-"""
+"""TransformedWeight: a stored parameter, with maps for its activations."""
 
 from __future__ import annotations
 
@@ -25,7 +23,10 @@ from .affine import AroundStored
 
 
 class Step(Protocol):
-    """An invertible map T of K channels: ``x @ w`` is ``(x @ T) @ (T**-1 @ w)``."""
+    """An invertible map T of K channels.
+
+    ``x @ w`` is ``(x @ T) @ (T**-1 @ w)``.
+    """
 
     def forward(self, x: jax.Array) -> jax.Array:
         """Return ``x @ T`` of float32 [..., K]."""
@@ -36,7 +37,7 @@ class Step(Protocol):
         ...
 
     def back(self, w: jax.Array) -> jax.Array:
-        """Return ``T @ w``: what ``weight`` was given."""
+        """Return ``T @ w``, the inverse of ``weight``."""
         ...
 
 
@@ -95,11 +96,11 @@ class Rotated(Step):
 def hadamard(x: jax.Array, block: int) -> jax.Array:
     """Multiply blocks of the last axis with an orthonormal Hadamard matrix.
 
-    Sylvester's: symmetric, its own inverse.
+    The matrix is Sylvester's: symmetric, and equal to its inverse.
 
     Args:
         x: float [..., K].
-        block: a power of two that divides K.
+        block: numbers of a block, a power of two that divides K.
     """
     mesh = explicit_mesh(x)
     if mesh is None:
@@ -110,7 +111,7 @@ def hadamard(x: jax.Array, block: int) -> jax.Array:
 
 def _hadamard(x: jax.Array, block: int) -> jax.Array:
     shape, step = x.shape, 1
-    # Sums and differences: on CPUs a third of the time of small matrices, which XLA runs slowly.
+    # Sums and differences take a third of the time of small matmuls, which XLA runs slowly on CPUs.
     while step < block:
         pairs = x.reshape(*shape[:-1], -1, 2, step)
         first, second = pairs[..., 0, :], pairs[..., 1, :]
@@ -122,11 +123,11 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class TransformedWeight(AroundStored):
-    """A stored parameter, transformed, with what its activations are transformed by.
+    """A transformed stored parameter, with the maps for its activations.
 
     ``plan.optimize`` makes it where a pass balances or rotates channels: the contraction of the
     transformed activation and ``inner`` is that of the activation and the parameter. Any other
-    use of it gets the parameter itself, within the error of quantizing. A pytree of its arrays.
+    operation gets the parameter itself, within the error of quantizing. A pytree of its arrays.
 
     Attributes:
         inner: the transformed parameter: a QArray, PackedQArray or PrepackedWeight.
@@ -140,7 +141,7 @@ class TransformedWeight(AroundStored):
 
     @property
     def lead(self) -> int:
-        """How many axes, the first, are steps of loops."""
+        """How many leading axes are steps of loops."""
         return np.ndim(jax.tree.leaves(self.steps)[0]) - 1
 
     @property
@@ -166,8 +167,8 @@ class TransformedWeight(AroundStored):
     ) -> Sequence[Any]:
         """Return what a primitive that only moves elements makes of it.
 
-        It follows moves of the axes of steps, transposes of the others, casts, and cuts along
-        axes that are not contracted.
+        It follows moves of the axes of steps, transposes of the other axes, casts, and cuts along
+        axes that are not contracted. Any other move restores the parameter.
         """
         lead, ndim = self.lead, self.ndim
         if primitive in ("slice", "split") and not lead:
@@ -187,7 +188,7 @@ class TransformedWeight(AroundStored):
     ) -> list[tuple[int, int]] | None:
         """Return contracted axes of parameter and activation, in K's order.
 
-        None where the contraction is one that the transformed parameter can't be an operand of.
+        None if the transformed parameter can't be an operand of this contraction.
         """
         if not isinstance(contraction, Matmul) or self.lead:
             return None
@@ -203,8 +204,8 @@ class TransformedWeight(AroundStored):
     def split(self) -> tuple[TransformedWeight, TransformedWeight | None]:
         """Return the maps before a last rotation, and that rotation alone.
 
-        A kernel may rotate the activation itself: the second is None where the parameter is not
-        packed for kernels, or the last map is no rotation.
+        A kernel may rotate the activation. The rotation is None if the parameter is not packed for
+        kernels, or if the last map is not a rotation.
         """
         if not isinstance(self.inner, PrepackedWeight) or not isinstance(self.steps[-1], Rotated):
             return self, None
@@ -212,18 +213,19 @@ class TransformedWeight(AroundStored):
         return first, dataclasses.replace(self, steps=self.steps[-1:])
 
     def rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
-        """Return the rotation that it has alone, as a kernel is told of it."""
+        """Return its single rotation in the form that kernels take."""
         pairs = self.pairs(contraction, side, x_shape)
         assert pairs is not None
         (step,) = self.steps
         return Rotation(step.signs, step.block, tuple(axis for axis, _ in pairs))
 
     def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
-        """Return the transformed activation of a contraction, for one that ``pairs`` allows."""
+        """Return the transformed activation of a contraction that ``pairs`` allows."""
         if not self.steps:
             return x
         pairs = self.pairs(contraction, side, x.shape)
         assert pairs is not None
+        # Move the contracted axes to the end, as K; then undo the move.
         axes = [axis for _, axis in pairs]
         others = [axis for axis in range(x.ndim) if axis not in axes]
         order = [*others, *axes]
@@ -236,7 +238,7 @@ class TransformedWeight(AroundStored):
         return y.reshape(sizes).transpose(inverse).astype(x.dtype)
 
 
-# Jitted: a program in which it ends up unused has one equation of it, traced once per shape.
+# Jitted: a program that doesn't use the result has one equation of it, traced once per shape.
 @jax.jit
 def _restored(held: TransformedWeight) -> jax.Array:
     held = held.unpacked()

@@ -57,7 +57,7 @@ def carrier(dtype: str, shape: Sequence[int]) -> tuple[np.dtype, tuple[int, ...]
 def encode(array: np.ndarray) -> np.ndarray:
     """Return the array that stands for another, contiguous."""
     dtype, shape = array.dtype.name, array.shape
-    array = np.ascontiguousarray(array).reshape(shape)  # which ascontiguousarray gives an axis
+    array = np.ascontiguousarray(array).reshape(shape)  # it gives a scalar an axis
     if dtype in SAFETENSORS:
         return array
     if dtype in _COMPLEX:
@@ -70,7 +70,7 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
     """Return the array that another one stands for.
 
     Raises:
-        ValueError: the two don't belong together.
+        ValueError: the array is not the carrier of that dtype and shape.
     """
     shape = tuple(shape)
     if (array.dtype, array.shape) != carrier(dtype, shape):
@@ -84,7 +84,7 @@ def decode(array: np.ndarray, dtype: str, shape: Sequence[int]) -> np.ndarray:
     bits = _BITS[dtype]
     qvalue = _unpack(array, bits, shape[-1] if shape else 1).reshape(shape)
     if dtype.startswith("int"):
-        # The bits above the sign bit are copies of it. np.subtract, since - warns of a scalar that
+        # Copy the sign bit into the bits above it. np.subtract, since `-` warns of a scalar that
         # wraps around.
         sign = np.uint8(1 << (bits - 1))
         return np.subtract(qvalue ^ sign, sign).view(np.int8).astype(jnp.dtype(dtype))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 Facts = Mapping[str, Any]
-"""What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "method", and of scales
+"""What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "method"; of its scales,
 "scales" (their shape), "scale_dtype" and "ragged_tiles"."""
 
 
@@ -28,8 +28,8 @@ def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanDa
     """Return what differs between the parameters of a file and a plan's.
 
     Args:
-        stored: what the leaves of the file are, with their names.
-        rules: those that they were quantized by; None where they are not known.
+        stored: what is known of the leaves of the file, with their names.
+        rules: the rules that they were quantized by; None if unknown.
         plan: the plan.
     """
     _, leaves = describe(plan.params)
@@ -46,7 +46,8 @@ def _adapters(
 ) -> set[str]:
     """Return a file's leaves that are a plan's adapters, by any name.
 
-    Frameworks keep them in other places. They are known by their shapes, all of them.
+    Each framework stores them under other names. So the leaves that the plan does not have are
+    taken for its adapters if they are floats, and their shapes are exactly those of the adapters.
     """
     extra = stored.keys() - planned.keys()
     forms = plan.lora.values()
@@ -59,7 +60,7 @@ def _adapters(
 def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDiff:
     """Return what differs between a file's parameters and a template.
 
-    A leaf of a template is the quantized one, or the array that it stands for.
+    A leaf of a template is the stored form, or the float array that it stands for.
     """
     wanted = {}
     for leaf in leaves:
@@ -144,7 +145,7 @@ def _changes(stored: Facts, planned: Facts) -> list[tuple[str, str, str]]:
     )
     if scaled and any(stored[what] != planned[what] for what in ("scales", "ragged_tiles")):
         found.append(("granularity", _granularity(stored), _granularity(planned)))
-    # Scales that float16 does not hold are float32, whatever the rule says.
+    # Scales beyond the range of float16 are float32, whatever the rule says.
     if scaled and stored["scale_dtype"] not in ("float32", planned["scale_dtype"]):
         found.append(("dtype of scales", stored["scale_dtype"], planned["scale_dtype"]))
     if "method" in stored and "method" in planned and stored["method"] != planned["method"]:

@@ -17,13 +17,13 @@ from .locks import locked, remove_stale
 def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success.
 
-    A file that is there is replaced in one step. A folder has to be moved away first, in
-    another step. Of several that write to one path without ``overwrite``, one does. What a process
-    left that was killed while it wrote is removed by the next one that writes to ``path``.
+    An existing file is replaced in one step; an existing folder is moved away first, in another
+    step. If several processes write to one path without ``overwrite``, one of them succeeds. If a
+    process is killed while it writes, the next one that writes to ``path`` removes what it left.
 
     Raises:
-        StoreError: ``path`` is there and is not to be overwritten, or has no folder to be in; or
-            the system can't write, for lack of space or of rights.
+        StoreError: ``path`` exists and is not to be overwritten; its folder doesn't exist; or the
+            system can't write, for lack of space or of rights.
     """
     if not path.parent.is_dir():
         raise StoreError(f"{path} can't be written: {path.parent} is not a folder. Make it first.")
@@ -43,7 +43,7 @@ def appearing(path: Path, overwrite: bool) -> Iterator[Path]:
                     _take(new, path)
                 _synchronize_one(path.parent)
         finally:
-            # Also what a library left beside, such as orbax's own temporary folder.
+            # Also what a library left there, such as orbax's temporary folder.
             for left in [p for p in path.parent.iterdir() if p.name.startswith(hidden)]:
                 remove(left)
     except OSError as error:
@@ -74,10 +74,10 @@ def _replace(new: Path, path: Path, old: Path) -> None:
 
 
 def _take(new: Path, path: Path) -> None:
-    """Give what is new a name that nothing has, in one step."""
+    """Move the new file to a name that must be free, in one step."""
     try:
         if new.is_dir():
-            os.rename(new, path)  # refused where a folder with files is
+            os.rename(new, path)  # fails if a folder with files is there
         else:
             try:
                 os.link(new, path)
@@ -92,13 +92,13 @@ def _take(new: Path, path: Path) -> None:
 
 
 def _check(path: Path, overwrite: bool) -> None:
-    # A link to nothing is there, too.
+    # lexists: a link to nothing counts as being there.
     if os.path.lexists(path) and not overwrite:
         raise StoreError(f"{path} is there already. Pass overwrite=True to replace it.")
 
 
 def _synchronize(path: Path) -> None:
-    """Flush to disk, so that the new name never holds less."""
+    """Flush to disk, so that the final name never holds a part."""
     if path.is_dir():
         for folder, _, files in os.walk(path):
             for name in files:

@@ -22,7 +22,7 @@ WIDER = {
     "float16": ("float32", "float64"),
     "float32": ("float64",),
 }
-"""Dtypes that have every number of another."""
+"""By dtype, those that hold every number of it."""
 
 _DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", *(f"{s}{n}" for s in "IU" for n in (8, 16, 32, 64))}
 
@@ -32,9 +32,9 @@ class Source:
     """Which tensors of a file make a parameter.
 
     Attributes:
-        names: of the tensors.
-        transform: makes the parameter of them: a function of NumPy arrays. None takes the only
-            one as it is.
+        names: names of the tensors.
+        transform: a function of as many NumPy arrays, which returns the parameter. None takes a
+            single tensor as it is.
 
     Raises:
         ValueError: no tensor, or several without a transform.
@@ -63,7 +63,7 @@ def source_of(names: Names, name: str) -> Source:
     """Return the source of a parameter.
 
     Raises:
-        StoreError: `names` gives something else.
+        StoreError: ``names`` gives something else than a name, a Source or None.
     """
     found = names(name) if callable(names) else (names or {}).get(name)
     found = name if found is None else found
@@ -105,8 +105,14 @@ class FloatFiles:
     def parameter(self, name: str, source: Source, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return a parameter, in C order.
 
+        Args:
+            name: its name, for errors.
+            source: the tensors that make it.
+            shape: the shape that it must have.
+            dtype: the dtype that it gets, which must hold every number of the tensors'.
+
         Raises:
-            StoreError: a tensor is missing, or they make something else; names the parameter.
+            StoreError: a tensor is missing, or the result has another shape or dtype.
         """
         arrays = [self._tensor(name, tensor) for tensor in source.names]
         about = f"{name}, of {', '.join(source.names)}"

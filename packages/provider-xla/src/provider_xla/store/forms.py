@@ -35,9 +35,9 @@ class Form:
     Attributes:
         kind: "array", "numpy", "key", "qarray", "packed", "transformed", "affine", "carrier",
             "calibration", "statistics", "value" or "static".
-        about: what else there is to know, as JSON: shape and dtype where it has them.
+        about: what else rebuilds the leaf, as JSON; shape and dtype if it has them.
         parts: by name, the dtype and shape of each array that it consists of.
-        arrays: makes these arrays; None of an abstract leaf.
+        arrays: returns these arrays by name; None if the leaf is abstract.
     """
 
     kind: str
@@ -55,13 +55,14 @@ def take_apart(
     """Return the form of a leaf, which may be abstract.
 
     Args:
-        name: of the leaf, for errors.
+        name: name of the leaf, for errors.
         leaf: any leaf.
-        granularity: that of a packed weight, as its plan has it; None leaves what it unpacks to.
-        derived: the same of derived weights, by the key of their expression.
+        granularity: of a weight that is packed for kernels, that of its plan, since packing repeats
+            scales. None keeps the scales that it unpacks to.
+        derived: the granularity of each derived weight, by the key of its expression.
 
     Raises:
-        StoreError: a leaf that can't be stored.
+        StoreError: the leaf can't be stored.
     """
     if isinstance(leaf, Carrier):
         return _carrier(name, leaf, granularity, derived or {})
@@ -83,7 +84,7 @@ def take_apart(
         parts = {**state.total._asdict(), "count": state.count}
         return _of(name, "statistics", about, parts)
     if type(leaf) in (bool, int, float, str):
-        # repr of a float is exact, and has the numbers that JSON has not.
+        # repr of a float is exact, and writes infinity and NaN, which JSON lacks.
         text = leaf if isinstance(leaf, str) else repr(leaf)
         return Form("value", {"type": type(leaf).__name__, "value": text})
     if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
@@ -100,7 +101,7 @@ def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[
     """Return the leaf that ``take_apart`` took apart.
 
     Raises:
-        StoreError: the parts don't belong together.
+        StoreError: the parts don't make such a leaf.
     """
     try:
         return _put_together(kind, about, parts)
@@ -118,7 +119,6 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
         return qn.qarray(*values, about["qtype"], about["dtype"], **rest, tile_axes=tiles)
     if kind == "packed":
         last, bits = about["shape"][-1], qn.get_qtype(about["qtype"]).bits
-        # Checks scales and the like as those of any QArray.
         shape = (*about["shape"][:-1], bits, -(-last // 8))
         if parts["planes"].shape != shape:
             raise ValueError(f"planes of shape {parts['planes'].shape} are not {shape}")
@@ -132,6 +132,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             dtype=dtype,
             ragged_tiles=_ragged(about),
         )
+        # Unpacked as a type, it passes the checks of any QArray: nothing is computed.
         types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
         jax.eval_shape(lambda p: _checked(qn.unpack(p)), types)
         return result
@@ -176,7 +177,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
 
 
 def part_of(leaf: Any, part: str) -> Any:
-    """Return a whole leaf's part of that name; None without it."""
+    """Return a leaf's part of that name; None without it."""
     if isinstance(leaf, Carrier):
         number, _, part = part.partition(".")
         held = [leaf.own, *leaf.derived.values()][int(number)]
@@ -191,7 +192,7 @@ def part_of(leaf: Any, part: str) -> Any:
 
 
 def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the parts of one thing a carrier holds, by name."""
+    """Return the parts of one of the values that a carrier holds, by name."""
     found = {}
     for name, value in parts.items():
         first, _, rest = name.partition(".")
@@ -206,7 +207,7 @@ def _carrier(
     granularity: Granularity | None,
     derived: Mapping[str, Granularity],
 ) -> Form:
-    """Take a parameter apart that has derived weights beside it."""
+    """Return the form of a parameter with derived weights beside it."""
     if not isinstance(leaf.is_parameter, Under):
         raise StoreError(f"{name} was not made by a plan. Save what plan.quantize returned.")
     held = [None if leaf.own is None else take_apart(name, leaf.own, granularity)]
@@ -239,7 +240,7 @@ def _carrier(
 
 
 def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:
-    """Split a transformed weight: values, scales, and its maps' arrays."""
+    """Return the form of a transformed weight: values, scales, and its maps' arrays."""
     inner = take_apart(name, leaf.inner, granularity)
     steps, arrays = [], {}
     for i, step in enumerate(leaf.steps):
@@ -259,7 +260,7 @@ def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | 
 
 
 def _affine(name: str, leaf: AffineWeight, granularity: Granularity | None) -> Form:
-    """Take a weight apart that has a least value for each scale."""
+    """Return the form of a weight with a minimum for each scale."""
     if granularity is None and isinstance(leaf.inner, PrepackedWeight):
         shape, least = leaf.shape, leaf.minimum.shape
         tiles = {
@@ -291,7 +292,7 @@ def _checked(q: qn.QArray) -> qn.QArray:
 
 
 def _about(leaf: qn.QArray | qn.PackedQArray) -> dict[str, Any]:
-    """Return what a quantized array says of its arrays, as JSON values."""
+    """Return the fields of a quantized array that are not arrays, as JSON."""
     about: dict[str, Any] = {
         "shape": list(leaf.shape),
         "dtype": jnp.dtype(leaf.dtype).name,
@@ -336,7 +337,7 @@ def _check(name: str, array: Any) -> None:
 
 
 def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
-    """Split a weight packed for kernels into values and scales."""
+    """Return the form of a weight packed for kernels: values and scales."""
 
     scales = None if granularity is None else granularity.scale_shape(weight.shape)
     try:

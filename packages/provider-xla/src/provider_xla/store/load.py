@@ -37,34 +37,39 @@ def load(
 ) -> Any:
     """Load parameters of ``save`` or ``quantize_file``, executing nothing.
 
-    All is checked before it is used: checksums of every tensor and of the header, or of every
-    file of a checkpoint. At its peak this needs, beside what is loaded, one tensor on the host.
+    Everything is checked before it is used: the checksums of every tensor and of the header, or of
+    every file of a checkpoint. At its peak this needs, beside what is loaded, one tensor on the
+    host.
 
     Args:
-        path: of the file, or the folder of a checkpoint or of shards. Several processes load one
-            folder of shards with equal arguments, each what its devices need.
-        plan: what the parameters must have been quantized by, or by one that gives the same; and
-            the structure that they get. Of provider-xla, or any
+        path: path of the file, or of the folder of a checkpoint or of shards. If several processes
+            load one folder of shards, with equal arguments, each reads what its devices need.
+        plan: the plan that quantized the parameters, or one that gives the same formats. It also
+            says the structure of the result. A plan of provider-xla, or any
             ``interception_core.StorablePlan``.
-        template: a tree of the structure that they get, of arrays or their types; what can't be
-            saved, such as functions, is taken from it. Default: the plan's. Without both, dicts,
-            lists and tuples come back as such, and other nodes as dicts of their fields.
-        sharding: where they go: a ``jax.sharding.Sharding`` for all; a function that returns one,
-            or None, for a name such as ``"layers.0.up"``; or a tree of them, in the structure of
-            the parameters or the beginning of it. Scales are cut like the quantized values, where
-            they can be. Default: JAX's default device.
+        template: a tree with the structure of the result, of arrays or their types. Leaves that
+            can't be saved, such as functions, are taken from it. Default: the plan's parameters.
+            Without plan and template, dicts, lists and tuples come back as such, and other nodes
+            as dicts of their fields.
+        sharding: where the arrays go: a ``jax.sharding.Sharding`` for all; a function that takes a
+            name such as ``"layers.0.up"`` and returns one, or None; or a tree of shardings, with
+            the structure of the parameters or a prefix of it. Scales are cut like the quantized
+            values if they can be. Default: JAX's default device.
         prepack: whether parameters are packed for kernels as the plan says; see ``Plan.prepack``.
+
+    Returns:
+        The parameters: a tree of arrays, and of quantized ones as ``plan.quantize`` returns them.
 
     Raises:
         StoreMismatchError: the file holds something else than the plan or the template says; the
             message has a diff.
-        StoreError: it was cut short or altered, was written by something else or a later version,
-            or can't be sharded so.
+        StoreError: the file was cut short or altered, was written by something else or by a later
+            version, or its arrays can't be sharded so.
         MissingExtraError: the library is not installed: ``provider-xla[safetensors]`` or
             ``[orbax]``.
 
     Warns:
-        QuantizationWarning: the rules of the plan are others than in the file, though they give
+        QuantizationWarning: the rules of the plan differ from those in the file, though they give
             the same parameters.
     """
     check_storable(plan, "load")
@@ -95,7 +100,7 @@ def load(
 def load_extra(path: str | os.PathLike[str], *, template: Any = None, sharding: Any = None) -> Any:
     """Load the tree that was saved beside the parameters, as ``save(..., extra=...)``.
 
-    Arguments and errors: see ``load``. None where there is none.
+    Return None if there is none. Arguments and errors: see ``load``.
     """
     path = Path(path)
     with _open(path) as reader:
@@ -154,7 +159,7 @@ def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
 
 def _check_plan(path: Path, manifest: Manifest, plan: PlanData | StorablePlan) -> None:
     diff = manifest.diff(plan)
-    # Whether parameters fit rules that differ, only our own leaves can tell.
+    # Only for leaves of our plans is it known whether they fit although the rules differ.
     if diff.of_leaves or (diff and not is_ours(plan)):
         raise StoreMismatchError(
             f"{path} was saved with another plan than the one to load it with.\n{diff}\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 try:
     import fcntl
-except ImportError:  # Windows, where nothing that was left is removed
+except ImportError:  # Windows, where leftovers are not removed
     fcntl = None
 
 
@@ -31,7 +31,7 @@ def remove_stale(path: Path) -> None:
     pattern = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{32}}\.lock")
     for lock in [p for p in path.parent.iterdir() if pattern.fullmatch(p.name)]:
         with contextlib.suppress(OSError), lock.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where it is held
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if the writer is alive
             _remove(path, lock)
 
 

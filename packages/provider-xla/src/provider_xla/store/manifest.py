@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
 VERSION = 1
-"""Of the format. A file of a later one is refused."""
+"""The version of the format. Files of a later version are refused."""
 
 _WRONG = (JaxtapError, ArithmeticError, AttributeError, LookupError, RecursionError, re.error,
           TypeError, ValueError)  # fmt: skip
-"""What the fields of a rule raise that were never a rule's."""
+"""What a rule raises for fields that no rule ever had."""
 
 _PACKAGES = ("interception-core", "hijax-trace", "quant-numerics", "provider-xla")
 
@@ -46,7 +46,7 @@ class StoredLeaf:
     Attributes:
         name: its dotted path.
         kind: see ``Form``.
-        about: what there is to know of it; its shape, dtype and qtype where it has them.
+        about: what rebuilds it, as JSON; its shape, dtype and qtype if it has them.
         tensors: by part, the name of the tensor.
     """
 
@@ -70,12 +70,12 @@ class Manifest:
 
     Attributes:
         params: the tree of parameters.
-        extra: the tree that was saved beside; None if there is none.
+        extra: the tree that was saved beside the parameters; None if there is none.
         tensors: by name, the dtype and shape of each tensor, as it was before it was stored.
-        plan: what the parameters were quantized by, as JSON: ``rules``, of which only fields that
-            are not the default are kept, and ``weights``; of another provider what
-            ``StorablePlan.manifest`` returned; None where no plan was given.
-        versions: of the packages that wrote it, and of JAX.
+        plan: the plan that quantized the parameters, as JSON: ``rules``, each with the fields that
+            are not at their defaults, and ``weights``. Of another provider, what
+            ``StorablePlan.manifest`` returned. None if no plan was given.
+        versions: the versions of the packages that wrote it, and of JAX.
     """
 
     params: Tree
@@ -88,7 +88,8 @@ class Manifest:
         """Return the rules the parameters were quantized by.
 
         Raises:
-            StoreError: no plan was saved, or its rules are of a version with other fields.
+            StoreError: no plan was saved, it is another provider's, or its rules have fields that
+                this version doesn't know.
         """
         if self.plan is None:
             raise StoreError("There are no rules: the parameters were saved without their plan.")
@@ -125,7 +126,7 @@ class Manifest:
         """Return what differs between the parameters here and those of a plan.
 
         Args:
-            plan: of provider-xla, or an ``interception_core.StorablePlan``.
+            plan: a plan of provider-xla, or an ``interception_core.StorablePlan``.
         """
         if is_ours(plan):
             rules = None if self.plan is None else self.plan.get("rules", ())
@@ -138,7 +139,7 @@ class Manifest:
         return dataclasses.replace(found, rules=changes)
 
     def facts(self) -> list[dict[str, Any]]:
-        """Return what the leaves of the parameters are, with their names."""
+        """Return what is known of each leaf of the parameters; see ``compare``."""
         ours = self.plan is not None and "provider" not in self.plan
         weights = self.plan["weights"] if ours else {}  # type: ignore[index]
         found = []
@@ -173,7 +174,7 @@ class Manifest:
         """Return what ``as_json`` returned.
 
         Raises:
-            StoreError: a later version of the format, or no manifest.
+            StoreError: the format is of a later version, or ``found`` is not a manifest.
         """
         try:
             written = check(found, FormatOnly)
@@ -198,7 +199,7 @@ class Manifest:
             raise StoreError(f"its manifest can't be read ({error!r})") from error
 
     def _check(self) -> None:
-        """Raise ValueError unless trees, leaves and tensors belong together."""
+        """Raise ValueError unless trees, leaves and tensors fit each other."""
         for dtype, shape in self.tensors.values():
             if not is_storable(dtype) or not all(type(n) is int and n >= 0 for n in shape):
                 raise ValueError(f"{dtype}{list(shape)} is not the type of an array")
@@ -238,8 +239,8 @@ def build(
 
     Args:
         params: the structure of the parameters, and their leaves by name.
-        extra: the same of the tree beside.
-        plan: what they were quantized by.
+        extra: the same of the tree beside them; None without one.
+        plan: the plan that quantized them; None if unknown.
     """
     taken = {"__metadata__"}
     tensors: dict[str, tuple[Form, str]] = {}

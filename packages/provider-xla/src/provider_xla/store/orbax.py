@@ -1,8 +1,8 @@
 """orbax checkpoints with a manifest and checksums in another file.
 
-A checkpoint is a folder: orbax's item ``tensors``, one array per tensor under the name that a
-safetensors file would have it, and ``jaxtap.json``. Quantized values of dtypes that tensorstore has
-not are stored as int8 or uint8; it compresses what it writes.
+A checkpoint is a folder with ``jaxtap.json`` and orbax's item ``tensors``: an array per tensor,
+with the names that a safetensors file would have. Quantized values of dtypes that tensorstore lacks
+are stored as int8 or uint8, which tensorstore compresses.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ _WIDER = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
 
 
 def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-    """Write a checkpoint to a folder that is not there.
+    """Write a checkpoint to a folder that doesn't exist.
 
     Args:
-        path: of the folder.
+        path: path of the folder.
         manifest: what it holds.
-        tensors: the arrays by name. Each keeps its sharding in what orbax notes of it.
+        tensors: the arrays by name. Orbax stores the sharding of each.
     """
     ocp = require("orbax.checkpoint", "orbax")
-    # Orbax has no arrays of size 0: these are in the manifest alone.
+    # Orbax can't store arrays of size 0: the manifest, which has their shapes, is enough.
     arrays = {name: _widened(array) for name, array in tensors.items() if array.size}
     if arrays:
         with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
@@ -51,7 +51,7 @@ def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
 
 
 class _Beside(Object):
-    """What the file beside orbax's has: checksums by file, and the manifest."""
+    """The content of ``jaxtap.json``: checksums by file, and the manifest."""
 
     sha256: str = field(name=FIELD)
     files: dict[str, str]
@@ -59,7 +59,7 @@ class _Beside(Object):
 
 
 class Reader:
-    """Reads a checkpoint whose files all have their checksums. A context manager.
+    """Read a checkpoint after checking all of its files. A context manager.
 
     Raises:
         StoreError: a file is missing, cut short or altered, or ``save`` did not write it.
@@ -133,7 +133,7 @@ class Reader:
 
 
 class _Tensors:
-    """Tensors that get their dtype and device when popped."""
+    """Tensors that get their dtype and device when they are popped."""
 
     def __init__(
         self, tensors: dict[str, Any], manifest: Manifest, placements: Mapping[str, Placement]

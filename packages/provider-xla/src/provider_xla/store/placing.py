@@ -28,8 +28,8 @@ class Placement:
     """Where a tensor goes.
 
     Attributes:
-        name: of the tensor, for errors.
-        sharding: on devices; None for JAX's default device.
+        name: name of the tensor, for errors.
+        sharding: its sharding on devices; None for JAX's default device.
         on_host: whether it stays a NumPy array.
     """
 
@@ -38,7 +38,7 @@ class Placement:
     on_host: bool = False
 
     def put(self, array: np.ndarray) -> Any:
-        """Put an array there: each device gets its part of it alone."""
+        """Put an array there: each device gets only its part."""
         return self.fill(array.shape, lambda part: array[part])
 
     def fill(self, shape: Sequence[int], part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
@@ -46,7 +46,7 @@ class Placement:
 
         Args:
             shape: of the array.
-            part: called with the index of a part; returns it.
+            part: takes the index of a part, and returns that part.
         """
         if self.sharding is None:
             array = part((slice(None),) * len(shape))
@@ -57,7 +57,7 @@ class Placement:
         )
 
     def check(self, shape: Sequence[int]) -> None:
-        """Raise StoreError where an array can't be cut so."""
+        """Raise StoreError if the sharding can't cut an array of this shape."""
         if self.sharding is None:
             return
         try:
@@ -76,7 +76,7 @@ def find_placements(
     """Return where each tensor of these leaves goes.
 
     Raises:
-        StoreError: 64 bits where JAX has 32.
+        StoreError: a tensor has 64 bits and JAX has only 32, or can't be cut so.
     """
     placements = {}
     for leaf in leaves:
@@ -102,10 +102,10 @@ def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
 
     Args:
         given: the argument.
-        names: of all leaves.
+        names: names of all leaves.
 
     Raises:
-        StoreError: the argument is none of what is allowed.
+        StoreError: the argument is of another kind, or has a leaf that the file lacks.
     """
     if given is None:
         return lambda leaf, part, shape: None
@@ -157,14 +157,14 @@ def _of_tree(
 def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int]) -> Sharding:
     """Return a part's sharding from that of the represented array.
 
-    Quantized values are cut as the array is. Scales and zero points are where they have an index or
-    a tile for each cut, and are on every device otherwise.
+    Quantized values are cut as the array is. So are scales and zero points along axes whose size
+    the cuts divide; along other axes every device has all of them.
     """
     if leaf.kind == CARRIER:
         number, _, part = part.partition(".")
         about = leaf.about["held"][int(number)]["about"]
         if list(about["shape"]) != list(leaf.about["shape"]):
-            # A derived weight of another shape: what its axes are, the parameter's don't tell.
+            # A derived weight has other axes than its parameter, whose sharding says nothing then.
             everywhere = isinstance(sharding, NamedSharding)
             return NamedSharding(sharding.mesh, PartitionSpec()) if everywhere else sharding
     if part in ("", "qvalue"):
@@ -190,6 +190,6 @@ def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int
         return math.prod(mesh.shape[name] for name in along)
 
     kept = [along if n % cuts(along) == 0 else None for n, along in zip(shape, names, strict=True)]
-    while kept and kept[-1] is None:  # for shardings, a spec that ends in None is another one
+    while kept and kept[-1] is None:  # shardings whose specs end in None compare as different
         kept.pop()
     return NamedSharding(mesh, PartitionSpec(*kept))

@@ -12,8 +12,8 @@ class PlanDiff:
 
     Attributes:
         changed: by the name of a leaf, each difference as (what, stored, planned).
-        missing: names of leaves that the plan has and the file has not, with what they are.
-        extra: names of leaves that the file has and the plan has not, with what they are.
+        missing: what each leaf is that the plan has and the file lacks, by name.
+        extra: what each leaf is that the file has and the plan lacks, by name.
         rules: each difference of the rules, or of another provider's manifest, as a line. If only
             rules differ, the parameters fit.
     """

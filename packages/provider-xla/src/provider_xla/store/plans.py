@@ -23,14 +23,14 @@ def is_ours(plan: Any) -> TypeGuard[PlanData]:
 
 
 def check_storable(plan: Any, call: str) -> None:
-    """Check that a plan can be stored in, or compared with, a file.
+    """Check that a file can hold a plan.
 
     Args:
         plan: what was given; None is allowed.
         call: what it was given to, ``"save"`` or ``"load"``.
 
     Raises:
-        StoreError: it is not a plan, or one of another provider without ``manifest`` and
+        StoreError: ``plan`` is not a plan, or is another provider's without ``manifest`` and
             ``stored_types``.
     """
     if plan is None or is_ours(plan) or isinstance(plan, StorablePlan):
@@ -55,7 +55,7 @@ def manifest_of(plan: StorablePlan) -> dict[str, Any]:
     """Return another provider's plan as a file stores it.
 
     Raises:
-        StoreError: it is not JSON, or lacks the provider's name or config.
+        StoreError: the manifest is not JSON, or lacks the provider's name or config.
     """
     found = plan.manifest()
     try:

@@ -41,22 +41,22 @@ def quantize_file(
     """Quantize parameters from float safetensors files, without ever holding them all.
 
     Make the plan with abstract parameters (``jax.eval_shape`` of an ``init`` function, say). Each
-    parameter is read, quantized and let go before the next one. At its peak this needs, beside
-    what is returned, a few copies of one parameter in float: those that are read, put together,
-    moved to the device, and quantized. With a ``target`` that is a file nothing is kept: what is
-    quantized is written at once.
+    parameter is read, quantized and freed before the next one. At its peak this needs, beside the
+    result, a few copies of one float parameter: as read, put together, moved to the device, and
+    quantized. If ``target`` is a file, each parameter is written at once, and none is kept.
 
     Args:
         plan: how to quantize.
         source: a safetensors file; the index of several (``model.safetensors.index.json``); a
             folder with one of these; or a sequence of files.
-        target: where to save what is quantized, as ``save`` does; None to return it.
-        names: which tensors make each parameter: a mapping from the parameter's name, its path
-            joined by dots, such as ``"layers.0.up"``, or a function of it. It gives the name of a
-            tensor, or a ``Source`` of several or with a transform; None, or a name that a mapping
-            has not, stands for a tensor of the parameter's own name. Other tensors are left.
+        target: where to save the quantized parameters, as ``save`` does; None to return them.
+        names: which tensors make each parameter: a mapping from the parameter's name, which is its
+            path joined by dots, such as ``"layers.0.up"``, or a function of that name. It gives
+            the name of a tensor, or a ``Source`` of several tensors or with a transform. For None,
+            or a name that the mapping lacks, the tensor has the parameter's name. Other tensors
+            are ignored.
         sharding: where parameters go; see ``load``.
-        prepack: whether what is returned is packed for kernels; see ``Plan.quantize``.
+        prepack: whether returned parameters are packed for kernels; see ``Plan.quantize``.
         overwrite: whether to replace ``target``.
 
     Returns:
@@ -65,7 +65,8 @@ def quantize_file(
     Raises:
         StoreError: a tensor is missing, or has another shape or dtype than the plan's parameter;
             or a file is damaged. Nothing is written then.
-        QuantizationError: values that are not finite.
+        QuantizationError: a parameter has values that are not finite, or scales that the plan's
+            dtype of scales does not hold.
         MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
     """
     check_ours(plan, "quantize_file")
@@ -86,7 +87,7 @@ class _Parameters:
     """The parameters of a plan, from files.
 
     Raises:
-        StoreError: `names` or `sharding` says something about parameters that aren't there.
+        StoreError: ``names`` or ``sharding`` has a parameter that the plan lacks.
     """
 
     def __init__(self, plan: PlanData, files: FloatFiles, names: Names, sharding: Any):

@@ -29,10 +29,10 @@ _MANIFEST, _TENSORS = "jaxtap.manifest", "jaxtap.tensors"
 class Writer:
     """Write tensors in any order into a file of known layout.
 
-    A context manager; ``finish`` writes the header, without which the file is none.
+    A context manager. ``finish`` writes the header; until then the file can't be read.
 
     Args:
-        path: of the file, a new one.
+        path: path of the file, which must not exist.
         manifest: what it holds.
     """
 
@@ -42,7 +42,7 @@ class Writer:
         self._offsets: dict[str, int] = {}
         types = {name: carrier(*found) for name, found in manifest.tensors.items()}
         end = 0
-        # As the format's own writer does: the largest elements first, so that all are aligned.
+        # The largest elements first, as the format's usual writer does, so that all are aligned.
         for name in sorted(types, key=lambda name: -types[name][0].itemsize):
             self._offsets[name] = end
             end += nbytes(*types[name])
@@ -78,7 +78,7 @@ class Writer:
         self._file.flush()
 
     def _header(self) -> bytes:
-        """Return the header, of the same length each time."""
+        """Return the header, whose length does not depend on checksums."""
         digests = {name: self._digests.get(name, BLANK) for name in self._types}
         metadata = {
             FIELD: BLANK,
@@ -104,9 +104,9 @@ class Writer:
 
 
 class Reader:
-    """Reads tensors, each of which is compared with its checksum.
+    """Read tensors, and compare each with its checksum.
 
-    A context manager. The file is opened by safetensors, which checks the header again.
+    A context manager. The safetensors library opens the file, and checks the header again.
 
     Raises:
         StoreError: the file is cut short, altered, or was not written by ``save``.
@@ -150,7 +150,7 @@ class Reader:
         """Read a tensor.
 
         Raises:
-            StoreError: its bytes are others than those that were written.
+            StoreError: its bytes are not those that were written.
         """
         safetensors = require("safetensors", "safetensors")
         try:

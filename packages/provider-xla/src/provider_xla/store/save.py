@@ -40,19 +40,20 @@ def save(
 ) -> None:
     """Save parameters that a plan quantized, bit for bit.
 
-    Everything is written under another name first, so that ``path`` is there whole or not at all.
-    Tensors are written one after the other; orbax gets all at once, with a copy of those that have
+    Everything is written under another name first, so that ``path`` is whole or doesn't exist.
+    Tensors are written one after the other. Orbax gets all at once, with a copy of those that have
     to be converted.
 
     Args:
-        path: of the file, or for orbax of the folder.
+        path: path of the file, or of the folder for orbax and shards.
         params: any tree: arrays of numbers and random keys, ``QArray``, ``PackedQArray``,
             ``Calibration``, ``Statistics``, and Python's bool, int, float and str.
             ``PrepackedWeight`` is saved as quantized values and scales, ``TransformedWeight`` with
-            what its activations are transformed by. Other leaves, such as functions, are
-            noted by name alone: give ``load`` a template with them.
-        plan: what quantized them, of provider-xla or any ``interception_core.StorablePlan``. It is
-            stored in the file, and ``params`` must be what it says.
+            the maps for its activations. Of other leaves, such as functions, only the name is
+            saved: give ``load`` a template that has them.
+        plan: the plan that quantized them, of provider-xla or any
+            ``interception_core.StorablePlan``. It is stored in the file, and ``params`` must have
+            the formats that it says.
         extra: another tree, for example the ranges that ``plan.calibrate`` returned; see
             ``load_extra``.
         format: "safetensors", "orbax" or "shards"; None for "safetensors" where ``path`` ends in
@@ -64,10 +65,9 @@ def save(
             moved away before.
 
     Raises:
-        StoreMismatchError: ``params`` is something else than the plan says; the message has a
-            diff.
-        StoreError: a leaf or a plan that can't be saved, or ``path`` is there. What fails
-            in one of several processes is raised in all.
+        StoreMismatchError: ``params`` differs from what the plan says; the message has a diff.
+        StoreError: a leaf or the plan can't be saved, or ``path`` exists. If it fails in one of
+            several processes, it is raised in all.
         MissingExtraError: orbax-checkpoint is not installed: ``provider-xla[orbax]``.
     """
     check_storable(plan, "save")
@@ -119,7 +119,7 @@ def _is_folder(path: Path, format: str | None) -> bool:
 
 
 def _spread(tree: Any) -> list[str]:
-    """Return the leaves of which other processes have a part."""
+    """Return the paths of the leaves that other processes have parts of."""
     found = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [
         jax.tree_util.keystr(path)
@@ -137,7 +137,7 @@ def _write_shards(
     """Write the shards of this process, and in process 0 the index."""
     process, count = jax.process_index(), jax.process_count()
     with appearing_in_all(path, overwrite) as folder:
-        # Outside of a step: what is computed here, all processes compute together.
+        # Not in a step: unpacking may be a computation that all processes must take part in.
         arrays: dict[str, Any] = {}
         values: dict[int, Mapping[str, Any]] = {}
         for name, (form, part) in tensors.items():
@@ -167,9 +167,9 @@ def format_of(path: Path, format: str | None) -> str:
 
 
 def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
-    """Return each weight's granularity, by its leaf's name.
+    """Return the granularities of weights by name, and of derived weights.
 
-    Those of derived weights by the key of their expression.
+    The latter are by the key of their expression.
     """
     _, leaves = describe(plan.params)
     found = {at.name: plan.weights.get(plan.prefix + at.path) for at in leaves}
@@ -179,7 +179,7 @@ def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str
 
 
 def check_plan(manifest: Manifest, plan: PlanData | StorablePlan, what: str) -> None:
-    """Raise StoreMismatchError unless what a manifest has is what a plan says."""
+    """Raise StoreMismatchError unless a manifest's parameters are those of a plan."""
     diff = manifest.diff(plan)
     if diff.of_leaves:
         raise StoreMismatchError(f"{what}.\n{diff}", diff)

@@ -1,7 +1,7 @@
 """Strict reading of files' JSON: foreign content fails here.
 
-Checksums find accidents. A schema finds what was sealed and is malformed. Schemas are msgspec's:
-types and ``Object`` classes.
+Checksums find accidents. A schema finds content that is malformed although its checksum is right.
+Schemas are msgspec's: types and ``Object`` classes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def read_json(text: str | bytes) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is not JSON, or has a key twice in an object, or NaN or an infinity.
+        ValueError: the text is not JSON, has a key twice in an object, or has NaN or infinity.
     """
 
     def pairs(found: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def check(value: Any, schema: type[_Value]) -> _Value:
 
     Args:
         value: what ``read_json`` returned.
-        schema: a type that msgspec knows, as an ``Object``.
+        schema: a type that msgspec knows, such as an ``Object``.
 
     Raises:
         ValueError: the value does not match; says where.

@@ -1,4 +1,4 @@
-"""Seal: a text with its own SHA-256, computed over zeros there."""
+"""Seal: a text that holds its SHA-256, computed with zeros there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 FIELD = "jaxtap.sha256"
 BLANK = "0" * 64
-# Inside of a JSON string the quotes would be escaped, so this is the field and nothing else.
+# Inside a JSON string the quotes would be escaped, so only the field itself matches.
 _FIELD = re.compile(rb'"jaxtap\.sha256":"([0-9a-f]{64})"')
 
 

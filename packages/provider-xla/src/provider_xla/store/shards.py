@@ -2,8 +2,8 @@
 
 A folder has ``jaxtap.index.json``, with the manifest, the pieces of each tensor and the checksums
 of the files, and a file of the safetensors format for each process. A piece is a block of a
-tensor; together the pieces of a tensor are all of it, each element once. Any number of processes
-loads it, each the pieces that its devices need.
+tensor; the pieces of a tensor hold each of its elements once. Any number of processes can load the
+folder, and each reads the pieces that its devices need.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def file_name(process: int, count: int) -> str:
 def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
     """Return the blocks that this process writes, on host or device.
 
-    Of what is on several devices, one has the block to write. What is in this process alone, as
-    a NumPy array, is taken to be the same in all, and the first one writes it.
+    If several devices hold a block, one of them writes it. An array that is local to the process,
+    such as NumPy's, is taken to be the same in all processes, and the first one writes it.
 
     Args:
-        array: of NumPy or JAX.
-        is_first: whether this is the process with number 0.
+        array: array of NumPy or JAX.
+        is_first: whether this is process 0.
     """
     is_own = not isinstance(array, jax.Array) or array.is_fully_addressable
     if is_own and (jax.process_count() > 1 or not isinstance(array, jax.Array)):
@@ -73,9 +73,9 @@ def write_pieces(
     """Write a file of pieces, and return its index entry.
 
     Args:
-        path: of the file, a new one.
-        manifest: of the tensors.
-        pieces: by tensor, its blocks here.
+        path: path of the file, which must not exist.
+        manifest: that of the whole tensors.
+        pieces: by tensor, the blocks that this process writes.
 
     Returns:
         By tensor, a list of [file, name of the piece, block].
@@ -106,8 +106,8 @@ def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, 
     """Write the index of a folder that has all its files.
 
     Args:
-        folder: where they are.
-        manifest: of the tensors.
+        folder: where the files are.
+        manifest: that of the whole tensors.
         listed: what ``write_pieces`` returned in each process.
     """
     pieces: dict[str, list[Any]] = {name: [] for name in manifest.tensors}
@@ -120,9 +120,9 @@ def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, 
 
 
 class Reader:
-    """Reads a folder of shards. A context manager.
+    """Read a folder of shards. A context manager.
 
-    The index and the headers of files are checked at once, a piece where it is read.
+    The index and the headers of files are checked at once, and each piece when it is read.
 
     Raises:
         StoreError: a file is missing, cut short or altered.
@@ -169,7 +169,7 @@ class Reader:
         Args:
             tensor: its name.
             wanted: the block.
-            pieces: those that were read already, to which others are added.
+            pieces: the pieces that were read already, by file and name; others are added.
         """
         dtype, _ = self.manifest.tensors[tensor]
         result = np.empty([end - begin for begin, end in wanted], jnp.dtype(dtype))
@@ -206,6 +206,8 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
     """Return whether blocks tile an array as a grid, each once."""
     if len(set(blocks)) != len(blocks) or any(len(block) != len(shape) for block in blocks):
         return False
+    # Along each axis the sides must follow one another without a gap. If there are as many
+    # different blocks as such a grid has cells, they are all of it.
     count = 1
     for axis, length in enumerate(shape):
         sides = sorted({block[axis] for block in blocks})
@@ -217,7 +219,7 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
 
 
 class _Tensors:
-    """Tensors assembled when popped, on each device its part."""
+    """Tensors that are assembled when they are popped, on each device its part."""
 
     def __init__(self, reader: Reader, placements: Mapping[str, Placement]):
         self._reader, self._placements = reader, placements

@@ -17,9 +17,10 @@ from .files import appearing
 
 
 def tell_all(value: Any) -> list[Any]:
-    """Return the JSON values of all processes, in their order."""
+    """Tell all processes a JSON value; return all values in order."""
     if jax.process_count() == 1:
         return [value]
+    # Processes can only gather arrays of equal shapes: bytes, filled up to the longest.
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.asarray(data.size, np.int32))
     filled = np.zeros(int(np.max(sizes)), np.uint8)
@@ -36,11 +37,12 @@ def step(what: str, run: Callable[[], Any]) -> list[Any]:
     """Run a step in each process, and return all results.
 
     Args:
-        what: it does, for errors.
-        run: returns JSON.
+        what: what the step does, for errors.
+        run: the step, which returns a JSON value.
 
     Raises:
-        StoreError: it failed in a process; raised in all.
+        StoreError: the step failed in another process. The process where it failed raises the error
+            itself.
     """
     result, error = None, None
     try:
@@ -60,7 +62,7 @@ def step(what: str, run: Callable[[], Any]) -> list[Any]:
 def appearing_in_all(path: Path, overwrite: bool) -> Iterator[Path]:
     """Yield one folder to all processes, which replaces ``path`` at the end.
 
-    See ``appearing``, which process 0 does.
+    Process 0 makes the folder; see ``appearing``.
     """
     with contextlib.ExitStack() as stack:
 

@@ -41,14 +41,14 @@ def describe(
 
     Args:
         tree: any pytree.
-        root: the name of a tree that is a leaf itself.
-        is_leaf: which nodes are leaves beside JAX's.
+        root: the name of the leaf if the tree is a single one.
+        is_leaf: tells the nodes that are leaves in addition to JAX's.
 
     Raises:
-        StoreError: a key that is neither text nor a number.
+        StoreError: a key is not text, a number, or a tuple of these.
     """
     leaves: list[Leaf] = []
-    names = {"__metadata__"}  # what a safetensors file keeps for itself
+    names = {"__metadata__"}  # reserved in safetensors files
 
     def visit(node: Any, path: tuple) -> Any:
         if not is_leaf(node):
@@ -56,7 +56,7 @@ def describe(
                 return None
             found, _ = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)
             if not (len(found) == 1 and found[0][0] == ()):
-                # A parameter has its name, with an adapter or without.
+                # A parameter has the same name with an adapter and without.
                 own = (GetAttrKey("base"),) if is_adapted(node) else None
                 children = [
                     (keys[-1], visit(child, path if keys == own else (*path, *keys)))
@@ -71,7 +71,7 @@ def describe(
 
 
 def unique(name: str, taken: set[str]) -> str:
-    """Return a name that is not taken, and takes it."""
+    """Take a name, with a suffix if it is taken; return it."""
     while name in taken:
         name += "~"
     taken.add(name)
@@ -79,10 +79,10 @@ def unique(name: str, taken: set[str]) -> str:
 
 
 def indices(structure: Any) -> list[int]:
-    """Return the leaves that a structure has.
+    """Return the indices of the leaves that a structure has.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not a structure; see ``describe``.
     """
     if structure is None:
         return []

@@ -1,4 +1,4 @@
-"""Shardings in types: those of a QArray's arrays and of ops."""
+"""Explicit sharding, which JAX keeps in types: of a QArray's arrays, and of an op's result."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from interception_core import explicit_mesh, explicit_spec, followed_spec, with_
 
 
 def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any:
-    """Call a function with results that are sharded as an array is.
+    """Call a function, and shard its results as an array is sharded.
 
-    It only does so if the array or the operands are sharded along explicit mesh axes. Quantized
-    values and scales of an array are such results.
+    Typical results are the quantized values and scales of the array. Without explicit mesh axes
+    this only calls the function.
 
     Args:
-      fn: a function of the operands. An axis of a result has the size of the array's, a number of
+      fn: a function of the operands. Along each axis a result has the size of `like`, a number of
         tiles, or 1.
       like: the array.
       operands: pytrees of arrays.
+
+    Returns:
+      What `fn` returns.
     """
     mesh = explicit_mesh(like, operands)
     if mesh is None:
@@ -39,16 +42,20 @@ def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any
 def sharded_as(
     fn: Callable[..., Any], reference: Callable[..., Any], operands: Sequence[Any], out: Any = None
 ) -> Any:
-    """Call an op with the result sharded as JAX's op shards it.
+    """Call an op, and shard its result as JAX's op would.
 
-    It only does so if operands are sharded along explicit mesh axes, or the result shall be.
+    Without explicit mesh axes in the operands and in `out` this only calls the op.
 
     Args:
-      fn: the op, called with the operands and, as ``out_sharding``, what is left of `out`.
-      reference: the op of JAX, called with arrays of the operands' shapes, float32 where these are
-        floats or quantized, and the same keyword.
-      operands: arrays, and QArrays.
+      fn: the op, called with the operands and ``out_sharding``: `out`, or None where this function
+        shards the result.
+      reference: the op of JAX, which is traced with arrays of the operands' shapes (float32 for
+        floats and QArrays) and ``out_sharding``.
+      operands: arrays and QArrays.
       out: the sharding that the caller asks for, or None.
+
+    Returns:
+      What `fn` returns.
     """
     mesh = explicit_mesh(operands)
     if mesh is None and out is not None:

@@ -30,17 +30,16 @@ def _static_of(q: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class LeadingAxis(ht.MappingSpec):
-    """Map a hi value along axis 0 in ``vmap``.
+    """The axis spec that maps a hi value along axis 0.
 
-    It goes into ``in_axes`` and ``out_axes``.
-
-    Pass ``axis_size`` to ``vmap``, too. ``scan`` uses it without being told, and needs ``length``.
+    Pass it to ``vmap`` in ``in_axes`` and ``out_axes``, with ``axis_size``. ``scan`` uses it
+    without being told, and needs ``length``.
     """
 
 
 @dataclasses.dataclass(frozen=True)
 class QArrayTy(ht.HiType):
-    """Describe a quantized array as one JAX type.
+    """The JAX type of a quantized array that is one value.
 
     Attributes:
       qvalue: type of the quantized values.
@@ -118,11 +117,9 @@ class QArrayTy(ht.HiType):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HiQArray:
-    """Hold a value of a ``QArrayTy`` outside of transformations.
+    """A value of a ``QArrayTy`` outside of transformations.
 
-    Not a pytree; see ``as_lo``.
-
-    Attributes are those of a ``QArray``.
+    It has the attributes of a ``QArray``, but is not a pytree: ``as_lo`` returns its arrays.
     """
 
     qvalue: Any
@@ -158,20 +155,26 @@ def as_hi(q: QArray) -> Any:
 
     It passes through jit, grad, jvp, vmap (with ``LeadingAxis()`` in in_axes and out_axes), scan,
     remat, cond and while as one value; ops and ``dequantize`` take it. Its tangents and cotangents
-    are float arrays of the logical shape and dtype: that of a QArray's scales is carried over, by
-    what they contribute to the dequantized array.
+    are float arrays of the logical shape and dtype. A tangent of the scales of `q` becomes the
+    tangent that it causes in the dequantized array.
 
-    Not implemented: ``shard_map`` with hi values as arguments or results raises NotImplementedError
-    (pass the QArray instead, and make it a hi value inside).
+    ``shard_map`` does not take hi values as arguments or results (NotImplementedError): pass the
+    QArray, and call ``as_hi`` inside.
+
+    Args:
+      q: any QArray.
     """
     leaves = [x for x in map(q.__getattribute__, _NAMES) if x is not None]
     return _AsHi(_type_of(q))(*leaves)
 
 
 def as_lo(h: Any) -> QArray:
-    """Return the QArray of a hi value, without derivative.
+    """Return the QArray of a hi value, without a derivative.
 
-    See ``from_hi`` for one that has it.
+    ``from_hi`` has a derivative.
+
+    Args:
+      h: a value of type ``QArrayTy``.
     """
     leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
@@ -181,8 +184,11 @@ def as_lo(h: Any) -> QArray:
 def from_hi(h: Any) -> jax.Array:
     """Dequantize a hi value, straight through in derivatives.
 
-    Its derivative is the identity: a gradient with respect to the hi value is that with respect to
-    the array, straight through the rounding.
+    Args:
+      h: a value of type ``QArrayTy``.
+
+    Returns:
+      An array of the logical shape and dtype. Its derivative with respect to `h` is the identity.
     """
     return _FromHi(jax.typeof(h))(h)
 
@@ -205,7 +211,7 @@ class _AsHi(ht.HiPrim):
         return self.out_aval.raise_val(*leaves)
 
     def _restored(self, leaves: Any) -> Any:
-        """Return dequantization as a function of float leaves, and their numbers."""
+        """Return dequantization as a function of float leaves, and their indices."""
         ty = self.out_aval
         floats = [i for i, x in enumerate(self.in_avals) if x.dtype in FLOAT_DTYPES]
 
@@ -219,6 +225,7 @@ class _AsHi(ht.HiPrim):
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         restore, floats = self._restored(primals)
+        # A tangent without a dtype is a symbolic zero.
         dots = [
             tangents[i] if hasattr(tangents[i], "dtype") else jnp.zeros_like(primals[i])
             for i in floats

@@ -28,7 +28,15 @@ def retiled(
     params: Mapping[str, Any],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """Return moved QArrays with the tile sizes of their ragged axes."""
+    """Return moved QArrays with the tile sizes of their ragged axes.
+
+    Args:
+      results: what the move made of `q`, without ragged tile sizes.
+      q: the QArray before the move.
+      primitive: name of the primitive that moved it.
+      params: the primitive's parameters.
+      operands: the primitive's operands.
+    """
     if not q.ragged_tiles:
         return results
     how = q.move(primitive, params, operands)
@@ -37,7 +45,7 @@ def retiled(
 
 
 def view(q: Any, primitive: str, **params: Any) -> Any:
-    """Return what a primitive that takes one array makes of a QArray."""
+    """Apply a primitive that moves the elements of one array."""
     (result,) = q.moved(primitive, params, [q])
     return result
 
@@ -46,7 +54,7 @@ def reshape(q: Any, shape: Sequence[int]) -> Any:
     """Reshape like ``lax.reshape``.
 
     Raises:
-      ValueError: scales would not follow the new axes.
+      ValueError: the scales can't follow the new axes.
     """
     try:
         return view(q, "reshape", new_sizes=tuple(shape), dimensions=None)
@@ -90,6 +98,8 @@ def index(q: Any, key: Any) -> Any:
     fill = (_SLICE(None),) * (q.ndim - len(real))
     keys = (*keys[:at], *fill, *keys[at + 1 :])
 
+    # All integers and slices become one slice. After it, axes with a negative step are reversed,
+    # those of integers are dropped, and those of None are added.
     starts, limits, strides, reverse, dropped, new = [], [], [], [], [], []
     axis = out = 0
     for k in keys:
@@ -150,7 +160,11 @@ def refused(q: Any, what: str) -> ValueError:
 
 
 def resolved_shape(q: Any, shape: Sequence[int]) -> Shape:
-    """Return `shape` with -1 replaced by what is left."""
+    """Return `shape` with -1 replaced by what is left.
+
+    Raises:
+      ValueError: a shape of another number of elements than `q` has.
+    """
     shape = tuple(map(operator.index, shape))
     if shape.count(-1) == 1:
         rest = math.prod(n for n in shape if n != -1)

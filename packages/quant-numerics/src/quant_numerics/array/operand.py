@@ -27,7 +27,7 @@ def register_operand(
     Args:
       form: the class of values, or of the types of traced values.
       to_qarray: makes QArrays of them.
-      restore: dequantizes them; by default what QArrays are by.
+      restore: dequantizes them; by default they are dequantized as QArrays.
     """
     _FORMS[form] = to_qarray
     if restore is not None:
@@ -39,11 +39,14 @@ def _form(x: Any) -> type:
 
 
 def dequantize(q: Operand) -> jax.Array:
-    """Return what `q` stands for, as an array of ``q.shape`` and ``q.dtype``.
+    """Dequantize a QArray to an array of its shape and logical dtype.
 
     Each value is multiplied by its scale in float32 (float64 for logical float64), then rounded.
     In a slice with an infinity or a NaN every element is non-finite: infinities keep their sign,
     the rest is NaN.
+
+    Args:
+      q: a QArray, or another form of one.
 
     Raises:
       TypeError: `q` is neither a QArray nor another form of one.
@@ -62,8 +65,12 @@ def dequantize(q: Operand) -> jax.Array:
 def as_operand(x: Any, what: str) -> QArray | jax.Array:
     """Return `x` as a QArray or a float array.
 
+    Args:
+      x: a QArray, another form of one, or anything that ``jnp.asarray`` makes a float array of.
+      what: the name of `x` in the error.
+
     Raises:
-      TypeError: it is neither; the message names `what`.
+      TypeError: `x` is none of these.
     """
     if isinstance(x, QArray):
         return x

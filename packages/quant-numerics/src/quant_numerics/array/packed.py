@@ -21,7 +21,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ArrayProxy):
-    """Store a QArray's quantized values as bit planes. A pytree.
+    """A QArray whose quantized values are stored as bit planes; a pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
     last may be mapped.
@@ -63,7 +63,7 @@ class PackedQArray(ArrayProxy):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays, part bytes in bits."""
+        """Return the bytes of its arrays, with sub-byte dtypes packed."""
         return stored_bytes(self)
 
     def restore(self) -> jax.Array:
@@ -82,15 +82,15 @@ class PackedQArray(ArrayProxy):
         return dataclasses.replace(self, dtype=dtype)
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
-        """Return a primitive as a move of these; see ``ArrayProxy.move``."""
+        """Return a primitive as a move of packed arrays; see ``ArrayProxy.move``."""
         return moves.with_tiles(super().move(primitive, params, operands), self)
 
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive makes of it.
+        """Apply a primitive that only moves elements.
 
-        A QArray if the last axis moves.
+        The result is a QArray if the last axis moves, because that axis is in the planes.
         """
         try:
             results = super().moved(primitive, params, operands)
@@ -103,7 +103,10 @@ class PackedQArray(ArrayProxy):
 def pack(q: QArray) -> PackedQArray:
     """Pack quantized values that are stored in too many bits.
 
-    Of our formats these are int3, int5, int6 and int7; ``QType.packable`` tells.
+    Of the formats of this package these are int3, int5, int6 and int7; ``QType.packable`` tells.
+
+    Args:
+      q: a QArray of such a format, with at least one axis.
 
     Raises:
       ValueError: a qtype that is stored without a gap, or an array without axes.
@@ -119,7 +122,7 @@ def pack(q: QArray) -> PackedQArray:
             "what pack takes must have an axis to pack along, got a scalar. Use it as it is."
         )
     last = q.shape[-1]
-    # The low bits: of two's complement, or of an index.
+    # The low bits of a byte are the value: two's complement, or an index.
     values = q.qvalue.astype(_byte(kind))
     values = jax.lax.bitcast_convert_type(values, jnp.uint8)
     values = jnp.pad(values, [(0, 0)] * (q.ndim - 1) + [(0, -last % 8)])

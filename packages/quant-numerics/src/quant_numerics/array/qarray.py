@@ -29,7 +29,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class QArray(ArrayProxy):
-    """Stand for a float array by quantized values and scales. A pytree.
+    """Quantized values and scales that stand for a float array; a pytree.
 
     It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
     up an index of kind "codebook", and is the number itself for the other kinds.
@@ -113,18 +113,18 @@ class QArray(ArrayProxy):
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
     ) -> Sequence[Any]:
-        """Return what a primitive that only moves elements makes of it."""
+        """Apply a primitive that only moves elements."""
         results = super().moved(primitive, params, operands)
         return moves.retiled(results, self, primitive, params, operands)
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of all its arrays, part bytes in bits."""
+        """Return the bytes of its arrays, with sub-byte dtypes packed."""
         return stored_bytes(self)
 
     @property
     def T(self) -> "QArray":
-        """Return the transpose, with its axes in reverse."""
+        """Return the transpose: all axes in reverse order."""
         return self.transpose()
 
     def transpose(self, *axes: int | Sequence[int]) -> "QArray":
@@ -150,7 +150,7 @@ class QArray(ArrayProxy):
         return moves.reshape(self, moves.resolved_shape(self, given))
 
     def astype(self, dtype: DTypeLike) -> "QArray":
-        """Change the logical dtype, to a supported float dtype."""
+        """Change the logical dtype, to a supported float dtype; nothing is rounded."""
         dtype = float_dtype(dtype, "the logical dtype of a QArray")
         return dataclasses.replace(self, dtype=dtype)
 
@@ -176,7 +176,7 @@ register_serialization(QArray)
 
 
 def stored_bytes(tree: Any) -> int:
-    """Return the bytes of a pytree of arrays, part bytes in bits."""
+    """Return the bytes of a pytree of arrays, with sub-byte dtypes packed."""
     return sum(-(-x.size * _BITS.get(x.dtype.name, 8 * x.dtype.itemsize) // 8)
                for x in jax.tree.leaves(tree))  # fmt: skip
 
@@ -210,7 +210,7 @@ def qarray(
       tile_axes: axis -> tile size; needed only where the last tile of an axis is shorter.
 
     Raises:
-      ValueError: unknown qtype, a shape that does not fit, or a part that the qtype has not.
+      ValueError: unknown qtype, a shape that does not fit, or a part that the qtype doesn't have.
       TypeError: a wrong dtype.
     """
     kind = get_qtype(qtype)

@@ -25,8 +25,8 @@ def register_serialization(
 
     Args:
       node: the class, after ``jax.tree_util.register_dataclass``.
-      encode: makes JSON of a static value of another kind.
-      decode: makes that value of the JSON again.
+      encode: turns a static value of another kind into JSON.
+      decode: turns that JSON into the value again.
 
     Raises:
       ValueError: the class is registered already.

@@ -18,12 +18,12 @@ RaggedTiles: TypeAlias = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Slices:
-    """Describe the slices of an array of some shape.
+    """The slices of an array: the sets of elements that share a scale.
 
     Attributes:
-      shape: the array's.
+      shape: shape of the array.
       tiles: axis -> tile size; the last tile of an axis may be shorter.
-      scale_shape: along each axis 1, the full size, or the number of tiles.
+      scale_shape: shape of its scale: along each axis 1, the full size, or the number of tiles.
       reduced: the axes within a slice, in the array that ``split`` returns.
     """
 
@@ -59,7 +59,10 @@ class Slices:
 
     @property
     def counts(self) -> int | np.ndarray:
-        """Return the elements of each slice, laid out as by ``split``."""
+        """Return how many elements each slice has.
+
+        One int if all have the same number; else an array, laid out as by ``split``.
+        """
         if not self.ragged:
             return math.prod(self.shape) // max(math.prod(self.scale_shape), 1)
         counts = np.ones((), np.int32)
@@ -79,6 +82,11 @@ def slices(
     tile_axes: Mapping[int, int | float] | None = None,
 ) -> Slices:
     """Return the slices of an array by its channel axes and tiles.
+
+    Args:
+      shape: shape of the array.
+      channel_axes: axes with a scale per index.
+      tile_axes: axis -> tile size in elements; a float is one over the number of tiles.
 
     Raises:
       ValueError: an axis that is out of range or named twice; a tile that is not positive, or, if
@@ -105,11 +113,11 @@ def slices(
 def slices_of(
     shape: tuple[int, ...], scale_shape: tuple[int, ...], ragged: RaggedTiles = ()
 ) -> Slices:
-    """Return the slices that a scale's shape tells of.
+    """Return the slices that the shape of a scale implies.
 
     Args:
-      shape: of the array.
-      scale_shape: of its scale.
+      shape: shape of the array.
+      scale_shape: shape of its scale.
       ragged: the tile sizes that the shapes don't tell; see ``QArray.ragged_tiles``.
 
     Raises:
@@ -146,18 +154,20 @@ def contraction_tiles(
 ) -> dict[int, int] | None:
     """Return tiles of contracting axes, as if these were one.
 
-    The one axis is these, flattened in their order.
+    That one axis is the contracting axes, flattened in their order.
 
     Args:
-      shape: of one side.
+      shape: shape of one side.
       contracting: its contracting axes; the last one changes fastest.
       tile: elements that share a scale.
 
     Returns:
-      Axis -> elements of it that share a scale, 1 for a scale per index; axes within a tile have
-      none. The last tile of an axis may be shorter. None where tiles would begin within an axis
-      and end in another index of one before it.
+      Axis -> how many of its elements share a scale; 1 is a scale per index. Axes that lie within
+      a tile are left out. The last tile of an axis may be shorter. None if a tile would begin
+      within an axis and end in another index of an axis before it.
     """
+    # From the last axis on, a tile covers whole axes, then a part of one; those before it have a
+    # scale per index.
     tiles: dict[int, int] = {}
     for place, axis in reversed(list(enumerate(contracting))):
         size = shape[axis]

@@ -1,7 +1,7 @@
 """Linear maps with custom transposes.
 
-They are a primitive that stays in jaxprs, whole, until XLA's program is made. Autodiff and vmap ask
-a `LinearPair` what to do, and never look inside of the functions.
+Such a map is one primitive, which stays whole in jaxprs until it is lowered. Autodiff and vmap ask
+its `LinearPair` what to do, and never look inside the functions.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def linear_with_transpose(
     Works under jit, grad, jvp (of any order), vmap, scan, remat and shard_map.
 
     Args:
-      forward: linear in its second argument. Hashable by value where calls shall share traces: a
-        function of a module, a frozen dataclass, or ``functools.partial`` of hashable things.
-      backward: returns what `tangent` is like. Also hashable.
+      forward: a function of residuals and a tangent, linear in the tangent. It must be hashable.
+        Calls share traces if it is hashable by value: a function of a module, a frozen dataclass,
+        or ``functools.partial`` of hashable things.
+      backward: a hashable function of residuals and a cotangent; returns a pytree like `tangent`.
       residuals: pytree of arrays of any dtype.
       tangent: pytree of float arrays.
 
@@ -71,7 +72,7 @@ def _hashable(function: Callable, what: str) -> Callable:
 
 @dataclasses.dataclass(frozen=True)
 class _Partial:
-    """Call a function with arguments before others, equal if its parts are."""
+    """A ``functools.partial`` that equals another if its parts do."""
 
     function: Callable
     args: tuple
@@ -97,7 +98,16 @@ def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
 def apply_flat(
     pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, residuals: list, ins: list
 ) -> Any:
-    """Compute ``apply_pair``, or its transpose, of leaves."""
+    """Compute ``apply_pair``, or its transpose, from leaves.
+
+    Args:
+      pair: the map and its transpose.
+      turned: whether to compute the transpose.
+      res_tree: tree of the residuals.
+      in_tree: tree of `ins`.
+      residuals: leaves of the residuals.
+      ins: leaves of the tangent, or of the cotangent.
+    """
     values = equally_varying([*residuals, *ins])
     avals = [jax.typeof(x) for x in values]
     out_tree = _types(pair, turned, res_tree, in_tree, avals)[1]
@@ -126,7 +136,7 @@ def _types(
 
 
 class _Linear(HiPrimitive):
-    """Take the leaves of the residuals, then of the tangent."""
+    """The primitive; its operands are the leaves of residuals, then of tangent."""
 
     multiple_results = True
 
@@ -221,7 +231,8 @@ def _residual_tangent(
         given = jax.tree.unflatten(in_tree, primals[n:])
         if not turned:
             return jax.tree.leaves(pair.apply(False, residuals, given))
-        # The quantized transpose has rounding in it: the true one has the derivative that is meant.
+        # The given transpose may round, so that its derivative is zero. That of the true one is
+        # meant.
         zeros = equally_varying([*map(jnp.zeros_like, out), *primals])[: len(out)]
         at = jax.tree.unflatten(out_tree, zeros)
         return jax.tree.leaves(jax.vjp(lambda t: pair.apply(False, residuals, t), at)[1](given)[0])

@@ -14,7 +14,7 @@ from jax import lax
 
 @dataclasses.dataclass(frozen=True)
 class Axis:
-    """Name the axis that vmap maps."""
+    """The axis that vmap maps."""
 
     size: int
     name: Any
@@ -33,13 +33,13 @@ class Axis:
 
 
 class LinearPair:
-    """Pair a linear map with its transpose. Subclasses are hashable by value.
+    """A linear map and its transpose. Subclasses are hashable by value.
 
-    By `batched` they may say how they are mapped other than example by example.
+    They are mapped example by example, unless they override `batched`.
     """
 
     def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
-        """Map a tangent or, `turned`, transpose a cotangent."""
+        """Map a tangent or, if `turned`, apply the transpose to a cotangent."""
         raise NotImplementedError
 
     def batched(
@@ -48,10 +48,10 @@ class LinearPair:
         """Return the pair for a whole batch.
 
         Args:
-          axis: what is mapped.
+          axis: the mapped axis.
           residuals: for each leaf whether it is mapped (along axis 0), or the same for all.
           tangents: the same for the tangents.
-          outs: the same for results. Of the side that comes out all are mapped.
+          outs: the same for the results. On the side that is computed all are mapped.
 
         Returns:
           The pair, and the axis that its results, or the cotangents it takes, are mapped along.
@@ -61,7 +61,7 @@ class LinearPair:
 
 @dataclasses.dataclass(frozen=True)
 class FunctionPair(LinearPair):
-    """Pair two functions of residuals and a tangent."""
+    """A pair of two functions of residuals and a tangent."""
 
     forward: Callable[[Any, Any], Any]
     backward: Callable[[Any, Any], Any]
@@ -81,9 +81,9 @@ def _frozen(tree: Any) -> Frozen:
 
 @dataclasses.dataclass(frozen=True)
 class _Mapped(LinearPair):
-    """Map a pair example by example.
+    """A pair that is mapped example by example.
 
-    Cotangents of what all examples share are summed.
+    Cotangents of operands that all examples share are summed.
     """
 
     pair: LinearPair
@@ -119,9 +119,10 @@ def mapped_at_front(
 
 
 def equally_varying(values: Sequence[Any]) -> list[jax.Array]:
-    """Return values that vary over the manual axes of any.
+    """Return values that all vary over the same manual axes.
 
-    Manual are axes within shard_map.
+    Manual axes are the mesh axes of a ``shard_map``. JAX's primitives demand that their operands
+    vary over the same ones, so each value is cast to those that any of them varies over.
     """
     values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
     varying = [_varying(x) for x in values]

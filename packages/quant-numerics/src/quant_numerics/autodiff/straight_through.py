@@ -25,8 +25,9 @@ def straight_through(
     Returns:
       A function of positional arguments.
 
-    Raises (where differentiated):
-      ValueError: the two functions return different trees, shapes or dtypes.
+    Raises:
+      ValueError: when it is differentiated: the two functions return different trees, shapes or
+        dtypes.
     """
 
     @jax.custom_jvp

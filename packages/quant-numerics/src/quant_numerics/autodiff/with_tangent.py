@@ -1,4 +1,4 @@
-"""Values that come with a derivative."""
+"""Values with a given derivative."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from quant_numerics.autodiff.pairs import LinearPair, equally_varying, mapped_at
 
 
 def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: Any) -> jax.Array:
-    """Return `value` with the derivative ``pair.forward(residuals, .)`` by `primals`.
+    """Return `value` with the derivative of a linear pair by `primals`.
 
-    Reverse mode uses ``pair.backward``. Derivatives with respect to `residuals` are none of the
-    value's: what they depend on must be among the primals.
+    Args:
+      value: an array that was computed from the primals.
+      pair: forward mode applies its map to a tangent of the primals, reverse mode its transpose.
+      residuals: what the pair needs. `value` has no derivative with respect to these, so whatever
+        they depend on must be among the primals.
+      primals: pytree of float arrays.
     """
     residuals, res_tree = jax.tree.flatten(residuals)
     primals, in_tree = jax.tree.flatten(primals)
@@ -28,7 +32,7 @@ def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: An
 
 
 class _WithTangent(HiPrimitive):
-    """Take the value, then leaves of residuals, then of primals."""
+    """The primitive; its operands are value, leaves of residuals, leaves of primals."""
 
     def is_high(self, *avals: Any, **params: Any) -> bool:
         return False

@@ -15,7 +15,7 @@ from quant_numerics.calibration.scale import Calibration
 
 
 class AverageState(NamedTuple):
-    """Hold what a ``MovingAverage`` has added up. A pytree.
+    """The sums of a ``MovingAverage``; a pytree.
 
     Attributes:
       total: weighted sums of the bounds, float32.
@@ -28,10 +28,11 @@ class AverageState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class MovingAverage:
-    """Average calibrations, over all or with exponential decay. Pure and hashable.
+    """An average of calibrations, over all or with exponential decay. Pure and hashable.
 
     Attributes:
-      decay: None for the mean of all; or how much of the average a step keeps, between 0 and 1.
+      decay: None for the mean of all; or the share of the average that a step keeps, above 0 and
+        below 1.
         The first steps are not biased to zero: weights are divided by their sum (section 3 of
         Kingma & Ba 2015, arXiv:1412.6980).
     """
@@ -46,7 +47,7 @@ class MovingAverage:
             )
 
     def init(self, calibration: Calibration) -> AverageState:
-        """Return an average of nothing, for calibrations like this one."""
+        """Return an empty average, for calibrations of the shapes of this one."""
         zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), calibration)
         return AverageState(zeros, jnp.zeros((), jnp.int32))
 
@@ -80,13 +81,13 @@ class MovingAverage:
 
 
 class Statistics:
-    """Keep a moving average of calibrations in a ``hijax_trace.Box``.
+    """A moving average of calibrations in a ``hijax_trace.Box``.
 
     It may be closed over or passed as an argument under jit, scan, remat and grad: what is observed
-    inside is seen outside. A pytree, whose part is the Box; state is read and restored by `state`.
+    inside is seen outside. It is a pytree with the Box as its child; `state` reads and restores it.
 
     Args:
-      shape: of the bounds.
+      shape: shape of the bounds.
       average: how calibrations are averaged.
       symmetric: False for calibrations that have a lower bound, too.
     """

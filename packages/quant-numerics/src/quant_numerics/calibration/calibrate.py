@@ -29,8 +29,8 @@ def calibrate(
 ) -> Calibration:
     """Return the range of every slice of `x`, by a calibration method.
 
-    Except with "fixed", a slice with an infinity has an infinite range, and with a NaN a NaN range:
-    also where the method would cut the infinity off.
+    Except with "fixed", a slice with an infinity has an infinite range, even where the method would
+    cut it off, and a slice with a NaN has a NaN range.
 
     Args:
       x: bfloat16, float16, float32 or (under x64) float64 array of any shape, also of size 0.
@@ -39,6 +39,9 @@ def calibrate(
       tile_axes: axis -> tile size, for axes that have one range per tile of consecutive elements;
         a float is one over the number of tiles.
       method: see ``parse_calibration_method``.
+
+    Returns:
+      Bounds of the shape that the scale will have.
 
     Raises:
       ValueError: as ``quantize``.
@@ -59,7 +62,17 @@ def calibrate(
 def bounds(
     values: jax.Array, cut: Slices, method: CalibrationMethod, kind: QType
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return lower (None: symmetric) and upper bound of split values."""
+    """Return lower (None: symmetric) and upper bound of split values.
+
+    Args:
+      values: float32 or float64, split by ``cut.split``.
+      cut: the slices.
+      method: how the range is found.
+      kind: the format, which "mse" tries out.
+
+    Raises:
+      ValueError: an asymmetric method for a format without zero points.
+    """
     reduced = cut.reduced
     if not method.is_symmetric and kind.asymmetric is None:
         raise ValueError(

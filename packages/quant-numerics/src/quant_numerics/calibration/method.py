@@ -12,7 +12,12 @@ _METHODS = (
 
 @dataclasses.dataclass(frozen=True)
 class CalibrationMethod:
-    """Name a calibration method and its numbers."""
+    """A calibration method.
+
+    Attributes:
+      name: one of the names of ``parse_calibration_method``.
+      args: its numbers; "fixed" has a min and a max.
+    """
 
     name: str
     args: tuple[float, ...] = ()
@@ -45,8 +50,8 @@ def parse_calibration_method(text: str) -> CalibrationMethod:
       text: one of
 
         - "absmax[,factor]": the largest magnitude (times the factor).
-        - "minmax[,factor]": from the least to the greatest value (times the factor), with 0 made
-          part of it; with a zero point, for integer formats only.
+        - "minmax[,factor]": from the least to the greatest value (times the factor), extended to
+          contain 0. It has a zero point, so only integer formats take it.
         - "rms,factor": the root of the mean square, times the factor.
         - "fixed,bound" and "fixed,min,max": a range that no data changes; min <= 0 <= max.
         - "percentile,p": the p-th percentile of the magnitudes, 50 < p <= 100.

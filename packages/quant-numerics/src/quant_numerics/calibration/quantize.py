@@ -1,4 +1,4 @@
-"""From float arrays to QArrays and back."""
+"""From float arrays to QArrays."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -40,7 +40,7 @@ def quantize(
     """Quantize an array, the range of each slice from its data.
 
     Its steps are ``calibrate``, ``scale_of`` and ``quantize_with``. A *slice* is the set of
-    elements that share a scale: everything, without options. With the method "absmax" and an
+    elements that share a scale: without options, the whole array. With the method "absmax" and an
     integer qtype, for each slice ``scale = absmax / qmax`` and ``qvalue = round_half_even(x /
     scale)``, so that an element's error is at most ``scale / 2`` (arXiv:2004.09602, sections 3.1
     and 3.2). Tiles are the block-wise scales of arXiv:2110.02861. Float formats round ``x / scale``
@@ -124,10 +124,18 @@ def quantize_with(
 ) -> QArray:
     """Quantize with a given scale, whose shape tells the slices.
 
-    Only where the last tile of an axis is shorter than others, `tile_axes` must tell their size.
-
     What is outside the range saturates, infinities too. A NaN becomes the number nearest to zero,
     or stays NaN in the float8 formats.
+
+    Args:
+      x: as in ``quantize``.
+      qtype: as in ``quantize``.
+      scale: of a scale dtype of the format; same ndim as `x`; each axis 1, the full size, or the
+        number of tiles.
+      zero_point: as in ``qarray``.
+      global_scale: as in ``qarray``.
+      rounding: None (to nearest) or a ``StochasticRounding``.
+      tile_axes: axis -> tile size; needed only where the last tile of an axis is shorter.
 
     Raises:
       ValueError, TypeError: parts that do not fit, as ``qarray``; `x` is not a supported float.
@@ -168,10 +176,10 @@ def quantize_for_dot(
     channelwise: bool = True,
     scale_dtype: DTypeLike | None = None,
 ) -> QArray:
-    """Quantize one side of a contraction, by index of other axes.
+    """Quantize one side of a contraction, one scale per non-contracted index.
 
     Args:
-      x: float array.
+      x: float array of any shape.
       contracting: the contracting axes of `x`, in the order of ``dimension_numbers``.
       qtype: as in ``quantize``.
       tile_size: if given, also one scale per tile of this size along the contracting axes, as if
@@ -180,12 +188,12 @@ def quantize_for_dot(
         blocks have their own without it.
       method: as in ``quantize``.
       rounding: as in ``quantize``.
-      channelwise: False for one scale in all, tiles aside.
+      channelwise: False for one scale for the whole array, or per tile alone.
       scale_dtype: as in ``quantize``.
 
     Raises:
-      ValueError: as ``quantize``; a tile size without a contracting axis, or one that is cut by
-        the end of an axis.
+      ValueError: as ``quantize``; a tile size without a contracting axis, or tiles that begin
+        within an axis and end in another index of one before it.
     """
     x = jnp.asarray(x)
     tile = get_qtype(qtype).block if tile_size is None else tile_size
@@ -224,7 +232,7 @@ def quantize_for_conv(
         or `rhs_spec` alone (the batch or output feature axis first).
       method: as in ``quantize``.
       rounding: as in ``quantize``.
-      channelwise: False for one scale in all.
+      channelwise: False for one scale for the whole array.
       scale_dtype: as in ``quantize``.
       tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
         the kernel of a float input only.

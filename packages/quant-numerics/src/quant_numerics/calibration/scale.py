@@ -18,7 +18,7 @@ _LEAST_BLOCK_SCALE = 2.0**-9
 
 
 class Calibration(NamedTuple):
-    """Hold the range that each slice covers. A pytree.
+    """The range of each slice; a pytree.
 
     Attributes:
       lower: an array like `upper`, at most 0; or None for a symmetric range, from -upper.
@@ -39,11 +39,11 @@ def scale_of(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return scale, zero point and global scale (or None) for a range.
 
-    - Integers, float8, float4 and nf4: ``upper / qmax``, in the format's scale dtype (ours have
-      float32). With a lower bound, ``(upper - lower) / (number of integers - 1)`` and the integer
-      zero point that is nearest to covering the range (arXiv:1712.05877, section 2.1). Ranges so
-      small that the scale would be subnormal get the smallest normal number; infinite and NaN
-      ranges have scale inf and NaN.
+    - Integers, float8, float4 and nf4: ``upper / qmax``, in the format's scale dtype (float32 for
+      those of this package). With a lower bound, ``(upper - lower) / (number of integers - 1)`` and
+      the integer zero point that is nearest to covering the range (arXiv:1712.05877, section 2.1).
+      Ranges so small that the scale would be subnormal get the smallest normal number; infinite and
+      NaN ranges have scale inf and NaN.
     - mxfp8, mxfp4: the power of two that puts `upper` in the format's last binade, as the OCP
       Microscaling Formats specification v1.0 has it (section 6.3); its numbers between qmax and
       the next power of two saturate. float8_e8m0fnu has no inf: infinite ranges have scale NaN.
@@ -55,7 +55,11 @@ def scale_of(
     Args:
       calibration: the range of each slice.
       qtype: the format.
-      scale_dtype: of the scales, as in ``quantize``.
+      scale_dtype: dtype of the scales, as in ``quantize``.
+
+    Raises:
+      ValueError: a lower bound for a format without zero points, or a `scale_dtype` that the format
+        can't have.
     """
     kind = (qtype if isinstance(qtype, QType) else get_qtype(qtype)).with_scales(scale_dtype)
     lower, upper = calibration
@@ -90,12 +94,18 @@ def scale_of(
 def has_normal_scales(
     calibration: Calibration, qtype: str | DTypeLike, scale_dtype: DTypeLike
 ) -> jax.Array:
-    """Return whether the scales of a range are normal numbers.
+    """Return whether a dtype holds all scales as normal numbers.
 
-    Empty ranges do not count.
-
-    Where they are not, quantized values saturate at a scale that is too small (or is infinite), or
+    Where it doesn't, quantized values saturate at a scale that is too small (or is infinite), or
     are coarser than those with a float32 scale: float16 reaches from 6.1e-5 to 65504.
+
+    Args:
+      calibration: the range of each slice; ranges that are 0 don't count.
+      qtype: the format.
+      scale_dtype: the dtype to try.
+
+    Returns:
+      A bool array of shape ().
     """
     scale, _, _ = scale_of(calibration, qtype)
     info, scale = jnp.finfo(scale_dtype), scale.astype(jnp.float32)
@@ -116,7 +126,7 @@ def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, ja
     largest_scale = float(jnp.finfo(kind.scale_dtype).max)
     largest = lax.reduce_max(lax.select(finite, upper, lax.full_like(upper, 0)), range(upper.ndim))
     outer = lax.expand_dims(largest, range(upper.ndim)) / (largest_scale * kind.qmax)
-    # Times the least block scale it is a normal number, too.
+    # So large that times the least block scale it is still a normal number.
     outer = at_least(outer, LEAST_SCALE / _LEAST_BLOCK_SCALE)
     scale = upper / kind.qmax / outer
     scale = lax.clamp(jnp.float32(_LEAST_BLOCK_SCALE), scale, jnp.float32(largest_scale))
@@ -125,5 +135,5 @@ def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, ja
 
 
 def at_least(x: jax.Array, least: float) -> jax.Array:
-    """Return the maximum with a number. A NaN stays."""
+    """Return the maximum of `x` and a number; NaN stays NaN."""
     return lax.clamp(x.dtype.type(least), x, x.dtype.type(jnp.inf))

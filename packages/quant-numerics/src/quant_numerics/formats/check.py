@@ -7,7 +7,7 @@ from quant_numerics.formats.qtypes import QTYPES, get_qtype
 
 
 def formats() -> Iterator[CheckResult]:
-    """List our formats, and make each that a plugin declares."""
+    """Report this package's formats, and try each that a plugin declares."""
     yield CheckResult("ok", f"{len(QTYPES)} of quant-numerics: {', '.join(QTYPES)}")
     for spec in qtypes():
         if spec.name in QTYPES:

@@ -26,8 +26,8 @@ def float_dtype(dtype: Any, what: str) -> np.dtype:
 def promote_floats(a: np.dtype, b: np.dtype) -> np.dtype:
     """Return the wider of two float dtypes, float32 for bfloat16 with float16.
 
-    JAX's own lattice for these dtypes, spelled out because ``jnp.promote_types`` refuses any
-    promotion under ``jax.numpy_dtype_promotion("strict")``.
+    This is JAX's promotion of these dtypes. It is spelled out because ``jnp.promote_types`` refuses
+    to promote under ``jax.numpy_dtype_promotion("strict")``.
     """
     if a == b:
         return a

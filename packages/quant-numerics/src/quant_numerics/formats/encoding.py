@@ -24,7 +24,7 @@ def encode(
       values: float32 or float64.
       scale: float32, broadcasts against `values`. Where it is infinite, infinities become
         ±qmax and other values almost 0.
-      kind: the format. Ratios outside its range are clipped to it. NaN becomes zero, and NaN
+      kind: the format. Ratios outside its range are clipped to it. NaN becomes zero, or stays NaN
         in a float8 format.
       zero_point: like `scale` in shape, or None; only for integers.
       noise: float32, broadcasts against `values`: added in units of the last place before rounding
@@ -68,12 +68,12 @@ def decode(qvalue: jax.Array, kind: QType, dtype: np.dtype) -> jax.Array:
 
 
 def _ratio(values: jax.Array, scale: jax.Array, kind: QType) -> jax.Array:
-    """Return ``values / scale``, and not NaN for infinities in both."""
+    """Return ``values / scale``, without NaN where both are infinite."""
     if values.dtype == jnp.float64:
         largest = float(jnp.finfo(jnp.float32).max)
         return values / _at_most(scale, largest).astype(values.dtype)
     if kind.qmax < 4:
-        # Here finite values have scales beyond the largest divisor.
+        # With so small a qmax, finite values may have scales beyond the largest divisor.
         shrink = lax.select(
             scale > 2.0**100, lax.full_like(scale, 2.0**-8), lax.full_like(scale, 1.0)
         )

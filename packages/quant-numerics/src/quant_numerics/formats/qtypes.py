@@ -38,7 +38,7 @@ _NF4 = (
 
 @dataclasses.dataclass(frozen=True)
 class QType:
-    """Describe a number format that arrays can be quantized to.
+    """A number format that arrays can be quantized to.
 
     Symmetric integers lie in ``[-qmax, qmax]`` (narrow range: the most negative two's complement
     number is not used, so negation is exact), as in section 3.1 of Wu et al. 2020, "Integer
@@ -200,7 +200,7 @@ _ALL = (
 )
 
 QTYPES: Mapping[str, QType] = types.MappingProxyType({kind.name: kind for kind in _ALL})
-"""All known quantized types by name (read-only)."""
+"""The quantized types of this package, by name (read-only)."""
 
 _ALIASES = {
     "fp8": "float8_e4m3fn",

@@ -12,7 +12,7 @@ from jax import lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StochasticRounding:
-    """Round up or down at random, unbiased inside the range.
+    """Rounding up or down at random, unbiased inside the range.
 
     See Gupta et al. 2015, "Deep Learning with Limited Numerical Precision" (arXiv:1502.02551),
     section 2.2. A pytree whose leaf is the key: draw a new key for every use.
@@ -36,11 +36,12 @@ class StochasticRounding:
     def noise(self, shape: Sequence[int]) -> jax.Array:
         """Return float32 noise between -1/2 and 1/2.
 
-        Along each axis it has the full size, or 1.
-
+        Args:
+          shape: of the array that is rounded. Noise has that size along `channelwise_noise_axes`,
+            and size 1 along the other axes.
 
         Raises:
-          ValueError: an unknown method, or a noise axis that `shape` has not.
+          ValueError: an unknown method, or a noise axis that `shape` doesn't have.
         """
         axes = set()
         for axis in self.channelwise_noise_axes:

@@ -23,14 +23,14 @@ _LEAST_CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """Say in which dtypes two operands are multiplied and summed.
+    """The dtypes in which two operands are multiplied and summed.
 
-    At least one of them is a QArray.
+    At least one operand is a QArray.
 
     Attributes:
-      dtype: what both sides' numbers are converted to.
+      dtype: dtype that the numbers of both sides are converted to.
       sums: dtype of the sums, int32 or a float.
-      precision: for ``lax``.
+      precision: the ``precision`` of the op of ``lax``.
       limit: how many products an int32 sum may have; None for float sums.
     """
 
@@ -41,7 +41,13 @@ class Arithmetic:
 
 
 def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any) -> Arithmetic:
-    """Return how to multiply `lhs` and `rhs`, at least one a QArray."""
+    """Return how to multiply `lhs` and `rhs`, at least one a QArray.
+
+    Args:
+      lhs: a QArray or a float array.
+      rhs: the same.
+      precision: as in ``lax``, for a float side; other arithmetic is exact.
+    """
     quantized = [x for x in (lhs, rhs) if isinstance(x, QArray)]
     floats = [x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)]
     kinds = [qtype_of(q) for q in quantized]

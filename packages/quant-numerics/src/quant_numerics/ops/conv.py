@@ -50,13 +50,13 @@ def conv_general_dilated(
       int8 side has zero points, ``lax`` gets int32: zero points are subtracted before, so that
       padding is an exact zero.
     - Other two QArrays, and one QArray: in the dtypes that ``dot_general`` uses.
-    - None: plain ``lax`` in the wider of the two dtypes.
+    - No QArray: plain ``lax`` in the wider of the two dtypes.
 
     The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
     feature: these factor out of every sum. A rhs with other scales, such as tiles, is dequantized;
-    the lhs must then be a float array. A non-finite value makes its slice non-finite, so
-    with one in a batch element (or kernel feature), all outputs of that batch element (feature)
-    are non-finite, also those whose window does not touch it.
+    the lhs must then be a float array. A non-finite value makes its slice non-finite: if a batch
+    element (or kernel feature) has one, all outputs of that batch element (feature) are non-finite,
+    also those whose window does not touch it.
 
     int32 never overflows: sums of more products (window elements times input features) than
     ``(2**31 - 1) // (max_lhs * max_rhs)``, 131071 for int8 by int8, are taken in groups of input
@@ -172,7 +172,7 @@ def _values(
     """Return how to convolve, and the numbers of both sides."""
     if isinstance(lhs, QArray) or isinstance(rhs, QArray):
         how = arithmetic(lhs, rhs, precision)
-        # Exact corrections, as in a contraction, do not work: padding is not part of the lhs.
+        # Zero points can't be corrected after the sum, as in a contraction: padding has none.
         wide = [
             x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
         ]

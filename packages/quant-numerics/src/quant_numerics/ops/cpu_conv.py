@@ -29,11 +29,11 @@ def int_conv(
 
     Args:
       conv: the convolution with int32 sums.
-      float_conv: the same of float32 arrays.
-      lhs: integers.
-      rhs: integers.
-      feature_axes: the axes of input features, or None if they can't be cut.
-      terms: window elements, and input features, that a sum goes over.
+      float_conv: the same convolution of float32 arrays.
+      lhs: the input, integers.
+      rhs: the kernel, integers.
+      feature_axes: the axes of input features in both, or None if they can't be cut.
+      terms: how many window elements, and how many input features, a sum goes over.
       largest: the largest magnitude of a product.
     """
 

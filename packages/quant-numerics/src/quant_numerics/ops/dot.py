@@ -32,7 +32,7 @@ DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
 _ROWS_OF_A_TILE = 4
-"""The sums of tiles cost as much as dequantizing where this times the rows is a tile: on CPU."""
+"""On CPU, sums by tile cost as much as dequantizing if tiles have this many elements per row."""
 
 
 def dot_general(
@@ -51,13 +51,15 @@ def dot_general(
       (section 2.2 of Jacob et al. 2018, arXiv:1712.05877). Zero points are subtracted exactly, by
       the sums of quantized values (section 2.3). With int16, they are multiplied as int32; two
       int16 sides are multiplied and summed in float32.
-    - Other two QArrays: both of one float8 dtype as they are, others in float32; with float32 sums.
+    - Other two QArrays: multiplied as they are if both have one float8 dtype, else in float32. Sums
+      are float32.
     - One QArray ("weight-only"): its numbers are converted to the dtype of the float side, which
       holds them exactly (for nf4 and int16 with a 16-bit float side, both are converted to
       float32), the sum is in float32, then it is rescaled. One that is tiled along the contraction
       is dequantized instead, in the wider of the two dtypes, where the float side has at least a
-      quarter as many rows as a tile: what is rescaled and summed would be larger than the QArray.
-    - None: plain ``lax.dot_general`` in the wider of the two dtypes.
+      quarter as many rows as a tile has elements: the sums of all tiles would be larger than the
+      QArray.
+    - No QArray: plain ``lax.dot_general`` in the wider of the two dtypes.
 
     Scales may differ along batch and free axes freely, and along contracting axes by tile: each
     tile is contracted alone, rescaled and then summed in float32. Where one side is tiled the
@@ -118,7 +120,7 @@ def dot_general(
         reference = functools.partial(lax.dot_general, dimension_numbers=dims)
         return sharded_as(run, reference, (lhs, rhs), out_sharding)
     except (TypeError, ValueError, IndexError):
-        # What is wrong with the shapes or dimension numbers, lax says in the caller's terms.
+        # If shapes or dimension numbers are wrong, lax raises here in the caller's terms.
         _output_shape(lhs, rhs, dims)
         raise
 
@@ -205,9 +207,15 @@ def _dot(
 ) -> jax.Array:
     """Return sums less zero points, as floats.
 
-    Their axes are (batch, tiles, lhs free, rhs free).
+    Args:
+      lhs: the left side.
+      rhs: the right side.
+      how: the dtypes.
+      terms: how many products each sum adds up.
+      out_sharding: sharding of the result, as in ``lax``.
 
-    `terms` is how many products each sum has.
+    Returns:
+      An array with the axes (batch, tiles, lhs free, rhs free).
     """
     dims = (lhs.contract, rhs.contract), (lhs.batch + lhs.tiles, rhs.batch + rhs.tiles)
     if how.limit is None:

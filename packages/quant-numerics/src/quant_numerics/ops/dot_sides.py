@@ -17,7 +17,7 @@ from quant_numerics.ops.arithmetic import has_zero_point_left, numbers
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """Hold an operand with its tiled contracting axes split.
+    """An operand with its tiled contracting axes split.
 
     Axis numbers are those of `values`.
 
@@ -94,7 +94,15 @@ def side_of(
     batch: Sequence[int],
     tiles: Mapping[int, int],
 ) -> Side:
-    """Return an operand in that layout, its numbers in `dtype`."""
+    """Return an operand as a ``Side``, its numbers in `dtype`.
+
+    Args:
+      x: a QArray or a float array.
+      dtype: dtype of the numbers.
+      contract: the contracting axes of `x`.
+      batch: its batch axes.
+      tiles: contracting axis -> tile size, for those that are tiled.
+    """
     values = numbers(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
     values, where = split_axes(values, tiles)
     free = [a for a in range(x.ndim) if a not in contract and a not in batch]
@@ -153,7 +161,7 @@ def value_sums(side: Side, lhs: Side, rhs: Side) -> jax.Array:
 def chunked(side: Side, chunks: int, size: int) -> Side:
     """Return a side with its contraction in chunks, zero-padded.
 
-    They are one more tiled axis.
+    The chunks are one more tiled axis.
     """
     n, free = len(side.batch) + len(side.tiles), len(side.free)
     outer = side.batch + side.tiles + side.free
@@ -174,7 +182,7 @@ def chunked(side: Side, chunks: int, size: int) -> Side:
 
 
 def in_output(shape: tuple[int, ...], side: Side, lhs: Side, rhs: Side) -> tuple[int, ...]:
-    """Return a shape of (batch, tiles, free) in that of the output."""
+    """Return a side's (batch, tiles, free) shape with the output's axes."""
     outer = len(side.batch) + len(side.tiles)
     if side is lhs:
         return shape + (1,) * len(rhs.free)

@@ -84,7 +84,7 @@ def ragged_dot(
 def window(group_sizes: jax.Array, offset: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row and the sizes of some groups, int32.
 
-    They are `count` groups from `offset` on.
+    These are the `count` groups from `offset` on.
     """
     offset = jnp.asarray(offset)
     if offset.size != 1 or not jnp.issubdtype(offset.dtype, jnp.integer):
@@ -115,8 +115,8 @@ def ragged_dot_general(
 ) -> jax.Array:
     """Contract like ``jax.lax.ragged_dot_general``; either side may be a QArray.
 
-    Products are taken and summed in the dtypes that ``dot_general`` uses: two integer sides as int8
-    in int32 (as int32 with int16, and where an int8 side has zero points), then rescaled in
+    The dtypes are those of ``dot_general``: two integer sides are multiplied as int8 and summed in
+    int32 (multiplied as int32 with int16, and where an int8 side has zero points), then rescaled in
     float32, times the lhs scale, then times the rhs scale.
 
     Scales may differ along batch and free axes (by index or by tile) and along groups, and along
@@ -210,7 +210,7 @@ def _ragged_dot(
 
 
 def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:
-    """Return the group of each row, int32; the last for others."""
+    """Return each row's group, int32; rows of none get the last."""
     if group_sizes.ndim != 1:
         raise ValueError(
             "group_sizes must have one axis where scales differ between groups, got shape "

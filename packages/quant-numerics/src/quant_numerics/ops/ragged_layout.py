@@ -20,7 +20,15 @@ MOST_PIECES = 32
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A part of a contraction: elements of an axis, with their scale."""
+    """A part of a contraction: elements of an axis, with their scale.
+
+    Attributes:
+      axes: that axis of the lhs and of the rhs.
+      start: its first element.
+      limit: the element after its last one.
+      tile: the index of its scale along the axis.
+      whole: whether it is the whole contraction; then the rest is not used.
+    """
 
     axes: tuple[int, int]
     start: int
@@ -44,7 +52,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Say where the operands' axes are in the output.
+    """Where the operands' axes are in the output.
 
     Attributes:
       contract: the contracted axes of both sides.
@@ -64,7 +72,7 @@ class Layout:
         (lc, rc), (lb, rb) = given.dot_dimension_numbers
         (ragged,) = given.lhs_ragged_dimensions
         groups = tuple(given.rhs_group_dimensions)
-        # A ragged contraction gives one product per group, along a new leading axis.
+        # A ragged contraction gives one result per group, along a new leading axis.
         position = int(ragged in tuple(lc))
         left = {a: position + i for i, a in enumerate(lb)}
         right = {a: position + i for i, a in enumerate(rb)}
@@ -98,6 +106,7 @@ class Layout:
             length = lhs.shape[axes[0]]
             step = max(how.limit // (size // length), 1)
             if axes[0] == self.ragged:
+                # It can't be cut: so many pieces mean that both sides are dequantized.
                 return [whole] * (MOST_PIECES + 1)
             return [Piece(axes, i, min(i + step, length), 0, False) for i in range(0, length, step)]
         ((axes, tile),) = tiles.items()

@@ -38,11 +38,10 @@ def take(
         there is one scale for the whole axis, it is clipped.
 
     Returns:
-      Float array of the logical dtype, or a QArray, in which the axes of `indices` are in the place
-      of `axis`.
+      Float array of the logical dtype, or a QArray, with the axes of `indices` where `axis` was.
 
     Raises:
-      TypeError: indices that are not integers; as the ops.
+      TypeError: indices that are not integers, or a `q` that is none of these.
       ValueError: `axis` is out of range, or another mode.
     """
     indices = jnp.asarray(indices)
@@ -72,6 +71,7 @@ def _taken(
     axis: int, mode: str, dequantize: bool, q: Any, indices: jax.Array, out_sharding: None = None
 ) -> Any:
     size, ndim = q.shape[axis], q.ndim
+    # The size of the axis may not fit in a small integer dtype.
     count = indices.astype(jnp.int32) if indices.dtype.itemsize < 4 else indices
     wrapped = jnp.where(count < 0, count + size, count)
     inside = (wrapped >= 0) & (wrapped < size)

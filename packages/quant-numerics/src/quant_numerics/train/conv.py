@@ -51,12 +51,31 @@ def train_conv_general_dilated(
     rhs_calibration: Calibration | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
-    """Convolve operands that are quantized on the way, with derivatives.
+    """Quantize operands and convolve them, with derivatives.
 
     Operands are quantized as by ``quantize_for_conv``: per batch element of `lhs`, and per output
-    feature of `rhs`. Derivatives are those of ``train_dot_general``, whose other arguments these
-    are: each gradient is one convolution of the quantized cotangent and the other operand's
-    quantized values.
+    feature of `rhs`. Derivatives are those of ``train_dot_general``: each gradient is one
+    convolution of the quantized cotangent and the other operand's quantized values.
+
+    Args:
+      lhs: input, a bfloat16, float16, float32 or float64 array.
+      rhs: kernel, the same.
+      window_strides: as in ``conv_general_dilated``, like all arguments that are not listed here.
+      padding: as there.
+      lhs_dilation: as there.
+      rhs_dilation: as there.
+      dimension_numbers: as there.
+      feature_group_count: as there.
+      batch_group_count: as there.
+      precision: as there.
+      preferred_element_type: as there.
+      out_sharding: as there.
+      lhs_how: as in ``train_dot_general``, like the arguments after it.
+      rhs_how: as there.
+      backward: as there.
+      lhs_calibration: as there.
+      rhs_calibration: as there.
+      key: as there.
 
     Raises:
       TypeError: an operand that is not a float array.
@@ -97,7 +116,7 @@ def train_conv_general_dilated(
 
 @dataclasses.dataclass(frozen=True)
 class ConvOp:
-    """Describe a conv_general_dilated; see ``TrainingOp``."""
+    """A conv_general_dilated without its operands; see ``TrainingOp``."""
 
     numbers: lax.ConvDimensionNumbers
     window_strides: tuple[int, ...]
@@ -220,7 +239,7 @@ class ConvOp:
 
 @dataclasses.dataclass(frozen=True)
 class MergedConvOp:
-    """Convolve a batch of inputs with one kernel, as one convolution."""
+    """A batch of inputs and one kernel, convolved as one convolution."""
 
     op: ConvOp
 
@@ -255,7 +274,7 @@ _CONV_PARAMS = (
 
 
 def _merged(x: Any, axis: int) -> Any:
-    """Merge axis 0 into what is `axis` without it."""
+    """Merge axis 0 into the axis that is `axis` without axis 0."""
     if isinstance(x, QArray):
         both = (x.shape[0], x.shape[axis + 1])
         parts: list[Any] = [x.scale, x.zero_point]

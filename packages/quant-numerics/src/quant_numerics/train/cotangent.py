@@ -1,4 +1,4 @@
-"""Cotangents of training ops, quantized with the other operand's scales in them."""
+"""Cotangents of training ops, quantized after they took the other operand's scales."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ from quant_numerics.train.options import Backward, HowToQuantize
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Cotangent:
-    """Quantize a cotangent, and residuals, for one contraction."""
+    """How the cotangent and the residuals of one contraction are quantized.
+
+    Attributes:
+      backward: the options of the gradient.
+      key: random key for stochastic rounding, or None.
+    """
 
     backward: Backward
     key: jax.Array | None
@@ -60,7 +65,7 @@ class Cotangent:
     def residual(
         self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray | jax.Array:
-        """Return a residual that is not quantized, as this contraction wants it."""
+        """Return a float residual as ``Backward.residual`` asks for it."""
         how = self.backward.residual
         if not isinstance(how, HowToQuantize):
             return x
@@ -75,13 +80,16 @@ class Cotangent:
 
 
 def unit_scaled(q: QArray) -> QArray:
-    """Return `q` with scale 1; the other side has its scale."""
+    """Return `q` with scale 1; the other side has taken its scales."""
     one = jnp.ones((1,) * q.ndim, jnp.float32)
     return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
 
 
 def can_shift(q: QArray, axes: Sequence[int]) -> bool:
-    """Return whether `q` has scales alone, and along `axes` alone."""
+    """Return whether the cotangent can take the scales of `q`.
+
+    It can if `q` has no zero points and no blocks, and scales that differ along `axes` alone.
+    """
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))

@@ -44,7 +44,7 @@ def train_dot_general(
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Any = None,
 ) -> jax.Array:
-    """Contract operands that are quantized on the way, with derivatives.
+    """Quantize operands and contract them, with derivatives.
 
     The value is ``dot_general(quantize_for_dot(lhs, ...), quantize_for_dot(rhs, ...))``, bit for
     bit. Of the derivatives, forward mode is always that of the float op at the operands
@@ -53,10 +53,9 @@ def train_dot_general(
 
     - the cotangent, quantized with one scale per index of the axes that the gradient keeps;
     - the other operand's quantized values from the forward pass. Its scales lie along axes that
-      this contraction sums over, so they are multiplied into the cotangent before that is
+      this contraction sums over. So they are multiplied into the cotangent before the cotangent is
       quantized, and the sum is over integers. An operand with tiles or zero points is quantized
-      again, to the cotangent's format; a float one stays float. ``Backward.residual`` says
-      otherwise.
+      again, to the cotangent's format; a float one stays float. ``Backward.residual`` changes this.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
     calibration methods that cut off, and with a given calibration.
@@ -75,7 +74,7 @@ def train_dot_general(
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
       key: random key, for `backward` with stochastic rounding. The bits of the cotangent and the
-        operand's side are mixed in, so that one key does for all steps of a loop.
+        operand's side are mixed in, so one key is enough for all steps of a loop.
       precision: for contractions of float arrays.
       preferred_element_type: dtype of the result, as in ``dot_general``.
       out_sharding: sharding of the result, as in ``dot_general``.
@@ -119,7 +118,7 @@ def _ndims(operands: Sequence[jax.Array]) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class DotOp:
-    """Describe a dot_general; see ``TrainingOp``."""
+    """A dot_general without its operands; see ``TrainingOp``."""
 
     dims: DotDimensionNumbers
     ndims: tuple[int, int]
@@ -158,9 +157,9 @@ class DotOp:
 
         other, g = self._other(y, g, (*yb, *y_free), (*range(n), *g_y), to)
         quantized = to.quantize(g, (*range(n), *g_x), tuple(g_y))
-        # The axes that come out: batch, and in the order of the operands what is free of g, which
-        # are those of x, and what is free of y, its contracted ones. With g where the operand is
-        # in the forward pass, this is most often the layout of x already.
+        # The result has the batch axes, then the free axes of its two operands: those of g are the
+        # free axes of x, and those of y the contracted ones. g is on the side that x has in the
+        # forward pass, because the result then mostly has the layout of x already.
         sides = [(quantized, tuple(g_y), tuple(range(n))), (other, tuple(y_free), tuple(yb))]
         order = sorted(range(len(yc)), key=yc.__getitem__)
         parts = [tuple(x_free), tuple(xc[i] for i in order)]

@@ -32,11 +32,23 @@ def train_einsum(
     out_sharding: Any = None,
     **options: Any,
 ) -> jax.Array:
-    """Compute an einsum of two operands that it quantizes, with derivatives.
+    """Quantize two operands and compute their einsum, with derivatives.
 
-    It is one ``train_dot_general`` and a transpose; arguments are those of that function, which
-    says what the derivatives are. A label that only one operand has and the output has not is
-    summed, and of a label that one operand has twice the diagonal is taken, before quantizing.
+    It is one ``train_dot_general``, which has the same derivatives, and a transpose. A label that
+    only one operand has, and the output doesn't, is summed before quantizing. If one operand has a
+    label twice, its diagonal is taken before quantizing.
+
+    Args:
+      spec: subscripts of two operands, e.g. ``"btd,df->btf"``.
+      lhs: bfloat16, float16, float32 or float64 array.
+      rhs: the same.
+      lhs_how: as in ``train_dot_general``, like the arguments after it.
+      rhs_how: as there.
+      lhs_calibration: as there.
+      rhs_calibration: as there.
+      preferred_element_type: as there.
+      out_sharding: as there.
+      **options: ``backward``, ``key`` and ``precision``, as there.
 
     Raises:
       ValueError: a malformed spec, or one of another number of operands; as

@@ -18,14 +18,14 @@ from quant_numerics.formats.qtypes import get_qtype
 
 @dataclasses.dataclass(frozen=True)
 class HowToQuantize:
-    """Say how an operand is quantized in the forward pass. Hashable.
+    """How an operand is quantized in the forward pass. Hashable.
 
     Attributes:
       qtype: a name in ``QTYPES``, an alias or a dtype; stored as the name.
       tile_size: elements (a float: one over the number of tiles) per scale along the contracted
         axes, as if they were one; contractions only, not convolutions.
       method: calibration method, see ``parse_calibration_method``.
-      channelwise: False for one scale in all, tiles aside.
+      channelwise: False for one scale for the whole array, or per tile alone.
       scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; stored as the name.
     """
 
@@ -45,14 +45,14 @@ class HowToQuantize:
 
 @dataclasses.dataclass(frozen=True)
 class Backward:
-    """Say how a contraction of the backward pass is quantized. Hashable.
+    """How a contraction of the backward pass is quantized. Hashable.
 
     Attributes:
       qtype: the format of the cotangent; stored as the name.
       method: calibration method for the cotangent.
       tile_size: elements (a float: one over the number of tiles) per scale along the last axis
         that is contracted; contractions only, not convolutions.
-      channelwise: False for one scale per cotangent, tiles aside.
+      channelwise: False for one scale per cotangent, or per tile alone.
       stochastic_rounding: None, or the method of a ``StochasticRounding`` of the cotangent.
       channelwise_noise_axes: the cotangent's axes along which that noise differs.
       residual: the other operand: None for its quantized values of the forward pass,

@@ -57,10 +57,10 @@ def train_ragged_dot(
     preferred_element_type: DTypeLike | None = None,
     group_offset: Any = None,
 ) -> jax.Array:
-    """Contract ragged operands that are quantized on the way, with derivatives.
+    """Quantize ragged operands and contract them, with derivatives.
 
     Operands are quantized as by ``quantize_for_dot``: per row of `lhs`, and per group and column
-    of `rhs`. Derivatives are those of ``train_dot_general``, whose arguments these are. The
+    of `rhs`. Derivatives are those of ``train_dot_general``. The
     gradient of `rhs` sums over the rows of each group, which can have no tiles: a tile size, or a
     format with blocks, is for the gradient of `lhs` alone.
 
@@ -114,7 +114,7 @@ def train_ragged_dot(
 
 @dataclasses.dataclass(frozen=True)
 class RaggedOp:
-    """Describe a ragged_dot; see ``TrainingOp``."""
+    """A ragged_dot without its operands; see ``TrainingOp``."""
 
     precision: Any
     preferred: Any

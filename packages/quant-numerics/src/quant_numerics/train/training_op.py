@@ -26,7 +26,7 @@ from quant_numerics.train.options import Backward, Backwards, HowToQuantize
 
 
 class Residual(NamedTuple):
-    """Hold what the derivatives need of an operand.
+    """What the derivatives need of an operand.
 
     Attributes:
       value: the operand.
@@ -40,7 +40,10 @@ class Residual(NamedTuple):
 
 
 class TrainingOp(Protocol):
-    """Describe a contraction or convolution without its operands. Hashable by value."""
+    """A contraction or convolution without its operands. Hashable by value.
+
+    `aux` is what the op takes beside its two operands, such as the sizes of groups.
+    """
 
     def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
         """Return channel axes and tiles for operand 0 or 1."""
@@ -57,7 +60,7 @@ class TrainingOp(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TrainingPair(LinearPair):
-    """Differentiate a training op: float forward, quantized (or float) backward."""
+    """The derivative of a training op: float forward, quantized (or float) backward."""
 
     op: Any
     backward: Backwards | None
@@ -81,6 +84,7 @@ class TrainingPair(LinearPair):
             key = _key_for(key, self.key_impl, g)
         for i, backward in enumerate(self.backward or ()):
             if backward is not None:
+                # Each gradient draws other random bits.
                 own = None if key is None else jax.random.fold_in(key, i)
                 wanted = list(full)
                 if backward.residual is not None:
@@ -100,6 +104,8 @@ class TrainingPair(LinearPair):
     ) -> tuple[LinearPair, int]:
         sides, key, aux = residuals
         mapped = tuple(side.value for side in sides)
+        # One contraction for the whole batch is possible if of each side all arrays are mapped, or
+        # none are.
         plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, aux)))
         unmapped = list(self.unmapped)
         for i, side in enumerate(sides):
@@ -178,7 +184,17 @@ def train(
     key: jax.Array | None,
     aux: Any = None,
 ) -> jax.Array:
-    """Run a quantized op, with the derivatives that `backward` asks for."""
+    """Run a quantized op, with the derivatives that `backward` asks for.
+
+    Args:
+      op: the op.
+      hows: how each operand is quantized; None: it stays float.
+      backward: how each gradient is quantized; None: float.
+      operands: float arrays.
+      calibrations: a range for each operand, or None to measure it.
+      key: random key, for stochastic rounding.
+      aux: what the op takes beside its operands.
+    """
     sides = tuple(
         _quantized(op, i, x, how, calibration)
         for i, (x, how, calibration) in enumerate(zip(operands, hows, calibrations, strict=True))

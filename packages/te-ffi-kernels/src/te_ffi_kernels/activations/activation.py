@@ -1,4 +1,4 @@
-"""activation: as a layer uses it."""
+"""activation: an activation as a layer of a model uses it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def activation(
     Args:
         x: float32, bfloat16 or float16, of shape (..., 1, n), or (..., 2, n) for a gated one.
         activation_type: see ``act_lu``.
-        act_params: of ``("clamped_silu", "clamped_linear")``.
-        out_dtype: of quantized values, see ``act_lu``.
+        act_params: parameters of ``("clamped_silu", "clamped_linear")``; None for the defaults.
+        out_dtype: dtype of the quantized values; see ``act_lu``.
         scaling_mode: a ``ScalingMode`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
 

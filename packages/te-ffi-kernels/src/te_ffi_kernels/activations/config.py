@@ -33,11 +33,11 @@ ActivationEnum: dict[tuple[str, ...], int] = {
 
 @dataclasses.dataclass(frozen=True)
 class ClampedSwigluParams:
-    """Of ``("clamped_silu", "clamped_linear")``, with the values of GPT OSS.
+    """Parameters of ``("clamped_silu", "clamped_linear")``; the defaults are those of GPT OSS.
 
     Attributes:
         limit: the first part is cut above it, the second to it and its negative.
-        alpha: what the first part is multiplied with inside of the sigmoid.
+        alpha: factor of the first part inside the sigmoid.
         glu_linear_offset: what is added to the second part.
     """
 
@@ -58,7 +58,12 @@ class ActivationParams:
 
     @staticmethod
     def create(activation_type: Any, **kwargs: float) -> ActivationParams:
-        """Return parameters for an activation, of those of ``ClampedSwigluParams``."""
+        """Return the parameters of an activation.
+
+        Args:
+            activation_type: a key of ``ActivationEnum``, or its only name.
+            kwargs: attributes of ``ClampedSwigluParams``; other activations ignore them.
+        """
         names = (activation_type,) if isinstance(activation_type, str) else tuple(activation_type)
         if any(name in ("clamped_silu", "clamped_linear") for name in names):
             return ActivationParams(ClampedSwigluParams(**kwargs))
@@ -71,7 +76,7 @@ class ActivationParams:
 
 @dataclasses.dataclass(frozen=True)
 class ActivationConfig:
-    """What tracing is keyed by."""
+    """The static arguments of an activation, which traces are keyed by."""
 
     activation_type: tuple[str, ...]
     params: ActivationParams
@@ -91,12 +96,16 @@ class ActivationConfig:
         } | self.outputs.attributes()
 
     def dbias_result(self, x: Any) -> jax.ShapeDtypeStruct:
-        """Return the sums over rows; of shape (1,) where they aren't wanted."""
+        """Return the type of the sums over rows; (1,) if unwanted."""
         return jax.ShapeDtypeStruct(x.shape[-2:] if self.is_dbias else (1,), x.dtype)
 
 
 def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
-    """Return the names of an activation, which there must be."""
+    """Return the names of an activation.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
     names = (given,) if isinstance(given, str) else tuple(given)
     if names not in ActivationEnum:
         raise ValueError(
@@ -107,7 +116,7 @@ def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
 
 
 def params(op: str, given: ActivationParams | None) -> ActivationParams:
-    """Return the parameters; those of Transformer Engine where none are given."""
+    """Return the parameters, checked; Transformer Engine's defaults for None."""
     if given is None:
         return ActivationParams()
     if not isinstance(given, ActivationParams):
@@ -122,7 +131,7 @@ def params(op: str, given: ActivationParams | None) -> ActivationParams:
 
 
 def check_x(op: str, names: tuple[str, ...], x: jax.Array) -> tuple[int, ...]:
-    """Check x, and returns the shape of the result."""
+    """Check x, and return the shape of the result."""
     checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(

@@ -1,6 +1,4 @@
-"""act_lu, dact_lu and quantize_dact_dbias: activations and their gradients, floats or quantized
-values.
-"""
+"""act_lu, dact_lu and quantize_dact_dbias: activations and gradients, quantized on request."""
 
 from __future__ import annotations
 
@@ -56,15 +54,15 @@ def act_lu(
         activation_type: a key of ``ActivationEnum``: "gelu", "silu", "relu", "quick_gelu" or
             "squared_relu", alone or with "linear"; ``("sigmoid", "linear")``;
             ``("clamped_silu", "clamped_linear")``.
-        act_params: of the last.
-        out_dtype: of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours) int8,
-            which MXFP8 hasn't. Without scaling, x's.
+        act_params: parameters of the last one; None for the defaults.
+        out_dtype: dtype of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours)
+            int8, which MXFP8 doesn't have. Without scaling, x's.
         scaling_mode: a ``ScalingMode`` or its number.
         q_layout: a ``QuantizeLayout`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
-        amax: float32[1]: the largest magnitude so far; 0 where it isn't given.
+        amax: float32[1]: the largest magnitude so far; None for 0.
         scale_dtype: as in ``dbias_quantize``.
-        output_amax_when_no_scaling: whether `updated_amax` is made without scaling, too.
+        output_amax_when_no_scaling: whether `updated_amax` is computed without scaling, too.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax)`` of an array of
@@ -106,8 +104,8 @@ def quantize_dact_dbias(
 ) -> tuple[jax.Array, ...]:
     """Return an activation's gradient, quantized on request, and its bias sums.
 
-    Where a clamped part is at its limit its derivative is that of the inside, as in Transformer
-    Engine. Sums go with every activation and mode here.
+    At its limit, a clamped part has the derivative of the inside, as in Transformer Engine. Here
+    every activation and mode can have sums.
 
     Args:
         dz: cotangent of the result of ``act_lu``: of its shape (..., n) and of x's dtype.
@@ -152,7 +150,7 @@ def dact_lu(
 ) -> tuple[jax.Array, ...]:
     """Return the gradient of an activation: ``quantize_dact_dbias`` without the sums.
 
-    Args: as those of ``quantize_dact_dbias``.
+    The arguments are those of ``quantize_dact_dbias``.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax)`` of dx.
@@ -167,14 +165,14 @@ def dact_lu(
 
 
 def plain_gradient(config: ActivationConfig, dz: jax.Array, x: jax.Array) -> jax.Array:
-    """Return dx in x's dtype, whatever is made of the result."""
+    """Return dx in x's dtype, not quantized, by the kernel."""
     plain = dataclasses.replace(config, outputs=Outputs(x.dtype, 2, x.dtype), is_dbias=False)
     one = jnp.ones((1,), jnp.float32)
     return _BACKWARD(plain, dz, x, one, 0 * one)[0]
 
 
 def _partition(config: ActivationConfig, block: Any, *operands: jax.Array) -> Any:
-    """Partition elements where no scale spans several, except gate halves."""
+    """Share out elements but gate parts, unless a scale spans several."""
     *dz, x, _, _ = operands
     run = functools.partial(block, config)
     names = [f"axis{i}" for i in range(x.ndim - 1)]

@@ -47,6 +47,7 @@ def _swish(x: jax.Array, u: jax.Array, slope: jax.Array | float) -> tuple[jax.Ar
     """Return x * sigmoid(u) and its derivative, with u' = slope."""
     gate = jax.nn.sigmoid(u)
     change = gate * jax.nn.sigmoid(-u)
+    # Where a factor is 0, x may be infinite, and their product NaN.
     rest = jnp.where(change == 0, 0, x * slope * change)
     return jnp.where(gate == 0, 0, x * gate), gate + rest
 
@@ -77,7 +78,7 @@ def _point(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _gate(config: ActivationConfig, x: jax.Array) -> tuple[jax.Array, jax.Array | float]:
-    """Return what the function is multiplied with, and its derivative."""
+    """Return the factor that the second part gives, and its derivative."""
     if config.activation_type[1] == "linear":
         return x, 1.0
     given = _clamped(config)

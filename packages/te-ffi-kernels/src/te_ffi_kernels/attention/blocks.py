@@ -1,4 +1,4 @@
-"""What of a block of queries and a block of keys meets, where a sequence is cut into blocks."""
+"""Masks between a block of queries and a block of keys, where a sequence is cut into blocks."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .types import AttnMaskType, AttnSoftmaxType, QKVLayout
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """The part of two blocks that meets.
+    """The part of two blocks in which queries see keys.
 
     Attributes:
-        config: of a kernel for it, without what is left to the end.
+        config: config of the kernel call for it, without the softmax offset, which is added last.
         queries: number of queries before the first one that sees a key of the block.
         keys: number of keys before the first one that a query of the block sees.
     """
@@ -28,15 +28,15 @@ class Cut:
 
 
 def cuts(config: Config, sizes: Sizes, count: int) -> tuple[list[Cut | None], np.ndarray]:
-    """Return the different ways in which blocks meet, and which one it is for each pair.
+    """Return the different cuts, and which one each pair of blocks has.
 
     Args:
-        config: of the whole attention.
-        sizes: of a block of queries and of one of keys.
+        config: config of the whole attention.
+        sizes: sizes of a block of queries and a block of keys.
         count: the number of blocks.
 
     Returns:
-        The ways, with None where no query sees a key; and their numbers, int32
+        The cuts, None where no query sees a key; and the index of each pair's cut, int32
         ``[block of queries, block of keys]``.
     """
     queries, keys = sizes.q_length, sizes.kv_length
@@ -47,7 +47,7 @@ def cuts(config: Config, sizes: Sizes, count: int) -> tuple[list[Cut | None], np
     table = np.zeros((count, count), np.int32)
     for i in range(count):
         for j in range(count):
-            # The place of a key less that of a query is this much more than inside of the blocks.
+            # From a query to a key it is this much farther in the sequence than inside the blocks.
             ahead = j * keys - i * queries - aligned
             low = -left - ahead if left >= 0 else -queries
             high = right - ahead if right >= 0 else keys
@@ -59,7 +59,7 @@ def cuts(config: Config, sizes: Sizes, count: int) -> tuple[list[Cut | None], np
 
 
 def _cut(config: Config, low: int, high: int, sizes: Sizes) -> Cut:
-    """Return the cut where queries see keys that are from `low` to `high` places after them."""
+    """Return the cut where queries see keys `low` to `high` places ahead."""
     queries, keys = max(-high, 0), max(low, 0)
     low, high = low + queries - keys, high + queries - keys
     left = -low if low > -(sizes.q_length - queries - 1) else -1
@@ -83,12 +83,15 @@ def _cut(config: Config, low: int, high: int, sizes: Sizes) -> Cut:
 
 
 def lengths_in(lengths: jax.Array, block: jax.Array, size: int, before: int) -> jax.Array:
-    """Return how much of sequences is in a block, without what is before its first place.
+    """Return how many tokens of each sequence a block's part has.
 
     Args:
-        lengths: of the sequences, int32 ``[batch]``.
-        block: the number of the block, int32.
-        size: of a block.
-        before: what to leave out at its begin.
+        lengths: lengths of the sequences, int32 ``[batch]``.
+        block: index of the block, int32.
+        size: tokens of a block.
+        before: how many places at the start of the block are not in the part.
+
+    Returns:
+        int32 ``[batch]``.
     """
     return jnp.clip(lengths - block * size - before, 0, size - before)

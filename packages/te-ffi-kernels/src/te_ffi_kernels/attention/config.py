@@ -1,4 +1,4 @@
-"""What of a call is static, and its checks."""
+"""The static arguments of attention, and checks of all arguments."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Config:
 
     @property
     def dropout(self) -> float:
-        """Return the probability that is in effect."""
+        """Return the dropout probability that is in effect."""
         return self.dropout_probability if self.is_training else 0.0
 
 
@@ -76,7 +76,13 @@ def make_config(
     window_size: Sequence[int] | None,
     context_parallel_axis: str | Sequence[str],
 ) -> Config:
-    """Return the config for the arguments of an op, which its errors name."""
+    """Check the static arguments of an op, and return its config.
+
+    The arguments are those of ``fused_attn``, and `op`, the name in errors.
+
+    Raises:
+        ValueError, NotImplementedError: as ``fused_attn``.
+    """
     layout = checks.member(op, "qkv_layout", qkv_layout, QKVLayout)
     mask = checks.member(op, "attn_mask_type", attn_mask_type, AttnMaskType)
     bias = checks.member(op, "attn_bias_type", attn_bias_type, AttnBiasType)
@@ -194,15 +200,15 @@ def _parsed(shapes: Sequence[tuple[int, ...]], layout: QKVLayout) -> Sizes | Non
 
 
 def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, parts: int) -> None:
-    """Raise where there is none but should be, or one of another shape or dtype.
+    """Raise if a bias is missing, unwanted, or doesn't fit.
 
     Args:
-        op: which the error names.
-        config: of the call.
-        sizes: of the arrays.
-        bias: what is given.
-        dtype: of the arrays.
-        parts: in how many parts a sequence of keys is cut, of which `sizes` has one.
+        op: name of the op, for errors.
+        config: config of the call.
+        sizes: sizes of the arrays.
+        bias: the bias that is given, or None.
+        dtype: dtype of the arrays.
+        parts: number of parts that the sequence of keys is cut into; `sizes` has one part.
     """
     if config.bias_type is AttnBiasType.NO_BIAS:
         if bias is not None:

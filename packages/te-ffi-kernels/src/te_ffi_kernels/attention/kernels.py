@@ -1,7 +1,8 @@
 """The two kernels of attention: forward, and its gradient.
 
-Operands are three arrays of queries, keys and values (those that there aren't are empty), bias,
-offset, what is theirs alone, and four arrays of sequences.
+Both take three arrays of queries, keys and values (empty ones if the layout has fewer), the bias
+and the softmax offset first, and four arrays that say where sequences are last. Between them are
+the operands that only one kernel has.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _attributes(config: Config, *given: jax.Array) -> dict[str, Any]:
 
 
 def _lowered(config: Config, *given: jax.Array) -> Arrays:
-    """Return the operands with the cumulative sums of lengths, as kernels have them."""
+    """Return a kernel's operands: lengths become cumulative sums."""
     *first, q_lengths, kv_lengths, q_starts, kv_starts = given
     lengths = map(operands.cumulative, (q_lengths, kv_lengths))
     return *first, *lengths, q_starts, kv_starts
@@ -96,16 +97,16 @@ def _partition(
     found: Names | None,
     sums: Any = (),
 ) -> Any:
-    """Share out batches, heads and sequences, unless something depends on the whole batch.
+    """Share out batches, heads and sequences, if nothing needs whole batches.
 
     Args:
-        config: of the call.
+        config: config of the call.
         block: calls the kernel.
-        around: calls it for each block of keys, where sequences are shared out.
+        around: calls it for each block of keys, if sequences are shared out.
         given: the operands.
-        middle: names of the axes of those after the offset and before the sequences.
-        found: names of the axes of the results; those of the first operands without.
-        sums: the results that are sums over batches, heads or queries.
+        middle: axis names of the operands between the offset and the sequences.
+        found: axis names of the results; None if they are those of the first operands.
+        sums: indices of the results that are sums over batches, heads or queries.
     """
     run = functools.partial(block, config)
     if config.layout.is_thd() or config.dropout > 0:
@@ -152,7 +153,7 @@ def _partition(
 
 
 def _batch_forward(run: Any, config: Config, size: int, in_batched: Any, *given: jax.Array) -> Any:
-    """Make the mapped axis one with the batch, where the rest allows it."""
+    """Merge the mapped axis into the batch, if other operands allow it."""
     random = in_batched[5] or config.dropout > 0  # random numbers depend on the batch
     folded = None if random or in_batched[4] else _folded_bias(config, size, given, in_batched)
     if folded is None:
@@ -202,7 +203,7 @@ def _split(size: int, x: jax.Array) -> jax.Array:
 
 
 def _merged(size: int, in_batched: Any, *arrays: jax.Array) -> Arrays:
-    """Merge the mapped axis of arrays with the next; repeat where they have none."""
+    """Merge each array's mapped axis with the next; repeat unmapped arrays."""
     wide = widened(size, in_batched, *arrays)
     return tuple(x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]) for x in wide)
 
@@ -213,7 +214,10 @@ def _merged_arrays(config: Config, size: int, in_batched: Any, given: Arrays) ->
 
 
 def _folded_bias(config: Config, size: int, given: Arrays, in_batched: Any) -> jax.Array | None:
-    """Return a bias for each batch entry of each index; None where a batch shares one."""
+    """Return the bias for the merged batch, or None.
+
+    None if all entries of a batch share one, which the merged batch can't.
+    """
     bias = given[3]
     if not config.has_bias:
         return bias

@@ -41,7 +41,7 @@ def fused_attn_fwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return attention, and what its gradient needs. Not differentiable: see ``fused_attn``.
 
-    Args: as those of ``fused_attn``.
+    The arguments are those of ``fused_attn``.
 
     Returns:
         The result, [b, sq, h, dv] in the dtype of qkv; the natural logarithm of each softmax's sum,
@@ -150,7 +150,7 @@ def fused_attn(
         seed: uint32 of two numbers at least, or a key; needed with dropout. The words are those of
             Philox 4x32-10 with the seed as the key; their counter is (key's place // 4, query's
             place, segment * h + head, 0), and the word that of key's place % 4.
-        attn_bias_type: an ``AttnBiasType``, its name or its number; also the next three.
+        attn_bias_type: an ``AttnBiasType``, its name or its number; so are the next three.
         attn_mask_type: an ``AttnMaskType``.
         qkv_layout: a ``QKVLayout``.
         softmax_type: an ``AttnSoftmaxType``.
@@ -168,7 +168,7 @@ def fused_attn(
             sequences are shared out, a device's block after that of the one before. Arrays of
             queries and keys are blocks then, and segment ids those of their tokens; a bias has the
             block's rows and all columns; lengths are those of whole sequences. Outside of
-            ``shard_map`` shardings say it.
+            ``shard_map`` the operands' shardings decide.
 
     Returns:
         [b, sq, h, dv], in the dtype of `qkv`. It is 0 for queries that see no key or are padding.
@@ -214,12 +214,12 @@ def _prepared(
 
 
 def _forward_kernel(config: Config, *given: jax.Array) -> Any:
-    """Return the results of the forward kernel, or of a ring of them."""
+    """Call the forward kernel, or a ring of them."""
     return _around(ring.forward, FORWARD, config)(*given)
 
 
 def _backward_kernel(config: Config, *given: jax.Array) -> Any:
-    """Return those of the kernel of gradients."""
+    """Call the backward kernel, or a ring of them."""
     return _around(ring.backward, BACKWARD, config)(*given)
 
 

@@ -16,12 +16,12 @@ from .sequence import SequenceDescriptor
 from .types import AttnSoftmaxType
 
 Sequences = tuple[jax.Array, ...]
-"""Lengths of queries and of keys, int32[n]; where they begin, counted over all tokens (THD), or
-int32[0]."""
+"""Four arrays: lengths of the sequences of queries and of keys, int32[n]; and where these begin,
+counted over all tokens: int32[n] for THD layouts, else int32[0]."""
 
 
 def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None) -> jax.Array:
-    """Return float32[1, heads, 1, 1]; of size 0 where there is none."""
+    """Return the offset, float32[1, heads, 1, 1]; of size 0 without one."""
     if config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX:
         if given is not None and given.size:
             raise ValueError(
@@ -36,7 +36,7 @@ def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None)
 
 
 def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
-    """Return uint32[...] of two numbers at least."""
+    """Return the seed, uint32 of at least two numbers."""
     if given is None:
         if config.dropout > 0:
             raise ValueError(f"{op}: seed is None, and dropout_probability {config.dropout}")
@@ -51,7 +51,7 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
 
 
 def random_state(seed: jax.Array) -> jax.Array:
-    """Return seed, and an offset of 0, in rows of four words; as many rows as the seed has."""
+    """Return seed and offset 0 as uint32[rows of seed, 4]."""
     words = seed.reshape(-1)[:2]
     return jnp.pad(words, (0, 4 * seed.shape[0] - 2)).reshape(seed.shape[0], 4)
 
@@ -59,7 +59,7 @@ def random_state(seed: jax.Array) -> jax.Array:
 def sequences(
     op: str, config: Config, sizes: Sizes, descriptor: SequenceDescriptor | None
 ) -> Sequences:
-    """Return where the sequences are: whole ones, of which `sizes` may have a part."""
+    """Return where whole sequences are; `sizes` may have a part of them."""
     if config.layout.is_thd():
         return _segments(op, config, sizes, descriptor)
     none = jnp.zeros((0,), jnp.int32)
@@ -177,7 +177,7 @@ def attributes(config: Config, sizes: Sizes, bias_shape: tuple[int, ...]) -> dic
 def _deterministic() -> bool:
     """Return whether kernels must be deterministic, where that is slower.
 
-    Those for CPU do in any case, others as XLA's own attention does.
+    CPU kernels always are. Other kernels follow the flags that XLA's own attention follows.
     """
     flags = os.environ.get("XLA_FLAGS", "").split()
     names = ("--xla_gpu_deterministic_ops", "--xla_gpu_exclude_nondeterministic_ops")
@@ -185,6 +185,6 @@ def _deterministic() -> bool:
 
 
 def arrays(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Return three arrays: those that there aren't are of size 0."""
+    """Return three arrays; those that the layout lacks have size 0."""
     none = jnp.zeros((0,), qkv[0].dtype)
     return (*qkv, *(none,) * (3 - len(qkv)))

@@ -1,4 +1,4 @@
-"""Philox 4x32-10 (Salmon et al. 2011), with the kernel's words."""
+"""Philox 4x32-10 (Salmon et al. 2011), which draws the same words as the kernel."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def scores(config: Config, q: jax.Array, k: jax.Array, bias: jax.Array) -> jax.A
 
 
 def spread(x: jax.Array, heads: int) -> jax.Array:
-    """Repeat each head of keys [b, s, g, d] for its query heads."""
+    """Repeat each head of [b, s, g, d] for its query heads."""
     return jnp.repeat(x, heads // x.shape[2], axis=2)
 
 
@@ -182,6 +182,7 @@ def backward(
     if config.dropout > 0:
         keep = kept(config, at, heads, random)
         factors, dp = p * keep, dp * keep
+    # This is sum(p * dp) over keys. From the output it takes no array of queries by keys.
     delta = jnp.sum(grad * out.astype(jnp.float32), axis=-1).swapaxes(1, 2)[..., None]
     ds = p * (dp - delta)
     scale = jnp.float32(config.scaling_factor)

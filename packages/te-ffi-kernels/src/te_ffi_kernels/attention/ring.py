@@ -6,10 +6,10 @@ Attention", https://arxiv.org/abs/2310.01889). Results of rounds are merged by t
 their scores, as those of blocks inside of a kernel are. In the backward pass the gradients of keys
 go around with the keys, in float32.
 
-A program has one kernel call for each way in which blocks meet (see ``blocks``), whatever the
-number of devices. Operands are those of the kernels: what has an axis of queries or keys is the
-device's block of it, a bias has the rows of its queries and the columns of all keys, lengths are
-those of whole sequences.
+A program has one kernel call for each different cut of two blocks (see ``blocks``), whatever the
+number of devices. Operands are those of the kernels: an array with an axis of queries or keys is
+the device's block of it, a bias has the rows of its queries and the columns of all keys, and
+lengths are those of whole sequences.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ Run = Callable[..., Any]
 
 
 def forward(run: Run, axes: Sequence[str], config: Config, *given: jax.Array) -> Arrays:
-    """Return a device's block of the result, and of the log-sum-exp; and the random state.
+    """Return a device's block of the forward kernel's results.
 
     Args:
         run: the kernel, called as ``run(config, *operands)``.
         axes: the mesh axes that the sequence is shared out along.
-        config: of the whole attention.
+        config: config of the whole attention.
         given: the kernel's operands.
+
+    Returns:
+        The blocks of the result and of the log-sum-exp, and the random state.
     """
     ring = _Ring(axes, config, given)
     queries, keys = ring.queries_and_keys(given[: config.layout.arrays])
@@ -82,7 +85,7 @@ def backward(run: Run, axes: Sequence[str], config: Config, *given: jax.Array) -
 
     Those of the bias and of the offset are sums over the queries that the device has.
 
-    Args: as those of ``forward``, with the operands of the kernel of gradients.
+    The arguments are those of ``forward``, with the operands of the kernel of gradients.
     """
     ring = _Ring(axes, config, given)
     count = config.layout.arrays
@@ -159,16 +162,16 @@ class _Ring:
         return qkv[0], qkv[1:]
 
     def block(self, i: Any) -> jax.Array:
-        """Return the number of the block of keys that the device has in round `i`."""
+        """Return the index of the device's block of keys in round `i`."""
         return (self.rank - i) % self.count
 
     def passed(self, tree: Any) -> Any:
-        """Return what the device before sends, sending this to the next."""
+        """Send arrays to the next device; return those of the last one."""
         ring = [(i, (i + 1) % self.count) for i in range(self.count)]
         return jax.tree.map(lambda x: lax.ppermute(x, self.axes, ring), tree)
 
     def met(self, i: Any, attend: Callable[..., Arrays], nothing: Arrays, keys: Arrays) -> Arrays:
-        """Return what the device makes of the keys that it has in round `i`."""
+        """Attend to the keys that the device has in round `i`."""
         block = self.block(i)
         ways = [
             (lambda *_: nothing) if cut is None else functools.partial(attend, cut)
@@ -201,19 +204,22 @@ class _Ring:
 
 
 def _merged(found: Arrays, more: Arrays) -> Arrays:
-    """Return attention over two sets of keys, for that over each and its log-sum-exp."""
+    """Merge attention over two sets of keys, by their log-sum-exp."""
     aux = jnp.logaddexp(found[1], more[1])
     return found[0] * _share(found[1], aux) + more[0] * _share(more[1], aux), aux
 
 
 def _share(part: jax.Array, whole: jax.Array) -> jax.Array:
-    """Return ``exp(part - whole)`` of ``[batch, heads, queries, 1]``, with heads after queries."""
+    """Return the share of a part in a softmax, ``exp(part - whole)``.
+
+    Both are ``[batch, heads, queries, 1]``; the result is ``[batch, queries, heads, 1]``.
+    """
     some = whole != -jnp.inf
     return jnp.where(some, jnp.exp(part - jnp.where(some, whole, 0)), 0).swapaxes(1, 2)
 
 
 def _after(count: int, axis: int, x: jax.Array, fill: float = 0) -> jax.Array:
-    """Return an array with so many more entries before its first ones."""
+    """Pad an array with `count` entries before its first one."""
     if not count:
         return x
     widths = [(count if i == axis else 0, 0) for i in range(x.ndim)]

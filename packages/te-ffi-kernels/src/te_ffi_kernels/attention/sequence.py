@@ -59,12 +59,12 @@ class SequenceDescriptor:
     def from_segment_ids_and_pos(
         cls, segment_ids: jax.Array | _Pair, segment_pos: jax.Array | _Pair
     ) -> SequenceDescriptor:
-        """Describe segments by that of each token.
+        """Describe segments by the segment and position of each token.
 
         Args:
             segment_ids: integers [b, s], from 1 on for tokens and 0 for padding. A segment's tokens
-                are side by side; without a THD layout there is one per batch entry, at its begin.
-            segment_pos: the place of each token in its segment, counted from 0: no reordering.
+                are side by side; without a THD layout there is one per batch entry, at its start.
+            segment_pos: the place of each token in its segment, counted from 0, in their order.
         """
         return cls(
             segment_ids=_pair("segment_ids", segment_ids),

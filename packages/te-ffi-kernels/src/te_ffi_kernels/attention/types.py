@@ -6,7 +6,7 @@ import enum
 
 
 class AttnBiasType(enum.IntEnum):
-    """What is added to the scores, ``s = q k^T``.
+    """Where a bias is added to the scores, ``s = q k^T``.
 
     - NO_BIAS: ``softmax(scale * s)``
     - PRE_SCALE_BIAS: ``softmax(scale * (s + bias))``
@@ -122,13 +122,13 @@ class QKVLayout(enum.IntEnum):
         return self >= QKVLayout.T3HD
 
     def to_qkvpacked(self) -> QKVLayout:
-        """Return the one with one array."""
+        """Return the same layout in one array."""
         return QKVLayout.T3HD if self.is_thd() else QKVLayout.BS3HD
 
     def to_kvpacked(self) -> QKVLayout:
-        """Return the one with two arrays."""
+        """Return the same layout in two arrays."""
         return QKVLayout.THD_T2HD if self.is_thd() else QKVLayout.BSHD_BS2HD
 
     def to_separate(self) -> QKVLayout:
-        """Return the one with three arrays."""
+        """Return the same layout in three arrays."""
         return QKVLayout.THD_THD_THD if self.is_thd() else QKVLayout.BSHD_BSHD_BSHD

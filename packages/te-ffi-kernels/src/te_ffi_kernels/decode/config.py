@@ -1,4 +1,4 @@
-"""What attention over a cache is given, checked."""
+"""The arguments of ``decode_attention``, checked."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ..checks import FLOATS
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is known at compile time. Hashable.
+    """The static arguments of ``decode_attention``. Hashable.
 
     Attributes:
-        scale: of logits.
-        softcap: of scaled logits, 0 for none.
-        window: positions that a query sees, 0 for all.
+        scale: factor of the logits.
+        softcap: soft limit of the scaled logits, 0 for none.
+        window: number of positions that a query sees, 0 for all.
         scaled: whether the cache has scales.
         masked: whether there is a mask.
-        causal: whether a query sees no later one's position.
+        causal: whether a query can't see the positions of later queries.
         heads_first: whether the cache is [b, k, s, d], and not [b, s, k, d].
-        stacked: whether it is one of several, of an index that is the last operand.
+        stacked: whether the cache is one of a stack; its index is the last operand.
     """
 
     scale: float
@@ -104,7 +104,7 @@ def prepared(
 
 
 def _stack(keys: jax.Array, index: Any) -> tuple[jax.Array]:
-    """Return the index of a cache in a stack of one or more."""
+    """Check and return the index of a cache in a stack."""
     if jnp.shape(index) != () or not jnp.issubdtype(jnp.result_type(index), jnp.integer):
         found = jax.typeof(jnp.asarray(index))
         raise TypeError(f"decode_attention: index must be a scalar integer, got {found}")

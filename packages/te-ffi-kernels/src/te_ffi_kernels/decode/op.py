@@ -37,8 +37,8 @@ def decode_attention(
 ) -> jax.Array:
     """Attend with a few queries over a cache of keys and values.
 
-    Softmax in float32. Nothing is transposed or widened in memory, and what lies beyond the length
-    or before the window is not read, so that a step takes as long as reading what it sees. Queries
+    The softmax is in float32. Nothing is transposed or widened in memory, and what lies beyond the
+    length or before the window is not read: a step takes as long as reading what it sees. Queries
     and heads that share keys read them once (Ainslie et al. 2023, arXiv:2305.13245); stretches of
     the cache are shared out over threads, as in Flash-Decoding.
 
@@ -49,15 +49,15 @@ def decode_attention(
         values: of the shape and dtype of keys.
         length: int32[] or int32[batch], the positions that are filled, those of the queries among
             them.
-        key_scale: float32[batch, kv_heads, positions], of an int8 cache.
-        value_scale: also.
+        key_scale: float32[batch, kv_heads, positions], the scales of the keys of an int8 cache.
+        value_scale: the same for its values.
         mask: bool[batch or 1, queries or 1, positions], true where a position is seen, if its
             query sees it by the length.
         index: int32[], which cache of a stack [layers, batch, kv_heads, positions, size] to attend
-            over; scales have that axis, too. It is read where it lies: what
-            ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond the ends it is the end.
-        scale: of logits, by default 1 / sqrt(size).
-        window: the last positions that a query sees, its own among them; None or 0 for all.
+            over; scales have that axis, too. It is read where it lies, whereas
+            ``lax.dynamic_index_in_dim`` copies what it cuts out. Beyond the ends it is the end.
+        scale: factor of the logits, by default 1 / sqrt(size).
+        window: how many positions, up to its own, a query sees; None or 0 for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None or
             0 for none.
         causal: whether the last query sees the positions before the length, the one before it one
@@ -109,7 +109,7 @@ def _partition(
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Make mapped sequences sequences of one batch."""
+    """Merge the mapped axis into the batch."""
     if config.stacked:
         *given, index = operands
         if in_batched[-1] or not all(in_batched[:3]):

@@ -55,7 +55,7 @@ def attend(
     total = weights.sum(-1)
     if scales:
         weights = weights * scales[1][:, :, None, None]
-    # What nobody sees may be anything, also NaN.
+    # Positions that no query sees may hold NaN, which would remain when multiplied by 0.
     floats = jnp.where(seen.any((1, 2, 3))[:, None, :, None], values.astype(jnp.float32), 0.0)
     out = jnp.einsum("bkgts,bksd->btkgd", weights, floats)
     total = jnp.transpose(total, (0, 3, 1, 2))[..., None]

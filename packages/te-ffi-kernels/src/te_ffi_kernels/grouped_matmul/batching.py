@@ -16,8 +16,11 @@ from .config import GroupedConfig
 def more_rows_per_group(
     run: Any, config: GroupedConfig, size: int, in_batched: Sequence[bool], *operands: jax.Array
 ) -> Any:
-    """Give each group the rows of all lhs, where these alone are mapped; else one by one."""
-    # Scales of rows are mapped with them.
+    """Give each group the rows of all mapped lhs.
+
+    NotImplemented, which runs the op index by index, if other operands are mapped, too.
+    """
+    # Scales of rows or of their blocks are mapped with the rows.
     along = config.mode is ScalingMode.CHANNEL_SCALING or config.mode.is_mx
     alone = tuple(in_batched) == (True, along, *(False,) * 6)
     if not (alone and config.rows and config.first(config.left)):

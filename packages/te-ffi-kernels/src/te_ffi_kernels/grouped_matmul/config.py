@@ -21,23 +21,23 @@ class Ragged(enum.IntEnum):
     """Which axis of lhs is divided into groups."""
 
     ROWS = 0
-    """One that is kept: a group has some rows of the result, and its own matrix of rhs."""
+    """A kept one: a group has some rows of the result, and a matrix of rhs."""
     CONTRACTED = 1
-    """That which is summed over, of both factors: each group has its own result."""
+    """The contracted one, of both factors: each group has a result."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GroupedConfig:
-    """Of grouped_gemm_v2.
+    """The static arguments of grouped_gemm_v2.
 
     Attributes:
-        out_dtype: of the result.
-        mode: of both factors.
+        out_dtype: dtype of the result.
+        mode: scaling mode of both factors.
         ragged: which axis of lhs is divided.
         groups: how many groups there are.
-        left: lhs.
-        right: rhs; of one group where rows are divided.
-        has_bias: whether there is one.
+        left: the layout of lhs.
+        right: the layout of rhs; of one group if rows are divided.
+        has_bias: whether there is a bias.
     """
 
     out_dtype: Any
@@ -66,7 +66,7 @@ class GroupedConfig:
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """Return the result."""
+        """Return the type of the result."""
         return jax.ShapeDtypeStruct(self.shape, self.out_dtype)
 
     @property
@@ -91,7 +91,7 @@ class GroupedConfig:
         return left if self.rows else by_group + left, by_group + right
 
     def first(self, side: Side) -> bool:
-        """Return whether the divided axis of a factor is its first; else it is its last."""
+        """Return whether a factor's divided axis is its first, not its last."""
         return side.leading != self.rows
 
     def block(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> GroupedConfig:
@@ -126,9 +126,12 @@ def grouped_config(
     """Check the arguments of grouped_gemm_v2 against each other.
 
     Args:
-        op: for errors.
-        operands: the arrays, in their order.
-        out_dtype, contracting_dims, scaling_mode, ragged_axis: the rest.
+        op: name of the op, for errors.
+        operands: the arrays, in the order of ``grouped_gemm_v2``.
+        out_dtype: as there.
+        contracting_dims: as there.
+        scaling_mode: as there.
+        ragged_axis: as there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.grouped_gemm_v2``.
@@ -201,7 +204,7 @@ def _of_group(op: str, rhs: jax.Array, contracting: Sequence[int] | int, groups:
 
 
 def _check_ragged(op: str, name: str, one: Side, axes: tuple[int, ...], at: int | None) -> None:
-    """Raise where what is divided isn't one axis, the first or the last."""
+    """Raise unless one axis is divided, the first or the last."""
     if len(axes) == 1 and at in (None, axes[0]):
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""grouped_gemm_v2: groups of rows, each times its own matrix, and what its gradient takes."""
+"""grouped_gemm_v2: groups of rows, each times its own matrix, and its gradient."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ def grouped_gemm_v2(
         lhs: float32, bfloat16 or float16 without scaling; quantized values otherwise. If the axis
             that is divided is the last one, memory holds the matrices [other axes, size] of the
             groups one after the other, as ``grouped_quantize`` gives them by column.
-        lhs_scale_inv: what its quantized values are multiplied with; empty without scaling. Per
-            tensor float32[groups]. Per channel float32 for each row of lhs, or if the contracted
-            axis is divided for each group and row of its result. MXFP8 as of ``gemm_v2``, of the
-            whole array. Any shape of that size.
+        lhs_scale_inv: its scales, which quantized values are multiplied with; empty without
+            scaling. Per tensor float32[groups]. Per channel float32 for each row of lhs, or, if the
+            contracted axis is divided, for each group and row of its result. With MXFP8 as in
+            ``gemm_v2``, for the whole array. Any shape of that size.
         rhs: as lhs: [groups, ...] where a kept axis of lhs is divided, or with an axis that is
             divided as that of lhs is.
         rhs_scale_inv: as `lhs_scale_inv`; per channel for each group and column.
@@ -111,11 +111,11 @@ def grouped_dense(
     Args:
         x: float32, bfloat16 or float16 [rows, features]: the rows of the groups, one group after
             the other.
-        kernel: as x [groups, features, out features].
+        kernel: of x's dtype, [groups, features, out features].
         group_sizes: int32[groups]: how many rows each group has.
         contracting_dims: axes of x and of kernel that are summed over.
-        bias: of the result's dtype [groups, out features].
-        preferred_element_type: the result's dtype; that of x without.
+        bias: of the result's dtype, [groups, out features]; None for none.
+        preferred_element_type: the result's dtype; None for x's.
 
     Returns:
         [rows, out features]; rows of no group are zero.
@@ -131,7 +131,7 @@ def grouped_dense(
 
 
 def _gradient(config: GroupedConfig, saved: Any, ct: jax.Array) -> Any:
-    """Return cotangents: of two matmuls, one of which divides the other axis."""
+    """Return cotangents, by two matmuls, one of which divides the other axis."""
     lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, sizes, alpha, _ = saved
     groups, length = config.groups, config.length
     owners = owner(sizes, length)
@@ -175,13 +175,13 @@ def _matmul(
     *,
     turned: bool = False,
 ) -> jax.Array:
-    """Return the matmul of floats in float32, whose lhs is divided along its first axis.
+    """Multiply floats in float32, with lhs divided along its first axis.
 
     Args:
-        ragged: which axis of the matmul that is.
+        ragged: what that axis is in the matmul.
         lhs: [length, across].
         rhs: [groups, k, n], or [length, n] if the contracted axis is divided.
-        sizes: of the groups.
+        sizes: int32[groups], the sizes of the groups.
         alpha: float32[groups].
         turned: whether rhs is [groups, n, k].
     """
@@ -231,7 +231,10 @@ def _back(config: GroupedConfig, side: Side, x: jax.Array, sizes: jax.Array) -> 
 def _spread(
     config: GroupedConfig, side: Side, scales: jax.Array, owners: jax.Array
 ) -> jax.Array | None:
-    """Return scales that broadcast against ``_arranged``; None where MX or nothing has them."""
+    """Return scales that broadcast against ``_arranged``, or None.
+
+    None without scaling, and for MX, whose scales are multiplied in before.
+    """
     mode = config.mode
     if mode is ScalingMode.NO_SCALING or mode.is_mx:
         return None
@@ -254,7 +257,7 @@ def _of_factor(
     owners: jax.Array,
     sizes: jax.Array,
 ) -> tuple[Any, Any]:
-    """Return cotangents of a factor and of its scales, from that of its numbers."""
+    """Return a factor's and its scales' cotangents from its numbers' cotangent."""
     mode = config.mode
     if mode is ScalingMode.NO_SCALING:
         return cotangent_of(x, _back(config, side, grad, sizes)), None

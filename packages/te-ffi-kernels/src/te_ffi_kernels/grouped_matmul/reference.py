@@ -89,7 +89,7 @@ _of_contracted.defvjp(lambda *given: (_of_contracted(*given), given), _contracte
 def divided(
     config: GroupedConfig, side: Side, x: jax.Array, owners: jax.Array, sizes: jax.Array
 ) -> jax.Array:
-    """Return a factor that is divided as [length, across], zero where no group is."""
+    """Return a divided factor as [length, across], zero outside of groups."""
     length = config.length
     across = math.prod(side.shape) // max(length, 1)
     flat = x.reshape(length, across) if config.first(side) else as_rows(x, sizes, length)
@@ -106,7 +106,7 @@ def matrices(config: GroupedConfig, x: jax.Array) -> jax.Array:
 
 
 def decoded(config: GroupedConfig, side: Side, x: jax.Array, scales: jax.Array) -> jax.Array:
-    """Return a factor in float32 with its MX scales multiplied in; int8 as it is."""
+    """Return a factor in float32, times its MX scales; int8 stays."""
     if config.mode.is_mx:
         by_group = side is config.right and config.rows
         shape, axis = (config.rhs_shape, side.boundary + 1) if by_group else (

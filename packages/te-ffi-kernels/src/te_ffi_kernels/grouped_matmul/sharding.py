@@ -26,9 +26,9 @@ def partition_grouped(
     summed over devices. The axis that is divided is gathered, and so is what is contracted.
 
     Args:
-        config: of the whole matmul.
+        config: config of the whole matmul.
         block: called as ``block(config, *operands)``.
-        operands: of the whole matmul.
+        operands: operands of the whole matmul.
     """
     left, right, rows = config.left, config.right, config.rows
     # Axes that can be shared out: of lhs, and of rhs with its groups before them.
@@ -68,7 +68,7 @@ def _own_groups(
     over: tuple[str, ...],
     *operands: jax.Array,
 ) -> jax.Array:
-    """Return the whole result from the groups that each device of some mesh axes has."""
+    """Return the whole result, from the groups that each device has."""
     lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, sizes, alpha, beta = operands
     first = lax.axis_index(over) * here.groups
     # Rows of earlier groups go to the end, where no group is.
@@ -89,7 +89,7 @@ def _own_groups(
 
 
 def _without(spec: Sequence[Any], taken: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the axes of a spec but for those of mesh axes that are taken."""
+    """Return a spec without the mesh axes that are taken."""
     return tuple(None if axes_in((axes,)) & axes_in(taken) else axes for axes in spec)
 
 
@@ -104,8 +104,8 @@ def _laid_out(
     """Return what belongs to the axes of operands and of the result.
 
     Args:
-        config: of the whole matmul.
-        operands: of it.
+        config: config of the whole matmul.
+        operands: operands of the whole matmul.
         a: what belongs to the kept axes of lhs, unless these are divided.
         b: what belongs to the kept axes of rhs.
         g: what belongs to the groups of rhs.

@@ -17,7 +17,7 @@ from .sides import Side, check_pair, check_side, side
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """Of gemm_v2; gemm has more."""
+    """The static arguments of gemm_v2; gemm has more."""
 
     out_dtype: Any
     mode: ScalingMode
@@ -34,7 +34,7 @@ class GemmConfig:
 
     @property
     def result(self) -> jax.ShapeDtypeStruct:
-        """Return the result."""
+        """Return the type of the result."""
         return jax.ShapeDtypeStruct(self.shape, self.out_dtype)
 
     def block(self, lhs: tuple[int, ...], rhs: tuple[int, ...]) -> GemmConfig:
@@ -84,7 +84,10 @@ def gemm_config(
     fuse_gelu: bool,
     needs_bias: bool = False,
 ) -> GemmConfig:
-    """Check arguments against each other.
+    """Check the arguments of gemm_v2 against each other, and return the config.
+
+    The arguments are those of ``gemm_v2``; `op` is the name in errors, and with `needs_bias` an
+    empty bias is refused.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.gemm_v2``.

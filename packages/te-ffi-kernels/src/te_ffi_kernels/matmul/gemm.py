@@ -84,7 +84,7 @@ def gemm(
 
 @dataclasses.dataclass(frozen=True)
 class _Epilogue:
-    """What is done with a matmul."""
+    """What ``gemm`` does with a matmul; see its arguments."""
 
     fuse_bias: bool
     fuse_gelu: bool

@@ -46,10 +46,10 @@ def gemm_v2(
 
     Args:
         lhs: float32, bfloat16 or float16 without scaling; quantized values otherwise.
-        lhs_scale_inv: what its quantized values are multiplied with: float32[1]; per channel
-            float32 in the shape of the axes that are kept; MXFP8 float8_e8m0fnu or uint8 in lhs's
-            shape, with 32 made one along the last axis (where the last axes are contracted) or the
-            last of the first axes (where these are). Empty without scaling.
+        lhs_scale_inv: its scales, which quantized values are multiplied with. Per tensor
+            float32[1]; per channel float32 in the shape of the kept axes; with MXFP8
+            float8_e8m0fnu or uint8 in lhs's shape, one for 32 numbers along the last contracted
+            axis. Empty without scaling.
         rhs: as lhs. float8_e5m2 for both is refused, as on GPUs.
         rhs_scale_inv: as `lhs_scale_inv`.
         bias: of `out_dtype`, in the shape of the axes of rhs that are kept; empty for none.
@@ -64,8 +64,8 @@ def gemm_v2(
         sequence_dim: not used (collective matmuls).
         is_outer: not used.
         collective_op: must be 0.
-        fuse_gelu: whether the result is passed through gelu, in its form with tanh (ours; the
-            primitive has no such argument, its predecessor had).
+        fuse_gelu: whether the result is passed through gelu, in its form with tanh (ours: the
+            primitive doesn't have this argument, its predecessor had).
 
     Returns:
         An array with the axes of lhs that are kept, and those of rhs.
@@ -106,7 +106,7 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
     dtype = jnp.promote_types(config.out_dtype, lhs.dtype) if floats else config.out_dtype
     left_numbers = numbers_of(config.mode, left, lhs, lhs_scale_inv, dtype)
     right_numbers = numbers_of(config.mode, right, rhs, rhs_scale_inv, dtype)
-    # As a matrix whose axes are those of lhs and rhs that are kept.
+    # As a factor, ct has the kept axes of lhs and then those of rhs.
     ct = ct.astype(dtype)
     m, n = len(left.kept), len(right.kept)
     by_left = Side(ct.shape, m, True)
@@ -134,7 +134,7 @@ def _gradient(config: GemmConfig, saved: Any, ct: jax.Array) -> Any:
 
 
 def _other(side: Side) -> Side:
-    """Return the same factor with its other axes contracted."""
+    """Return the factor with kept and contracted axes exchanged."""
     return Side(side.shape, side.boundary, not side.leading)
 
 
@@ -149,7 +149,7 @@ def _matmul(lhs: jax.Array, left: Side, rhs: jax.Array, right: Side) -> jax.Arra
 def numbers_of(
     mode: ScalingMode, side: Side, x: jax.Array, scales: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Return the numbers of a factor."""
+    """Return the numbers that a factor stands for."""
     if mode is ScalingMode.NO_SCALING:
         return x.astype(dtype)
     wide = numbers.decode(x, scales, mode, side.boundary, by_column=side.leading)

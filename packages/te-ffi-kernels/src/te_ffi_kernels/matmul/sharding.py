@@ -21,9 +21,9 @@ def partition_gemm(
     What is contracted is gathered.
 
     Args:
-        config: of the whole matmul.
+        config: config of the whole matmul.
         block: called as ``block(config, *operands)``.
-        operands: of the whole matmul.
+        operands: operands of the whole matmul.
     """
     left, right, mode = config.left, config.right, config.mode
 

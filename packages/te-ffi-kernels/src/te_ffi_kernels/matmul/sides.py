@@ -17,11 +17,11 @@ from ..quantize.modes import ScalingMode, positive_axis, scale_shape
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """A factor.
+    """The layout of a factor.
 
     Attributes:
-        shape: its axes.
-        boundary: where it's flattened to a matrix.
+        shape: its shape.
+        boundary: number of axes that are flattened to the first axis of a matrix.
         leading: whether the contracted axes are those before the boundary.
     """
 
@@ -38,12 +38,12 @@ class Side:
 
     @property
     def kept(self) -> tuple[int, ...]:
-        """Return the other axes."""
+        """Return the axes that the result has."""
         return tuple(i for i in range(len(self.shape)) if i not in self.contracted)
 
     @property
     def kept_shape(self) -> tuple[int, ...]:
-        """Return their sizes, which the result has."""
+        """Return the sizes of the kept axes."""
         return tuple(self.shape[i] for i in self.kept)
 
     @property

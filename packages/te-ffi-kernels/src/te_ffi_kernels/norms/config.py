@@ -53,8 +53,8 @@ class NormConfig:
     def has_workspace(self) -> bool:
         """Return whether norm_forward passes a number per row between kernels.
 
-        There are several on CUDA, where a quantized layer norm keeps there what rounding takes
-        from means.
+        On CUDA a quantized layer norm is several kernels. They pass on what rounding takes from
+        the means.
         """
         return self.is_layer and self.outputs is not None and self.outputs.quantizes
 
@@ -73,7 +73,11 @@ class NormConfig:
 
 
 def norm_type(op: str, given: Any) -> NormType:
-    """Return the norm of a name, member or number."""
+    """Return the norm of a name, member or number.
+
+    Raises:
+        ValueError: an unknown norm.
+    """
     if isinstance(given, str):
         name = given.strip().upper().replace("-", "").replace("_", "")
         if name in NormType.__members__:

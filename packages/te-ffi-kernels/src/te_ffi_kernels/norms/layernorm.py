@@ -1,4 +1,4 @@
-"""layernorm: a norm as a layer uses it."""
+"""layernorm: a norm as a layer of a model uses it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def layernorm(
         norm_type: "layernorm" or "rmsnorm".
         zero_centered_gamma: whether 1 is added to gamma, in float32.
         epsilon: what is added to the variance (or mean square).
-        out_dtype: of quantized values, see ``normalization_fwd``.
+        out_dtype: dtype of the quantized values; see ``normalization_fwd``.
         scaling_mode: a ``ScalingMode`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
 

@@ -46,22 +46,22 @@ def normalization_fwd(
         zero_centered_gamma: whether 1 is added to gamma, in float32.
         epsilon: what is added to the variance (or mean square).
         norm_type: "layernorm" or "rmsnorm".
-        out_dtype: of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours) int8,
-            which MXFP8 hasn't. Without scaling, x's.
+        out_dtype: dtype of quantized values: float8_e4m3fn (the default), float8_e5m2, or (ours)
+            int8, which MXFP8 doesn't have. Without scaling, x's.
         scaling_mode: a ``ScalingMode`` or its number. With CURRENT_TENSOR_SCALING the scale is
-            made of the largest magnitude of the result, which is rounded to x's dtype before, as
-            if it had been stored.
+            computed from the largest magnitude of the result, which is rounded to x's dtype
+            before, as if it had been stored.
         q_layout: a ``QuantizeLayout`` or its number.
         scale: float32[1], used with DELAYED_TENSOR_SCALING.
-        amax: float32[1]: the largest magnitude so far; 0 where it isn't given.
+        amax: float32[1]: the largest magnitude so far; None for 0.
         scale_dtype: as in ``dbias_quantize``.
-        output_amax_when_no_scaling: whether `updated_amax` is made without scaling, too.
+        output_amax_when_no_scaling: whether `updated_amax` is computed without scaling, too.
 
     Returns:
         ``(output, colwise_output, scale_inv, colwise_scale_inv, updated_amax, mu, rsigma)``: the
         first five as those of ``dbias_quantize`` (with ``flatten_axis=-1``), of floats in x's
-        dtype without scaling; mu and rsigma in float32 of shape ``x.shape[:-1]``. Those that there
-        aren't are zeros of shape (1,): mu of "rmsnorm" among them.
+        dtype without scaling; mu and rsigma in float32 of shape ``x.shape[:-1]``. Results that the
+        norm or the mode doesn't have are zeros of shape (1,), such as mu of "rmsnorm".
 
     Differentiable with respect to x, gamma and beta; straight through quantized values, as
     ``dbias_quantize``.
@@ -100,8 +100,8 @@ def normalization_bwd(
     Args:
         dz: cotangent of the result, of x's shape and dtype.
         x: as for ``normalization_fwd``.
-        mu: its means; not used by "rmsnorm", where it may be None.
-        rsigma: float32, of ``normalization_fwd``.
+        mu: the means of ``normalization_fwd``; not used by "rmsnorm", where it may be None.
+        rsigma: float32, as ``normalization_fwd`` gives it.
         gamma: as for ``normalization_fwd``.
         beta: not used.
         zero_centered_gamma: as for ``normalization_fwd``.
@@ -132,7 +132,7 @@ def _forward_workspace(config: NormConfig, x: jax.Array, *_: jax.Array) -> jax.S
 
 
 def _forward_partition(config: NormConfig, block: Any, x: jax.Array, *_: jax.Array) -> Any:
-    """Share out rows where nothing is of all of them."""
+    """Share out rows, unless a scale or maximum is of all."""
     assert config.outputs is not None
     run = functools.partial(block, config)
     rows = [f"row{i}" for i in range(x.ndim - 1)]
@@ -165,7 +165,7 @@ def _forward_gradient(config: NormConfig, saved: Any, cts: Any) -> Any:
     dz = config.outputs.cotangent(x.shape, scale_inv, colwise_scale_inv, cts).astype(x.dtype)
     plain = NormConfig(config.norm_type, config.zero_centered_gamma)
     dx, dgamma, dbeta = BACKWARD(plain, dz, x, mu, rsigma, gamma)
-    # Of the statistics.
+    # mu and rsigma are results, too: their cotangents add to dx.
     rest = x.astype(jnp.float32) - mu[..., None] if config.is_layer else x.astype(jnp.float32)
     more = -cts[6][..., None] * rsigma[..., None] ** 3 * rest
     if config.is_layer:

@@ -19,14 +19,14 @@ class Form:
     """A matmul's weight layout and result type. Hashable.
 
     Attributes:
-        op: its name.
-        layout: of the weight, or of each of a stack.
-        n: columns.
-        dtype: of the result.
-        picks: "" for one weight; "stack" for that of an index, which is the last operand;
-            "groups" for each group of rows with that of its index, of indices and sizes.
-        rotation: numbers of a block in which rows are rotated by signs, the last operand; 0 for
-            none.
+        op: name of the op.
+        layout: layout of the weight, or of each weight of a stack.
+        n: columns of the weight.
+        dtype: dtype of the result.
+        picks: "" for one weight; "stack" for one of a stack, by an index after it; "groups" for
+            one per group of rows, by indices and sizes of groups after the stack.
+        rotation: size of the blocks in which rows are rotated, with signs as the last operand; 0
+            for none.
     """
 
     op: str
@@ -42,7 +42,7 @@ class Form:
         return {"rotation": self.rotation} if self.rotation else {}
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
-        """Return the weight in a buffer, or in an index of a stack."""
+        """Return the weight in a buffer, or one of a stack."""
         for i in index:
             buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
         return PackedWeight.of(buffer, self.n, self.layout)
@@ -57,7 +57,20 @@ def check(
     index: ArrayLike | None,
     group_sizes: jax.Array | None,
 ) -> None:
-    """Raise where arguments are not those of ``gemm_w8a8``."""
+    """Check the arguments of a matmul with a packed weight.
+
+    Args:
+        op: name of the op, for errors.
+        bits: bits of the weights that it takes.
+        x: as in ``gemm_w8a8``, like the rest.
+        weight: as there.
+        dtype: dtype of the result.
+        index: as there.
+        group_sizes: as there.
+
+    Raises:
+        TypeError, ValueError: as ``gemm_w8a8``.
+    """
     if not isinstance(weight, PackedWeight):
         raise TypeError(
             f"{op}: weight is a {type(weight).__name__}, and must be a PackedWeight: pack it once "

@@ -21,13 +21,12 @@ All words are of 32 bits, little-endian. The payload is, with C columns:
 - in 8 bits scales float32[groups][C], then the quantized values of all rows;
 - in 4 bits for each group scales[C], float32 or float16, then the quantized values of its rows. So
   a panel is read from its first byte to its last: with float16 scales in groups of 32, nine cache
-      lines for
-  each 32 rows, 4.5 bits a weight.
+  lines for each 32 rows, 4.5 bits a weight.
 
-In 8 bits, quantized values are ``[K / 4][C][4]`` bytes of code + 128, so that 64 bytes are what a
+In 8 bits, quantized values are ``[K / 4][C][4]`` bytes of value + 128, so that 64 bytes are what a
 dot-product instruction takes: four rows of 16 columns. In 4 bits, the low half of byte
-``[i][column][j]`` is row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both code + 8. Rows
-are padded to a multiple of 64 with code 0; groups are multiples of 8 rows that divide K, which is
+``[i][column][j]`` is row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both value + 8. Rows
+are padded to a multiple of 64 with value 0; groups are multiples of 8 rows that divide K, which is
 not padded then.
 """
 
@@ -62,7 +61,7 @@ class Layout:
 
     Attributes:
         k: rows.
-        bits: of a code, 8 or 4.
+        bits: bits of a quantized value, 8 or 4.
         group: rows that share a scale, 0 for all.
         scale_dtype: "float32", or "float16" in 4 bits.
     """
@@ -106,7 +105,7 @@ class Layout:
 
     @property
     def question(self) -> dict[str, Any]:
-        """What kernels are asked about beside shapes and dtypes."""
+        """Return what kernels are asked about beside shapes and dtypes."""
         return {"group": self.group, "bits": self.bits}
 
     @property
@@ -130,6 +129,7 @@ class Layout:
         qvalue = jnp.pad(qvalue, ((0, self.rows - k), (0, wide - n)))
         # [panel, row, column]
         qvalue = qvalue.reshape(self.rows, panels, self.columns).transpose(1, 0, 2)
+        # [panel, line, column, row]: a line has the rows of a column that are in one word.
         per_line = 32 // self.bits
         lines = qvalue.reshape(panels, self.rows // per_line, per_line, self.columns).swapaxes(2, 3)
         values = lax.bitcast_convert_type(lines, jnp.uint8) + np.uint8(1 << (self.bits - 1))
@@ -139,7 +139,7 @@ class Layout:
             values = values[:, :, :, 0] | (values[:, :, :, 1] << np.uint8(4))
         scale = jnp.pad(scale, ((0, 0), (0, wide - n)))
         scale = scale.reshape(self.groups, panels, self.columns).transpose(1, 0, 2)
-        # Of a panel, or of each of its groups. No -1: a weight may have no columns.
+        # One part per panel, or per group of it. Not reshaped with -1: there may be no columns.
         flat = [
             part.reshape(panels, self._parts, math.prod(part.shape[1:]) // self._parts)
             for part in (lax.bitcast_convert_type(scale, jnp.uint8), values)
@@ -150,7 +150,7 @@ class Layout:
     def unpack(self, buffer: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
         """Unpack uint8[*lead, panels, panel_bytes] to quantized values and scales.
 
-        The header is not looked at, which only values could tell.
+        Headers are not checked: under a trace their values are not known.
 
         Returns:
             int8[*lead, k, n] and scale_dtype[*lead, groups, n].

@@ -32,29 +32,30 @@ def gemm_w8a8(
     """Multiply activations, quantized to int8 by row, with int8 weights.
 
     Products of quantized values are summed in int32, exactly, and rescaled in float32: times the
-        scale of the
-    row, then times that of the column (section 2.2 of Jacob et al. 2018, arXiv:1712.05877; dynamic
-    scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the sums of each are rescaled
-    and then added up. On a CPU with AMX 64 rows of bfloat16 or more, of a weight with groups, are
-    multiplied in bfloat16 instead: quantized rows and weights are rounded to it, sums are float32.
+    scale of the row, then times that of the column (section 2.2 of Jacob et al. 2018,
+    arXiv:1712.05877; dynamic scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the
+    sums of each are rescaled and then added up. On a CPU with AMX, 64 or more rows of bfloat16 are
+    multiplied in bfloat16 instead if the weight has groups: quantized rows and weights are rounded
+    to bfloat16, and sums are float32.
 
     Args:
         x: [*rows, k], float32, bfloat16 or float16.
         weight: of k rows and n columns, packed by ``pack_w8``.
         out_dtype: float32, bfloat16 or float16; by default that of x.
         index: int32[], which weight of a stack [weights, k, n] to multiply with. A kernel reads it
-            where it lies in the stack; what ``lax.dynamic_index_in_dim`` cuts out is copied. Beyond
-            the ends it is the end.
+            where it lies in the stack, whereas ``lax.dynamic_index_in_dim`` copies what it cuts
+            out. Beyond the ends it is the end.
         group_sizes: int32[weights], for a stack [weights, k, n]: how many rows of x [m, k] each of
             its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
-            group give zeros. On CPU a weight without rows is not read. With an index int32[groups],
-            which weight of the stack each group has.
-        signs: int8[k], 1 or -1, that rows are multiplied with before they are rotated.
-        rotation: each block of so many numbers of a row is multiplied with the orthonormal Hadamard
-            matrix of that size, Sylvester's, before the row is quantized; 0 for none. A power of
-            two that divides k. ``weight`` is rotated alike, so that the matmul is that of plain
-            rows and a plain weight (QuaRot, arXiv:2404.00456). It goes with ``signs``, and not
-            with ``group_sizes``.
+            group give zeros. On CPU a weight without rows is not read. With an index int32[groups]
+            the sizes are int32[groups], and the index says which weight of the stack each group
+            has.
+        signs: int8[k], 1 or -1: rows are multiplied with them before they are rotated.
+        rotation: size of the blocks of a row that are multiplied with Sylvester's orthonormal
+            Hadamard matrix before the row is quantized: a power of two that divides k, or 0 for
+            none. ``weight`` must be rotated in the same way; the matmul is then that of plain rows
+            and a plain weight (QuaRot, arXiv:2404.00456). It needs ``signs``, and does not go with
+            ``group_sizes``.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -83,13 +84,15 @@ def gemm_w8a16(
 ) -> jax.Array:
     """Multiply float activations with a weight in 8 bits.
 
-    Activations are taken in fixed point, so that integer units sum the products exactly: up to four
-    rows with 23 bits of the row's largest magnitude; more with 15 bits of the largest of each group
-    of rows of the weight, or of each 256 where it has no groups, which is a relative error of about
-    2e-5. On a CPU with AMX 64 rows of bfloat16 or more (256 with a weight without groups) are
-    multiplied in bfloat16: x as it is, a weight with groups rounded to bfloat16, sums in float32.
-    Arguments as for ``gemm_w8a8``; a row with an infinity or NaN gives NaN, or infinities where x
-    has one, in bfloat16 on AMX and in 16 bits on GPUs.
+    Activations are rounded to fixed point, so that integer units sum the products exactly. Up to
+    four rows have 23 bits of the row's largest magnitude. More rows have 15 bits of the largest
+    magnitude in each group of the weight (in each 256 numbers without groups), which is a relative
+    error of about 2e-5. On a CPU with AMX, 64 or more rows of bfloat16 (256 or more for a weight
+    without groups) are multiplied in bfloat16: x as it is, a weight with groups rounded to
+    bfloat16, sums in float32.
+
+    The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
+    on AMX, and in 16 bits on GPUs, an infinity may give infinities.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemm_w8a16", 8, *given)
@@ -105,7 +108,10 @@ def gemv_w8(
     signs: jax.Array | None = None,
     rotation: int = 0,
 ) -> jax.Array:
-    """Multiply one or a few rows at the speed of reading the weight."""
+    """Multiply a few rows at the speed of reading the weight.
+
+    Arguments and numbers are those of ``gemm_w8a16``.
+    """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemv_w8", 8, *given)
 
@@ -122,7 +128,8 @@ def gemv_w4(
 ) -> jax.Array:
     """Multiply any number of rows with a weight of ``pack_w4``.
 
-    On a CPU with AMX it multiplies in bfloat16 from 16 rows of bfloat16 on.
+    The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
+    multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemv_w4", 4, *given)
@@ -140,8 +147,8 @@ def gemm_w4a8(
 ) -> jax.Array:
     """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
 
-    In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0, for which it is
-    up to twice as fast as ``gemv_w4`` with many rows.
+    In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
+    is up to twice as fast as ``gemv_w4``. The arguments are those of ``gemm_w8a8``.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemm_w4a8", 4, *given)
@@ -201,7 +208,7 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
 def _group_by_group(
     one: Form, rows: jax.Array, stack: jax.Array, index: jax.Array, group_sizes: jax.Array
 ) -> jax.Array:
-    """Multiply all rows with each group's weight, and keep its rows."""
+    """Multiply all rows with each group's weight, and keep the group's rows."""
     ends = jnp.cumsum(group_sizes)
     at = lax.broadcasted_iota(jnp.int32, (rows.shape[0], 1), 0)
 
@@ -233,7 +240,7 @@ def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
 
 
 def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
-    """Make rows of a batch rows."""
+    """Merge the mapped axis into the rows."""
     if any(in_batched[1:]) or form.picks == "groups":
         return NotImplemented
     y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)
@@ -242,6 +249,7 @@ def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weig
 
 def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
     x, *weight = operands
+    # Of x, the gradient needs the dtype alone.
     return jnp.zeros((), x.dtype), *weight
 
 
@@ -250,7 +258,7 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     weight = given[:-1] if form.rotation else given
     ct = ct.astype(jnp.float32)
     grouped = form.picks == "groups"
-    if grouped:  # of each group, so that all of them are floats at once
+    if grouped:  # the weight of each group, all dequantized at once
         weight_of = jax.vmap(lambda i: form.weight(weight[0], i).buffer)
         qvalue, scale = form.weight(weight_of(weight[1])).unpack()
     else:

@@ -16,11 +16,11 @@ def pack_w8(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None)
     """Pack a weight in 8 bits, for ``gemm_w8a8``, ``gemm_w8a16`` and ``gemv_w8``.
 
     Args:
-        qvalue: int8[*lead, k, n], what a matmul sums over first.
+        qvalue: quantized values, int8[*lead, k, n]; a matmul sums over k.
         scale: float32[*lead, groups, n]: the weight is ``qvalue * scale``, with one scale per
             column (groups 1), or one for each k / groups rows of it, a multiple of 8.
-        platform: what it is packed for, as kernels spell it: ``"cpu"``, ``"cuda"``. All that have
-            kernels here read the same form.
+        platform: the platform that will read it, as kernels spell it: ``"cpu"``, ``"cuda"``. It
+            has no effect: all platforms with kernels read the same form.
 
     Returns:
         The packed weight.
@@ -33,14 +33,15 @@ def pack_w8(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None)
 
 
 def pack_w4(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
-    """Pack a weight in 4 bits, for ``gemv_w4``.
+    """Pack a weight in 4 bits, for ``gemv_w4`` and ``gemm_w4a8``.
 
     Args:
-        qvalue: int4[*lead, k, n], or int8 between -8 and 7 (those beyond are an error of the kernel
-            on CPU, and wrap around elsewhere).
+        qvalue: int4[*lead, k, n], or int8 between -8 and 7 (values beyond are an error of the
+            kernel on CPU, and wrap around elsewhere).
         scale: float32 or float16 [*lead, groups, n], as for ``pack_w8``. Scales are stored as they
-            are: float16 makes 4.5 bits a weight of 5 in groups of 32. Round scales to float16
-            before the quantized values are chosen, not after; only where all of them fit.
+            are: in groups of 32, float16 takes 4.5 bits a weight, and float32 takes 5. Round scales
+            to float16 before the quantized values are chosen, not after, and only if all of them
+            fit.
         platform: as for ``pack_w8``.
 
     Returns:
@@ -70,7 +71,11 @@ _PACK = Op(
 
 
 def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout:
-    """Return the layout for values and scales; check them."""
+    """Check quantized values and scales, and return their layout.
+
+    Raises:
+        TypeError, ValueError: as ``pack_w8`` and ``pack_w4``.
+    """
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
     if qvalue.dtype.name not in allowed:
         raise TypeError(f"{op}: qvalue is {qvalue.dtype.name}, and must be {' or '.join(allowed)}")

@@ -25,8 +25,8 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Returns:
         Quantized values, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of
         the row times 1 / 127 (what XLA makes of a division by 127), and at least the smallest
-        normal float32. Ratios are rounded half to even. A row with an infinity or NaN has a scale
-        that is one; NaN gets code 0.
+        normal float32. Ratios are rounded half to even. The scale of a row with an infinity or NaN
+        is infinite or NaN; NaN becomes 0.
     """
     x = x.astype(jnp.float32)
     scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)
@@ -39,12 +39,12 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def rotate(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
-    """Multiply rows with signs, then blocks of them with the orthonormal Hadamard matrix.
+    """Multiply rows with signs, then their blocks with a Hadamard matrix.
 
     Args:
         x: [m, k], any float.
-        signs: int8[k].
-        block: a power of two that divides k.
+        signs: int8[k], 1 or -1.
+        block: size of the blocks and of the orthonormal matrix, a power of two that divides k.
 
     Returns:
         float32[m, k].
@@ -58,7 +58,10 @@ def rotate_back(x: jax.Array, signs: jax.Array, block: int) -> jax.Array:
 
 
 def _hadamard(x: jax.Array, block: int) -> jax.Array:
-    """Multiply blocks of float32[m, k] with a symmetric matrix, by sums and differences."""
+    """Multiply blocks of float32[m, k] with the orthonormal Hadamard matrix.
+
+    A fast Walsh-Hadamard transform: sums and differences of pairs, in log2(block) steps.
+    """
     m, k = x.shape
     step = 1
     while step < block:  # the order of a kernel, so that results are the same numbers

@@ -18,11 +18,11 @@ def partition_matmul(
 ) -> Callable[..., jax.Array]:
     """Return a matmul that can be partitioned along rows and panels.
 
-    Panels can be shared out where all of them are full, since a device computes whole panels. What
-    is contracted is gathered, and so are the weights of a stack, and rows that come in groups.
+    Panels can be shared out if all of them are full, because a device computes whole panels. The
+    contracted axis is gathered, and so are the weights of a stack, and rows in groups.
 
     Args:
-        form: of the matmul.
+        form: form of the whole matmul.
         block: called as ``block(form, *operands)``.
         operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
             bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``. Last,
@@ -31,14 +31,14 @@ def partition_matmul(
     panel = form.layout.columns
     stacked, grouped = bool(form.picks), form.picks == "groups"
     by_panels = form.n % panel == 0
-    axis = 1 if stacked else 0  # of panels
+    axis = 1 if stacked else 0  # the axis of panels
 
     def specs(arguments: Any) -> Any:
         (rows,), (panels,) = spec_of(arguments[0], (0,)), spec_of(arguments[1], (axis,))
         panels = panels if by_panels else None
         rows = None if grouped else rows
         if axes_in([rows]) & axes_in([panels]):
-            # Each device needs all of one of them: that of fewer bytes is gathered.
+            # One mesh axis can't divide both: the one with fewer bytes is gathered.
             x, weight = (math.prod(a.shape) * a.dtype.itemsize for a in arguments[:2])
             rows, panels = (None, panels) if x < weight else (rows, None)
         picks = [(None,), (None,)] if grouped else [()]

@@ -19,7 +19,7 @@ from .weight import PackedWeight
 
 @dataclasses.dataclass(frozen=True)
 class _Lookup:
-    """What is known of a look-up at compile time."""
+    """The static arguments of ``packed_take``."""
 
     layout: Layout
     n: int
@@ -38,7 +38,7 @@ def packed_take(
     """Take columns or rows of a packed weight, dequantized.
 
     An embedding table [vocabulary, d] that is packed as the [d, vocabulary] of ``x @ table.T`` is
-    looked up by its columns. Values are those of ``unpack``: code * scale in float32, rounded once.
+    looked up by its columns. Results are quantized values times scales in float32, rounded once.
 
     Args:
         weight: of k rows and n columns, in 8 or 4 bits.
@@ -99,7 +99,7 @@ def _attributes(config: _Lookup, *_: jax.Array) -> dict[str, Any]:
 
 
 def _batch(run: Any, config: _Lookup, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Return indices of a batch are indices."""
+    """Merge the mapped axis into the indices."""
     if in_batched[0]:
         return NotImplemented
     buffer, indices = operands

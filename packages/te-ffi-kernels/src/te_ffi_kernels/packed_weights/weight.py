@@ -69,14 +69,14 @@ class PackedWeight:
 
     @property
     def rotates(self) -> bool:
-        """Whether ops that multiply with it can rotate the activation: by ``signs=``."""
+        """Return whether ops that multiply with it can rotate the activation."""
         return True
 
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the fastest op for this weight, or None.
 
         Args:
-            rows: of the activation; maybe symbolic.
+            rows: number of rows of the activation; maybe symbolic.
             quantizes: whether activations are quantized to int8 on the way.
         """
         if self.bits == 4:
@@ -102,7 +102,7 @@ class PackedWeight:
             )
 
 
-# In exported programs: its arguments, and what they are beside arrays.
+# So that programs that jax.export saves can take and return packed weights.
 jax.export.register_pytree_node_serialization(
     PackedWeight,
     serialized_name="te_ffi_kernels.PackedWeight",

@@ -1,4 +1,4 @@
-"""What token_dispatch and token_combine refuse."""
+"""Checks of the arguments of token_dispatch and token_combine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokens(op: str, name: str, x: jax.Array, wanted: int, of: str) -> None:
 
 
 def row_map(op: str, row_id_map: jax.Array, pad_offsets: jax.Array) -> int:
-    """Return the number of experts of a map of rows."""
+    """Check a map of rows, and return its number of experts."""
     checks.dtype(op, "row_id_map", row_id_map.dtype, (jnp.int32,))
     checks.dtype(op, "pad_offsets", pad_offsets.dtype, (jnp.int32,))
     if row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:

@@ -22,7 +22,7 @@ def token_dispatch(
     probs: jax.Array | None = None,
     align_size: int | None = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array | None, jax.Array]:
-    """Copy tokens to the rows of the experts that they are routed to.
+    """Copy tokens to the rows of the experts they are routed to.
 
     As ``token_dispatch`` of ``transformer_engine.jax.permutation``. Rows of an expert follow each
     other, in the order of tokens; `align_size` pads them with zeros, so that the groups of rows fit
@@ -31,18 +31,19 @@ def token_dispatch(
     Args:
         inp: float32, bfloat16 or float16 [tokens, hidden]; there may be more axes before.
         routing_map: bool or integers [tokens, experts], not 0 where a token goes to an expert.
-        num_out_tokens: how many rows there are at most, without padding: tokens times experts of
-            each. Rows beyond are left out.
+        num_out_tokens: how many rows there are at most, without padding: the number of tokens times
+            the experts of a token. Rows beyond are left out.
         probs: float32, bfloat16 or float16 [tokens, experts], moved with the tokens.
-        align_size: what the number of rows of each expert becomes a multiple of.
+        align_size: the rows of each expert are padded to a multiple of it; None for no padding.
 
     Returns:
         - the rows [num_out_tokens, hidden], or with padding as many as there can be: the multiple
             of `align_size` at or below ``num_out_tokens + experts * (align_size - 1)``. Zero where
             no token goes.
         - the probabilities of rows, or None.
-        - int32 [tokens, 2 * experts + 1]: for each token its rows without padding, as many experts,
-            in ascending order, and the number of either; -1 between.
+        - int32 [tokens, 2 * experts + 1], the map of rows: for each token its rows, counted without
+            padding; then their experts, in ascending order; then how many there are. Rows and
+            experts are filled up with -1.
         - int32 [experts] with padding, else None: what padding adds to the rows of each expert.
         - int32 [experts]: how many rows each expert has, padding among them.
 
@@ -138,11 +139,11 @@ def _by_column(
     """Share out the columns ("h") of a call, all else being whole.
 
     Args:
-        given: the axes of each operand, as "th".
-        found: those of each result.
+        given: the axes of each operand, a letter each, as "th".
+        found: the same for each result.
         run: the call.
         operands: its operands, of which some may be empty.
-        sums: the numbers of results that are sums over columns.
+        sums: indices of the results that are sums over columns.
     """
     axes = [
         [*names]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 def row_map(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the rows of tokens with their experts, and how many tokens each expert has."""
+    """Return the map of rows, and how many tokens each expert has."""
     routed = routing_map.astype(bool)
     experts = routed.shape[1]
     ones = routed.astype(jnp.int32)
@@ -26,7 +26,7 @@ def row_map(_: None, routing_map: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _places(
     row_id_map: jax.Array, pad_offsets: jax.Array, rows: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return rows and experts [tokens, experts], and which of them there are."""
+    """Return rows and experts [tokens, experts], and which entries are used."""
     experts = row_id_map.shape[1] // 2
     place, expert = row_id_map[:, :experts], row_id_map[:, experts:-1]
     used = jnp.arange(experts)[None] < row_id_map[:, -1:]
@@ -41,7 +41,7 @@ def _places(
 def permute(
     rows: int, x: jax.Array, row_id_map: jax.Array, probs: jax.Array, pad_offsets: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the rows that tokens go to, zero where none does, and their probabilities."""
+    """Return rows with tokens (zero without one), and their probabilities."""
     place, expert, _ = _places(row_id_map, pad_offsets, rows)
     shape = (*place.shape, x.shape[1])
     moved = jnp.broadcast_to(x[:, None], shape).reshape(-1, x.shape[1])
@@ -61,7 +61,7 @@ def unpermute(
     permuted_probs: jax.Array,
     pad_offsets: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the sums of tokens' rows, and the probabilities of rows by token and expert."""
+    """Return sums of tokens' rows, and probabilities by token and expert."""
     tokens, experts = row_id_map.shape[0], row_id_map.shape[1] // 2
     place, expert, used = _places(row_id_map, pad_offsets, x.shape[0])
     taken = jnp.take(x, place, axis=0, mode="fill", fill_value=0).astype(jnp.float32)

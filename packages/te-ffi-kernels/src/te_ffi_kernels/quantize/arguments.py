@@ -21,9 +21,9 @@ def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
     """Return the mode of a number or member.
 
     Args:
-        op: for errors.
+        op: name of the op, for errors.
         given: a ScalingMode, or its number.
-        quantized: whether no scaling is refused.
+        quantized: whether NO_SCALING is refused.
     """
     mode = member(op, "scaling_mode", given, ScalingMode, _NVFP4)
     if mode in _NVFP4:

@@ -1,4 +1,4 @@
-"""The static arguments of the ops, checked: what tracing is keyed by."""
+"""The static arguments of the ops, checked; traces are keyed by them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from .modes import (
 
 @dataclasses.dataclass(frozen=True)
 class QuantizeConfig:
-    """Of dbias_quantize and grouped_quantize; `axis` is flatten_axis counted from the front."""
+    """The static arguments of dbias_quantize and grouped_quantize.
+
+    `axis` is their flatten_axis, counted from the front.
+    """
 
     out_dtype: Any
     scaling_mode: ScalingMode
@@ -50,7 +53,7 @@ class QuantizeConfig:
         )
 
     def grouped_results(self, x: Any, groups: int) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return those of grouped_quantize but for its workspace."""
+        """Return grouped_quantize's results without its workspace; unwanted ones (1,)."""
         rowwise, colwise = self.q_layout.has_rowwise, self.q_layout.has_colwise
         count = arguments.size(x.shape)
         scales = [

@@ -42,9 +42,9 @@ def straight_through(
 
     Args:
         config: how they are quantized. Quantized values in int8 have no cotangent.
-        shape: of the numbers.
-        scales: by row, and by column.
-        cotangents: of the quantized values by row, and by column.
+        shape: shape of the numbers.
+        scales: scales by row, and by column.
+        cotangents: cotangents of the quantized values by row, and by column.
     """
     mode, axis = config.scaling_mode, config.axis
     grad = jnp.zeros(shape, jnp.float32)
@@ -68,14 +68,14 @@ def grouped_straight_through(
     scales: Sequence[jax.Array],
     cotangents: Sequence[jax.Array],
 ) -> jax.Array:
-    """Return the same for numbers that are quantized in groups; zero for those of no group.
+    """Return the cotangent of numbers quantized in groups, float32.
 
     Args:
         config: how they are quantized.
-        shape: of the numbers.
-        group_sizes: how much of the first axis each group has.
-        scales: by row, and by column.
-        cotangents: of the quantized values by row, and by column.
+        shape: shape of the numbers; those of no group have zero.
+        group_sizes: int32[groups], how much of the first axis each group has.
+        scales: scales by row, and by column.
+        cotangents: cotangents of the quantized values by row, and by column.
     """
     mode, axis = config.scaling_mode, config.axis
     rows, cols = math.prod(shape[:axis]), math.prod(shape[axis:])

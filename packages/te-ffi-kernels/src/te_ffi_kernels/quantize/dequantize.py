@@ -103,9 +103,9 @@ def _gradient(config: DequantizeConfig, saved: Any, ct: jax.Array) -> Any:
         qvalue_ct = numbers.multiply_by_power(ct, wide) if mode.is_mx else ct * wide
     scale_ct = None
     if not mode.is_mx:
-        matmuls = ct * x.astype(jnp.float32)
+        products = ct * x.astype(jnp.float32)
         over = tuple(range(0 if mode.is_tensor else axis, x.ndim))
-        scale_ct = matmuls.sum(over).reshape(scale_inv.shape)
+        scale_ct = products.sum(over).reshape(scale_inv.shape)
     return cotangent_of(x, qvalue_ct), None, None, cotangent_of(scale_inv, scale_ct)
 
 

@@ -36,7 +36,7 @@ def grouped_quantize(
         scale: float32[groups]; used per tensor.
         group_sizes: int32[groups], with a sum of at most ``x.shape[0]``. Rows beyond it aren't
             read, and what they have in the results is zero.
-        out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 hasn't.
+        out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 doesn't have.
         scaling_mode: a ``ScalingMode`` or its number.
         q_layout: a ``QuantizeLayout`` or its number.
         flatten_axis: the first axis that is columns.

@@ -22,9 +22,9 @@ class ScalingMode(enum.IntEnum):
     - MXFP8_1D_SCALING: one power of two (float8_e8m0fnu) for each 32 numbers along the columns, or
       along the rows (OCP Microscaling Formats specification v1.0). Scales are neither padded nor
       swizzled, which cuBLAS alone asks for: one for each block, in the order of the blocks.
-    - CHANNEL_SCALING: ours, which Transformer Engine hasn't: one float32 for each row, or for each
-      column, made by the op.
-    - NVFP4_1D_SCALING, NVFP4_2D_SCALING: named so that they can be refused; there is no kernel.
+    - CHANNEL_SCALING: ours, which Transformer Engine doesn't have: one float32 for each row, or for
+      each column, computed by the op.
+    - NVFP4_1D_SCALING, NVFP4_2D_SCALING: named so that ops can refuse them; no kernel has them.
     """
 
     NO_SCALING = 0
@@ -52,7 +52,7 @@ class ScalingMode(enum.IntEnum):
 
 
 class QuantizeLayout(enum.IntEnum):
-    """In which directions there are results, with Transformer Engine's numbers."""
+    """Whether there are results by row, by column or both, with Transformer Engine's numbers."""
 
     ROWWISE = 0
     COLWISE = 1
@@ -70,7 +70,7 @@ class QuantizeLayout(enum.IntEnum):
 
 
 def qmax(dtype: DTypeLike) -> float:
-    """Return the largest code: 448 and 57344 of float8, 127 of int8."""
+    """Return the largest quantized value: 448 or 57344 (float8), 127 (int8)."""
     found = jnp.dtype(dtype)
     return 127.0 if found == jnp.int8 else float(jnp.finfo(found).max)
 
@@ -95,8 +95,9 @@ def scale_shape(
 ) -> tuple[int, ...]:
     """Return the scales' shape of an array flattened at `axis`.
 
-    MX scales have the shape of the array, with 32 along the last axis made one (by column: along
-    the axis before `axis`). Scales of channels have the axes before `axis` (by column: from it).
+    MX scales have the shape of the array, but one for 32 numbers along the last axis (by column:
+    along the axis before `axis`). Scales of channels have the axes before `axis` (by column: those
+    from it on).
     """
     if mode.is_mx:
         at = axis - 1 if by_column else len(shape) - 1
@@ -129,7 +130,7 @@ def compute_scale_from_amax(
         scale: what to return where `amax` is zero, infinite or NaN; 1 without.
 
     Returns:
-        float32, in the shape of `amax`: ``largest code / amax / 2**margin``. Where that
+        float32, in the shape of `amax`: ``largest quantized value / amax / 2**margin``. If that
         overflows it is the largest float32.
     """
     amax = jnp.asarray(amax, jnp.float32)

@@ -15,7 +15,10 @@ _LEAST_NORMAL = 0x00800000
 
 
 def magnitudes(x: jax.Array) -> jax.Array:
-    """Return |x|'s bits as int32; 0 for NaN and subnormals."""
+    """Return |x|'s bits as int32; 0 for NaN and subnormals.
+
+    These are ordered as the magnitudes are, so their maximum is exact and ignores NaN.
+    """
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32) & np.int32(0x7FFFFFFF)
     return jnp.where((bits > _INF) | (bits < _LEAST_NORMAL), 0, bits)
 
@@ -31,8 +34,9 @@ def of_bits(bits: jax.Array) -> jax.Array:
 
 
 def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Round float32 to quantized values, half to even; saturates. NaN is NaN (0x7f) in float8, 0 in
-    int8.
+    """Round float32 to quantized values, half to even, saturating.
+
+    NaN becomes NaN (0x7f) in float8, and 0 in int8.
     """
     dtype = jnp.dtype(dtype)
     most = np.float32(qmax(dtype))
@@ -45,9 +49,14 @@ def encode(ratio: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return a slice's factor: largest value over largest magnitude (bits).
+    """Return a slice's factor: largest quantized value over largest magnitude.
 
-    1 where that magnitude is 0 or infinite; at most 2**126, so that the inverse isn't subnormal.
+    It is 1 if that magnitude is 0 or infinite, and at most 2**126, so that its inverse isn't
+    subnormal.
+
+    Args:
+        bits: the largest magnitudes, as ``absmax_bits`` returns them.
+        dtype: dtype of the quantized values.
     """
     usable = (bits > 0) & (bits < _INF)
     most = of_bits(jnp.where(usable, bits, _LEAST_NORMAL))
@@ -56,9 +65,13 @@ def channel_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Return the least scale's biased exponent without saturation, uint8.
+    """Return the biased exponent of the least scale that saturates nothing.
 
-    254 for an infinity, 0 for zeros. Both float8 formats end at 1.75 times a power of two.
+    uint8: 254 for an infinity, 0 for zeros. Both float8 formats end at 1.75 times a power of two.
+
+    Args:
+        bits: the largest magnitudes, as ``absmax_bits`` returns them.
+        dtype: dtype of the quantized values.
     """
     exponent = 8 if jnp.dtype(dtype) == jnp.float8_e4m3fn else 15
     up = ((bits & 0x7FFFFF) > 0x600000).astype(jnp.int32)
@@ -67,8 +80,9 @@ def block_scale(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x / 2**(scale - 127) for uint8, avoiding subnormal factors."""
+    """Return x / 2**(scale - 127) for uint8 scales, avoiding subnormal factors."""
     scale = scale.astype(jnp.int32)
+    # 2**(127 - scale) is subnormal from 254 on, and may count as zero: there it is two factors.
     low = scale >= 254
     return (
         x
@@ -78,7 +92,7 @@ def divide_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def multiply_by_power(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x * 2**(scale - 127), for uint8; 255 gives NaN."""
+    """Return x * 2**(scale - 127) for uint8 scales; 255 gives NaN."""
     scale = scale.astype(jnp.int32)
     bits = jnp.where(scale == 255, 0x7FC00000, jnp.maximum(scale, 1) << 23)
     return x * of_bits(bits) * jnp.where(scale == 0, 0.5, 1.0).astype(jnp.float32)

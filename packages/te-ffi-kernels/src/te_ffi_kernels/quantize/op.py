@@ -1,6 +1,4 @@
-"""dbias_quantize: quantized values, transposed quantized values, scales and column sums in one
-pass.
-"""
+"""dbias_quantize: quantized values by row and by column, scales and column sums in one pass."""
 
 from __future__ import annotations
 
@@ -35,21 +33,21 @@ def dbias_quantize(
     stochastic_rounding: bool = False,
     use_rht: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Quantize an array, by row, by column or both, and sums its columns.
+    """Quantize an array by row, column or both, and sum columns.
 
     The arguments are those of Transformer Engine's primitive. x is taken as a matrix whose rows
-    are the axes before `flatten_axis`. Quantized values round half to even and saturate, infinities
-    too; NaN has the code NaN (0x7f) in float8 and 0 in int8, and counts in no maximum. Subnormal
-    float32 numbers count as zero.
+    are the axes before `flatten_axis`. Numbers are rounded half to even and saturate, infinities
+    too; NaN becomes NaN (0x7f) in float8 and 0 in int8, and counts in no maximum. Subnormal float32
+    numbers count as zero.
 
     - Per tensor, quantized values are of ``x * scale``; quantized values by column are those by
       row, transposed.
     - MXFP8: blocks of 32 along the last axis, or by column along the axis before `flatten_axis`;
       not transposed. Scales as in ``ScalingMode``; that of a block with an infinity is 2**127.
     - Per channel (ours): each row has a scale as ``compute_scale_from_amax`` gives it, by column
-      each column: ``largest code / absmax``, at most 2**126, and 1 where absmax is 0 or infinite.
-      Quantized values are of x times that, `scale_inv` is 1 over it. Quantized values by column are
-      transposed.
+      each column: ``largest quantized value / absmax``, at most 2**126, and 1 where absmax is 0 or
+      infinite. Quantized values are of x times that, and `scale_inv` is 1 over it. Quantized values
+      by column are transposed.
 
     Args:
         x: float32, bfloat16 or float16, of 2 or more axes.
@@ -58,7 +56,7 @@ def dbias_quantize(
         sr_rng_state: not used (NVFP4).
         post_rht_amax: not used (NVFP4).
         rht_matrix: not used (NVFP4).
-        out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 hasn't.
+        out_dtype: float8_e4m3fn, float8_e5m2, or (ours) int8, which MXFP8 doesn't have.
         scaling_mode: a ``ScalingMode`` or its number.
         q_layout: a ``QuantizeLayout`` or its number.
         flatten_axis: the first axis that is columns.
@@ -74,9 +72,9 @@ def dbias_quantize(
         `amax` and the magnitudes of x, else `amax`. `dbias` is summed in float32 and rounded to
         x's dtype, of shape ``x.shape[flatten_axis:]``.
 
-    The gradient is straight-through: quantized values count as x over their scale, which counts as
-    constant, and nothing as cut off. Cotangents of float8 values are of their dtype, with its few
-    bits and its range; quantized values in int8 have none.
+    The gradient is straight-through: quantized values count as x over their scale, the scale counts
+    as constant, and nothing counts as cut off. Cotangents of float8 values have their dtype, with
+    its few bits and its range; quantized values in int8 have no cotangents.
 
     Raises:
         TypeError: a dtype that the mode doesn't have.

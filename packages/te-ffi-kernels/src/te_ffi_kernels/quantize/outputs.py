@@ -21,9 +21,17 @@ from .modes import QuantizeLayout, ScalingMode, compute_scale_from_amax
 
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """Results made of a float32 matrix; its `trailing` axes are columns.
+    """How an op's float32 numbers become its results.
 
-    Of `dtype` without scaling, and rounded to it before current scaling.
+    Attributes:
+        dtype: dtype of the result without scaling. With CURRENT_TENSOR_SCALING numbers are rounded
+            to it before they are quantized.
+        trailing: how many of the last axes are columns.
+        out_dtype: dtype of quantized values.
+        mode: what shares a scale.
+        layout: whether there are quantized values by row, by column or both.
+        scale_dtype: dtype of the scales.
+        output_amax: whether the largest magnitude is computed without scaling, too.
     """
 
     dtype: Any
@@ -117,7 +125,7 @@ class Outputs:
         """Return axis names to partition by elements; None if impossible.
 
         Args:
-            names: of the axes of what is quantized.
+            names: axis names of what is quantized.
         """
         if self.mode is not ScalingMode.NO_SCALING or self.output_amax:
             return None

@@ -24,9 +24,9 @@ def partition_quantize(
     summed over devices in x's dtype, as Transformer Engine does it.
 
     Args:
-        config: of the whole array.
+        config: config for the whole array.
         block: called as ``block(config, *operands)``.
-        operands: of the whole array.
+        operands: operands for the whole array.
     """
     shape = operands[0].shape
     mode, axis, rank = config.scaling_mode, config.axis, len(shape)
@@ -66,7 +66,7 @@ def partition_quantize(
     factors = [f"x{i}" for i in range(rank)]
     x = [f"({name} e{i})" if i in blocked else name for i, name in enumerate(factors)]
     found = _results_of(config, x, [[f"o{i}"] for i in range(7)])
-    # Of blocks, scales have the number.
+    # Along an axis of blocks, scales have the number of blocks.
     if mode.is_mx and layout.has_rowwise:
         found[2] = [*x[:-1], factors[-1] if rank - 1 in blocked else "y0"]
     if mode.is_mx and layout.has_colwise:

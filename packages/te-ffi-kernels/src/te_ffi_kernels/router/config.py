@@ -53,7 +53,7 @@ class Options:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Return those of both targets."""
+        """Return the attributes of both targets."""
         return {
             "topk": self.topk,
             "use_pre_softmax": int(self.pre_softmax),
@@ -65,7 +65,7 @@ class Options:
 
     @property
     def group_attributes(self) -> dict[str, Any]:
-        """Return those of the forward pass alone."""
+        """Return the attributes of the forward pass alone."""
         return {"num_groups": self.groups, "group_topk": self.group_topk}
 
     def map_of(self, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -224,5 +224,5 @@ def whole(op: str, name: str, given: Any) -> int:
 
 
 def coefficient(tokens: int, count: int, topk: int, coeff: float) -> float:
-    """Return what the loss is multiplied with; 0 without tokens."""
+    """Return the factor of the loss; 0 without tokens."""
     return count * coeff / topk / tokens / tokens if tokens else math.copysign(0.0, coeff)

@@ -48,7 +48,7 @@ def fused_moe_aux_loss_fwd(
 ) -> tuple[jax.Array, jax.Array]:
     """Return ``fused_moe_aux_loss``, with what its gradient needs.
 
-    Args: as those of ``fused_moe_aux_loss``.
+    The arguments are those of ``fused_moe_aux_loss``.
 
     Returns:
         The loss, and float32[2]: what the sum is multiplied with, and the loss in float32.
@@ -86,7 +86,7 @@ def fused_moe_aux_loss_bwd(
 
 @dataclasses.dataclass(frozen=True)
 class _Loss:
-    """What is known of a loss at compile time."""
+    """The static arguments of the loss."""
 
     topk: int
     coeff: float
@@ -113,7 +113,7 @@ _LOSS = Op(
 
 def _second_gradient(tokens: int, saved: Any, ct: jax.Array) -> Any:
     const_buf, counts, grad = saved
-    # The loss is linear in probs: what is saved doesn't depend on them but for the loss itself.
+    # The loss is linear in probs: of what is saved, the gradient uses nothing that depends on them.
     pull = jax.vjp(lambda g: reference.loss_gradient(tokens, const_buf, counts, g), grad)[1]
     return None, None, *pull(ct)
 

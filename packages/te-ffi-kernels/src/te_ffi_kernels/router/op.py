@@ -41,7 +41,7 @@ def fused_topk_with_score_function(
         num_groups: how many groups of neighbours the experts are in. Used with `group_topk` alone.
         group_topk: how many groups the experts of a token are from: those with the largest sum of
             their best ``topk / group_topk`` scores. 0 or less: no groups.
-        scaling_factor: what weights are multiplied with in the end.
+        scaling_factor: factor of the weights, applied last.
         score_function: a ``ScoreFunction``, its name or its number. With SIGMOID and SQRTSOFTPLUS,
             the weights of a token are divided by their sum, if `topk` isn't 1.
         expert_bias: float32, bfloat16 or float16 [experts], added to scores for the choice, not to
@@ -81,7 +81,8 @@ def fused_topk_with_score_function_fwd(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Choose experts as ``fused_topk_with_score_function``, with what its gradient needs.
 
-    Args: as those of ``fused_topk_with_score_function``; ``expert_bias`` may be empty, too.
+    The arguments are those of ``fused_topk_with_score_function``; ``expert_bias`` may also be
+    empty.
 
     Returns:
         The weights or scores, the routing map, and float32 as logits for
@@ -158,7 +159,7 @@ def _partition(of: Options, block: Any, logits: jax.Array, bias: jax.Array) -> A
 
 
 def _batch(run: Any, of: Options, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Make the mapped axis one more of tokens."""
+    """Make the mapped axis one more axis of tokens."""
     if in_batched[1]:
         return NotImplemented  # a bias for each: one by one
     return run(of, *operands), (True,) * 3
@@ -181,7 +182,7 @@ def _gradient_partition(of: Options, block: Any, *operands: jax.Array) -> Any:
     tokens, routing_map = _axes(of, operands[2])
     given, whole = operands[0], {"experts", "bytes"}
     if of.dense and given.ndim != len(routing_map):
-        # It isn't looked at, whatever it is.
+        # The kernel ignores it, so it may have any axes.
         routing_map = [f"m{i}" for i in range(given.ndim)]
         whole |= set(routing_map)
     run = functools.partial(block, of)

@@ -108,6 +108,7 @@ def _best(of: Options, scores: jax.Array) -> jax.Array:
     size = scores.shape[-1] // of.groups
     in_groups = scores.reshape(*scores.shape[:-1], of.groups, size)
     sums = jnp.sum(lax.top_k(in_groups, of.topk // of.group_topk)[0], -1)
+    # Sorted, so that of equal scores the expert with the lower index comes first.
     groups = jnp.sort(lax.top_k(sums, of.group_topk)[1], -1)
     members = groups[..., None] * size
     members = jnp.broadcast_to(members, (*groups.shape, size))

@@ -1,4 +1,4 @@
-"""Argument checks of this folder's ops."""
+"""The static arguments of the softmax ops, and checks of all arguments."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ class SoftmaxFusionType(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is fixed while a program is traced."""
+    """The static arguments of a softmax."""
 
     fusion: SoftmaxFusionType
     scale: float
 
     @property
     def op(self) -> str:
-        """Return the name of the kernels, less their direction."""
+        """Return the name of the kernels' ops without their direction."""
         return f"{self.fusion.value}_softmax"
 
     @property
     def causal(self) -> bool:
-        """Return whether the number of a row counts."""
+        """Return whether the columns of a row depend on its index."""
         return self.fusion is SoftmaxFusionType.SCALED_UPPER_TRIANG_MASKED
 
 

@@ -37,15 +37,15 @@ def softmax(
         logits: float32, bfloat16 or float16 [..., q, k]; with a mask [..., heads, q, k].
         mask: uint8 or bool [b or 1, 1, q, k] for logits [b, heads, q, k]; 1 leaves a logit out
             (and nothing else does). Taken with SCALED_MASKED alone.
-        scale_factor: what logits are multiplied with, part of the compiled program.
+        scale_factor: factor of the logits, part of the compiled program.
         softmax_fusion_type: a ``SoftmaxFusionType`` or its value. With
             SCALED_UPPER_TRIANG_MASKED, row i has the columns 0 to i, whatever q and k are; the
             others aren't read.
 
     Returns:
         An array as logits, zero where a logit was left out: a row without any is all zeros. NaN or
-        +inf among the logits of a row make all of it NaN that isn't left out. Differentiable with
-        respect to logits.
+        +inf among the logits of a row makes the row NaN, except what is left out. Differentiable
+        with respect to logits.
 
     Raises:
         TypeError, ValueError: an argument has another dtype, shape or value than above.
@@ -158,7 +158,7 @@ def scaled_upper_triang_masked_softmax_bwd(
     Args:
         dz: cotangent of the result: float32, bfloat16 or float16 [..., q, k]. What is beyond the
             diagonal isn't read.
-        softmax_out: the result, also.
+        softmax_out: the result; the same holds for it.
         logits: not used; may be None.
         scale_factor: that of the forward pass.
 
@@ -195,7 +195,7 @@ def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
 
 
 def _partition(config: Config, block: Any, x: jax.Array, *mask: jax.Array) -> Any:
-    """Partition rows, except where a diagonal counts them."""
+    """Share out rows, except where a diagonal counts them."""
     names, whole = _axes(config, x)
     given = [names]
     for one in mask:
@@ -223,7 +223,7 @@ def _axes(config: Config, x: jax.Array) -> tuple[list[str], set[str]]:
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
-    """Make the mapped axis one more of the batch."""
+    """Make the mapped axis one more axis of the batch."""
     if in_batched[1:] != (True,):
         return run(config, *operands), True  # masks repeat
     x, mask = widened(size, in_batched, *operands)

@@ -12,7 +12,7 @@ from .config import Config
 
 
 def forward(config: Config, logits: jax.Array, *mask: jax.Array) -> jax.Array:
-    """Return the softmax. Batches are b * n where masks are n: masks repeat."""
+    """Return the softmax; masks repeat if there are fewer than batches."""
     scaled = logits.astype(jnp.float32) * np.float32(config.scale)
     if mask:
         (given,) = mask
@@ -32,7 +32,7 @@ def backward(config: Config, dz: jax.Array, softmax_out: jax.Array) -> jax.Array
     """Return the gradient of the logits for checked arguments."""
     grad, out = dz.astype(jnp.float32), softmax_out.astype(jnp.float32)
     if config.causal:
-        # What is beyond the diagonal isn't looked at.
+        # What is beyond the diagonal may be anything, as for the kernel.
         grad, out = (jnp.where(_lower(dz), x, 0) for x in (grad, out))
     found = (grad - jnp.sum(grad * out, -1, keepdims=True)) * out * np.float32(config.scale)
     return found.astype(dz.dtype)
