@@ -7,14 +7,14 @@ from typing import ClassVar
 
 from .state import Weight
 
-TRANSFORM, MASK, CODES = range(3)
+TRANSFORM, MASK, ROUND = range(3)
 
 
 class Pass(abc.ABC):
     """Base of passes, which change one parameter of a plan at a time.
 
     Attributes:
-        stage: ``TRANSFORM``, ``MASK`` or ``CODES``, in the order in which passes must come: those
+        stage: ``TRANSFORM``, ``MASK`` or ``ROUND``, in the order in which passes must come: those
             that transform channels, the one that chooses zeros, the one that chooses quantized
             values.
         needs_peaks: whether it reads ``Weight.peaks``, which takes another run over the batches.

@@ -14,7 +14,7 @@ from jax import lax
 import quant_numerics as qn
 
 from ..errors import QuantizationError
-from .base import CODES, Pass
+from .base import ROUND, Pass
 from .state import Weight
 
 
@@ -43,7 +43,7 @@ class Gptq(Pass):
     act_order: bool = True
     block: int = 128
 
-    stage = CODES
+    stage = ROUND
 
     def __post_init__(self):
         if not 0 <= self.damping < float("inf"):
