@@ -1,4 +1,4 @@
-"""Benchmarks are compiled as for users, each time anew."""
+"""Benchmarks are compiled as for users, again each time."""
 
 from pathlib import Path
 

@@ -5,7 +5,7 @@
     uv run python benchmarks/growth.py parameters 10 100 1000 10000 --without compile report
 
 Prints a table of CPU seconds of this process by step, and of the peak of its memory; each size runs
-in a process of its own. Beside the times are those of the float program where there is one, and
+in a separate process. Beside the times are those of the float program where there is one, and
 the exponent of the growth since the size before: 1 is linear, 2 quadratic.
 """
 

@@ -102,7 +102,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
 def test_memory_of_attention(benchmark):
-    """Of processes of their own: what the gradient of two heads adds to the peak, in bytes."""
+    """In separate processes: what the gradient of two heads adds to the peak, in bytes."""
     found = {}
 
     def one(side, length):

@@ -1,4 +1,4 @@
-"""Plain tracing with hijax-trace imported and without, in processes of their own."""
+"""Plain tracing with hijax-trace imported and without, in separate processes."""
 
 import subprocess
 import sys

@@ -361,7 +361,7 @@ print(first, sorted(call() for _ in range(30))[15])
 
 
 def test_first_call_after_warm_up(benchmark):
-    """Of processes of their own: the first call of a warmed program, and a steady one."""
+    """In separate processes: the first call of a warmed program, and a steady one."""
     times = []
 
     def one():

@@ -101,8 +101,8 @@ def compiler():
 def has_gpu():
     """Tell whether NVIDIA's driver has made a device file here.
 
-    WSL has none. The driver's files in /proc are no sign: a container sees those of its host, also
-    if it was given no GPU.
+    WSL has none. The driver's files in /proc are not a sign: a container sees those of its host,
+    also if it was given no GPU.
     """
     return any(DEVICES.glob("nvidia[0-9]*"))
 

@@ -110,8 +110,8 @@ class QtProvider(XlaProvider):
         if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
                 raise JaxtapError(
-                    f"The rule of {site.call.op_id} rounds gradients stochastically, and there "
-                    "is no random key. Pass one, new at each step: "
+                    f"quant_key must be a random key, since the rule of {site.call.op_id} rounds "
+                    "gradients stochastically, got None. Pass one, new at each step: "
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
