@@ -82,6 +82,6 @@ def test_without_the_plugin_the_message_lists_the_others(site):
             print(error)
     """
     said = run(code, site, JAXTAP_DISABLE_PLUGINS="acme")
-    assert "No bridge is for a acme_nn.model.Model" in said
+    assert "a class that a bridge is for, got a acme_nn.model.Model" in said
     assert "'nnx' for flax.nnx.Module (provider-xla[nnx])" in said
     assert "jaxtap_register_bridges" in said

@@ -195,18 +195,20 @@ def test_the_command(folder, tmp_path, capsys):
         made.decode(1, made.prefill([1])[1], 16)
 
 
-def test_what_can_not_be_exported(folder, tmp_path):
+def test_what_can_not_be_exported(folder, tmp_path, capsys):
     """Said before anything is converted, and nothing is written."""
     out = tmp_path / "model.tflite"
     (tmp_path / "one").write_text("I")
     for options, message in (
         (["--prompt", "9", "--positions", "8"], "The prompt must have 1 to 8 tokens, got 9"),
-        (["--prompt", "0"], "The prompt must have 1 to 256 tokens, got 0"),
         (["--text", str(tmp_path / "one")], "must have two tokens or more, got 1"),
         (["--text", str(tmp_path / "none")], "must be a file of text"),
     ):
         with pytest.raises(SystemExit, match=message):
             command.main(["device", str(folder), str(out), *options])
+    with pytest.raises(SystemExit, match="2"):
+        command.main(["device", str(folder), str(out), "--prompt", "0"])
+    assert "--prompt: must be a whole number, 1 or more, got 0" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="must be in a folder that is there"):
         command.main(["device", str(folder), str(tmp_path / "none" / "model.tflite")])
     rule = odml.OdmlRule(**DEVICE["dynamic"])

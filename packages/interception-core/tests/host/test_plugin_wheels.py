@@ -143,7 +143,7 @@ def test_broken_plugins_break_nothing_else(python):
     assert found["broken"]["version"] == "2.0"
     assert found["broken"]["error"]["type"] == "ModuleNotFoundError"
     assert "Did you mean 'jaxtap_register_providers'?" in found["misspelt"]["error"]["message"]
-    assert "upgrade interception-core" in found["future"]["error"]["message"]
+    assert "Upgrade interception-core" in found["future"]["error"]["message"]
     for name in installed[1:]:
         assert done.stderr.count(f"plugin '{name}'") == 1
 

@@ -32,7 +32,7 @@ BOTH = [te, reference]
         (
             (X[:, :1].repeat(2, 0), MASK, 1.0, "scaled_masked"),
             ValueError,
-            r"mask has shape .*, and must have \(4, 1, 4, 5\), or 1 in place",
+            r"mask has shape .*, and must have \(4, 1, 4, 5\), or 1 instead",
         ),
     ],
 )
