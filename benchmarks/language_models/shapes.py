@@ -40,7 +40,7 @@ SHAPES = {
     },
 }
 
-QUICK = ", quick"
+QUICK = "-quick"
 """The end of the names of small shapes, with which everything runs in a few minutes."""
 SHAPES |= {
     name + QUICK: fields | {"num_hidden_layers": 2, "vocab_size": 2048}
