@@ -96,7 +96,7 @@ def once(name, warms):
 
 
 def measure(programs):
-    """Return what each program takes, in a process of its own."""
+    """Return what each program takes, each in a fresh process."""
     found = []
     for name in programs:
         for warms in (True, False):
