@@ -134,7 +134,8 @@ std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t
   return gemm_refusal(lt, handle, args, bias, fast, static_cast<size_t>(limit));
 }
 
-// The same of a product with a packed weight, with rows in groups or with -1 of them. Floats are numbered as kFloats above.
+// The same of a product with a packed weight, with so many groups of rows or kOneGroup. Floats are
+// numbered as te::Float is.
 size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
                        int64_t dtype, int64_t out, int64_t row_groups) {
   PackedProduct args;
