@@ -15,8 +15,8 @@ inline void NeedStack(const Array& stack) {
   throw invalid_argument(stack.name, " is ", stack.Text(), ", and must be a stack of one or more");
 }
 
-// Array `index` along the first axis of a stack. A negative index counts from the end, and one beyond
-// the ends is the end, as XLA's slices have it.
+// Array `index` along the first axis of a stack. A negative index counts from the end, and one
+// beyond the ends is the end, as XLA's slices have it.
 inline Array OneOf(const Array& stack, int32_t index) {
   NeedStack(stack);
   const int64_t count = stack.shape[0], size = stack.Product(1, stack.rank());

@@ -1,4 +1,4 @@
-// Products with weights of a stack, which kernels find by indices that are in memory of the device:
+// Matmuls with weights of a stack, which kernels find by indices that are in memory of the device:
 // one weight, or one for each group of rows.
 #include <algorithm>
 #include <cmath>
@@ -52,7 +52,7 @@ constexpr PackedCase kCases[] = {
     {288, 64, 33, 0, 8, true, 0, 0}};
 
 // One of a stack has the bits of one alone.
-TEST(cuda_products_with_one_of_a_stack) {
+TEST(cuda_matmuls_with_one_of_a_stack) {
   std::mt19937 random(61);
   for (const PackedCase& c : kCases) {
     Stack stack(3, c, random);
@@ -98,7 +98,7 @@ void check_groups(const PackedCase& c, const std::vector<int32_t>& sizes,
       double sum = 0, size = 0;
       for (int64_t j = 0; group < sizes.size() && j < c.k; ++j) {
         const Weights& w = stack.at(index[group]);
-        const double one = x[static_cast<size_t>(j)] * w.code(j, col) *
+        const double one = x[static_cast<size_t>(j)] * w.qvalue(j, col) *
                            static_cast<double>(w.scale(j, col));
         sum += one;
         size += std::fabs(one);
@@ -111,7 +111,7 @@ void check_groups(const PackedCase& c, const std::vector<int32_t>& sizes,
   CHECK_THAT(good, run.text() + ", " + std::to_string(sizes.size()) + " groups of rows");
 }
 
-TEST(cuda_products_with_a_weight_for_each_group_of_rows) {
+TEST(cuda_matmuls_with_a_weight_for_each_group_of_rows) {
   std::mt19937 random(62);
   const std::vector<int32_t> any = {3, 0, -1, 9, 2};
   for (PackedCase c : kCases) {

@@ -1,11 +1,11 @@
-// Handlers of products with packed weights: gemm_w8a8, gemm_w4a8, gemm_w8a16, gemv_w8 and gemv_w4;
+// Handlers of matmuls with packed weights: gemm_w8a8, gemm_w4a8, gemm_w8a16, gemv_w8 and gemv_w4;
 // with one weight, with one of a stack, and with one for each group of rows. Where the weight lies in
 // a stack kernels read on the device.
 
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/packed.h"
 #include "cuda/handlers/planned.h"
-#include "ffi/product_call.h"
+#include "ffi/matmul_call.h"
 #include "ffi/stack.h"
 #include "te/modes.h"
 
@@ -13,11 +13,11 @@ namespace jaxtap::cuda {
 namespace {
 
 template <class Op, bool kQuantizes>
-PackedProduct ProductOf(const Op& given) {
+PackedMatmul MatmulOf(const Op& given) {
   if (given.config.rotation != 0) throw invalid_argument("attribute rotation must be 0 on GPUs");
   const PanelLayout& layout = given.config.layout;
   const int64_t panels = panel_count(given.config.n, layout.columns());
-  PackedProduct args;
+  PackedMatmul args;
   args.x = given.x.data;
   args.x_dtype = te::float_of(given.x.dtype);
   args.m = given.x.shape[0];
@@ -50,7 +50,7 @@ struct Planned : Kept {
 
 template <class Op, bool kQuantizes>
 std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
-  const PackedProduct args = ProductOf<Op, kQuantizes>(given);
+  const PackedMatmul args = MatmulOf<Op, kQuantizes>(given);
   const PackedSteps steps(args);
   auto made = std::make_unique<Planned>();
   if (steps.empty || !steps.library) return made;
@@ -64,26 +64,26 @@ std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
 template <class Op, bool kQuantizes>
 void Run(const Op& given, const Call& call, Planned& planned) {
   const Array workspace = call.Memory();
-  packed_product(ProductOf<Op, kQuantizes>(given), planned.sums.get(), workspace.data,
+  packed_matmul(MatmulOf<Op, kQuantizes>(given), planned.sums.get(), workspace.data,
                  static_cast<size_t>(workspace.size()), call.stream);
 }
 
 template <class Op, bool kQuantizes>
-using Product = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
+using PlannedMatmul = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
 
 template <const char* kOne, const char* kStack, const char* kGroups, int kBits,
           bool kQuantizes = false>
-struct Products {
-  Product<ffi::ProductCall<kOne, kBits>, kQuantizes> one;
-  Product<ffi::StackCall<kStack, kBits>, kQuantizes> stack;
-  Product<ffi::GroupsCall<kGroups, kBits>, kQuantizes> groups;
+struct MatmulHandlers {
+  PlannedMatmul<ffi::MatmulCall<kOne, kBits>, kQuantizes> one;
+  PlannedMatmul<ffi::StackCall<kStack, kBits>, kQuantizes> stack;
+  PlannedMatmul<ffi::GroupsCall<kGroups, kBits>, kQuantizes> groups;
 };
 
-const Products<ffi::kGemmW8A8, ffi::kGemmW8A8Stack, ffi::kGemmW8A8Groups, 8, true> kW8A8;
-const Products<ffi::kGemmW4A8, ffi::kGemmW4A8Stack, ffi::kGemmW4A8Groups, 4, true> kW4A8;
-const Products<ffi::kGemmW8A16, ffi::kGemmW8A16Stack, ffi::kGemmW8A16Groups, 8> kW8A16;
-const Products<ffi::kGemvW8, ffi::kGemvW8Stack, ffi::kGemvW8Groups, 8> kW8;
-const Products<ffi::kGemvW4, ffi::kGemvW4Stack, ffi::kGemvW4Groups, 4> kW4;
+const MatmulHandlers<ffi::kGemmW8A8, ffi::kGemmW8A8Stack, ffi::kGemmW8A8Groups, 8, true> kW8A8;
+const MatmulHandlers<ffi::kGemmW4A8, ffi::kGemmW4A8Stack, ffi::kGemmW4A8Groups, 4, true> kW4A8;
+const MatmulHandlers<ffi::kGemmW8A16, ffi::kGemmW8A16Stack, ffi::kGemmW8A16Groups, 8> kW8A16;
+const MatmulHandlers<ffi::kGemvW8, ffi::kGemvW8Stack, ffi::kGemvW8Groups, 8> kW8;
+const MatmulHandlers<ffi::kGemvW4, ffi::kGemvW4Stack, ffi::kGemvW4Groups, 4> kW4;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -1,4 +1,4 @@
-// What a product with a packed weight is given, checked, whatever platform it runs on.
+// What a matmul with a packed weight is given, checked, whatever platform it runs on.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace jaxtap::ffi {
 
-struct ProductConfig {
+struct MatmulConfig {
   template <class Attributes>
-  ProductConfig(const Attributes& attributes, int bits)
+  MatmulConfig(const Attributes& attributes, int bits)
       : n(NeedAttribute<int64_t>(attributes, "n")),
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
@@ -46,20 +46,20 @@ inline constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
 inline constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
 inline constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
 
-// A product of x[m, k] with one weight; operands after those say which where there are several, of
+// A matmul of x[m, k] with one weight; operands after those say which where there are several, of
 // `kOperands` in all but for signs.
 template <const char* kName, int kBits, int kOperands = 2>
-struct ProductCall {
+struct MatmulCall {
   static constexpr const char* kTarget = kName;
   static constexpr bool kStacked = kOperands > 2;   // an index says which weight of a stack
   static constexpr bool kGrouped = kOperands == 4;  // or one for each group of rows
-  struct Config : ProductConfig {
+  struct Config : MatmulConfig {
     template <class Attributes>
-    explicit Config(const Attributes& attributes) : ProductConfig(attributes, kBits) {}
+    explicit Config(const Attributes& attributes) : MatmulConfig(attributes, kBits) {}
   };
 
   template <class Call>
-  explicit ProductCall(const Call& call)
+  explicit MatmulCall(const Call& call)
       : config(Checked(call)),
         x(call.Operand(0, "x")),
         buffer(call.Operand(1, "buffer")),
@@ -89,10 +89,10 @@ struct ProductCall {
 
 // With one weight of a stack, read where it lies.
 template <const char* kName, int kBits>
-struct StackCall : ProductCall<kName, kBits, 3> {
+struct StackCall : MatmulCall<kName, kBits, 3> {
   template <class Call>
   explicit StackCall(const Call& call)
-      : ProductCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
+      : MatmulCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
     index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
   }
 
@@ -101,10 +101,10 @@ struct StackCall : ProductCall<kName, kBits, 3> {
 
 // Rows in groups, each with the weight of its index.
 template <const char* kName, int kBits>
-struct GroupsCall : ProductCall<kName, kBits, 4> {
+struct GroupsCall : MatmulCall<kName, kBits, 4> {
   template <class Call>
   explicit GroupsCall(const Call& call)
-      : ProductCall<kName, kBits, 4>(call),
+      : MatmulCall<kName, kBits, 4>(call),
         index(call.Operand(2, "index")),
         sizes(call.Operand(3, "group_sizes")) {
     if (this->signs != nullptr) {
