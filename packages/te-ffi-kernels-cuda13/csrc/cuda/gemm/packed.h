@@ -17,8 +17,6 @@
 
 namespace jaxtap::cuda {
 
-constexpr int64_t kOneGroup = -1;  // rows are not in groups
-
 struct PackedMatmul {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;

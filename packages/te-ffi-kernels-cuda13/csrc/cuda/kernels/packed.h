@@ -19,6 +19,8 @@ struct PackedStack {
   int64_t bytes = 0;               // of one
 };
 
+constexpr int64_t kOneGroup = -1;  // rows are not in groups
+
 // Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each of its
 // groups.
 struct PackedRows {
@@ -46,9 +48,9 @@ struct PackedMma {
   te::Float y_dtype = te::Float::kF32;
 
   // Groups of rows, each with the weight of its own index: int32[groups]. Rows beyond the last group
-  // give zeros; if a size is negative, all give NaN. nullptr: no groups.
+  // give zeros; if a size is negative, all give NaN.
   const int32_t* sizes = nullptr;
-  int64_t row_groups = 0;
+  int64_t row_groups = kOneGroup;
   GroupStart* starts = nullptr;  // [row_groups + 1], memory
 };
 

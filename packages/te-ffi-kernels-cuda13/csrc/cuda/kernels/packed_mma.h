@@ -261,7 +261,7 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
 
 template <class X, int kBits, bool kGroups, class Shape>
 void run_shape(const PackedMma& given, MmaArgs args, Stream stream) {
-  if (given.sizes == nullptr) {
+  if (given.row_groups == kOneGroup) {
     args.row_blocks = ceil_of(args.m, Shape::kRows);
   } else {
     GroupSizes sizes;
@@ -281,8 +281,7 @@ template <class X, int kBits, bool kGroups>
 void run_rows(const PackedMma& given, const MmaArgs& args, Stream stream) {
   constexpr int64_t kSome = 128;
   // Of a group, if all have as many.
-  const int64_t groups = given.sizes == nullptr || given.row_groups == 0 ? 1 : given.row_groups;
-  const int64_t rows = ceil_of(args.m, groups);
+  const int64_t rows = given.row_groups > 0 ? ceil_of(args.m, given.row_groups) : args.m;
   if (rows <= FewRows::kRows) return run_shape<X, kBits, kGroups, FewRows>(given, args, stream);
   if (rows <= kSome) return run_shape<X, kBits, kGroups, SomeRows>(given, args, stream);
   run_shape<X, kBits, kGroups, ManyRows>(given, args, stream);
@@ -304,7 +303,7 @@ void run_mma(const PackedMma& given, Stream stream) {
   args.y_dtype = given.y_dtype;
   args.m = given.m;
   args.tiles = ceil_of(given.n, kTileCols);
-  args.starts = given.sizes == nullptr ? nullptr : given.starts;
+  args.starts = given.row_groups == kOneGroup ? nullptr : given.starts;
   args.row_groups = given.row_groups;
   args.wide = given.layout.k % 4 == 0 &&
               aligned(4 * sizeof(typename X::Type), static_cast<const char*>(given.x));
