@@ -200,9 +200,9 @@ SHAPES = {"lhs": (8, 4), "rhs": (2, 4, 3), "bias": (0,), "sizes": (2,), "alpha":
 @pytest.mark.parametrize(
     ("changes", "dims", "axis", "error", "message"),
     [
-        ({"sizes": (2, 1)}, None, 0, ValueError, r"group_sizes has shape \(2, 1\)"),
+        ({"sizes": (2, 1)}, None, 0, ValueError, r"group_sizes must .*got .*\(2, 1\)"),
         ({"sizes": (0,)}, None, 0, ValueError, "must have one axis, with a size for each group"),
-        ({"sizes_dtype": "int64"}, None, 0, TypeError, "group_sizes is int8, and must be int32"),
+        ({"sizes_dtype": "int64"}, None, 0, TypeError, "group_sizes must be int32.*got int8"),
         ({"rhs": (3, 4, 3)}, None, 0, ValueError, "must have a first axis of 2"),
         ({"rhs": (4, 3)}, None, 0, ValueError, "must have a first axis of 2"),
         ({}, ((1,), (0,)), 0, ValueError, "must have a first axis of 2"),
@@ -235,9 +235,9 @@ def test_bad_input(changes, dims, axis, error, message):
 @pytest.mark.parametrize(
     ("sizes", "beta", "message"),
     [
-        ([9, 0], 0, "group_sizes has the sum 9, and must have at most 8"),
-        ([5, -1], 0, r"group_sizes\[1\] is -1"),
-        ([4, 4], 1, r"beta\[0\] is 1, and must be 0"),
+        ([9, 0], 0, "the sum of group_sizes must be at most 8.*got 9"),
+        ([5, -1], 0, r"group_sizes\[1\] must .*got -1"),
+        ([4, 4], 1, r"beta\[0\] must be 0.*got 1"),
     ],
 )
 def test_what_only_the_call_knows(sizes, beta, message):

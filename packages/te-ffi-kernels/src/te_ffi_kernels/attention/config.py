@@ -108,8 +108,8 @@ def make_config(
     window = (-1, -1) if window_size is None else tuple(window_size)
     if len(window) != 2 or not all(isinstance(size, int) and size >= -1 for size in window):
         raise ValueError(
-            f"{op}: window_size is {window_size}, and must be two ints, left and right, of which "
-            "-1 is without end; or None"
+            f"{op}: window_size must be two ints, left and right, -1 without end, or "
+            f"None, got {window_size}"
         )
     axes = context_parallel_axis
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -217,7 +217,7 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, par
     if bias is None:
         raise ValueError(f"{op}: bias is None, and attn_bias_type is {config.bias_type.name}")
     if bias.dtype != dtype:
-        raise TypeError(f"{op}: bias is {bias.dtype.name}, and must be {dtype.name}, as qkv")
+        raise TypeError(f"{op}: bias must be {dtype.name}, as qkv, got {bias.dtype.name}")
     rest = (sizes.q_length, sizes.kv_length * parts)
     if (
         bias.ndim != 4
@@ -225,8 +225,8 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, par
         or (bias.shape[0] not in (1, sizes.batch) or bias.shape[1] not in (1, sizes.heads))
     ):
         raise ValueError(
-            f"{op}: bias has shape {bias.shape}, and must have (1 or {sizes.batch}, 1 or "
-            f"{sizes.heads}, {rest[0]}, {rest[1]})"
+            f"{op}: bias must have shape (1 or {sizes.batch}, 1 or {sizes.heads}, "
+            f"{rest[0]}, {rest[1]}), got {bias.shape}"
         )
 
 

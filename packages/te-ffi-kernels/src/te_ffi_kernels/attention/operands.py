@@ -44,9 +44,9 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
     if jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
         given = jax.random.key_data(given)
     if given.dtype != jnp.uint32:
-        raise TypeError(f"{op}: seed is {given.dtype.name}, and must be uint32, or a key")
+        raise TypeError(f"{op}: seed must be uint32, or a key, got {given.dtype.name}")
     if given.ndim == 0 or given.size < 2:
-        raise ValueError(f"{op}: seed has shape {given.shape}, and must have two numbers: (2,)")
+        raise ValueError(f"{op}: seed must have shape (2,), got {given.shape}")
     return given
 
 
@@ -118,8 +118,8 @@ def _segments(
             for what, array in (("seqlens", count), ("seq_offsets", begin)):
                 if array.ndim != 2 or array.shape[0] != sizes.batch:
                     raise ValueError(
-                        f"{op}: sequence_descriptor has {name} {what} of shape {array.shape}, and "
-                        f"must have ({sizes.batch}, segments)"
+                        f"{op}: {name} {what} of sequence_descriptor must have shape "
+                        f"({sizes.batch}, segments), got {array.shape}"
                     )
                 _integers(op, f"sequence_descriptor's {name} {what}", array, array.shape)
             columns = min(most, count.shape[1], begin.shape[1])
@@ -137,7 +137,7 @@ def _segments(
 
 def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be int32")
+        raise TypeError(f"{op}: {name} must be int32, got {array.dtype.name}")
     checks.shape(op, name, array, shape)
 
 

@@ -68,7 +68,7 @@ class AttnSoftmaxType(enum.IntEnum):
             if member.name == f"{softmax_type.upper()}_SOFTMAX":
                 return member
         raise ValueError(
-            f"softmax_type is {softmax_type!r}, and must be 'vanilla', 'off_by_one' or 'learnable'"
+            f"softmax_type must be 'vanilla', 'off_by_one' or 'learnable', got {softmax_type!r}"
         )
 
 

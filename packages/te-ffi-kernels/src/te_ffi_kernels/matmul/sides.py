@@ -106,6 +106,6 @@ def check_pair(op: str, lhs: Any, rhs: Any, left: Side, right: Side, mode: Scali
         )
     if left.k != right.k:
         raise ValueError(
-            f"{op}: rhs has shape {rhs.shape} with {right.k} contracted, and must have the "
-            f"{left.k} of lhs, which has shape {lhs.shape}"
+            f"{op}: rhs must have {left.k} contracted, as lhs of shape {lhs.shape}, got "
+            f"{right.k} in shape {rhs.shape}"
         )

@@ -87,7 +87,7 @@ def norm_type(op: str, given: Any) -> NormType:
             return NormType(given)
         except ValueError:
             pass
-    raise ValueError(f"{op}: norm_type is {given!r}, and must be 'layernorm' or 'rmsnorm'")
+    raise ValueError(f"{op}: norm_type must be 'layernorm' or 'rmsnorm', got {given!r}")
 
 
 def check_weights(
@@ -96,7 +96,7 @@ def check_weights(
     """Check x, gamma and beta; return beta, or a placeholder."""
     dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim == 0:
-        raise ValueError(f"{op}: x has shape (), and must have an axis to norm along")
+        raise ValueError(f"{op}: x must have an axis to norm along, got shape ()")
     allowed = (dtype,) if dtype == jnp.float32 else (dtype, jnp.dtype(jnp.float32))
     checks.dtype(op, "gamma", gamma.dtype, allowed)
     checks.shape(op, "gamma", gamma, x.shape[-1:], "one for each of x's last axis")
@@ -113,7 +113,7 @@ def check_epsilon(op: str, epsilon: float) -> float:
     """Return the number, 0 or more."""
     found = float(epsilon)
     if not found >= 0:
-        raise ValueError(f"{op}: epsilon is {epsilon}, and must be 0 or more")
+        raise ValueError(f"{op}: epsilon must be 0 or more, got {epsilon}")
     return found
 
 

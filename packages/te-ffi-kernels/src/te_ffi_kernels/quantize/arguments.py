@@ -59,7 +59,7 @@ def number(op: str, name: str, array: jax.Array) -> None:
     """Raise where an array isn't a float32 of size 1."""
     dtype(op, name, array.dtype, (jnp.float32,))
     if array.size != 1:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must be one number: (1,)")
+        raise ValueError(f"{op}: {name} must have shape (1,), got {array.shape}")
 
 
 def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int, ...]) -> int:
@@ -95,7 +95,7 @@ def scales(
         return
     if array.shape != wanted:
         raise ValueError(
-            f"{op}: {name} has shape {array.shape}, and must have {wanted}, as {mode.name} has it"
+            f"{op}: {name} must have shape {wanted}, as {mode.name} has it, got {array.shape}"
         )
 
 

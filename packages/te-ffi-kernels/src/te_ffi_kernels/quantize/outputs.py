@@ -181,9 +181,7 @@ def outputs_config(
     if out_dtype is None:
         out_dtype = jnp.float8_e4m3fn
     if len(shape) <= trailing:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, and must have an axis of rows to be quantized"
-        )
+        raise ValueError(f"{op}: x must have an axis of rows to be quantized, got shape {x.shape}")
     made = jax.ShapeDtypeStruct(shape, dtype)
     config = quantize_config(
         op, made, out_dtype, mode, q_layout, -trailing, scale_dtype, name="the result"
