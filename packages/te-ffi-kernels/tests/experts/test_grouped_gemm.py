@@ -200,7 +200,7 @@ SHAPES = {"lhs": (8, 4), "rhs": (2, 4, 3), "bias": (0,), "sizes": (2,), "alpha":
 @pytest.mark.parametrize(
     ("changes", "dims", "axis", "error", "message"),
     [
-        ({"sizes": (2, 1)}, None, 0, ValueError, r"group_sizes must .*got .*\(2, 1\)"),
+        ({"sizes": (2, 1)}, None, 0, ValueError, r"group_sizes must.*got .*\(2, 1\)"),
         ({"sizes": (0,)}, None, 0, ValueError, "must have one axis, with a size for each group"),
         ({"sizes_dtype": "int64"}, None, 0, TypeError, "group_sizes must be int32.*got int8"),
         ({"rhs": (3, 4, 3)}, None, 0, ValueError, "must have a first axis of 2"),
@@ -236,7 +236,7 @@ def test_bad_input(changes, dims, axis, error, message):
     ("sizes", "beta", "message"),
     [
         ([9, 0], 0, "the sum of group_sizes must be at most 8.*got 9"),
-        ([5, -1], 0, r"group_sizes\[1\] must .*got -1"),
+        ([5, -1], 0, r"group_sizes\[1\] must.*got -1"),
         ([4, 4], 1, r"beta\[0\] must be 0.*got 1"),
     ],
 )

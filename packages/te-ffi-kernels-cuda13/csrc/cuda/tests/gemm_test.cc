@@ -46,7 +46,7 @@ TEST(cublaslt_handles_with_a_fault_at_each_call) {
       try {
         handles.of(lt, cuda, 3);
       } catch (const CudaError& error) {
-        threw = error.qvalue() == 700 + at;
+        threw = error.code() == 700 + at;
       }
       const std::string what = "fault at call " + std::to_string(at);
       // The third is the way back, which is tried again.
