@@ -78,3 +78,4 @@ from .scaled_softmax.op import (
 from .scaled_softmax.op import softmax as softmax
 
 _native: Any
+__version__: str
