@@ -176,9 +176,9 @@ class _Trial(Survey):
         except QuantizationError:
             self.refused.update((record.weight or "").split(" and "))
 
-    def _stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
+    def stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
         try:
-            return super()._stored(call, operand, weight, asked)
+            return super().stored(call, operand, weight, asked)
         except QuantizationError:
             self.refused.update(weight.paths)
             return []
