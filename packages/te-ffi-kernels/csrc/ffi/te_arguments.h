@@ -52,8 +52,9 @@ inline const Array& NeedScales(const Array& array, te::Scaling scaling) {
 
 inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
   if (size % te::kBlock != 0) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", whose ", side, " are ", size,
-                           "; MX blocks need a multiple of 32");
+    throw invalid_argument("the ", side, " of ", array.name,
+                           " must be a multiple of 32 for MX blocks, got ", size, " in ",
+                           array.Text());
   }
 }
 

@@ -130,8 +130,8 @@ struct GroupedGemmCall {
       NeedBlocks(data, side.k, "contracted axes");
       // Each group's blocks would be counted from its own beginning otherwise.
       if ((left || !rows) && side.lanes_first != rows) {
-        throw invalid_argument(data.name, " is ", data.Text(),
-                               ", and MX needs its first axis to be what is divided");
+        throw invalid_argument(data.name, " must be divided along its first axis with MX, got ",
+                               data.Text());
       }
       NeedSize(scales, data.size() / te::kBlock, "one for 32 numbers");
     } else if (config.scaling == te::Scaling::kChannel) {

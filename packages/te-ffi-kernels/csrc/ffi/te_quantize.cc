@@ -52,8 +52,9 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
       throw invalid_argument("group_sizes[", i, "] must be at least 0, got ", sizes[i]);
     }
     if (mx && colwise && sizes[i] * rows_each % te::kBlock != 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", with ", rows_each,
-                             " rows each; MX blocks by column need a multiple of 32 rows");
+      throw invalid_argument("the rows of group_sizes[", i,
+                             "] must be a multiple of 32 for MX blocks by column, got ", sizes[i],
+                             " with ", rows_each, " rows each");
     }
     sum += sizes[i];
   }

@@ -11,7 +11,7 @@ namespace jaxtap::ffi {
 inline te::Scaling QuantizedScaling(int64_t value) {
   const te::Scaling scaling = te::scaling_of(value);
   if (scaling == te::Scaling::kNone) {
-    throw invalid_argument("scaling_mode is 0, with which there is nothing to quantize");
+    throw invalid_argument("scaling_mode must be one that quantizes, got 0");
   }
   return scaling;
 }

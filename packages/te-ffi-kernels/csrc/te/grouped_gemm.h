@@ -89,8 +89,8 @@ inline int64_t check_group_sizes(const GroupedGemm& args, const int32_t* sizes) 
       throw invalid_argument("group_sizes[", i, "] must be at least 0, got ", sizes[i]);
     }
     if (blocks && sizes[i] % kBlock != 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i],
-                             "; MX blocks along the contracted axis need a multiple of 32");
+      throw invalid_argument("group_sizes[", i, "] must be a multiple of 32 for MX blocks, got ",
+                             sizes[i]);
     }
     sum += sizes[i];
   }

@@ -29,7 +29,7 @@ def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
 def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str = "") -> None:
     """Raise where an array has another shape."""
     if array.shape != wanted:
-        why = why and f": {why}"
+        why = why and f", {why}"
         raise ValueError(f"{op}: {name} must have shape {wanted}{why}, got {array.shape}")
 
 

@@ -63,7 +63,7 @@ std::function<void(Program&)> first_size(int32_t size) {
 CASE(grouped_gemm) {
   return {grouped_program(0, kF32, 0),
           [](const Program& p) { expect_rows(p, 1); },
-          {{set("scaling_mode", 4), "(NVFP4)"},
+          {{set("scaling_mode", 4), "must not be NVFP4 ... got 4"},
            {set("ragged", 2), "ragged must be 0 (rows) or 1"},
            {set("lhs_axis_boundary", 0), "lhs_axis_boundary must ... got 0"},
            {set("rhs_axis_boundary", 1), "must have a first axis of 3, one for each"},
@@ -112,7 +112,7 @@ CASE(grouped_gemm_of_quantized_values) {
               p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
               p.operands[3] = Tensor(kU8, {kGroups * kN});
             },
-            "and MX needs its first axis to be what is divided"}}};
+            "must be divided along its first axis with MX"}}};
 }
 
 CASE(grouped_gemm_of_what_is_contracted) {
@@ -142,7 +142,7 @@ CASE(grouped_gemm_of_what_is_contracted) {
               p.operands[2] = Tensor(kE4M3, {32, kN});
               p.operands[3] = Tensor(kU8, {kN});
             },
-            "MX blocks along the contracted axis need a multiple of 32"}}};
+            "must be a multiple of 32 for MX blocks"}}};
 }
 
 constexpr int64_t kTokens = 4, kExperts = 3, kHidden = 5, kRows = 9;

@@ -49,9 +49,9 @@ CASE(quantize_by_tensor) {
               return sum;
             });
           },
-          {{set("scaling_mode", 4), "(NVFP4), which there is no kernel for"},
+          {{set("scaling_mode", 4), "must not be NVFP4 ... got 4"},
            {set("scaling_mode", 6), "must be 0 (none), 1 (delayed"},
-           {set("scaling_mode", 0), "with which there is nothing to quantize"},
+           {set("scaling_mode", 0), "scaling_mode must be one that quantizes, got 0"},
            {set("q_layout", 3), "q_layout must be"},
            {set("stochastic_rounding", true), "stochastic_rounding must be false"},
            {set("use_rht", true), "use_rht must be false"},
@@ -138,13 +138,13 @@ CASE(quantize_in_blocks) {
               p.operands[0] = normal({kRows, 33});
               p.results[0] = Tensor(kE4M3, {kRows, 33});
             },
-            "whose columns (axes from flatten_axis) are 33; MX blocks need a multiple of 32"},
+            "columns (axes from flatten_axis) ... must be a multiple of 32 for MX blocks, got 33"},
            {[](Program& p) {
               p.attributes.at("q_layout") = 1;
               p.operands[0] = normal({33, kCols});
               p.results[1] = Tensor(kE4M3, {33, kCols});
             },
-            "whose rows (axes before flatten_axis) are 33"}}};
+            "rows (axes before flatten_axis) ... got 33"}}};
 }
 
 CASE(dequantize) {
@@ -159,7 +159,7 @@ CASE(dequantize) {
               return number(p.operands[0], i) * number(p.operands[3], i / 5);
             });
           },
-          {{set("scaling_mode", 0), "with which there is nothing to dequantize"},
+          {{set("scaling_mode", 0), "scaling_mode must be one that quantizes, got 0"},
            {set("scaling_mode", 1), "the scale of all quantized values"},
            {set("flatten_axis", 5), "flatten_axis must ... got 5"},
            {operand(0, kF32, {4, 5}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
@@ -217,7 +217,7 @@ CASE(grouped_quantize) {
            {result(0, kS8, {5, 2, 31}), "one quantized value for each of x"},
            {result(2, kF32, {2}), "one for each group"},
            {result(4, kF32, {2}), "one for each group"},
-           {set("scaling_mode", 0), "nothing to quantize"},
+           {set("scaling_mode", 0), "must be one that quantizes, got 0"},
            {set("scaling_mode", 64), "one for each slice"},
            {set("q_layout", -1), "q_layout must ... got -1"},
            {set("flatten_axis", 7), "flatten_axis must ... got 7"}}};
@@ -242,9 +242,9 @@ CASE(grouped_quantize_in_blocks) {
             CHECK(good);
             expect_close(p.results[3], "no scales by column", [](int64_t) { return 0.0; }, 0);
           },
-          {{set("q_layout", 2), "MX blocks by column need a multiple of 32 rows"},
+          {{set("q_layout", 2), "must be a multiple of 32 for MX blocks by column"},
            {operand(0, kF32, {5, 4, 16}),
-            "whose columns (axes from flatten_axis) are 16"},
+            "columns (axes from flatten_axis) ... got 16"},
            {operand(0, kF32, {5, 2, 16}), "one quantized value for each of x"}}};
 }
 
@@ -293,7 +293,7 @@ std::function<void(Program&)> config(const char* name, Attribute value) {
 CASE(gemm) {
   return {gemm_program(0, kF32),
           [](const Program& p) { expect_matmul(p, 1); },
-          {{config("scaling_mode", 5), "(NVFP4)"},
+          {{config("scaling_mode", 5), "must not be NVFP4 ... got 5"},
            {config("collective_op", 1), "There is no kernel for matmuls that communicate"},
            {config("lhs_axis_boundary", 2), "lhs_axis_boundary must ... got 2"},
            {config("rhs_axis_boundary", 0), "rhs_axis_boundary must ... got 0"},
@@ -333,7 +333,7 @@ CASE(gemm_of_quantized_values) {
               p.operands[0] = Tensor(kE4M3, {3, 63});
               p.operands[1] = Tensor(kU8, {6});
             },
-            "whose contracted axes are 63"},
+            "contracted axes ... got 63"},
            {[](Program& p) {
               config("scaling_mode", 2)(p);
               p.operands[0] = Tensor(kE4M3, {3, 64});

@@ -123,7 +123,7 @@ def params(op: str, given: ActivationParams | None) -> ActivationParams:
         raise TypeError(f"{op}: act_params must be ActivationParams, got {type(given).__name__}")
     if not given.clamped_swiglu.limit >= 0:
         raise ValueError(
-            f"{op}: act_params has limit {given.clamped_swiglu.limit}, which must be 0 or more"
+            f"{op}: the limit of act_params must be 0 or more, got {given.clamped_swiglu.limit}"
         )
     return given
 
@@ -133,8 +133,8 @@ def check_x(op: str, names: tuple[str, ...], x: jax.Array) -> tuple[int, ...]:
     checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(
-            f"{op}: x has shape {x.shape}, and its last axis but one must be {len(names)} for "
-            f"activation_type {names}"
+            f"{op}: the last axis but one of x must be {len(names)} for activation_type {names}, "
+            f"got shape {x.shape}"
         )
     return (*x.shape[:-2], x.shape[-1])
 

@@ -209,8 +209,8 @@ def _check_ragged(op: str, name: str, one: Side, axes: tuple[int, ...], at: int 
     if len(axes) == 1 and at in (None, axes[0]):
         return
     raise ValueError(
-        f"{op}: {name} has shape {one.shape}, and what is divided must be one axis beside those "
-        f"that are {'contracted' if axes == one.kept else 'kept'}; it is {axes}"
+        f"{op}: {name} must be divided along one axis beside those that are "
+        f"{'contracted' if axes == one.kept else 'kept'}, got {axes} in shape {one.shape}"
     )
 
 
@@ -226,6 +226,6 @@ def _check_dtype(op: str, name: str, x: jax.Array, one: Side, config: GroupedCon
     divided = name == "lhs" or not config.rows
     if divided and not config.first(one):
         raise ValueError(
-            f"{op}: {name} has shape {x.shape}, and with MX blocks its first axis must be what is "
-            "divided: grouped_quantize doesn't transpose them"
+            f"{op}: {name} must be divided along its first axis with MX blocks, got shape "
+            f"{x.shape}. grouped_quantize doesn't transpose them."
         )

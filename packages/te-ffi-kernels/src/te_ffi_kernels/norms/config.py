@@ -103,7 +103,7 @@ def check_weights(
     if kind is NormType.RMSNORM:
         return jnp.ones((1,), gamma.dtype)
     if beta is None:
-        raise ValueError(f"{op}: beta is None, and a layernorm needs one: give zeros")
+        raise ValueError(f"{op}: beta must be an array for a layernorm, got None. Give zeros.")
     checks.dtype(op, "beta", beta.dtype, (gamma.dtype,))
     checks.shape(op, "beta", beta, gamma.shape, "that of gamma")
     return jnp.asarray(beta)
@@ -128,7 +128,7 @@ def check_backward(
     if kind is NormType.RMSNORM:
         return jnp.zeros((1,), jnp.float32)
     if mu is None:
-        raise ValueError(f"{op}: mu is None, and the gradient of a layernorm needs it")
+        raise ValueError(f"{op}: mu must be an array for a layernorm's gradient, got None")
     checks.dtype(op, "mu", mu.dtype, (jnp.float32,))
     checks.shape(op, "mu", mu, x.shape[:-1], "one for each row of x")
     return jnp.asarray(mu)

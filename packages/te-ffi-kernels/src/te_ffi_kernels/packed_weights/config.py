@@ -91,8 +91,8 @@ def check(
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {given}")
     if x.ndim == 0 or x.shape[-1] != weight.k:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, and its last axis must have the {weight.k} rows of the "
-            "weight"
+            f"{op}: the last axis of x must be {weight.k}, the rows of the weight, got shape "
+            f"{x.shape}"
         )
 
 

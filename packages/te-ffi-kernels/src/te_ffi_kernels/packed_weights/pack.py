@@ -84,13 +84,13 @@ def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout
         raise TypeError(f"{op}: scale must be {' or '.join(floats)}, got {scale.dtype.name}")
     if qvalue.ndim < 2 or scale.ndim != qvalue.ndim:
         raise ValueError(
-            f"{op}: qvalue has shape {qvalue.shape} and scale {scale.shape}; they must be "
-            "[*lead, k, n] and [*lead, groups, n]"
+            f"{op}: qvalue and scale must have shapes [*lead, k, n] and [*lead, groups, n], got "
+            f"{qvalue.shape} and {scale.shape}"
         )
     *lead, k, n = qvalue.shape
     groups = scale.shape[-2]
     if k == 0:
-        raise ValueError(f"{op}: qvalue has shape {qvalue.shape}: there is no row to pack")
+        raise ValueError(f"{op}: qvalue must have a row, got shape {qvalue.shape}")
     if scale.shape != (*lead, groups, n) or groups == 0 or k % groups:
         raise ValueError(
             f"{op}: scale must have shape [*{lead}, groups, {n}], with a number of groups that "
@@ -99,7 +99,7 @@ def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout
     group = 0 if groups == 1 else k // groups
     if group % GROUP_ALIGNMENT:
         raise ValueError(
-            f"{op}: scale has {groups} groups of {group} rows; the rows of a group must be a "
-            f"multiple of {GROUP_ALIGNMENT}. Quantize with another tile size"
+            f"{op}: the rows of a group must be a multiple of {GROUP_ALIGNMENT}, got {groups} "
+            f"groups of {group} rows. Quantize with another tile size."
         )
     return Layout(k, bits, group, scale.dtype.name)

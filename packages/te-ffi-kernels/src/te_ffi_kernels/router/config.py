@@ -129,8 +129,8 @@ def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
         )
     if given.topk // given.group_topk > count // given.groups:
         raise ValueError(
-            f"{op}: topk is {given.topk} and group_topk {given.group_topk}, and there must be as "
-            f"many experts as their quotient in a group, which has {count // given.groups}"
+            f"{op}: topk / group_topk must not be above the {count // given.groups} experts of a "
+            f"group, got {given.topk} / {given.group_topk}"
         )
 
 
@@ -140,8 +140,8 @@ def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> ja
         return jnp.zeros((0,), logits.dtype)
     if of.score is ScoreFunction.SOFTMAX:
         raise ValueError(
-            f"{op}: expert_bias is given, and score_function is SOFTMAX, which has none; it is "
-            "for SIGMOID and SQRTSOFTPLUS"
+            f"{op}: expert_bias must be None with score_function SOFTMAX, got {given.shape}. It is "
+            "for SIGMOID and SQRTSOFTPLUS."
         )
     checks.dtype(op, "expert_bias", given.dtype, checks.FLOATS)
     if given.shape != logits.shape[-1:]:
