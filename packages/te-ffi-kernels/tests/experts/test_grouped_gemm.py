@@ -211,7 +211,7 @@ SHAPES = {"lhs": (8, 4), "rhs": (2, 4, 3), "bias": (0,), "sizes": (2,), "alpha":
         ({"bias": (3,)}, None, 0, ValueError, "one for each group and column"),
         ({"alpha": (1,)}, None, 0, ValueError, "alpha must have shape"),
         ({"rhs": (8, 3), "bias": (2, 3)}, ((0,), (0,)), 0, ValueError, "bias must be empty"),
-        ({"rhs_dtype": "bfloat16"}, None, 0, TypeError, "lhs and rhs must.*got float32 and bfloat16"),
+        ({"rhs_dtype": "bfloat16"}, None, 0, TypeError, "lhs and rhs .*got float32 and bfloat16"),
         ({"mode": MX, "dtype": E4M3}, None, 0, ValueError, "must be a multiple of 32"),
         ({"mode": DELAYED, "dtype": "int8"}, None, 0, ValueError, "lhs_scale_inv must have shape"),
         ({"scales": (2,)}, None, 0, ValueError, "NO_SCALING has none"),

@@ -271,7 +271,7 @@ def test_quantize_target_refuses_blocks():
     x = jnp.ones((33, 32))
     changed = {0: ((33, 32), E4M3), 2: ((33,), jnp.uint8), 1: ((33, 32), E4M3)}
     changed |= {3: ((33,), jnp.uint8)}
-    raw_quantize("x is .*rows .* are 33", x, changed=changed, scaling_mode=2)
+    raw_quantize("the rows .*of x must.*got 33", x, changed=changed, scaling_mode=2)
 
 
 def test_dequantize_target():
@@ -285,10 +285,10 @@ def test_dequantize_target():
     fails(head + "output must.*got int8", "dequantize", [((32, 64), jnp.int8)], operands)
     fails(head + "scaling_mode must.*got 0", "dequantize", result, operands, scaling_mode=0)
     fails(head + "attribute scaling_mode", "dequantize", result, operands, scaling_mode=1.5)
-    fails(head + "scale_inv is", "dequantize", result, operands, scaling_mode=64)
+    fails(head + "scale_inv must", "dequantize", result, operands, scaling_mode=64)
     short = jnp.ones((32, 33), E4M3)
     fails(
-        head + "x is .*columns .* are 33",
+        head + "the columns .*of x must.*got 33",
         "dequantize",
         [((32, 33), jnp.float32)],
         (short, ZERO, ZERO, BLOCKS),

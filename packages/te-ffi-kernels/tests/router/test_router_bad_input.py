@@ -179,7 +179,7 @@ def test_backward_target():
     fails("routing_map must have 48 numbers", name, results, (MAP[1:], X, X), **BACKWARD)
     fails("intermediate_output must", name, results, (MAP, X[1:], X), **BACKWARD)
     fails("grad_probs must.*got int32", name, results, (MAP, X, COUNTS), **BACKWARD)
-    fails("grad_logits is", name, [((4, 11), F32)], (MAP, X, X), **BACKWARD)
+    fails("grad_logits must", name, [((4, 11), F32)], (MAP, X, X), **BACKWARD)
 
 
 def test_loss_targets():
@@ -198,6 +198,6 @@ def test_loss_targets():
     name, results, one = "fused_moe_aux_loss_backward", [((4, 12), F32)], jnp.ones(())
     np.testing.assert_array_equal(target(name, results, (BUF, COUNTS, one))[0], X)
     fails("const_buf must", name, results, (X, COUNTS, one))
-    fails("tokens_per_expert is", name, results, (BUF, COUNTS[1:], one))
+    fails("tokens_per_expert must", name, results, (BUF, COUNTS[1:], one))
     fails("grad_aux_loss must.*got float32.12", name, results, (BUF, COUNTS, X[0]))
     fails("grad_probs must.*got int32", name, [((4, 12), jnp.int32)], (BUF, COUNTS, one))

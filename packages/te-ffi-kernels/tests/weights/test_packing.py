@@ -153,7 +153,7 @@ def test_a_slice_of_panels_is_a_weight(rows):
         (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 4), jnp.bfloat16), "scale must.*got bfloat16"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones(4), r"\[\*lead, groups, n\]"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 5)), "scale must have shape"),
-        (jnp.zeros((0, 4), jnp.int8), jnp.ones((1, 4)), "no row"),
+        (jnp.zeros((0, 4), jnp.int8), jnp.ones((1, 4)), "must have a row"),
         (jnp.zeros((24, 4), jnp.int8), jnp.ones((2, 4)), "groups of 12 rows"),
         (jnp.zeros((24, 4), jnp.int8), jnp.ones((5, 4)), "divides the 24 rows"),
     ],
