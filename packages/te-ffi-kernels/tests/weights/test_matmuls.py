@@ -187,9 +187,12 @@ def test_gradient_is_that_of_floats(op):
     ("change", "message"),
     [
         (lambda x, w: (x.astype(jnp.int8), w), "x must.*got int8"),
-        (lambda x, w: (x[:, :-1], w), "64 rows of the weight"),
+        (lambda x, w: (x[:, :-1], w), "last axis of x must be 64"),
         (lambda x, w: (x, w.buffer), "must be a PackedWeight"),
-        (lambda x, w: (x, te.pack_w4(jnp.zeros((64, 4), jnp.int8), jnp.ones((1, 4)))), "4 bits"),
+        (
+            lambda x, w: (x, te.pack_w4(jnp.zeros((64, 4), jnp.int8), jnp.ones((1, 4)))),
+            "8 bits, got 4",
+        ),
         (lambda x, w: (x, jax.tree.map(lambda b: b[None], w)), "stack"),
         (lambda x, w: (x, jax.tree.map(lambda b: b[:, :-1], w)), "is packed in uint8"),
     ],

@@ -132,7 +132,7 @@ CASE(attention) {
                  },
                  "seed must have two numbers"},
                 {operand(6, kU32, {3}), "q_cu_seqlens must ... got uint32[3]"},
-                {operand(7, kS32, {2}), "kv_cu_seqlens must have at least 3, got int32[2]"},
+                {operand(7, kS32, {2}), "kv_cu_seqlens must have at least 3 numbers, got int32[2]"},
                 {result(0, kF32, {1}), "output must ... got float32[1]"},
                 {result(0, kF16, {kBatch, kQueries, kHeads, kSize}), "output must ... got float16"},
                 {result(1, kF32, {1}), "softmax_aux must ... got float32[1]"},

@@ -63,7 +63,7 @@ std::function<void(Program&)> first_size(int32_t size) {
 CASE(grouped_gemm) {
   return {grouped_program(0, kF32, 0),
           [](const Program& p) { expect_rows(p, 1); },
-          {{set("scaling_mode", 4), "must not be NVFP4 ... got 4"},
+          {{set("scaling_mode", 4), "must not be NVFP4, ... got 4"},
            {set("ragged", 2), "ragged must be 0 (rows) or 1"},
            {set("lhs_axis_boundary", 0), "lhs_axis_boundary must ... got 0"},
            {set("rhs_axis_boundary", 1), "must have a first axis of 3, one for each"},
@@ -76,7 +76,7 @@ CASE(grouped_gemm) {
             "must be divided along its first axis alone"},
            {operand(2, kBF16, {kGroups, kK, kN}), "must be of float32 like lhs"},
            {operand(2, kF32, {2, kK, kN}), "must have a first axis of 3"},
-           {operand(2, kF32, {kGroups, 31, kN}), "with 31 contracted"},
+           {operand(2, kF32, {kGroups, 31, kN}), "rhs must have 32 contracted, as lhs, ... got 31"},
            {operand(4, kF32, {kN}), "one for each column and group"},
            {operand(4, kBF16, {kGroups, kN}), "bias must ... got bfloat16[3, 5]"},
            {operand(5, kS32, {kGroups, 1}), "must have 1 axes"},
@@ -134,7 +134,7 @@ CASE(grouped_gemm_of_what_is_contracted) {
               p.attributes.at("rhs_is_trans") = true;
             },
             "must be divided along its last axis alone"},
-           {first_size(5), "group_sizes has the sum 9"},
+           {first_size(5), "the sum of group_sizes must be at most 7, ... got 9"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {32, kK});

@@ -188,7 +188,7 @@ CASE(activation) {
            {set("act_enum", 0), "the last axis but one of x must be 1"},
            {set("act_params", clamp(-1)), "the limit of act_params must be 0 or more, got -1"},
            {set("act_params", Dictionary{}), "act_params has no member clamped_swiglu"},
-           {set("scaling_mode", 5), "must not be NVFP4 ... got 5"},
+           {set("scaling_mode", 5), "must not be NVFP4, ... got 5"},
            {operand(0, kF32, {kCols}), "the last axis but one of x must be 2"},
            {operand(0, kS32, {kRows, 2, kCols}), "x must ... got int32[3, 2, 40]"},
            {result(0, kF32, {kRows, 2, kCols}), "one for each number of the result"}}};

@@ -49,7 +49,7 @@ CASE(quantize_by_tensor) {
               return sum;
             });
           },
-          {{set("scaling_mode", 4), "must not be NVFP4 ... got 4"},
+          {{set("scaling_mode", 4), "must not be NVFP4, ... got 4"},
            {set("scaling_mode", 6), "must be 0 (none), 1 (delayed"},
            {set("scaling_mode", 0), "scaling_mode must be one that quantizes, got 0"},
            {set("q_layout", 3), "q_layout must be"},
@@ -172,7 +172,7 @@ CASE(dequantize) {
               p.operands[0] = Tensor(kE4M3, {4, 5});
               p.operands[3] = Tensor(kU8, {4});
             },
-            "columns (axes from flatten_axis) are 5"},
+            "columns (axes from flatten_axis) ... got 5"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE5M2, {4, 32});
@@ -293,7 +293,7 @@ std::function<void(Program&)> config(const char* name, Attribute value) {
 CASE(gemm) {
   return {gemm_program(0, kF32),
           [](const Program& p) { expect_matmul(p, 1); },
-          {{config("scaling_mode", 5), "must not be NVFP4 ... got 5"},
+          {{config("scaling_mode", 5), "must not be NVFP4, ... got 5"},
            {config("collective_op", 1), "There is no kernel for matmuls that communicate"},
            {config("lhs_axis_boundary", 2), "lhs_axis_boundary must ... got 2"},
            {config("rhs_axis_boundary", 0), "rhs_axis_boundary must ... got 0"},
