@@ -12,7 +12,7 @@ namespace jaxtap::ffi {
 
 inline void NeedStack(const Array& stack) {
   if (stack.rank() != 0 && stack.shape[0] != 0) return;
-  throw invalid_argument(stack.name, " is ", stack.Text(), ", and must be a stack of one or more");
+  throw invalid_argument(stack.name, " must be a stack of one or more, got ", stack.Text());
 }
 
 // Array `index` along the first axis of a stack. A negative index counts from the end, and one
