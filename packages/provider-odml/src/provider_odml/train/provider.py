@@ -273,9 +273,11 @@ class QatModel:
 
     def _run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
         plan = self.plan(*args, **kwargs)
-        runtime.begin(plan)
         try:
-            return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            runtime.begin()
+            out = replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            runtime.finish()
+            return out
         finally:
             # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
             runtime.forget()
