@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from .exporting.report import Report
     from .exporting.signature import Signature
     from .train.provider import OdmlQatProvider, QatModel, qat
+    from .train.refine import refine
     from .train.statistics import QuantStats
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Signature",
     "export",
     "qat",
+    "refine",
 ]
 
 _LAZY = {
@@ -80,6 +82,7 @@ _LAZY = {
     "Signature": ".exporting.signature",
     "export": ".exporting.export",
     "qat": ".train.provider",
+    "refine": ".train.refine",
 }
 
 

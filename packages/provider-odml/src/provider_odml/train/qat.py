@@ -30,7 +30,6 @@ from .ranges import (
 from .replay import Runtime, inverted
 from .statistics import QuantStats
 
-
 _NOTHING = np.repeat(np.array([[0], [1], [0], [1], [0]], np.float32), 2, 1)
 """The terms of a site that has seen nothing."""
 
@@ -68,12 +67,13 @@ class Training(Runtime):
         # A compiled program has the same Box each time.
         self._seen.set(nothing)
 
-    def finish(self) -> None:
-        """Add what the call has seen to the statistics: all sites at once."""
+    def finish(self, out: Any) -> Any:
+        """Add what the call has seen to the statistics, all sites at once. Return its result."""
         stats, seen = self._stats, self._seen
         if stats is not None and seen is not None:
             assert self._before is not None
             stats.box.set(added(self._before, seen.get(), stats.average.decay))
+        return out
 
     def forget(self) -> None:
         """Forget the statistics: the model has been run."""
@@ -94,27 +94,25 @@ class Training(Runtime):
             how = How.of(site, symmetric and site.fixed is None, None, (0,))
             return at_site(x, _NOTHING, how, False, True)[0]
         row = self._row(stats, site, call)
-        # Few batches are to say what is an outlier; many steps tell.
-        batch = () if self._calibrating else (0,)
-        how = How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
+        how = self._how(site, stats)
         observe = self._update and use.observe and row is not None
         if self._calibrating and not observe:
             return x
-        assert self._before is not None and self._terms is not None
+        assert self._before is not None
+        assert self._terms is not None
         quantize = not self._calibrating
         if row is None:
-            first = stats.row(site.key)
-            rows = self._before[first : first + math.prod(site.steps)]
+            rows = self._before[stats.rows(site.key)]
             terms = terms_of(joined_row(rows, how.decay)[None], how.decay)[0]
             return at_site(x, terms, how, False, quantize)[0]
         place = row, np.int32(0)
-        terms = _rows_at(self._terms, (*place, np.int32(0)))
+        terms = rows_at(self._terms, (*place, np.int32(0)))
         if self._seen is None:
             return at_site(x, terms, how, False, quantize)[0]
         # Read even where it is not joined: a rematerialized body is run twice, so that ranges are
         # added to what the statistics were before the call.
         seen = self._seen.get()
-        own = _rows_at(seen, place) if site.is_joined or not observe else None
+        own = rows_at(seen, place) if site.is_joined or not observe else None
         out, new = at_site(x, terms, how, observe, quantize, own)
         if observe:
             assert new is not None
@@ -143,6 +141,11 @@ class Training(Runtime):
             return args[0] * args[1]
         return call.proceed(*args, **kwargs)
 
+    def _how(self, site: Site, stats: QuantStats) -> How:
+        # Few batches are to say what is an outlier; many steps tell.
+        batch = () if self._calibrating else (0,)
+        return How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
+
     def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
         """Return the row of a site's step; None for unknown steps."""
         try:
@@ -164,7 +167,7 @@ class Training(Runtime):
         return inner + row
 
 
-def _rows_at(table: jax.Array, place: tuple) -> jax.Array:
+def rows_at(table: jax.Array, place: tuple) -> jax.Array:
     """Return the row of a table that begins at a place, without its first axis."""
     sizes = (1, *table.shape[1:])
     found = lax.dynamic_slice(table, place, sizes, allow_negative_indices=False)
