@@ -26,7 +26,7 @@ rules are added before the rest is left as it is."""
 
 
 def refine(
-    model: QatModel, params: Any, batches: Iterable[Sequence[Any]], *, least: float = 20.0
+    model: QatModel, params: Any, batches: Iterable[Sequence[Any]], *, least: float = 25.0
 ) -> tuple[OdmlRule, ...]:
     """Return the rules of a model, behind rules for what static ranges cost too much.
 
