@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtap_testkit import compat
 from provider_xla import PtqProvider, QuantizationRule
 
-THREADS, ROUNDS = 8, 3
+THREADS, ROUNDS = 8, 2
 RULES = [
     QuantizationRule(weight_qtype="int8"),
     QuantizationRule(weight_qtype="int8", act_qtype="int8"),
@@ -65,10 +66,14 @@ def test_results_are_those_of_one_thread():
 
 @pytest.mark.slow
 def test_memory_is_flat():
-    """What new shapes leave behind is in JAX's caches, which the program can clear."""
+    """What new shapes leave behind is in JAX's caches, which the program can clear.
+
+    JAX clears all but the types that its jitted functions were called with: about 30 KB for a plan.
+    """
 
     def kept(turn):
         in_threads(range(turn * THREADS, (turn + 1) * THREADS))
+        compat.forget_programs()
         jax.clear_caches()
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
@@ -80,4 +85,4 @@ def test_memory_is_flat():
     finally:
         tracemalloc.stop()
     per_plan = (last - first) / (THREADS * (ROUNDS - 1))
-    assert per_plan < 100_000, (first, last)
+    assert per_plan < 60_000, (first, last)

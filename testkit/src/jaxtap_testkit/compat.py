@@ -1,6 +1,7 @@
 """Private JAX that the tests need: checked on 0.10.2, 0.11.2 and 0.12.0.1."""
 
 import gc
+import hashlib
 import io
 from collections import OrderedDict
 
@@ -25,6 +26,8 @@ FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in CHEAP.items
 
 cheap = True
 """Whether programs are compiled with them from now on."""
+
+_compiled = OrderedDict()
 
 
 def compile_cheaply():
@@ -51,7 +54,6 @@ def compile_once(most=2000):
         most: How many programs are kept; the oldest goes first.
     """
     original = compiler.backend_compile_and_load
-    compiled = OrderedDict()
 
     def backend_compile_and_load(backend, module, devices, options, host_callbacks):
         if not cheap:
@@ -61,18 +63,25 @@ def compile_once(most=2000):
         text = text.getvalue()
         if host_callbacks or b"custom_call" in text:
             return original(backend, module, devices, options, host_callbacks)
-        key = backend, tuple(devices), options.SerializeAsString(), text
-        executable = compiled.get(key)
+        digest = hashlib.sha256(options.SerializeAsString())
+        digest.update(text)
+        key = backend, tuple(devices), digest.digest()
+        executable = _compiled.get(key)
         if executable is None:
             executable = original(backend, module, devices, options, host_callbacks)
-            compiled[key] = executable
-            if len(compiled) > most:
-                compiled.popitem(last=False)
+            _compiled[key] = executable
+            if len(_compiled) > most:
+                _compiled.popitem(last=False)
         return executable
 
     compiler.backend_compile_and_load = backend_compile_and_load
     # The cache on disk would find nothing, as its key differs from program to program.
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+def forget_programs():
+    """Forget the programs that ``compile_once`` keeps."""
+    _compiled.clear()
 
 
 def lower_cheaply():

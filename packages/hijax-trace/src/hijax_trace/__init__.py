@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .hi.inspect import is_high, lower, requires_low, typeof
     from .hi.primitive import HiPrimitive
     from .interpreter.handler_proxies import is_same, unsliced, untransposed
+    from .interpreter.shared_views import Lying, shared_array
     from .patterns.attention import Attention, attention
     from .proxy.array_proxy import ArrayProxy
     from .proxy.carrier import Carrier
@@ -53,6 +54,7 @@ __all__ = [
     "HiPspec",
     "HiType",
     "Leaf",
+    "Lying",
     "MappingSpec",
     "Move",
     "MoveError",
@@ -79,6 +81,7 @@ __all__ = [
     "replay",
     "requires_low",
     "root_of",
+    "shared_array",
     "typeof",
     "unmap_avals",
     "unsliced",
@@ -102,6 +105,7 @@ _LAZY = {
     "HiPspec": "hi.hitype",
     "HiType": "hi.hitype",
     "Leaf": "dataflow.expression",
+    "Lying": "interpreter.shared_views",
     "MappingSpec": "hi.hitype",
     "Move": "proxy.move",
     "MoveError": "proxy.move",
@@ -127,6 +131,7 @@ _LAZY = {
     "replay": "dataflow.replay",
     "requires_low": "hi.inspect",
     "root_of": "dataflow.replay",
+    "shared_array": "interpreter.shared_views",
     "typeof": "hi.inspect",
     "unmap_avals": "hi.hiprim",
     "unsliced": "interpreter.handler_proxies",

@@ -88,6 +88,16 @@ class TestKernelCall:
 
 
 class TestSelect:
+    def test_the_last_answers_are_kept(self, kernels, code, monkeypatch):
+        asked = []
+        code.supports = lambda call: asked.append(call.param("group")) or call.param("group") > 2
+        kernels(spec("acme.gemm", supports="acme_kernels:supports"))
+        monkeypatch.setattr(sys.modules["interception_core.kernels.select"], "MOST", 3)
+        for group in (1, 2, 3, 4, 5, 5, 4, 3, 1):
+            chosen = select_kernel("gemm", "cpu", (X,), group=group)
+            assert (chosen.spec is not None) == (group > 2)
+        assert asked == [1, 2, 3, 4, 5, 1]
+
     def test_the_highest_priority_is_taken(self, kernels):
         low, high = spec("acme.low", priority=-1), spec("acme.high", priority=3)
         kernels(low, spec("acme.mid"), high)

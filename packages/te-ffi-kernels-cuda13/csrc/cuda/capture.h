@@ -1,6 +1,6 @@
 // Running a handler's body without running anything on the device: what it does on a stream is
-// captured, and thrown away. Its modules are loaded by that, which is what a warm-up is for: a module
-// that is loaded while kernels of NCCL wait for other devices can hang.
+// captured, and thrown away. Its modules are loaded by that, which is what a warm-up is for: a
+// module that is loaded while kernels of NCCL wait for other devices can hang.
 //
 // The stream is one that nothing else uses. Another thread may launch on XLA's own at any time, and
 // if that captured, the launch would be recorded and thrown away. No event orders the two streams:

@@ -1,4 +1,4 @@
-// cuBLASLt, from the shared library that JAX's CUDA plugin uses, which is opened when a product is
+// cuBLASLt, from the shared library that JAX's CUDA plugin uses, which is opened when a matmul is
 // first asked for: a machine without it can load this.
 #include "cuda/cublaslt.h"
 
@@ -20,9 +20,9 @@ struct Functions {
   decltype(&cublasLtGetStatusString) text = nullptr;
   decltype(&cublasLtCreate) create = nullptr;
   decltype(&cublasLtDestroy) destroy = nullptr;
-  decltype(&cublasLtMatmulDescCreate) create_product = nullptr;
-  decltype(&cublasLtMatmulDescDestroy) destroy_product = nullptr;
-  decltype(&cublasLtMatmulDescSetAttribute) set_product = nullptr;
+  decltype(&cublasLtMatmulDescCreate) create_matmul = nullptr;
+  decltype(&cublasLtMatmulDescDestroy) destroy_matmul = nullptr;
+  decltype(&cublasLtMatmulDescSetAttribute) set_matmul = nullptr;
   decltype(&cublasLtMatrixLayoutCreate) create_layout = nullptr;
   decltype(&cublasLtMatrixLayoutDestroy) destroy_layout = nullptr;
   decltype(&cublasLtMatmulPreferenceCreate) create_preference = nullptr;
@@ -42,9 +42,9 @@ struct Functions {
     one(text, "cublasLtGetStatusString");
     one(create, "cublasLtCreate");
     one(destroy, "cublasLtDestroy");
-    one(create_product, "cublasLtMatmulDescCreate");
-    one(destroy_product, "cublasLtMatmulDescDestroy");
-    one(set_product, "cublasLtMatmulDescSetAttribute");
+    one(create_matmul, "cublasLtMatmulDescCreate");
+    one(destroy_matmul, "cublasLtMatmulDescDestroy");
+    one(set_matmul, "cublasLtMatmulDescSetAttribute");
     one(create_layout, "cublasLtMatrixLayoutCreate");
     one(destroy_layout, "cublasLtMatrixLayoutDestroy");
     one(create_preference, "cublasLtMatmulPreferenceCreate");
@@ -69,8 +69,8 @@ cudaDataType_t of(LtType type) {
   throw invalid_argument("unknown type ", static_cast<int>(type));
 }
 
-cublasLtMatmulDesc_t of(LtProduct product) {
-  return reinterpret_cast<cublasLtMatmulDesc_t>(product);
+cublasLtMatmulDesc_t of(LtMatmul matmul) {
+  return reinterpret_cast<cublasLtMatmulDesc_t>(matmul);
 }
 cublasLtMatrixLayout_t of(LtLayout layout) {
   return reinterpret_cast<cublasLtMatrixLayout_t>(layout);
@@ -91,16 +91,16 @@ class Loaded : public CublasLt {
 
   int create(LtHandle* handle) override { return lt_.create(handle); }
   int destroy(LtHandle handle) override { return lt_.destroy(handle); }
-  int create_product(LtProduct* product, LtSums sums) override {
+  int create_matmul(LtMatmul* matmul, LtSums sums) override {
     const bool exact = sums == LtSums::kS32;
-    return lt_.create_product(as<cublasLtMatmulDesc_t>(product),
+    return lt_.create_matmul(as<cublasLtMatmulDesc_t>(matmul),
                               exact ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F,
                               exact ? CUDA_R_32I : CUDA_R_32F);
   }
-  int destroy_product(LtProduct product) override { return lt_.destroy_product(of(product)); }
-  int set_number(LtProduct product, LtNumber which, int32_t value) override {
+  int destroy_matmul(LtMatmul matmul) override { return lt_.destroy_matmul(of(matmul)); }
+  int set_number(LtMatmul matmul, LtNumber which, int32_t value) override {
     const auto set = [&](cublasLtMatmulDescAttributes_t attribute, auto number) {
-      return static_cast<int>(lt_.set_product(of(product), attribute, &number, sizeof number));
+      return static_cast<int>(lt_.set_matmul(of(matmul), attribute, &number, sizeof number));
     };
     const bool yes = value != 0;
     const auto turn = static_cast<int32_t>(yes ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -126,11 +126,11 @@ class Loaded : public CublasLt {
     }
     return CUBLAS_STATUS_INVALID_VALUE;
   }
-  int set_pointer(LtProduct product, LtPointer which, const void* value) override {
+  int set_pointer(LtMatmul matmul, LtPointer which, const void* value) override {
     const auto attribute = which == LtPointer::kBias        ? CUBLASLT_MATMUL_DESC_BIAS_POINTER
                            : which == LtPointer::kScalesOfA ? CUBLASLT_MATMUL_DESC_A_SCALE_POINTER
                                                             : CUBLASLT_MATMUL_DESC_B_SCALE_POINTER;
-    return lt_.set_product(of(product), attribute, &value, sizeof value);
+    return lt_.set_matmul(of(matmul), attribute, &value, sizeof value);
   }
   int create_layout(LtLayout* layout, LtType type, int64_t rows, int64_t cols,
                     int64_t stride) override {
@@ -163,7 +163,7 @@ class Loaded : public CublasLt {
     cublasLtMatmulHeuristicResult_t result = {};
     int count = 0;
     const auto status =
-        lt_.choose(handle, of(call.product), of(call.a_layout), of(call.b_layout),
+        lt_.choose(handle, of(call.matmul), of(call.a_layout), of(call.b_layout),
                    of(call.out_layout), of(call.out_layout), of(preference), 1, &result, &count);
     *found = status == CUBLAS_STATUS_SUCCESS && count > 0 && result.state == CUBLAS_STATUS_SUCCESS;
     if (*found) {
@@ -174,7 +174,7 @@ class Loaded : public CublasLt {
   }
   int multiply(LtHandle handle, const LtCall& call, const LtAlgorithm& algorithm, void* workspace,
                size_t bytes, Stream stream) override {
-    return lt_.multiply(handle, of(call.product), call.alpha, call.a, of(call.a_layout), call.b,
+    return lt_.multiply(handle, of(call.matmul), call.alpha, call.a, of(call.a_layout), call.b,
                         of(call.b_layout), call.beta, call.out, of(call.out_layout), call.out,
                         of(call.out_layout), as<const cublasLtMatmulAlgo_t>(&algorithm), workspace,
                         bytes, stream);

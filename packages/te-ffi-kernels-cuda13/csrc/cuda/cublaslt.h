@@ -15,14 +15,14 @@ namespace jaxtap::cuda {
 
 using LtHandle = cublasLtContext*;
 // Opaque, as all of cuBLASLt's descriptors.
-struct LtProductTag;
+struct LtMatmulTag;
 struct LtLayoutTag;
 struct LtPreferenceTag;
-using LtProduct = LtProductTag*;
+using LtMatmul = LtMatmulTag*;
 using LtLayout = LtLayoutTag*;
 using LtPreference = LtPreferenceTag*;
 
-// A way to compute a product, which fits one product on one kind of device.
+// A way to compute a matmul, which fits one matmul on one kind of device.
 struct LtAlgorithm {
   uint64_t data[8];
 };
@@ -30,7 +30,7 @@ struct LtAlgorithm {
 enum class LtType { kF32, kBF16, kF16, kE4M3, kE5M2, kS8, kS32 };
 enum class LtSums { kF32, kS32 };  // also what alpha and beta are
 
-// What a product has beside its layouts.
+// What a matmul has beside its layouts.
 enum class LtNumber {
   kTurnA,            // whether A is transposed
   kTurnB,            // whether B is
@@ -43,9 +43,9 @@ enum class LtNumber {
 };
 enum class LtPointer { kBias, kScalesOfA, kScalesOfB };
 
-// A product's operands for one call. Matrices are column by column.
+// A matmul's operands for one call. Matrices are column by column.
 struct LtCall {
-  LtProduct product = nullptr;
+  LtMatmul matmul = nullptr;
   const void* alpha = nullptr;
   const void* a = nullptr;
   LtLayout a_layout = nullptr;
@@ -62,10 +62,10 @@ class CublasLt {
   virtual ~CublasLt() = default;
   virtual int create(LtHandle* handle) = 0;
   virtual int destroy(LtHandle handle) = 0;
-  virtual int create_product(LtProduct* product, LtSums sums) = 0;
-  virtual int destroy_product(LtProduct product) = 0;
-  virtual int set_number(LtProduct product, LtNumber which, int32_t value) = 0;
-  virtual int set_pointer(LtProduct product, LtPointer which, const void* value) = 0;
+  virtual int create_matmul(LtMatmul* matmul, LtSums sums) = 0;
+  virtual int destroy_matmul(LtMatmul matmul) = 0;
+  virtual int set_number(LtMatmul matmul, LtNumber which, int32_t value) = 0;
+  virtual int set_pointer(LtMatmul matmul, LtPointer which, const void* value) = 0;
   virtual int create_layout(LtLayout* layout, LtType type, int64_t rows, int64_t cols,
                             int64_t stride) = 0;
   virtual int destroy_layout(LtLayout layout) = 0;
@@ -117,7 +117,7 @@ class LtOwned {
 };
 
 using OwnedHandle = LtOwned<LtHandle, &CublasLt::destroy>;
-using OwnedProduct = LtOwned<LtProduct, &CublasLt::destroy_product>;
+using OwnedMatmul = LtOwned<LtMatmul, &CublasLt::destroy_matmul>;
 using OwnedLayout = LtOwned<LtLayout, &CublasLt::destroy_layout>;
 using OwnedPreference = LtOwned<LtPreference, &CublasLt::destroy_preference>;
 

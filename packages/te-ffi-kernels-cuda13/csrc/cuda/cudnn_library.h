@@ -1,7 +1,7 @@
 // The shared library of cuDNN that JAX's CUDA plugin uses, opened when it's asked for: a machine
-// without it can load this. What cudnn-frontend calls of it is defined in cudnn_library.cc, hidden in
-// this module, and found in that library. (cudnn-frontend can open libraries itself, but then opens
-// CUDA's runtime too, of which this module has its own.)
+// without it can load this. What cudnn-frontend calls of it is defined in cudnn_library.cc, hidden
+// in this module, and found in that library. (cudnn-frontend can open libraries itself, but then
+// opens CUDA's runtime too, of which this module has its own.)
 #pragma once
 
 #include <string>

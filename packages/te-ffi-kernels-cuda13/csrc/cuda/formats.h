@@ -1,5 +1,5 @@
-// The formats of arrays and codes as the CPU's kernels have them, with the instructions that GPUs
-// have for them, which give the same bits; and vectors of numbers in memory.
+// The formats of arrays and quantized values as the CPU's kernels have them, with the instructions
+// that GPUs have for them, which give the same bits; and vectors of numbers in memory.
 #pragma once
 
 #define JAXTAP_ISA_NAMESPACE device
@@ -10,12 +10,12 @@
 namespace jaxtap::cuda {
 namespace {
 
-namespace codes = ::jaxtap::te::device;
-using codes::E4M3;
-using codes::E5M2;
-using codes::F32;
-using codes::Int8;
-using te::Code;
+namespace quantized = ::jaxtap::te::device;
+using quantized::E4M3;
+using quantized::E5M2;
+using quantized::F32;
+using quantized::Int8;
+using te::QType;
 
 struct BF16 {
   using Type = uint16_t;
@@ -124,7 +124,7 @@ JAXTAP_DEVICE void store_one(te::Float dtype, void* y, int64_t at, float value) 
   }
 }
 
-// Codes of four numbers, the first in the lowest byte.
+// Quantized values of four numbers, the first in the lowest byte.
 template <class Format>
 JAXTAP_DEVICE uint32_t encode_four_by_bits(const float (&x)[4]) {
   uint32_t out = 0;
@@ -141,16 +141,16 @@ JAXTAP_DEVICE uint32_t encode_four_by_bits(const float (&x)[4]) {
   return low | static_cast<uint32_t>(high) << 16;
 #endif
 
-JAXTAP_DEVICE uint32_t encode_four(Code code, const float (&x)[4]) {
-  switch (code) {
-    case Code::kE4M3: {
+JAXTAP_DEVICE uint32_t encode_four(QType qtype, const float (&x)[4]) {
+  switch (qtype) {
+    case QType::kE4M3: {
 #if defined(JAXTAP_ENCODE_FOUR)
       JAXTAP_ENCODE_FOUR("e4m3x2")
 #else
       return encode_four_by_bits<E4M3>(x);
 #endif
     }
-    case Code::kE5M2: {
+    case QType::kE5M2: {
 #if defined(JAXTAP_ENCODE_FOUR)
       JAXTAP_ENCODE_FOUR("e5m2x2")
 #else
@@ -162,14 +162,14 @@ JAXTAP_DEVICE uint32_t encode_four(Code code, const float (&x)[4]) {
   }
 }
 
-JAXTAP_DEVICE float decode(Code code, uint8_t x) {
-  return code == Code::kE4M3 ? E4M3::decode(x) : code == Code::kE5M2 ? E5M2::decode(x)
+JAXTAP_DEVICE float decode(QType qtype, uint8_t x) {
+  return qtype == QType::kE4M3 ? E4M3::decode(x) : qtype == QType::kE5M2 ? E5M2::decode(x)
                                                                        : Int8::decode(x);
 }
 
 // Bits of |x|; 0 for NaN and subnormal numbers.
 JAXTAP_DEVICE int magnitude(float x) {
-  return codes::without_subnormal(codes::magnitude(x));
+  return quantized::without_subnormal(quantized::magnitude(x));
 }
 
 }  // namespace

@@ -21,8 +21,8 @@ class Site {
  public:
   // Warms a device up, unless it was: calls body(stream) with a stream of `streams` that captures,
   // unless XLA's does. Returns whether it did.
-  // Threads that come meanwhile to warm the same device wait. What failed, or was left out since the
-  // stream captured already, is tried again at the next execution.
+  // Threads that come meanwhile to warm the same device wait. What failed, or was left out since
+  // the stream captured already, is tried again at the next execution.
   template <typename Body>
   bool warm(Runtime& cuda, PrivateStreams& streams, int device, Stream xla, Body&& body) {
     Device& entry = of(device);
@@ -33,8 +33,8 @@ class Site {
     return entry.warm;
   }
 
-  // What `make`, which returns a std::unique_ptr<Plan>, made for a device: called at the first time,
-  // and again where it threw. `make` doesn't call this.
+  // What `make`, which returns a std::unique_ptr<Plan>, made for a device: called at the first
+  // time, and again where it threw. `make` doesn't call this.
   template <typename Plan, typename Make>
   Plan& keep(int device, Make&& make) {
     Device& entry = of(device);

@@ -11,8 +11,8 @@ namespace jaxtap::cuda {
 
 class PrivateStreams {
  public:
-  // A stream of the thread's device, whose number is `device`: one that was given back, or a new one.
-  // Throws CudaError where none can be made; nothing is left then.
+  // A stream of the thread's device, whose number is `device`: one that was given back, or a new
+  // one. Throws CudaError where none can be made; nothing is left then.
   Stream take(Runtime& cuda, int device) {
     {
       std::lock_guard<std::mutex> hold(lock_);

@@ -3,7 +3,7 @@
 //
 // The method is that of Dao et al. 2022, "FlashAttention". A block of scores is computed with keys
 // along its rows and queries along its columns, so that what a softmax reduces is reduced from
-// register to register, and a block of probabilities is already a factor of the next product.
+// register to register, and a block of probabilities is already a factor of the next matmul.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,8 @@ struct Problem {
   const void* bias = nullptr;  // [batches][heads][most_queries][most_keys]
   int64_t bias_batches = 1, bias_heads = 1;
 
-  // Query i sees key j where j - i - shift is within [-left, right]; -1: without end. The shift is 0,
-  // or keys - queries of the segment.
+  // Query i sees key j where j - i - shift is within [-left, right]; -1: without end. The shift is
+  // 0, or keys - queries of the segment.
   int64_t left = -1, right = -1;
   bool bottom_right = false;
 

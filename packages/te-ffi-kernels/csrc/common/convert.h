@@ -50,14 +50,14 @@ JAXTAP_INLINE uint16_t f32_to_bf16(float x) {
 namespace convert_detail {
 
 // To a format of 1 sign bit, `kExponent` and `kMantissa` bits; `kLargest` is the largest finite
-// code and `kOver` what overflow becomes.
+// number and `kOver` what overflow becomes.
 template <int kExponent, int kMantissa, uint32_t kLargest, uint32_t kOver, uint32_t kNan,
           uint32_t kInf>
 JAXTAP_INLINE uint32_t encode(float x) {
   constexpr int kShift = 23 - kMantissa;
   constexpr int kBias = (1 << (kExponent - 1)) - 1;
   constexpr uint32_t kLeastNormal = static_cast<uint32_t>(127 - kBias + 1) << 23;
-  // Added to a number that will be subnormal, it leaves the rounded code in the lowest bits.
+  // Added to a number that will be subnormal, it leaves the rounded number in the lowest bits.
   constexpr uint32_t kMagic = static_cast<uint32_t>(127 - kBias + 1 + kShift) << 23;
   const uint32_t bits = float_bits(x);
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -67,20 +67,20 @@ JAXTAP_INLINE uint32_t encode(float x) {
   const uint32_t normal = (rounded >> kShift) - (static_cast<uint32_t>(127 - kBias) << kMantissa);
   const float shifted = bits_float(magnitude) + bits_float(kMagic);
   const uint32_t subnormal = float_bits(shifted) - kMagic;
-  uint32_t code = choose(magnitude < kLeastNormal, subnormal, normal);
-  // Magnitudes beyond all codes wrap nowhere: they only grow, up to that of inf.
-  code = choose(magnitude >= kLeastNormal && normal > kLargest, kOver, code);
-  code = choose(magnitude == 0x7f800000u, kInf, code);
-  code = choose(magnitude > 0x7f800000u, kNan, code);
-  return code | sign;
+  uint32_t encoded = choose(magnitude < kLeastNormal, subnormal, normal);
+  // Magnitudes beyond the format wrap nowhere: they only grow, up to that of inf.
+  encoded = choose(magnitude >= kLeastNormal && normal > kLargest, kOver, encoded);
+  encoded = choose(magnitude == 0x7f800000u, kInf, encoded);
+  encoded = choose(magnitude > 0x7f800000u, kNan, encoded);
+  return encoded | sign;
 }
 
 template <int kExponent, int kMantissa>
-JAXTAP_INLINE float decode(uint32_t code, uint32_t inf_or_nan_from, bool has_inf) {
+JAXTAP_INLINE float decode(uint32_t encoded, uint32_t inf_or_nan_from, bool has_inf) {
   constexpr int kBias = (1 << (kExponent - 1)) - 1;
   constexpr int kShift = 23 - kMantissa;
-  const uint32_t magnitude = code & ((1u << (kExponent + kMantissa)) - 1u);
-  const uint32_t sign = (code >> (kExponent + kMantissa)) << 31;
+  const uint32_t magnitude = encoded & ((1u << (kExponent + kMantissa)) - 1u);
+  const uint32_t sign = (encoded >> (kExponent + kMantissa)) << 31;
   const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - kBias) << 23);
   constexpr uint32_t kUlp = static_cast<uint32_t>(127 - kBias + 1 - kMantissa) << 23;
   const float small = static_cast<float>(static_cast<int32_t>(magnitude)) * bits_float(kUlp);
@@ -126,11 +126,11 @@ JAXTAP_INLINE uint8_t f32_to_f8e5m2_saturated(float x) {
   return static_cast<uint8_t>(convert_detail::encode<5, 2, 0x7bu, 0x7bu, 0x7eu, 0x7bu>(x));
 }
 
-// 2 ** (x - 127); 0xff is NaN. Code 0 is subnormal in float32.
+// 2 ** (x - 127); 0xff is NaN. 0 is subnormal in float32.
 JAXTAP_INLINE float e8m0_to_f32(uint8_t x) {
-  const uint32_t code = x;
-  uint32_t bits = choose(code == 0u, 0x400000u, code << 23);
-  return bits_float(choose(code == 0xffu, 0x7fc00000u, bits));
+  const uint32_t encoded = x;
+  uint32_t bits = choose(encoded == 0u, 0x400000u, encoded << 23);
+  return bits_float(choose(encoded == 0xffu, 0x7fc00000u, bits));
 }
 
 // The nearest power of two, the greater of two equally near; NaN for zero, negative numbers and
@@ -139,9 +139,9 @@ JAXTAP_INLINE uint8_t f32_to_e8m0(float x) {
   const uint32_t bits = float_bits(x);
   const uint32_t normal = (bits + 0x400000u) >> 23;
   const uint32_t subnormal = static_cast<uint32_t>(bits >= 0x600000u);
-  uint32_t code = choose(bits < 0x800000u, subnormal, normal);
-  code = choose(code > 0xfeu, 0xffu, code);  // overflow, NaN, inf, and the sign bit
-  return static_cast<uint8_t>(choose(bits == 0u, 0xffu, code));
+  uint32_t encoded = choose(bits < 0x800000u, subnormal, normal);
+  encoded = choose(encoded > 0xfeu, 0xffu, encoded);  // overflow, NaN, inf, and the sign bit
+  return static_cast<uint8_t>(choose(bits == 0u, 0xffu, encoded));
 }
 
 // The least power of two that is not below x >= 0; 2 ** 127 beyond it and 2 ** -127 for zero, as
@@ -150,9 +150,9 @@ JAXTAP_INLINE uint8_t f32_to_e8m0_up_saturated(float x) {
   const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
   const uint32_t normal = (magnitude + 0x7fffffu) >> 23;
   const uint32_t subnormal = static_cast<uint32_t>(magnitude > 0x400000u);
-  uint32_t code = choose(magnitude < 0x800000u, subnormal, normal);
-  code = choose(code > 0xfeu, 0xfeu, code);
-  return static_cast<uint8_t>(choose(magnitude > 0x7f800000u, 0xffu, code));
+  uint32_t encoded = choose(magnitude < 0x800000u, subnormal, normal);
+  encoded = choose(encoded > 0xfeu, 0xfeu, encoded);
+  return static_cast<uint8_t>(choose(magnitude > 0x7f800000u, 0xffu, encoded));
 }
 
 }  // namespace jaxtap

@@ -4,7 +4,7 @@
 #include "common/isa.h"
 
 #if defined(__x86_64__)
-// AMX adds nothing but matrix products: the rest is AVX-512's.
+// AMX adds nothing but matmuls: the rest is AVX-512's.
 #define JAXTAP_DEFINE_TABLE(part)              \
   namespace jaxtap::part {                     \
   namespace generic {                          \

@@ -160,8 +160,8 @@ struct BF16 {
   JAXTAP_INLINE Halves narrow(Floats x) {
     const Words bits = same_bits<Words>(x);
     const Words rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
-    const Words code = x == x ? rounded : bits | 0x400000u;
-    return lanes::JAXTAP_ISA_NAMESPACE::narrow(code >> 16);
+    const Words encoded = x == x ? rounded : bits | 0x400000u;
+    return lanes::JAXTAP_ISA_NAMESPACE::narrow(encoded >> 16);
   }
 };
 

@@ -206,7 +206,8 @@ void check_payloads(const uint8_t* panels, const PanelLayout& layout, int64_t fi
       const uint8_t* panel = panels + i * bytes;
       const Sums sums = payload_sums(panel, layout);
       if (sums.plain != word_at(panel, 4) || sums.weighted != word_at(panel, 5)) {
-        throw bad_panel(first + i, "has corrupted codes or scales: their checksum is wrong");
+        throw bad_panel(first + i,
+                        "has corrupted quantized values or scales: their checksum is wrong");
       }
     }
   });

@@ -10,14 +10,16 @@
 //   7      4 bits: bits of a scale, 32 or 16; 8 bits: zero
 //   64     payload
 //
-// 8 bits, version 1, C = 16: float scales[G][16], then the codes. G = K / group, or 1 for group 0.
-// 4 bits, version 2, C = 32: for each group scales[32], float32 or float16, then its codes. So a
-// panel is one stream: 9 cache lines for each 32 rows with float16 scales in groups of 32.
+// 8 bits, version 1, C = 16: float scales[G][16], then the quantized values. G = K / group, or 1
+// for group 0. 4 bits, version 2, C = 32: for each group scales[32], float32 or float16, then its
+// quantized values. So a panel is one stream: 9 cache lines for each 32 rows with float16 scales in
+// groups of 32.
 //
-// Codes of 8 bits: for each 4 rows, C columns of 4 bytes, code + 128. Codes of 4 bits: for each 8
-// rows, C columns of 4 bytes, whose low nibbles are the first 4 rows and whose high nibbles the
-// next 4, code + 8. Columns and rows that are not there have scale 0 and code 0. With w_i the words
-// of the payload, sum1 is the sum of w_i and sum2 that of (i + 1) * w_i.
+// Quantized values of 8 bits: for each 4 rows, C columns of 4 bytes, value + 128. Quantized values
+// of 4 bits: for each 8 rows, C columns of 4 bytes, whose low nibbles are the first 4 rows and
+// whose high nibbles the next 4, value + 8. Columns and rows that are not there have scale 0 and
+// value 0. With w_i the words of the payload, sum1 is the sum of w_i and sum2 that of (i + 1) *
+// w_i.
 #pragma once
 
 #include <cstdint>
@@ -45,18 +47,18 @@ struct PanelLayout {
   // Of one group.
   int64_t scale_bytes() const { return columns() * scale_bits / 8; }
   // Of all rows.
-  int64_t codes_bytes() const { return columns() * padded_k() * bits / 8; }
-  int64_t panel_bytes() const { return kPanelHeader + scales() * scale_bytes() + codes_bytes(); }
-  // In 8 bits, where all codes are.
-  int64_t codes_offset() const { return kPanelHeader + scales() * scale_bytes(); }
+  int64_t qvalues_bytes() const { return columns() * padded_k() * bits / 8; }
+  int64_t panel_bytes() const { return kPanelHeader + scales() * scale_bytes() + qvalues_bytes(); }
+  // In 8 bits, where all quantized values are.
+  int64_t qvalues_offset() const { return kPanelHeader + scales() * scale_bytes(); }
   // Where the scales of a group are.
   int64_t scales_at(int64_t index) const {
-    const int64_t codes = bits == 8 ? 0 : codes_bytes() / scales();
-    return kPanelHeader + index * (scale_bytes() + codes);
+    const int64_t qvalues = bits == 8 ? 0 : qvalues_bytes() / scales();
+    return kPanelHeader + index * (scale_bytes() + qvalues);
   }
-  // Where the codes of a row are: in byte 4 * column + row % 4 from here, and in the high nibble
-  // where `high(row)`.
-  int64_t codes_at(int64_t row) const {
+  // Where the quantized values of a row are: in byte 4 * column + row % 4 from here, and in the
+  // high nibble where `high(row)`.
+  int64_t qvalues_at(int64_t row) const {
     const int64_t before = bits == 8 || group == 0 ? scales() : row / group + 1;
     return kPanelHeader + before * scale_bytes() + row / (32 / bits) * 4 * columns();
   }
@@ -77,9 +79,9 @@ inline int panel_columns(int64_t n, int64_t index, int64_t columns) {
   return static_cast<int>(rest < columns ? rest : columns);
 }
 
-// The code of a row and column of a panel.
-inline int panel_code(const uint8_t* panel, const PanelLayout& layout, int64_t row, int column) {
-  const int byte = panel[layout.codes_at(row) + 4 * column + row % 4];
+// The quantized value of a row and column of a panel.
+inline int panel_value(const uint8_t* panel, const PanelLayout& layout, int64_t row, int column) {
+  const int byte = panel[layout.qvalues_at(row) + 4 * column + row % 4];
   return layout.bits == 8 ? byte - 128 : (layout.high(row) ? byte >> 4 : byte & 15) - 8;
 }
 

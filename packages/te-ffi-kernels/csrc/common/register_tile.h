@@ -1,4 +1,4 @@
-// Products of small matrices of float32 whose results stay in registers: the inner kernel of blocked
+// Matmuls of small matrices of float32 whose results stay in registers: the inner kernel of blocked
 // algorithms, which keep their factors in the caches themselves.
 //
 // Of one instruction set: everything has internal linkage. A file that includes this compiles

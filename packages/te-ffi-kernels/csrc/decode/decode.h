@@ -23,8 +23,8 @@ struct Attention {
   DType cache_dtype = DType::F32;  // float32, bfloat16, float16 or int8
   const float* key_scales = nullptr;    // as keys, without the last axis; or null
   const float* value_scales = nullptr;  // the same
-  // Query i of n sees positions before lengths[b] - n + 1 + i, those up to its own, if `causal`; else
-  // those before lengths[b].
+  // Query i of n sees positions before lengths[b] - n + 1 + i, those up to its own, if `causal`;
+  // else those before lengths[b].
   const int32_t* lengths = nullptr;  // [batch]
   bool causal = true;
   // bool[batch or 1, queries or 1, positions], or null: true where a position is seen, too.

@@ -23,7 +23,8 @@ class Attributes {
 
   bool contains(const char* name) const { return Find(name) >= 0; }
 
-  // Nothing where there is none, or one of another type. T: int64_t, double, float, bool, Attributes.
+  // Nothing where there is none, or one of another type. T: int64_t, double, float, bool,
+  // Attributes.
   template <typename T>
   std::optional<T> get(const char* name) const;
 

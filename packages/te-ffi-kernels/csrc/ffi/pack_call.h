@@ -34,21 +34,21 @@ struct PackCall {
   template <class Call>
   explicit PackCall(const Call& call)
       : config(ConfigOf<Config>(call, 2, 1)),
-        codes(call.Operand(0, "codes")),
+        qvalues(call.Operand(0, "qvalue")),
         scale(call.Operand(1, "scale")),
         buffer(call.Result(0, "buffer")) {
-    codes.NeedRank(2).NeedDtype({DType::S8});
+    qvalues.NeedRank(2).NeedDtype({DType::S8});
     scale.NeedDtype({DType::F32, DType::F16});
-    layout = panel_layout(codes.shape[0], config.group, kBits, scale.dtype == DType::F32 ? 32 : 16);
-    const int64_t n = codes.shape[1];
-    scale.NeedShape({layout.scales(), n}, "groups and the columns of codes");
+    layout = panel_layout(qvalues.shape[0], config.group, kBits, scale.dtype == DType::F32 ? 32 : 16);
+    const int64_t n = qvalues.shape[1];
+    scale.NeedShape({layout.scales(), n}, "groups and the columns of quantized values");
     buffer.NeedDtype({DType::U8})
         .NeedShape({panel_count(n, layout.columns()), layout.panel_bytes()},
                    "panels and the bytes of one");
   }
 
   Config config;
-  Array codes, scale, buffer;
+  Array qvalues, scale, buffer;
   PanelLayout layout;  // of the buffer
 };
 

@@ -1,4 +1,5 @@
-// What calls that move tokens to experts and back are given, checked, whatever platform they run on.
+// What calls that move tokens to experts and back are given, checked, whatever platform they run
+// on.
 
 #pragma once
 

@@ -1,6 +1,6 @@
-// Values and functions of a Python module, on the C interface that all Pythons from 3.11 on share. The
-// modules here have a few functions of numbers, strings and dictionaries: a library for bindings takes
-// longer to compile than they do.
+// Values and functions of a Python module, on the C interface that all Pythons from 3.11 on share.
+// The modules here have a few functions of numbers, strings and dictionaries: a library for
+// bindings takes longer to compile than they do.
 
 #pragma once
 

@@ -9,8 +9,8 @@
 
 namespace jaxtap::ffi {
 
-// Array `index` along the first axis of a stack. A negative index counts from the end, and one beyond
-// the ends is the end, as XLA's slices have it.
+// Array `index` along the first axis of a stack. A negative index counts from the end, and one
+// beyond the ends is the end, as XLA's slices have it.
 inline Array OneOf(const Array& stack, int32_t index) {
   if (stack.rank() == 0 || stack.shape[0] == 0) {
     throw invalid_argument(stack.name, " is ", stack.Text(), ", and must be a stack of one or more");

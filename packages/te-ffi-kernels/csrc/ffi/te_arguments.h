@@ -39,7 +39,7 @@ inline const Array& NeedFloat(const Array& array) {
   return array.NeedDtype({DType::F32, DType::BF16, DType::F16});
 }
 
-inline const Array& NeedCodes(const Array& array, te::Scaling scaling) {
+inline const Array& NeedQValues(const Array& array, te::Scaling scaling) {
   if (scaling == te::Scaling::kMx) return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2});
   return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2, DType::S8});
 }
@@ -57,17 +57,17 @@ inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
   }
 }
 
-// Where the codes and scales of one direction go, once their shapes are checked.
-inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& codes,
+// Where the quantized values and scales of one direction go, once their shapes are checked.
+inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& qvalues,
                            const Array& scales,
                            te::Scaling scaling, bool by_column) {
-  NeedCodes(codes, scaling);
-  NeedSize(codes, matrix.rows * matrix.cols, "one code for each of x");
+  NeedQValues(qvalues, scaling);
+  NeedSize(qvalues, matrix.rows * matrix.cols, "one quantized value for each of x");
   NeedScales(scales, scaling);
   if (scaling == te::Scaling::kMx) {
     NeedBlocks(x, by_column ? matrix.rows : matrix.cols,
                by_column ? "rows (axes before flatten_axis)" : "columns (axes from flatten_axis)");
-    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 codes");
+    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 quantized values");
   } else if (scaling == te::Scaling::kChannel) {
     NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
   } else {

@@ -11,10 +11,10 @@ namespace jaxtap::ffi {
 namespace {
 
 void Warm(const DequantizeConfig& config) {
-  std::vector<uint8_t> codes(te::kTile * te::kTile), scales(codes.size(), 127);
-  std::vector<float> out(codes.size());
+  std::vector<uint8_t> qvalues(te::kTile * te::kTile), scales(qvalues.size(), 127);
+  std::vector<float> out(qvalues.size());
   te::Dequantize args;
-  args.codes = codes.data();
+  args.qvalues = qvalues.data();
   args.rows = args.cols = te::kTile;
   args.scaling = config.scaling;
   args.scales = scales.data();

@@ -33,13 +33,13 @@ struct DequantizeCall {
   template <class Call>
   explicit DequantizeCall(const Call& call) {
     const auto config = ConfigOf<Config>(call, 4, 1);  // amax and scale aren't used
-    const Array codes = call.Operand(0, "x"), scale_inv = call.Operand(3, "scale_inv");
+    const Array qvalues = call.Operand(0, "x"), scale_inv = call.Operand(3, "scale_inv");
     const Array out = call.Result(0, "output");
-    const Matrix matrix = Check(config, codes, scale_inv, out);
-    args.codes = static_cast<const uint8_t*>(codes.data);
+    const Matrix matrix = Check(config, qvalues, scale_inv, out);
+    args.qvalues = static_cast<const uint8_t*>(qvalues.data);
     args.rows = matrix.rows;
     args.cols = matrix.cols;
-    args.code = te::code_of(codes.dtype);
+    args.qtype = te::qtype_of(qvalues.dtype);
     args.scaling = config.scaling;
     args.scales = scale_inv.data;
     args.by_column = config.is_colwise;
@@ -50,25 +50,25 @@ struct DequantizeCall {
   te::Dequantize args;
 
  private:
-  // Returns what the codes are taken as.
-  static Matrix Check(const Config& config, const Array& codes, const Array& scale_inv,
+  // Returns what the quantized values are taken as.
+  static Matrix Check(const Config& config, const Array& qvalues, const Array& scale_inv,
                       const Array& out) {
-    NeedCodes(codes, config.scaling);
+    NeedQValues(qvalues, config.scaling);
     NeedScales(scale_inv, config.scaling);
     NeedFloat(out);
-    NeedSize(out, codes.size(), "one for each code");
+    NeedSize(out, qvalues.size(), "one for each quantized value");
     if (te::is_tensor(config.scaling)) {
-      NeedSize(scale_inv, 1, "the scale of all codes");
-      return {1, codes.size(), 0};
+      NeedSize(scale_inv, 1, "the scale of all quantized values");
+      return {1, qvalues.size(), 0};
     }
-    const Matrix matrix = Flatten(codes, config.flatten_axis, "flatten_axis");
+    const Matrix matrix = Flatten(qvalues, config.flatten_axis, "flatten_axis");
     if (config.scaling == te::Scaling::kChannel) {
-      NeedSize(scale_inv, matrix.rows, "one for each row of codes");
+      NeedSize(scale_inv, matrix.rows, "one for each row of quantized values");
     } else {
-      NeedBlocks(codes, config.is_colwise ? matrix.rows : matrix.cols,
+      NeedBlocks(qvalues, config.is_colwise ? matrix.rows : matrix.cols,
                  config.is_colwise ? "rows (axes before flatten_axis)"
                                    : "columns (axes from flatten_axis)");
-      NeedSize(scale_inv, codes.size() / te::kBlock, "one for 32 codes");
+      NeedSize(scale_inv, qvalues.size() / te::kBlock, "one for 32 quantized values");
     }
     return matrix;
   }

@@ -16,11 +16,11 @@ void Warm(const GemmConfig& config) {
   std::vector<float> numbers(kSide * kSide, 1.0f), out(kSide * kSide), scales(kSide, 1.0f);
   te::Gemm args;
   args.m = args.n = args.k = kSide;
-  const bool codes = config.scaling != Scaling::kNone;
+  const bool quantized = config.scaling != Scaling::kNone;
   for (te::Factor* factor : {&args.lhs, &args.rhs}) {
     factor->data = numbers.data();
-    factor->dtype = codes ? DType::F8E4M3FN : DType::F32;
-    factor->scales = codes ? scales.data() : nullptr;
+    factor->dtype = quantized ? DType::F8E4M3FN : DType::F32;
+    factor->scales = quantized ? scales.data() : nullptr;
   }
   args.scaling = config.scaling;
   args.lhs.lanes_first = !config.lhs_transposed;

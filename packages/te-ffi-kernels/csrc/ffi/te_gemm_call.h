@@ -23,7 +23,7 @@ struct GemmConfig {
     const auto collective = NeedAttribute<int64_t>(config, "collective_op");
     if (collective != 0) {
       throw invalid_argument("collective_op is ", collective,
-                             ", and must be 0 (none): there is no kernel for products that "
+                             ", and must be 0 (none): there is no kernel for matmuls that "
                              "communicate; shard the operands and let XLA communicate");
     }
   }
@@ -49,15 +49,15 @@ struct GemmSide {
       NeedFloat(data);
       return;
     }
-    NeedCodes(data, scaling);
+    NeedQValues(data, scaling);
     NeedScales(scales, scaling);
     if (scaling == te::Scaling::kMx) {
       NeedBlocks(data, k, "contracted axes");
-      NeedSize(scales, lanes * k / te::kBlock, "one for 32 codes");
+      NeedSize(scales, lanes * k / te::kBlock, "one for 32 quantized values");
     } else if (scaling == te::Scaling::kChannel) {
       NeedSize(scales, lanes, "one for each row or column of the result");
     } else {
-      NeedSize(scales, 1, "the scale of all codes");
+      NeedSize(scales, 1, "the scale of all quantized values");
     }
     factor.scales = scales.data;
   }
@@ -84,7 +84,7 @@ inline void CheckMatmul(const Array& lhs, int64_t lhs_k, const Array& rhs, int64
   }
   if (lhs.dtype == DType::S8 && lhs_k > te::kMostInt8) {
     throw invalid_argument("lhs is ", lhs.Text(), " with ", lhs_k,
-                           " contracted; sums of int8 codes are exact up to ", te::kMostInt8);
+                           " contracted; sums of int8 are exact up to ", te::kMostInt8);
   }
 }
 

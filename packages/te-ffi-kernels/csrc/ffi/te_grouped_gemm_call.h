@@ -124,7 +124,7 @@ struct GroupedGemmCall {
       return factor;
     }
     const bool rows = config.ragged == te::Ragged::kRows;
-    NeedCodes(data, config.scaling);
+    NeedQValues(data, config.scaling);
     NeedScales(scales, config.scaling);
     if (config.scaling == te::Scaling::kMx) {
       NeedBlocks(data, side.k, "contracted axes");

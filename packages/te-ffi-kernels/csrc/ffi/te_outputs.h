@@ -18,7 +18,7 @@ inline void Clear(const std::vector<Array>& arrays) {
   }
 }
 
-// Sets the inverse of a tensor's scale, where codes go with it.
+// Sets the inverse of a tensor's scale, where quantized values go with it.
 inline void SetInverses(const te::Quantize& args) {
   for (void* scales : {args.scales, args.turned_scales}) {
     if (scales != nullptr) *static_cast<float*>(scales) = 1.0f / args.scale;
@@ -45,13 +45,13 @@ inline void RunOutputs(const Outputs& outputs, const te::Source& source, void* s
     args.out = outputs.out.data;
     args.wants_absmax = config.wants_absmax;
   } else {
-    args.code = outputs.Code(config.layout);
+    args.qtype = outputs.QType(config.layout);
     if (current) {
       // What is quantized are numbers of the dtype, as if they had been stored before.
       args.rounded = true;
       args.wants_absmax = true;
       found = te::quantize(args, parallel);
-      args.scale = te::tensor_scale(found, args.code);
+      args.scale = te::tensor_scale(found, args.qtype);
     } else if (tensor) {
       args.scale = *static_cast<const float*>(outputs.scale.data);
     }

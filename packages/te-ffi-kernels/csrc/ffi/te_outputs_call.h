@@ -1,5 +1,5 @@
-// The results of operations that quantize what they compute: floats, or codes with their scales.
-// Checked, whatever platform they are of.
+// The results of operations that quantize what they compute: floats, or quantized values with their
+// scales. Checked, whatever platform they are of.
 
 #pragma once
 
@@ -20,8 +20,8 @@ struct OutputArrays {
         colwise_scale_inv(call.Result(3, "colwise_scale_inv")),
         updated_amax(call.Result(4, "updated_amax")) {}
 
-  te::Code Code(te::Layout layout) const {
-    return te::code_of((te::has_rowwise(layout) ? out : colwise_out).dtype);
+  te::QType QType(te::Layout layout) const {
+    return te::qtype_of((te::has_rowwise(layout) ? out : colwise_out).dtype);
   }
 
   std::vector<Array> Unwanted(te::Layout layout) const {
@@ -30,12 +30,12 @@ struct OutputArrays {
     return {};
   }
 
-  // Sets where a quantizer's codes and their scales go.
+  // Sets where a quantizer's quantized values and their scales go.
   template <class Quantize>
   void Direct(te::Layout layout, Quantize& args) const {
-    args.code = Code(layout);
+    args.qtype = QType(layout);
     if (te::has_rowwise(layout)) {
-      args.codes = static_cast<uint8_t*>(out.data);
+      args.qvalues = static_cast<uint8_t*>(out.data);
       args.scales = scale_inv.data;
     }
     if (te::has_colwise(layout)) {
@@ -44,8 +44,8 @@ struct OutputArrays {
     }
   }
 
-  // Throws for codes by row and by column of different dtypes.
-  void NeedOneCode(te::Layout layout) const {
+  // Throws for quantized values by row and by column of different dtypes.
+  void NeedOneQType(te::Layout layout) const {
     if (layout != te::Layout::kBoth || out.dtype == colwise_out.dtype) return;
     throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
                            jaxtap::name(out.dtype), " like output");
@@ -99,7 +99,7 @@ struct Outputs : OutputArrays {
     if (te::has_colwise(config.layout)) {
       CheckDirection(colwise_out, matrix, colwise_out, colwise_scale_inv, config.scaling, true);
     }
-    NeedOneCode(config.layout);
+    NeedOneQType(config.layout);
     if (config.scaling == te::Scaling::kDelayedTensor) {
       NeedSize(scale.NeedDtype({DType::F32}), 1, "what the result is multiplied with");
     }

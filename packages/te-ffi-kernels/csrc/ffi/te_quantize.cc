@@ -68,11 +68,11 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
   };
   // What rows have that no group has.
   const int64_t used = sum * rows_each;
-  for (const auto& [wanted, codes, scales, by_row] :
+  for (const auto& [wanted, qvalues, scales, by_row] :
        {std::tuple(rowwise, out, scale_inv, true),
         std::tuple(colwise, colwise_out, colwise_scale_inv, false)}) {
     if (!wanted) continue;
-    clear(codes, used * matrix.cols);
+    clear(qvalues, used * matrix.cols);
     if (mx) clear(scales, used * matrix.cols / te::kBlock);
     if (by_row && scaling == Scaling::kChannel) clear(scales, used);
   }
@@ -85,7 +85,7 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
     args.dtype = te::float_of(x.dtype);
     args.rows = rows;
     args.cols = matrix.cols;
-    args.code = given.outputs.Code(given.config.layout);
+    args.qtype = given.outputs.QType(given.config.layout);
     args.scaling = scaling;
     args.wants_absmax = tensor;
     const auto scales_of = [&](const Array& scales, bool by_column) -> void* {
@@ -93,7 +93,7 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
       return static_cast<float*>(scales.data) + (tensor ? i : by_column ? i * matrix.cols : row);
     };
     if (rowwise) {
-      args.codes = static_cast<uint8_t*>(out.data) + at;
+      args.qvalues = static_cast<uint8_t*>(out.data) + at;
       args.scales = scales_of(scale_inv, false);
     }
     if (colwise) {

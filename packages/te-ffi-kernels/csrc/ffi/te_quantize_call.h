@@ -71,7 +71,7 @@ struct QuantizeCall {
     if (config.colwise()) {
       CheckDirection(x, matrix, colwise_out, colwise_scale_inv, config.scaling, true);
     }
-    outputs.NeedOneCode(config.layout);
+    outputs.NeedOneQType(config.layout);
     if (config.is_dbias) {
       NeedSize(dbias.NeedDtype({x.dtype}), matrix.cols, "one for each column of x");
     }
@@ -138,12 +138,12 @@ struct GroupedCall {
   int64_t rows_each, groups;
 
  private:
-  void CheckDirection(const Array& codes, const Array& scales, bool by_column) const {
-    NeedSize(NeedCodes(codes, config.scaling), x.size(), "one code for each of x");
+  void CheckDirection(const Array& qvalues, const Array& scales, bool by_column) const {
+    NeedSize(NeedQValues(qvalues, config.scaling), x.size(), "one quantized value for each of x");
     NeedScales(scales, config.scaling);
     if (config.scaling == te::Scaling::kMx) {
       if (!by_column) NeedBlocks(x, matrix.cols, "columns (axes from flatten_axis)");
-      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 codes");
+      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 quantized values");
     } else if (config.scaling == te::Scaling::kChannel) {
       NeedSize(scales, by_column ? groups * matrix.cols : matrix.rows, "one for each slice");
     } else {

@@ -1,4 +1,4 @@
-// Handlers of the products with packed weights, of packing, and of rows out of packed weights.
+// Handlers of the matmuls with packed weights, of packing, and of rows out of packed weights.
 
 #include <algorithm>
 #include <cstring>
@@ -7,7 +7,7 @@
 #include "common/isa.h"
 #include "ffi/call.h"
 #include "ffi/pack_call.h"
-#include "ffi/product_call.h"
+#include "ffi/matmul_call.h"
 #include "ffi/stack.h"
 #include "matmul/floats.h"
 #include "matmul/matmul.h"
@@ -20,11 +20,11 @@ namespace {
 // Runs the kernel once on next to nothing, so that its code is in memory.
 void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int planes, Isa isa) {
   const int64_t k = layout.k, n = layout.columns();
-  std::vector<int8_t> codes(k * n, 1);
+  std::vector<int8_t> qvalues(k * n, 1);
   std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
   std::vector<float> x(rows * k), y(rows * n);
   const Parallel serial;
-  pack(codes.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial);
+  pack(qvalues.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial);
   Matmul args;
   args.x = x.data();
   args.x_dtype = dtype;
@@ -39,7 +39,7 @@ void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int plan
 //
 // `kPlanes`: of activations; 0 chooses by dtype.
 template <class Op, int kPlanes>
-void WarmProduct(const typename Op::Config& config) {
+void WarmMatmul(const typename Op::Config& config) {
   warm_panel_checks();
   PanelLayout layout = config.layout;
   layout.k = 64;
@@ -52,12 +52,12 @@ void WarmProduct(const typename Op::Config& config) {
 
 int64_t Bytes(const Array& array) { return static_cast<int64_t>(byte_size(array.dtype)); }
 
-// The product of `rows` rows of x from `begin` on, with the weight in `buffer`.
+// The matmul of `rows` rows of x from `begin` on, with the weight in `buffer`.
 template <int kPlanes, class Op>
 void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buffer,
                   const Parallel& parallel) {
   const Array &x = given.x, &y = given.y;
-  const ProductConfig& config = given.config;
+  const MatmulConfig& config = given.config;
   const int64_t axis = given.buffer.rank() - 2;
   Matmul args;
   args.x = static_cast<const char*>(x.data) + begin * config.layout.k * Bytes(x);
@@ -95,9 +95,9 @@ inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
 
 // With one weight of a stack, read where it lies.
 template <const char* kName, int kBits>
-struct StackCall : ProductCall<kName, kBits, 3> {
+struct StackCall : MatmulCall<kName, kBits, 3> {
   explicit StackCall(const Call& call)
-      : ProductCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
+      : MatmulCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
     index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
   }
 
@@ -112,9 +112,9 @@ void MultiplyStack(const Op& given, const Parallel& parallel) {
 
 // Rows in groups, each with the weight of its index.
 template <const char* kName, int kBits>
-struct GroupsCall : ProductCall<kName, kBits, 4> {
+struct GroupsCall : MatmulCall<kName, kBits, 4> {
   explicit GroupsCall(const Call& call)
-      : ProductCall<kName, kBits, 4>(call),
+      : MatmulCall<kName, kBits, 4>(call),
         index(call.Operand(2, "index")),
         sizes(call.Operand(3, "group_sizes")) {
     if (this->signs != nullptr) {
@@ -153,15 +153,15 @@ void WarmPack(const Config&) {}
 template <class Op>
 void Pack(const Op& given, const Parallel& parallel) {
   const Array& out = given.buffer;
-  pack(static_cast<const int8_t*>(given.codes.data), given.scale.data, given.codes.shape[1],
+  pack(static_cast<const int8_t*>(given.qvalues.data), given.scale.data, given.qvalues.shape[1],
        given.layout, static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], parallel);
 }
 
 struct TakeCall {
   static constexpr char kTarget[] = "te_ffi_kernels.packed_take";
-  struct Config : ProductConfig {
+  struct Config : MatmulConfig {
     explicit Config(const Attributes& attributes)
-        : ProductConfig(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits"))),
+        : MatmulConfig(attributes, static_cast<int>(NeedAttribute<int64_t>(attributes, "bits"))),
           columns(NeedAttribute<int64_t>(attributes, "axis") == 1) {}
 
     bool columns;
@@ -203,22 +203,22 @@ constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
 constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
 
 template <const char* kOne, const char* kStack, const char* kGroups, int kBits, int kPlanes>
-struct Product {
-  using One = ProductCall<kOne, kBits>;
+struct MatmulHandlers {
+  using One = MatmulCall<kOne, kBits>;
   using Stack = StackCall<kStack, kBits>;
   using Groups = GroupsCall<kGroups, kBits>;
-  Handlers<One, WarmProduct<One, kPlanes>, Multiply<One, kPlanes>> one;
-  Handlers<Stack, WarmProduct<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
-  Handlers<Groups, WarmProduct<Groups, kPlanes>, MultiplyGroups<Groups, kPlanes>> groups;
+  Handlers<One, WarmMatmul<One, kPlanes>, Multiply<One, kPlanes>> one;
+  Handlers<Stack, WarmMatmul<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
+  Handlers<Groups, WarmMatmul<Groups, kPlanes>, MultiplyGroups<Groups, kPlanes>> groups;
 };
 template <class Op>
 using Packing = Handlers<Op, WarmPack<typename Op::Config>, Pack<Op>>;
 
-const Product<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kW8A8;
-const Product<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16;
-const Product<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
-const Product<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
-const Product<kGemmW4A8, kGemmW4A8Stack, kGemmW4A8Groups, 4, 1> kW4A8;
+const MatmulHandlers<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kW8A8;
+const MatmulHandlers<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16;
+const MatmulHandlers<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
+const MatmulHandlers<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
+const MatmulHandlers<kGemmW4A8, kGemmW4A8Stack, kGemmW4A8Groups, 4, 1> kW4A8;
 const Packing<PackCall<kPackW8, 8>> kPack8;
 const Packing<PackCall<kPackW4, 4>> kPack4;
 const Handlers<TakeCall, WarmTake, RunTake> kTake;

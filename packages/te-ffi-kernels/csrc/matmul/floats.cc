@@ -9,8 +9,8 @@
 namespace jaxtap {
 namespace {
 
-// Rows from which dequantizing the weight pays. Fewer take the time of reading it, and it is smaller
-// as it lies. Without groups integer products have little to rescale.
+// Rows from which dequantizing the weight pays. Fewer take the time of reading it, and it is
+// smaller as it lies. Without groups integer matmuls have little to rescale.
 int64_t least_rows(const PanelLayout& layout) {
   return layout.bits == 4 ? 16 : layout.group != 0 ? 64 : kManyRows;
 }
@@ -27,13 +27,13 @@ constexpr int64_t kSlabBytes = int64_t{16} << 20;
 constexpr int64_t kWeightBytes = int64_t{1} << 20;
 // Columns that are multiplied at once.
 constexpr int64_t kWide = 32;
-// Work that is worth a task, about 10 microseconds, in numbers of a weight times what each takes: as
-// long to dequantize as to multiply with kDequantizeRows rows.
+// Work that is worth a task, about 10 microseconds, in numbers of a weight times what each takes:
+// as long to dequantize as to multiply with kDequantizeRows rows.
 constexpr int64_t kTaskWork = int64_t{1} << 23;
 constexpr int64_t kDequantizeRows = 64;
 
 struct RoundedTag {};
-struct CodesTag {};
+struct QValuesTag {};
 struct RowsTag {};
 struct WeightsTag {};
 struct RestsTag {};
@@ -41,9 +41,9 @@ struct FloatSumsTag {};
 
 int64_t blocks_of(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-class FloatProduct {
+class FloatMatmul {
  public:
-  FloatProduct(const Matmul& args, const Parallel& parallel, const FloatKernels& kernels)
+  FloatMatmul(const Matmul& args, const Parallel& parallel, const FloatKernels& kernels)
       : args_(args),
         layout_(args.weights.layout),
         parallel_(parallel),
@@ -82,7 +82,7 @@ class FloatProduct {
       RoundRow r;
       r.k = layout_.k;
       r.group = layout_.group;
-      r.codes = Arena<CodesTag>::get_array<int8_t>(layout_.group);
+      r.qvalues = Arena<QValuesTag>::get_array<int8_t>(layout_.group);
       for (int64_t row = from; row < to; ++row) {
         r.x = from_ + row * 2 * layout_.k;
         r.out = out + row * layout_.k;
@@ -127,7 +127,7 @@ class FloatProduct {
       key.fetch_add(multiply_task(row, std::min(rows_, row + task_rows), first, count),
                     std::memory_order_relaxed);
     });
-    // What was made of codes that turn out to be damaged is not returned.
+    // What was made of quantized values that turn out to be damaged is not returned.
     if (begin_ == 0) {
       check_payloads(panel_at(args_.weights, 0), layout_, 0, args_.weights.panels, key.load(),
                      parallel_);
@@ -214,7 +214,7 @@ bool floats_suit(const Matmul& args, Isa isa) {
 void multiply_floats([[maybe_unused]] const Matmul& args,
                      [[maybe_unused]] const Parallel& parallel) {
 #if defined(__x86_64__)
-  FloatProduct(args, parallel, amx_float_kernels()).run();
+  FloatMatmul(args, parallel, amx_float_kernels()).run();
 #endif
 }
 

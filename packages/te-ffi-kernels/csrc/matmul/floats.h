@@ -1,11 +1,11 @@
 // y = x @ w for packed integer weights, in bfloat16: each weight is dequantized once, and the
 // products are summed in float32 over all of K, with nothing to rescale on the way. For many rows
-// of bfloat16 where the processor multiplies them: an integer product converts its sums and rescales
+// of bfloat16 where the processor multiplies them: an integer matmul converts its sums and rescales
 // them once for each group, which takes longer than the products themselves.
 //
-// A weight with groups is code * scale, rounded to bfloat16. Without groups it is code * the power
-// of two of its column's scale, which is exact, and the rest of the scale waits for the sums.
-// Rows in int8 with a scale for each group are rounded so first: code * scale, in bfloat16.
+// A weight with groups is value * scale, rounded to bfloat16. Without groups it is value * the
+// power of two of its column's scale, which is exact, and the rest of the scale waits for the sums.
+// Rows in int8 with a scale for each group are rounded so first: value * scale, in bfloat16.
 #pragma once
 
 #include <cstdint>
@@ -21,12 +21,12 @@ constexpr int64_t kStep = 32;        // rows of K of one instruction
 constexpr int64_t kRowTile = 16;     // rows of x of one instruction
 constexpr int64_t kTileNumbers = kRowTile * kStep;
 
-// A row of bfloat16 to what it is in int8: in each group code * scale, rounded to bfloat16.
+// A row of bfloat16 to what it is in int8: in each group value * scale, rounded to bfloat16.
 struct RoundRow {
   const uint8_t* x;  // bfloat16, unaligned
   int64_t k;         // a multiple of `group`
   int64_t group;
-  int8_t* codes;  // [group], scratch
+  int8_t* qvalues;  // [group], scratch
   uint16_t* out;  // [k]
 };
 
@@ -80,7 +80,7 @@ const FloatKernels& amx_float_kernels();
 // Rows from which every weight is multiplied so.
 constexpr int64_t kManyRows = 256;
 
-// Whether a product is computed here: on AMX, with many rows of bfloat16, as they are or in int8 by
+// Whether a matmul is computed here: on AMX, with many rows of bfloat16, as they are or in int8 by
 // groups.
 bool floats_suit(const Matmul& args, Isa isa);
 

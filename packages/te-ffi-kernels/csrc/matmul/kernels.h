@@ -13,18 +13,19 @@
 
 namespace jaxtap {
 
-// Products of plane rows with consecutive panels. A segment is a range of K with integer sums: a
+// Matmuls of plane rows with consecutive panels. A segment is a range of K with integer sums: a
 // group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8.
 struct Tile {
   const int8_t* x;  // [rows, x_stride]
   int64_t x_stride;
   int64_t rows;
-  // [rows, offsets_stride]: zero point * sum of x over each segment. Null: codes are signed.
+  // [rows, offsets_stride]: zero point * sum of x over each segment. Null: quantized values are
+  // signed.
   const int32_t* offsets;
   int64_t offsets_stride;
 
-  const uint8_t* codes;  // codes of the first panel
-  int64_t codes_stride;  // bytes from panel to panel
+  const uint8_t* qvalues;  // quantized values of the first panel
+  int64_t qvalues_stride;  // bytes from panel to panel
   int64_t panels;
   int64_t k;
 
@@ -75,7 +76,7 @@ struct Rotate {
   float* out;           // [k, rounded up to a multiple of 16]
 };
 
-// Products of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
+// Matmuls of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
 // together before they are rescaled, in int32 where they are two and that is `whole`:
 //   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
 //   y = total [* scale of the row]
@@ -120,13 +121,13 @@ struct Finish {
   int64_t columns;
 };
 
-// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed codes.
+// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed quantized values.
 struct Expand {
   const uint8_t* payload;  // of the panel, unaligned
   int scale_bits;
   int64_t groups;
   int64_t group;     // rows of each
-  uint8_t* codes;    // [2, groups * group / 4, 16, 4]
+  uint8_t* qvalues;    // [2, groups * group / 4, 16, 4]
   float* scales;     // [2, groups, 16]
 };
 

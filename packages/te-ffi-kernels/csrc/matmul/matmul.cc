@@ -77,11 +77,11 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   if (args.m * planes < kernels->least_rows) {
     kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
   }
-  Product product(args, planes, *kernels);
+  SlabMatmul matmul(args, planes, *kernels);
   const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;
   const int64_t slab = std::max(fit, kTaskRows);
   for (int64_t row = 0; row < args.m; row += slab) {
-    product.run(row, std::min(args.m, row + slab), parallel);
+    matmul.run(row, std::min(args.m, row + slab), parallel);
   }
 }
 

@@ -36,9 +36,9 @@ struct Matmul {
   Rotation rotation;
   // int8 numbers that stand for one of x:
   //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
-  //      float32(sum of codes' products) * scale of x * scale of the weight, rounded once per
+  //      float32(sum of products) * scale of x * scale of the weight, rounded once per
   //      operation, and added up over groups in their order. On AMX 64 and more rows of bfloat16
-  //      with groups are code * scale, rounded to bfloat16: see matmul/floats.h.
+  //      with groups are value * scale, rounded to bfloat16: see matmul/floats.h.
   //   2: x in fixed point with 15 bits of the largest magnitude of each group of the weight, or of
   //      each 256 numbers of a row where it has no groups.
   //   3: x in fixed point with 23 bits of the row's largest magnitude.
@@ -48,8 +48,8 @@ struct Matmul {
 };
 
 // Any m, k, n >= 0; x and y float32, bfloat16 or float16. With planes == 1 a row with a NaN is NaN,
-// one with an infinity has infinities or NaN; otherwise a row with either is NaN, but for one with an
-// infinity that is multiplied in bfloat16.
+// one with an infinity has infinities or NaN; otherwise a row with either is NaN, but for one with
+// an infinity that is multiplied in bfloat16.
 // Throws Error (invalid argument) for dtypes, sizes and weights that do not fit.
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
 

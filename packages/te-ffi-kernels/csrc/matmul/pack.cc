@@ -11,7 +11,7 @@ namespace {
 
 constexpr int64_t kColumnsPerTask = 64;  // whole cache lines of the rows
 
-void pack_panel(const int8_t* codes, const uint8_t* scales, int64_t n, const PanelLayout& layout,
+void pack_panel(const int8_t* qvalues, const uint8_t* scales, int64_t n, const PanelLayout& layout,
                 int64_t index, uint8_t* panel) {
   const int columns = panel_columns(n, index, layout.columns());
   const int64_t first = index * layout.columns();
@@ -25,8 +25,8 @@ void pack_panel(const int8_t* codes, const uint8_t* scales, int64_t n, const Pan
                 static_cast<size_t>(columns) * size);
   }
   for (int64_t row = 0; row < layout.k; ++row) {
-    const int8_t* source = codes + row * n + first;
-    uint8_t* out = panel + layout.codes_at(row) + row % 4;
+    const int8_t* source = qvalues + row * n + first;
+    uint8_t* out = panel + layout.qvalues_at(row) + row % 4;
     if (layout.bits == 8) {
       for (int c = 0; c < columns; ++c) {
         out[4 * c] = static_cast<uint8_t>(static_cast<uint8_t>(source[c]) ^ 0x80u);
@@ -35,12 +35,12 @@ void pack_panel(const int8_t* codes, const uint8_t* scales, int64_t n, const Pan
     }
     const bool high = layout.high(row);
     for (int c = 0; c < columns; ++c) {
-      const int code = source[c];
-      if (code < -8 || code > 7) {
-        throw invalid_argument("pack_w4: code ", code, " at row ", row, ", column ", first + c,
+      const int qvalue = source[c];
+      if (qvalue < -8 || qvalue > 7) {
+        throw invalid_argument("pack_w4: value ", qvalue, " at row ", row, ", column ", first + c,
                                " is not in [-8, 7]; quantize to int4, or use pack_w8");
       }
-      const uint8_t nibble = static_cast<uint8_t>(code + 8);
+      const uint8_t nibble = static_cast<uint8_t>(qvalue + 8);
       out[4 * c] = high ? static_cast<uint8_t>((out[4 * c] & 0x0f) | nibble << 4)
                         : static_cast<uint8_t>((out[4 * c] & 0xf0) | nibble);
     }
@@ -49,7 +49,7 @@ void pack_panel(const int8_t* codes, const uint8_t* scales, int64_t n, const Pan
 }
 
 void unpack_panel(const uint8_t* panel, int64_t n, const PanelLayout& layout, int64_t index,
-                  int8_t* codes, uint8_t* scales) {
+                  int8_t* qvalues, uint8_t* scales) {
   const int columns = panel_columns(n, index, layout.columns());
   const int64_t first = index * layout.columns();
   const uint64_t key = check_header(panel, layout, columns, index);
@@ -60,9 +60,9 @@ void unpack_panel(const uint8_t* panel, int64_t n, const PanelLayout& layout, in
                 static_cast<size_t>(columns) * size);
   }
   for (int64_t row = 0; row < layout.k; ++row) {
-    int8_t* target = codes + row * n + first;
+    int8_t* target = qvalues + row * n + first;
     for (int c = 0; c < columns; ++c) {
-      target[c] = static_cast<int8_t>(panel_code(panel, layout, row, c));
+      target[c] = static_cast<int8_t>(panel_value(panel, layout, row, c));
     }
   }
 }
@@ -89,19 +89,19 @@ void check_size(const PanelLayout& layout, int64_t n, int64_t panels, int64_t pa
   }
 }
 
-void pack(const int8_t* codes, const void* scales, int64_t n, const PanelLayout& layout,
+void pack(const int8_t* qvalues, const void* scales, int64_t n, const PanelLayout& layout,
           uint8_t* out, int64_t panels, int64_t panel_bytes, const Parallel& parallel) {
   check_size(layout, n, panels, panel_bytes);
   each_panel(panels, layout, parallel, [&](int64_t i) {
-    pack_panel(codes, static_cast<const uint8_t*>(scales), n, layout, i, out + i * panel_bytes);
+    pack_panel(qvalues, static_cast<const uint8_t*>(scales), n, layout, i, out + i * panel_bytes);
   });
 }
 
 void unpack(const uint8_t* buffer, int64_t panels, int64_t panel_bytes, int64_t n,
-            const PanelLayout& layout, int8_t* codes, void* scales, const Parallel& parallel) {
+            const PanelLayout& layout, int8_t* qvalues, void* scales, const Parallel& parallel) {
   check_size(layout, n, panels, panel_bytes);
   each_panel(panels, layout, parallel, [&](int64_t i) {
-    unpack_panel(buffer + i * panel_bytes, n, layout, i, codes, static_cast<uint8_t*>(scales));
+    unpack_panel(buffer + i * panel_bytes, n, layout, i, qvalues, static_cast<uint8_t*>(scales));
   });
 }
 

@@ -1,4 +1,4 @@
-// From codes and scales to packed weights, and back.
+// From quantized values and scales to packed weights, and back.
 #pragma once
 
 #include <cstdint>
@@ -8,17 +8,17 @@
 
 namespace jaxtap {
 
-// Packs `codes`, int8[k, n] row-major, and `scales`, floats of layout.scale_bits [G, n] with G = 1
-// for group 0 and k / group else, into `out`, uint8[panels, panel_bytes] (see common/packed.h).
-// Nothing needs to be aligned. Throws Error (invalid argument): a wrong size of `out`, or a code
+// Packs `qvalues`, int8[k, n] row-major, and `scales`, floats of layout.scale_bits [G, n] with G =
+// 1 for group 0 and k / group else, into `out`, uint8[panels, panel_bytes] (see common/packed.h).
+// Nothing needs to be aligned. Throws Error (invalid argument): a wrong size of `out`, or a value
 // beyond 4 bits.
-void pack(const int8_t* codes, const void* scales, int64_t n, const PanelLayout& layout,
+void pack(const int8_t* qvalues, const void* scales, int64_t n, const PanelLayout& layout,
           uint8_t* out, int64_t panels, int64_t panel_bytes, const Parallel& parallel);
 
 // The reverse of `pack`. Throws Error (invalid argument) for what is not a packed weight of this
 // layout.
 void unpack(const uint8_t* buffer, int64_t panels, int64_t panel_bytes, int64_t n,
-            const PanelLayout& layout, int8_t* codes, void* scales, const Parallel& parallel);
+            const PanelLayout& layout, int8_t* qvalues, void* scales, const Parallel& parallel);
 
 // Throws Error (invalid argument) where `panels` of `panel_bytes` are not n columns of a layout.
 void check_size(const PanelLayout& layout, int64_t n, int64_t panels, int64_t panel_bytes);

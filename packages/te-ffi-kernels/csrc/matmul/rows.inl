@@ -1,4 +1,4 @@
-// Row-wise work, before and after the products: quantizing x, and rescaling sums into y.
+// Row-wise work, before and after the matmuls: quantizing x, and rescaling sums into y.
 //
 // Included by the kernels of each instruction set within a namespace of its own, and compiled with
 // its flags: the loops are written for the compiler to vectorise. -ffp-contract=off is needed.
@@ -37,9 +37,9 @@ JAXTAP_INLINE int32_t round_even(float x) {
   return static_cast<int32_t>((rounded ^ sign) - sign);
 }
 
-// Codes by a product with the reciprocal, for ratios up to 127. It is off by less than 127 * 2 **
-// -22, so only ratios that are almost halfway between two codes can be rounded otherwise than the
-// quotient: false if there is one.
+// Quantized values by a product with the reciprocal, for ratios up to 127. It is off by less than
+// 127 * 2 ** -22, so only ratios that are almost halfway between two quantized values can be
+// rounded otherwise than the quotient: false if there is one.
 template <DType kType>
 inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
   constexpr float kShift = 12582912.0f;  // its last place is 1
@@ -55,7 +55,7 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
 }
 
 // Dynamic int8, by the numbers of quant-numerics' "absmax": what XLA makes of absmax / 127 is a
-// product with the reciprocal, and the codes are by division.
+// product with the reciprocal, and the quantized values are by division.
 template <DType kType>
 inline void quantize_int8(const Quantize& q, uint32_t largest) {
   constexpr float kReciprocal = 1.0f / 127.0f;
@@ -327,7 +327,7 @@ inline void finish(const Finish& f) {
   }
 }
 
-// Codes less `zero`.
+// Quantized values less `zero`.
 inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines, int zero,
                            uint8_t* out) {
   for (int64_t i = 0; i < lines; ++i, nibbles += stride, out += 128) {
@@ -341,15 +341,15 @@ inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines
 template <int kZero>
 inline void expand_panel(const Expand& e) {
   const uint8_t* at = e.payload;
-  uint8_t* codes[2] = {e.codes, e.codes + 16 * e.groups * e.group};
+  uint8_t* qvalues[2] = {e.qvalues, e.qvalues + 16 * e.groups * e.group};
   for (int64_t g = 0; g < e.groups; ++g) {
     float scales[32];
     load_scales(at, e.scale_bits, scales);
     at += 4 * e.scale_bits;
     for (int half = 0; half < 2; ++half) {
       __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
-      expand_nibbles(at + 64 * half, 128, e.group / 8, kZero, codes[half]);
-      codes[half] += 16 * e.group;
+      expand_nibbles(at + 64 * half, 128, e.group / 8, kZero, qvalues[half]);
+      qvalues[half] += 16 * e.group;
     }
     at += 16 * e.group;
   }

@@ -13,7 +13,7 @@
 
 namespace jaxtap {
 
-// Longest range of K with exact sums: |code of x| <= 128 by |code of w| <= 128 stays in int32.
+// Longest range of K with exact sums: |value of x| <= 128 by |value of w| <= 128 stays in int32.
 constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
 constexpr int64_t kLongSegment = int64_t{1} << 16;
 // Numbers of a row with a scale of their own, where it has two planes and the weight no groups: an
@@ -34,7 +34,7 @@ struct OffsetsTag {};
 struct ScalesTag {};
 struct GroupScalesTag {};
 struct SumsTag {};
-struct CodesTag {};
+struct QValuesTag {};
 struct PanelScalesTag {};
 
 // Gives the kernels' registers back, also when a panel turns out to be corrupted.
@@ -45,10 +45,10 @@ struct Release {
   }
 };
 
-// A product of one slab of rows: what all tasks need to know.
-class Product {
+// A matmul of one slab of rows: what all tasks need to know.
+class SlabMatmul {
  public:
-  Product(const Matmul& args, int planes, const Kernels& kernels)
+  SlabMatmul(const Matmul& args, int planes, const Kernels& kernels)
       : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
     const PanelLayout& layout = layout_;
     streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
@@ -59,8 +59,8 @@ class Product {
     segment_k_ = layout.group == 0 ? segment : layout.group;
     segments_ = (k_ + segment_k_ - 1) / segment_k_;
     grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
-    const int64_t most_code = layout.bits == 8 ? 128 : 8;
-    whole_ = kPairLimit * most_code * segment_k_ <= INT32_MAX;
+    const int64_t most_qtype = layout.bits == 8 ? 128 : 8;
+    whole_ = kPairLimit * most_qtype * segment_k_ <= INT32_MAX;
     // Rows a power of two apart would share cache sets.
     stride_ = k_ + 64;
     const auto block = static_cast<double>(std::max<int64_t>(1, args.rotation.block));
@@ -162,7 +162,7 @@ class Product {
       }
       key.fetch_add(keys, std::memory_order_relaxed);
     });
-    // What was made of codes that turn out to be damaged is not returned.
+    // What was made of quantized values that turn out to be damaged is not returned.
     if (begin_ == 0) {
       check_payloads(panel_at(0), layout_, 0, panels, key.load(), parallel);
     }
@@ -181,7 +181,7 @@ class Product {
     s.planes = planes_;
     s.offsets = offsets_;
     s.offsets_stride = segments_stride_;
-    // Codes of x are rescaled before the scales of the weight, planes after.
+    // Quantized values of x are rescaled before the scales of the weight, planes after.
     s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
     s.x_scales_stride = grouped_x_ ? segments_stride_ : 1;
     s.x_scales_step = grouped_x_ ? 1 : 0;
@@ -212,8 +212,8 @@ class Product {
     t.rows = rows;
     t.offsets = offsets_ + r * segments_stride_;
     t.offsets_stride = segments_stride_;
-    t.codes = first + layout_.codes_offset();
-    t.codes_stride = panel_bytes;
+    t.qvalues = first + layout_.qvalues_offset();
+    t.qvalues_stride = panel_bytes;
     t.panels = panels;
     t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
     t.sums = Arena<SumsTag>::get_array<int32_t>(rows * t.sums_stride);
@@ -226,17 +226,17 @@ class Product {
     if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
-      uint8_t* codes = Arena<CodesTag>::get_array<uint8_t>(panels * 16 * k_);
+      uint8_t* qvalues = Arena<QValuesTag>::get_array<uint8_t>(panels * 16 * k_);
       const int64_t groups = layout_.scales();
       float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
       for (int64_t i = 0; i < count; ++i) {
         kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
-                               k_ / groups, codes + i * 32 * k_, scales + i * 32 * groups});
+                               k_ / groups, qvalues + i * 32 * k_, scales + i * 32 * groups});
       }
       t.scales = reinterpret_cast<const uint8_t*>(scales);
       t.scales_stride = 64 * groups;
-      t.codes = codes;
-      t.codes_stride = 16 * k_;
+      t.qvalues = qvalues;
+      t.qvalues_stride = 16 * k_;
       if (kernels_.expands_signed) t.offsets = nullptr;
     }
     const Finish f = finish_of(t, r / planes_, rows / planes_, panel);
@@ -251,7 +251,7 @@ class Product {
         if (kernels_.finishes && planes_ == 1 && i + t.k == k_) t.finish = &f;
         kernels_.exact8(t);
         t.x += t.k;
-        t.codes += t.k * 16;
+        t.qvalues += t.k * 16;
       }
     }
     if (t.finish == nullptr) kernels_.finish(f);

@@ -4,7 +4,7 @@
 //
 //   // Sums of products over `k` rows of K, less the offsets, of kRows plane rows.
 //   template <int kRows>
-//   void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+//   void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
 //                    const int32_t* offsets, int64_t offsets_stride, int32_t (*sums)[32]);
 
 constexpr int kStreamColumns = 32;

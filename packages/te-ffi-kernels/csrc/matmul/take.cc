@@ -47,7 +47,7 @@ void take(const Take& args, const Parallel& parallel) {
     const uint8_t* panel = buffer + column / across * w.panel_bytes;
     const int64_t c = column % across;
     const uint8_t* scales = panel + layout.scales_at(row / group);
-    return static_cast<float>(panel_code(panel, layout, row, static_cast<int>(c))) *
+    return static_cast<float>(panel_value(panel, layout, row, static_cast<int>(c))) *
            load_scale(scales, layout.scale_bits, c);
   };
   uint8_t* out = static_cast<uint8_t*>(args.out);

@@ -16,7 +16,7 @@ struct Take {
   DType dtype = DType::F32;
 };
 
-// code * scale in float32, rounded once to float32, bfloat16 or float16. Checks headers and
+// value * scale in float32, rounded once to float32, bfloat16 or float16. Checks headers and
 // payloads of the panels that it reads. Throws Error (invalid argument).
 void take(const Take& args, const Parallel& parallel);
 

@@ -8,8 +8,8 @@
 
 namespace jaxtap::permutation {
 
-// To which rows tokens go: for each token up to `experts` rows, as many experts, and how many of both
-// count. Rows of an expert follow each other, in the order of tokens.
+// To which rows tokens go: for each token up to `experts` rows, as many experts, and how many of
+// both count. Rows of an expert follow each other, in the order of tokens.
 struct RowMap {
   const int32_t* entries = nullptr;      // [tokens, 2 * experts + 1]
   const int32_t* pad_offsets = nullptr;  // [experts]: what is added to rows of each; nullptr: 0

@@ -18,8 +18,8 @@ struct Forward {
   const float* bias = nullptr;   // [experts], added to scores for the choice alone; or none
   void* probs = nullptr;         // [tokens, experts], zero where not chosen; dense: the scores
   uint8_t* map = nullptr;        // [tokens, map_bytes]
-  // [tokens, experts] for `backward`: sigmoids; softmax, of those chosen where it's after the choice
-  // (-infinity elsewhere); the logits for sqrtsoftplus.
+  // [tokens, experts] for `backward`: sigmoids; softmax, of those chosen where it's after the
+  // choice (-infinity elsewhere); the logits for sqrtsoftplus.
   float* saved = nullptr;
 };
 

@@ -1,5 +1,5 @@
-// What one instruction set offers to routers: a token at a time. Numbers outside of a token's arrays
-// are never read or written, at any length and alignment.
+// What one instruction set offers to routers: a token at a time. Numbers outside of a token's
+// arrays are never read or written, at any length and alignment.
 #pragma once
 
 #include <cstdint>

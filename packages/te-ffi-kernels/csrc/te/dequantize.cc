@@ -19,7 +19,7 @@ void row_part(const Dequantize& args, const Table& table, int64_t row, int64_t c
   char* out = static_cast<char*>(args.out) + at * (args.dtype == Float::kF32 ? 4 : 2);
   float* numbers = args.dtype == Float::kF32 ? reinterpret_cast<float*>(out)
                                              : Arena<Numbers>::get_array<float>(kWide);
-  table.decode[static_cast<int>(args.code)](args.codes + at, numbers, cols);
+  table.decode[static_cast<int>(args.qtype)](args.qvalues + at, numbers, cols);
   const auto* tensor = static_cast<const float*>(args.scales);
   const auto* blocks = static_cast<const uint8_t*>(args.scales);
   if (args.scaling == Scaling::kChannel) {

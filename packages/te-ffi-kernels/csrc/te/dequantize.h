@@ -1,4 +1,4 @@
-// Codes and scales back to numbers.
+// Quantized values and scales back to numbers.
 #pragma once
 
 #include <cstdint>
@@ -9,9 +9,9 @@
 namespace jaxtap::te {
 
 struct Dequantize {
-  const uint8_t* codes = nullptr;  // [rows, cols]
+  const uint8_t* qvalues = nullptr;  // [rows, cols]
   int64_t rows = 0, cols = 0;
-  Code code = Code::kE4M3;
+  QType qtype = QType::kE4M3;
   Scaling scaling = Scaling::kDelayedTensor;
   // float[1]; per channel float[rows]; MX: e8m0 [rows, cols / 32], or [rows / 32, cols].
   const void* scales = nullptr;
@@ -20,7 +20,7 @@ struct Dequantize {
   Float dtype = Float::kF32;
 };
 
-// code * scale in float32, rounded to `dtype`.
+// value * scale in float32, rounded to `dtype`.
 void dequantize(const Dequantize& args, const Parallel& parallel);
 
 }  // namespace jaxtap::te

@@ -1,7 +1,7 @@
 // The method is that of Goto and van de Geijn 2008, "Anatomy of High-Performance Matrix
 // Multiplication": panels of both factors are copied, here to float32, in the order in which the
-// inner kernel reads them, in blocks that stay in the caches. Codes are exact in float32; scales of
-// MX blocks, powers of two, are multiplied in then, the others into the result.
+// inner kernel reads them, in blocks that stay in the caches. Quantized values are exact in
+// float32; scales of MX blocks, powers of two, are multiplied in then, the others into the result.
 
 #include "te/gemm.h"
 
@@ -75,7 +75,7 @@ class Reader {
             bytes + from * static_cast<int64_t>(byte_size(factor_.dtype)), to, count);
         break;
       default:
-        table_.decode[static_cast<int>(code_of(factor_.dtype))](bytes + from, to, count);
+        table_.decode[static_cast<int>(qtype_of(factor_.dtype))](bytes + from, to, count);
     }
     if (!mx_) return;
     const auto* scales = static_cast<const uint8_t*>(factor_.scales);
@@ -98,9 +98,9 @@ struct Strip {
   const float* packed;  // of rhs: [depths][panels][depth][tile_cols]
 };
 
-class Product {
+class BlockedGemm {
  public:
-  Product(const Gemm& args, const Parallel& parallel)
+  BlockedGemm(const Gemm& args, const Parallel& parallel)
       : args_(args),
         parallel_(parallel),
         table_(te::table()),
@@ -173,7 +173,7 @@ class Product {
       const float* rhs = strip.packed + at * panels * width;
       for (int64_t p = 0; p < count; ++p) {
         for (int64_t t = 0; t < tiles; ++t) {
-          table_.product(depth, lhs + t * height * depth, rhs + (first + p) * width * depth,
+          table_.matmul(depth, lhs + t * height * depth, rhs + (first + p) * width * depth,
                          c + t * height * stride + p * width, stride, at == 0 || exact_);
         }
       }
@@ -222,7 +222,7 @@ void gemm(const Gemm& args, const Parallel& pool) {
   const Parallel serial;
   const Parallel& parallel = args.m * args.n <= kFew / std::max<int64_t>(args.k, 1) ? serial : pool;
   if (args.n == 0) return;
-  Product(args, parallel).run();
+  BlockedGemm(args, parallel).run();
 }
 
 }  // namespace jaxtap::te

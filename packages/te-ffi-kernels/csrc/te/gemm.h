@@ -1,4 +1,5 @@
-// Products of two matrices, in floats or in codes with scales, and what is done to their results.
+// Matmuls of two matrices, in floats or in quantized values with scales, and what is done to their
+// results.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +27,14 @@ struct Gemm {
   void* out = nullptr;  // [m, n]
   Float out_dtype = Float::kF32;
 
-  // out = activation(alpha * product + bias), summed in float32, rounded once.
+  // out = activation(alpha * matmul + bias), summed in float32, rounded once.
   const void* bias = nullptr;  // of out_dtype [n]
   bool gelu = false;
 };
 
 void gemm(const Gemm& args, const Parallel& parallel);
 
-// The largest k with which products of int8 codes are exact.
+// The largest k with which products of int8 are exact.
 constexpr int64_t kMostInt8 = 131071;
 
 }  // namespace jaxtap::te

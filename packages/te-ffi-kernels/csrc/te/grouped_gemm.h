@@ -16,8 +16,8 @@ enum class Ragged : int64_t {
 
 // Groups follow each other, each a matrix without gaps, in whichever order its two axes are.
 struct GroupedGemm {
-  // Of one group. Addresses are those of all groups. What is divided has the size `length` here, and
-  // alpha isn't used.
+  // Of one group. Addresses are those of all groups. What is divided has the size `length` here,
+  // and alpha isn't used.
   Gemm each;
   Ragged ragged = Ragged::kRows;
   int64_t groups = 0;

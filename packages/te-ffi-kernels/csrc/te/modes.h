@@ -20,7 +20,7 @@ enum class Scaling : int64_t {
   kChannel = 64,  // ours: one scale for each row, or for each column
 };
 
-// Which results are wanted: codes whose scales go along rows, and along columns.
+// Which results are wanted: quantized values whose scales go along rows, and along columns.
 enum class Layout : int64_t { kRowwise = 0, kColwise = 1, kBoth = 2 };
 
 constexpr bool is_tensor(Scaling scaling) {
@@ -28,22 +28,22 @@ constexpr bool is_tensor(Scaling scaling) {
 }
 constexpr bool has_rowwise(Layout layout) { return layout != Layout::kColwise; }
 constexpr bool has_colwise(Layout layout) { return layout != Layout::kRowwise; }
-// Whether codes by column are transposed. MX leaves them where they are.
+// Whether quantized values by column are transposed. MX leaves them where they are.
 constexpr bool turns(Scaling scaling) { return scaling != Scaling::kMx; }
 
 inline Float float_of(DType type) {
   return type == DType::F32 ? Float::kF32 : type == DType::BF16 ? Float::kBF16 : Float::kF16;
 }
 
-inline Code code_of(DType type) {
-  return type == DType::F8E4M3FN ? Code::kE4M3
-         : type == DType::F8E5M2 ? Code::kE5M2
-                                 : Code::kInt8;
+inline QType qtype_of(DType type) {
+  return type == DType::F8E4M3FN ? QType::kE4M3
+         : type == DType::F8E5M2 ? QType::kE5M2
+                                 : QType::kInt8;
 }
 
 // The largest number of a format.
-constexpr float largest(Code code) {
-  return code == Code::kE4M3 ? 448.0f : code == Code::kE5M2 ? 57344.0f : 127.0f;
+constexpr float largest(QType qtype) {
+  return qtype == QType::kE4M3 ? 448.0f : qtype == QType::kE5M2 ? 57344.0f : 127.0f;
 }
 
 // Throws for numbers without a meaning, and for what Transformer Engine has on GPUs alone.

@@ -12,7 +12,7 @@ namespace jaxtap::te {
 namespace {
 
 constexpr int64_t kFew = 1 << 15;  // numbers that one thread is as fast for
-constexpr int64_t kMany = 1 << 22;  // codes that fill the caches
+constexpr int64_t kMany = 1 << 22;  // quantized values that fill the caches
 constexpr int64_t kChunks = 16;
 
 int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -40,7 +40,7 @@ struct Cut {
   int64_t strip, strips;  // columns of a task
 };
 
-// A part of the matrix as float32, and codes of it.
+// A part of the matrix as float32, and quantized values of it.
 struct Tile {
   const float* numbers;
   int64_t stride;
@@ -52,7 +52,7 @@ class Task {
   Task(const Quantize& args, const Table& table)
       : args_(args),
         table_(table),
-        code_(static_cast<int>(args.code)),
+        qtype_(static_cast<int>(args.qtype)),
         past_caches_(args.rows * args.cols >= kMany) {}
 
   // Rows [row, row + rows) of columns [col, col + cols). `sums` is float[cols of x] or nullptr.
@@ -60,7 +60,7 @@ class Task {
   int32_t run(int64_t row, int64_t rows, int64_t col, int64_t cols, float* sums,
               const float* factors) {
     int32_t most = 0;
-    // Without codes by column, tiles are rows.
+    // Without quantized values by column, tiles are rows.
     const bool tall = args_.turned != nullptr;
     const bool computed = args_.source != nullptr && !tall;
     const int64_t step_rows = tall ? kTile : computed ? 1 : 8;
@@ -71,7 +71,7 @@ class Task {
       const int64_t height = std::min(step_rows, row + rows - r);
       if (computed) args_.source->begin(r);
       if (computed && args_.scaling == Scaling::kChannel) set_row_scale(r, 0, row_scales.data());
-      if (args_.scaling == Scaling::kChannel && args_.codes != nullptr && !computed) {
+      if (args_.scaling == Scaling::kChannel && args_.qvalues != nullptr && !computed) {
         set_row_scales(r, height, row_scales.data());
       }
       for (int64_t c = col; c < col + cols; c += step_cols) {
@@ -116,7 +116,7 @@ class Task {
  private:
   static constexpr int64_t kWide = 512;
   struct Numbers {};
-  struct Codes {};
+  struct QValues {};
   struct Halves {};
 
   int64_t bytes() const { return args_.dtype == Float::kF32 ? 4 : 2; }
@@ -156,13 +156,13 @@ class Task {
     return {numbers, cols, row, col, rows, cols};
   }
 
-  uint8_t* codes_at(const Tile& tile, int64_t i) const {
-    return args_.codes + (tile.row + i) * args_.cols + tile.col;
+  uint8_t* qvalues_at(const Tile& tile, int64_t i) const {
+    return args_.qvalues + (tile.row + i) * args_.cols + tile.col;
   }
 
-  void turn(const Tile& tile, const uint8_t* codes) {
+  void turn(const Tile& tile, const uint8_t* qvalues) {
     for (int64_t c = 0; c < tile.cols; c += kTile) {
-      table_.transpose(codes + c, tile.cols,
+      table_.transpose(qvalues + c, tile.cols,
                        args_.turned + (tile.col + c) * args_.rows + tile.row, args_.rows,
                        tile.rows, std::min<int64_t>(kTile, tile.cols - c), past_caches_);
     }
@@ -179,21 +179,21 @@ class Task {
 
   void tensor(const Tile& tile) {
     if (args_.turned == nullptr) {
-      if (args_.codes == nullptr) return;
+      if (args_.qvalues == nullptr) return;
       for (int64_t i = 0; i < tile.rows; ++i) {
-        table_.encode[code_](tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+        table_.encode[qtype_](tile.numbers + i * tile.stride, qvalues_at(tile, i), tile.cols,
                              args_.scale);
       }
       return;
     }
     // By way of memory in which lines don't compete for the same places of the cache.
-    uint8_t* codes = Arena<Codes>::get_array<uint8_t>(tile.rows * tile.cols);
+    uint8_t* qvalues = Arena<QValues>::get_array<uint8_t>(tile.rows * tile.cols);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      uint8_t* to = codes + i * tile.cols;
-      table_.encode[code_](tile.numbers + i * tile.stride, to, tile.cols, args_.scale);
-      if (args_.codes != nullptr) std::memcpy(codes_at(tile, i), to, tile.cols);
+      uint8_t* to = qvalues + i * tile.cols;
+      table_.encode[qtype_](tile.numbers + i * tile.stride, to, tile.cols, args_.scale);
+      if (args_.qvalues != nullptr) std::memcpy(qvalues_at(tile, i), to, tile.cols);
     }
-    turn(tile, codes);
+    turn(tile, qvalues);
   }
 
   void set_row_scales(int64_t row, int64_t rows, float* scales) {
@@ -208,32 +208,32 @@ class Task {
   }
 
   void set_row_scale(int64_t row, int32_t most, float* scale) {
-    *scale = channel_scale(most, args_.code);
+    *scale = channel_scale(most, args_.qtype);
     static_cast<float*>(args_.scales)[row] = 1.0f / *scale;
   }
 
   void channel(const Tile& tile, const float* row_scales, const float* factors) {
-    if (args_.codes != nullptr) {
+    if (args_.qvalues != nullptr) {
       for (int64_t i = 0; i < tile.rows; ++i) {
-        table_.encode[code_](tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+        table_.encode[qtype_](tile.numbers + i * tile.stride, qvalues_at(tile, i), tile.cols,
                                   row_scales[i]);
       }
     }
     if (args_.turned == nullptr) return;
-    uint8_t* codes = Arena<Codes>::get_array<uint8_t>(tile.rows * tile.cols);
+    uint8_t* qvalues = Arena<QValues>::get_array<uint8_t>(tile.rows * tile.cols);
     for (int64_t i = 0; i < tile.rows; ++i) {
-      table_.encode_each[code_](tile.numbers + i * tile.stride, codes + i * tile.cols,
+      table_.encode_each[qtype_](tile.numbers + i * tile.stride, qvalues + i * tile.cols,
                                      tile.cols, factors + tile.col);
     }
-    turn(tile, codes);
+    turn(tile, qvalues);
   }
 
   void mx(const Tile& tile) {
-    if (args_.codes != nullptr) {
+    if (args_.qvalues != nullptr) {
       auto* scales = static_cast<uint8_t*>(args_.scales);
       for (int64_t i = 0; i < tile.rows; ++i) {
-        table_.encode_blocks[code_](
-            tile.numbers + i * tile.stride, codes_at(tile, i), tile.cols,
+        table_.encode_blocks[qtype_](
+            tile.numbers + i * tile.stride, qvalues_at(tile, i), tile.cols,
             scales + (tile.row + i) * (args_.cols / kBlock) + tile.col / kBlock);
       }
     }
@@ -246,11 +246,11 @@ class Task {
       for (int64_t i = 0; i < kBlock; ++i) {
         table_.absmax_each(top + i * tile.stride, most, tile.cols);
       }
-      table_.block_scales[code_](most, tile.cols,
+      table_.block_scales[qtype_](most, tile.cols,
                                  scales + (tile.row + block) / kBlock * args_.cols + tile.col,
                                  factors, halves);
       for (int64_t i = 0; i < kBlock; ++i) {
-        table_.encode_times_each[code_](
+        table_.encode_times_each[qtype_](
             top + i * tile.stride,
             args_.turned + (tile.row + block + i) * args_.cols + tile.col, tile.cols, factors,
             halves);
@@ -261,17 +261,17 @@ class Task {
  public:
   // What a slice is multiplied with: 1 where the largest magnitude is 0 or infinite. Its inverse is
   // never subnormal.
-  static float channel_scale(int32_t most, Code code) {
+  static float channel_scale(int32_t most, QType qtype) {
     if (most == 0 || most >= 0x7f800000) return 1.0f;
     constexpr float kMost = 0x1p126f;
-    const float scale = largest(code) / bits_float(static_cast<uint32_t>(most));
+    const float scale = largest(qtype) / bits_float(static_cast<uint32_t>(most));
     return scale < kMost ? scale : kMost;
   }
 
  private:
   const Quantize& args_;
   const Table& table_;
-  const int code_;
+  const int qtype_;
   const bool past_caches_;
 };
 
@@ -296,7 +296,7 @@ const float* column_factors(const Quantize& args, const Table& table, const Cut&
     int32_t found = 0;
     for (int64_t i = 0; i < cut.chunks; ++i) found = std::max(found, most[i * args.cols + c]);
     if (found < 0x00800000) found = 0;  // subnormal
-    factors[c] = Task::channel_scale(found, args.code);
+    factors[c] = Task::channel_scale(found, args.qtype);
     scales[c] = 1.0f / factors[c];
   }
   return factors;
@@ -337,27 +337,27 @@ float quantize(const Quantize& args, const Parallel& pool) {
   return bits_float(static_cast<uint32_t>(*std::max_element(most.begin(), most.end())));
 }
 
-float tensor_scale(float absmax, Code code) {
+float tensor_scale(float absmax, QType qtype) {
   if (!(absmax > 0.0f) || float_bits(absmax) >= 0x7f800000u) return 1.0f;
   constexpr float kMost = 0x1.fffffep127f;
-  const float scale = largest(code) / absmax;
+  const float scale = largest(qtype) / absmax;
   return scale < kMost ? scale : kMost;
 }
 
 void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
   constexpr int64_t kSide = kTile;
   std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), turned_scales(kSide), total(kSide);
-  std::vector<uint8_t> codes(kSide * kSide), turned(kSide * kSide), x8(2 * kSide),
+  std::vector<uint8_t> qvalues(kSide * kSide), turned(kSide * kSide), x8(2 * kSide),
       turned8(2 * kSide);
   const bool mx = scaling == Scaling::kMx;
-  for (Code code : {Code::kE4M3, Code::kE5M2, Code::kInt8}) {
+  for (QType qtype : {QType::kE4M3, QType::kE5M2, QType::kInt8}) {
     Quantize args;
     args.x = x.data();
     args.rows = args.cols = kSide;
-    args.code = code;
+    args.qtype = qtype;
     args.scaling = scaling;
     if (rowwise) {
-      args.codes = codes.data();
+      args.qvalues = qvalues.data();
       args.scales = mx ? static_cast<void*>(x8.data()) : scales.data();
     }
     if (colwise) {

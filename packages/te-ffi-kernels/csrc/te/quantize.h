@@ -1,5 +1,6 @@
-// Quantization of a matrix in one pass: codes, transposed codes, scales, column sums, and the
-// largest magnitude. The matrix is an array, or is computed on the way (Source).
+// Quantization of a matrix in one pass: quantized values, transposed quantized values, scales,
+// column sums, and the largest magnitude. The matrix is an array, or is computed on the way
+// (Source).
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,7 @@ class Source {
   virtual ~Source() = default;
 
   // Called before parts of a row are asked for, by the thread that asks for all of them; not at all
-  // where codes by column are wanted, for which rows are cut.
+  // where quantized values by column are wanted, for which rows are cut.
   virtual void begin(int64_t row) const { static_cast<void>(row); }
 
   // The numbers of rows [row, row + rows) in columns [col, col + cols); out is [rows][stride].
@@ -32,16 +33,16 @@ struct Quantize {
   Float dtype = Float::kF32;       // of x, `out` and `sums`
   bool rounded = false;            // whether numbers of a source are rounded to dtype first
   int64_t rows = 0, cols = 0;
-  Code code = Code::kE4M3;
+  QType qtype = QType::kE4M3;
   Scaling scaling = Scaling::kDelayedTensor;
-  float scale = 1.0f;  // per tensor: codes are of x * scale
+  float scale = 1.0f;  // per tensor: quantized values are of x * scale
 
   // Results; nullptr where they aren't wanted. No two overlap.
   void* out = nullptr;        // without scaling: the numbers, [rows, cols]
-  uint8_t* codes = nullptr;   // [rows, cols]
+  uint8_t* qvalues = nullptr;   // [rows, cols]
   uint8_t* turned = nullptr;  // by column: [cols, rows], or [rows, cols] with MX
-  // Per channel and with MX, what codes are multiplied with to get x: float[rows], float[cols];
-  // e8m0 [rows, cols / 32], [rows / 32, cols].
+  // Per channel and with MX, what quantized values are multiplied with to get x: float[rows],
+  // float[cols]; e8m0 [rows, cols / 32], [rows / 32, cols].
   void* scales = nullptr;
   void* turned_scales = nullptr;
   void* sums = nullptr;  // over rows, summed in float32, rounded to `dtype`: [cols]
@@ -49,13 +50,13 @@ struct Quantize {
   bool wants_absmax = false;
 };
 
-// Returns the largest magnitude, not counting NaN, where it's wanted. MX needs columns (for codes
-// by row) and rows (for codes by column) in multiples of 32.
+// Returns the largest magnitude, not counting NaN, where it's wanted. MX needs columns (for
+// quantized values by row) and rows (for quantized values by column) in multiples of 32.
 float quantize(const Quantize& args, const Parallel& parallel);
 
-// What numbers are multiplied with so that those of the largest magnitude have the largest code; 1
-// where there is no such factor.
-float tensor_scale(float absmax, Code code);
+// What numbers are multiplied with so that those of the largest magnitude have the largest
+// quantized value; 1 where there is no such factor.
+float tensor_scale(float absmax, QType qtype);
 
 // Calls every loop of the table that `quantize` may use for these, once, on little.
 void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums);

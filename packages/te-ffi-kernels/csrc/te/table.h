@@ -8,8 +8,8 @@
 
 namespace jaxtap::te {
 
-// Formats of codes; also the index into the tables.
-enum class Code { kE4M3 = 0, kE5M2 = 1, kInt8 = 2 };
+// Formats of quantized values; also the index into the tables.
+enum class QType { kE4M3 = 0, kE5M2 = 1, kInt8 = 2 };
 
 // Formats of floating point arrays; also the index into the tables.
 enum class Float { kF32 = 0, kBF16 = 1, kF16 = 2 };
@@ -18,13 +18,13 @@ constexpr int kBlock = 32;  // numbers that share an MX scale
 constexpr int kTile = 64;   // the largest side that `transpose` takes
 
 struct Table {
-  // From and to float32, rounding half to even. Codes in int8 are converted as numbers.
+  // From and to float32, rounding half to even. int8 is converted as numbers.
   void (*load[3])(const void* in, float* out, int64_t count);
   void (*store[3])(const float* in, void* out, int64_t count);
   void (*decode[3])(const uint8_t* in, float* out, int64_t count);
 
-  // Codes of in * factor, with one factor or one for each. They saturate. NaN has the code NaN
-  // (0x7f) in float8, and 0 in int8.
+  // Quantized values of in * factor, with one factor or one for each. They saturate. NaN becomes
+  // NaN (0x7f) in float8, and 0 in int8.
   void (*encode[3])(const float* in, uint8_t* out, int64_t count, float factor);
   void (*encode_each[3])(const float* in, uint8_t* out, int64_t count, const float* factors);
 
@@ -59,7 +59,7 @@ struct Table {
 
   // c[tile_rows][tile_cols] += a b, with a as [k][tile_rows] and b as [k][tile_cols]. With `first`
   // c is overwritten.
-  void (*product)(int64_t k, const float* a, const float* b, float* c, int64_t stride, bool first);
+  void (*matmul)(int64_t k, const float* a, const float* b, float* c, int64_t stride, bool first);
   int tile_rows;
   int tile_cols;
 };

@@ -137,7 +137,7 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
                            std::to_string(cols) + ", " + name(dtype);
   CHECK_THAT(good, what);
 
-  // Codes of numbers that are computed are those of the same numbers in an array.
+  // Quantized values of numbers that are computed are those of the same numbers in an array.
   if (dtype != DType::F32) return;
   for (int gradient = 0; gradient < 2; ++gradient) {
     const int64_t width = gradient == 0 ? cols : parts * cols, count = rows * width;
@@ -146,7 +146,7 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
       for (int layout = 0; layout < 3; ++layout) {
         const bool by_row = layout != 1, by_column = layout != 0;
         if (mx && ((by_row && width % 32 != 0) || (by_column && rows % 32 != 0))) continue;
-        Buffer codes[2] = {Buffer(count, 1), Buffer(count, 3)};
+        Buffer qvalues[2] = {Buffer(count, 1), Buffer(count, 3)};
         Buffer turned[2] = {Buffer(count, 1), Buffer(count, 3)};
         Buffer scales[2] = {Buffer(4 * (count / 32 + rows), 4), Buffer(4 * (count / 32 + rows), 4)};
         Buffer others[2] = {Buffer(4 * (count / 32 + width), 4),
@@ -162,7 +162,7 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
           q.cols = width;
           q.scaling = scaling;
           q.scale = 3.0f;
-          if (by_row) q.codes = codes[i].get();
+          if (by_row) q.qvalues = qvalues[i].get();
           if (by_row) q.scales = scales[i].get();
           if (by_column) q.turned = turned[i].get();
           if (by_column) q.turned_scales = others[i].get();
@@ -172,7 +172,7 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
           return std::memcmp(both[0].get(), both[1].get(), static_cast<size_t>(both[0].size())) ==
                  0;
         };
-        CHECK_THAT(same(codes) && same(turned) && same(scales) && same(others), what);
+        CHECK_THAT(same(qvalues) && same(turned) && same(scales) && same(others), what);
       }
     }
   }

@@ -1,4 +1,4 @@
-// How fast products are, beside what this machine's memory and multipliers can do at most.
+// How fast matmuls are, beside what this machine's memory and multipliers can do at most.
 //   kernel_bench [isa [part of a label]]
 #include <algorithm>
 #include <cstdio>

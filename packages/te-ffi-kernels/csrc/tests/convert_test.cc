@@ -1,4 +1,5 @@
-// Conversions, against tables of all codes: the nearest one, of two equally near the even one.
+// Conversions, against tables of all quantized values: the nearest one, of two equally near the
+// even one.
 #include "common/convert.h"
 
 #include <cmath>
@@ -14,19 +15,19 @@ using namespace jaxtap;
 
 struct Format {
   int exponent, mantissa;
-  uint32_t largest;  // finite code
+  uint32_t largest;  // finite number
   bool has_inf;
 
   // By the definition of such formats.
-  double value(uint32_t code) const {
+  double value(uint32_t encoded) const {
     const int bias = (1 << (exponent - 1)) - 1;
-    const uint32_t fraction = code & ((1u << mantissa) - 1);
-    const int power = static_cast<int>(code >> mantissa);
+    const uint32_t fraction = encoded & ((1u << mantissa) - 1);
+    const int power = static_cast<int>(encoded >> mantissa);
     const double ulp = std::ldexp(1.0, std::max(power, 1) - bias - mantissa);
     return ulp * (power == 0 ? fraction : fraction + (1u << mantissa));
   }
 
-  // Nearest code of |x|, as if the format went on beyond the largest.
+  // Nearest number of |x|, as if the format went on beyond the largest.
   uint32_t nearest(double x) const {
     uint32_t low = 0, high = largest + 1;
     while (high - low > 1) {
@@ -40,22 +41,22 @@ struct Format {
   }
 };
 
-template <typename Code>
-void check_format(const Format& f, float (*decode)(Code), Code (*encode)(float),
-                  Code (*saturated)(float)) {
+template <typename Encoded>
+void check_format(const Format& f, float (*decode)(Encoded), Encoded (*encode)(float),
+                  Encoded (*saturated)(float)) {
   const uint32_t sign = 1u << (f.exponent + f.mantissa);
   std::vector<float> values;
-  for (uint32_t code = 0; code <= f.largest; ++code) {
-    CHECK(static_cast<double>(decode(static_cast<Code>(code))) == f.value(code));
-    CHECK(static_cast<double>(decode(static_cast<Code>(code | sign))) == -f.value(code));
-    const float here = static_cast<float>(f.value(code));
-    const float half = static_cast<float>((f.value(code) + f.value(code + 1)) / 2);
+  for (uint32_t encoded = 0; encoded <= f.largest; ++encoded) {
+    CHECK(static_cast<double>(decode(static_cast<Encoded>(encoded))) == f.value(encoded));
+    CHECK(static_cast<double>(decode(static_cast<Encoded>(encoded | sign))) == -f.value(encoded));
+    const float here = static_cast<float>(f.value(encoded));
+    const float half = static_cast<float>((f.value(encoded) + f.value(encoded + 1)) / 2);
     for (float x : {here, half, std::nextafterf(half, 0.0f), std::nextafterf(half, INFINITY)}) {
       values.push_back(x);
     }
   }
-  CHECK(std::isnan(decode(static_cast<Code>(sign - 1))));
-  CHECK(std::isinf(decode(static_cast<Code>(f.largest + 1))) == f.has_inf);
+  CHECK(std::isnan(decode(static_cast<Encoded>(sign - 1))));
+  CHECK(std::isinf(decode(static_cast<Encoded>(f.largest + 1))) == f.has_inf);
   std::mt19937 random(7);
   for (int i = 0; i < 200000; ++i) {
     const float x = bits_float(static_cast<uint32_t>(random()) & 0x7fffffffu);
@@ -98,17 +99,17 @@ TEST(convert_bf16) {
 }
 
 TEST(convert_e8m0) {
-  for (int code = 0; code < 255; ++code) {
-    const double power = std::ldexp(1.0, code - 127);
+  for (int encoded = 0; encoded < 255; ++encoded) {
+    const double power = std::ldexp(1.0, encoded - 127);
     const float x = static_cast<float>(power);
-    CHECK(static_cast<double>(e8m0_to_f32(static_cast<uint8_t>(code))) == power);
-    CHECK(f32_to_e8m0(x) == code);
-    CHECK(f32_to_e8m0_up_saturated(x) == code);
+    CHECK(static_cast<double>(e8m0_to_f32(static_cast<uint8_t>(encoded))) == power);
+    CHECK(f32_to_e8m0(x) == encoded);
+    CHECK(f32_to_e8m0_up_saturated(x) == encoded);
     const float more = std::nextafterf(x, INFINITY);
-    CHECK(f32_to_e8m0_up_saturated(more) == std::min(code + 1, 254));
+    CHECK(f32_to_e8m0_up_saturated(more) == std::min(encoded + 1, 254));
     const float middle = static_cast<float>(1.5 * power);
-    CHECK(f32_to_e8m0(middle) == code + 1);
-    CHECK(f32_to_e8m0(std::nextafterf(middle, 0.0f)) == code);
+    CHECK(f32_to_e8m0(middle) == encoded + 1);
+    CHECK(f32_to_e8m0(std::nextafterf(middle, 0.0f)) == encoded);
   }
   for (float x : {0.0f, -0.0f, -1.0f, INFINITY, -INFINITY, NAN}) CHECK(f32_to_e8m0(x) == 255);
   CHECK(std::isnan(e8m0_to_f32(255)));

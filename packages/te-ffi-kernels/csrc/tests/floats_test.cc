@@ -1,4 +1,4 @@
-// Products of many rows of bfloat16, against double arithmetic: on AMX they are made of bfloat16.
+// Matmuls of many rows of bfloat16, against double arithmetic: on AMX they are made of bfloat16.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -72,8 +72,8 @@ std::vector<double> row_of(const Case& c, const Buffer& x, int64_t row) {
     }
     const float scale = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
     for (size_t i = begin; i < end; ++i) {
-      const float code = std::nearbyint(static_cast<float>(values[i]) / scale);
-      values[i] = static_cast<double>(code) * static_cast<double>(scale);
+      const float qvalue = std::nearbyint(static_cast<float>(values[i]) / scale);
+      values[i] = static_cast<double>(qvalue) * static_cast<double>(scale);
     }
   }
   return values;
@@ -91,7 +91,7 @@ void check_near(const Case& c, const Buffer& x, const Buffer& y, Isa isa) {
       double expected = 0, magnitude = 0;
       for (int64_t i = 0; i < c.w.k; ++i) {
         const double one =
-            row[static_cast<size_t>(i)] * c.w.code(i, j) * static_cast<double>(c.w.scale(i, j));
+            row[static_cast<size_t>(i)] * c.w.qvalue(i, j) * static_cast<double>(c.w.scale(i, j));
         expected += one;
         magnitude += std::fabs(one);
       }
@@ -203,7 +203,7 @@ TEST(floats_of_integers_are_exact) {
           for (int64_t j = 0; j < w.n; ++j) {
             double expected = 0;
             for (int64_t i = 0; i < k; ++i) {
-              expected += element(x.get(), kBf16, r * k + i) * w.code(i, j) *
+              expected += element(x.get(), kBf16, r * k + i) * w.qvalue(i, j) *
                           static_cast<double>(w.scale(i, j));
             }
             CHECK_THAT(element(y.get(), kF32, r * w.n + j) == expected, c.text() + " on " + name(isa));

@@ -1,4 +1,4 @@
-// Products against double arithmetic, and all instruction sets against each other bit for bit.
+// Matmuls against double arithmetic, and all instruction sets against each other bit for bit.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -59,9 +59,10 @@ Buffer multiplied(const Case& c, const Buffer& x, const Weights& w, Isa isa,
   return y;
 }
 
-// Of a row of x: the codes, and the scale of each group, that dynamic int8 has by definition.
+// Of a row of x: the quantized values, and the scale of each group, that dynamic int8 has by
+// definition.
 struct QuantizedRow {
-  std::vector<int> codes;
+  std::vector<int> qvalues;
   std::vector<float> scales;
 };
 
@@ -78,21 +79,21 @@ QuantizedRow quantized(const Case& c, const Buffer& x, int64_t row) {
     q.scales.push_back(scale);
     for (int64_t i = 0; i < group; ++i) {
       const float ratio = std::clamp(at(i) / scale, -127.0f, 127.0f);
-      q.codes.push_back(static_cast<int>(std::nearbyint(ratio)));
+      q.qvalues.push_back(static_cast<int>(std::nearbyint(ratio)));
     }
   }
   return q;
 }
 
 // What int8 has to be to the bit: exact sums of each group, rescaled and added up in float32.
-float int8_product(const Case& c, const QuantizedRow& q, const Weights& w, int64_t column) {
+float int8_matmul(const Case& c, const QuantizedRow& q, const Weights& w, int64_t column) {
   const int64_t group = c.group == 0 ? c.k : c.group;
   float total = 0;
   for (size_t g = 0; g < q.scales.size(); ++g) {
     int64_t sum = 0;
     const int64_t begin = static_cast<int64_t>(g) * group;
     for (int64_t i = begin; i < begin + group; ++i) {
-      sum += q.codes[static_cast<size_t>(i)] * w.code(i, column);
+      sum += q.qvalues[static_cast<size_t>(i)] * w.qvalue(i, column);
     }
     const float part = static_cast<float>(sum) * q.scales[g];
     total += part * w.scale(begin, column);
@@ -127,13 +128,13 @@ void check_values(const Case& c, const Buffer& x, const Weights& w, const Buffer
     for (int64_t j = 0; j < c.n; ++j) {
       const double got = element(y.get(), c.y_dtype, r * c.n + j);
       if (c.planes == 1) {
-        const float expected = rounded(int8_product(c, q, w, j), c.y_dtype);
+        const float expected = rounded(int8_matmul(c, q, w, j), c.y_dtype);
         CHECK_THAT(got == static_cast<double>(expected), c.text());
         continue;
       }
       double expected = 0, bound = 0, rounded_off = 0;
       for (int64_t i = 0; i < c.k; ++i) {
-        const double v = static_cast<double>(w.code(i, j)) * static_cast<double>(w.scale(i, j));
+        const double v = static_cast<double>(w.qvalue(i, j)) * static_cast<double>(w.scale(i, j));
         const double u = element(x.get(), c.x_dtype, r * c.k + i);
         expected += u * v;
         bound += std::fabs(u * v);
@@ -252,7 +253,7 @@ TEST(matmul_outliers_stay_in_their_group) {
     Case c{8, 1024, 16, group, 8, 0, DType::F32, DType::F32};
     Weights w = random_weights(c.n, c.layout(), random);
     const int64_t segment = group == 0 ? 256 : group;
-    for (int64_t i = 0; i < c.n; ++i) w.codes[static_cast<size_t>(i)] = 0;  // of the outlier
+    for (int64_t i = 0; i < c.n; ++i) w.qvalues[static_cast<size_t>(i)] = 0;  // of the outlier
     w.pack_again();
     Buffer x = random_rows(c, random, 0);
     Buffer outlier(x.size(), 0);
@@ -271,7 +272,8 @@ TEST(matmul_outliers_stay_in_their_group) {
   }
 }
 
-// Sums at the very ends: the largest codes of both sides, over more rows of K than int32 holds.
+// Sums at the very ends: the largest quantized values of both sides, over more rows of K than int32
+// holds.
 TEST(matmul_never_overflows) {
   std::mt19937 random(14);
   for (int64_t k : {65536, 131008, 131072, 140000}) {
@@ -287,7 +289,7 @@ TEST(matmul_never_overflows) {
         for (int64_t i = 0; i < k; ++i) set_element(x.get(), DType::F32, i, 127.0f);
         double expected = 0;
         const double scale = static_cast<double>(w.scale(0, 0));
-        for (int64_t i = 0; i < k; ++i) expected += 127.0 * w.code(i, 0) * scale;
+        for (int64_t i = 0; i < k; ++i) expected += 127.0 * w.qvalue(i, 0) * scale;
         for (Isa isa : tested_isas()) {
           const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
           const double got = element(y.get(), DType::F32, 0);
@@ -300,9 +302,9 @@ TEST(matmul_never_overflows) {
   }
 }
 
-// Ratios at and beside the middle between two codes, where a product with the reciprocal is not
-// enough.
-TEST(matmul_codes_at_ties) {
+// Ratios at and beside the middle between two quantized values, where a product with the reciprocal
+// is not enough.
+TEST(matmul_values_at_ties) {
   std::mt19937 random(19);
   for (float largest : {127.0f, 1.0f, 3.1f, 0x1p-120f, 77.7f}) {
     const Case c{1, 600, 5, 0, 8, 1, DType::F32, DType::F32};
@@ -339,7 +341,7 @@ TEST(matmul_integers_are_exact) {
         for (int64_t j = 0; j < 19; ++j) {
           double expected = 0;
           for (int64_t i = 0; i < 96; ++i) {
-            expected += element(x.get(), DType::F32, r * 96 + i) * w.code(i, j) * 0.25;
+            expected += element(x.get(), DType::F32, r * 96 + i) * w.qvalue(i, j) * 0.25;
           }
           CHECK(element(y.get(), DType::F32, r * 19 + j) == expected);
         }

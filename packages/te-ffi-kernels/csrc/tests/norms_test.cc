@@ -188,8 +188,8 @@ void check_backward(const Case& c, const Forward& f, std::mt19937& random,
   CHECK_THAT(good, c.text());
 }
 
-// Codes of numbers that are computed are those of the same numbers in an array.
-void check_codes(const Case& c, const Forward& f, const Parallel& parallel) {
+// Quantized values of numbers that are computed are those of the same numbers in an array.
+void check_values(const Case& c, const Forward& f, const Parallel& parallel) {
   if (c.dtype != DType::F32) return;
   const int64_t size = c.rows * c.cols;
   for (Scaling scaling : {Scaling::kDelayedTensor, Scaling::kChannel, Scaling::kMx}) {
@@ -197,7 +197,7 @@ void check_codes(const Case& c, const Forward& f, const Parallel& parallel) {
     for (int layout = 0; layout < 3; ++layout) {
       const bool rows = layout != 1, columns = layout != 0;
       if (mx && ((rows && c.cols % 32 != 0) || (columns && c.rows % 32 != 0))) continue;
-      Buffer codes[2] = {Buffer(size, 1), Buffer(size, 3)};
+      Buffer qvalues[2] = {Buffer(size, 1), Buffer(size, 3)};
       Buffer turned[2] = {Buffer(size, 1), Buffer(size, 3)};
       Buffer scales[2] = {Buffer(4 * (size / 32 + c.rows), 4), Buffer(4 * (size / 32 + c.rows), 4)};
       Buffer others[2] = {Buffer(4 * (size / 32 + c.cols), 4), Buffer(4 * (size / 32 + c.cols), 4)};
@@ -211,7 +211,7 @@ void check_codes(const Case& c, const Forward& f, const Parallel& parallel) {
         }
         args.scaling = scaling;
         args.scale = 3.0f;
-        if (rows) args.codes = codes[i].get();
+        if (rows) args.qvalues = qvalues[i].get();
         if (rows) args.scales = scales[i].get();
         if (columns) args.turned = turned[i].get();
         if (columns) args.turned_scales = others[i].get();
@@ -221,7 +221,7 @@ void check_codes(const Case& c, const Forward& f, const Parallel& parallel) {
       const auto same = [](const Buffer* both) {
         return std::memcmp(both[0].get(), both[1].get(), static_cast<size_t>(both[0].size())) == 0;
       };
-      CHECK_THAT(same(codes) && same(turned) && same(scales) && same(others), c.text());
+      CHECK_THAT(same(qvalues) && same(turned) && same(scales) && same(others), c.text());
       CHECK_THAT(most[0] == most[1], c.text());
     }
   }
@@ -241,7 +241,7 @@ TEST(norms) {
             const Forward f(c, random, parallel);
             check_forward(c, f);
             check_backward(c, f, random, parallel);
-            check_codes(c, f, parallel);
+            check_values(c, f, parallel);
           }
         }
       }

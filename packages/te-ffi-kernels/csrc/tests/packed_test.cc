@@ -30,13 +30,13 @@ TEST(packed_round_trip) {
           if (group != 0 && (k == 0 || k % group != 0)) continue;
           const PanelLayout layout = panel_layout(k, group, bits, scale_bits);
           const Weights w = random_weights(n, layout, random, 1 + k % 3);
-          std::vector<int8_t> codes(w.codes.size());
+          std::vector<int8_t> qvalues(w.qvalues.size());
           const std::vector<uint8_t> expected = w.scale_bytes();
           std::vector<uint8_t> scales(expected.size());
           const PackedWeights p = w.packed();
-          unpack(w.buffer.get(), p.panels, p.panel_bytes, n, layout, codes.data(), scales.data(),
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, n, layout, qvalues.data(), scales.data(),
                  Parallel(pool));
-          CHECK(codes == w.codes);
+          CHECK(qvalues == w.qvalues);
           CHECK(scales == expected);
         }
       }
@@ -44,7 +44,7 @@ TEST(packed_round_trip) {
   }
 }
 
-// Two groups of 8 rows and 3 columns: scales, then codes, then those of the next group.
+// Two groups of 8 rows and 3 columns: scales, then quantized values, then those of the next group.
 TEST(packed_stream_bytes) {
   for (int scale_bits : {16, 32}) {
     std::mt19937 random(4);
@@ -58,11 +58,11 @@ TEST(packed_stream_bytes) {
     for (int64_t row = 0; row < 16; ++row) {
       const uint8_t* at = b + 64 + row / 8 * group;
       for (int64_t column = 0; column < 32; ++column) {
-        const int code = column < 3 ? w.code(row, column) : 0;
+        const int qvalue = column < 3 ? w.qvalue(row, column) : 0;
         const float scale = column < 3 ? w.scale(row, column) : 0.0f;
         CHECK(element(at, type, column) == static_cast<double>(scale));
         const int byte = at[32 * size + column * 4 + row % 4];
-        CHECK((row % 8 < 4 ? byte & 15 : byte >> 4) == code + 8);
+        CHECK((row % 8 < 4 ? byte & 15 : byte >> 4) == qvalue + 8);
       }
     }
   }
@@ -93,8 +93,8 @@ TEST(packed_bytes) {
   for (int i = 7; i < 16; ++i) CHECK(words[i] == 0);
   for (int64_t column = 0; column < 16; ++column) {
     for (int64_t row = 0; row < 16; ++row) {
-      const int code = column < 3 ? w.code(row, column) : 0;
-      CHECK(b[192 + row / 4 * 64 + column * 4 + row % 4] == code + 128);
+      const int qvalue = column < 3 ? w.qvalue(row, column) : 0;
+      CHECK(b[192 + row / 4 * 64 + column * 4 + row % 4] == qvalue + 128);
     }
   }
 }
@@ -127,7 +127,7 @@ TEST(packed_corruption_is_named) {
     CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "panel 1"));
     CHECK(throws<Error>(
         [&] {
-          unpack(w.buffer.get(), p.panels, p.panel_bytes, 20, p.layout, w.codes.data(),
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, 20, p.layout, w.qvalues.data(),
                  w.scales.data(), Parallel());
         },
         message));
@@ -139,9 +139,9 @@ TEST(packed_corruption_is_named) {
   fails([](uint8_t* b) { b[6] = 5; }, "columns 5, but 4", true);
   fails([](uint8_t* b) { b[8] = 65; }, "k 65, but 64", true);
   fails([](uint8_t* b) { b[12] = 8; }, "group 8, but 0", true);
-  fails([](uint8_t* b) { b[200] ^= 64; }, "corrupted codes or scales");
-  fails([](uint8_t* b) { std::swap(b[400], b[404]); b[400] ^= 1; }, "corrupted codes or scales");
-  fails([](uint8_t* b) { b[64] ^= 1; }, "corrupted codes or scales");
+  fails([](uint8_t* b) { b[200] ^= 64; }, "corrupted quantized values or scales");
+  fails([](uint8_t* b) { std::swap(b[400], b[404]); b[400] ^= 1; }, "corrupted quantized values or scales");
+  fails([](uint8_t* b) { b[64] ^= 1; }, "corrupted quantized values or scales");
 }
 
 // A weight that passed is not read again; any other at its address is.
@@ -167,11 +167,11 @@ TEST(packed_checks_once_per_weight) {
       CHECK(throws<Error>(multiplies, "corrupted header"));
       panel[7] ^= 1;
       multiplies();
-      // New codes at the same address are new sums in one header.
-      w.codes.back() = static_cast<int8_t>(w.codes.back() == 0 ? 1 : 0);
+      // New quantized values at the same address are new sums in one header.
+      w.qvalues.back() = static_cast<int8_t>(w.qvalues.back() == 0 ? 1 : 0);
       w.pack_again();
       panel[args.weights.panel_bytes - 1] ^= 16;
-      CHECK(throws<Error>(multiplies, "corrupted codes or scales"));
+      CHECK(throws<Error>(multiplies, "corrupted quantized values or scales"));
       panel[args.weights.panel_bytes - 1] ^= 16;
       multiplies();
     }
@@ -200,7 +200,7 @@ TEST(packed_take_gives_the_values) {
               const int64_t row = columns ? j : place, column = columns ? place : j;
               uint8_t bytes[4];
               set_element(bytes, type, 0,
-                          static_cast<float>(w.code(row, column)) * w.scale(row, column));
+                          static_cast<float>(w.qvalue(row, column)) * w.scale(row, column));
               CHECK(element(out.get(), type, i * width + j) == element(bytes, type, 0));
             }
           }
@@ -228,17 +228,17 @@ TEST(packed_refusals) {
   refused(131072, 131072, 8, "up to 65536, got 131072");
   refused(64, 48, 8, "group 48 does not divide k = 64");
   refused(-1, 0, 8, "k must be");
-  std::vector<int8_t> codes(64, 0);
-  codes[17] = 8;
+  std::vector<int8_t> qvalues(64, 0);
+  qvalues[17] = 8;
   std::vector<float> scales(1, 1.0f);
   std::vector<uint8_t> out(static_cast<size_t>(panel_layout(64, 0, 4).panel_bytes()));
   const int64_t bytes = static_cast<int64_t>(out.size());
   const auto packing = [&](int64_t panel_bytes) {
-    pack(codes.data(), scales.data(), 1, panel_layout(64, 0, 4), out.data(), 1, panel_bytes,
+    pack(qvalues.data(), scales.data(), 1, panel_layout(64, 0, 4), out.data(), 1, panel_bytes,
          Parallel());
   };
-  CHECK(throws<Error>([&] { packing(bytes); }, "code 8 at row 17, column 0"));
-  codes[17] = 0;
+  CHECK(throws<Error>([&] { packing(bytes); }, "value 8 at row 17, column 0"));
+  qvalues[17] = 0;
   CHECK(throws<Error>([&] { packing(bytes - 64); }, "are a buffer of [1, "));
   packing(bytes);
   Matmul args;

@@ -1,4 +1,4 @@
-// Products of rows that are rotated on the way.
+// Matmuls of rows that are rotated on the way.
 #include <cmath>
 #include <string>
 

@@ -1,5 +1,5 @@
-// Transformer Engine's operations on buffers of exactly their size, at odd addresses, at edge sizes:
-// codes and scales against conversions of single numbers, products against double.
+// Transformer Engine's operations on buffers of exactly their size, at odd addresses, at edge
+// sizes: quantized values and scales against conversions of single numbers, matmuls against double.
 #include <cmath>
 
 #include "common/isa.h"
@@ -13,23 +13,23 @@ namespace {
 
 using namespace jaxtap;
 using namespace jaxtap::testing;
-using te::Code;
+using te::QType;
 using te::Float;
 using te::Scaling;
 
 constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
 
-uint8_t encoded(float x, Code code) {
-  if (code == Code::kE4M3) return f32_to_f8e4m3fn_saturated(x);
-  if (code == Code::kE5M2) return f32_to_f8e5m2_saturated(x);
+uint8_t encoded(float x, QType qtype) {
+  if (qtype == QType::kE4M3) return f32_to_f8e4m3fn_saturated(x);
+  if (qtype == QType::kE5M2) return f32_to_f8e5m2_saturated(x);
   const float whole = std::nearbyint(std::fmin(std::fmax(x, -127.0f), 127.0f));
   return static_cast<uint8_t>(static_cast<int8_t>(whole));
 }
 
-double decoded(uint8_t code, Code format) {
-  if (format == Code::kE4M3) return static_cast<double>(f8e4m3fn_to_f32(code));
-  if (format == Code::kE5M2) return static_cast<double>(f8e5m2_to_f32(code));
-  return static_cast<double>(static_cast<int8_t>(code));
+double decoded(uint8_t qvalue, QType qtype) {
+  if (qtype == QType::kE4M3) return static_cast<double>(f8e4m3fn_to_f32(qvalue));
+  if (qtype == QType::kE5M2) return static_cast<double>(f8e5m2_to_f32(qvalue));
+  return static_cast<double>(static_cast<int8_t>(qvalue));
 }
 
 // [rows, cols] of numbers, at an address that nothing is aligned to.
@@ -43,7 +43,7 @@ Buffer random_numbers(int64_t count, DType dtype, std::mt19937& random) {
 struct Case {
   int64_t rows, cols;
   DType dtype;
-  Code code;
+  QType qtype;
   Scaling scaling;
 };
 
@@ -51,7 +51,7 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
   const int64_t size = c.rows * c.cols;
   const bool mx = c.scaling == Scaling::kMx, channel = c.scaling == Scaling::kChannel;
   const Buffer x = random_numbers(size, c.dtype, random);
-  Buffer codes(size, 1), turned(size, 3);
+  Buffer qvalues(size, 1), turned(size, 3);
   Buffer scales(mx ? size / 32 : channel ? 4 * c.rows : 4, mx ? 1 : 4);
   Buffer turned_scales(mx ? size / 32 : channel ? 4 * c.cols : 4, mx ? 1 : 4);
   Buffer sums(c.cols * static_cast<int64_t>(byte_size(c.dtype)), c.dtype == DType::F32 ? 4 : 2);
@@ -60,10 +60,10 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
   args.dtype = te::float_of(c.dtype);
   args.rows = c.rows;
   args.cols = c.cols;
-  args.code = c.code;
+  args.qtype = c.qtype;
   args.scaling = c.scaling;
   args.scale = 5.5f;
-  args.codes = codes.get();
+  args.qvalues = qvalues.get();
   args.turned = turned.get();
   args.scales = scales.get();
   args.turned_scales = turned_scales.get();
@@ -77,24 +77,24 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
     for (int64_t col = 0; col < c.cols; ++col) {
       const double number = element(x.get(), c.dtype, r * c.cols + col);
       largest = std::fmax(largest, std::fabs(number));
-      const uint8_t code = codes.get()[r * c.cols + col];
+      const uint8_t qvalue = qvalues.get()[r * c.cols + col];
       const uint8_t other = turned.get()[mx ? r * c.cols + col : col * c.rows + r];
       if (!mx && !channel) {
-        const uint8_t wanted = encoded(static_cast<float>(number) * 5.5f, c.code);
-        good = good && code == wanted && other == wanted;
+        const uint8_t wanted = encoded(static_cast<float>(number) * 5.5f, c.qtype);
+        good = good && qvalue == wanted && other == wanted;
         continue;
       }
       const auto scale_of = [&](const Buffer& from, int64_t byte, int64_t index) {
         return mx ? std::ldexp(1.0, from.get()[byte] - 127)
                   : element(from.get(), DType::F32, index);
       };
-      const double step = c.code == Code::kInt8 ? 0.51 : 0.0;
-      const double part = c.code == Code::kE4M3 ? 0.07 : c.code == Code::kE5M2 ? 0.13 : 0.0;
+      const double step = c.qtype == QType::kInt8 ? 0.51 : 0.0;
+      const double part = c.qtype == QType::kE4M3 ? 0.07 : c.qtype == QType::kE5M2 ? 0.13 : 0.0;
       const auto near = [&](uint8_t found, double scale) {
-        const double error = std::fabs(decoded(found, c.code) * scale - number);
+        const double error = std::fabs(decoded(found, c.qtype) * scale - number);
         return error <= step * scale + part * std::fabs(number) + 0.01 * scale;
       };
-      good = good && near(code, scale_of(scales, r * (c.cols / 32) + col / 32, r));
+      good = good && near(qvalue, scale_of(scales, r * (c.cols / 32) + col / 32, r));
       good = good && near(other, scale_of(turned_scales, r / 32 * c.cols + col, col));
     }
   }
@@ -108,17 +108,17 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
     good = good && std::fabs(found - sum) <= 0.01 * std::fabs(sum) + 1e-5 * size_of_it;
   }
   const std::string what = std::to_string(c.rows) + " x " + std::to_string(c.cols) + ", format " +
-                           std::to_string(static_cast<int>(c.code)) + ", mode " +
+                           std::to_string(static_cast<int>(c.qtype)) + ", mode " +
                            std::to_string(static_cast<int64_t>(c.scaling)) + ", " + name(c.dtype);
   CHECK_THAT(good, what);
   CHECK_THAT(static_cast<double>(most) == largest, what);
 
   Buffer back(4 * size, 4);
   te::Dequantize undo;
-  undo.codes = codes.get();
+  undo.qvalues = qvalues.get();
   undo.rows = c.rows;
   undo.cols = c.cols;
-  undo.code = c.code;
+  undo.qtype = c.qtype;
   undo.scaling = c.scaling;
   const float inverse = 1.0f / 5.5f;
   undo.scales = mx || channel ? static_cast<const void*>(scales.get()) : &inverse;
@@ -126,11 +126,11 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
   te::dequantize(undo, parallel);
   bool equal = true;
   for (int64_t i = 0; i < size; ++i) {
-    const float code = static_cast<float>(decoded(codes.get()[i], c.code));
+    const float qvalue = static_cast<float>(decoded(qvalues.get()[i], c.qtype));
     const float scale = mx ? static_cast<float>(std::ldexp(1.0, scales.get()[i / 32] - 127))
                         : channel ? static_cast<float>(element(scales.get(), DType::F32, i / c.cols))
                                   : inverse;
-    equal = equal && static_cast<float>(element(back.get(), DType::F32, i)) == code * scale;
+    equal = equal && static_cast<float>(element(back.get(), DType::F32, i)) == qvalue * scale;
   }
   CHECK_THAT(equal, what);
 }
@@ -139,19 +139,19 @@ TEST(te_quantize_and_dequantize) {
   std::mt19937 random(5);
   Threads pool(2);
   const Parallel two(pool), one;
-  for (Code code : {Code::kE4M3, Code::kE5M2, Code::kInt8}) {
+  for (QType qtype : {QType::kE4M3, QType::kE5M2, QType::kInt8}) {
     for (DType dtype : kFloats) {
       for (int64_t rows : {0, 1, 7, 33, 64, 130}) {
         for (int64_t cols : {1, 15, 17, 65, 129, 1030}) {
           for (Scaling mode : {Scaling::kCurrentTensor, Scaling::kChannel}) {
-            check_quantize({rows, cols, dtype, code, mode}, random, rows == 130 ? two : one);
+            check_quantize({rows, cols, dtype, qtype, mode}, random, rows == 130 ? two : one);
           }
         }
       }
-      if (code == Code::kInt8) continue;
+      if (qtype == QType::kInt8) continue;
       for (int64_t rows : {32, 96, 160}) {
         for (int64_t cols : {32, 64, 1056}) {
-          check_quantize({rows, cols, dtype, code, Scaling::kMx}, random, two);
+          check_quantize({rows, cols, dtype, qtype, Scaling::kMx}, random, two);
         }
       }
     }

@@ -65,13 +65,13 @@ struct Weights {
   int64_t k, n, group;
   int bits;
   PanelLayout layout;
-  std::vector<int8_t> codes;
+  std::vector<int8_t> qvalues;
   std::vector<float> scales;  // numbers of float16 where the layout's have 16 bits
   Buffer buffer;
 
   int64_t scale_rows() const { return group == 0 ? 1 : k / group; }
-  int8_t code(int64_t row, int64_t column) const {
-    return codes[static_cast<size_t>(row * n + column)];
+  int8_t qvalue(int64_t row, int64_t column) const {
+    return qvalues[static_cast<size_t>(row * n + column)];
   }
   float scale(int64_t row, int64_t column) const {
     return scales[static_cast<size_t>((group == 0 ? 0 : row / group) * n + column)];
@@ -90,7 +90,7 @@ struct Weights {
   }
   void pack_again() {
     const PackedWeights p = packed();
-    pack(codes.data(), scale_bytes().data(), n, layout, buffer.get(), p.panels, p.panel_bytes,
+    pack(qvalues.data(), scale_bytes().data(), n, layout, buffer.get(), p.panels, p.panel_bytes,
          Parallel());
   }
 };
@@ -101,10 +101,10 @@ inline Weights random_weights(int64_t n, const PanelLayout& layout, std::mt19937
   const int64_t count = panel_count(n, layout.columns());
   Weights w{layout.k, n,  layout.group, bits,
             layout,   {}, {},           Buffer(count * layout.panel_bytes(), offset)};
-  w.codes.resize(static_cast<size_t>(w.k * n));
+  w.qvalues.resize(static_cast<size_t>(w.k * n));
   const int low = bits == 8 ? -128 : -8, high = bits == 8 ? 127 : 7;
-  std::uniform_int_distribution<int> code(low, high);
-  for (int8_t& c : w.codes) c = static_cast<int8_t>(constant == 1000 ? code(random) : constant);
+  std::uniform_int_distribution<int> qvalue(low, high);
+  for (int8_t& c : w.qvalues) c = static_cast<int8_t>(constant == 1000 ? qvalue(random) : constant);
   std::uniform_real_distribution<float> scale(0.001f, 0.01f);
   w.scales.resize(static_cast<size_t>(w.scale_rows() * n));
   for (float& s : w.scales) {

@@ -1,7 +1,8 @@
 """select_kernel: which of the declared kernels a call gets.
 
 The answer for a call is kept until the plugins are loaded again. So plugins are asked once per
-different call, and a program that is traced again gets the same kernel.
+different call, and a program that is traced again gets the same kernel. A process that meets new
+shapes for ever keeps the last MOST answers.
 """
 
 from __future__ import annotations
@@ -37,6 +38,9 @@ class KernelChoice(NamedTuple):
     spec: KernelSpec | None
     reason: str
 
+
+MOST = 4096
+"""Answers that are kept; one is about 1 KB."""
 
 # By registry, because a choice depends on the loaded plugins.
 _choices: WeakKeyDictionary[Registry, dict[KernelCall, KernelChoice]] = WeakKeyDictionary()
@@ -95,14 +99,18 @@ def select_kernel(
     if (op, platform) in given:
         return KernelChoice(given[op, platform], "chosen for all calls")
     choices = _choices.setdefault(registry, {})
-    if call not in choices:
+    choice = choices.get(call)
+    if choice is None:
         choice, faults = _choose(registry, call)
-        choices.setdefault(call, choice)
+        choice = choices.setdefault(call, choice)
+        while len(choices) > MOST:
+            with contextlib.suppress(StopIteration, RuntimeError):  # another thread changed it
+                choices.pop(next(iter(choices)), None)
         chosen = choice.spec.target if choice.spec else "no kernel"
         _log.debug("%s: %s (%s)", call, chosen, choice.reason)
         for fault in faults:
             warnings.warn(fault, PluginWarning, stacklevel=2)
-    return choices[call]
+    return choice
 
 
 def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[str]]:

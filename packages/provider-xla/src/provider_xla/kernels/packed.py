@@ -310,7 +310,7 @@ def packed_form(
     return _form_of(get_op(f"pack_w{bits}"), k, n, group, platform, scale_dtype)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _form_of(op: Any, k: int, n: int, group: int, platform: str, scale_dtype: str) -> Any:
     qvalue = jax.ShapeDtypeStruct((k, n), jnp.int8)
     scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.dtype(scale_dtype))

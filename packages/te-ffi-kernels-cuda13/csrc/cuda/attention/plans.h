@@ -1,6 +1,6 @@
 // cuDNN's plans, one per device and graph, for the whole process: building one takes up to seconds,
-// and the layers of a model ask for the same. Each has its handle, since a handle is of one thread at
-// a time: running a plan waits for no other that is being built.
+// and the layers of a model ask for the same. Each has its handle, since a handle is of one thread
+// at a time: running a plan waits for no other that is being built.
 #pragma once
 
 #include <map>

@@ -1,4 +1,4 @@
-// How an algorithm for a product is chosen.
+// How an algorithm for a matmul is chosen.
 #pragma once
 
 #include "cuda/cublaslt.h"

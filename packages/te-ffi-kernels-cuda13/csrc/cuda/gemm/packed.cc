@@ -12,21 +12,21 @@
 namespace jaxtap::cuda {
 namespace {
 
-size_t size_of(const PackedProduct& args) {
+size_t size_of(const PackedMatmul& args) {
   return args.quantizes ? 1 : 2;
 }
 
-PackedWeight unpacked(const PackedProduct& args) {
+PackedWeight unpacked(const PackedMatmul& args) {
   PackedWeight weight;
   weight.weight = args.weight;
   weight.layout = args.layout;
   weight.n = args.n;
-  weight.as_codes = args.quantizes;
+  weight.as_int8 = args.quantizes;
   weight.dtype = args.x_dtype;
   return weight;
 }
 
-void multiply(const PackedMma& mma, const PackedProduct& args, Stream stream) {
+void multiply(const PackedMma& mma, const PackedMatmul& args, Stream stream) {
   if (args.quantizes) return packed_mma_int8(mma, stream);
   switch (args.x_dtype) {
     case te::Float::kF32: return packed_mma_f32(mma, stream);
@@ -35,8 +35,8 @@ void multiply(const PackedMma& mma, const PackedProduct& args, Stream stream) {
   }
 }
 
-void check_call(const PackedProduct& args, const PackedSums* sums) {
-  if (sums == nullptr) throw failed_precondition("the product has no plan");
+void check_call(const PackedMatmul& args, const PackedSums* sums) {
+  if (sums == nullptr) throw failed_precondition("the matmul has no plan");
   for (const void* address : {args.x, const_cast<const void*>(args.y)}) {
     if (reinterpret_cast<uintptr_t>(address) % kLtAlignment != 0) {
       throw invalid_argument("an array begins at ", address, ", which isn't a multiple of ",
@@ -47,7 +47,7 @@ void check_call(const PackedProduct& args, const PackedSums* sums) {
 
 }  // namespace
 
-PackedSteps::PackedSteps(const PackedProduct& args) {
+PackedSteps::PackedSteps(const PackedMatmul& args) {
   const PanelLayout& layout = args.layout;
   if (args.quantizes && layout.group == 0 && layout.k > kMostExact) {
     throw invalid_argument("sums of ", args.layout.k, " products of int8 don't fit in int32; there may ",
@@ -80,18 +80,18 @@ PackedSteps::PackedSteps(const PackedProduct& args) {
     if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
     return begin;
   };
-  codes = part(args.quantizes, rows * depth);
+  qvalues = part(args.quantizes, rows * depth);
   row_factors = part(args.quantizes, 4 * args.m * layout.scales());
   weight = part(library, static_cast<int64_t>(size_of(args)) * chunk * depth);
   col_factors = part(library, 4 * chunk);
   sums = part(keeps_sums, 4 * rows * chunk);
 }
 
-PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace)
+PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, size_t workspace)
     : lt_(lt),
       handle_(handle),
       exact_(args.quantizes),
-      product_(lt),
+      matmul_(lt),
       x_(lt) {
   const PackedSteps steps(args);
   if (steps.depth == 0) throw invalid_argument("k is 0: nothing is contracted");
@@ -101,9 +101,9 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
                            ", and some for cuBLASLt; call the op of te_ffi_kernels, which knows "
                            "the size");
   }
-  lt.check(lt.create_product(product_.place(), exact_ ? LtSums::kS32 : LtSums::kF32),
-           "describing a product");
-  lt.check(lt.set_number(product_.get(), LtNumber::kTurnA, 1), "describing a product");
+  lt.check(lt.create_matmul(matmul_.place(), exact_ ? LtSums::kS32 : LtSums::kF32),
+           "describing a matmul");
+  lt.check(lt.set_number(matmul_.get(), LtNumber::kTurnA, 1), "describing a matmul");
   const auto layout = [&](OwnedLayout& owned, LtType type, int64_t rows, int64_t cols,
                           int64_t stride) {
     lt.check(lt.create_layout(owned.place(), type, rows, cols, stride), "describing a matrix");
@@ -132,7 +132,7 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args,
 
 LtCall PackedSums::call(const Chunk& chunk) const {
   LtCall call;
-  call.product = product_.get();
+  call.matmul = matmul_.get();
   call.a_layout = chunk.weight.get();
   call.b_layout = x_.get();
   call.out_layout = chunk.sums.get();
@@ -160,7 +160,7 @@ void PackedSums::run(const void* x, const void* weight, int64_t cols, void* sums
   lt_.check(status, "multiplying");
 }
 
-void packed_product(const PackedProduct& args, const PackedSums* sums, void* given, size_t bytes,
+void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given, size_t bytes,
                     Stream stream) {
   const PackedSteps steps(args);
   if (steps.empty) return;
@@ -177,15 +177,15 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
   char* workspace = section_of(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
   if (workspace - static_cast<char*>(given) + needed > bytes) {
-    throw invalid_argument("workspace has ", bytes, " bytes, and the product needs ", needed);
+    throw invalid_argument("workspace has ", bytes, " bytes, and the matmul needs ", needed);
   }
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
-  auto* codes = reinterpret_cast<int8_t*>(workspace + steps.codes);
+  auto* qvalues = reinterpret_cast<int8_t*>(workspace + steps.qvalues);
   if (args.quantizes) {
     packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.rows, steps.depth,
-                 args.layout.group, codes, row_factors},
+                 args.layout.group, qvalues, row_factors},
                 stream);
-    mma.x = codes;
+    mma.x = qvalues;
     mma.x_scales = row_factors;
   }
   if (!steps.library) return multiply(mma, args, stream);
@@ -200,7 +200,7 @@ void packed_product(const PackedProduct& args, const PackedSums* sums, void* giv
     packed_unpack(weight, stream);
     char* out = static_cast<char*>(args.y) + first * wide;
     void* to = steps.keeps_sums ? workspace + steps.sums : out;
-    sums->run(args.quantizes ? codes : args.x, weight.out, cols, to, workspace + steps.bytes,
+    sums->run(args.quantizes ? qvalues : args.x, weight.out, cols, to, workspace + steps.bytes,
               stream);
     GemmFinish finish;
     finish.sums = to;

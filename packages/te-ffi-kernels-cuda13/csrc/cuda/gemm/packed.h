@@ -1,10 +1,10 @@
-// Products with packed weights, as many rows as there may be.
+// Matmuls with packed weights, as many rows as there may be.
 //
 // A kernel on tensor cores reads the panels. For many rows of int8 or of 16 bits with a weight
-// without groups, cuBLASLt is used, and the weight is unpacked into the workspace: quantized values,
-// which are exact in any dtype. A kernel finishes: scales, rounded once. This goes by columns, as
-// many at a time as kMostUnpacked bytes of workspace hold: the head of a language model would take a
-// gigabyte at once.
+// without groups, cuBLASLt is used, and the weight is unpacked into the workspace: quantized
+// values, which are exact in any dtype. A kernel finishes: scales, rounded once. This goes by
+// columns, as many at a time as kMostUnpacked bytes of workspace hold: the head of a language model
+// would take a gigabyte at once.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@
 
 namespace jaxtap::cuda {
 
-struct PackedProduct {
+struct PackedMatmul {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
   int64_t m = 0, n = 0;
@@ -30,23 +30,24 @@ struct PackedProduct {
 
 constexpr size_t kMostUnpacked = size_t{64} << 20;
 
-// What a product takes, which follows from shapes and dtypes alone.
+// What a matmul takes, which follows from shapes and dtypes alone.
 struct PackedSteps {
-  explicit PackedSteps(const PackedProduct& args);
+  explicit PackedSteps(const PackedMatmul& args);
 
   bool empty = false;
   bool library = false;  // cuBLASLt multiplies
   bool keeps_sums = false;
   int64_t depth = 0, cols = 0;   // of the unpacked weight
   int64_t chunk = 0;             // columns at a time: whole panels
-  int64_t rows = 0;              // of x in cuBLASLt's product
+  int64_t rows = 0;              // of x in cuBLASLt's matmul
   int64_t stride = 0;            // of rows of sums
 
   // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
-  size_t codes = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
+  size_t qvalues = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
 };
 
-// Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves; not measured.
+// Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves; not
+// measured.
 constexpr int64_t kFewRows = 256;
 
 constexpr int64_t kGroupRows = 32;  // groups have a multiple of these
@@ -58,7 +59,7 @@ constexpr int64_t kMostExact = (int64_t{1} << 17) - 64;
 class PackedSums {
  public:
   // Takes from `args` everything but addresses. `workspace` is what there will be of all.
-  PackedSums(CublasLt& lt, LtHandle handle, const PackedProduct& args, size_t workspace);
+  PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, size_t workspace);
 
   // sums[m, cols] = x[m, depth] times weight[cols, depth], where cols are those of a chunk: all but
   // the last have as many.
@@ -68,7 +69,7 @@ class PackedSums {
   size_t workspace() const;
 
  private:
-  // A product with so many columns.
+  // A matmul with so many columns.
   struct Chunk {
     explicit Chunk(CublasLt& lt) : weight(lt), sums(lt) {}
     int64_t cols = 0;
@@ -82,13 +83,13 @@ class PackedSums {
   CublasLt& lt_;
   const LtHandle handle_;
   const bool exact_;
-  OwnedProduct product_;
+  OwnedMatmul matmul_;
   OwnedLayout x_;
   std::unique_ptr<Chunk> chunk_, last_;  // the last one where it has fewer columns
 };
 
 // `sums` is there where the steps say so.
-void packed_product(const PackedProduct& args, const PackedSums* sums, void* workspace,
+void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* workspace,
                     size_t bytes, Stream stream);
 
 }  // namespace jaxtap::cuda

@@ -1,5 +1,5 @@
-// cuBLASLt's matrices are column by column: what is a row to XLA is a column to it. So its A is rhs,
-// its B is lhs, and its result, [n, m] by columns, is [m, n] by rows.
+// cuBLASLt's matrices are column by column: what is a row to XLA is a column to it. So its A is
+// rhs, its B is lhs, and its result, [n, m] by columns, is [m, n] by rows.
 #include "cuda/gemm/plan.h"
 
 #include <string>
@@ -45,7 +45,7 @@ GemmPlan::GemmPlan(CublasLt& lt, LtHandle handle, const te::Gemm& args, const Op
       handle_(handle),
       steps_(args, options.has_bias),
       alignment_(options.alignment),
-      product_(lt),
+      matmul_(lt),
       a_(lt),
       b_(lt),
       out_(lt) {
@@ -60,13 +60,13 @@ GemmPlan::GemmPlan(CublasLt& lt, LtHandle handle, const te::Gemm& args, const Op
 }
 
 void GemmPlan::describe(const te::Gemm& args, bool fast) {
-  lt_.check(lt_.create_product(product_.place(), steps_.exact ? LtSums::kS32 : LtSums::kF32),
-            "describing a product");
+  lt_.check(lt_.create_matmul(matmul_.place(), steps_.exact ? LtSums::kS32 : LtSums::kF32),
+            "describing a matmul");
   const auto set = [&](LtNumber which, int32_t value) {
-    lt_.check(lt_.set_number(product_.get(), which, value), "describing a product");
+    lt_.check(lt_.set_number(matmul_.get(), which, value), "describing a matmul");
   };
   const auto point = [&](LtPointer which) {
-    lt_.check(lt_.set_pointer(product_.get(), which, some_address()), "describing a product");
+    lt_.check(lt_.set_pointer(matmul_.get(), which, some_address()), "describing a matmul");
   };
   const bool rhs_first = args.rhs.lanes_first || steps_.arranges_rhs;
   const bool lhs_first = args.lhs.lanes_first || steps_.arranges_lhs;
@@ -78,7 +78,7 @@ void GemmPlan::describe(const te::Gemm& args, bool fast) {
     set(LtNumber::kBiasType, static_cast<int32_t>(type_of(args.out_dtype)));
     point(LtPointer::kBias);
   }
-  if (steps_.codes && !steps_.exact && fast) set(LtNumber::kFastSums, 1);
+  if (steps_.quantized && !steps_.exact && fast) set(LtNumber::kFastSums, 1);
   if (steps_.mx) {
     set(LtNumber::kBlocksOfA, 1);
     set(LtNumber::kBlocksOfB, 1);
@@ -100,7 +100,7 @@ void GemmPlan::describe(const te::Gemm& args, bool fast) {
 
 LtCall GemmPlan::call() const {
   LtCall call;
-  call.product = product_.get();
+  call.matmul = matmul_.get();
   call.a_layout = a_.get();
   call.b_layout = b_.get();
   call.out_layout = out_.get();
@@ -178,7 +178,7 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   {
     std::lock_guard<std::mutex> hold(lock_);
     const auto point = [&](LtPointer which, const void* address) {
-      lt_.check(lt_.set_pointer(product_.get(), which, address), "describing a product");
+      lt_.check(lt_.set_pointer(matmul_.get(), which, address), "describing a matmul");
     };
     if (steps_.adds_bias) point(LtPointer::kBias, args.bias);
     if (steps_.mx) {

@@ -1,4 +1,4 @@
-// A product's plan: what cuBLASLt is to be told, and the algorithm, made once per call site and
+// A matmul's plan: what cuBLASLt is to be told, and the algorithm, made once per call site and
 // device; and its calls, which allocate nothing and never wait for the device.
 #pragma once
 
@@ -46,13 +46,13 @@ class GemmPlan {
   const uint32_t alignment_;
   // Addresses are part of the description: one call at a time.
   std::mutex lock_;
-  OwnedProduct product_;
+  OwnedMatmul matmul_;
   OwnedLayout a_, b_, out_;
   LtAlgorithm algorithm_ = {};
   size_t workspace_ = 0;
 };
 
-// Why cuBLASLt has no algorithm for a product, within `limit` bytes of its own; empty where it has
+// Why cuBLASLt has no algorithm for a matmul, within `limit` bytes of its own; empty where it has
 // one. Throws where it can't be asked. Asked when kernels are chosen, so that what it refuses runs
 // as plain JAX; a plan that can't be made later is an error.
 std::string gemm_refusal(CublasLt& lt, LtHandle handle, const te::Gemm& args, bool has_bias,

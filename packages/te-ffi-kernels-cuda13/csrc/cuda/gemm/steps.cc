@@ -10,22 +10,22 @@ bool is_half(te::Float dtype) { return dtype != te::Float::kF32; }
 }  // namespace
 
 GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
-  codes = args.scaling != te::Scaling::kNone;
+  quantized = args.scaling != te::Scaling::kNone;
   exact = args.lhs.dtype == DType::S8;
   mx = args.scaling == te::Scaling::kMx;
-  depth = codes ? up_to(args.k, kCodeSide) : args.k;
+  depth = quantized ? up_to(args.k, kQuantizedSide) : args.k;
   rows = exact ? up_to(args.m, kInt8Rows) : args.m;
-  cols = codes ? up_to(args.n, kCodeSide) : args.n;
-  arranges_lhs = codes && (!args.lhs.lanes_first || depth != args.k || rows != args.m);
-  arranges_rhs = codes && (!args.rhs.lanes_first || depth != args.k || cols != args.n);
+  cols = quantized ? up_to(args.n, kQuantizedSide) : args.n;
+  arranges_lhs = quantized && (!args.lhs.lanes_first || depth != args.k || rows != args.m);
+  arranges_rhs = quantized && (!args.rhs.lanes_first || depth != args.k || cols != args.n);
 
   // Floats of 16 bits become floats of their own kind, or float32.
   const bool other =
-      !codes && is_half(args.out_dtype) && te::float_of(args.lhs.dtype) != args.out_dtype;
+      !quantized && is_half(args.out_dtype) && te::float_of(args.lhs.dtype) != args.out_dtype;
   const bool plain = !exact && !other && cols == args.n &&
                      args.scaling != te::Scaling::kChannel && !args.gelu;
   adds_bias = has_bias && plain && args.n % 8 == 0 && args.k % 8 == 0 &&
-              (!codes || is_half(args.out_dtype));
+              (!quantized || is_half(args.out_dtype));
   finishes = !plain || (has_bias && !adds_bias);
   keeps_sums = finishes && (is_half(args.out_dtype) || cols != args.n || rows != args.m);
 

@@ -1,7 +1,7 @@
-// What a product takes beside cuBLASLt's call, which follows from shapes and dtypes alone. For codes
-// cuBLASLt wants both factors lanes first and their sides multiples of 16; for int8 rows of x come in
-// multiples of 32. It rounds its sums once, to few dtypes, and adds a bias to some of them. All else
-// is done by kernels, before and after.
+// What a matmul takes beside cuBLASLt's call, which follows from shapes and dtypes alone. For
+// quantized values cuBLASLt wants both factors lanes first and their sides multiples of 16; for
+// int8 rows of x come in multiples of 32. It rounds its sums once, to few dtypes, and adds a bias
+// to some of them. All else is done by kernels, before and after.
 #pragma once
 
 #include <cstddef>
@@ -14,9 +14,9 @@ namespace jaxtap::cuda {
 struct GemmSteps {
   GemmSteps(const te::Gemm& args, bool has_bias);
 
-  // k, and the rows and columns that cuBLASLt computes: those of codes are padded.
+  // k, and the rows and columns that cuBLASLt computes: those of quantized values are padded.
   int64_t depth = 0, rows = 0, cols = 0;
-  bool codes = false;
+  bool quantized = false;
   bool exact = false;  // sums are of int8, in int32
   bool mx = false;
   bool arranges_lhs = false, arranges_rhs = false;
@@ -39,8 +39,8 @@ inline char* section_of(void* address) {
 
 inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
-// Sides of codes, in cuBLASLt's products.
-constexpr int64_t kCodeSide = 16;
+// Sides of quantized values, in cuBLASLt's matmuls.
+constexpr int64_t kQuantizedSide = 16;
 
 // Rows of int8 (columns, to cuBLASLt). With others, such as 1 to 16, 17, 33 or 77, it has no
 // algorithm on some GPUs, and wrong sums on others.

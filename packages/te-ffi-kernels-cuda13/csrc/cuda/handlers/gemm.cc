@@ -1,4 +1,4 @@
-// Handlers of gemm_v2: cuBLASLt's products, planned by `prepare`.
+// Handlers of gemm_v2: cuBLASLt's matmuls, planned by `prepare`.
 
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/plan.h"

@@ -86,17 +86,17 @@ python::Object LoadLibrary(const std::string& path) {
   return python::Tuple(version, error);
 }
 
-// Of the dtypes that products have.
+// Of the dtypes that matmuls have.
 DType DTypeOf(const std::string& text) {
   for (const auto& [name, dtype] : {std::pair{"float32", DType::F32}, {"bfloat16", DType::BF16},
                                     {"float16", DType::F16}, {"float8_e4m3fn", DType::F8E4M3FN},
                                     {"float8_e5m2", DType::F8E5M2}, {"int8", DType::S8}}) {
     if (text == name) return dtype;
   }
-  throw invalid_argument("no product is of ", text);
+  throw invalid_argument("no matmul is of ", text);
 }
 
-// A product without addresses.
+// A matmul without addresses.
 te::Gemm GemmOf(int64_t m, int64_t n, int64_t k, int64_t scaling, const std::string& lhs,
                 const std::string& rhs, bool lhs_first, bool rhs_first, const std::string& out,
                 bool gelu) {
@@ -114,14 +114,14 @@ te::Gemm GemmOf(int64_t m, int64_t n, int64_t k, int64_t scaling, const std::str
   return args;
 }
 
-// The workspace that the kernels of a product need beside cuBLASLt's own.
+// The workspace that the kernels of a matmul need beside cuBLASLt's own.
 size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, std::string lhs,
                      std::string rhs, bool lhs_first, bool rhs_first, std::string out, bool bias,
                      bool gelu) {
   return GemmSteps(GemmOf(m, n, k, scaling, lhs, rhs, lhs_first, rhs_first, out, gelu), bias).bytes;
 }
 
-// Why cuBLASLt has no algorithm for a product on a device within `limit` bytes; empty where it has.
+// Why cuBLASLt has no algorithm for a matmul on a device within `limit` bytes; empty where it has.
 std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t n, int64_t k,
                         int64_t scaling, std::string lhs, std::string rhs, bool lhs_first,
                         bool rhs_first, std::string out, bool bias, bool gelu) {
@@ -133,10 +133,10 @@ std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t
   return gemm_refusal(lt, handle, args, bias, fast, static_cast<size_t>(limit));
 }
 
-// The same of a product with a packed weight. Floats are numbered as kFloats above.
+// The same of a matmul with a packed weight. Floats are numbered as kFloats above.
 size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
                        int64_t dtype, int64_t out) {
-  PackedProduct args;
+  PackedMatmul args;
   args.x_dtype = static_cast<te::Float>(dtype);
   args.m = m;
   args.n = n;

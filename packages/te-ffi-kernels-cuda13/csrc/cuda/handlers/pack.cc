@@ -10,10 +10,10 @@ namespace {
 template <class Op>
 void Run(const Op& given, const Call& call) {
   PackedPack args;
-  args.codes = static_cast<const int8_t*>(given.codes.data);
+  args.qvalues = static_cast<const int8_t*>(given.qvalues.data);
   args.scales = given.scale.data;
   args.layout = given.layout;
-  args.n = given.codes.shape[1];
+  args.n = given.qvalues.shape[1];
   args.out = static_cast<uint8_t*>(given.buffer.data);
   packed_pack(args, call.stream);
 }

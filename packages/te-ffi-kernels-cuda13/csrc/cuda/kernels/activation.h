@@ -21,15 +21,15 @@ struct Activation {
 };
 
 // f(x), or f(a) * b where x is gated; and dx, in the shape of x, whose sums over rows `outputs` may
-// have. As numbers or as codes: where `outputs` has it, whose x is not read.
+// have. As numbers or as quantized values: where `outputs` has it, whose x is not read.
 void activation_forward(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_backward(const Activation& args, const Quantize& outputs, Stream stream);
 
 // The kernels.
 void activation_numbers(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_codes(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_values(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_gradient_numbers(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_gradient_codes(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_gradient_values(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_gradient_sums(const Activation& args, const Quantize& outputs, Stream stream);
 
 }  // namespace jaxtap::cuda

@@ -9,8 +9,8 @@
 namespace jaxtap::cuda {
 namespace {
 
-// What sources have alike. `Self` computes numbers of a row: run<kCount>(row, col, left, wide, out),
-// of which `left` exist; out is zeros beyond them.
+// What sources have alike. `Self` computes numbers of a row: run<kCount>(row, col, left, wide,
+// out), of which `left` exist; out is zeros beyond them.
 template <class Self, class Of>
 struct ActivationSource {
   using Format = Of;

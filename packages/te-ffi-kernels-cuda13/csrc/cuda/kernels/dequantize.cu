@@ -1,4 +1,4 @@
-// A thread has 16 codes that follow each other.
+// A thread has 16 quantized values that follow each other.
 #include "cuda/kernels/dequantize.h"
 
 #include "cuda/formats.h"
@@ -11,11 +11,11 @@ constexpr int kChunk = 16, kThreads = 256;
 enum class Scales { kOne, kOfRows, kOfBlocks, kOfColumnBlocks };
 
 struct Args {
-  const uint8_t* codes;
+  const uint8_t* qvalues;
   const void* scales;
   void* out;
   int64_t count, cols;
-  Code code;
+  QType qtype;
   bool wide;
 };
 
@@ -26,12 +26,12 @@ __global__ void dequantize_kernel(Args args) {
   if (left <= 0) return;
   float x[kChunk];
   if (args.wide && left >= kChunk) {
-    const auto bytes = read<kChunk>(args.codes + at);
+    const auto bytes = read<kChunk>(args.qvalues + at);
     JAXTAP_UNROLL
-    for (int i = 0; i < kChunk; ++i) x[i] = decode(args.code, bytes.at[i]);
+    for (int i = 0; i < kChunk; ++i) x[i] = decode(args.qtype, bytes.at[i]);
   } else {
     JAXTAP_UNROLL
-    for (int i = 0; i < kChunk; ++i) x[i] = i < left ? decode(args.code, args.codes[at + i]) : 0;
+    for (int i = 0; i < kChunk; ++i) x[i] = i < left ? decode(args.qtype, args.qvalues[at + i]) : 0;
   }
   const auto* numbers = static_cast<const float*>(args.scales);
   const auto* powers = static_cast<const uint8_t*>(args.scales);
@@ -40,7 +40,7 @@ __global__ void dequantize_kernel(Args args) {
     JAXTAP_UNROLL
     for (int i = 0; i < kChunk; ++i) x[i] *= scale;
   } else if constexpr (kScales == Scales::kOfBlocks) {
-    const auto scale = codes::power(powers[at / te::kBlock]);
+    const auto scale = quantized::power(powers[at / te::kBlock]);
     JAXTAP_UNROLL
     for (int i = 0; i < kChunk; ++i) x[i] = x[i] * scale.factor * scale.half;
   } else {
@@ -51,7 +51,7 @@ __global__ void dequantize_kernel(Args args) {
         if constexpr (kScales == Scales::kOfRows) {
           x[i] *= numbers[row];
         } else {
-          const auto scale = codes::power(powers[row / te::kBlock * args.cols + col]);
+          const auto scale = quantized::power(powers[row / te::kBlock * args.cols + col]);
           x[i] = x[i] * scale.factor * scale.half;
         }
       }
@@ -88,13 +88,13 @@ void run(const Args& args, const Dequantize& given, Stream stream) {
 }  // namespace
 
 void dequantize(const Dequantize& given, Stream stream) {
-  const Args args = {given.codes,
+  const Args args = {given.qvalues,
                      given.scales,
                      given.out,
                      given.rows * given.cols,
                      given.cols,
-                     given.code,
-                     aligned(16, given.codes, static_cast<uint8_t*>(given.out))};
+                     given.qtype,
+                     aligned(16, given.qvalues, static_cast<uint8_t*>(given.out))};
   switch (given.dtype) {
     case te::Float::kF32: return run<F32>(args, given, stream);
     case te::Float::kBF16: return run<BF16>(args, given, stream);

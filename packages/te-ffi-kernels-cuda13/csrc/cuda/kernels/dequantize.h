@@ -1,4 +1,4 @@
-// Codes and scales back to numbers.
+// Quantized values and scales back to numbers.
 #pragma once
 
 #include "cuda/runtime.h"

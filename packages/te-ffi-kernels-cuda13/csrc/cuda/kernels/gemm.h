@@ -1,4 +1,4 @@
-// What is done before and after cuBLASLt's products.
+// What is done before and after cuBLASLt's matmuls.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace jaxtap::cuda {
 
-// Codes as [out_lanes, out_k], with zeros beyond [lanes, k]; out_k is a multiple of 16.
+// Quantized values as [out_lanes, out_k], with zeros beyond [lanes, k]; out_k is a multiple of 16.
 struct GemmArrange {
-  const uint8_t* codes = nullptr;  // [lanes, k], or [k, lanes]
+  const uint8_t* qvalues = nullptr;  // [lanes, k], or [k, lanes]
   bool lanes_first = true;
   int64_t lanes = 0, k = 0;
   uint8_t* out = nullptr;
@@ -38,8 +38,8 @@ struct GemmFactors {
   float* out = nullptr;  // [2]
 };
 
-// From sums of products to the result: scales, alpha, bias, gelu, rounded once. NaN where beta isn't
-// 0. The result may be where the sums are if both have 4 bytes and the same stride.
+// From sums of products to the result: scales, alpha, bias, gelu, rounded once. NaN where beta
+// isn't 0. The result may be where the sums are if both have 4 bytes and the same stride.
 struct GemmFinish {
   const void* sums = nullptr;  // float32, or int32: [m, stride]
   bool exact = false;          // int32

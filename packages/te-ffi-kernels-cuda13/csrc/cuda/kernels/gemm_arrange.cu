@@ -1,4 +1,4 @@
-// A block has a tile of 64 lanes and 64 codes of each, a thread 4 x 4 of them.
+// A block has a tile of 64 lanes and 64 quantized values of each, a thread 4 x 4 of them.
 #include "cuda/formats.h"
 #include "cuda/kernels/gemm.h"
 
@@ -12,10 +12,11 @@ constexpr int kThreads = kParts * kParts;
 struct Args {
   GemmArrange given;
   int64_t tiles_across;  // along k
-  bool wide;             // rows of codes may be read in words
+  bool wide;             // rows of quantized values may be read in words
 };
 
-// Four codes of a row from `at` on, the first in the lowest byte; zeros beyond the row's end.
+// Four quantized values of a row from `at` on, the first in the lowest byte; zeros beyond the row's
+// end.
 JAXTAP_DEVICE uint32_t read_four(const uint8_t* row, int64_t at, int64_t end, bool wide) {
   if (wide && at + kPart <= end) return *reinterpret_cast<const uint32_t*>(row + at);
   uint32_t out = 0;
@@ -47,7 +48,7 @@ __global__ void gemm_arrange_kernel(Args args) {
   JAXTAP_UNROLL
   for (int i = 0; i < kPart; ++i) {
     const bool inside = row + i < rows;
-    four[i] = inside ? read_four(given.codes + (row + i) * cols, col, cols, args.wide) : 0;
+    four[i] = inside ? read_four(given.qvalues + (row + i) * cols, col, cols, args.wide) : 0;
   }
   if constexpr (kLanesFirst) {
     JAXTAP_UNROLL
@@ -74,7 +75,7 @@ __global__ void gemm_arrange_kernel(Args args) {
 void gemm_arrange(const GemmArrange& given, Stream stream) {
   const int64_t row = given.lanes_first ? given.k : given.lanes;
   const Args args = {given, ceil_of(given.out_k, kTile),
-                     row % kPart == 0 && aligned(kPart, given.codes)};
+                     row % kPart == 0 && aligned(kPart, given.qvalues)};
   const int64_t blocks = ceil_of(given.out_lanes, kTile) * args.tiles_across;
   if (given.lanes_first) {
     launch(gemm_arrange_kernel<true>, blocks, kThreads, stream, args);

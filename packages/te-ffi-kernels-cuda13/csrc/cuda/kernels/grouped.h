@@ -1,5 +1,5 @@
-// Quantization of groups of rows one by one. How many rows a group has is read on the device: nobody
-// waits for it, and what is launched is the same whatever the groups are.
+// Quantization of groups of rows one by one. How many rows a group has is read on the device:
+// nobody waits for it, and what is launched is the same whatever the groups are.
 #pragma once
 
 #include <cstdint>
@@ -17,18 +17,18 @@ struct GroupStart {
 constexpr int64_t kNoRow = -1;
 
 // Arrays of the device. Results are nullptr where they aren't wanted, and have those of the groups
-// one after the other; transposed codes are transposed within each group.
+// one after the other; transposed quantized values are transposed within each group.
 struct GroupedQuantize {
   const void* x = nullptr;  // [length, rows_each, cols]
   te::Float dtype = te::Float::kF32;
   int64_t length = 0, rows_each = 1, cols = 0;
   const int32_t* sizes = nullptr;  // [groups], with a sum of at most `length`
   int64_t groups = 0;
-  te::Code code = te::Code::kE4M3;
+  te::QType qtype = te::QType::kE4M3;
   te::Scaling scaling = te::Scaling::kDelayedTensor;
   const float* scale = nullptr;  // [groups], per tensor
 
-  uint8_t *codes = nullptr, *turned = nullptr;
+  uint8_t *qvalues = nullptr, *turned = nullptr;
   void* scales = nullptr;         // float[groups], float[rows], or e8m0
   void* turned_scales = nullptr;  // float[groups], float[groups, cols], or e8m0
   float* absmax = nullptr;        // [groups]: per tensor the largest magnitude, else 0
@@ -44,7 +44,7 @@ void grouped_quantize(const GroupedQuantize& args, Stream stream);
 // The kernels.
 void grouped_starts(const GroupedQuantize& args, Stream stream);
 void grouped_absmax(const GroupedQuantize& args, Stream stream);
-void grouped_codes(const GroupedQuantize& args, Stream stream);
+void grouped_values(const GroupedQuantize& args, Stream stream);
 void grouped_rest(const GroupedQuantize& args, Stream stream);
 
 }  // namespace jaxtap::cuda

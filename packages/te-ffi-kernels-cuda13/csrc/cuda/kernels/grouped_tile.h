@@ -22,10 +22,10 @@ GroupedTiles<Source> grouped_args(const GroupedQuantize& given, const Source& so
   Quantize all;
   all.rows = given.rows();
   all.cols = given.cols;
-  all.code = given.code;
+  all.qtype = given.qtype;
   all.scaling = given.scaling;
   all.scale = given.scale;
-  all.codes = given.codes;
+  all.qvalues = given.qvalues;
   all.turned = given.turned;
   all.scales = given.scales;
   all.turned_scales = given.turned_scales;
@@ -74,7 +74,7 @@ JAXTAP_DEVICE void in_group(const GroupedTiles<Source>& all, Body&& body) {
   args.rows = all.starts[group + 1].row - start.row;
   const int64_t at = start.row * all.cols;
   args.source.x += at;
-  args.codes = moved<uint8_t>(all.codes, at);
+  args.qvalues = moved<uint8_t>(all.qvalues, at);
   args.turned = moved<uint8_t>(all.turned, at);
   args.wide_turned = (te::turns(all.scaling) ? args.rows : args.cols) % kPart == 0 &&
                      reinterpret_cast<uintptr_t>(args.turned) % kPart == 0;

@@ -6,7 +6,7 @@ void norm_forward(const Norm& norm, const Quantize& outputs, Stream stream) {
   const bool quantizes = outputs.scaling != te::Scaling::kNone;
   if (!quantizes) quantize_numbers(outputs, stream);
   norm_rows(norm, outputs, stream);
-  if (quantizes) norm_codes(norm, outputs, stream);
+  if (quantizes) norm_values(norm, outputs, stream);
 }
 
 void norm_backward(const NormGradient& args, Stream stream) {

@@ -16,8 +16,8 @@ struct Norm : norms::Norm {
 };
 using NormGradient = norms::Gradient;
 
-// (x - mean) * rsigma * gamma + beta, as numbers or as codes: where `outputs` has it, whose x is
-// not read. Sums are in an order that depends on the shape alone, not even on dtypes.
+// (x - mean) * rsigma * gamma + beta, as numbers or as quantized values: where `outputs` has it,
+// whose x is not read. Sums are in an order that depends on the shape alone, not even on dtypes.
 void norm_forward(const Norm& norm, const Quantize& outputs, Stream stream);
 void norm_backward(const NormGradient& args, Stream stream);
 
@@ -27,7 +27,7 @@ constexpr int64_t kNormOfWarp = 1024, kNormOfBlock = 8192;
 
 // Means and inverse roots; where `outputs` isn't quantized, the numbers as well.
 void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream);
-void norm_codes(const Norm& norm, const Quantize& outputs, Stream stream);
+void norm_values(const Norm& norm, const Quantize& outputs, Stream stream);
 void norm_gradient_rows(const NormGradient& args, Stream stream);
 void norm_gradient_weights(const NormGradient& args, Stream stream);
 

@@ -1,5 +1,5 @@
-// What products with packed weights are made of: rows in codes, products on tensor cores, weights as
-// cuBLASLt's products take them; and packing.
+// What matmuls with packed weights are made of: rows in quantized values, matmuls on tensor cores,
+// weights as cuBLASLt's matmuls take them; and packing.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +17,11 @@ struct PackedRows {
   te::Float x_dtype = te::Float::kF32;
   int64_t m = 0, k = 0, padded_m = 0, padded_k = 0;
   int64_t group = 0;
-  int8_t* codes = nullptr;  // [padded_m, padded_k], with zeros beyond m and k
+  int8_t* qvalues = nullptr;  // [padded_m, padded_k], with zeros beyond m and k
   float* scales = nullptr;  // [m, groups]
 };
 
-// Products with a packed weight whose groups, if it has any, are multiples of 32 rows, by tensor
+// Matmuls with a packed weight whose groups, if it has any, are multiples of 32 rows, by tensor
 // cores: of floats with quantized values, which are exact, summed in float32; or of int8 with them,
 // sums of a group exact in int32, then times the scale of the row and that of the column. Rows with
 // an infinity or NaN have no finite results. Columns of a panel whose header isn't that of a weight
@@ -43,15 +43,15 @@ struct PackedWeight {
   const uint8_t* weight = nullptr;
   PanelLayout layout;
   int64_t n = 0;
-  bool as_codes = false;
+  bool as_int8 = false;
   te::Float dtype = te::Float::kBF16;
   void* out = nullptr;       // [cols, depth]
   float* factors = nullptr;  // [cols]
 };
 
-// The bytes that the CPU's `pack` writes. Codes beyond 4 bits wrap around.
+// The bytes that the CPU's `pack` writes. Quantized values beyond 4 bits wrap around.
 struct PackedPack {
-  const int8_t* codes = nullptr;  // [k, n]
+  const int8_t* qvalues = nullptr;  // [k, n]
   const void* scales = nullptr;   // [groups, n], float32 or float16
   PanelLayout layout;
   int64_t n = 0;

@@ -1,8 +1,9 @@
 // What a warp multiplies at once, from panels and from rows of x.
 //
 // A step is 32 rows of a weight and 32 columns: one panel of 4 bits, two of 8 bits. As panels are
-// stored, a warp reads 512 bytes of a step in 4 bits and 1024 in 8 bits, each lane 16 at a time, and
-// these are its fragments: lane 4 * g + t has columns 4 * g up to 4 * g + 3, of every fourth line.
+// stored, a warp reads 512 bytes of a step in 4 bits and 1024 in 8 bits, each lane 16 at a time,
+// and these are its fragments: lane 4 * g + t has columns 4 * g up to 4 * g + 3, of every fourth
+// line.
 #pragma once
 
 #include "cuda/kernels/panels.h"
@@ -36,7 +37,7 @@ struct Stream32 {
 };
 
 // Four words of weights to the fragments of half a step: those of two columns for each of the two
-// products.
+// matmuls.
 template <class X, int kBits>
 JAXTAP_DEVICE void fragments(const typename Stream32<kBits>::Words& words, int half,
                              uint32_t (&a)[2][4]) {

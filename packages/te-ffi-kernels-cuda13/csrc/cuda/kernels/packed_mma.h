@@ -1,4 +1,4 @@
-// The kernel of products with packed weights, of all numbers of rows.
+// The kernel of matmuls with packed weights, of all numbers of rows.
 //
 // A warp has 32 columns of the weight, which are the rows of what tensor cores multiply, and a
 // multiple of 8 rows of x. It goes through the weight in steps (packed_fragments.h), several of

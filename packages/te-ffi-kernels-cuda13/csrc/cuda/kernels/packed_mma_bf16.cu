@@ -1,4 +1,4 @@
-// Products with packed weights where x is bfloat16.
+// Matmuls with packed weights where x is bfloat16.
 #include "cuda/kernels/packed_mma.h"
 
 namespace jaxtap::cuda {

@@ -1,4 +1,4 @@
-// Products with packed weights where x is float16.
+// Matmuls with packed weights where x is float16.
 #include "cuda/kernels/packed_mma.h"
 
 namespace jaxtap::cuda {

@@ -1,4 +1,4 @@
-// Products with packed weights where x is int8.
+// Matmuls with packed weights where x is int8.
 #include "cuda/kernels/packed_mma.h"
 
 namespace jaxtap::cuda {

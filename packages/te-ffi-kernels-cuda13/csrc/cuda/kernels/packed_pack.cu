@@ -27,16 +27,16 @@ JAXTAP_DEVICE uint32_t sum_of_words(uint32_t x, uint32_t* scratch) {
 
 // Four bytes of a column: of 8 bits four rows, of 4 bits eight.
 template <int kBits>
-JAXTAP_DEVICE uint32_t codes_of(const Args& args, int64_t line, int64_t column) {
+JAXTAP_DEVICE uint32_t values_of(const Args& args, int64_t line, int64_t column) {
   constexpr int kOffset = 1 << (kBits - 1);
   const Panels& weight = args.weight;
   uint32_t out = 0;
   for (int i = 0; i < kDepthOf<kBits>; ++i) {
     const int64_t row = line * kDepthOf<kBits> + i;
     const bool there = row < weight.k && column < weight.n;
-    const int code = (there ? args.given.codes[row * weight.n + column] : 0) + kOffset;
-    out |= kBits == 8 ? static_cast<uint32_t>(code & 0xff) << (8 * i)
-                      : static_cast<uint32_t>(code & 0xf) << (8 * (i % 4) + (i < 4 ? 0 : 4));
+    const int qvalue = (there ? args.given.qvalues[row * weight.n + column] : 0) + kOffset;
+    out |= kBits == 8 ? static_cast<uint32_t>(qvalue & 0xff) << (8 * i)
+                      : static_cast<uint32_t>(qvalue & 0xf) << (8 * (i % 4) + (i < 4 ? 0 : 4));
   }
   return out;
 }
@@ -50,16 +50,17 @@ JAXTAP_DEVICE uint32_t scale_bits_of(const Args& args, int64_t group, int64_t co
                                  : static_cast<const uint16_t*>(args.given.scales)[at];
 }
 
-// A word of the payload, which is one part, or in 4 bits one for each group: scales, then codes.
+// A word of the payload, which is one part, or in 4 bits one for each group: scales, then quantized
+// values.
 template <int kBits>
 JAXTAP_DEVICE uint32_t word_of(const Args& args, int64_t words, int64_t first, int64_t i) {
   const Panels& weight = args.weight;
   const int64_t parts = kBits == 8 ? 1 : weight.groups;
   const int64_t of_scales = weight.groups / parts * weight.scale_bytes / 4;
-  const int64_t part = i / (words / parts), at = i % (words / parts), code = at - of_scales;
-  if (code >= 0) {
-    return codes_of<kBits>(args, part * weight.group_lines + code / kColsOf<kBits>,
-                           first + code % kColsOf<kBits>);
+  const int64_t part = i / (words / parts), at = i % (words / parts), place = at - of_scales;
+  if (place >= 0) {
+    return values_of<kBits>(args, part * weight.group_lines + place / kColsOf<kBits>,
+                           first + place % kColsOf<kBits>);
   }
   if (weight.scale_bits == 32) {
     return scale_bits_of(args, part + at / kColsOf<kBits>, first + at % kColsOf<kBits>);

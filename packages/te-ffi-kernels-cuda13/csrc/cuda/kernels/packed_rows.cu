@@ -18,7 +18,7 @@ struct Args {
 };
 
 // Rounds half to even; the last place of what is added is 1.
-JAXTAP_DEVICE uint32_t code_of(float x, float divisor) {
+JAXTAP_DEVICE uint32_t qtype_of(float x, float divisor) {
   float ratio = x / divisor;
   ratio = ratio == ratio ? ratio : 0.0f;
   ratio = ratio < -127.0f ? -127.0f : ratio;
@@ -33,10 +33,10 @@ __global__ void packed_rows_kernel(Args args) {
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kThreads / kTeam) + threadIdx.x / kTeam;
   if (at >= given.padded_m * args.segments) return;  // a whole warp, or none
   const int64_t row = at / args.segments, from = at % args.segments * args.length;
-  auto* codes = reinterpret_cast<uint32_t*>(given.codes + row * given.padded_k + from);
+  auto* qvalues = reinterpret_cast<uint32_t*>(given.qvalues + row * given.padded_k + from);
   if (row >= given.m) {
     for (int64_t i = threadIdx.x % kTeam * kPart; i < args.padded; i += kTeam * kPart) {
-      codes[i / kPart] = 0;
+      qvalues[i / kPart] = 0;
     }
     return;
   }
@@ -66,8 +66,8 @@ __global__ void packed_rows_kernel(Args args) {
     load<X>(x + i, args.length - i, args.wide, numbers);
     uint32_t four = 0;
     JAXTAP_UNROLL
-    for (int j = 0; j < kPart; ++j) four |= code_of(numbers[j], divisor) << (8 * j);
-    codes[i / kPart] = four;
+    for (int j = 0; j < kPart; ++j) four |= qtype_of(numbers[j], divisor) << (8 * j);
+    qvalues[i / kPart] = four;
   }
 }
 

@@ -86,7 +86,7 @@ void run(const PackedWeight& given, const Args& args, Stream stream) {
   const int64_t cols = args.weight.count * kColsOf<kBits>;
   launch(packed_factors_kernel<kBits>, ceil_of(cols, kThreads), kThreads, stream, args);
   const PanelLayout& layout = given.layout;
-  if (given.as_codes) return run_values<Int8Values, kBits>(args, layout.padded_k(), stream);
+  if (given.as_int8) return run_values<Int8Values, kBits>(args, layout.padded_k(), stream);
   if (given.dtype == te::Float::kBF16) return run_values<BF16, kBits>(args, layout.k, stream);
   run_values<F16, kBits>(args, layout.k, stream);
 }

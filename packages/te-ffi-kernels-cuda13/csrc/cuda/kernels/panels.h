@@ -7,7 +7,7 @@
 namespace jaxtap::cuda {
 namespace {
 
-// A line has the codes of all columns of a panel in as many rows as a word of them has.
+// A line has the quantized values of all columns of a panel in as many rows as a word of them has.
 template <int kBits>
 constexpr int kColsOf = kBits == 8 ? 16 : 32;
 template <int kBits>
@@ -35,7 +35,7 @@ inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t 
   panels.groups = layout.scales();
   panels.bytes = layout.panel_bytes();
   panels.scale_bytes = layout.scale_bytes();
-  panels.lines = layout.codes_bytes() / (4 * layout.columns());
+  panels.lines = layout.qvalues_bytes() / (4 * layout.columns());
   panels.group_lines = panels.groups == 0 ? 0 : panels.lines / panels.groups;
   panels.count = panel_count(n, layout.columns());
   panels.bits = layout.bits;
@@ -43,7 +43,7 @@ inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t 
   return panels;
 }
 
-// The codes of a line of `group`. In 4 bits each group's follow its scales.
+// The quantized values of a line of `group`. In 4 bits each group's follow its scales.
 template <int kBits>
 JAXTAP_DEVICE const uint8_t* line_of(const Panels& weight, const uint8_t* panel, int64_t group,
                                      int64_t line) {
@@ -53,8 +53,8 @@ JAXTAP_DEVICE const uint8_t* line_of(const Panels& weight, const uint8_t* panel,
 
 template <int kBits>
 JAXTAP_DEVICE float scale_of(const Panels& weight, const uint8_t* panel, int64_t group, int col) {
-  const int64_t codes = kBits == 8 ? 0 : group * weight.group_lines * kLineOf<kBits>;
-  const uint8_t* scales = panel + kPanelHeader + group * weight.scale_bytes + codes;
+  const int64_t qvalues = kBits == 8 ? 0 : group * weight.group_lines * kLineOf<kBits>;
+  const uint8_t* scales = panel + kPanelHeader + group * weight.scale_bytes + qvalues;
   return kBits == 4 && weight.scale_bits == 16
              ? F16::load(reinterpret_cast<const uint16_t*>(scales)[col])
              : reinterpret_cast<const float*>(scales)[col];

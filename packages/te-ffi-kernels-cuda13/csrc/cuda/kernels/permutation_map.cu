@@ -1,5 +1,5 @@
-// From a routing map to the rows of tokens: how many tokens each expert has, then where each token's
-// row of it is, then the rows of each token together.
+// From a routing map to the rows of tokens: how many tokens each expert has, then where each
+// token's row of it is, then the rows of each token together.
 #include "cuda/kernels/permutation_token.h"
 
 namespace jaxtap::cuda {

@@ -7,8 +7,8 @@
 namespace jaxtap::cuda {
 namespace {
 
-// Calls body(row, expert) for the rows of a token, as RowMap::each does on the host. All threads of a
-// block go through the same rows.
+// Calls body(row, expert) for the rows of a token, as RowMap::each does on the host. All threads of
+// a block go through the same rows.
 template <class Body>
 JAXTAP_DEVICE void each_row(const permutation::RowMap& map, int64_t token, Body&& body) {
   const int64_t experts = map.experts;

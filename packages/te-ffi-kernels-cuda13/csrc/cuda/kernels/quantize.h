@@ -1,5 +1,5 @@
-// Quantization of a matrix, as te/quantize.h has it for the CPU: codes, transposed codes, scales,
-// column sums and the largest magnitude.
+// Quantization of a matrix, as te/quantize.h has it for the CPU: quantized values, transposed
+// quantized values, scales, column sums and the largest magnitude.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ struct Quantize {
   const void* x = nullptr;  // [rows, cols]; not read where the matrix is computed (quantize_from.h)
   te::Float dtype = te::Float::kF32;  // of x, `out` and `sums`
   int64_t rows = 0, cols = 0;
-  te::Code code = te::Code::kE4M3;
+  te::QType qtype = te::QType::kE4M3;
   te::Scaling scaling = te::Scaling::kDelayedTensor;
-  const float* scale = nullptr;  // per tensor: codes are of x * scale
+  const float* scale = nullptr;  // per tensor: quantized values are of x * scale
   const float* amax = nullptr;   // the largest magnitude so far
   bool wants_absmax = false;     // whether it's updated without scaling
 
   void* out = nullptr;              // without scaling: the numbers, of a matrix that's computed
-  uint8_t* codes = nullptr;         // [rows, cols]
+  uint8_t* qvalues = nullptr;         // [rows, cols]
   uint8_t* turned = nullptr;        // by column: [cols, rows], or [rows, cols] with MX
   void* scales = nullptr;           // float[1], float[rows], or e8m0 [rows, cols / 32]
   void* turned_scales = nullptr;    // float[1], float[cols], or e8m0 [rows / 32, cols]
@@ -33,11 +33,11 @@ struct Quantize {
 // device does.
 void quantize(const Quantize& args, Stream stream);
 
-// The kernels. What a slice's codes are made with is passed on as the bits of its largest magnitude,
-// in the place where its scale will be: there is no memory beside the results.
+// The kernels. What a slice's quantized values are made with is passed on as the bits of its
+// largest magnitude, in the place where its scale will be: there is no memory beside the results.
 void quantize_numbers(const Quantize& args, Stream stream);
 void quantize_absmax(const Quantize& args, Stream stream);
-void quantize_codes(const Quantize& args, Stream stream);
+void quantize_values(const Quantize& args, Stream stream);
 void quantize_scales(const Quantize& args, Stream stream);
 void quantize_sums(const Quantize& args, Stream stream);
 

@@ -20,7 +20,7 @@ JAXTAP_DEVICE void absmax_of_tile(const TilesOf<Source>& args, const Place& plac
     JAXTAP_UNROLL
     for (int j = 0; j < kPart; ++j) of_row = larger(of_row, magnitude(x[i][j]));
     of_row = largest_of<kParts>(of_row);
-    if (args.codes != nullptr && place.across == 0 && place.row + i < args.rows) {
+    if (args.qvalues != nullptr && place.across == 0 && place.row + i < args.rows) {
       atomicMax(static_cast<int*>(args.scales) + place.row + i, of_row);
     }
   }

@@ -9,14 +9,14 @@ struct Args {
   float* scale;  // bits of the largest magnitude, before
   const float* amax;
   float *scales, *turned_scales, *updated_amax;
-  Code code;
+  QType qtype;
 };
 
 __global__ void quantize_current_scale_kernel(Args args) {
   constexpr float kMost = 0x1.fffffep127f;
   const float found = *args.scale, before = *args.amax;
   *args.updated_amax = before >= found ? before : found;  // NaN is no maximum
-  const float scale = te::largest(args.code) / found;
+  const float scale = te::largest(args.qtype) / found;
   const bool has = found > 0.0f && found < __builtin_inff();
   *args.scale = !has ? 1.0f : scale < kMost ? scale : kMost;
 }
@@ -34,7 +34,7 @@ void quantize_current_scale(const Quantize& given, float* scale, Stream stream) 
   args.scale = scale;
   args.amax = given.amax;
   args.updated_amax = given.updated_amax;
-  args.code = given.code;
+  args.qtype = given.qtype;
   launch(quantize_current_scale_kernel, 1, 1, stream, args);
 }
 

@@ -13,13 +13,13 @@ constexpr int kTileThreads = kParts * kParts;
 
 struct TileArgs {
   const float* scale;
-  uint8_t *codes, *turned;
+  uint8_t *qvalues, *turned;
   void *scales, *turned_scales;
   int* absmax;  // bits, to which the largest magnitude is added; nullptr where it isn't wanted
   int64_t rows, cols, tiles_across;
-  Code code;
-  bool wide;         // rows of x, and of codes, may be read and written in vectors of 4
-  bool wide_turned;  // likewise those of transposed codes
+  QType qtype;
+  bool wide;         // rows of x, and of quantized values, may be read and written in vectors of 4
+  bool wide_turned;  // likewise those of transposed quantized values
 };
 
 // A Source has the matrix's numbers, or computes them. It has
@@ -42,7 +42,7 @@ TilesOf<Source> tile_args(const Quantize& given, const Source& source) {
   TilesOf<Source> args = {};
   args.source = source;
   args.scale = given.scale;
-  args.codes = given.codes;
+  args.qvalues = given.qvalues;
   args.turned = given.turned;
   args.scales = given.scales;
   args.turned_scales = given.turned_scales;
@@ -50,14 +50,15 @@ TilesOf<Source> tile_args(const Quantize& given, const Source& source) {
   args.rows = given.rows;
   args.cols = given.cols;
   args.tiles_across = ceil_of(given.cols, kTile);
-  args.code = given.code;
-  args.wide = given.cols % kPart == 0 && aligned(4, given.codes) && source.wide();
+  args.qtype = given.qtype;
+  args.wide = given.cols % kPart == 0 && aligned(4, given.qvalues) && source.wide();
   args.wide_turned = (te::turns(given.scaling) ? given.rows : given.cols) % kPart == 0 &&
                      aligned(4, given.turned);
   return args;
 }
 
-// Where a thread's numbers are: rows [row, row + 4) of columns [col, col + 4), as far as they exist.
+// Where a thread's numbers are: rows [row, row + 4) of columns [col, col + 4), as far as they
+// exist.
 struct Place {
   int64_t row, col;
   int down, across;  // of threads in the tile
@@ -103,10 +104,10 @@ void of_array(const Quantize& given, Run&& run) {
 }
 
 // What a slice of this largest magnitude is multiplied with, as the CPU's channel_scale.
-JAXTAP_DEVICE float channel_scale(int absmax, Code code) {
+JAXTAP_DEVICE float channel_scale(int absmax, QType qtype) {
   if (absmax == 0 || absmax >= 0x7f800000) return 1.0f;
   constexpr float kMost = 0x1p126f;
-  const float scale = te::largest(code) / bits_float(static_cast<uint32_t>(absmax));
+  const float scale = te::largest(qtype) / bits_float(static_cast<uint32_t>(absmax));
   return scale < kMost ? scale : kMost;
 }
 

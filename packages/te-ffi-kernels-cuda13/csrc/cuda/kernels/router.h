@@ -46,8 +46,8 @@ inline int64_t loss_parts(const RouterLoss& args) {
   return (args.tokens * args.experts + kLossPart - 1) / kLossPart;
 }
 
-// Writes to `numbers`, and to `out` in probs' dtype. `parts` has room for loss_parts for each of the
-// losses; without it one block adds all of a loss up. Sums are in float64, and have one order.
+// Writes to `numbers`, and to `out` in probs' dtype. `parts` has room for loss_parts for each of
+// the losses; without it one block adds all of a loss up. Sums are in float64, and have one order.
 void router_loss(const RouterLoss& args, float coefficient, const void* probs, double* parts,
                  void* out, Stream stream);
 

@@ -1,6 +1,6 @@
 // The order in which experts are chosen: that of the scores' bits as integers, and of equal scores
-// the lower index first. What is chosen is all up to one place in this order, so that nothing has to
-// be marked meanwhile.
+// the lower index first. What is chosen is all up to one place in this order, so that nothing has
+// to be marked meanwhile.
 #pragma once
 
 #include "cuda/formats.h"

@@ -1,5 +1,5 @@
-// Rows that threads share: of a warp, or of a block. Which thread has which numbers depends on their
-// count alone, so that sums of the same numbers have the same bits in every dtype.
+// Rows that threads share: of a warp, or of a block. Which thread has which numbers depends on
+// their count alone, so that sums of the same numbers have the same bits in every dtype.
 #pragma once
 
 #include "cuda/formats.h"

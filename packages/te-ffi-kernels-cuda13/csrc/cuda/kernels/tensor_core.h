@@ -1,4 +1,4 @@
-// Products on tensor cores: what a warp multiplies at once, and quantized values as they take them.
+// Matmuls on tensor cores: what a warp multiplies at once, and quantized values as they take them.
 //
 // mma.sync of the PTX ISA (section "Matrix multiply-accumulate operation using mma instruction"),
 // which every GPU since compute capability 8.0 has: a[16, depth] times b[depth, 8], where depth is

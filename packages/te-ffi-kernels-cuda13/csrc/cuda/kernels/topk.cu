@@ -1,6 +1,6 @@
 // A block has a row. Four passes over its numbers find the bits of the last one that is among the
-// largest, eight at once, by how many numbers have which; one more takes those that are above it, and
-// as many of the same as there is room for, the lower indices first. Then they're ordered.
+// largest, eight at once, by how many numbers have which; one more takes those that are above it,
+// and as many of the same as there is room for, the lower indices first. Then they're ordered.
 #include "cuda/kernels/router_order.h"
 #include "cuda/kernels/topk.h"
 

@@ -1,5 +1,5 @@
-// The activations' CUDA kernels, on threads in software: numbers against the CPU's, codes against
-// those of the same numbers.
+// The activations' CUDA kernels, on threads in software: numbers against the CPU's, quantized
+// values against those of the same numbers.
 #include <cmath>
 #include <string>
 #include <vector>
@@ -181,7 +181,7 @@ TEST(cuda_activations) {
   }
 }
 
-TEST(cuda_activation_codes) {
+TEST(cuda_activation_values) {
   std::mt19937 random(22);
   for (bool gradient : {false, true}) {
     for (bool gated : {false, true}) {

@@ -1,4 +1,4 @@
-// Products of cuBLASLt that fail.
+// Matmuls of cuBLASLt that fail.
 #pragma once
 
 #include <string>

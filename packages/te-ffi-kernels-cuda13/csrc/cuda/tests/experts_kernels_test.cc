@@ -1,5 +1,5 @@
-// What a mixture of experts takes on CUDA, on threads in software, against the CPU's: permutation of
-// tokens and the largest numbers of rows.
+// What a mixture of experts takes on CUDA, on threads in software, against the CPU's: permutation
+// of tokens and the largest numbers of rows.
 #include <string>
 #include <vector>
 

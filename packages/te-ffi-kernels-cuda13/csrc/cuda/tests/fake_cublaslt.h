@@ -25,7 +25,7 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
   static constexpr size_t kWorkspace = 96;
 
   // Objects that nobody has destroyed.
-  size_t left() const { return handles.size() + products.size() + layouts.size() + prefs.size(); }
+  size_t left() const { return handles.size() + matmuls.size() + layouts.size() + prefs.size(); }
 
   int create(cuda::LtHandle* handle) override {
     return call("create", [&] { add(handles, handle); });
@@ -34,18 +34,18 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
     remove(handles, handle);
     return call("destroy", [] {});
   }
-  int create_product(cuda::LtProduct* product, cuda::LtSums sums) override {
-    return call("create_product", [&] { add(products, product).exact = sums == cuda::LtSums::kS32; });
+  int create_matmul(cuda::LtMatmul* matmul, cuda::LtSums sums) override {
+    return call("create_matmul", [&] { add(matmuls, matmul).exact = sums == cuda::LtSums::kS32; });
   }
-  int destroy_product(cuda::LtProduct product) override {
-    remove(products, product);
-    return call("destroy_product", [] {});
+  int destroy_matmul(cuda::LtMatmul matmul) override {
+    remove(matmuls, matmul);
+    return call("destroy_matmul", [] {});
   }
-  int set_number(cuda::LtProduct product, cuda::LtNumber which, int32_t value) override {
-    return call("set_number", [&] { products[product].numbers[which] = value; });
+  int set_number(cuda::LtMatmul matmul, cuda::LtNumber which, int32_t value) override {
+    return call("set_number", [&] { matmuls[matmul].numbers[which] = value; });
   }
-  int set_pointer(cuda::LtProduct product, cuda::LtPointer which, const void* value) override {
-    return call("set_pointer", [&] { products[product].pointers[which] = value; });
+  int set_pointer(cuda::LtMatmul matmul, cuda::LtPointer which, const void* value) override {
+    return call("set_pointer", [&] { matmuls[matmul].pointers[which] = value; });
   }
   int create_layout(cuda::LtLayout* layout, Type type, int64_t rows, int64_t cols,
                     int64_t stride) override {
@@ -93,7 +93,7 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
   std::string text(int status) override { return said_of(status); }
 
  private:
-  struct Product {
+  struct Matmul {
     bool exact = false;
     std::map<cuda::LtNumber, int32_t> numbers;
     std::map<cuda::LtPointer, const void*> pointers;
@@ -112,46 +112,47 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
   };
   static constexpr uint64_t kMark = 77;
 
-  static bool is_code(Type type) {
+  static bool is_quantized(Type type) {
     return type == Type::kE4M3 || type == Type::kE5M2 || type == Type::kS8;
   }
 
-  // Whether the table of dtypes in cuBLASLt's documentation has this, and its rules for codes hold;
-  // of int8 also what its documentation doesn't say, and GPUs want: columns in multiples of 32.
+  // Whether the table of dtypes in cuBLASLt's documentation has this, and its rules for quantized
+  // values hold; of int8 also what its documentation doesn't say, and GPUs want: columns in
+  // multiples of 32.
   bool accepts(const cuda::LtCall& given) const {
-    if (products.count(given.product) == 0) return false;
+    if (matmuls.count(given.matmul) == 0) return false;
     for (cuda::LtLayout one : {given.a_layout, given.b_layout, given.out_layout}) {
       if (layouts.count(one) == 0) return false;
     }
-    const Product& product = products.at(given.product);
+    const Matmul& matmul = matmuls.at(given.matmul);
     const Layout &a = layouts.at(given.a_layout), &b = layouts.at(given.b_layout);
     const Layout& out = layouts.at(given.out_layout);
-    const bool turn_a = product.number(cuda::LtNumber::kTurnA) != 0;
-    const bool turn_b = product.number(cuda::LtNumber::kTurnB) != 0;
+    const bool turn_a = matmul.number(cuda::LtNumber::kTurnA) != 0;
+    const bool turn_b = matmul.number(cuda::LtNumber::kTurnB) != 0;
     const int64_t n = turn_a ? a.cols : a.rows, k = turn_a ? a.rows : a.cols;
     if ((turn_b ? b.cols : b.rows) != k || (turn_b ? b.rows : b.cols) != out.cols) return false;
     if (out.rows != n) return false;
-    if (is_code(a.type) != is_code(b.type)) return false;
-    const bool bias = product.number(cuda::LtNumber::kAddsBias) != 0;
-    if (bias && product.pointer(cuda::LtPointer::kBias) == nullptr) return false;
-    if (bias && product.number(cuda::LtNumber::kBiasType) != static_cast<int32_t>(out.type)) {
+    if (is_quantized(a.type) != is_quantized(b.type)) return false;
+    const bool bias = matmul.number(cuda::LtNumber::kAddsBias) != 0;
+    if (bias && matmul.pointer(cuda::LtPointer::kBias) == nullptr) return false;
+    if (bias && matmul.number(cuda::LtNumber::kBiasType) != static_cast<int32_t>(out.type)) {
       return false;
     }
-    if (product.exact) {
+    if (matmul.exact) {
       if (a.type != Type::kS8 || b.type != Type::kS8 || out.type != Type::kS32 || bias) return false;
-    } else if (is_code(a.type)) {
+    } else if (is_quantized(a.type)) {
       if (a.type == Type::kS8 || (a.type == Type::kE5M2 && b.type == Type::kE5M2)) return false;
       if (bias && out.type == Type::kF32) return false;
     } else if (a.type != b.type || (out.type != Type::kF32 && out.type != a.type)) {
       return false;
     }
     if (a.type == Type::kS8 && out.cols % 32 != 0) return false;
-    return !is_code(a.type) || (turn_a && !turn_b && k % 16 == 0 && n % 16 == 0);
+    return !is_quantized(a.type) || (turn_a && !turn_b && k % 16 == 0 && n % 16 == 0);
   }
 
   static double read(Type type, const void* data, int64_t at) {
     const auto* bytes = static_cast<const uint8_t*>(data);
-    const auto code = [&](te::Code format) {
+    const auto value_of = [&](te::QType format) {
       float out;
       te::table().decode[static_cast<int>(format)](bytes + at, &out, 1);
       return static_cast<double>(out);
@@ -159,9 +160,9 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
     float wide;
     uint16_t half;
     switch (type) {
-      case Type::kE4M3: return code(te::Code::kE4M3);
-      case Type::kE5M2: return code(te::Code::kE5M2);
-      case Type::kS8: return code(te::Code::kInt8);
+      case Type::kE4M3: return value_of(te::QType::kE4M3);
+      case Type::kE5M2: return value_of(te::QType::kE5M2);
+      case Type::kS8: return value_of(te::QType::kInt8);
       case Type::kF32: std::memcpy(&wide, bytes + 4 * at, 4); return static_cast<double>(wide);
       default: break;
     }
@@ -191,14 +192,14 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
   }
 
   void run(const cuda::LtCall& given) const {
-    const Product& product = products.at(given.product);
+    const Matmul& matmul = matmuls.at(given.matmul);
     const Layout &a = layouts.at(given.a_layout), &b = layouts.at(given.b_layout);
     const Layout& out = layouts.at(given.out_layout);
-    const bool turn_a = product.number(cuda::LtNumber::kTurnA) != 0;
-    const bool turn_b = product.number(cuda::LtNumber::kTurnB) != 0;
+    const bool turn_a = matmul.number(cuda::LtNumber::kTurnA) != 0;
+    const bool turn_b = matmul.number(cuda::LtNumber::kTurnB) != 0;
     const int64_t k = turn_a ? a.rows : a.cols;
     double alpha = 1;
-    if (product.exact) {
+    if (matmul.exact) {
       int32_t whole;
       std::memcpy(&whole, given.alpha, 4);
       alpha = whole;
@@ -209,7 +210,7 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
     int32_t beta;
     std::memcpy(&beta, given.beta, 4);
     const bool adds = beta != 0;
-    const bool blocks = product.number(cuda::LtNumber::kBlocksOfA) != 0;
+    const bool blocks = matmul.number(cuda::LtNumber::kBlocksOfA) != 0;
     for (int64_t j = 0; j < out.cols; ++j) {
       for (int64_t i = 0; i < out.rows; ++i) {
         double sum = 0;
@@ -217,15 +218,15 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
           double one = read(a.type, given.a, turn_a ? l + i * a.stride : i + l * a.stride);
           one *= read(b.type, given.b, turn_b ? j + l * b.stride : l + j * b.stride);
           if (blocks) {
-            one *= scale(product.pointer(cuda::LtPointer::kScalesOfA), i, l / 32, k / 32);
-            one *= scale(product.pointer(cuda::LtPointer::kScalesOfB), j, l / 32, k / 32);
+            one *= scale(matmul.pointer(cuda::LtPointer::kScalesOfA), i, l / 32, k / 32);
+            one *= scale(matmul.pointer(cuda::LtPointer::kScalesOfB), j, l / 32, k / 32);
           }
           sum += one;
         }
         sum *= alpha;
         if (adds) sum += read(out.type, given.out, i + j * out.stride);
-        if (product.number(cuda::LtNumber::kAddsBias) != 0) {
-          sum += read(out.type, product.pointer(cuda::LtPointer::kBias), i);
+        if (matmul.number(cuda::LtNumber::kAddsBias) != 0) {
+          sum += read(out.type, matmul.pointer(cuda::LtPointer::kBias), i);
         }
         write(out.type, given.out, i + j * out.stride, sum);
       }
@@ -233,7 +234,7 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
   }
 
   std::map<cuda::LtHandle, Nothing> handles;
-  std::map<cuda::LtProduct, Product> products;
+  std::map<cuda::LtMatmul, Matmul> matmuls;
   std::map<cuda::LtLayout, Layout> layouts;
   std::map<cuda::LtPreference, Nothing> prefs;
 };

@@ -1,5 +1,5 @@
-// What fakes of NVIDIA's libraries have alike: they count calls, know what there is of their objects,
-// and fail when they're told to.
+// What fakes of NVIDIA's libraries have alike: they count calls, know what there is of their
+// objects, and fail when they're told to.
 #pragma once
 
 #include <cstdint>

@@ -33,7 +33,7 @@ class FakeRuntime : public cuda::Runtime {
   std::set<Stream> capturing;
   std::set<Stream> streams;  // that were created
   std::set<Graph> graphs;
-  std::vector<int> failed;  // codes that were returned, in order
+  std::vector<int> failed;  // error codes that were returned, in order
   int last_error = 0;
   int device = 0;
   int recorded = 0;  // calls on streams that captured

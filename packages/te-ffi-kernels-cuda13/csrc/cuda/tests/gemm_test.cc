@@ -1,4 +1,4 @@
-// Products by way of a cuBLASLt in memory, on threads in software, against those of the CPU; and
+// Matmuls by way of a cuBLASLt in memory, on threads in software, against those of the CPU; and
 // plans whose making or running fails: no object is left, and the first error is the one told.
 #include <chrono>
 #include <cmath>
@@ -148,9 +148,11 @@ struct Numbers {
       if (scaling == Scaling::kNone) {
         set_element(data.get(), dtype, i, normal(random));
       } else {
-        // No NaN and no infinity; of int8 all codes.
-        const auto code = static_cast<uint8_t>(random());
-        data.get()[i] = dtype == DType::S8 ? code : static_cast<uint8_t>((code & 0x80) | code % 0x58);
+        // No NaN and no infinity; of int8 all quantized values.
+        const auto qvalue = static_cast<uint8_t>(random());
+        data.get()[i] = dtype == DType::S8
+                            ? qvalue
+                            : static_cast<uint8_t>((qvalue & 0x80) | qvalue % 0x58);
       }
     }
     for (int64_t i = 0; i < scales.size() / (scaling == Scaling::kMx ? 1 : 4); ++i) {
@@ -164,7 +166,7 @@ struct Numbers {
   Buffer data, scales;
 };
 
-// One product on both sides, and its plan's parts.
+// One matmul on both sides, and its plan's parts.
 struct Run {
   Run(const Case& c, std::mt19937& random)
       : given(c),

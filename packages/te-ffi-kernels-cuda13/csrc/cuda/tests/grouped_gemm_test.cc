@@ -49,8 +49,10 @@ struct Side {
     if (byte_size(dtype) == 1) {
       Buffer bytes(count, 0);
       for (int64_t i = 0; i < count; ++i) {
-        const auto code = static_cast<uint8_t>(random());
-        bytes.get()[i] = dtype == DType::S8 ? code : static_cast<uint8_t>((code & 0x80) | code % 0x58);
+        const auto qvalue = static_cast<uint8_t>(random());
+        bytes.get()[i] = dtype == DType::S8
+                             ? qvalue
+                             : static_cast<uint8_t>((qvalue & 0x80) | qvalue % 0x58);
       }
       data = std::move(bytes);
     } else {

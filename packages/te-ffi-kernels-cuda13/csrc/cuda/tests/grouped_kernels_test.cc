@@ -23,7 +23,7 @@ struct GroupedCase {
   int64_t length, rows_each, cols;
   DType dtype;
   Scaling scaling;
-  te::Code code;
+  te::QType qtype;
   bool rowwise, colwise, wide;
 
   int64_t rows() const { return length * rows_each; }
@@ -34,15 +34,15 @@ struct GroupedCase {
     for (int32_t size : sizes) sums += std::to_string(size) + " ";
     return sums + "of " + std::to_string(length) + " x " + std::to_string(rows_each) + " x " +
            std::to_string(cols) + ", " + name(dtype) + ", scaling " +
-           std::to_string(static_cast<int>(scaling)) + ", code " +
-           std::to_string(static_cast<int>(code)) + (rowwise ? ", by row" : "") +
+           std::to_string(static_cast<int>(scaling)) + ", qtype " +
+           std::to_string(static_cast<int>(qtype)) + (rowwise ? ", by row" : "") +
            (colwise ? ", by column" : "") + (wide ? ", aligned" : "");
   }
 };
 
 struct GroupedResults {
   explicit GroupedResults(const GroupedCase& c)
-      : codes(c.rows() * c.cols, c.wide ? 0 : 1),
+      : qvalues(c.rows() * c.cols, c.wide ? 0 : 1),
         turned(c.rows() * c.cols, c.wide ? 0 : 3),
         scales(bytes(c, c.rows()), 4),
         turned_scales(bytes(c, c.groups() * c.cols), 4),
@@ -53,7 +53,7 @@ struct GroupedResults {
     return 4 * (c.scaling == Scaling::kChannel ? slices : c.groups());
   }
 
-  Buffer codes, turned, scales, turned_scales, absmax;
+  Buffer qvalues, turned, scales, turned_scales, absmax;
 };
 
 void run(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedResults& found) {
@@ -66,11 +66,11 @@ void run(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedResu
   args.cols = c.cols;
   args.sizes = c.sizes.data();
   args.groups = c.groups();
-  args.code = c.code;
+  args.qtype = c.qtype;
   args.scaling = c.scaling;
   args.scale = reinterpret_cast<const float*>(scale.get());
   if (c.rowwise) {
-    args.codes = found.codes.get();
+    args.qvalues = found.qvalues.get();
     args.scales = found.scales.get();
   }
   if (c.colwise) {
@@ -93,10 +93,10 @@ void expect(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedR
     args.dtype = te::float_of(c.dtype);
     args.rows = c.sizes[static_cast<size_t>(i)] * c.rows_each;
     args.cols = c.cols;
-    args.code = c.code;
+    args.qtype = c.qtype;
     args.scaling = c.scaling;
     args.wants_absmax = tensor;
-    args.codes = c.rowwise ? wanted.codes.get() + at : nullptr;
+    args.qvalues = c.rowwise ? wanted.qvalues.get() + at : nullptr;
     args.turned = c.colwise ? wanted.turned.get() + at : nullptr;
     if (tensor) {
       args.scale = static_cast<float>(element(scale.get(), DType::F32, i));
@@ -123,20 +123,20 @@ void check_grouped(GroupedCase c, std::mt19937& random) {
     set_element(scale.get(), DType::F32, i, 1.0f + static_cast<float>(random() % 1000) / 32.0f);
   }
   GroupedResults found(c), wanted(c);
-  for (Buffer* one : {&found.codes, &found.turned, &found.scales, &found.turned_scales}) {
+  for (Buffer* one : {&found.qvalues, &found.turned, &found.scales, &found.turned_scales}) {
     spoil_all(*one);
   }
-  for (Buffer* one : {&wanted.codes, &wanted.turned, &wanted.scales, &wanted.turned_scales}) {
+  for (Buffer* one : {&wanted.qvalues, &wanted.turned, &wanted.scales, &wanted.turned_scales}) {
     std::memset(one->get(), 0, static_cast<size_t>(one->size()));
   }
   run(c, x, scale, found);
   expect(c, x, scale, wanted);
   if (c.rowwise) {
-    CHECK_THAT(same(found.codes, wanted.codes), what + ": codes");
+    CHECK_THAT(same(found.qvalues, wanted.qvalues), what + ": quantized values");
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": codes by column");
+    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
     CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
   }
   CHECK_THAT(same(found.absmax, wanted.absmax), what + ": largest magnitudes");
@@ -155,7 +155,7 @@ void check_refused(GroupedCase c, std::mt19937& random) {
   const Buffer scale = numbers(c.groups(), DType::F32, true, 1.0f, random);
   GroupedResults found(c);
   run(c, x, scale, found);
-  if (c.rowwise) CHECK_THAT(all_ones(found.codes) && all_ones(found.scales), what);
+  if (c.rowwise) CHECK_THAT(all_ones(found.qvalues) && all_ones(found.scales), what);
   if (c.colwise) CHECK_THAT(all_ones(found.turned) && all_ones(found.turned_scales), what);
   CHECK_THAT(all_ones(found.absmax), what);
 }
@@ -177,8 +177,8 @@ TEST(cuda_grouped_quantize) {
             std::vector<int32_t> given = sizes;
             for (int32_t& size : given) size *= mx && colwise ? 32 : 1;
             if (mx && colwise && cols == 96) continue;  // as much again
-            const auto code = static_cast<te::Code>(random() % (mx ? 2 : 3));
-            check_grouped({given, 0, rows_each, cols, dtype, scaling, code, (layout & 1) != 0,
+            const auto qtype = static_cast<te::QType>(random() % (mx ? 2 : 3));
+            check_grouped({given, 0, rows_each, cols, dtype, scaling, qtype, (layout & 1) != 0,
                            colwise, random() % 2 == 0},
                           random);
           }
@@ -188,7 +188,7 @@ TEST(cuda_grouped_quantize) {
   }
   std::vector<int32_t> many(600);
   for (int32_t& size : many) size = static_cast<int32_t>(random() % 4);
-  check_grouped({many, 0, 1, 8, DType::BF16, Scaling::kChannel, te::Code::kE4M3, true, true, true},
+  check_grouped({many, 0, 1, 8, DType::BF16, Scaling::kChannel, te::QType::kE4M3, true, true, true},
                 random);
 }
 
@@ -200,12 +200,12 @@ TEST(cuda_groups_that_cannot_be) {
       for (const std::vector<int32_t>& sizes :
            {std::vector<int32_t>{32, 33}, {65, -1}, {64, 1}, {INT32_MAX, INT32_MAX},
             {INT32_MIN, 64}, {96, -32}}) {
-        check_refused({sizes, 64, 1, 64, DType::F32, scaling, te::Code::kE4M3, rowwise, colwise,
+        check_refused({sizes, 64, 1, 64, DType::F32, scaling, te::QType::kE4M3, rowwise, colwise,
                        true},
                       random);
       }
       if (scaling == Scaling::kMx && colwise) {
-        check_refused({{33, 31}, 64, 1, 64, DType::F32, scaling, te::Code::kE5M2, rowwise, true,
+        check_refused({{33, 31}, 64, 1, 64, DType::F32, scaling, te::QType::kE5M2, rowwise, true,
                        false},
                       random);
       }

@@ -20,8 +20,8 @@ inline int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dty
 // An offset at which no vector can be read, or 0.
 inline int64_t odd(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); }
 
-// Fills an array with NaN: of floats, and of codes that have one. Nothing that is read of it before
-// it's written, even if only to be multiplied with 0, goes unnoticed.
+// Fills an array with NaN: of floats, and of quantized values that have one. Nothing that is read
+// of it before it's written, even if only to be multiplied with 0, goes unnoticed.
 inline void spoil_all(Buffer& buffer) {
   std::memset(buffer.get(), 0xFF, static_cast<size_t>(buffer.size()));
 }
@@ -51,7 +51,7 @@ inline bool same(const Buffer& one, const Buffer& other) {
 // What quantization gives.
 struct Results {
   Results(int64_t rows, int64_t cols, te::Scaling scaling, DType dtype, bool wide)
-      : codes(rows * cols, wide ? 0 : 1),
+      : qvalues(rows * cols, wide ? 0 : 1),
         turned(rows * cols, wide ? 0 : 3),
         scales(scaling == te::Scaling::kMx ? rows * cols / 32
                                        : 4 * (scaling == te::Scaling::kChannel ? rows : 1),
@@ -61,7 +61,7 @@ struct Results {
                       scaling == te::Scaling::kMx ? 1 : 4),
         sums(cols * bytes_of(dtype), odd(dtype, wide)),
         amax(4, 4) {}
-  Buffer codes, turned, scales, turned_scales, sums, amax;
+  Buffer qvalues, turned, scales, turned_scales, sums, amax;
 };
 
 // Whether two arrays are near: both are rounded to the dtype, from sums in another order.

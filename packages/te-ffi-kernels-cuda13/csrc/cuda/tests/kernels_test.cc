@@ -30,22 +30,22 @@ namespace {
 
 using namespace jaxtap;
 using namespace jaxtap::testing;
-using te::Code;
+using te::QType;
 using te::Scaling;
 
 struct Case {
   int64_t rows, cols;
   DType dtype;
   Scaling scaling;
-  Code code;
+  QType qtype;
   bool rowwise, colwise, wide;
 };
 
 void check_quantize(const Case& c, std::mt19937& random) {
   const std::string what = std::to_string(c.rows) + " x " + std::to_string(c.cols) + ", " +
                            name(c.dtype) + ", scaling " +
-                           std::to_string(static_cast<int>(c.scaling)) + ", code " +
-                           std::to_string(static_cast<int>(c.code)) +
+                           std::to_string(static_cast<int>(c.scaling)) + ", qtype " +
+                           std::to_string(static_cast<int>(c.qtype)) +
                            (c.rowwise ? ", by row" : "") + (c.colwise ? ", by column" : "") +
                            (c.wide ? ", aligned" : "");
   Buffer x = numbers(c.rows * c.cols, c.dtype, c.wide, 3.0f, random);
@@ -59,10 +59,10 @@ void check_quantize(const Case& c, std::mt19937& random) {
   args.dtype = te::float_of(c.dtype);
   args.rows = c.rows;
   args.cols = c.cols;
-  args.code = c.code;
+  args.qtype = c.qtype;
   args.scaling = c.scaling;
   args.scale = scale;
-  if (c.rowwise) args.codes = wanted.codes.get();
+  if (c.rowwise) args.qvalues = wanted.qvalues.get();
   if (c.colwise) args.turned = wanted.turned.get();
   if (!tensor) args.scales = wanted.scales.get();
   if (!tensor) args.turned_scales = wanted.turned_scales.get();
@@ -77,13 +77,13 @@ void check_quantize(const Case& c, std::mt19937& random) {
   given.dtype = args.dtype;
   given.rows = c.rows;
   given.cols = c.cols;
-  given.code = c.code;
+  given.qtype = c.qtype;
   given.scaling = c.scaling;
   given.scale = &scale;
   given.amax = reinterpret_cast<const float*>(found.amax.get());
   given.updated_amax = reinterpret_cast<float*>(found.amax.get());  // donated
   if (c.rowwise) {
-    given.codes = found.codes.get();
+    given.qvalues = found.qvalues.get();
     given.scales = found.scales.get();
   }
   if (c.colwise) {
@@ -99,11 +99,11 @@ void check_quantize(const Case& c, std::mt19937& random) {
     }
   }
   if (c.rowwise) {
-    CHECK_THAT(same(found.codes, wanted.codes), what + ": codes");
+    CHECK_THAT(same(found.qvalues, wanted.qvalues), what + ": quantized values");
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": codes by column");
+    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
     CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
   }
   const double amax = element(found.amax.get(), DType::F32, 0);
@@ -134,7 +134,7 @@ TEST(cuda_quantize) {
     for (Scaling scaling : {Scaling::kDelayedTensor, Scaling::kChannel, Scaling::kMx}) {
       const bool mx = scaling == Scaling::kMx;
       {
-        const int code = static_cast<int>(random() % (mx ? 2 : 3));
+        const int qtype = static_cast<int>(random() % (mx ? 2 : 3));
         for (int layout = 1; layout < 4; ++layout) {
           for (bool wide : {false, true}) {
             const bool rowwise = (layout & 1) != 0, colwise = (layout & 2) != 0;
@@ -144,7 +144,7 @@ TEST(cuda_quantize) {
                 mx && rowwise ? std::vector<int64_t>{32, 96} : std::vector<int64_t>{0, 5, 68};
             for (int64_t rows : heights) {
               for (int64_t cols : widths) {
-                check_quantize({rows, cols, dtype, scaling, static_cast<Code>(code), rowwise,
+                check_quantize({rows, cols, dtype, scaling, static_cast<QType>(qtype), rowwise,
                                 colwise, wide},
                                random);
               }
@@ -166,9 +166,9 @@ TEST(cuda_dequantize) {
             for (int64_t cols : {1, 32, 33, 160}) {
               const bool mx = scaling == Scaling::kMx;
               if (mx && (by_column ? rows : cols) % 32 != 0) continue;
-              Buffer codes(rows * cols, wide ? 0 : 1);
-              for (int64_t i = 0; i < codes.size(); ++i) {
-                codes.get()[i] = static_cast<uint8_t>(random());
+              Buffer qvalues(rows * cols, wide ? 0 : 1);
+              for (int64_t i = 0; i < qvalues.size(); ++i) {
+                qvalues.get()[i] = static_cast<uint8_t>(random());
               }
               Buffer scales(mx ? rows * cols / 32 : 4 * std::max<int64_t>(rows, 1), mx ? 1 : 4);
               for (int64_t i = 0; i < (mx ? scales.size() : std::max<int64_t>(rows, 1)); ++i) {
@@ -179,14 +179,14 @@ TEST(cuda_dequantize) {
                               static_cast<float>(random() % 1000) * 0.01f);
                 }
               }
-              for (int code = 0; code < (mx ? 2 : 3); ++code) {
+              for (int qtype = 0; qtype < (mx ? 2 : 3); ++qtype) {
                 Buffer wanted(rows * cols * bytes_of(dtype), odd(dtype, wide));
                 Buffer found(rows * cols * bytes_of(dtype), odd(dtype, wide));
                 te::Dequantize args;
-                args.codes = codes.get();
+                args.qvalues = qvalues.get();
                 args.rows = rows;
                 args.cols = cols;
-                args.code = static_cast<Code>(code);
+                args.qtype = static_cast<QType>(qtype);
                 args.scaling = scaling;
                 args.scales = scales.get();
                 args.by_column = by_column;
@@ -194,10 +194,10 @@ TEST(cuda_dequantize) {
                 args.dtype = te::float_of(dtype);
                 te::dequantize(args, Parallel());
                 cuda::Dequantize given;
-                given.codes = codes.get();
+                given.qvalues = qvalues.get();
                 given.rows = rows;
                 given.cols = cols;
-                given.code = args.code;
+                given.qtype = args.qtype;
                 given.scaling = scaling;
                 given.scales = scales.get();
                 given.by_column = by_column;
@@ -211,8 +211,8 @@ TEST(cuda_dequantize) {
                   good = good && (one == other || (std::isnan(one) && std::isnan(other)));
                 }
                 CHECK_THAT(good, std::to_string(rows) + " x " + std::to_string(cols) + ", scaling " +
-                                     std::to_string(static_cast<int>(scaling)) + ", code " +
-                                     std::to_string(code) + ", " + name(dtype));
+                                     std::to_string(static_cast<int>(scaling)) + ", qtype " +
+                                     std::to_string(qtype) + ", " + name(dtype));
               }
             }
           }

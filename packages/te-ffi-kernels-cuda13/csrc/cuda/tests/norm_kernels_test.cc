@@ -1,5 +1,5 @@
-// The norms' CUDA kernels, on threads in software: against the CPU's, and codes against those of
-// the same numbers.
+// The norms' CUDA kernels, on threads in software: against the CPU's, and quantized values against
+// those of the same numbers.
 #include <cmath>
 #include <string>
 #include <vector>
@@ -231,7 +231,7 @@ std::vector<float> numbers_of(const NormCase& c, Arrays& arrays) {
   return out;
 }
 
-TEST(cuda_norm_codes) {
+TEST(cuda_norm_values) {
   std::mt19937 random(13);
   each_outputs_case(random, [&](const OutputsCase& c) {
     const NormCase of = {c.rows, c.cols, c.dtype, random() % 2 == 0 ? c.dtype : DType::F32,

@@ -34,13 +34,13 @@ struct OutputsCase {
   int64_t rows, cols;
   DType dtype;
   te::Scaling scaling;
-  te::Code code;
+  te::QType qtype;
   bool rowwise, colwise, wide;
 
   std::string text() const {
     return std::to_string(rows) + " x " + std::to_string(cols) + ", " + name(dtype) +
-           ", scaling " + std::to_string(static_cast<int>(scaling)) + ", code " +
-           std::to_string(static_cast<int>(code)) + (rowwise ? ", by row" : "") +
+           ", scaling " + std::to_string(static_cast<int>(scaling)) + ", qtype " +
+           std::to_string(static_cast<int>(qtype)) + (rowwise ? ", by row" : "") +
            (colwise ? ", by column" : "") + (wide ? ", aligned" : "");
   }
 };
@@ -54,13 +54,13 @@ inline cuda::Quantize outputs_of(const OutputsCase& c, Results& found, float bef
   given.dtype = te::float_of(c.dtype);
   given.rows = c.rows;
   given.cols = c.cols;
-  given.code = c.code;
+  given.qtype = c.qtype;
   given.scaling = c.scaling;
   given.scale = c.scaling == te::Scaling::kDelayedTensor ? &kDelayedScale : nullptr;
   given.amax = reinterpret_cast<const float*>(found.amax.get());
   given.updated_amax = reinterpret_cast<float*>(found.amax.get());  // donated
   if (c.rowwise) {
-    given.codes = found.codes.get();
+    given.qvalues = found.qvalues.get();
     given.scales = found.scales.get();
   }
   if (c.colwise) {
@@ -70,7 +70,7 @@ inline cuda::Quantize outputs_of(const OutputsCase& c, Results& found, float bef
   return given;
 }
 
-// Checks codes, scales and the largest magnitude.
+// Checks quantized values, scales and the largest magnitude.
 inline void check_outputs(const OutputsCase& c, const Results& found,
                           const std::vector<float>& numbers, float before,
                           const std::string& what) {
@@ -82,7 +82,7 @@ inline void check_outputs(const OutputsCase& c, const Results& found,
   args.dtype = te::float_of(c.dtype);
   args.rows = c.rows;
   args.cols = c.cols;
-  args.code = c.code;
+  args.qtype = c.qtype;
   args.scaling = c.scaling;
   args.scale = kDelayedScale;
   args.wants_absmax = true;
@@ -90,9 +90,9 @@ inline void check_outputs(const OutputsCase& c, const Results& found,
   if (c.scaling == te::Scaling::kCurrentTensor) {
     args.rounded = true;
     most = te::quantize(args, Parallel());
-    args.scale = te::tensor_scale(most, c.code);
+    args.scale = te::tensor_scale(most, c.qtype);
   }
-  if (c.rowwise) args.codes = wanted.codes.get();
+  if (c.rowwise) args.qvalues = wanted.qvalues.get();
   if (c.colwise) args.turned = wanted.turned.get();
   if (!tensor) args.scales = wanted.scales.get();
   if (!tensor) args.turned_scales = wanted.turned_scales.get();
@@ -103,11 +103,11 @@ inline void check_outputs(const OutputsCase& c, const Results& found,
     }
   }
   if (c.rowwise) {
-    CHECK_THAT(same(found.codes, wanted.codes), what + ": codes");
+    CHECK_THAT(same(found.qvalues, wanted.qvalues), what + ": quantized values");
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": codes by column");
+    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
     CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
   }
   const float amax = tensor && !(before >= most) ? most : before;
@@ -130,8 +130,8 @@ void each_outputs_case(std::mt19937& random, Check&& check) {
             mx && rowwise ? std::vector<int64_t>{32, 96} : std::vector<int64_t>{5, 68};
         for (int64_t rows : heights) {
           for (int64_t cols : widths) {
-            const auto code = static_cast<te::Code>(random() % (mx ? 2 : 3));
-            check(OutputsCase{rows, cols, dtype, scaling, code, rowwise, colwise,
+            const auto qtype = static_cast<te::QType>(random() % (mx ? 2 : 3));
+            check(OutputsCase{rows, cols, dtype, scaling, qtype, rowwise, colwise,
                               random() % 2 == 0});
           }
         }

@@ -1,4 +1,4 @@
-// Plans of products with packed weights whose making or running fails: no object is left, and the
+// Plans of matmuls with packed weights whose making or running fails: no object is left, and the
 // first error is the one told.
 #include <random>
 #include <string>
@@ -27,7 +27,7 @@ TEST(cuda_packed_plans_with_a_fault_at_each_call) {
   }
 }
 
-TEST(cuda_packed_products_that_nothing_can_compute) {
+TEST(cuda_packed_matmuls_that_nothing_can_compute) {
   std::mt19937 random(32);
   PackedRun run(kCases[0], random);
   FakeCublasLt lt;
@@ -42,12 +42,12 @@ TEST(cuda_packed_products_that_nothing_can_compute) {
     CHECK(throws<Error>([&] { none.on_device(lt, handle.get()); }, "nothing is contracted"));
   }
   CHECK(lt.left() == 0 && lt.misused == 0);
-  PackedProduct longest = run.args;
+  PackedMatmul longest = run.args;
   longest.layout.k = kMostExact + 1;
   CHECK(throws<Error>([&] { PackedSteps{longest}; }, "don't fit in int32"));
   longest.layout.k = kMostExact;
   CHECK(PackedSteps(longest).depth == kMostExact);
-  PackedProduct groups = run.args;
+  PackedMatmul groups = run.args;
   groups.layout = panel_layout(96, 24, 8);
   CHECK(throws<Error>([&] { PackedSteps{groups}; }, "must have a multiple of 32"));
 }
@@ -67,24 +67,24 @@ TEST(cuda_packed_calls_only_what_it_must) {
     CHECK(lt.calls.size() == 3 && lt.count("multiply") == 3);
     CHECK(throws<Error>([&] { run.call(&sums, 8); }, "workspace has 8 bytes"));
     CHECK(throws<Error>([&] { run.call(nullptr, run.bytes()); }, "has no plan"));
-    PackedProduct odd = run.args;
+    PackedMatmul odd = run.args;
     odd.x = run.x.get() + 2;
     odd.weight = run.weights.buffer.get();
     odd.y = run.found.get();
     Buffer workspace(static_cast<int64_t>(run.bytes()), 0);
     CHECK(throws<Error>(
-        [&] { packed_product(odd, &sums, workspace.get(), run.bytes(), nullptr); },
+        [&] { packed_matmul(odd, &sums, workspace.get(), run.bytes(), nullptr); },
         "isn't a multiple of 16"));
     odd.x = run.x.get();
     odd.weight += 8;
     CHECK(throws<Error>(
-        [&] { packed_product(odd, &sums, workspace.get(), run.bytes(), nullptr); },
+        [&] { packed_matmul(odd, &sums, workspace.get(), run.bytes(), nullptr); },
         "packed weight begins at an address"));
   }
 }
 
 TEST(cuda_packed_steps_by_rows) {
-  PackedProduct args;
+  PackedMatmul args;
   args.n = 16;
   for (bool quantizes : {false, true}) {
     for (te::Float dtype : {te::Float::kF32, te::Float::kBF16, te::Float::kF16}) {
@@ -105,7 +105,7 @@ TEST(cuda_packed_steps_by_rows) {
 
 // The head of a language model: a gigabyte in 16 bits.
 TEST(cuda_packed_steps_of_many_columns) {
-  PackedProduct args;
+  PackedMatmul args;
   args.m = 512;
   args.n = 128256;
   args.x_dtype = args.y_dtype = te::Float::kBF16;

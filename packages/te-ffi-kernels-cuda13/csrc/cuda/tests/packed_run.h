@@ -1,4 +1,4 @@
-// One product of rows with a packed weight, by the CUDA half, whose cuBLASLt is one in memory, and
+// One matmul of rows with a packed weight, by the CUDA half, whose cuBLASLt is one in memory, and
 // by the CPU's kernels.
 #pragma once
 
@@ -67,11 +67,11 @@ struct PackedRun {
   void call(const cuda::PackedSums* sums, size_t size) {
     Buffer workspace(static_cast<int64_t>(size), 16);
     spoil_all(workspace);
-    cuda::PackedProduct there = args;
+    cuda::PackedMatmul there = args;
     there.x = x.get();
     there.weight = weights.buffer.get();
     there.y = found.get();
-    cuda::packed_product(there, sums, workspace.get(), size, nullptr);
+    cuda::packed_matmul(there, sums, workspace.get(), size, nullptr);
   }
 
   Buffer on_cpu() const {
@@ -101,8 +101,8 @@ struct PackedRun {
   const PackedCase given;
   Weights weights;
   Buffer x, found;
-  cuda::PackedProduct args;  // without addresses
-  int multiplied = 0;        // products of cuBLASLt
+  cuda::PackedMatmul args;  // without addresses
+  int multiplied = 0;        // matmuls of cuBLASLt
   bool sound = true;         // whether it was used as it must be
 };
 

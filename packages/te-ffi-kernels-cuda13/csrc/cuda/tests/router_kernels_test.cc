@@ -1,4 +1,5 @@
-// The router's CUDA kernels, on threads in software, against the CPU's; and the loss against double.
+// The router's CUDA kernels, on threads in software, against the CPU's; and the loss against
+// double.
 #include <algorithm>
 #include <array>
 #include <cmath>

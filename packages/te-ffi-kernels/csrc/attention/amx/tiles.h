@@ -1,4 +1,4 @@
-// Products of bfloat16 on AMX tiles, and blocks of numbers as tiles take them: by pairs, in the 4
+// Matmuls of bfloat16 on AMX tiles, and blocks of numbers as tiles take them: by pairs, in the 4
 // bytes of a float, where all sizes are padded with zeros to whole tiles of 16 lines of 16.
 #pragma once
 

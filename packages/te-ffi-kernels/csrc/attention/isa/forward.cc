@@ -31,7 +31,7 @@ void forward(const Problem& p, const Part& part, float* memory) {
   float* scores = scratch.take(kBlock * kCols);
   float* other = scratch.take(kBlock * kCols);
 
-  // Scores stay as the product gives them where their order is that of the scaled ones.
+  // Scores stay as the matmul gives them where their order is that of the scaled ones.
   const bool has_bias = p.bias_type != Bias::kNone;
   const bool scale_first = !has_bias && !(p.scale > 0);
   const float unit = has_bias || scale_first ? 1.0f : p.scale;

@@ -55,9 +55,9 @@ inline void know_sums(const Problem& p, const Gradients& gradients, const Segmen
   }
 }
 
-// The deltas of results [kCols][width]. They are subtracted from products of values with the gradient
-// of the result, of which a probability near 1 leaves next to nothing: so they are added up in the
-// same order.
+// The deltas of results [kCols][width]. They are subtracted from products of values with the
+// gradient of the result, of which a probability near 1 leaves next to nothing: so they are added
+// up in the same order.
 inline void know_delta(const float* results, int64_t width, const Known& known) {
   alignas(64) float tile[kWidth * kWidth];
   for (int64_t c = 0; c < kCols; c += kWidth) {
@@ -140,8 +140,9 @@ inline void differentiate_block(const Panel& panel, const Known& known, int64_t 
   }
 }
 
-// `scores`, scaled with a bias and unscaled without, become the factors of the values (probabilities,
-// with dropout), and `grads`, those of the probabilities, the gradients of the scores of softmax.
+// `scores`, scaled with a bias and unscaled without, become the factors of the values
+// (probabilities, with dropout), and `grads`, those of the probabilities, the gradients of the
+// scores of softmax.
 inline void differentiate(const Problem& p, const Segment& segment, const Rows& rows,
                           const Panel& panel, const Known& known, int64_t key, int64_t count,
                           float* scores, float* grads, float* drop) {

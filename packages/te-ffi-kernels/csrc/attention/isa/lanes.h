@@ -78,8 +78,8 @@ JAXTAP_TILE Two two_of(double x) {
   return {high, static_cast<float>(x - static_cast<double>(high))};
 }
 
-// 2^(x * factor) for negative numbers and 0; 0 below 2^-126. NaN stays NaN. Numbers far from 0 would
-// lose what the rounding of a product with one float32 takes away.
+// 2^(x * factor) for negative numbers and 0; 0 below 2^-126. NaN stays NaN. Numbers far from 0
+// would lose what the rounding of a product with one float32 takes away.
 JAXTAP_TILE Vector exp2_of(Vector x, Two factor) {
   const Vector shifted = x * factor.high + all(kRound);
   const Vector whole = shifted - all(kRound);
@@ -174,8 +174,8 @@ __attribute__((noinline, unused)) void load_numbers(DType dtype, const void* fro
     const auto* __restrict in = static_cast<const uint16_t*>(from);
 #if defined(__AVX2__)
     for (; i + 8 <= count; i += 8) {
-      const __m128i codes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(codes));
+      const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
     }
 #endif
     for (; i < count; ++i) to[i] = f16_to_f32(in[i]);
@@ -196,8 +196,8 @@ __attribute__((noinline, unused)) void store_numbers(DType dtype, const float* _
     auto* __restrict out = static_cast<uint16_t*>(to);
 #if defined(__AVX2__)
     for (; i + 8 <= count; i += 8) {
-      const __m128i codes = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), codes);
+      const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
     }
 #endif
     for (; i < count; ++i) out[i] = f32_to_f16(from[i]);

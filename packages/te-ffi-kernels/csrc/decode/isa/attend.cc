@@ -76,7 +76,7 @@ inline void scales_of(const Stretch& s, const float* scales, int64_t begin, int6
   }
 }
 
-// Products of kRows rows of q with `count` rows of keys, kBlock apart; kRows * kPositions sums at a
+// Matmuls of kRows rows of q with `count` rows of keys, kBlock apart; kRows * kPositions sums at a
 // time, which are as many as a vector has lanes. Positions beyond `count`, up to whole vectors, get
 // what the last one has.
 template <class Format, int kRows>

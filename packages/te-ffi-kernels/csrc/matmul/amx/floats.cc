@@ -11,7 +11,7 @@ namespace jaxtap {
 namespace {
 
 // By definition: what is not finite, and groups that are not whole vectors.
-void round_group(const uint8_t* x, int64_t count, int8_t* codes, uint16_t* out) {
+void round_group(const uint8_t* x, int64_t count, int8_t* qvalues, uint16_t* out) {
   float scale;
   int32_t offset;
   Quantize q{};
@@ -19,12 +19,12 @@ void round_group(const uint8_t* x, int64_t count, int8_t* codes, uint16_t* out) 
   q.x_dtype = DType::BF16;
   q.k = q.padded_k = q.segment_k = count;
   q.planes = 1;
-  q.out = codes;
+  q.out = qvalues;
   q.offsets = &offset;
   q.scale = &scale;
   amx_kernels().quantize(q);
   for (int64_t i = 0; i < count; ++i) {
-    out[i] = f32_to_bf16(static_cast<float>(codes[i]) * scale);
+    out[i] = f32_to_bf16(static_cast<float>(qvalues[i]) * scale);
   }
 }
 
@@ -47,9 +47,9 @@ bool round_finite(const uint8_t* x, int64_t count, uint16_t* out) {
   const float ratio = bits_float(bits) * (1.0f / 127.0f);
   const __m512 scale = _mm512_set1_ps(ratio < 0x1p-126f ? 0x1p-126f : ratio);
   for (int64_t i = 0; i < count; i += 16) {
-    const __m512 code = _mm512_roundscale_ps(_mm512_div_ps(load(i), scale),
+    const __m512 qvalue = _mm512_roundscale_ps(_mm512_div_ps(load(i), scale),
                                              _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const auto rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(code, scale));
+    const auto rounded = (__m256i)_mm512_cvtneps_pbh(_mm512_mul_ps(qvalue, scale));
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), rounded);
   }
   return true;
@@ -62,7 +62,7 @@ void round_row(const RoundRow& r) {
 #if defined(__AVX512BF16__)
     if (r.group % 16 == 0 && round_finite(r.x + 2 * i, r.group, r.out + i)) continue;
 #endif
-    round_group(r.x + 2 * i, r.group, r.codes, r.out + i);
+    round_group(r.x + 2 * i, r.group, r.qvalues, r.out + i);
   }
 }
 
@@ -115,7 +115,7 @@ class Line {
       const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
       return _mm512_mul_ps(_mm512_permutexvar_ps(shifted, values), scale);
     }
-    // The lowest byte as the last digits of 2 ** 23 + code + 128.
+    // The lowest byte as the last digits of 2 ** 23 + value + 128.
     const __m512i low = _mm512_set1_epi32(0xff), magic = _mm512_set1_epi32(0x4b000000);
     const __m512 shown = _mm512_castsi512_ps(_mm512_ternarylogic_epi32(shifted, low, magic, 0xea));
     return _mm512_mul_ps(_mm512_sub_ps(shown, _mm512_set1_ps(8388608.0f + 128.0f)), scale);
@@ -127,21 +127,22 @@ class Line {
 
 // `count` rows, of 16 columns every `lines` lines.
 template <int kBits>
-inline void dequantize_rows(const uint8_t* codes, int64_t count, int64_t lines, const float* scales,
+inline void dequantize_rows(const uint8_t* qvalues, int64_t count, int64_t lines,
+                            const float* scales,
                             uint16_t* out) {
   alignas(64) uint16_t order[32];
   for (int i = 0; i < 32; ++i) order[i] = static_cast<uint16_t>(i / 2 + i % 2 * 16);
   const __m512i places = _mm512_load_si512(order);
   const __m512 scale = _mm512_loadu_ps(scales);
   for (int64_t i = 0; i < count; i += 32 / kBits) {
-    const Line<kBits> line(codes);
+    const Line<kBits> line(qvalues);
     put_pairs(line.template row<0>(scale), line.template row<8>(scale), places, out);
     put_pairs(line.template row<16>(scale), line.template row<24>(scale), places, out + 32);
     if constexpr (kBits == 4) {
       put_pairs(line.template row<4>(scale), line.template row<12>(scale), places, out + 64);
       put_pairs(line.template row<20>(scale), line.template row<28>(scale), places, out + 96);
     }
-    codes += 64 * lines;
+    qvalues += 64 * lines;
     out += 512 / kBits;
   }
 }
@@ -149,15 +150,16 @@ inline void dequantize_rows(const uint8_t* codes, int64_t count, int64_t lines, 
 #else
 
 template <int kBits>
-inline void dequantize_rows(const uint8_t* codes, int64_t count, int64_t lines, const float* scales,
+inline void dequantize_rows(const uint8_t* qvalues, int64_t count, int64_t lines,
+                            const float* scales,
                             uint16_t* out) {
   constexpr int64_t kHeld = 32 / kBits;  // rows of a line
   for (int64_t i = 0; i < count; ++i) {
-    const uint8_t* line = codes + i / kHeld * 64 * lines;
+    const uint8_t* line = qvalues + i / kHeld * 64 * lines;
     for (int64_t c = 0; c < 16; ++c) {
       const int byte = line[4 * c + i % 4];
-      const int code = kBits == 8 ? byte - 128 : (i % kHeld < 4 ? byte & 15 : byte >> 4) - 8;
-      out[i / 2 * 32 + 2 * c + i % 2] = f32_to_bf16(static_cast<float>(code) * scales[c]);
+      const int qvalue = kBits == 8 ? byte - 128 : (i % kHeld < 4 ? byte & 15 : byte >> 4) - 8;
+      out[i / 2 * 32 + 2 * c + i % 2] = f32_to_bf16(static_cast<float>(qvalue) * scales[c]);
     }
   }
 }
@@ -185,9 +187,9 @@ void dequantize_panel(const Dequantize& d) {
         d.rests[c] = parts.rest;
       }
     }
-    const uint8_t* codes = d.panel + layout.codes_at(begin);
+    const uint8_t* qvalues = d.panel + layout.qvalues_at(begin);
     for (int64_t i = 0; i < kWide; ++i) {
-      dequantize_rows<kBits>(codes + 64 * i, group, kWide, scales + 16 * i,
+      dequantize_rows<kBits>(qvalues + 64 * i, group, kWide, scales + 16 * i,
                              d.out + i * d.out_stride + 16 * begin);
     }
   }

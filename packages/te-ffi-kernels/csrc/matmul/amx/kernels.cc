@@ -3,7 +3,8 @@
 //   -mprefer-vector-width=512
 // or, to test without AMX, with -O3 -ffp-contract=off -DJAXTAP_EMULATE_AMX alone.
 //
-// A panel's codes are B tiles as they lie: 16 rows of 64 bytes, each 16 columns of 4 rows of K.
+// A panel's quantized values are B tiles as they lie: 16 rows of 64 bytes, each 16 columns of 4
+// rows of K.
 #include "matmul/kernels.h"
 
 #include "common/convert.h"
@@ -23,12 +24,12 @@ int64_t chunk_of(int64_t segment) {
   return chunk;
 }
 
-// Operands of products of rows of x and panels.
+// Operands of matmuls of rows of x and panels.
 struct Operands {
   const int8_t* x;
   int64_t x_stride;
-  const uint8_t* codes;
-  int64_t codes_stride;
+  const uint8_t* qvalues;
+  int64_t qvalues_stride;
 };
 
 // kC += kA times kB.
@@ -40,11 +41,11 @@ JAXTAP_INLINE void multiply() {
 template <bool kSigned, bool kTwoRows, bool kTwoPanels>
 JAXTAP_INLINE void add_products(const Operands& o, int64_t k, int64_t chunk) {
   for (int64_t i = 0; i < k; i += chunk) {
-    tile_load<6>(o.codes + 16 * i, 64);
+    tile_load<6>(o.qvalues + 16 * i, 64);
     tile_load<4>(o.x + i, o.x_stride);
     multiply<kSigned, 0, 4, 6>();
     if (kTwoPanels) {
-      tile_load<7>(o.codes + o.codes_stride + 16 * i, 64);
+      tile_load<7>(o.qvalues + o.qvalues_stride + 16 * i, 64);
       multiply<kSigned, 1, 4, 7>();
     }
     if (kTwoRows) {
@@ -65,7 +66,7 @@ void add_products(const Operands& o, const Shape& shape, int64_t k) {
 }
 
 Operands operands_at(const Tile& t, int64_t r, int64_t p) {
-  return {t.x + r * t.x_stride, t.x_stride, t.codes + p * t.codes_stride, t.codes_stride};
+  return {t.x + r * t.x_stride, t.x_stride, t.qvalues + p * t.qvalues_stride, t.qvalues_stride};
 }
 
 // Up to 32 rows by 2 panels.

@@ -15,7 +15,7 @@ JAXTAP_INLINE void load(const void* from, Vector* to) {
 
 // What the sums of a segment are rescaled with, from a block's first row and panel on.
 struct Rescale {
-  const int32_t* offsets;  // of plane rows; null where codes are signed
+  const int32_t* offsets;  // of plane rows; null where quantized values are signed
   int64_t offsets_stride;
   const float* x_scales;  // of rows of x
   int64_t x_scales_stride;
@@ -89,7 +89,7 @@ void scaled_block(const Tile& t, const Shape& shape, int64_t r0, int64_t p0) {
       store_sums(shape, out, 16 * kPanels);
     }
     o.x += count;
-    o.codes += 16 * count;
+    o.qvalues += 16 * count;
   };
 
   Floats totals[kMostRows / kPlanes][kPanels] = {};

@@ -1,5 +1,5 @@
-// Blocks of up to two tiles of rows by two of columns, and their sums: tiles 0 to 3, row tile by row
-// tile. Tiles 4 and 5 are rows of x; 6 and 7 columns of the weight.
+// Blocks of up to two tiles of rows by two of columns, and their sums: tiles 0 to 3, row tile by
+// row tile. Tiles 4 and 5 are rows of x; 6 and 7 columns of the weight.
 #pragma once
 
 #include "common/amx_tile.h"

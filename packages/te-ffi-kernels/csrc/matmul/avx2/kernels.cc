@@ -1,7 +1,7 @@
 // Kernels on AVX2. Compile with: -O3 -ffp-contract=off -mavx2 -mfma -mf16c
 //
-// Codes of 8 bits are widened to 16 before they are multiplied: vpmaddubsw would saturate at 16
-// bits. Codes of 4 bits cannot reach that, and use it.
+// Quantized values of 8 bits are widened to 16 before they are multiplied: vpmaddubsw would
+// saturate at 16 bits. Quantized values of 4 bits cannot reach that, and use it.
 #include "matmul/kernels.h"
 
 #include <immintrin.h>
@@ -27,18 +27,18 @@ JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
   return _mm256_set1_epi32(word);
 }
 
-// Adds products with codes of 4 bits over `k` rows of K to the sums of R plane rows and the two
-// halves of 16 columns, whose lines are kStride bytes apart.
+// Adds products with quantized values of 4 bits over `k` rows of K to the sums of R plane rows and
+// the two halves of 16 columns, whose lines are kStride bytes apart.
 template <int R, int kStride>
-JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
                                __m256i (&acc)[R][2]) {
   const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
-  for (int64_t i = 0; i < k; i += 8, codes += kStride) {
-    _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+  for (int64_t i = 0; i < k; i += 8, qvalues += kStride) {
+    _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     __m256i low[2], high[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256i both = load(codes + 32 * h);
+      const __m256i both = load(qvalues + 32 * h);
       low[h] = _mm256_and_si256(both, mask);
       high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
     }
@@ -59,15 +59,16 @@ JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t*
 
 // Adds products over `k` rows of K to the sums of R plane rows and the two halves of a panel.
 template <int R>
-JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
+                                int64_t k,
                                 __m256i (&acc)[R][2]) {
   const __m256i mask = _mm256_set1_epi16(0x00ff);
-  for (int64_t i = 0; i < k; i += 4, codes += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(codes + kAhead), _MM_HINT_T0);
+  for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     __m256i even[2], odd[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256i w = load(codes + 32 * h);
+      const __m256i w = load(qvalues + 32 * h);
       even[h] = _mm256_and_si256(w, mask);
       odd[h] = _mm256_srli_epi16(w, 8);
     }
@@ -100,7 +101,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
       acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
     }
   }
-  add_products<R>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
+  add_products<R>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p * t.qvalues_stride, t.k, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
@@ -118,7 +119,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
   const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
   const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p * t.scales_stride;
-  const uint8_t* codes = t.codes + p * t.codes_stride;
+  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
   const int8_t* x = t.x + r0 * t.x_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
@@ -127,7 +128,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<R>(x + i, t.x_stride, codes, count, acc);
+    add_products<R>(x + i, t.x_stride, qvalues, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 4
@@ -145,7 +146,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
     ++offsets;
     if (x_scales != nullptr) ++x_scales;
     scales += t.scales_step;
-    codes += 16 * count;
+    qvalues += 16 * count;
   }
   for (int r = 0; r < R; ++r) {
     __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
@@ -159,7 +160,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
   const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
   const float* x_scales = t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p * t.scales_stride;
-  const uint8_t* codes = t.codes + p * t.codes_stride;
+  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
   const int8_t* x = t.x + 2 * r0 * t.x_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
@@ -168,7 +169,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < 2 * R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<2 * R>(x + i, t.x_stride, codes, count, acc);
+    add_products<2 * R>(x + i, t.x_stride, qvalues, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 2
@@ -191,7 +192,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
     ++offsets;
     ++x_scales;
     scales += t.scales_step;
-    codes += 16 * count;
+    qvalues += 16 * count;
   }
   for (int r = 0; r < R; ++r) {
     __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
@@ -233,7 +234,7 @@ void all_blocks(const Tile& t) {
 
 // 16 columns at a time: the sums of 32 would leave no registers.
 template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
                                const int32_t* offsets, int64_t offsets_stride,
                                int32_t (*sums)[32]) {
   for (int half = 0; half < 2; ++half) {
@@ -242,7 +243,7 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
     for (int r = 0; r < kRows; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * offsets_stride]);
     }
-    add_nibbles<kRows, 128>(x, x_stride, codes + 64 * half, k, acc);
+    add_nibbles<kRows, 128>(x, x_stride, qvalues + 64 * half, k, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       __m256i* to = reinterpret_cast<__m256i*>(sums[r] + 16 * half);

@@ -27,21 +27,21 @@ JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
 
 // Adds dot products of four bytes. As assembly, since gcc 12 copies sums from register to register
 // around the intrinsic.
-JAXTAP_INLINE void add_dot(__m512i& sums, __m512i codes, __m512i x) {
-  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(codes), "v"(x));
+JAXTAP_INLINE void add_dot(__m512i& sums, __m512i qvalues, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
 }
 
 // Adds products over `k` rows of K to the sums of R plane rows and P panels.
 template <int R, int P>
-JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* codes,
-                                int64_t codes_stride, int64_t k, __m512i (&acc)[R][P]) {
-  for (int64_t i = 0; i < k; i += 4, codes += 64) {
+JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
+                                int64_t qvalues_stride, int64_t k, __m512i (&acc)[R][P]) {
+  for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
     __m512i w[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
-      w[p] = _mm512_loadu_si512(codes + p * codes_stride);
+      w[p] = _mm512_loadu_si512(qvalues + p * qvalues_stride);
       if (R <= kFewRows) {
-        _mm_prefetch(reinterpret_cast<const char*>(codes + p * codes_stride + kAhead),
+        _mm_prefetch(reinterpret_cast<const char*>(qvalues + p * qvalues_stride + kAhead),
                      _MM_HINT_T0);
       }
     }
@@ -95,8 +95,8 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
       acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
     }
   }
-  add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.codes + p0 * t.codes_stride,
-                            t.codes_stride, t.k, acc);
+  add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p0 * t.qvalues_stride,
+                            t.qvalues_stride, t.k, acc);
   if (t.finish != nullptr) return finish_block<R, P>(*t.finish, r0, p0, acc);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
@@ -118,7 +118,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
   const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
   const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p0 * t.scales_stride;
-  const uint8_t* codes = t.codes + p0 * t.codes_stride;
+  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
   const int8_t* x = t.x + r0 * t.x_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
@@ -129,7 +129,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) acc[r][p] = start;
     }
-    add_products<R, P>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+    add_products<R, P>(x + i, t.x_stride, qvalues, t.qvalues_stride, count, acc);
     __m512 scale[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) scale[p] = _mm512_loadu_ps(scales + p * t.scales_stride);
@@ -146,7 +146,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
     ++offsets;
     if (x_scales != nullptr) ++x_scales;
     scales += t.scales_step;
-    codes += 16 * count;
+    qvalues += 16 * count;
   }
   float* out = t.totals + r0 * t.sums_stride + 16 * p0;
 #pragma GCC unroll 6
@@ -162,7 +162,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p0) {
   const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
   const float* x_scales = t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p0 * t.scales_stride;
-  const uint8_t* codes = t.codes + p0 * t.codes_stride;
+  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
   const int8_t* x = t.x + 2 * r0 * t.x_stride;
   float* totals = t.totals + r0 * t.sums_stride + 16 * p0;
   for (int r = 0; r < R; ++r) __builtin_memset(totals + r * t.sums_stride, 0, 64 * P);
@@ -175,7 +175,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p0) {
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) acc[r][p] = start;
     }
-    add_products<2 * R, P>(x + i, t.x_stride, codes, t.codes_stride, count, acc);
+    add_products<2 * R, P>(x + i, t.x_stride, qvalues, t.qvalues_stride, count, acc);
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
       const __m512 scale = _mm512_loadu_ps(scales + p * t.scales_stride);
@@ -196,7 +196,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p0) {
     ++offsets;
     ++x_scales;
     scales += t.scales_step;
-    codes += 16 * count;
+    qvalues += 16 * count;
   }
 }
 
@@ -262,7 +262,7 @@ void scaled8(const Tile& t) { all_blocks<2, true>(t); }
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
 template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
                                const int32_t* offsets, int64_t offsets_stride,
                                int32_t (*sums)[32]) {
   constexpr int kParts = kRows <= 3 ? 2 : 1;
@@ -274,12 +274,12 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
     acc[0][r][0] = acc[0][r][1] = _mm512_set1_epi32(-offsets[r * offsets_stride]);
   }
 #pragma GCC unroll 4
-  for (int64_t i = 0; i < k; i += 8, codes += 128) {
+  for (int64_t i = 0; i < k; i += 8, qvalues += 128) {
     __m512i low[2], high[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m512i both = _mm512_loadu_si512(codes + 64 * h);
-      _mm_prefetch(reinterpret_cast<const char*>(codes + 64 * h + kStreamAhead), _MM_HINT_T0);
+      const __m512i both = _mm512_loadu_si512(qvalues + 64 * h);
+      _mm_prefetch(reinterpret_cast<const char*>(qvalues + 64 * h + kStreamAhead), _MM_HINT_T0);
       low[h] = _mm512_and_si512(both, mask);
       high[h] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
     }

@@ -12,12 +12,12 @@ namespace {
 
 // Adds the products of one plane row and the 16 columns of a panel over `k` rows of K. Unsigned, so
 // that passing the ends of int32 on the way is defined and the sums are right in the end.
-JAXTAP_INLINE void add_products(const int8_t* x, const uint8_t* codes, int64_t k, uint32_t* acc) {
-  for (int64_t i = 0; i < k; i += 4, codes += 64) {
+JAXTAP_INLINE void add_products(const int8_t* x, const uint8_t* qvalues, int64_t k, uint32_t* acc) {
+  for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
     const int32_t x0 = x[i], x1 = x[i + 1], x2 = x[i + 2], x3 = x[i + 3];
     for (int c = 0; c < 16; ++c) {
-      const int32_t sum = x0 * codes[4 * c] + x1 * codes[4 * c + 1] + x2 * codes[4 * c + 2] +
-                          x3 * codes[4 * c + 3];
+      const int32_t sum = x0 * qvalues[4 * c] + x1 * qvalues[4 * c + 1] + x2 * qvalues[4 * c + 2] +
+                          x3 * qvalues[4 * c + 3];
       acc[c] += static_cast<uint32_t>(sum);
     }
   }
@@ -32,7 +32,7 @@ void exact8(const Tile& t) {
         acc[c] = t.first ? 0u - static_cast<uint32_t>(t.offsets[r * t.offsets_stride])
                          : static_cast<uint32_t>(out[c]);
       }
-      add_products(t.x + r * t.x_stride, t.codes + p * t.codes_stride, t.k, acc);
+      add_products(t.x + r * t.x_stride, t.qvalues + p * t.qvalues_stride, t.k, acc);
       for (int c = 0; c < 16; ++c) out[c] = static_cast<int32_t>(acc[c]);
     }
   }
@@ -49,7 +49,7 @@ void scaled8(const Tile& t) {
         uint32_t acc[16];
         for (int c = 0; c < 16; ++c) acc[c] = 0u - static_cast<uint32_t>(*offsets);
         const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-        add_products(t.x + r * t.x_stride + i, t.codes + p * t.codes_stride + 16 * i, count, acc);
+        add_products(t.x + r * t.x_stride + i, t.qvalues + p * t.qvalues_stride + 16 * i, count, acc);
         float scale[16];
         __builtin_memcpy(scale, scales, 64);
         const float x_scale = x_scales == nullptr ? 1.0f : *x_scales++;
@@ -75,7 +75,7 @@ void paired8(const Tile& t) {
         for (int plane = 0; plane < 2; ++plane) {
           const uint32_t offset = static_cast<uint32_t>(offsets[plane * t.offsets_stride]);
           for (int c = 0; c < 16; ++c) acc[plane][c] = 0u - offset;
-          add_products(t.x + (r + plane) * t.x_stride + i, t.codes + p * t.codes_stride + 16 * i,
+          add_products(t.x + (r + plane) * t.x_stride + i, t.qvalues + p * t.qvalues_stride + 16 * i,
                        count, acc[plane]);
         }
         float scale[16];
@@ -93,13 +93,13 @@ void paired8(const Tile& t) {
 }
 
 template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* codes, int64_t k,
+JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
                                const int32_t* offsets, int64_t offsets_stride,
                                int32_t (*sums)[32]) {
   for (int r = 0; r < kRows; ++r, x += x_stride) {
     uint32_t acc[32];
     for (int c = 0; c < 32; ++c) acc[c] = 0u - static_cast<uint32_t>(offsets[r * offsets_stride]);
-    const uint8_t* line = codes;
+    const uint8_t* line = qvalues;
     for (int64_t i = 0; i < k; i += 8, line += 128) {
       for (int j = 0; j < 4; ++j) {
         const int32_t low = x[i + j], high = x[i + 4 + j];

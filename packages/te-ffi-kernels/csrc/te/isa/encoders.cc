@@ -1,4 +1,4 @@
-// float32 to codes.
+// float32 to quantized values.
 
 #include "te/isa/formats.h"
 #include "te/isa/table.h"
@@ -66,8 +66,8 @@ void encode_times_each(const float* __restrict in, uint8_t* __restrict out, int6
 }
 
 template <class Format>
-void set(Table& table, Code code) {
-  const int at = static_cast<int>(code);
+void set(Table& table, QType qtype) {
+  const int at = static_cast<int>(qtype);
   table.encode[at] = encode<Format>;
   table.encode_each[at] = encode_each<Format>;
   table.encode_blocks[at] = encode_blocks<Format>;
@@ -78,9 +78,9 @@ void set(Table& table, Code code) {
 }  // namespace
 
 void set_encoders(Table& table) {
-  set<E4M3>(table, Code::kE4M3);
-  set<E5M2>(table, Code::kE5M2);
-  set<Int8>(table, Code::kInt8);
+  set<E4M3>(table, QType::kE4M3);
+  set<E5M2>(table, QType::kE5M2);
+  set<Int8>(table, QType::kInt8);
 }
 
 }  // namespace jaxtap::te::JAXTAP_ISA_NAMESPACE

@@ -1,5 +1,5 @@
-// The formats of arrays and codes, as types for templates of loops. Of one instruction set: nothing
-// here may be shared with files that are compiled for another.
+// The formats of arrays and quantized values, as types for templates of loops. Of one instruction
+// set: nothing here may be shared with files that are compiled for another.
 #pragma once
 
 #include <cstdint>
@@ -56,8 +56,8 @@ JAXTAP_INLINE uint8_t encode_float8(float x) {
   const float sum = bits_float(static_cast<uint32_t>(cut)) +
                     bits_float(static_cast<uint32_t>(high));
   const int32_t multiple = static_cast<int32_t>(float_bits(sum)) - high;
-  const int32_t code = ((binade >> (23 - kMantissa)) + multiple) | ((bits >> 24) & 0x80);
-  return static_cast<uint8_t>(magnitude > kInf ? 0x7f : code);
+  const int32_t qvalue = ((binade >> (23 - kMantissa)) + multiple) | ((bits >> 24) & 0x80);
+  return static_cast<uint8_t>(magnitude > kInf ? 0x7f : qvalue);
 }
 
 // The largest number of both formats of float8 is 1.75 * 2^kExponent.
@@ -66,8 +66,8 @@ struct E4M3 {
   JAXTAP_INLINE uint8_t encode(float x) {
     return encode_float8<3, 121, 0x43e00000>(x);
   }
-  JAXTAP_INLINE float decode(uint8_t code) {
-    return f8e4m3fn_to_f32(code);
+  JAXTAP_INLINE float decode(uint8_t qvalue) {
+    return f8e4m3fn_to_f32(qvalue);
   }
 };
 
@@ -76,8 +76,8 @@ struct E5M2 {
   JAXTAP_INLINE uint8_t encode(float x) {
     return encode_float8<2, 113, 0x47600000>(x);
   }
-  JAXTAP_INLINE float decode(uint8_t code) {
-    return f8e5m2_to_f32(code);
+  JAXTAP_INLINE float decode(uint8_t qvalue) {
+    return f8e5m2_to_f32(qvalue);
   }
 };
 
@@ -86,12 +86,12 @@ struct Int8 {
   JAXTAP_INLINE uint8_t encode(float x) {
     const float low = x > -127.0f ? x : -127.0f;
     const float cut = low < 127.0f ? low : 127.0f;
-    // The sum's unit is 1, so it rounds half to even, and its last byte is the code.
+    // The sum's unit is 1, so it rounds half to even, and its last byte is the quantized value.
     const uint32_t bits = float_bits(cut + 12582912.0f);
     return static_cast<uint8_t>(x == x ? bits : 0u);
   }
-  JAXTAP_INLINE float decode(uint8_t code) {
-    return static_cast<float>(static_cast<int8_t>(code));
+  JAXTAP_INLINE float decode(uint8_t qvalue) {
+    return static_cast<float>(static_cast<int8_t>(qvalue));
   }
 };
 

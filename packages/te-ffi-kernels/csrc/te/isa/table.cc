@@ -9,7 +9,7 @@ const Table& make_table() {
     set_encoders(made);
     set_rows(made);
     set_transpose(made);
-    set_product(made);
+    set_matmul(made);
     return made;
   }();
   return table;

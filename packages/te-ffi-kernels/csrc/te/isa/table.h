@@ -9,6 +9,6 @@ void set_conversions(Table& table);
 void set_encoders(Table& table);
 void set_rows(Table& table);
 void set_transpose(Table& table);
-void set_product(Table& table);
+void set_matmul(Table& table);
 
 }  // namespace jaxtap::te::JAXTAP_ISA_NAMESPACE

@@ -20,14 +20,14 @@ Dictionary grouped_attributes(int scaling, int ragged) {
 }
 
 Program grouped_program(int scaling, XLA_FFI_DataType dtype, int ragged) {
-  const bool rows = ragged == 0, codes = scaling != 0;
+  const bool rows = ragged == 0, quantized = scaling != 0;
   const std::vector<int64_t> rhs = rows ? std::vector<int64_t>{kGroups, kK, kN}
                                         : std::vector<int64_t>{kLength, kN};
   const std::vector<int64_t> out = rows ? std::vector<int64_t>{kLength, kN}
                                         : std::vector<int64_t>{kGroups, kK, kN};
   Program program{"te_ffi_kernels.grouped_gemm_v2",
-                  {Tensor(dtype, {kLength, kK}), filled(kF32, {codes ? kGroups : 0}, 0.5),
-                   Tensor(dtype, rhs), filled(kF32, {codes ? kGroups : 0}, 0.25),
+                  {Tensor(dtype, {kLength, kK}), filled(kF32, {quantized ? kGroups : 0}, 0.5),
+                   Tensor(dtype, rhs), filled(kF32, {quantized ? kGroups : 0}, 0.25),
                    normal({rows ? kGroups : 0, kN}), values(kS32, {2, 0, 4}),
                    values(kF32, {2, 3, 4}), Tensor(kF32, {kGroups})},
                   {Tensor(kF32, out), Tensor(kU8, {1})},
@@ -36,7 +36,7 @@ Program grouped_program(int scaling, XLA_FFI_DataType dtype, int ragged) {
     const Tensor draws = normal(program.operands[i].dims);
     for (int64_t j = 0; j < draws.size(); ++j) {
       set_number(program.operands[i], j,
-                 codes ? std::trunc(30 * number(draws, j)) : number(draws, j));
+                 quantized ? std::trunc(30 * number(draws, j)) : number(draws, j));
     }
   }
   return program;

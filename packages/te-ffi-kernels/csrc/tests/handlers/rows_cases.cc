@@ -76,8 +76,8 @@ CASE(rms_norm) {
   return {norm_program(1), [](const Program& p) { expect_norm(p, false); }, {}};
 }
 
-// To codes of int8, with a scale that is given; codes by column as well.
-CASE(layer_norm_to_codes) {
+// To quantized values of int8, with a scale that is given; quantized values by column as well.
+CASE(layer_norm_to_quantized_values) {
   Program program = norm_program(0);
   program.operands[1] = filled(kF32, {1}, 16);
   program.results[0] = Tensor(kS8, {kRows, kCols});
@@ -91,15 +91,15 @@ CASE(layer_norm_to_codes) {
             floats.operands = p.operands;
             CHECK(run(floats, nullptr).ok());
             expect_norm(floats, true);
-            const auto code = [&](int64_t i, const Tensor& codes, int64_t at) {
+            const auto qvalue = [&](int64_t i, const Tensor& qvalues, int64_t at) {
               const double exact = std::fmax(-127, std::fmin(127, 16 * number(floats.results[0], i)));
-              const double found = number(codes, at);
+              const double found = number(qvalues, at);
               return std::fabs(found - exact) <= 0.501 ? found : exact;
             };
-            expect_close(p.results[0], "codes",
-                         [&](int64_t i) { return code(i, p.results[0], i); }, 0);
-            expect_close(p.results[1], "turned codes", [&](int64_t i) {
-              return code(i % kRows * kCols + i / kRows, p.results[1], i);
+            expect_close(p.results[0], "quantized values",
+                         [&](int64_t i) { return qvalue(i, p.results[0], i); }, 0);
+            expect_close(p.results[1], "turned quantized values", [&](int64_t i) {
+              return qvalue(i % kRows * kCols + i / kRows, p.results[1], i);
             }, 0);
           },
           {{operand(1, kF32, {2}), "what the result is multiplied with"},

@@ -9,13 +9,13 @@ using namespace jaxtap::testing;
 
 constexpr int64_t kRows = 64, kCols = 96;
 
-Program quantize_program(int scaling, int layout, XLA_FFI_DataType code,
+Program quantize_program(int scaling, int layout, XLA_FFI_DataType qtype,
                          std::vector<int64_t> scales, std::vector<int64_t> turned_scales,
                          XLA_FFI_DataType scale_dtype = kF32) {
   return {"te_ffi_kernels.dbias_quantize",
           {normal({kRows, kCols}), filled(kF32, {1}, 20.0), filled(kF32, {1}, 0.5),
            Tensor(kU32, {1}), Tensor(kF32, {1}), Tensor(kBF16, {1})},
-          {Tensor(code, {kRows, kCols}), Tensor(code, {kCols, kRows}),
+          {Tensor(qtype, {kRows, kCols}), Tensor(qtype, {kCols, kRows}),
            Tensor(scale_dtype, scales), Tensor(scale_dtype, turned_scales), Tensor(kF32, {1}),
            Tensor(kF32, {kCols}), Tensor(kU8, {1})},
           {{"scaling_mode", scaling},
@@ -32,12 +32,12 @@ CASE(quantize_by_tensor) {
   return {quantize_program(1, 2, kS8, {1}, {1}),
           [](const Program& p) {
             const Tensor& x = p.operands[0];
-            const auto code = [&](int64_t i) {
+            const auto qvalue = [&](int64_t i) {
               return int8_of(static_cast<double>(x.as<float>()[i] * 20.0f));
             };
-            expect_close(p.results[0], "codes", code, 0);
-            expect_close(p.results[1], "turned codes", [&](int64_t i) {
-              return code(i % kRows * kCols + i / kRows);
+            expect_close(p.results[0], "quantized values", qvalue, 0);
+            expect_close(p.results[1], "turned quantized values", [&](int64_t i) {
+              return qvalue(i % kRows * kCols + i / kRows);
             }, 0);
             for (size_t i : {2, 3}) expect_close(p.results[i], "inverse", [](int64_t) { return 0.05; });
             double most = 0.5;
@@ -64,7 +64,7 @@ CASE(quantize_by_tensor) {
            {operand(2, kF32, {0}), "the largest magnitude so far"},
            {operand(2, kF16, {1}), "amax is float16[1], and must be of: float32"},
            {result(0, kS32, {kRows, kCols}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
-           {result(0, kS8, {kRows, 1}), "one code for each of x"},
+           {result(0, kS8, {kRows, 1}), "one quantized value for each of x"},
            {result(1, kE4M3, {kCols, kRows}), "must be of int8 like output"},
            {result(2, kBF16, {1}), "scale_inv is bfloat16[1]"},
            {result(3, kF32, {2}), "the scale of x"},
@@ -90,13 +90,13 @@ CASE(quantize_by_channel) {
             const auto col = [&](int64_t i) { return most(i, kRows, kCols) / 127; };
             expect_close(p.results[2], "scales of rows", row);
             expect_close(p.results[3], "scales of columns", col);
-            // A number halfway between two codes may go to either.
-            expect_close(p.results[0], "codes", [&](int64_t i) {
+            // A number halfway between two quantized values may go to either.
+            expect_close(p.results[0], "quantized values", [&](int64_t i) {
               const double exact = number(x, i) / number(p.results[2], i / kCols);
               const double found = number(p.results[0], i);
               return std::fabs(found - exact) <= 0.5001 ? found : exact;
             }, 0);
-            expect_close(p.results[1], "turned codes", [&](int64_t i) {
+            expect_close(p.results[1], "turned quantized values", [&](int64_t i) {
               const double exact = number(x, i % kRows * kCols + i / kRows) /
                                    number(p.results[3], i / kRows);
               const double found = number(p.results[1], i);
@@ -108,10 +108,10 @@ CASE(quantize_by_channel) {
            {result(3, kF32, {1}), "one scale for each slice"}}};
 }
 
-// Codes of 3 bits of mantissa, of 32 numbers that share a power of two.
-void expect_near(const Tensor& codes, const Tensor& scales, const Tensor& x, bool by_column) {
+// Quantized values of 3 bits of mantissa, of 32 numbers that share a power of two.
+void expect_near(const Tensor& qvalues, const Tensor& scales, const Tensor& x, bool by_column) {
   Program back{"te_ffi_kernels.dequantize",
-               {codes, filled(kF32, {1}, 0), filled(kF32, {1}, 1), scales},
+               {qvalues, filled(kF32, {1}, 0), filled(kF32, {1}, 1), scales},
                {Tensor(kF32, {kRows, kCols})},
                {{"scaling_mode", 2}, {"is_colwise", by_column}, {"flatten_axis", -1}}};
   back.operands[0].dims = {kRows, kCols};
@@ -133,7 +133,7 @@ CASE(quantize_in_blocks) {
           },
           {{result(0, kS8, {kRows, kCols}), "must be of: float8_e4m3fn, float8_e5m2"},
            {result(2, kF32, {kRows, 3}), "must be of: float8_e8m0fnu, uint8"},
-           {result(2, kU8, {3}), "one scale for 32 codes"},
+           {result(2, kU8, {3}), "one scale for 32 quantized values"},
            {[](Program& p) {
               p.operands[0] = normal({kRows, 33});
               p.results[0] = Tensor(kE4M3, {kRows, 33});
@@ -160,13 +160,13 @@ CASE(dequantize) {
             });
           },
           {{set("scaling_mode", 0), "with which there is nothing to dequantize"},
-           {set("scaling_mode", 1), "the scale of all codes"},
+           {set("scaling_mode", 1), "the scale of all quantized values"},
            {set("flatten_axis", 5), "flatten_axis is 5"},
            {operand(0, kF32, {4, 5}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
-           {operand(3, kF32, {5}), "one for each row of codes"},
+           {operand(3, kF32, {5}), "one for each row of quantized values"},
            {operand(3, kBF16, {4}), "scale_inv is bfloat16[4]"},
            {result(0, kS8, {4, 5}), "must be of: float32, bfloat16, float16"},
-           {result(0, kF32, {4, 4}), "one for each code"},
+           {result(0, kF32, {4, 4}), "one for each quantized value"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {4, 5});
@@ -179,15 +179,15 @@ CASE(dequantize) {
               p.operands[3] = Tensor(kU8, {5});
               p.results[0] = Tensor(kF32, {4, 32});
             },
-            "one for 32 codes"}},
+            "one for 32 quantized values"}},
           {"scaling_mode", "is_colwise", "flatten_axis"}};
 }
 
-Program grouped_program(int scaling, XLA_FFI_DataType code, std::vector<int64_t> scales,
+Program grouped_program(int scaling, XLA_FFI_DataType qtype, std::vector<int64_t> scales,
                         XLA_FFI_DataType scale_dtype) {
   return {"te_ffi_kernels.grouped_quantize",
           {normal({5, 2, 32}), values(kF32, {10, 20, 30}), values(kS32, {2, 0, 3})},
-          {Tensor(code, {5, 2, 32}), Tensor(code, {320}), Tensor(scale_dtype, scales),
+          {Tensor(qtype, {5, 2, 32}), Tensor(qtype, {320}), Tensor(scale_dtype, scales),
            Tensor(scale_dtype, scales), Tensor(kF32, {3}), Tensor(kU8, {64})},
           {{"scaling_mode", scaling}, {"q_layout", 2}, {"flatten_axis", -1}}};
 }
@@ -196,13 +196,13 @@ CASE(grouped_quantize) {
   return {grouped_program(1, kS8, {3}, kF32),
           [](const Program& p) {
             const Tensor& x = p.operands[0];
-            const auto code = [&](int64_t i) {
+            const auto qvalue = [&](int64_t i) {
               return int8_of(static_cast<double>(x.as<float>()[i] * (i < 128 ? 10.0f : 30.0f)));
             };
-            expect_close(p.results[0], "codes", code, 0);
-            expect_close(p.results[1], "codes turned in each group", [&](int64_t i) {
+            expect_close(p.results[0], "quantized values", qvalue, 0);
+            expect_close(p.results[1], "quantized values turned in each group", [&](int64_t i) {
               const int64_t rows = i < 128 ? 4 : 6, from = i < 128 ? 0 : 128, at = i - from;
-              return code(from + at % rows * 32 + at / rows);
+              return qvalue(from + at % rows * 32 + at / rows);
             }, 0);
             expect_close(p.results[2], "inverses",
                          [&](int64_t i) { return 1 / number(p.operands[1], i); });
@@ -214,7 +214,7 @@ CASE(grouped_quantize) {
            {[](Program& p) { p.operands[2].as<int32_t>()[0] = 3; },
             "group_sizes has the sum 6, and must have at most"},
            {operand(1, kF32, {2}), "what each group is multiplied with"},
-           {result(0, kS8, {5, 2, 31}), "one code for each of x"},
+           {result(0, kS8, {5, 2, 31}), "one quantized value for each of x"},
            {result(2, kF32, {2}), "one for each group"},
            {result(4, kF32, {2}), "one for each group"},
            {set("scaling_mode", 0), "nothing to quantize"},
@@ -245,15 +245,16 @@ CASE(grouped_quantize_in_blocks) {
           {{set("q_layout", 2), "MX blocks by column need a multiple of 32 rows"},
            {operand(0, kF32, {5, 4, 16}),
             "whose columns (axes from flatten_axis) are 16"},
-           {operand(0, kF32, {5, 2, 16}), "one code for each of x"}}};
+           {operand(0, kF32, {5, 2, 16}), "one quantized value for each of x"}}};
 }
 
 Program gemm_program(int scaling, XLA_FFI_DataType dtype) {
-  const bool codes = scaling != 0;
+  const bool quantized = scaling != 0;
   Program program{
       "te_ffi_kernels.gemm_v2",
-      {Tensor(dtype, {3, 64}), filled(kF32, {codes ? 1 : 0}, 0.5), Tensor(dtype, {64, 5}),
-       filled(kF32, {codes ? 1 : 0}, 0.25), normal({5}), filled(kF32, {1}, 2.0), Tensor(kF32, {1})},
+      {Tensor(dtype, {3, 64}), filled(kF32, {quantized ? 1 : 0}, 0.5), Tensor(dtype, {64, 5}),
+       filled(kF32, {quantized ? 1 : 0}, 0.25), normal({5}), filled(kF32, {1}, 2.0),
+       Tensor(kF32, {1})},
       {Tensor(kF32, {3, 5}), Tensor(kU8, {1})},
       {{"config", Dictionary{{"scaling_mode", scaling},
                              {"lhs_axis_boundary", 1},
@@ -266,14 +267,15 @@ Program gemm_program(int scaling, XLA_FFI_DataType dtype) {
   for (size_t i : {0, 2}) {
     const Tensor draws = normal(program.operands[i].dims);
     for (int64_t j = 0; j < draws.size(); ++j) {
-      set_number(program.operands[i], j, codes ? std::trunc(30 * number(draws, j)) : number(draws, j));
+      set_number(program.operands[i], j,
+                 quantized ? std::trunc(30 * number(draws, j)) : number(draws, j));
     }
   }
   return program;
 }
 
-void expect_product(const Program& p, double factor) {
-  expect_close(p.results[0], "product", [&](int64_t i) {
+void expect_matmul(const Program& p, double factor) {
+  expect_close(p.results[0], "matmul", [&](int64_t i) {
     double sum = 0;
     for (int64_t k = 0; k < 64; ++k) {
       sum += number(p.operands[0], i / 5 * 64 + k) * number(p.operands[2], k * 5 + i % 5);
@@ -290,9 +292,9 @@ std::function<void(Program&)> config(const char* name, Attribute value) {
 
 CASE(gemm) {
   return {gemm_program(0, kF32),
-          [](const Program& p) { expect_product(p, 1); },
+          [](const Program& p) { expect_matmul(p, 1); },
           {{config("scaling_mode", 5), "(NVFP4)"},
-           {config("collective_op", 1), "there is no kernel for products that communicate"},
+           {config("collective_op", 1), "there is no kernel for matmuls that communicate"},
            {config("lhs_axis_boundary", 2), "lhs_axis_boundary is 2"},
            {config("rhs_axis_boundary", 0), "rhs_axis_boundary is 0"},
            {config("lhs_transposed", true), "with 64 contracted, and must have the 3 of lhs"},
@@ -310,10 +312,10 @@ CASE(gemm) {
           {"fuse_gelu"}};
 }
 
-CASE(gemm_of_codes) {
+CASE(gemm_of_quantized_values) {
   return {gemm_program(1, kS8),
-          [](const Program& p) { expect_product(p, 0.125); },
-          {{operand(1, kF32, {2}), "the scale of all codes"},
+          [](const Program& p) { expect_matmul(p, 0.125); },
+          {{operand(1, kF32, {2}), "the scale of all quantized values"},
            {operand(0, kE4M3, {3, 64}), "and must be of float8_e4m3fn like lhs"},
            {[](Program& p) {
               p.operands[0] = Tensor(kE5M2, {3, 64});
@@ -324,7 +326,7 @@ CASE(gemm_of_codes) {
               p.operands[0] = Tensor(kS8, {3, 131072});
               p.operands[2] = Tensor(kS8, {131072, 5});
             },
-            "sums of int8 codes are exact up to 131071"},
+            "sums of int8 are exact up to 131071"},
            {config("scaling_mode", 64), "one for each row or column of the result"},
            {[](Program& p) {
               config("scaling_mode", 2)(p);
@@ -337,7 +339,7 @@ CASE(gemm_of_codes) {
               p.operands[0] = Tensor(kE4M3, {3, 64});
               p.operands[1] = Tensor(kU8, {5});
             },
-            "one for 32 codes"}},
+            "one for 32 quantized values"}},
           {"fuse_gelu"}};
 }
 

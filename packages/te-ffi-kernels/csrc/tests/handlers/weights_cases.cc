@@ -1,4 +1,4 @@
-// Calls of packing, of products with packed weights, and of rows out of them.
+// Calls of packing, of matmuls with packed weights, and of rows out of them.
 #include "tests/handlers/cases.h"
 #include "tests/weights.h"
 
@@ -25,7 +25,7 @@ const Weights& weight_of(int bits, int index = 0) {
 }
 
 double weight_at(const Weights& w, int64_t k, int64_t n) {
-  return w.code(k, n) * static_cast<double>(w.scale(k, n));
+  return w.qvalue(k, n) * static_cast<double>(w.scale(k, n));
 }
 
 Tensor buffer_of(const Weights& w, int count = 1) {
@@ -49,8 +49,8 @@ Dictionary attributes(int bits) {
 
 const std::set<std::string> kOptional = {"scale_bits", "rotation"};
 
-// The product of row i of x with a weight.
-double product_at(const Program& p, const Weights& w, int64_t i) {
+// The matmul of row i of x with a weight.
+double matmul_at(const Program& p, const Weights& w, int64_t i) {
   double sum = 0;
   for (int64_t k = 0; k < kK; ++k) {
     sum += number(p.operands[0], i / kN * kK + k) * weight_at(w, k, i % kN);
@@ -90,7 +90,7 @@ const std::vector<Bad> kBad = {
     {result(0, kS8, {kRows, kN}), "y is int8"},
     {[](Program& p) { p.operands[1].bytes[0] ^= 1; }, "does not begin with \"JTWP\""},
     {[](Program& p) { p.operands[1].bytes[9] ^= 1; }, "corrupted header"},
-    {[](Program& p) { p.operands[1].bytes[200] ^= 1; }, "corrupted codes or scales"}};
+    {[](Program& p) { p.operands[1].bytes[200] ^= 1; }, "corrupted quantized values or scales"}};
 
 std::vector<Bad> also(std::vector<Bad> more) {
   more.insert(more.end(), kBad.begin(), kBad.end());
@@ -98,7 +98,7 @@ std::vector<Bad> also(std::vector<Bad> more) {
 }
 
 template <int kOp>
-Case product_case() {
+Case matmul_case() {
   constexpr Op op = kOps<kOp>;
   const Weights& w = weight_of(op.bits);
   return {{std::string("te_ffi_kernels.") + op.name,
@@ -108,7 +108,7 @@ Case product_case() {
           [](const Program& p) {
             constexpr Op op = kOps<kOp>;
             expect_close(p.results[0], op.name, [&](int64_t i) {
-              return product_at(p, weight_of(op.bits), i);
+              return matmul_at(p, weight_of(op.bits), i);
             }, op.slack);
           },
           also({{operand(1, kU8, {1, 1}), "1"},
@@ -128,7 +128,7 @@ Case stack_case() {
           [](const Program& p) {
             constexpr Op op = kOps<kOp>;
             expect_close(p.results[0], op.name, [&](int64_t i) {
-              return product_at(p, weight_of(op.bits, 1), i);
+              return matmul_at(p, weight_of(op.bits, 1), i);
             }, op.slack);
           },
           {{operand(2, kS32, {1}), "that of a scalar"},
@@ -172,7 +172,7 @@ Case rotated_case(Case made, int index) {
     constexpr Op op = kOps<kOp>;
     const Program turned = rotated(p);
     expect_close(p.results[0], op.name, [&](int64_t i) {
-      return product_at(turned, weight_of(op.bits, index), i);
+      return matmul_at(turned, weight_of(op.bits, index), i);
     }, op.slack);
   };
   made.bad = {{set("rotation", 1), "rotation is 1, and must be 0 or a power of two"},
@@ -184,7 +184,7 @@ Case rotated_case(Case made, int index) {
 }
 
 template <int kOp>
-Case rotated_product_case() { return rotated_case<kOp>(product_case<kOp>(), 0); }
+Case rotated_matmul_case() { return rotated_case<kOp>(matmul_case<kOp>(), 0); }
 template <int kOp>
 Case rotated_stack_case() { return rotated_case<kOp>(stack_case<kOp>(), 1); }
 
@@ -200,7 +200,7 @@ Case groups_case() {
             constexpr int kWeights[] = {2, 2, 2, 1};
             constexpr Op op = kOps<kOp>;
             expect_close(p.results[0], op.name, [&](int64_t i) {
-              return i / kN == 4 ? 0.0 : product_at(p, weight_of(op.bits, kWeights[i / kN]), i);
+              return i / kN == 4 ? 0.0 : matmul_at(p, weight_of(op.bits, kWeights[i / kN]), i);
             }, op.slack);
           },
           {{operand(3, kS32, {3, 1}), "group_sizes is int32[3, 1], and must have 1 axes"},
@@ -227,23 +227,23 @@ Case unrotated_groups_case() {
 template <int kBits>
 Case pack_case() {
   const Weights& w = weight_of(kBits);
-  Tensor codes(kS8, {kK, kN}), scales(kBits == 4 ? kF16 : kF32, {kK / kGroup, kN});
-  for (int64_t i = 0; i < kK * kN; ++i) codes.as<int8_t>()[i] = w.code(i / kN, i % kN);
+  Tensor qvalues(kS8, {kK, kN}), scales(kBits == 4 ? kF16 : kF32, {kK / kGroup, kN});
+  for (int64_t i = 0; i < kK * kN; ++i) qvalues.as<int8_t>()[i] = w.qvalue(i / kN, i % kN);
   const std::vector<uint8_t> bytes = w.scale_bytes();
   scales.bytes.assign(bytes.begin(), bytes.end());
   return {{"te_ffi_kernels.pack_w" + std::to_string(kBits),
-           {codes, scales},
+           {qvalues, scales},
            {Tensor(kU8, buffer_of(w).dims)},
            {{"group", kGroup}}},
           [](const Program& p) {
             CHECK(p.results[0].bytes == buffer_of(weight_of(kBits)).bytes);
           },
           {{set("group", -8), "got -8"},
-           {operand(0, kF32, {kK, kN}), "codes is float32"},
-           {operand(0, kS8, {kK}), "codes is int8[64], and must have 2 axes"},
+           {operand(0, kF32, {kK, kN}), "qvalue is float32"},
+           {operand(0, kS8, {kK}), "qvalue is int8[64], and must have 2 axes"},
            {operand(0, kS8, {kK + 1, kN}), "does not divide k = 65"},
            {operand(1, kS8, {2, kN}), "scale is int8"},
-           {operand(1, kF32, {3, kN}), "groups and the columns of codes"},
+           {operand(1, kF32, {3, kN}), "groups and the columns of quantized values"},
            {result(0, kU8, {1, 1}), "panels and the bytes of one"},
            {result(0, kS8, buffer_of(w).dims), "buffer is int8"}}};
 }
@@ -277,12 +277,12 @@ Case take_case() {
 }
 
 const Registered kRegistered[] = {
-    Registered(product_case<0>), Registered(product_case<1>), Registered(product_case<2>),
-    Registered(product_case<3>), Registered(product_case<4>), Registered(stack_case<0>),
+    Registered(matmul_case<0>), Registered(matmul_case<1>), Registered(matmul_case<2>),
+    Registered(matmul_case<3>), Registered(matmul_case<4>), Registered(stack_case<0>),
     Registered(stack_case<1>),   Registered(stack_case<2>),   Registered(stack_case<3>),
     Registered(stack_case<4>),   Registered(groups_case<0>),  Registered(groups_case<1>),
     Registered(groups_case<2>),  Registered(groups_case<3>),  Registered(groups_case<4>),
-    Registered(rotated_product_case<0>), Registered(rotated_product_case<3>),
+    Registered(rotated_matmul_case<0>), Registered(rotated_matmul_case<3>),
     Registered(rotated_stack_case<0>), Registered(rotated_stack_case<4>),
     Registered(unrotated_groups_case<0>),
     Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),

@@ -33,7 +33,7 @@ inline __attribute__((always_inline)) Vector read(const float* from) {
   return v;
 }
 
-void product(int64_t k, const float* __restrict a, const float* __restrict b,
+void matmul(int64_t k, const float* __restrict a, const float* __restrict b,
              float* __restrict c, int64_t stride, bool first) {
   Vector sums[kRows][kVectors] = {};
   for (int64_t i = 0; i < k; ++i) {
@@ -61,8 +61,8 @@ void product(int64_t k, const float* __restrict a, const float* __restrict b,
 
 }  // namespace
 
-void set_product(Table& table) {
-  table.product = product;
+void set_matmul(Table& table) {
+  table.matmul = matmul;
   table.tile_rows = kRows;
   table.tile_cols = kCols;
 }

@@ -1,4 +1,4 @@
-// Products with packed weights, and packing, on threads in software: sums against float64, bytes
+// Matmuls with packed weights, and packing, on threads in software: sums against float64, bytes
 // against the CPU's.
 #include <algorithm>
 #include <cmath>
@@ -38,7 +38,7 @@ TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
         }
         Buffer found(weights.buffer.size(), 0);
         const std::vector<uint8_t> scales = weights.scale_bytes();
-        cuda::packed_pack({weights.codes.data(), scales.data(), layout, n, found.get()}, nullptr);
+        cuda::packed_pack({weights.qvalues.data(), scales.data(), layout, n, found.get()}, nullptr);
         CHECK_THAT(same(found, weights.buffer),
                    std::to_string(k) + " x " + std::to_string(n) + ", group " +
                        std::to_string(group) + ", " + std::to_string(bits) +
@@ -49,17 +49,18 @@ TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
 }
 
 TEST(cuda_pack_wraps_around_beyond_4_bits) {
-  const int8_t codes[8] = {8, -9, 127, -128, 7, -8, 0, 1}, wrapped[8] = {-8, 7, -1, 0, 7, -8, 0, 1};
+  const int8_t qvalues[8] = {8, -9, 127, -128, 7, -8, 0, 1};
+  const int8_t wrapped[8] = {-8, 7, -1, 0, 7, -8, 0, 1};
   const float scale = 1.0f;
   const PanelLayout layout = panel_layout(8, 0, 4);
   Buffer found(layout.panel_bytes(), 0), wanted(layout.panel_bytes(), 0);
-  cuda::packed_pack({codes, &scale, layout, 1, found.get()}, nullptr);
+  cuda::packed_pack({qvalues, &scale, layout, 1, found.get()}, nullptr);
   pack(wrapped, &scale, 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
   CHECK(same(found, wanted));
 }
 
-// A row of x in float64; for int8 what it is rounded to: multiples of 1/127 of the largest magnitude
-// of the row, or of its group.
+// A row of x in float64; for int8 what it is rounded to: multiples of 1/127 of the largest
+// magnitude of the row, or of its group.
 std::vector<double> row_of_x(const PackedRun& run, int64_t row) {
   const PackedCase& c = run.given;
   std::vector<double> x(static_cast<size_t>(c.k));
@@ -94,7 +95,7 @@ void check_values(PackedRun& run) {
     for (int64_t col = 0; col < c.n; ++col) {
       double sum = 0, size = 0;
       for (int64_t j = 0; j < c.k; ++j) {
-        const double one = x[static_cast<size_t>(j)] * run.weights.code(j, col) *
+        const double one = x[static_cast<size_t>(j)] * run.weights.qvalue(j, col) *
                            static_cast<double>(run.weights.scale(j, col));
         sum += one;
         size += std::fabs(one);
@@ -122,9 +123,9 @@ constexpr std::pair<int64_t, int64_t> kDepths[] = {{1, 0},   {30, 0},   {64, 0},
                                                    {600, 0}, {32, 32},  {192, 96}, {192, 64},
                                                    {320, 160}, {576, 32}};
 
-// All rows with all depths. What is rounded to int8 first, and many rows, which take long here, have
-// one dtype each; of columns each row and depth has several.
-TEST(cuda_products_with_packed_weights) {
+// All rows with all depths. What is rounded to int8 first, and many rows, which take long here,
+// have one dtype each; of columns each row and depth has several.
+TEST(cuda_matmuls_with_packed_weights) {
   std::mt19937 random(22);
   int turn = 0;
   for (bool quantizes : {false, true}) {
@@ -146,7 +147,7 @@ TEST(cuda_products_with_packed_weights) {
   }
 }
 
-TEST(cuda_products_with_few_rows_have_any_number_of_columns) {
+TEST(cuda_matmuls_with_few_rows_have_any_number_of_columns) {
   std::mt19937 random(23);
   for (int64_t n : kColumns) {
     for (int64_t m : {1, 8}) {
@@ -164,7 +165,7 @@ TEST(cuda_products_with_few_rows_have_any_number_of_columns) {
   }
 }
 
-TEST(cuda_products_by_cublaslt) {
+TEST(cuda_matmuls_by_cublaslt) {
   std::mt19937 random(29);
   for (int64_t m : {257, 288, 289}) {
     for (const auto& [bits, scale_bits] : kKinds) {
@@ -182,7 +183,7 @@ TEST(cuda_products_by_cublaslt) {
 }
 
 // As many columns at a time as there is memory for have the bits of all at once.
-TEST(cuda_products_in_chunks_of_columns) {
+TEST(cuda_matmuls_in_chunks_of_columns) {
   std::mt19937 random(30);
   for (const auto& [bits, scale_bits] : kKinds) {
     for (bool quantizes : {false, true}) {
@@ -212,7 +213,7 @@ TEST(cuda_products_in_chunks_of_columns) {
   }
 }
 
-TEST(cuda_products_of_long_rows_and_groups) {
+TEST(cuda_matmuls_of_long_rows_and_groups) {
   std::mt19937 random(23);
   for (const auto& [k, group] : {std::pair<int64_t, int64_t>{2000, 0}, {4096, 2048}}) {
     for (int64_t m : {1, 3}) {
@@ -230,7 +231,7 @@ TEST(cuda_products_of_long_rows_and_groups) {
 
 // All quantized values there are, those beyond the narrow range too, times one: what comes out is
 // the value.
-TEST(cuda_products_with_each_quantized_value) {
+TEST(cuda_matmuls_with_each_quantized_value) {
   std::mt19937 random(31);
   for (int bits : {8, 4}) {
     for (int in = 0; in < 3; ++in) {
@@ -239,7 +240,7 @@ TEST(cuda_products_with_each_quantized_value) {
         PackedRun run({m, k, n, 0, bits, false, in, 0}, random);
         Weights& w = run.weights;
         for (int64_t i = 0; i < k * n; ++i) {
-          w.codes[static_cast<size_t>(i)] =
+          w.qvalues[static_cast<size_t>(i)] =
               static_cast<int8_t>(least + (i / n + 5 * (i % n)) % (-2 * least));
         }
         for (float& scale : w.scales) scale = 1.0f;
@@ -251,7 +252,7 @@ TEST(cuda_products_with_each_quantized_value) {
           run.on_device();
           bool good = true;
           for (int64_t i = 0; i < m && first + i < k; ++i) {
-            for (int64_t c = 0; c < n; ++c) good = good && run.at(i * n + c) == w.code(first + i, c);
+            for (int64_t c = 0; c < n; ++c) good = good && run.at(i * n + c) == w.qvalue(first + i, c);
           }
           CHECK_THAT(good, run.text());
         }
@@ -261,12 +262,12 @@ TEST(cuda_products_with_each_quantized_value) {
 }
 
 // float32 has 24 bits, which three numbers of bfloat16 have together.
-TEST(cuda_products_keep_all_bits_of_float32) {
+TEST(cuda_matmuls_keep_all_bits_of_float32) {
   std::mt19937 random(32);
   for (int bits : {8, 4}) {
     PackedRun run({8, 64, 5, 0, bits, false, 0, 0}, random);
     Weights& w = run.weights;
-    for (int8_t& value : w.codes) value = 1;
+    for (int8_t& value : w.qvalues) value = 1;
     for (float& scale : w.scales) scale = 1.0f;
     w.pack_again();
     for (float number : {16777215.0f, -8388609.0f, 1.00000012f, 3.4028234e38f, 1.17549435e-30f}) {
@@ -281,7 +282,7 @@ TEST(cuda_products_keep_all_bits_of_float32) {
   }
 }
 
-TEST(cuda_products_of_codes_at_the_ends_of_float32) {
+TEST(cuda_matmuls_of_values_at_the_ends_of_float32) {
   std::mt19937 random(24);
   for (int64_t m : {2, 66, 260}) {
     for (int64_t group : {0, 32}) {
@@ -297,7 +298,7 @@ TEST(cuda_products_of_codes_at_the_ends_of_float32) {
   }
 }
 
-TEST(cuda_products_of_rows_that_are_not_finite) {
+TEST(cuda_matmuls_of_rows_that_are_not_finite) {
   std::mt19937 random(25);
   for (bool quantizes : {true, false}) {
     for (int64_t m : {3, 70, 270}) {
@@ -325,7 +326,7 @@ TEST(cuda_products_of_rows_that_are_not_finite) {
   }
 }
 
-TEST(cuda_products_with_a_damaged_header) {
+TEST(cuda_matmuls_with_a_damaged_header) {
   std::mt19937 random(26);
   for (bool quantizes : {true, false}) {
     for (int64_t m : {3, 70, 270}) {
@@ -347,7 +348,7 @@ TEST(cuda_products_with_a_damaged_header) {
 }
 
 // Scales that float16 doesn't have, and groups that are small beside others of their column.
-TEST(cuda_products_of_floats_with_scales_of_many_sizes) {
+TEST(cuda_matmuls_of_floats_with_scales_of_many_sizes) {
   std::mt19937 random(28);
   for (int in = 0; in < 3; ++in) {
     for (float size : {1e-30f, 1e-9f, 1.0f, 1e9f, 1e30f}) {

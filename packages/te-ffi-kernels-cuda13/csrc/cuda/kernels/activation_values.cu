@@ -1,10 +1,10 @@
-// Codes of activations, which are computed again by each kernel.
+// Quantized values of activations, which are computed again by each kernel.
 #include "cuda/kernels/activation_source.h"
 #include "cuda/kernels/quantize_from.h"
 
 namespace jaxtap::cuda {
 
-void activation_codes(const Activation& args, const Quantize& outputs, Stream stream) {
+void activation_values(const Activation& args, const Quantize& outputs, Stream stream) {
   const auto run = [&](const auto& source) { quantize_from(outputs, source, stream); };
   switch (args.dtype) {
     case te::Float::kF32: return forward_source<F32>(args, outputs, run);

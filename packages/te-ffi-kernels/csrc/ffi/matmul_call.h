@@ -1,4 +1,4 @@
-// What a product with a packed weight is given, checked, whatever platform it runs on.
+// What a matmul with a packed weight is given, checked, whatever platform it runs on.
 
 #pragma once
 
@@ -8,9 +8,9 @@
 
 namespace jaxtap::ffi {
 
-struct ProductConfig {
+struct MatmulConfig {
   template <class Attributes>
-  ProductConfig(const Attributes& attributes, int bits)
+  MatmulConfig(const Attributes& attributes, int bits)
       : n(NeedAttribute<int64_t>(attributes, "n")),
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
@@ -36,18 +36,18 @@ inline constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
 inline constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
 inline constexpr char kGemmW4A8[] = "te_ffi_kernels.gemm_w4a8";
 
-// A product of x[m, k] with one weight; operands after those say which where there are several, of
+// A matmul of x[m, k] with one weight; operands after those say which where there are several, of
 // `kOperands` in all but for signs.
 template <const char* kName, int kBits, int kOperands = 2>
-struct ProductCall {
+struct MatmulCall {
   static constexpr const char* kTarget = kName;
-  struct Config : ProductConfig {
+  struct Config : MatmulConfig {
     template <class Attributes>
-    explicit Config(const Attributes& attributes) : ProductConfig(attributes, kBits) {}
+    explicit Config(const Attributes& attributes) : MatmulConfig(attributes, kBits) {}
   };
 
   template <class Call>
-  explicit ProductCall(const Call& call)
+  explicit MatmulCall(const Call& call)
       : config(Checked(call)),
         x(call.Operand(0, "x")),
         buffer(call.Operand(1, "buffer")),

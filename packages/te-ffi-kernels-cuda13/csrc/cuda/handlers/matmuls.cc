@@ -1,21 +1,21 @@
-// Handlers of products with packed weights: gemm_w8a8, gemm_w4a8, gemm_w8a16, gemv_w8 and gemv_w4.
+// Handlers of matmuls with packed weights: gemm_w8a8, gemm_w4a8, gemm_w8a16, gemv_w8 and gemv_w4.
 
 #include "cuda/gemm/handles.h"
 #include "cuda/gemm/packed.h"
 #include "cuda/handlers/planned.h"
-#include "ffi/product_call.h"
+#include "ffi/matmul_call.h"
 #include "te/modes.h"
 
 namespace jaxtap::cuda {
 namespace {
 
 template <class Op, bool kQuantizes>
-PackedProduct ProductOf(const Op& given) {
+PackedMatmul MatmulOf(const Op& given) {
   if (given.config.rotation != 0) throw invalid_argument("attribute rotation must be 0 on GPUs");
   const PanelLayout& layout = given.config.layout;
   given.buffer.NeedShape({panel_count(given.config.n, layout.columns()), layout.panel_bytes()},
                          "panels and the bytes of one");
-  PackedProduct args;
+  PackedMatmul args;
   args.x = given.x.data;
   args.x_dtype = te::float_of(given.x.dtype);
   args.m = given.x.shape[0];
@@ -35,7 +35,7 @@ struct Planned : Kept {
 
 template <class Op, bool kQuantizes>
 std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
-  const PackedProduct args = ProductOf<Op, kQuantizes>(given);
+  const PackedMatmul args = MatmulOf<Op, kQuantizes>(given);
   const PackedSteps steps(args);
   auto made = std::make_unique<Planned>();
   if (steps.empty || !steps.library) return made;
@@ -49,18 +49,18 @@ std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
 template <class Op, bool kQuantizes>
 void Run(const Op& given, const Call& call, Planned& planned) {
   const Array workspace = call.Memory();
-  packed_product(ProductOf<Op, kQuantizes>(given), planned.sums.get(), workspace.data,
+  packed_matmul(MatmulOf<Op, kQuantizes>(given), planned.sums.get(), workspace.data,
                  static_cast<size_t>(workspace.size()), call.stream);
 }
 
 template <class Op, bool kQuantizes = false>
-using Product = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
+using MatmulHandlers = PlannedHandlers<Op, Planned, Make<Op, kQuantizes>, Run<Op, kQuantizes>>;
 
-const Product<ffi::ProductCall<ffi::kGemmW8A8, 8>, true> kW8A8;
-const Product<ffi::ProductCall<ffi::kGemmW4A8, 4>, true> kW4A8;
-const Product<ffi::ProductCall<ffi::kGemmW8A16, 8>> kW8A16;
-const Product<ffi::ProductCall<ffi::kGemvW8, 8>> kW8;
-const Product<ffi::ProductCall<ffi::kGemvW4, 4>> kW4;
+const MatmulHandlers<ffi::MatmulCall<ffi::kGemmW8A8, 8>, true> kW8A8;
+const MatmulHandlers<ffi::MatmulCall<ffi::kGemmW4A8, 4>, true> kW4A8;
+const MatmulHandlers<ffi::MatmulCall<ffi::kGemmW8A16, 8>> kW8A16;
+const MatmulHandlers<ffi::MatmulCall<ffi::kGemvW8, 8>> kW8;
+const MatmulHandlers<ffi::MatmulCall<ffi::kGemvW4, 4>> kW4;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -1,11 +1,11 @@
 #include "cuda/kernels/grouped_tile.h"
-#include "cuda/kernels/quantize_codes.h"
+#include "cuda/kernels/quantize_values.h"
 
 namespace jaxtap::cuda {
 namespace {
 
 template <class Source, Kind kKind>
-__global__ void grouped_codes_kernel(GroupedTiles<Source> args) {
+__global__ void grouped_values_kernel(GroupedTiles<Source> args) {
   in_group(args, [](const TilesOf<Source>& of_group, const Place& place) {
     encode_tile<kKind>(of_group, place);
   });
@@ -13,7 +13,7 @@ __global__ void grouped_codes_kernel(GroupedTiles<Source> args) {
 
 }  // namespace
 
-void grouped_codes(const GroupedQuantize& given, Stream stream) {
+void grouped_values(const GroupedQuantize& given, Stream stream) {
   of_groups(given, [&](const auto& source) {
     using Source = std::decay_t<decltype(source)>;
     const auto args = grouped_args(given, source);
@@ -21,11 +21,11 @@ void grouped_codes(const GroupedQuantize& given, Stream stream) {
       launch(kernel, grouped_blocks(args), kTileThreads, stream, args);
     };
     if (te::is_tensor(given.scaling)) {
-      with(grouped_codes_kernel<Source, Kind::kTensor>);
+      with(grouped_values_kernel<Source, Kind::kTensor>);
     } else if (given.scaling == te::Scaling::kChannel) {
-      with(grouped_codes_kernel<Source, Kind::kChannel>);
+      with(grouped_values_kernel<Source, Kind::kChannel>);
     } else {
-      with(grouped_codes_kernel<Source, Kind::kMx>);
+      with(grouped_values_kernel<Source, Kind::kMx>);
     }
   });
 }

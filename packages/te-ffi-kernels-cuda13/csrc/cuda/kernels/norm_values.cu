@@ -1,4 +1,4 @@
-// Codes of normalized numbers, which are computed again by each kernel.
+// Quantized values of normalized numbers, which are computed again by each kernel.
 #include "cuda/kernels/norm_weights.h"
 #include "cuda/kernels/quantize_from.h"
 
@@ -56,7 +56,7 @@ void run(const Norm& norm, const Quantize& outputs, Stream stream) {
 
 }  // namespace
 
-void norm_codes(const Norm& norm, const Quantize& outputs, Stream stream) {
+void norm_values(const Norm& norm, const Quantize& outputs, Stream stream) {
   switch (norm.dtype) {
     case te::Float::kF32: return run<F32>(norm, outputs, stream);
     case te::Float::kBF16: return run<BF16>(norm, outputs, stream);

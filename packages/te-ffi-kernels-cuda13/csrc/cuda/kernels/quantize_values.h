@@ -1,5 +1,5 @@
-// The codes of a matrix and their transpose in one pass, the scales of MX blocks, and the largest
-// magnitude.
+// The quantized values of a matrix and their transpose in one pass, the scales of MX blocks, and
+// the largest magnitude.
 #pragma once
 
 #include "cuda/kernels/quantize_tile.h"
@@ -12,10 +12,10 @@ constexpr int kBlockParts = te::kBlock / kPart;  // threads along an MX block
 
 enum class Kind { kTensor, kChannel, kMx };
 
-// A tile's transposed codes, four of a column in each word.
+// A tile's transposed quantized values, four of a column in each word.
 using Turned = uint32_t[kTile][kParts + 1];
 
-// Four codes of a row.
+// Four quantized values of a row.
 JAXTAP_DEVICE void write_four(uint8_t* to, int64_t left, bool wide, uint32_t four) {
   if (wide && left >= kPart) {
     *reinterpret_cast<uint32_t*>(to) = four;
@@ -27,18 +27,19 @@ JAXTAP_DEVICE void write_four(uint8_t* to, int64_t left, bool wide, uint32_t fou
   }
 }
 
-JAXTAP_DEVICE void write_rows(const TileArgs& args, const Place& place, uint8_t* codes, bool wide,
+JAXTAP_DEVICE void write_rows(const TileArgs& args, const Place& place, uint8_t* qvalues, bool wide,
                               const uint32_t (&four)[kPart]) {
   JAXTAP_UNROLL
   for (int i = 0; i < kPart; ++i) {
     if (place.row + i < args.rows) {
-      write_four(codes + (place.row + i) * args.cols + place.col, args.cols - place.col, wide,
+      write_four(qvalues + (place.row + i) * args.cols + place.col, args.cols - place.col, wide,
                  four[i]);
     }
   }
 }
 
-// Codes of rows, four in each word, to the transposed array. All threads of the block call this.
+// Quantized values of rows, four in each word, to the transposed array. All threads of the block
+// call this.
 JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned& turned,
                                 const uint32_t (&four)[kPart]) {
   JAXTAP_UNROLL
@@ -49,7 +50,7 @@ JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned
     turned[place.across * kPart + j][place.down] = column;
   }
   __syncthreads();
-  // Threads beside each other have codes that follow each other in a column.
+  // Threads beside each other have quantized values that follow each other in a column.
   const int64_t first_row = place.row - place.down * kPart;
   const int64_t first_col = place.col - place.across * kPart;
   const int64_t row = first_row + place.across * kPart;
@@ -64,41 +65,42 @@ JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned
 }
 
 template <class Numbers>
-JAXTAP_DEVICE void encode_rows(Code code, const Numbers& at, uint32_t (&four)[kPart]) {
+JAXTAP_DEVICE void encode_rows(QType qtype, const Numbers& at, uint32_t (&four)[kPart]) {
   JAXTAP_UNROLL
   for (int i = 0; i < kPart; ++i) {
     float x[kPart];
     JAXTAP_UNROLL
     for (int j = 0; j < kPart; ++j) x[j] = at(i, j);
-    four[i] = encode_four(code, x);
+    four[i] = encode_four(qtype, x);
   }
 }
 
-JAXTAP_DEVICE int block_scale(Code code, int absmax) {
-  return code == Code::kE4M3 ? codes::block_scale<E4M3>(absmax)
-                             : codes::block_scale<E5M2>(absmax);
+JAXTAP_DEVICE int block_scale(QType qtype, int absmax) {
+  return qtype == QType::kE4M3 ? quantized::block_scale<E4M3>(absmax)
+                             : quantized::block_scale<E5M2>(absmax);
 }
 
 JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)[kPart][kPart],
                       int (&of_columns)[kBlocks][kTile]) {
   uint32_t four[kPart];
-  if (args.codes != nullptr) {
+  if (args.qvalues != nullptr) {
     auto* scales = static_cast<uint8_t*>(args.scales);
-    codes::Power by[kPart];
+    quantized::Power by[kPart];
     JAXTAP_UNROLL
     for (int i = 0; i < kPart; ++i) {
       int most = 0;
       JAXTAP_UNROLL
       for (int j = 0; j < kPart; ++j) most = larger(most, magnitude(x[i][j]));
-      const int scale = block_scale(args.code, largest_of<kBlockParts>(most));
-      by[i] = codes::inverse(scale);
+      const int scale = block_scale(args.qtype, largest_of<kBlockParts>(most));
+      by[i] = quantized::inverse(scale);
       if (place.across % kBlockParts == 0 && place.row + i < args.rows && place.col < args.cols) {
         scales[(place.row + i) * (args.cols / te::kBlock) + place.col / te::kBlock] =
             static_cast<uint8_t>(scale);
       }
     }
-    encode_rows(args.code, [&](int i, int j) { return x[i][j] * by[i].factor * by[i].half; }, four);
-    write_rows(args, place, args.codes, args.wide, four);
+    encode_rows(
+        args.qtype, [&](int i, int j) { return x[i][j] * by[i].factor * by[i].half; }, four);
+    write_rows(args, place, args.qvalues, args.wide, four);
   }
   if (args.turned == nullptr) return;
   if (threadIdx.x < kBlocks * kTile) of_columns[threadIdx.x / kTile][threadIdx.x % kTile] = 0;
@@ -113,16 +115,16 @@ JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)
   }
   __syncthreads();
   auto* scales = static_cast<uint8_t*>(args.turned_scales);
-  codes::Power by[kPart];
+  quantized::Power by[kPart];
   JAXTAP_UNROLL
   for (int j = 0; j < kPart; ++j) {
-    const int scale = block_scale(args.code, of_columns[block][place.across * kPart + j]);
-    by[j] = codes::inverse(scale);
+    const int scale = block_scale(args.qtype, of_columns[block][place.across * kPart + j]);
+    by[j] = quantized::inverse(scale);
     if (place.down % kBlockParts == 0 && place.row < args.rows && place.col + j < args.cols) {
       scales[place.row / te::kBlock * args.cols + place.col + j] = static_cast<uint8_t>(scale);
     }
   }
-  encode_rows(args.code, [&](int i, int j) { return x[i][j] * by[j].factor * by[j].half; }, four);
+  encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[j].factor * by[j].half; }, four);
   write_rows(args, place, args.turned, args.wide && args.wide_turned, four);
 }
 
@@ -148,30 +150,30 @@ JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) 
         }
         most = largest_of_block(most, scratch);
         if (threadIdx.x == 0) atomicMax(args.absmax, most);
-        if (args.codes == nullptr && args.turned == nullptr) return;
+        if (args.qvalues == nullptr && args.turned == nullptr) return;
       }
       const float scale = *args.scale;
-      encode_rows(args.code, [&](int i, int j) { return x[i][j] * scale; }, four);
-      if (args.codes != nullptr) write_rows(args, place, args.codes, args.wide, four);
+      encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * scale; }, four);
+      if (args.qvalues != nullptr) write_rows(args, place, args.qvalues, args.wide, four);
       if (args.turned != nullptr) write_turned(args, place, turned, four);
     } else {
       float by[kPart];
-      if (args.codes != nullptr) {
+      if (args.qvalues != nullptr) {
         const auto* absmax = static_cast<const int*>(args.scales);
         JAXTAP_UNROLL
         for (int i = 0; i < kPart; ++i) {
-          by[i] = place.row + i < args.rows ? channel_scale(absmax[place.row + i], args.code) : 1;
+          by[i] = place.row + i < args.rows ? channel_scale(absmax[place.row + i], args.qtype) : 1;
         }
-        encode_rows(args.code, [&](int i, int j) { return x[i][j] * by[i]; }, four);
-        write_rows(args, place, args.codes, args.wide, four);
+        encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[i]; }, four);
+        write_rows(args, place, args.qvalues, args.wide, four);
       }
       if (args.turned != nullptr) {
         const auto* absmax = static_cast<const int*>(args.turned_scales);
         JAXTAP_UNROLL
         for (int j = 0; j < kPart; ++j) {
-          by[j] = place.col + j < args.cols ? channel_scale(absmax[place.col + j], args.code) : 1;
+          by[j] = place.col + j < args.cols ? channel_scale(absmax[place.col + j], args.qtype) : 1;
         }
-        encode_rows(args.code, [&](int i, int j) { return x[i][j] * by[j]; }, four);
+        encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[j]; }, four);
         write_turned(args, place, turned, four);
       }
     }
@@ -179,20 +181,20 @@ JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) 
 }
 
 template <class Source, Kind kKind>
-__global__ void quantize_codes_kernel(TilesOf<Source> args) {
+__global__ void quantize_values_kernel(TilesOf<Source> args) {
   encode_tile<kKind>(args, Place::of(args, blockIdx.x));
 }
 
 template <class Source>
-void codes_of(const Quantize& given, const Source& source, Stream stream) {
+void values_of(const Quantize& given, const Source& source, Stream stream) {
   const TilesOf<Source> args = tile_args(given, source);
   const int64_t blocks = tile_blocks(args);
   if (te::is_tensor(given.scaling)) {
-    launch(quantize_codes_kernel<Source, Kind::kTensor>, blocks, kTileThreads, stream, args);
+    launch(quantize_values_kernel<Source, Kind::kTensor>, blocks, kTileThreads, stream, args);
   } else if (given.scaling == te::Scaling::kChannel) {
-    launch(quantize_codes_kernel<Source, Kind::kChannel>, blocks, kTileThreads, stream, args);
+    launch(quantize_values_kernel<Source, Kind::kChannel>, blocks, kTileThreads, stream, args);
   } else {
-    launch(quantize_codes_kernel<Source, Kind::kMx>, blocks, kTileThreads, stream, args);
+    launch(quantize_values_kernel<Source, Kind::kMx>, blocks, kTileThreads, stream, args);
   }
 }
 
