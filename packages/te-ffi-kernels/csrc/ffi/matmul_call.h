@@ -16,12 +16,12 @@ struct MatmulConfig {
                             NeedAttribute<int64_t>(attributes, "group"), bits,
                             static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))),
         rotation(AttributeOr<int64_t>(attributes, "rotation", 0)) {
-    if (n < 0) throw invalid_argument("n is ", n, ", and must be at least 0");
-    if (n >= int64_t{1} << 31) throw invalid_argument("n is ", n, ", and must be below 2**31");
+    if (n < 0) throw invalid_argument("n must be at least 0, got ", n);
+    if (n >= int64_t{1} << 31) throw invalid_argument("n must be below 2**31, got ", n);
     if (rotation != 0 &&
         (rotation < 2 || (rotation & (rotation - 1)) != 0 || layout.k % rotation != 0)) {
-      throw invalid_argument("rotation is ", rotation, ", and must be 0 or a power of two from 2 "
-                             "that divides k");
+      throw invalid_argument("rotation must be 0 or a power of two from 2 that divides k, got ",
+                             rotation);
     }
   }
 

@@ -13,7 +13,7 @@ namespace jaxtap::ffi {
 // beyond the ends is the end, as XLA's slices have it.
 inline Array OneOf(const Array& stack, int32_t index) {
   if (stack.rank() == 0 || stack.shape[0] == 0) {
-    throw invalid_argument(stack.name, " is ", stack.Text(), ", and must be a stack of one or more");
+    throw invalid_argument(stack.name, " must be a stack of one or more, got ", stack.Text());
   }
   const int64_t count = stack.shape[0], size = stack.Product(1, stack.rank());
   const int64_t place = std::clamp<int64_t>(index < 0 ? index + count : index, 0, count - 1);

@@ -85,7 +85,7 @@ inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
   for (int64_t group = 0; group < sizes.shape[0]; ++group) {
     const int32_t size = static_cast<const int32_t*>(sizes.data)[group];
     if (size < 0) {
-      throw invalid_argument("group_sizes[", group, "] is ", size, ", and must be at least 0");
+      throw invalid_argument("group_sizes[", group, "] must be at least 0, got ", size);
     }
     end = std::min(rows, end + size);
     ends.push_back(end);

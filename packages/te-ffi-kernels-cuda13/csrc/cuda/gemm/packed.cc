@@ -50,12 +50,12 @@ void check_call(const PackedMatmul& args, const PackedSums* sums) {
 PackedSteps::PackedSteps(const PackedMatmul& args) {
   const PanelLayout& layout = args.layout;
   if (args.quantizes && layout.group == 0 && layout.k > kMostExact) {
-    throw invalid_argument("sums of ", args.layout.k, " products of int8 don't fit in int32; there may ",
-                           "be ", kMostExact, ", or groups");
+    throw invalid_argument("k must be at most ", kMostExact, " without groups, where sums of int8 "
+                           "fit in int32, got ", args.layout.k);
   }
   if (layout.group % kGroupRows != 0) {
-    throw invalid_argument("groups have ", layout.group, " rows, and must have a multiple of ",
-                           kGroupRows, " on GPUs; use the op of te_ffi_kernels.reference");
+    throw invalid_argument("groups must have a multiple of ", kGroupRows, " rows on GPUs, got ",
+                           layout.group, ". Use the op of te_ffi_kernels.reference.");
   }
   empty = args.m == 0 || args.n == 0;
   library = args.m > kFewRows && layout.group == 0 &&
@@ -97,9 +97,8 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, 
   if (steps.depth == 0) throw invalid_argument("k is 0: nothing is contracted");
   const size_t needed = steps.bytes + kSection;
   if (workspace < needed) {
-    throw invalid_argument("workspace has ", workspace, " bytes, and must have ", needed,
-                           ", and some for cuBLASLt; call the op of te_ffi_kernels, which knows "
-                           "the size");
+    throw invalid_argument("workspace must have ", needed, " bytes, and some for cuBLASLt, got ",
+                           workspace, ". Call the op of te_ffi_kernels, which knows the size.");
   }
   lt.check(lt.create_matmul(matmul_.place(), exact_ ? LtSums::kS32 : LtSums::kF32),
            "describing a matmul");
@@ -177,7 +176,7 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
   char* workspace = section_of(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
   if (workspace - static_cast<char*>(given) + needed > bytes) {
-    throw invalid_argument("workspace has ", bytes, " bytes, and the matmul needs ", needed);
+    throw invalid_argument("workspace must have ", needed, " bytes, got ", bytes);
   }
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
   auto* qvalues = reinterpret_cast<int8_t*>(workspace + steps.qvalues);

@@ -57,7 +57,7 @@ def token_dispatch(
     x = config.flat(op, "inp", inp, "hidden")
     if jnp.issubdtype(routing_map.dtype, jnp.inexact):
         raise TypeError(
-            f"{op}: routing_map is {routing_map.dtype.name}, and must be bool or of integers"
+            f"{op}: routing_map must be bool or of integers, got {routing_map.dtype.name}"
         )
     routed = config.flat(op, "routing_map", routing_map, "experts")
     routed = routed if routed.dtype in (jnp.bool_, jnp.uint8) else routed != 0
@@ -112,7 +112,7 @@ def token_combine(
     op = "token_combine"
     checks.dtype(op, "inp", inp.dtype, checks.FLOATS)
     if inp.ndim != 2:
-        raise ValueError(f"{op}: inp has shape {inp.shape}, and must be [rows, hidden]")
+        raise ValueError(f"{op}: inp must have shape [rows, hidden], got {inp.shape}")
     offsets = jnp.zeros((0,), jnp.int32) if pad_offsets is None else pad_offsets
     experts = config.row_map(op, row_id_map, offsets)
     nothing = jnp.zeros((0,), inp.dtype)
