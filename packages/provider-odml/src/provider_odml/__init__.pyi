@@ -20,9 +20,7 @@ from .exporting.match import FileOp as FileOp
 from .exporting.report import Report as Report
 from .exporting.signature import Signature as Signature
 from .train.provider import OdmlQatProvider as OdmlQatProvider
-from .train.refine import refine as refine
 from .train.provider import QatModel as QatModel
-from .train.refine import refine as refine
 from .train.provider import qat as qat
 from .train.refine import refine as refine
 from .train.statistics import QuantStats as QuantStats
