@@ -181,12 +181,31 @@ def test_each_device_has_its_columns(mesh):
         ({"align_size": 0}, ValueError, "align_size must be positive.*got 0"),
         ({"probs": jnp.zeros((3, 4))}, ValueError, "probs must have shape"),
         ({"probs": jnp.zeros((3, 5), jnp.int32)}, TypeError, "probs must.*got int32"),
+        ({"num_out_tokens": 2**31}, ValueError, "num_out_tokens must be for at most 2147483647"),
+        (
+            {"num_out_tokens": 2**31 - 5, "align_size": 8},
+            ValueError,
+            r"num_out_tokens must be .*, got 2147483672 \(with their padding\)",
+        ),
     ],
 )
 def test_what_dispatch_refuses(change, error, message):
     given = {"inp": jnp.zeros((3, 4)), "routing_map": jnp.ones((3, 5), bool), "num_out_tokens": 4}
     with pytest.raises(error, match=f"token_dispatch: {message}"):
         te.token_dispatch(**given | change)
+
+
+def test_rows_that_int32_cannot_count():
+    """One fewer is a program; its map alone would take 17 GB."""
+    inp = jax.ShapeDtypeStruct((2**27, 1), jnp.bfloat16)
+    dispatch = lambda x, routed: te.token_dispatch(x, routed, 8)[2]  # noqa: E731
+    for experts in (15, 16):
+        routed = jax.ShapeDtypeStruct((2**27, experts), jnp.bool_)
+        if experts < 16:
+            assert jax.eval_shape(dispatch, inp, routed).shape == (2**27, 31)
+            continue
+        with pytest.raises(ValueError, match=r"got 2147483648 \(tokens times experts\). Dispatch"):
+            jax.eval_shape(dispatch, inp, routed)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,25 @@ import jax.numpy as jnp
 
 from .. import checks
 
+MOST_ROWS = 2**31 - 1
+"""Rows are counted in int32, as Transformer Engine's row_id_map has them."""
+
+
+def countable(op: str, name: str, rows: int, what: str) -> None:
+    """Raise where there may be more rows than int32 counts.
+
+    Args:
+        op: the op that was called.
+        name: of the argument that says how many rows there may be.
+        rows: the most that there can be.
+        what: what that number is.
+    """
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{op}: {name} must be for at most {MOST_ROWS} rows, which int32 counts, got {rows} "
+            f"({what}). Dispatch the tokens in parts."
+        )
+
 
 def count(op: str, name: str, given: Any) -> int:
     """Return a positive integer."""

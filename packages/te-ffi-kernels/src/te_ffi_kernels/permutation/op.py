@@ -49,6 +49,9 @@ def token_dispatch(
 
     Differentiable with respect to inp and probs.
 
+    Rows are counted in int32: tokens times experts, and rows with their padding, must be below
+    2**31.
+
     Raises:
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
@@ -63,6 +66,7 @@ def token_dispatch(
     routed = routed if routed.dtype in (jnp.bool_, jnp.uint8) else routed != 0
     config.tokens(op, "routing_map", routed, x.shape[0], "inp")
     experts = routed.shape[1]
+    config.countable(op, "routing_map", math.prod(routed.shape), "tokens times experts")
     rows = config.count(op, "num_out_tokens", num_out_tokens)
     given = jnp.zeros((0,), x.dtype)
     if probs is not None:
@@ -75,6 +79,7 @@ def token_dispatch(
         aligned = -(-counts // align) * align
         padding = aligned - counts
         offsets, counts = jnp.cumsum(padding, dtype=jnp.int32) - padding, aligned
+    config.countable(op, "num_out_tokens", rows, "with their padding")
     out, permuted = _PERMUTE(rows, x, row_id_map, given, offsets)
     return (
         out,
