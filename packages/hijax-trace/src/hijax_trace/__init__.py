@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .proxy.move import Move, MoveError
     from .proxy.parts import Part, Shared
     from .proxy.shards import Shards
+    from .staging.repeated import repeated
 
 __version__ = version("hijax-trace")
 
@@ -76,6 +77,7 @@ __all__ = [
     "mapped_rows",
     "mut_types",
     "register_hitype",
+    "repeated",
     "replay",
     "requires_low",
     "root_of",
@@ -124,6 +126,7 @@ _LAZY = {
     "mapped_rows": "dataflow.replay",
     "mut_types": "box.types",
     "register_hitype": "hi.hitype",
+    "repeated": "staging.repeated",
     "replay": "dataflow.replay",
     "requires_low": "hi.inspect",
     "root_of": "dataflow.replay",

@@ -82,8 +82,7 @@ def weights_among(
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
     for i, operand in enumerate(operands):
-        known = call.operand(operand)
-        path = known.provenance
+        path = call.provenance(operand)
         if path is not None:
             if not is_parameter(path):
                 continue
@@ -92,6 +91,7 @@ def weights_among(
             kind = call.kind(operand, is_parameter)
             if kind is None or kind.kind not in ("view", "derived"):
                 continue
+        known = call.operand(operand)
         if known.shape is None:
             continue
         kinds[i] = kind
