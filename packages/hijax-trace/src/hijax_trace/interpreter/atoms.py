@@ -47,6 +47,10 @@ class KnownAtoms(NamedTuple):
         """Return its kind: view, derived, constant or activation."""
         return self.frame.kind(self.atoms[index], is_parameter)
 
+    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether it is surely an activation."""
+        return self.frame.is_activation(self.atoms[index], is_parameter)
+
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     """Return the proxies of an equation's results, or None."""

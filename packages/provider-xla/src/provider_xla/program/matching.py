@@ -82,7 +82,10 @@ def weights_among(
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
     for i, operand in enumerate(operands):
-        path = call.provenance(operand)
+        if call.is_activation(operand, is_parameter):
+            continue
+        known = call.operand(operand)
+        path = known.provenance
         if path is not None:
             if not is_parameter(path):
                 continue
@@ -91,7 +94,6 @@ def weights_among(
             kind = call.kind(operand, is_parameter)
             if kind is None or kind.kind not in ("view", "derived"):
                 continue
-        known = call.operand(operand)
         if known.shape is None:
             continue
         kinds[i] = kind
