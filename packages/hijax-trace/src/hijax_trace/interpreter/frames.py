@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from interception_core import Step, ValueKind
 
+from .. import compat
 from ..dataflow.dataflow import Dataflow, Express
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
@@ -170,6 +171,8 @@ class Frame:
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
         """Return, for a handler, whether a variable or literal is surely an activation."""
         self.read_kinds(is_parameter)
+        if type(atom) is not compat.Literal and atom in self.proxies:
+            return False  # most likely a parameter
         flow = self._own_flow()
         return flow is not None and flow.is_activation(atom, is_parameter)
 

@@ -1,4 +1,4 @@
-"""Repeated: calls of a jitted function with equal types, made once and then appended."""
+"""Repeated: calls with equal types, made once in a trace and then appended."""
 
 from __future__ import annotations
 
@@ -10,17 +10,42 @@ import jax
 
 from .. import compat
 
-_MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, tuple[Any, Any] | None]] = (
-    weakref.WeakKeyDictionary()
-)
+# By trace, since what is kept ends with it.
+_MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+
+def appended(
+    key: Hashable, call: Callable[[], Sequence[Any]], values: Sequence[Any]
+) -> Sequence[Any]:
+    """Call a function that makes one equation, or append it if a call before made it.
+
+    JAX asks several of its rules and caches at each call of a jitted function. A program with
+    hundreds of equal layers does that hundreds of times for one equation.
+
+    Args:
+        key: what the equation depends on, types of the operands included.
+        call: makes the equation. Returns its results.
+        values: its operands.
+
+    Returns:
+        The results.
+    """
+    trace = compat.current_trace()
+    if not compat.is_staging(trace):
+        return call()
+    made = _MADE.setdefault(trace, {})
+    key = key, compat.trace_context()
+    eqn = made.get(key)
+    if eqn is not None:
+        return compat.append(trace, eqn, values, compat.current_source())
+    results = call()
+    if key not in made:
+        made[key] = compat.call_of(trace, values, results)
+    return results
 
 
 def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> Any:
     """Call a jitted function; append the equation of an equal call before.
-
-    JAX asks several of its rules and caches at each call of a jitted function. A program with
-    hundreds of equal layers does that hundreds of times for one equation. What is kept belongs to
-    one trace, so it ends with it.
 
     Args:
         fn: the function, jitted, which takes ``static`` and then ``args`` by position.
@@ -30,23 +55,22 @@ def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> 
     Returns:
         What the function returns.
     """
-    trace = compat.current_trace()
-    if not compat.is_staging(trace):
-        return fn(*static, *args)
     leaves, treedef = jax.tree.flatten(args)
-    if not all(isinstance(leaf, jax.Array) for leaf in leaves):
+    if not compat.is_staging(compat.current_trace()) or not all(map(_is_array, leaves)):
         return fn(*static, *args)
-    made = _MADE.setdefault(trace, {})
-    types = tuple(map(compat.typeof, leaves))
-    key = fn, tuple(static), treedef, types, compat.trace_context()
-    if key not in made:
-        result = fn(*static, *args)
-        results, out = jax.tree.flatten(result)
-        eqn = compat.call_of(trace, leaves, results)
-        made[key] = None if eqn is None else (eqn, out)
-        return result
-    kept = made[key]
-    if kept is None:
-        return fn(*static, *args)
-    eqn, out = kept
-    return jax.tree.unflatten(out, compat.append(trace, eqn, leaves, compat.current_source()))
+    structure: Any = None
+
+    def call() -> list[Any]:
+        nonlocal structure
+        results, structure = jax.tree.flatten(fn(*static, *args))
+        return results
+
+    key = fn, tuple(static), treedef, tuple(map(compat.typeof, leaves))
+    results = appended(key, call, leaves)
+    made = _MADE[compat.current_trace()]
+    known = made.setdefault(("structure", key), structure)
+    return jax.tree.unflatten(known if structure is None else structure, results)
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, jax.Array)
