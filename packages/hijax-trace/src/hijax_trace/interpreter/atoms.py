@@ -88,7 +88,7 @@ def computed(
 def carry(frame: Frame, eqn: Any) -> None:
     """Let carriers of an equation's operands go along with its results."""
     held = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
-    carriers = [one for one in held if isinstance(one, Carrier)]
+    carriers = [one for one in held if type(one) is Carrier]
     for var in eqn.outvars if carriers else ():
         expression = frame.expression(var)
         key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
