@@ -3,7 +3,8 @@
     python benchmarks/cuda_ops.py exercise        # all kernels, small: for compute-sanitizer
     python benchmarks/cuda_ops.py measure OUT.json
 
-Runs where JAX puts arrays. With --tiny, sizes are those of a rehearsal.
+Runs where JAX puts arrays. With --tiny, sizes are those of a rehearsal, and bfloat16 is the
+only dtype.
 """
 
 import argparse
@@ -496,17 +497,19 @@ def measure(path, side):
 
 def main():
     """Does what the command line says."""
-    global ROUNDS
+    global ROUNDS, ROWS
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("exercise", "measure"))
     parser.add_argument("out", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
+    if args.tiny:
+        ROUNDS, ROWS = 2, ROWS[:1]
+        for label in ("f32", "f16"):
+            del DTYPES[label]
     if args.what == "exercise":
         exercise()
         return
-    if args.tiny:
-        ROUNDS = 2
     measure(args.out, 256 if args.tiny else 16384)
 
 

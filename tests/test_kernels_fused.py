@@ -89,6 +89,31 @@ def test_functions_and_their_gradients(name):
         np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
 
 
+TOGETHER = {
+    "split": lambda x: jnp.split(x.reshape(2, 12, 9, 4), 3, axis=2),
+    "last axis": lambda x: [part.reshape(2, 12, 3, 4) for part in jnp.split(x, 3, axis=-1)],
+    "indexed": lambda x: [x.reshape(2, 12, 3, 3, 4)[:, :, i] for i in range(3)],
+    "another order": lambda x: jnp.split(x.reshape(2, 12, 9, 4), 3, axis=2)[::-1],
+}
+
+
+def test_attention_reads_queries_keys_and_values_in_one_array():
+    x = jnp.asarray(RNG.normal(size=(2, 12, 12)), jnp.float32)
+    w = jnp.asarray(RNG.normal(size=(12, 36)), jnp.float32)
+    seen = jnp.asarray(RNG.random((2, 1, 1, 12)) < 0.7).at[..., 0].set(True)
+    for name, cut in TOGETHER.items():
+
+        def fn(w, x, cut=cut):
+            return jax.nn.dot_product_attention(*cut(x @ w + 1), mask=seen)
+
+        _, fused = planned(fn, w, x)
+        text = jax.jit(fused).lower(w, x).as_text()
+        assert ("tensor<2x12x3x3x4xf32>" in text) == (name != "another order")
+        np.testing.assert_allclose(jax.jit(fused)(w, x), fn(w, x), rtol=2e-5, atol=2e-6)
+        ours, theirs = (jax.grad(lambda w, of=of: (of(w, x) ** 2).sum())(w) for of in (fused, fn))
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-4)
+
+
 # JAX has no attention in float16 on CPU to compare with.
 @pytest.mark.parametrize(
     ("name", "dtype"),

@@ -72,6 +72,24 @@ def written(params, x, k, v, pos):
     return x + jnp.einsum("bkgs,bskd->bkgd", weights, v).reshape(B, -1) @ params["o"]
 
 
+def stepped(attend, heads_first, _):
+    """Return a step of a scan over layers that steps along their caches and returns them."""
+
+    def step(params, x, cache, pos):
+        def layer(x, given):
+            p, cache = given
+            order = (0, 2, 1, 3) if heads_first else (0, 1, 2, 3)
+            new = {name: (x @ p[name]).reshape(B, 1, K, D).transpose(order) for name in "kv"}
+            at = (0, 0, pos, 0) if heads_first else (0, pos, 0, 0)
+            cache = {n: jax.lax.dynamic_update_slice(cache[n], new[n], at) for n in "kv"}
+            k, v = (cache[name].transpose(order) for name in "kv")
+            return attend(p, x, k, v, pos), cache
+
+        return jax.lax.scan(layer, x, (params, cache))
+
+    return step
+
+
 def decoder(attend, heads_first, take):
     """Return a step of a scan over layers that carries the caches of all of them."""
 
@@ -92,6 +110,8 @@ def decoder(attend, heads_first, take):
 
 
 DECODERS = {
+    "stepped, positions first": (attention, False, None),
+    "stepped, heads first": (written, True, None),
     "named, positions first": (attention, False, lambda s, i: s[i]),
     "named, heads first": (attention, True, lambda s, i: s[i]),
     "written, heads first": (
@@ -106,7 +126,8 @@ DECODERS = {
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_scan_over_layers_copies_no_cache(name, kind):
-    fn, heads_first = decoder(*DECODERS[name]), DECODERS[name][1]
+    made = stepped if name.startswith("stepped") else decoder
+    fn, heads_first = made(*DECODERS[name]), DECODERS[name][1]
     keys = jax.random.split(jax.random.key(0), 5)
     sizes = {"q": (32, H * D), "k": (32, K * D), "v": (32, K * D), "o": (H * D, 32)}
     params = {

@@ -145,3 +145,28 @@ def test_a_packed_weight_has_a_kernel_for_any_number_of_rows(monkeypatch):
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             assert f"@te_ffi_kernels.{op}" in text
             assert "dot_general" not in text
+
+
+def layers(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])[0]
+
+
+def experts(params, x):
+    sizes = (x[:4, 0] > 0).astype(jnp.int32)
+    return jax.lax.ragged_dot(x, params["experts"], sizes)
+
+
+@pytest.mark.skipif(not BUILT, reason="workspaces are asked of the compiled part")
+def test_stacks_of_weights_are_not_copied_on_gpus(monkeypatch):
+    """A scan over layers, and experts: kernels find the weights in the stack."""
+    monkeypatch.setattr(ops, "has_backend", lambda platform: platform == "cpu")
+    for rule, op in ((W8, "gemv_w8"), (W4, "gemv_w4"), (W8A8, "gemm_w8a8")):
+        for fn, name, suffix in ((layers, "layers", "stack"), (experts, "experts", "groups")):
+            params = {name: jnp.ones((4, K, K), "bfloat16")}
+            x = jax.ShapeDtypeStruct((4, K), "bfloat16")
+            plan = PtqProvider(rule).plan(fn, params, x)
+            stored = plan.convert(plan.quantize(params), "cuda")
+            traced = jax.jit(plan.apply(fn)).trace(stored, x)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+            assert f"@te_ffi_kernels.{op}_{suffix}" in text
+            assert not re.search(r"(slice|gather)[^\n]*xui8", text)

@@ -63,15 +63,22 @@ def test_warm_ups_from_two_threads():
 
 @pytest.mark.parametrize("graphs", ["", "--xla_gpu_enable_command_buffer="])
 def test_modules_may_be_loaded_late_and_programs_be_graphs(graphs):
+    """A graph is replayed with arrays at other addresses, and with other weights of a stack."""
     code = """
 import jax, jax.numpy as jnp, numpy as np
 import te_ffi_kernels as te, te_ffi_kernels_cuda13
-x = jnp.asarray(np.random.default_rng().normal(size=(64, 256)), jnp.float32)
-run = jax.jit(lambda x: te.softmax(te.softmax(x) * 7.0, None, 2.0))
-for _ in range(20):
-    y = jax.block_until_ready(run(x))
-wanted = jax.nn.softmax(jax.nn.softmax(x) * 14.0)
-assert np.allclose(y, wanted, rtol=1e-5, atol=1e-6)
+rng = np.random.default_rng()
+xs = [jnp.asarray(rng.normal(size=(64, 256)), jnp.float32) for _ in range(5)]
+values, scale = rng.integers(-127, 128, (3, 256, 64)), rng.uniform(0.01, 0.02, (3, 1, 64))
+stack = te.pack_w8(jnp.asarray(values, jnp.int8), jnp.asarray(scale, jnp.float32))
+def program(x, i):
+    return te.gemv_w8(te.softmax(te.softmax(x) * 7.0, None, 2.0)[:4], stack, index=i)
+run = jax.jit(program)
+for i in range(20):
+    x, index = xs[i * 3 % 5], i % 3
+    y = np.asarray(run(x, jnp.int32(index)), np.float64)
+    probs = np.asarray(jax.nn.softmax(jax.nn.softmax(x) * 14.0), np.float64)[:4]
+    assert np.allclose(y, probs @ (values[index] * scale[index]), rtol=1e-4, atol=1e-5), i
 print(te_ffi_kernels_cuda13.warm_counts())
 """
     flags = f"{os.environ.get('XLA_FLAGS', '')} {graphs}".strip()

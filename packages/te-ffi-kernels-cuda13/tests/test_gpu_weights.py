@@ -138,6 +138,38 @@ def test_a_panel_with_a_damaged_header_gives_nan(op, byte, groups, rows):
     np.testing.assert_array_equal(np.delete(y, panel, 1), np.delete(good, panel, 1))
 
 
+@pytest.mark.parametrize("rows", [1, 33, 300])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("op", BITS)
+def test_stacks_and_groups_beside_float64(op, groups, rows):
+    """The index and the sizes of groups are read on the device."""
+    bits = BITS[op]
+    rng = np.random.default_rng(6)
+    made = [weight(rng, 64, 40, bits, groups) for _ in range(3)]
+    qvalue, scale = (jnp.asarray(np.stack(part)) for part in zip(*made, strict=True))
+    stack = (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue, scale)
+    full = np.stack([matrix(*one) for one in made])
+    x = rng.normal(size=(rows, 64)).astype(np.float32)
+    bound = 1e-2 if op in (te.gemm_w8a8, te.gemm_w4a8) else 3e-5
+    run = jax.jit(lambda x, i: op(x, stack, index=i))
+    text = run.lower(x, 0).compile().as_text()
+    assert f'custom_call_target="te_ffi_kernels.{op.__name__}_stack"' in text
+    for index, which in ((0, 0), (2, 2), (-1, 2), (7, 2), (-9, 0)):
+        y = np.asarray(run(x, index), np.float64)
+        assert (np.abs(y - x @ full[which]) <= bound * (np.abs(x) @ np.abs(full[which]))).all()
+    run = jax.jit(lambda x, i, sizes: op(x, stack, index=i, group_sizes=sizes))
+    index = jnp.asarray([2, 0, 0, -2, 1], jnp.int32)
+    of_groups = np.asarray([2, 0, 0, 1, 1])
+    for sizes in ((0, 0, 0, 0, 0), (1, 0, rows // 2, 0, 0), (rows, rows, 1, 0, 0), (1,) * 5):
+        y = np.asarray(run(x, index, jnp.asarray(sizes, jnp.int32)), np.float64)
+        which = np.repeat(of_groups, sizes)[:rows]
+        wanted, size = np.zeros((2, rows, 40))
+        for row, i in enumerate(which):
+            wanted[row], size[row] = x[row] @ full[i], np.abs(x[row]) @ np.abs(full[i])
+        assert (np.abs(y - wanted) <= bound * size).all()
+    assert np.isnan(run(x, index, jnp.asarray([1, -1, 0, 0, 0], jnp.int32))).all()
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("op", BITS)
 def test_nothing_of_what_was_in_memory_is_read(op, groups):

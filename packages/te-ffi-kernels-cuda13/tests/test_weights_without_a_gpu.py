@@ -11,7 +11,6 @@ import pytest
 
 import te_ffi_kernels as te
 from interception_core import Aval, KernelCall
-from te_ffi_kernels import op as ops
 from te_ffi_kernels_cuda13 import _cublas, _gpus, _limits, _supports, _workspace
 from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
 
@@ -65,6 +64,19 @@ def test_many_rows_need_one_without_groups(monkeypatch, shape, group, dtype, op)
     assert _supports.packed_matmul(asked) == (alone or "cuBLASLt can't be loaded")
 
 
+def test_stacks_are_worth_what_one_weight_is():
+    few, many = ((rows, 64) for rows in (8, 2048))
+    for op in BITS:
+        for shape, group in itertools.product((few, (9, 64), many), (0, 32)):
+            why = _limits.unworthy(op, shape[0], group)
+            assert _limits.unworthy(f"{op}_stack", shape[0], group) == why
+            # Rows in groups have no library.
+            grouped = _limits.unworthy(f"{op}_groups", shape[0], group)
+            assert (grouped is None) == (shape == few)
+    assert not _workspace.multiplies_with_cublaslt("gemm_w8a8_groups", 4096, 0, "bfloat16")
+    assert _workspace.multiplies_with_cublaslt("gemm_w8a8_stack", 4096, 0, "bfloat16")
+
+
 def test_every_span_says_how_it_is_known():
     assert set(_limits.WORTH) == set(BITS)
     for spans in _limits.WORTH.values():
@@ -89,7 +101,7 @@ def test_it_asks_for_the_memory_of_a_matmul(op):
     native = importlib.import_module("te_ffi_kernels_cuda13._native")
     for (k, n, group), m, kind, out in itertools.product(SHAPES, ROWS, FLOATS, FLOATS):
         beside = native.packed_workspace(
-            m, k, n, group, BITS[op], op[-2:] == "a8", FLOATS.index(kind), FLOATS.index(out)
+            m, k, n, group, BITS[op], op[-2:] == "a8", FLOATS.index(kind), FLOATS.index(out), -1
         )
         operands = (Aval((m, k), kind), Aval((-(-n // 16), 1), "uint8"))
         params = (("group", group), ("k", k), ("n", n))
@@ -115,18 +127,51 @@ def test_it_asks_for_the_memory_of_a_matmul(op):
         ),
     ],
 )
-def test_a_program_for_gpus_gives_it_memory(monkeypatch, op, rows, dtype, bytes_):
-    monkeypatch.setattr(ops, "has_backend", lambda platform: True)
-    monkeypatch.setattr(ops, "register_kernel", lambda spec: spec.target)
-    monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
-    monkeypatch.setattr(_cublas, "missing", lambda: None)
+def test_a_program_for_gpus_gives_it_memory(lowered, op, rows, dtype, bytes_):
     weight = te.PackedWeight(jax.ShapeDtypeStruct((3, 64 + 64 + 16 * 64), jnp.uint8), 64, 40, 8, 0)
     x = jax.ShapeDtypeStruct((rows, 64), jnp.dtype(dtype))
-    traced = jax.jit(getattr(te, op)).trace(x, weight)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered(getattr(te, op), x, weight)
     result = rf"tensor<{rows}x40x{'f32' if dtype == 'float32' else 'bf16'}>"
     found = re.search(rf"@te_ffi_kernels\.{op}.*{result}, tensor<(\d+)xui8>", text)
     assert int(found[1]) == bytes_
     # The CPU's kernel has no such result.
-    text = traced.lower(lowering_platforms=("cpu",)).as_text()
+    text = lowered(getattr(te, op), x, weight, platform="cpu")
     assert re.search(rf"@te_ffi_kernels\.{op}.*-> {result}", text)
+
+
+@needs_native
+@pytest.mark.parametrize("rows", [1, 300])
+@pytest.mark.parametrize("op", BITS)
+def test_kernels_find_the_weight_of_a_stack(lowered, op, rows):
+    """Nothing of the stack is copied: the kernel is given all of it, and the index."""
+    run, bits = getattr(te, op), BITS[op]
+    columns, values = (16, 64) if bits == 8 else (32, 32)
+    panels, size = -(-40 // columns), 64 + 4 * columns + columns * values
+    buffer = jax.ShapeDtypeStruct((5, panels, size), jnp.uint8)
+    stack = te.PackedWeight(buffer, 64, 40, bits, 0)
+    x = jax.ShapeDtypeStruct((rows, 64), jnp.bfloat16)
+    index = jax.ShapeDtypeStruct((), jnp.int32)
+    weights, one = f"tensor<5x{panels}x{size}xui8>", f"tensor<{rows}x64xbf16>"
+
+    def layers(x, stack):
+        def step(total, i):
+            return total + run(x, stack, index=i).sum(), None
+
+        return jax.lax.scan(step, jnp.bfloat16(0), jnp.arange(5))[0]
+
+    for text in (lowered(lambda *a: run(*a[:2], index=a[2]), x, stack, index),
+                 lowered(layers, x, stack)):  # fmt: skip
+        assert re.search(rf"@te_ffi_kernels\.{op}_stack.*\({one}, {weights}, tensor<i32>\)", text)
+        assert not re.search(r"(slice|gather).*ui8", text)
+    sizes = jax.ShapeDtypeStruct((7,), jnp.int32)
+    picked = {"of each": lambda x, w, s: run(x, w, group_sizes=s[:5]),
+              "by index": lambda x, w, s: run(x, w, group_sizes=s, index=s % 5)}  # fmt: skip
+    for name, groups in picked.items():
+        text, count = lowered(groups, x, stack, sizes), 5 if name == "of each" else 7
+        given = rf"{one}, {weights}, tensor<{count}xi32>, tensor<{count}xi32>"
+        found = re.search(rf"@te_ffi_kernels\.{op}_groups.*\({given}\).*tensor<(\d+)xui8>", text)
+        assert found
+        # Where groups begin, and for int8 quantized rows and their scales.
+        beside = (rows * 64 + 255) // 256 + (4 * rows + 255) // 256 if op[-2:] == "a8" else 0
+        assert int(found[1]) == PART + 256 + 256 * beside
+        assert not re.search(r"(slice|gather).*ui8", text)

@@ -30,6 +30,7 @@ from .proxy.carrier import Carrier
 from .staging.packed import Packed
 from .staging.repeated import repeated
 from .state.carry import carry
+from .state.stacks import stacked
 
 _log = logger("trace")
 
@@ -145,6 +146,9 @@ class _Tapped:
             jaxpr, consts = made.jaxpr, made.consts
             build = _chain(made.results, build)
             held = {i: proxy for i, proxy in held.items() if i not in carried}
+        if (made := stacked(jaxpr, consts)) is not None:
+            session.move(made.starts)
+            jaxpr, consts = made.jaxpr, made.consts
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
         inputs: list[Any] = [None] * len(jaxpr.invars)

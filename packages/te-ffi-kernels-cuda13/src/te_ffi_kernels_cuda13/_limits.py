@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from ._stacks import GROUPS, of_one
+
 
 class Span(NamedTuple):
     """Rows of an activation for which a packed weight is faster.
@@ -55,8 +57,12 @@ WORTH: dict[str, tuple[Span, ...]] = {
 
 
 def unworthy(op: str, rows: int, group: int) -> str | None:
-    """Return why a weight isn't packed for an op with so many rows; None where it is."""
-    spans = WORTH[op]
+    """Return why a weight isn't packed for an op with so many rows; None where it is.
+
+    One of a stack takes as long as one alone. Rows in groups are never multiplied by cuBLASLt.
+    """
+    grouped = op.endswith(GROUPS)
+    spans = tuple(one for one in WORTH[of_one(op)] if not (grouped and one is LIBRARY))
     for span in spans:
         fits = span.least <= rows and (span.most is None or rows <= span.most)
         if fits and (span.grouped or not group):

@@ -2,12 +2,14 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
+from ._stacks import GROUPS, STACK
 from ._status import built
 
 API = (1, 3)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
 _MATMULS = ("gemm_w8a8", "gemm_w4a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
+_PICKS = ("", STACK, GROUPS)
 _ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 OPS = (
     "dbias_quantize",
@@ -17,7 +19,7 @@ OPS = (
     "fused_attn_backward",
     "gemm_v2",
     "grouped_gemm_v2",
-    *_MATMULS,
+    *(f"{op}{picks}" for op in _MATMULS for picks in _PICKS),
     "pack_w8",
     "pack_w4",
     *(f"{op}_{direction}" for op in (*_SOFTMAX, *_ROUTER) for direction in ("forward", "backward")),
@@ -40,9 +42,12 @@ _SIZED = {
     "grouped_gemm_v2": "grouped_gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
-} | dict.fromkeys(_MATMULS, "packed_matmul")
+} | {f"{op}{picks}": "packed_matmul" for op in _MATMULS for picks in _PICKS}
 _SUPPORTS = _SIZED | {"topk": "topk"}
 _WORKSPACES = _SIZED | {
+    "dbias_quantize": "dbias_quantize",
+    "dact_dbias_quantize": "dact_dbias_quantize",
+    "norm_backward": "norm_backward",
     "grouped_quantize": "grouped_quantize",
     "fused_moe_aux_loss_forward": "moe_aux_loss",
 }

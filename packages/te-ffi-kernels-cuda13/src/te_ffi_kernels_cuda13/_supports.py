@@ -5,6 +5,7 @@ import math
 from interception_core import KernelCall
 
 from . import _attention, _cublas, _cudnn, _gemm, _gpus, _limits, _workspace
+from ._stacks import of_one
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _MOST_EXACT = (1 << 17) - 64
@@ -117,7 +118,7 @@ def packed_matmul(call: KernelCall) -> bool | str:
         return "rows are rotated by another program, before the kernel, on GPUs"
     if group and (group % GROUP_ROWS or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ROWS} that divides {k}"
-    if call.op in _workspace.QUANTIZE and not group and k > _MOST_EXACT:
+    if of_one(call.op) in _workspace.QUANTIZE and not group and k > _MOST_EXACT:
         return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
     if call.param("to_pack", False):
         why = _limits.unworthy(call.op, rows, group)

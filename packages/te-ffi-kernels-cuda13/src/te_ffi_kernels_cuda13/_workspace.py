@@ -11,6 +11,7 @@ from interception_core import Aval, KernelCall
 
 from . import _attention, _gemm
 from ._gemm import CUBLASLT
+from ._stacks import GROUPS, of_one
 from ._status import native
 
 PART = 256
@@ -39,26 +40,52 @@ def grouped_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
 
 def multiplies_with_cublaslt(op: str, rows: int, group: int, dtype: str) -> bool:
     """Return whether cuBLASLt, and not a kernel here, multiplies."""
-    return rows > FEW_ROWS and not group and (op in QUANTIZE or dtype != "float32")
+    if op.endswith(GROUPS) or rows <= FEW_ROWS or group:
+        return False
+    return of_one(op) in QUANTIZE or dtype != "float32"
 
 
 def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
     """Bytes for quantized values of the rows, and for cuBLASLt and the weight as it takes it."""
-    x, group = call.operands[0], call.param("group")
+    x, group, op = call.operands[0], call.param("group"), of_one(call.op)
     beside = native().packed_workspace(
         x.shape[0],
         call.param("k"),
         call.param("n"),
         group,
-        4 if call.op in _FOUR_BITS else 8,
-        call.op in QUANTIZE,
+        4 if op in _FOUR_BITS else 8,
+        op in QUANTIZE,
         _FLOATS.index(x.dtype),
         _FLOATS.index(results[0].dtype),
+        call.operands[3].shape[0] if call.op.endswith(GROUPS) else -1,
     )
     if multiplies_with_cublaslt(call.op, x.shape[0], group, x.dtype):
         return PART + beside + CUBLASLT
     # XLA's arrays have bytes.
     return PART + beside if beside else 1
+
+
+def dbias_quantize(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for parts of the column sums."""
+    shape, axis = call.operands[0].shape, call.param("flatten_axis")
+    return _sums(shape[:axis], shape[axis:], call.param("is_dbias"))
+
+
+def dact_dbias_quantize(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for parts of the column sums."""
+    shape = call.operands[1].shape
+    return _sums(shape[:-2], shape[-2:], call.param("is_dbias"))
+
+
+def norm_backward(call: KernelCall, results: tuple[Aval, ...]) -> int:
+    """Bytes for parts of the sums that are the gradients of gamma and beta."""
+    shape = call.operands[1].shape
+    return _sums(shape[:-1], shape[-1:], 2)
+
+
+def _sums(rows: tuple[int, ...], columns: tuple[int, ...], kinds: int) -> int:
+    # XLA's arrays have bytes.
+    return max(1, native().sums_workspace(math.prod(rows), math.prod(columns), int(kinds)))
 
 
 def attention(call: KernelCall, results: tuple[Aval, ...]) -> int:

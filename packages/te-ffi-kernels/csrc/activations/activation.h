@@ -25,8 +25,8 @@ inline Activation activation_of(int64_t number) {
   };
   constexpr int64_t kCount = sizeof(kAll) / sizeof(kAll[0]);
   if (number < 0 || number >= kCount) {
-    throw invalid_argument("act_enum is ", number, ", and must be from 0 (gelu) to ", kCount - 1,
-                           " (clamped swiglu)");
+    throw invalid_argument("act_enum must be from 0 (gelu) to ", kCount - 1, " (clamped swiglu), "
+                           "got ", number);
   }
   return kAll[number];
 }

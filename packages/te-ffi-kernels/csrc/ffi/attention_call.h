@@ -14,8 +14,8 @@ namespace jaxtap::ffi {
 
 inline void NeedCount(const Array& array, int64_t size) {
   if (array.size() != size) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", and must have ", size,
-                           " numbers, as the attributes have it");
+    throw invalid_argument(array.name, " must have ", size, " numbers, as the attributes have it, "
+                           "got ", array.Text());
   }
 }
 
@@ -42,8 +42,8 @@ struct SequenceArrays {
   static const int32_t* Numbers(const Array& array, int64_t least) {
     array.NeedDtype({DType::S32});
     if (array.size() < least) {
-      throw invalid_argument(array.name, " is ", array.Text(), ", and must have at least ", least,
-                             " numbers");
+      throw invalid_argument(array.name, " must have at least ", least, " numbers, got ",
+                             array.Text());
     }
     return static_cast<const int32_t*>(array.data);
   }
@@ -122,7 +122,7 @@ inline const uint32_t* RandomWords(const AttentionConfig& c, const Array& random
   if (!(c.dropout > 0)) return nullptr;
   random.NeedDtype({DType::U32});
   if (random.size() < 2) {
-    throw invalid_argument(random.name, " is ", random.Text(), ", and must have two numbers");
+    throw invalid_argument(random.name, " must have two numbers, got ", random.Text());
   }
   return static_cast<const uint32_t*>(random.data);
 }

@@ -37,29 +37,28 @@ struct AttentionConfig {
                     ? static_cast<float>(NeedAttribute<double>(attributes, "dropout_probability"))
                     : 0.0f) {
     for (int64_t size : {batch, bias_batch, q_length, kv_length, bias_heads}) {
-      if (size < 0) throw invalid_argument("an attribute that is a size is ", size);
+      if (size < 0) throw invalid_argument("attributes of sizes must be at least 0, got ", size);
     }
     NeedFew({3, batch, most_segments, std::max(q_length, kv_length), heads,
              std::max(qk_size, v_size)});
     NeedFew({batch, heads, q_length, kv_length});
     if (heads < 1 || kv_heads < 1 || heads % kv_heads != 0) {
-      throw invalid_argument("attn_heads is ", heads, " and num_gqa_groups ", kv_heads,
-                             ", of which it must be a multiple");
+      throw invalid_argument("attn_heads must be a multiple of num_gqa_groups, ", kv_heads,
+                             ", got ", heads);
     }
     if (qk_size < 1 || v_size < 1 || most_segments < 1) {
-      throw invalid_argument("qk_head_dim is ", qk_size, ", v_head_dim ", v_size,
-                             " and max_segments_per_seq ", most_segments,
-                             "; all must be positive");
+      throw invalid_argument("qk_head_dim, v_head_dim and max_segments_per_seq must be positive, "
+                             "got ", qk_size, ", ", v_size, " and ", most_segments);
     }
     if (layout != 5 && layout != 7 && layout != 9 && layout != 10 && layout != 12 && layout != 14) {
-      throw invalid_argument("qkv_layout is ", layout, ", and must be 5, 7, 9, 10, 12 or 14");
+      throw invalid_argument("qkv_layout must be 5, 7, 9, 10, 12 or 14, got ", layout);
     }
     if (packed_all() && (q_length != kv_length || heads != kv_heads)) {
       throw invalid_argument("qkv_layout is ", layout, ", with which keys are as many as queries");
     }
     if ((packed_all() || packed_keys()) && qk_size != v_size) {
-      throw invalid_argument("qkv_layout is ", layout, ", with which qk_head_dim, ", qk_size,
-                             ", must be v_head_dim, ", v_size);
+      throw invalid_argument("qk_head_dim must be v_head_dim, ", v_size, ", with qkv_layout ",
+                             layout, ", got ", qk_size);
     }
     Need("bias_type", bias_type, 2);
     Need("mask_type", mask_type, 5);
@@ -69,11 +68,11 @@ struct AttentionConfig {
     }
     if (bias_type != 0 && ((bias_batch != 1 && bias_batch != batch) ||
                            (bias_heads != 1 && bias_heads != heads))) {
-      throw invalid_argument("bias_batch is ", bias_batch, " and bias_heads ", bias_heads,
-                             "; they must be 1, or ", batch, " and ", heads);
+      throw invalid_argument("bias_batch and bias_heads must be 1, or ", batch, " and ", heads,
+                             ", got ", bias_batch, " and ", bias_heads);
     }
     if (!(dropout >= 0 && dropout < 1)) {
-      throw invalid_argument("dropout_probability is ", dropout, ", and must be in [0, 1)");
+      throw invalid_argument("dropout_probability must be in [0, 1), got ", dropout);
     }
   }
 
@@ -106,7 +105,7 @@ struct AttentionConfig {
 
   static void Need(const char* name, int64_t value, int64_t most) {
     if (value < 0 || value > most) {
-      throw invalid_argument(name, " is ", value, ", and must be from 0 to ", most);
+      throw invalid_argument(name, " must be from 0 to ", most, ", got ", value);
     }
   }
 };

@@ -76,7 +76,7 @@ struct Array {
 
   const Array& NeedRank(int64_t wanted) const {
     if (rank() != wanted) {
-      throw invalid_argument(name, " is ", Text(), ", and must have ", wanted, " axes");
+      throw invalid_argument(name, " must have ", wanted, " axes, got ", Text());
     }
     return *this;
   }
@@ -89,7 +89,7 @@ struct Array {
     for (const DType* one = wanted.begin(); one != wanted.end(); ++one) {
       names << (one == wanted.begin() ? "" : ", ") << jaxtap::name(*one);
     }
-    throw invalid_argument(name, " is ", Text(), ", and must be of: ", names.str());
+    throw invalid_argument(name, " must be of: ", names.str(), ", got ", Text());
   }
 
   // `meaning` says what the sizes come from.
@@ -101,8 +101,8 @@ struct Array {
     for (const int64_t* one = wanted.begin(); one != wanted.end(); ++one) {
       sizes << (one == wanted.begin() ? "" : ", ") << *one;
     }
-    throw invalid_argument(name, " is ", Text(), ", and must have the shape [", sizes.str(), "], ",
-                           meaning);
+    throw invalid_argument(name, " must have the shape [", sizes.str(), "], ", meaning, ", got ",
+                           Text());
   }
 };
 

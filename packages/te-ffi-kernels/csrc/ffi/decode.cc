@@ -21,8 +21,8 @@ struct DecodeConfig {
         causal(NeedAttribute<bool>(attributes, "causal")),
         heads_first(NeedAttribute<bool>(attributes, "heads_first")),
         stacked(AttributeOr<bool>(attributes, "stacked", false)) {
-    if (window < 0) throw invalid_argument("window is ", window, ", and must be at least 0");
-    if (!(softcap >= 0)) throw invalid_argument("softcap is ", softcap, ", and must be at least 0");
+    if (window < 0) throw invalid_argument("window must be at least 0, got ", window);
+    if (!(softcap >= 0)) throw invalid_argument("softcap must be at least 0, got ", softcap);
   }
 
   void Set(Attention& args) const {
@@ -90,7 +90,8 @@ struct DecodeCall {
     args.out = out.data;
     args.out_dtype = out.dtype;
     if (config.scaled != (keys.dtype == DType::S8)) {
-      throw invalid_argument("keys is ", keys.Text(), ", and int8 alone must have scales");
+      throw invalid_argument("keys must have scales if they are int8, and then alone, got ",
+                             keys.Text());
     }
     if (config.scaled) {
       const Array of_keys = cached(4, "key_scale"), of_values = cached(5, "value_scale");
@@ -109,8 +110,8 @@ struct DecodeCall {
       if ((args.mask_batch != 1 && args.mask_batch != args.batch) ||
           (args.mask_queries != 1 && args.mask_queries != args.queries) ||
           mask.shape[2] != args.positions) {
-        throw invalid_argument("mask is ", mask.Text(), ", and must be [", args.batch, " or 1, ",
-                               args.queries, " or 1, ", args.positions, "]");
+        throw invalid_argument("mask must be [", args.batch, " or 1, ", args.queries, " or 1, ",
+                               args.positions, "], got ", mask.Text());
       }
       args.mask = static_cast<const uint8_t*>(mask.data);
     }

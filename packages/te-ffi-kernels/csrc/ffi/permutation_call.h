@@ -17,8 +17,8 @@ struct NoConfig {
 inline void NeedMatrix(const Array& array, int64_t rows, const char* rows_are) {
   array.NeedRank(2);
   if (array.shape[0] == rows) return;
-  throw invalid_argument(array.name, " is ", array.Text(), ", and must have ", rows, " rows, ",
-                         rows_are);
+  throw invalid_argument(array.name, " must have ", rows, " rows, ", rows_are, ", got ",
+                         array.Text());
 }
 
 struct MakeRowMapCall {
@@ -48,8 +48,8 @@ struct MakeRowMapCall {
 inline permutation::RowMap RowMapOf(const Array& entries, const Array& pad_offsets, int64_t rows) {
   entries.NeedRank(2).NeedDtype({DType::S32});
   if (entries.shape[1] % 2 == 0) {
-    throw invalid_argument(entries.name, " is ", entries.Text(),
-                           ", and must have twice the experts and one per token");
+    throw invalid_argument(entries.name, " must have twice the experts and one per token, got ",
+                           entries.Text());
   }
   permutation::RowMap map;
   map.tokens = entries.shape[0];

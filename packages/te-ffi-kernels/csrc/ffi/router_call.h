@@ -39,7 +39,7 @@ router::Options RouterOptions(const Attributes& attributes, bool forward) {
 // Takes the number of experts of [tokens, experts], and returns that of tokens.
 inline int64_t TakeExperts(const Array& array, router::Options& options) {
   if (array.rank() < 1) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", and must be [tokens, experts]");
+    throw invalid_argument(array.name, " must be [tokens, experts], got ", array.Text());
   }
   options.experts = array.shape[array.rank() - 1];
   router::check_experts(options);
@@ -82,8 +82,8 @@ struct RouterForwardCall {
     if (has_bias()) {
       NeedSize(NeedFloat(bias), options.experts, "one for each expert, or none");
       if (options.score == router::Score::kSoftmax) {
-        throw invalid_argument("expert_bias is ", bias.Text(),
-                               ", and must be empty: softmax has none");
+        throw invalid_argument("expert_bias must be empty, got ", bias.Text(), ". Softmax has "
+                               "none.");
       }
     }
     probs.NeedDtype({logits.dtype});

@@ -14,7 +14,7 @@ struct RouterLossConfig {
   explicit RouterLossConfig(const Attributes& attributes)
       : topk(NeedAttribute<int64_t>(attributes, "topk")),
         coeff(NeedAttribute<double>(attributes, "coeff")) {
-    if (topk < 1) throw invalid_argument("topk is ", topk, ", and must be positive");
+    if (topk < 1) throw invalid_argument("topk must be positive, got ", topk);
   }
 
   int64_t topk;
@@ -26,7 +26,7 @@ struct RouterLossShape {
   RouterLossShape(const Array& probs, const Array& tokens_per_expert, const Array& const_buf) {
     const int64_t rank = probs.rank();
     if (rank < 2) {
-      throw invalid_argument(probs.name, " is ", probs.Text(), ", and must be [tokens, experts]");
+      throw invalid_argument(probs.name, " must be [tokens, experts], got ", probs.Text());
     }
     batch = probs.Product(0, rank - 2);
     tokens = probs.shape[rank - 2];

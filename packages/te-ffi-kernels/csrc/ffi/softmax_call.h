@@ -27,7 +27,7 @@ inline softmax::Shape SoftmaxShapeOf(const Array& x, SoftmaxKind kind) {
   const int64_t rank = x.rank();
   const int64_t least = kind == SoftmaxKind::kMasked ? 3 : 2;
   if (rank < least) {
-    throw invalid_argument(x.name, " is ", x.Text(), ", and must have at least ", least, " axes");
+    throw invalid_argument(x.name, " must have at least ", least, " axes, got ", x.Text());
   }
   softmax::Shape shape;
   shape.q = x.shape[rank - 2];
@@ -50,14 +50,13 @@ inline int64_t CheckMask(const Array& mask, const softmax::Shape& shape) {
   const int64_t rank = mask.NeedDtype({DType::U8, DType::PRED}).rank();
   if (rank < 3 || mask.shape[rank - 3] != 1 || mask.shape[rank - 2] != shape.q ||
       mask.shape[rank - 1] != shape.k) {
-    throw invalid_argument(mask.name, " is ", mask.Text(), ", and must end in [1, ", shape.q, ", ",
-                           shape.k, "]: heads share it");
+    throw invalid_argument(mask.name, " must end in [1, ", shape.q, ", ", shape.k, "], got ",
+                           mask.Text(), ". Heads share it.");
   }
   const int64_t masks = mask.Product(0, rank - 3);
   if (shape.batch != 0 && (masks == 0 || shape.batch % masks != 0)) {
-    throw invalid_argument(mask.name, " is ", mask.Text(), ", with ", masks,
-                           " matrices for a batch of ", shape.batch,
-                           "; there must be one, or one for each");
+    throw invalid_argument(mask.name, " must have one matrix, or one for each of a batch of ",
+                           shape.batch, ", got ", masks, " in ", mask.Text());
   }
   return masks;
 }

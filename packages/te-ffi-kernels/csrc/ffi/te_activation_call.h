@@ -25,7 +25,7 @@ activations::Params ActivationParamsOf(const Attributes& act_params) {
                                       ActivationMember<float>(clamped, "alpha"),
                                       ActivationMember<float>(clamped, "glu_linear_offset")};
   if (!(params.limit >= 0.0f)) {
-    throw invalid_argument("act_params has limit ", params.limit, ", which must be 0 or more");
+    throw invalid_argument("the limit of act_params must be 0 or more, got ", params.limit);
   }
   return params;
 }
@@ -59,8 +59,8 @@ inline Matrix ActivationRows(const ActivationConfig& config, const Array& x) {
   NeedFloat(x);
   const int64_t rank = x.rank();
   if (rank < 2 || x.shape[static_cast<size_t>(rank - 2)] != config.parts()) {
-    throw invalid_argument("x is ", x.Text(), ", and its last axis but one must be ",
-                           config.parts(), ", as act_enum has it");
+    throw invalid_argument("the last axis but one of x must be ", config.parts(),
+                           ", as act_enum has it, got ", x.Text());
   }
   return {x.Product(0, rank - 2), x.shape[static_cast<size_t>(rank - 1)], rank - 2};
 }

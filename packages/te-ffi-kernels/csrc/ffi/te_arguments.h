@@ -21,16 +21,16 @@ inline Matrix Flatten(const Array& array, int64_t axis, const char* attribute) {
   const int64_t given = axis;
   if (axis < 0) axis += rank;
   if (axis <= 0 || axis >= rank) {
-    throw invalid_argument(attribute, " is ", given, ", and must have axes of ", array.name, ", ",
-                           array.Text(), ", on both of its sides");
+    throw invalid_argument(attribute, " must have axes of ", array.name, ", ", array.Text(), ", on "
+                           "both of its sides, got ", given);
   }
   return {array.Product(0, axis), array.Product(axis, rank), axis};
 }
 
 inline const Array& NeedSize(const Array& array, int64_t size, const std::string& meaning) {
   if (array.size() != size) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", and must have ", size,
-                           size == 1 ? " number, " : " numbers, ", meaning);
+    throw invalid_argument(array.name, " must have ", size, size == 1 ? " number, " : " numbers, ",
+                           meaning, ", got ", array.Text());
   }
   return array;
 }
@@ -52,8 +52,9 @@ inline const Array& NeedScales(const Array& array, te::Scaling scaling) {
 
 inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
   if (size % te::kBlock != 0) {
-    throw invalid_argument(array.name, " is ", array.Text(), ", whose ", side, " are ", size,
-                           "; MX blocks need a multiple of 32");
+    throw invalid_argument("the ", side, " of ", array.name,
+                           " must be a multiple of 32 for MX blocks, got ", size, " in ",
+                           array.Text());
   }
 }
 

@@ -17,7 +17,7 @@ struct DequantizeConfig {
         is_colwise(AttributeOr<bool>(attributes, "is_colwise", false)),
         flatten_axis(AttributeOr<int64_t>(attributes, "flatten_axis", -1)) {
     if (scaling == te::Scaling::kNone) {
-      throw invalid_argument("scaling_mode is 0, with which there is nothing to dequantize");
+      throw invalid_argument("scaling_mode must be one that quantizes, got 0");
     }
   }
 

@@ -35,7 +35,7 @@ float Number(const Array& array) { return *static_cast<const float*>(array.data)
 void Multiply(const GemmCall& given, const Parallel& parallel) {
   const float beta = Number(given.beta);
   if (beta != 0.0f) {
-    throw invalid_argument("beta is ", beta, ", and must be 0: the result has no value before");
+    throw invalid_argument("beta must be 0, got ", beta, ". The result has no value before.");
   }
   te::Gemm args = given.args;
   args.alpha = Number(given.alpha);

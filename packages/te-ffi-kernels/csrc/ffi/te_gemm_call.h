@@ -22,9 +22,9 @@ struct GemmConfig {
     gelu = AttributeOr<bool>(config, "fuse_gelu", false);
     const auto collective = NeedAttribute<int64_t>(config, "collective_op");
     if (collective != 0) {
-      throw invalid_argument("collective_op is ", collective,
-                             ", and must be 0 (none): there is no kernel for matmuls that "
-                             "communicate; shard the operands and let XLA communicate");
+      throw invalid_argument("collective_op must be 0 (none), got ", collective, ". There is no "
+                             "kernel for matmuls that communicate; shard the operands and let XLA "
+                             "communicate.");
     }
   }
 
@@ -72,15 +72,15 @@ inline void CheckMatmul(const Array& lhs, int64_t lhs_k, const Array& rhs, int64
   const bool alike =
       scaling == te::Scaling::kNone || lhs.dtype == DType::S8 || rhs.dtype == DType::S8;
   if (alike && lhs.dtype != rhs.dtype) {
-    throw invalid_argument("rhs is ", rhs.Text(), ", and must be of ", jaxtap::name(lhs.dtype),
-                           " like lhs");
+    throw invalid_argument("rhs must be of ", jaxtap::name(lhs.dtype), " like lhs, got ",
+                           rhs.Text());
   }
   if (lhs.dtype == DType::F8E5M2 && rhs.dtype == DType::F8E5M2) {
     throw invalid_argument("lhs and rhs are both float8_e5m2; one of them must be float8_e4m3fn");
   }
   if (lhs_k != rhs_k) {
-    throw invalid_argument("rhs is ", rhs.Text(), " with ", rhs_k,
-                           " contracted, and must have the ", lhs_k, " of lhs, ", lhs.Text());
+    throw invalid_argument("rhs must have ", lhs_k, " contracted, as lhs, ", lhs.Text(), ", got ",
+                           rhs_k, " in ", rhs.Text());
   }
   if (lhs.dtype == DType::S8 && lhs_k > te::kMostInt8) {
     throw invalid_argument("lhs is ", lhs.Text(), " with ", lhs_k,

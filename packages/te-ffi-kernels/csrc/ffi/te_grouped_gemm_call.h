@@ -19,7 +19,7 @@ struct GroupedGemmConfig {
         rhs_transposed(NeedAttribute<bool>(attributes, "rhs_is_trans")) {
     const auto given = NeedAttribute<int64_t>(attributes, "ragged");
     if (given < 0 || given > 1) {
-      throw invalid_argument("ragged is ", given, ", and must be 0 (rows) or 1 (what is contracted)");
+      throw invalid_argument("ragged must be 0 (rows) or 1 (what is contracted), got ", given);
     }
     ragged = static_cast<te::Ragged>(given);
   }
@@ -54,8 +54,8 @@ struct GroupedGemmCall {
       // The groups are its first axis, of which one is left.
       const int64_t boundary = config.rhs_axis + (config.rhs_axis < 0 ? rhs.rank() : 0);
       if (rhs.shape[0] != groups || boundary < 2) {
-        throw invalid_argument("rhs is ", rhs.Text(), ", and must have a first axis of ", groups,
-                               ", one for each of group_sizes, before those of its matrices");
+        throw invalid_argument("rhs must have a first axis of ", groups, ", one for each of "
+                               "group_sizes, before those of its matrices, got ", rhs.Text());
       }
       (config.rhs_transposed ? right.lanes : right.k) /= std::max<int64_t>(groups, 1);
     }
@@ -75,8 +75,8 @@ struct GroupedGemmCall {
     each.out_dtype = te::float_of(out.dtype);
     if (bias.size() > 0) {
       if (!rows) {
-        throw invalid_argument("bias is ", bias.Text(),
-                               ", and must be empty where the contracted axis is divided");
+        throw invalid_argument("bias must be empty where the contracted axis is divided, got ",
+                               bias.Text());
       }
       NeedSize(bias.NeedDtype({out.dtype}), groups * each.n, "one for each column and group");
       each.bias = bias.data;
@@ -109,8 +109,8 @@ struct GroupedGemmCall {
   static void NeedOneAxis(const Array& data, int64_t boundary, bool first) {
     if (boundary < 0) boundary += data.rank();
     if (boundary == (first ? 1 : data.rank() - 1)) return;
-    throw invalid_argument(data.name, " is ", data.Text(), ", and what is divided must be its ",
-                           first ? "first" : "last", " axis alone");
+    throw invalid_argument(data.name, " must be divided along its ", first ? "first" : "last",
+                           " axis alone, got ", data.Text());
   }
 
   te::Factor Factor(const Array& data, const Array& scales, const Side& side, int64_t groups,
@@ -130,8 +130,8 @@ struct GroupedGemmCall {
       NeedBlocks(data, side.k, "contracted axes");
       // Each group's blocks would be counted from its own beginning otherwise.
       if ((left || !rows) && side.lanes_first != rows) {
-        throw invalid_argument(data.name, " is ", data.Text(),
-                               ", and MX needs its first axis to be what is divided");
+        throw invalid_argument(data.name, " must be divided along its first axis with MX, got ",
+                               data.Text());
       }
       NeedSize(scales, data.size() / te::kBlock, "one for 32 numbers");
     } else if (config.scaling == te::Scaling::kChannel) {

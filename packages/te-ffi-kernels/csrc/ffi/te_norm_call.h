@@ -32,7 +32,7 @@ struct NormForwardConfig : NormConfig {
                NeedAttribute<int64_t>(attributes, "quantize_layout"),
                NeedAttribute<bool>(attributes, "output_amax_when_no_scaling")) {
     if (!(epsilon >= 0.0)) {
-      throw invalid_argument("epsilon is ", epsilon, ", and must be 0 or more");
+      throw invalid_argument("epsilon must be 0 or more, got ", epsilon);
     }
   }
 
@@ -43,7 +43,7 @@ struct NormForwardConfig : NormConfig {
 // Rows of gamma's size.
 inline Matrix NormRows(const Array& x, const Array& gamma) {
   NeedFloat(x);
-  if (x.rank() < 1) throw invalid_argument("x is ", x.Text(), ", and must have an axis");
+  if (x.rank() < 1) throw invalid_argument("x must have an axis, got ", x.Text());
   const int64_t cols = x.shape[static_cast<size_t>(x.rank() - 1)];
   gamma.NeedDtype({x.dtype, DType::F32});
   NeedSize(gamma, cols, "one for each column of x");

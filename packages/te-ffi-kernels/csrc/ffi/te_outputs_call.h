@@ -47,8 +47,8 @@ struct OutputArrays {
   // Throws for quantized values by row and by column of different dtypes.
   void NeedOneQType(te::Layout layout) const {
     if (layout != te::Layout::kBoth || out.dtype == colwise_out.dtype) return;
-    throw invalid_argument("colwise_output is ", colwise_out.Text(), ", and must be of ",
-                           jaxtap::name(out.dtype), " like output");
+    throw invalid_argument("colwise_output must be of ", jaxtap::name(out.dtype), " like output, "
+                           "got ", colwise_out.Text());
   }
 
   Array out, colwise_out, scale_inv, colwise_scale_inv, updated_amax;

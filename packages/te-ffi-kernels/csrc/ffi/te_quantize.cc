@@ -49,17 +49,18 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
   int64_t sum = 0;
   for (int64_t i = 0; i < groups; ++i) {
     if (sizes[i] < 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", and must be at least 0");
+      throw invalid_argument("group_sizes[", i, "] must be at least 0, got ", sizes[i]);
     }
     if (mx && colwise && sizes[i] * rows_each % te::kBlock != 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", with ", rows_each,
-                             " rows each; MX blocks by column need a multiple of 32 rows");
+      throw invalid_argument("the rows of group_sizes[", i,
+                             "] must be a multiple of 32 for MX blocks by column, got ", sizes[i],
+                             " with ", rows_each, " rows each");
     }
     sum += sizes[i];
   }
   if (sum > x.shape[0]) {
-    throw invalid_argument("group_sizes has the sum ", sum, ", and must have at most the first "
-                           "axis of x, ", x.Text());
+    throw invalid_argument("the sum of group_sizes must be at most the first axis of x, ",
+                           x.Text(), ", got ", sum);
   }
   const auto clear = [](const Array& array, int64_t from) {
     const auto size = static_cast<int64_t>(byte_size(array.dtype));

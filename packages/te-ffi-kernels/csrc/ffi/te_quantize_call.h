@@ -11,7 +11,7 @@ namespace jaxtap::ffi {
 inline te::Scaling QuantizedScaling(int64_t value) {
   const te::Scaling scaling = te::scaling_of(value);
   if (scaling == te::Scaling::kNone) {
-    throw invalid_argument("scaling_mode is 0, with which there is nothing to quantize");
+    throw invalid_argument("scaling_mode must be one that quantizes, got 0");
   }
   return scaling;
 }
@@ -37,12 +37,12 @@ struct QuantizeConfig : GroupedConfig {
   explicit QuantizeConfig(const Attributes& attributes)
       : GroupedConfig(attributes), is_dbias(NeedAttribute<bool>(attributes, "is_dbias")) {
     if (NeedAttribute<bool>(attributes, "stochastic_rounding")) {
-      throw invalid_argument("stochastic_rounding is set, which there is for NVFP4 alone, and for "
-                             "that no kernel; leave it unset");
+      throw invalid_argument("stochastic_rounding must be false, got true. It is for NVFP4, which "
+                             "no kernel has.");
     }
     if (NeedAttribute<bool>(attributes, "use_rht")) {
-      throw invalid_argument("use_rht is set: random Hadamard transforms are for NVFP4 alone, which "
-                             "there is no kernel for; leave it unset");
+      throw invalid_argument("use_rht must be false, got true. Random Hadamard transforms are for "
+                             "NVFP4, which no kernel has.");
     }
   }
 

@@ -15,7 +15,7 @@ struct TopKConfig {
   template <class Attributes>
   explicit TopKConfig(const Attributes& attributes)
       : k(NeedAttribute<int64_t>(attributes, "k_value")) {
-    if (k < 1) throw invalid_argument("k_value is ", k, ", and must be positive");
+    if (k < 1) throw invalid_argument("k_value must be positive, got ", k);
   }
 
   int64_t k;
@@ -33,8 +33,8 @@ struct TopKCall {
     NeedFloat(keys);
     const int64_t rank = keys.rank();
     if (rank < 1 || keys.shape[rank - 1] < config.k) {
-      throw invalid_argument("keys is ", keys.Text(), ", and must have at least k_value, ",
-                             config.k, ", in a row");
+      throw invalid_argument("keys must have at least k_value, ", config.k, ", in a row, got ",
+                             keys.Text());
     }
     args.cols = keys.shape[rank - 1];
     if (args.cols > std::numeric_limits<int32_t>::max()) {

@@ -85,7 +85,7 @@ inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
   for (int64_t group = 0; group < sizes.shape[0]; ++group) {
     const int32_t size = static_cast<const int32_t*>(sizes.data)[group];
     if (size < 0) {
-      throw invalid_argument("group_sizes[", group, "] is ", size, ", and must be at least 0");
+      throw invalid_argument("group_sizes[", group, "] must be at least 0, got ", size);
     }
     end = std::min(rows, end + size);
     ends.push_back(end);
@@ -93,39 +93,11 @@ inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
   return ends;
 }
 
-// With one weight of a stack, read where it lies.
-template <const char* kName, int kBits>
-struct StackCall : MatmulCall<kName, kBits, 3> {
-  explicit StackCall(const Call& call)
-      : MatmulCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
-    index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
-  }
-
-  Array index;
-};
-
 template <class Op, int kPlanes>
 void MultiplyStack(const Op& given, const Parallel& parallel) {
   const int32_t place = *static_cast<const int32_t*>(given.index.data);
   MultiplyRows<kPlanes>(given, 0, given.x.shape[0], OneOf(given.buffer, place).data, parallel);
 }
-
-// Rows in groups, each with the weight of its index.
-template <const char* kName, int kBits>
-struct GroupsCall : MatmulCall<kName, kBits, 4> {
-  explicit GroupsCall(const Call& call)
-      : MatmulCall<kName, kBits, 4>(call),
-        index(call.Operand(2, "index")),
-        sizes(call.Operand(3, "group_sizes")) {
-    if (this->signs != nullptr) {
-      throw invalid_argument("attribute rotation must be 0 where rows come in groups");
-    }
-    sizes.NeedRank(1).NeedDtype({DType::S32});
-    index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
-  }
-
-  Array index, sizes;
-};
 
 // Rows beyond the last group give zeros.
 template <class Op, int kPlanes>
@@ -190,17 +162,6 @@ struct TakeCall {
 void WarmTake(const TakeCall::Config&) { warm_panel_checks(); }
 
 void RunTake(const TakeCall& given, const Parallel& parallel) { take(given.args, parallel); }
-
-constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
-constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
-constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
-constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
-constexpr char kGemmW4A8Stack[] = "te_ffi_kernels.gemm_w4a8_stack";
-constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
-constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
-constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
-constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
-constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
 
 template <const char* kOne, const char* kStack, const char* kGroups, int kBits, int kPlanes>
 struct MatmulHandlers {

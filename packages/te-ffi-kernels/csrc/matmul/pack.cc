@@ -37,8 +37,9 @@ void pack_panel(const int8_t* qvalues, const uint8_t* scales, int64_t n, const P
     for (int c = 0; c < columns; ++c) {
       const int qvalue = source[c];
       if (qvalue < -8 || qvalue > 7) {
-        throw invalid_argument("pack_w4: value ", qvalue, " at row ", row, ", column ", first + c,
-                               " is not in [-8, 7]; quantize to int4, or use pack_w8");
+        throw invalid_argument("pack_w4: quantized values must be in [-8, 7], got ", qvalue,
+                               " at row ", row, ", column ", first + c,
+                               ". Quantize to int4, or use pack_w8.");
       }
       const uint8_t nibble = static_cast<uint8_t>(qvalue + 8);
       out[4 * c] = high ? static_cast<uint8_t>((out[4 * c] & 0x0f) | nibble << 4)

@@ -86,17 +86,17 @@ inline int64_t check_group_sizes(const GroupedGemm& args, const int32_t* sizes) 
   int64_t sum = 0;
   for (int64_t i = 0; i < args.groups; ++i) {
     if (sizes[i] < 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i], ", and must be at least 0");
+      throw invalid_argument("group_sizes[", i, "] must be at least 0, got ", sizes[i]);
     }
     if (blocks && sizes[i] % kBlock != 0) {
-      throw invalid_argument("group_sizes[", i, "] is ", sizes[i],
-                             "; MX blocks along the contracted axis need a multiple of 32");
+      throw invalid_argument("group_sizes[", i, "] must be a multiple of 32 for MX blocks, got ",
+                             sizes[i]);
     }
     sum += sizes[i];
   }
   if (sum > args.length) {
-    throw invalid_argument("group_sizes has the sum ", sum, ", and must have at most ", args.length,
-                           ", the size of the axis that is divided");
+    throw invalid_argument("the sum of group_sizes must be at most ", args.length, ", the size of "
+                           "the axis that is divided, got ", sum);
   }
   return sum;
 }

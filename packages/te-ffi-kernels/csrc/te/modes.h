@@ -49,21 +49,19 @@ constexpr float largest(QType qtype) {
 // Throws for numbers without a meaning, and for what Transformer Engine has on GPUs alone.
 inline Scaling scaling_of(int64_t value) {
   if (value == 4 || value == 5) {
-    throw invalid_argument("scaling_mode is ", value,
-                           " (NVFP4), which there is no kernel for; use MXFP8 (2)");
+    throw invalid_argument("scaling_mode must not be NVFP4, which no kernel has, got ", value,
+                           ". Use MXFP8 (2).");
   }
   if ((value < 0 || value > 3) && value != 64) {
-    throw invalid_argument("scaling_mode is ", value,
-                           ", and must be 0 (none), 1 (delayed, per tensor), 2 (MXFP8), 3 "
-                           "(current, per tensor) or 64 (per channel)");
+    throw invalid_argument("scaling_mode must be 0 (none), 1 (delayed, per tensor), 2 (MXFP8), 3 "
+                           "(current, per tensor) or 64 (per channel), got ", value);
   }
   return static_cast<Scaling>(value);
 }
 
 inline Layout layout_of(int64_t value) {
   if (value < 0 || value > 2) {
-    throw invalid_argument("q_layout is ", value,
-                           ", and must be 0 (rowwise), 1 (colwise) or 2 (both)");
+    throw invalid_argument("q_layout must be 0 (rowwise), 1 (colwise) or 2 (both), got ", value);
   }
   return static_cast<Layout>(value);
 }

@@ -228,7 +228,7 @@ TEST(activations_in_tails) {
       CHECK_THAT(close(dx[i], wanted.slope), what + ", slope");
     }
   }
-  CHECK(throws<Error>([] { activations::activation_of(12); }, "act_enum is 12"));
+  CHECK(throws<Error>([] { activations::activation_of(12); }, "act_enum must ... got 12"));
 }
 
 }  // namespace

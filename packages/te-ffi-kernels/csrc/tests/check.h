@@ -39,13 +39,26 @@ inline bool check(bool holds, const char* file, int line, const std::string& wha
   return false;
 }
 
-// Whether `body` throws an Error whose message has `part` in it.
+// Whether `part` is in `text`. "..." stands for anything: "k must ... got 3".
+inline bool contains(const std::string& text, const std::string& part) {
+  size_t at = 0, from = 0;
+  for (size_t to = 0; to != std::string::npos; from = to + 3) {
+    to = part.find("...", from);
+    const std::string one = part.substr(from, to == std::string::npos ? to : to - from);
+    at = text.find(one, at);
+    if (at == std::string::npos) return false;
+    at += one.size();
+  }
+  return true;
+}
+
+// Whether `body` throws an Error whose message contains `part`.
 template <typename Error>
 bool throws(const std::function<void()>& body, const std::string& part) {
   try {
     body();
   } catch (const Error& error) {
-    const bool found = std::string(error.what()).find(part) != std::string::npos;
+    const bool found = contains(error.what(), part);
     if (!found) std::printf("threw \"%s\", without \"%s\"\n", error.what(), part.c_str());
     return found;
   }

@@ -254,7 +254,7 @@ TEST(norms_of_nothing) {
   const Case c{3, 0, DType::F32, DType::F32, Kind::kLayer, false};
   const Forward f(c, random, Parallel());
   CHECK(std::isnan(element(f.rsigma.get(), DType::F32, 2)));
-  CHECK(throws<Error>([] { norms::kind_of(2); }, "norm_type is 2"));
+  CHECK(throws<Error>([] { norms::kind_of(2); }, "norm_type must ... got 2"));
 }
 
 // Far from zero, where squares minus a square would leave nothing.

@@ -237,7 +237,7 @@ TEST(packed_refusals) {
     pack(qvalues.data(), scales.data(), 1, panel_layout(64, 0, 4), out.data(), 1, panel_bytes,
          Parallel());
   };
-  CHECK(throws<Error>([&] { packing(bytes); }, "value 8 at row 17, column 0"));
+  CHECK(throws<Error>([&] { packing(bytes); }, "got 8 at row 17, column 0"));
   qvalues[17] = 0;
   CHECK(throws<Error>([&] { packing(bytes - 64); }, "are a buffer of [1, "));
   packing(bytes);

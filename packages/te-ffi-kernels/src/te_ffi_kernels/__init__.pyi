@@ -26,7 +26,6 @@ from .attention.sequence import SequenceDescriptor as SequenceDescriptor
 from .attention.types import AttnBiasType as AttnBiasType
 from .attention.types import AttnMaskType as AttnMaskType
 from .attention.types import AttnSoftmaxType as AttnSoftmaxType
-from .attention.types import QKVFormat as QKVFormat
 from .attention.types import QKVLayout as QKVLayout
 from .decode.op import decode_attention as decode_attention
 from .grouped_matmul.op import grouped_dense as grouped_dense
@@ -78,3 +77,4 @@ from .scaled_softmax.op import (
 from .scaled_softmax.op import softmax as softmax
 
 _native: Any
+__version__: str

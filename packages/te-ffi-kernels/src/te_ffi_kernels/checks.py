@@ -20,8 +20,8 @@ def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
     found = jnp.dtype(given)
     if found not in allowed:
         raise TypeError(
-            f"{op}: {name} is {found.name}, and must be "
-            f"{' or '.join(jnp.dtype(one).name for one in allowed)}"
+            f"{op}: {name} must be "
+            f"{' or '.join(jnp.dtype(one).name for one in allowed)}, got {found.name}"
         )
     return found
 
@@ -29,8 +29,8 @@ def dtype(op: str, name: str, given: DTypeLike, allowed: Sequence[Any]) -> Any:
 def shape(op: str, name: str, array: jax.Array, wanted: tuple[int, ...], why: str = "") -> None:
     """Raise where an array has another shape."""
     if array.shape != wanted:
-        why = why and f": {why}"
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must have {wanted}{why}")
+        why = why and f", {why}"
+        raise ValueError(f"{op}: {name} must have shape {wanted}{why}, got {array.shape}")
 
 
 def member(
@@ -46,7 +46,7 @@ def member(
         return kind(getattr(given, "value", given))
     except ValueError:
         names = ", ".join(one.name for one in kind if one not in refused)
-        raise ValueError(f"{op}: {name} is {given!r}, and must be one of: {names}") from None
+        raise ValueError(f"{op}: {name} must be one of: {names}, got {given!r}") from None
 
 
 def number(op: str, name: str, given: Any) -> float:
@@ -54,6 +54,6 @@ def number(op: str, name: str, given: Any) -> float:
     if isinstance(given, numbers.Real):
         return float(given)
     raise TypeError(
-        f"{op}: {name} is of type {type(given).__name__}, and must be a number of Python or NumPy: "
-        "it is part of the compiled program"
+        f"{op}: {name} must be a number of Python or NumPy, got "
+        f"{type(given).__name__}. It is part of the compiled program."
     )

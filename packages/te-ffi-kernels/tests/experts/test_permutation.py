@@ -168,19 +168,25 @@ def test_each_device_has_its_columns(mesh):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"inp": jnp.zeros((3, 4), jnp.int8)}, TypeError, "inp is int8"),
+        ({"inp": jnp.zeros((3, 4), jnp.int8)}, TypeError, "inp must.*got int8"),
         (
             {"inp": jnp.zeros(4)},
             ValueError,
-            r"inp has shape \(4,\), and must be \[tokens, hidden\]",
+            r"inp must have shape \[tokens, hidden\], got \(4,\)",
         ),
-        ({"inp": jnp.zeros((2, 4))}, ValueError, "routing_map has 3 tokens, and must have the 2"),
-        ({"routing_map": jnp.zeros((3, 5))}, TypeError, "routing_map is float32, and must be bool"),
-        ({"num_out_tokens": 0}, ValueError, "num_out_tokens is 0, and must be positive"),
-        ({"num_out_tokens": 2.5}, TypeError, "num_out_tokens is of type float"),
-        ({"align_size": 0}, ValueError, "align_size is 0, and must be positive"),
-        ({"probs": jnp.zeros((3, 4))}, ValueError, "probs has shape"),
-        ({"probs": jnp.zeros((3, 5), jnp.int32)}, TypeError, "probs is int32"),
+        ({"inp": jnp.zeros((2, 4))}, ValueError, "routing_map must have 2 tokens, as inp, got 3"),
+        ({"routing_map": jnp.zeros((3, 5))}, TypeError, "routing_map must be bool.*got float32"),
+        ({"num_out_tokens": 0}, ValueError, "num_out_tokens must be positive.*got 0"),
+        ({"num_out_tokens": 2.5}, TypeError, "num_out_tokens must.*got float"),
+        ({"align_size": 0}, ValueError, "align_size must be positive.*got 0"),
+        ({"probs": jnp.zeros((3, 4))}, ValueError, "probs must have shape"),
+        ({"probs": jnp.zeros((3, 5), jnp.int32)}, TypeError, "probs must.*got int32"),
+        ({"num_out_tokens": 2**31}, ValueError, "num_out_tokens must be for at most 2147483647"),
+        (
+            {"num_out_tokens": 2**31 - 5, "align_size": 8},
+            ValueError,
+            r"num_out_tokens must be .*, got 2147483672 \(with their padding\)",
+        ),
     ],
 )
 def test_what_dispatch_refuses(change, error, message):
@@ -189,19 +195,32 @@ def test_what_dispatch_refuses(change, error, message):
         te.token_dispatch(**given | change)
 
 
+def test_rows_that_int32_cannot_count():
+    """One fewer is a program; its map alone would take 17 GB."""
+    inp = jax.ShapeDtypeStruct((2**27, 1), jnp.bfloat16)
+    dispatch = lambda x, routed: te.token_dispatch(x, routed, 8)[2]  # noqa: E731
+    for experts in (15, 16):
+        routed = jax.ShapeDtypeStruct((2**27, experts), jnp.bool_)
+        if experts < 16:
+            assert jax.eval_shape(dispatch, inp, routed).shape == (2**27, 31)
+            continue
+        with pytest.raises(ValueError, match=r"got 2147483648 \(tokens times experts\). Dispatch"):
+            jax.eval_shape(dispatch, inp, routed)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"inp": jnp.zeros(4)}, ValueError, r"inp has shape \(4,\), and must be \[rows, hidden\]"),
-        ({"inp": jnp.zeros((4, 2), jnp.int32)}, TypeError, "inp is int32"),
+        ({"inp": jnp.zeros(4)}, ValueError, r"inp must have shape \[rows, hidden\], got \(4,\)"),
+        ({"inp": jnp.zeros((4, 2), jnp.int32)}, TypeError, "inp must.*got int32"),
         (
             {"row_id_map": jnp.zeros((3, 10), jnp.int32)},
             ValueError,
             r"\[tokens, 2 \* experts \+ 1\]",
         ),
-        ({"row_id_map": jnp.zeros((3, 11))}, TypeError, "row_id_map is float32"),
-        ({"merging_probs": jnp.zeros((3, 4))}, ValueError, "merging_probs has shape"),
-        ({"pad_offsets": jnp.zeros(4, jnp.int32)}, ValueError, "pad_offsets has shape"),
+        ({"row_id_map": jnp.zeros((3, 11))}, TypeError, "row_id_map must.*got float32"),
+        ({"merging_probs": jnp.zeros((3, 4))}, ValueError, "merging_probs must have shape"),
+        ({"pad_offsets": jnp.zeros(4, jnp.int32)}, ValueError, "pad_offsets must have shape"),
     ],
 )
 def test_what_combine_refuses(change, error, message):

@@ -164,7 +164,7 @@ def test_from_floats_to_floats():
 def test_beta_must_be_zero(beta):
     x = jnp.ones((4, 4))
     args = (x, NONE, x, NONE, NONE, ONE, jnp.full((1,), beta), jnp.float32, ((1,), (0,)), 0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gemm_v2: beta is .*must be 0"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gemm_v2: beta must be 0"):
         jax.block_until_ready(te.gemm_v2(*args))
     assert np.isnan(reference.gemm_v2(*args)).all()
 

@@ -51,10 +51,12 @@ def test_forward(problem):
     size = np.abs(out).max(initial=1)
     assert error(found[0], out) <= 1.01 * error(plain[0], out) + step / 4 + 4e-7 * size
     if kind == "layernorm":
-        assert error(found[5], mean) <= error(plain[5], mean) + 1e-7 * np.abs(mean).max(initial=1)
+        # A sum of float32 numbers is as exact as they are large, not as their mean is.
+        room = 2e-7 * np.abs(np.asarray(x, np.float64)).max(initial=1)
+        assert error(found[5], mean) <= error(plain[5], mean) + room
     else:
         assert not found[5].any()
-    assert error(found[6], rsigma) <= error(plain[6], rsigma) + 2e-7 * rsigma.max(initial=0)
+    assert error(found[6], rsigma) <= error(plain[6], rsigma) + 6e-7 * rsigma.max(initial=0)
 
 
 @examples(8)

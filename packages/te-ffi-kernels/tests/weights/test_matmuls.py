@@ -186,10 +186,13 @@ def test_gradient_is_that_of_floats(op):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda x, w: (x.astype(jnp.int8), w), "x is int8"),
-        (lambda x, w: (x[:, :-1], w), "64 rows of the weight"),
+        (lambda x, w: (x.astype(jnp.int8), w), "x must.*got int8"),
+        (lambda x, w: (x[:, :-1], w), "last axis of x must be 64"),
         (lambda x, w: (x, w.buffer), "must be a PackedWeight"),
-        (lambda x, w: (x, te.pack_w4(jnp.zeros((64, 4), jnp.int8), jnp.ones((1, 4)))), "4 bits"),
+        (
+            lambda x, w: (x, te.pack_w4(jnp.zeros((64, 4), jnp.int8), jnp.ones((1, 4)))),
+            "8 bits, got 4",
+        ),
         (lambda x, w: (x, jax.tree.map(lambda b: b[None], w)), "stack"),
         (lambda x, w: (x, jax.tree.map(lambda b: b[:, :-1], w)), "is packed in uint8"),
     ],
@@ -199,7 +202,7 @@ def test_bad_input(change, message):
     w = packed(*weight(np.random.default_rng(9), 64, 20))
     with pytest.raises((TypeError, ValueError), match=rf"gemm_w8a8: .*{message}"):
         te.gemm_w8a8(*change(x, w))
-    with pytest.raises(TypeError, match="out_dtype is int32"):
+    with pytest.raises(TypeError, match=r"out_dtype must.*got int32"):
         te.gemm_w8a8(x, w, out_dtype=jnp.int32)
 
 

@@ -113,8 +113,8 @@ def test_scales_of_float16_cost_half_a_bit_less():
 @pytest.mark.parametrize(
     ("op", "dtype", "message"),
     [
-        (te.pack_w8, jnp.float16, "pack_w8: scale is float16, and must be float32"),
-        (te.pack_w4, jnp.bfloat16, "pack_w4: scale is bfloat16, and must be float32 or float16"),
+        (te.pack_w8, jnp.float16, "pack_w8: scale must be float32.*got float16"),
+        (te.pack_w4, jnp.bfloat16, "pack_w4: scale must be float32 or float16.*got bfloat16"),
     ],
 )
 def test_scales_that_there_are_not(op, dtype, message):
@@ -149,11 +149,11 @@ def test_a_slice_of_panels_is_a_weight(rows):
 @pytest.mark.parametrize(
     ("qvalue", "scale", "message"),
     [
-        (jnp.zeros((4, 4), jnp.int16), jnp.ones((1, 4)), "pack_w8: qvalue is int16"),
-        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 4), jnp.bfloat16), "scale is bfloat16"),
+        (jnp.zeros((4, 4), jnp.int16), jnp.ones((1, 4)), "pack_w8: qvalue must.*got int16"),
+        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 4), jnp.bfloat16), "scale must.*got bfloat16"),
         (jnp.zeros((4, 4), jnp.int8), jnp.ones(4), r"\[\*lead, groups, n\]"),
-        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 5)), "scale has shape"),
-        (jnp.zeros((0, 4), jnp.int8), jnp.ones((1, 4)), "no row"),
+        (jnp.zeros((4, 4), jnp.int8), jnp.ones((1, 5)), "scale must have shape"),
+        (jnp.zeros((0, 4), jnp.int8), jnp.ones((1, 4)), "must have a row"),
         (jnp.zeros((24, 4), jnp.int8), jnp.ones((2, 4)), "groups of 12 rows"),
         (jnp.zeros((24, 4), jnp.int8), jnp.ones((5, 4)), "divides the 24 rows"),
     ],

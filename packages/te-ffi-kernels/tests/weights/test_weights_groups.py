@@ -140,7 +140,7 @@ def test_in_jax_the_result_is_the_same(op):
 
 def test_a_negative_size_is_an_error():
     w = stack(te.gemv_w4)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"group_sizes\[1\] is -1"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"group_sizes\[1\] must.*got -1"):
         te.gemv_w4(rows(), w, group_sizes=jnp.array([2, -1, 3, 4])).block_until_ready()
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -19,26 +19,11 @@ from ..staging.mapped import map_call, mapped_in, staged
 from ..staging.marker import marker_of
 from . import loops
 from .form import form_of
+from .restage import Restaged, Restaging
 from .restoring import stage_restoring
 
 
-class Carried(NamedTuple):
-    """A program that carries proxies.
-
-    Attributes:
-        jaxpr: the open jaxpr, with the inputs of the original.
-        consts: the values of its constants.
-        starts: for each equation of the original, how many equations are before its replacement.
-        results: builds the original's results, proxies among them, from its own.
-    """
-
-    jaxpr: Any
-    consts: list[Any]
-    starts: list[int]
-    results: Callable[[Sequence[Any]], list[Any]]
-
-
-def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Carried:
+def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Restaged:
     """Stage a program again so that it carries array proxies.
 
     Args:
@@ -67,69 +52,20 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
 
     avals = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     new, more = compat.stage(flat, avals, jaxpr.debug_info)
-    return Carried(new, more, carrying.starts, lambda out: jax.tree.unflatten(treedef, out))
+    return Restaged(new, more, carrying.starts, lambda out: jax.tree.unflatten(treedef, out))
 
 
-class Carrying:
-    """Runs jaxprs on values, some of which are array proxies.
+class Carrying(Restaging):
+    """Runs jaxprs on values, some of which are array proxies."""
 
-    Args:
-        by_position: whether to fill ``starts`` while the first jaxpr is run.
+    def array(self, value: Any, aval: Any) -> Any:
+        """Return a value, or the array that a proxy stands for."""
+        return stage_restoring(value, aval) if is_proxy(value) else value
 
-    Attributes:
-        starts: for each equation, how many equations had been staged before it.
-    """
-
-    def __init__(self, by_position: bool = False):
-        self.starts: list[int] = []
-        self._by_position = by_position
-
-    def run(self, jaxpr: Any, values: Sequence[Any], caller: Any = None) -> list[Any]:
-        """Return the results of an open jaxpr, proxies among them.
-
-        Args:
-            jaxpr: the jaxpr.
-            values: the values of its constants and arguments.
-            caller: the source of the call that it is inlined for, or None.
-        """
-        trace, by_position = compat.current_trace(), self._by_position
-        self._by_position = False
-        outer = compat.current_stack() if caller is None else caller.name_stack
-        env = dict(zip(compat.inputs_of(jaxpr), values, strict=True))
-        arrays: dict[Any, Any] = {}
-
-        def read(atom: Any) -> Any:
-            return atom.val if type(atom) is compat.Literal else env[atom]
-
-        def array_of(atom: Any) -> Any:
-            value = read(atom)
-            if not is_proxy(value):
-                return value
-            if atom not in arrays:
-                arrays[atom] = stage_restoring(value, atom.aval)
-            return arrays[atom]
-
-        for eqn in jaxpr.eqns:
-            if by_position:
-                self.starts.append(len(compat.staged_in(trace)))
-            operands = list(map(read, eqn.invars))
-            stack = eqn.source_info.name_stack
-            if len(outer):
-                stack = outer + stack if len(stack) else outer
-            info = compat.info_of(eqn, caller, stack)
-            results = None
-            if any(map(is_proxy, operands)):
-                with compat.at(info), eqn.ctx.manager:
-                    results = self._carried(eqn, operands, info)
-                    if results is None:
-                        operands = list(map(array_of, eqn.invars))
-            if results is None:
-                results = _again(trace, eqn, operands, info)
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(read, jaxpr.outvars))
-
-    def _carried(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
+    def results(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
         """Return an equation's results on proxies; None if it needs arrays."""
+        if not any(map(is_proxy, operands)):
+            return None
         name = eqn.primitive.name
         if name in PLACES:
             return [placed(eqn.params, PLACES[name], operands[0], eqn.primitive.bind)]
@@ -236,14 +172,3 @@ def _called(eqn: Any) -> Any:
     if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
         return None
     return bodies[0].jaxpr
-
-
-def _again(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
-    """Make an equation as it is."""
-    pairs = zip(values, eqn.invars, strict=True)
-    is_same = all(
-        type(atom) is compat.Literal or compat.typeof(value) == atom.aval for value, atom in pairs
-    )
-    if is_same and compat.can_append(eqn):
-        return compat.append(trace, eqn, values, info)
-    return compat.rebind(eqn, values, info)

@@ -32,7 +32,7 @@ def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
     return lambda values: run(jaxpr, [*consts, *values])
 
 
-def _labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
+def labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
     """Give a new loop's bodies the original's labels, for op ids.
 
     Args:
@@ -105,6 +105,12 @@ def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) 
     return [x if is_proxy(before) else _as_array(x, atom) for x, before, atom in pairs]
 
 
+def scan_options(params: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``lax.scan`` apart from the body and the arrays."""
+    names = ("reverse", "length", "unroll", "_split_transpose")
+    return {name: params[name] for name in names if name in params}
+
+
 def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     params, call = eqn.params, _function(run, eqn.params["jaxpr"])
     first, count = compat.scan_parts(params)
@@ -126,10 +132,8 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
         results = call([*consts, *carry, *x])
         return _fitted(results[:count], carry, outs), results[count:]
 
-    names = ("reverse", "length", "unroll", "_split_transpose")
-    options = {name: params[name] for name in names if name in params}
-    after, ys = lax.scan(body, carry, xs, **options)
-    return _labelled([*after, *ys], eqn)
+    after, ys = lax.scan(body, carry, xs, **scan_options(params))
+    return labelled([*after, *ys], eqn)
 
 
 def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -151,7 +155,7 @@ def _while(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     def body(carry: list[Any]) -> list[Any]:
         return _fitted(call([*second, *carry]), carry, outs)
 
-    return _labelled(lax.while_loop(cond, body, carry), eqn)
+    return labelled(lax.while_loop(cond, body, carry), eqn)
 
 
 def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
@@ -176,7 +180,7 @@ def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
 
         return fn
 
-    return _labelled(lax.switch(index, list(map(branch, calls, branches)), *values), eqn)
+    return labelled(lax.switch(index, list(map(branch, calls, branches)), *values), eqn)
 
 
 def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:

@@ -45,15 +45,15 @@ def _check_path(spec: Any, field: str, optional: bool = False) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _FactorySpec:
+class _NamedSpec:
     name: str
     summary: str
-    factory: str
 
+    # Subclasses call this by its class: super() fails, since a dataclass with slots is another
+    # class than the one defined here.
     def __post_init__(self) -> None:
         _check_name(self)
         _check_summary(self)
-        _check_path(self, "factory")
 
     @property
     def key(self) -> str:
@@ -62,8 +62,17 @@ class _FactorySpec:
 
 
 @dataclass(frozen=True, slots=True)
+class _FactorySpec(_NamedSpec):
+    factory: str
+
+    def __post_init__(self) -> None:
+        _NamedSpec.__post_init__(self)
+        _check_path(self, "factory")
+
+
+@dataclass(frozen=True, slots=True)
 class ProviderSpec(_FactorySpec):
-    """Declares a provider, which `get_provider(name, **config)` builds.
+    """Declare a provider, which `get_provider(name, **config)` builds.
 
     Args:
         name: what users ask for, such as ``"acme"``.
@@ -81,17 +90,14 @@ class ProviderSpec(_FactorySpec):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec(_FactorySpec):
-    """Declares an engine, which `get_engine(name, **config)` builds.
+    """Declare an engine, which `get_engine(name, **config)` builds.
 
     Args:
         name: what users ask for, such as ``"patch"``.
         summary: one line about it.
-        factory: ``"module:attribute"`` of a callable that takes the config
-            as keyword arguments and returns an engine: an object with
-            `wrap(fn, interceptor)`.
-        priority: `get_engine()` without a name returns the engine with the
-            highest one. jaxtap's engines have 10 and 20. An engine with 0 is
-            used only if it is asked for by name.
+        factory: as of a `ProviderSpec`. It returns an object with `wrap(fn, interceptor)`.
+        priority: `get_engine()` without a name returns the engine with the highest one. jaxtap's
+            engines have 10 and 20. An engine with 0 is used only if it is asked for by name.
 
     Raises:
         PluginError: a field has the wrong type or form.
@@ -101,14 +107,13 @@ class EngineSpec(_FactorySpec):
     priority: int = 0
 
     def __post_init__(self) -> None:
-        # super() fails: a dataclass with slots is another class than the one defined here.
         _FactorySpec.__post_init__(self)
         _check_priority(self)
 
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """Declares a kernel: an XLA FFI target for an op.
+    """Declare a kernel: an XLA FFI target for an op.
 
     Args:
         target: the FFI target. It starts with its package, so that targets of
@@ -175,7 +180,7 @@ class KernelSpec:
 
 @dataclass(frozen=True, slots=True)
 class BridgeSpec(_FactorySpec):
-    """Declares a bridge: how the model objects of a framework are quantized.
+    """Declare a bridge: how the model objects of a framework are quantized.
 
     Args:
         name: the name of the framework, such as ``"nnx"``.
@@ -198,7 +203,6 @@ class BridgeSpec(_FactorySpec):
     install: str = ""
 
     def __post_init__(self) -> None:
-        # super() fails: a dataclass with slots is another class than the one defined here.
         _FactorySpec.__post_init__(self)
         _check_path(self, "model")
         if not isinstance(self.install, str) or "\n" in self.install:
@@ -212,16 +216,10 @@ class BridgeSpec(_FactorySpec):
 
 @dataclass(frozen=True, slots=True)
 class QTypeSpec(_FactorySpec):
-    """Declares a number format that arrays can be quantized to.
+    """Declare a number format that arrays can be quantized to.
 
-    Args:
-        name: what users write for a qtype, such as ``"nf3"``.
-        summary: one line about it.
-        factory: ``"module:attribute"`` of a callable without arguments that
-            returns the format: a `quant_numerics.QType` of that name.
-
-    Raises:
-        PluginError: a field has the wrong type or form.
+    Its fields are those of a `ProviderSpec`. The name is what users write for a qtype, such as
+    ``"nf3"``. The factory takes no arguments and returns a `quant_numerics.QType` of that name.
     """
 
     kind: ClassVar[str] = "qtype"
@@ -231,23 +229,16 @@ class QTypeSpec(_FactorySpec):
 class ExportBackendSpec(_FactorySpec):
     """Declare what quantizes an exported float file, which `get_export_backend` builds.
 
-    Args:
-        name: what users ask for, such as ``"aeq"``.
-        summary: one line about it.
-        factory: ``"module:attribute"`` of a callable that takes the config
-            as keyword arguments and returns a backend: an object with
-            `name`, `check(rules)` and `quantize(file)`, as `provider_odml.ExportBackend`.
-
-    Raises:
-        PluginError: a field has the wrong type or form; the message names it.
+    Its fields are those of a `ProviderSpec`. The factory returns an object with `name`,
+    `check(rules)` and `quantize(file)`, as `provider_odml.ExportBackend` says.
     """
 
     kind: ClassVar[str] = "export backend"
 
 
 @dataclass(frozen=True, slots=True)
-class CommandSpec:
-    """Declares a command of the `jaxtap` command line.
+class CommandSpec(_NamedSpec):
+    """Declare a command of the `jaxtap` command line.
 
     Args:
         name: the word after ``jaxtap``.
@@ -263,26 +254,18 @@ class CommandSpec:
     """
 
     kind: ClassVar[str] = "command"
-    name: str
-    summary: str
     run: str
     configure: str | None = None
 
     def __post_init__(self) -> None:
-        _check_name(self)
-        _check_summary(self)
+        _NamedSpec.__post_init__(self)
         _check_path(self, "run")
         _check_path(self, "configure", optional=True)
 
-    @property
-    def key(self) -> str:
-        """The name, unique among commands."""
-        return self.name
-
 
 @dataclass(frozen=True, slots=True)
-class DoctorCheck:
-    """Declares a check that ``jaxtap doctor`` makes.
+class DoctorCheck(_NamedSpec):
+    """Declare a check that ``jaxtap doctor`` makes.
 
     Args:
         name: a short name for the list.
@@ -295,19 +278,11 @@ class DoctorCheck:
     """
 
     kind: ClassVar[str] = "check"
-    name: str
-    summary: str
     run: str
 
     def __post_init__(self) -> None:
-        _check_name(self)
-        _check_summary(self)
+        _NamedSpec.__post_init__(self)
         _check_path(self, "run")
-
-    @property
-    def key(self) -> str:
-        """The name, unique among checks."""
-        return self.name
 
 
 @dataclass(frozen=True, slots=True)

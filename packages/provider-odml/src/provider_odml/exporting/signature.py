@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
 from ..errors import OdmlError
 from ..trees import is_array
@@ -134,8 +133,3 @@ def _unique(names: Sequence[str]) -> list[str]:
             unique, n = f"{name}_{n}", n + 1
         found.append(unique)
     return found
-
-
-def arrays_of(args: Any) -> list[np.ndarray]:
-    """Return the arrays among arguments, as NumPy's."""
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(args) if is_array(leaf)]

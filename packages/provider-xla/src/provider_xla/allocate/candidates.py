@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 
 from ..errors import QuantizationError
-from ..plan.make import look, weights_of
+from ..plan.make import run_survey, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
 from ..program.matching import Rules
@@ -176,9 +176,9 @@ class _Trial(Survey):
         except QuantizationError:
             self.refused.update((record.weight or "").split(" and "))
 
-    def _stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
+    def stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
         try:
-            return super()._stored(call, operand, weight, asked)
+            return super().stored(call, operand, weight, asked)
         except QuantizationError:
             self.refused.update(weight.paths)
             return []
@@ -192,7 +192,7 @@ def _try(
         rule if rule.weight_qtype is None else candidate.rule(rule) for rule in plan.rules.rules
     )
     survey = _Trial(Rules(rules, plan.rules.params), plan.leaves)
-    look(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
     return {
         path: weight
         for path, weight in weights_of(survey).items()

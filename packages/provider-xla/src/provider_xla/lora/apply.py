@@ -23,7 +23,7 @@ from ..program.matching import Rules
 from ..program.record import OpRecord
 from ..program.sites import Site, ignore
 from ..run.contraction import quantized_contraction, stored_operands
-from ..run.infer import prepared, sites_of, sparse
+from ..run.infer import sites_of, sparse, taking_stored
 from ..run.lookup import gather
 from ..run.static import Statistics, calibrations
 from ..run.stored import is_stored, unpacked_leaf
@@ -98,7 +98,7 @@ class AdaptedRun:
                     )
                 return plain(*args, **kwargs)
             tapped = self._engine.wrap(fn, self._interceptor(paths))
-            return prepared(tapped, stored=True)(*given, **kwargs)
+            return taking_stored(tapped, follows=True)(*given, **kwargs)
 
         return call
 

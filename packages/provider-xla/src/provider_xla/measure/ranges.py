@@ -15,7 +15,7 @@ from ..plan.plan import PlanData
 from ..program.arrays import of_arrays
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
-from ..run.infer import prepared
+from ..run.infer import taking_stored
 from ..run.static import Observation, Statistics, key_of
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
@@ -43,7 +43,7 @@ def calibrate(
             return NotImplemented
 
         sites = Sites(plan.rules, run, ignore, keyed=False)
-        result = prepared(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
+        result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
         observation.finish()
         return result
 

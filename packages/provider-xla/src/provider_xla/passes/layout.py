@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from hijax_trace import Expression, Leaf
 
-from ..measure.probe import numbered
+from ..measure.numbered import numbered
 from ..measure.whole import whole
 from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan

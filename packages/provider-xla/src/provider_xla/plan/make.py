@@ -50,11 +50,11 @@ def make_plan(
     kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
     abstract = jax.tree.unflatten(params_tree, kept)
     survey = Survey(rules, leaves)
-    look(survey, engine, argnum, fn, params, args, kwargs)
+    run_survey(survey, engine, argnum, fn, params, args, kwargs)
 
     weights = {path: _with_scales(weight, given.get(path), survey)
                for path, weight in weights_of(survey).items()}  # fmt: skip
-    records = [_settled(record, weights) for record in survey.records.values()]
+    records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
         placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
@@ -72,8 +72,20 @@ def make_plan(
     problems = (*survey.problems, *unused)
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
-    known = (survey.ranges, rules, engine, argnum, leaves, fn, abstract)
-    plan = PlanData(ops, weights, problems, *known, lora=lora, notes=tuple(survey.notes))
+    plan = PlanData(
+        ops=ops,
+        weights=weights,
+        problems=problems,
+        ranges=survey.ranges,
+        rules=rules,
+        engine=engine,
+        argnum=argnum,
+        leaves=leaves,
+        fn=fn,
+        params=abstract,
+        lora=lora,
+        notes=tuple(survey.notes),
+    )
     if not any(weight.derived for weight in weights.values()):
         return plan
     absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
@@ -129,7 +141,7 @@ def in_float(site: Site) -> Any:
     return site.contraction.run(*operands, *site.extras)
 
 
-def look(
+def run_survey(
     survey: Survey,
     engine: Engine,
     argnum: int,
@@ -139,9 +151,10 @@ def look(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Run a program abstractly, and show its operations to a survey."""
-    lookup = None if not follows_values(engine) else survey.lookup
-    taken = {"lookup": lookup, "remark": survey.remark}
-    sites = Sites(survey.rules, survey.run, survey.record, **taken, keyed=False)
+    lookup = survey.lookup if follows_values(engine) else None
+    sites = Sites(
+        survey.rules, survey.run, survey.record, lookup=lookup, remark=survey.remark, keyed=False
+    )
     everything = list(args)
     everything.insert(argnum, params)
     jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
@@ -154,7 +167,7 @@ def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
     return dataclasses.replace(record, rank=rank)
 
 
-def _settled(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
+def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
     """Return a lookup's record with how its parameter is stored."""
     weight = weights.get(record.weight or "")
     if record.op_name != "take" or weight is None:
@@ -224,15 +237,15 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             *(use.stepped for use in contractions[1:])
         )
         plans[path] = WeightPlan(
-            path,
-            leaf.shape,
-            leaf.dtype,
-            first.rule,
-            first.how.qtype,
-            first.how.method,
-            granularity,
-            tuple(sorted(stepped)),
-            tuple(dict.fromkeys(use.op_id for use in uses)),
+            path=path,
+            shape=leaf.shape,
+            dtype=leaf.dtype,
+            rule=first.rule,
+            qtype=first.how.qtype,
+            method=first.how.method,
+            granularity=granularity,
+            stepped=tuple(sorted(stepped)),
+            ops=tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, contractions),
             derived=derived.get(path),
             scale_dtype=first.how.scale_dtype,

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hijax_trace import Attention
+from hijax_trace import Attention, shared_array
 
 from .ops import StaysFloat
 
@@ -135,17 +135,46 @@ def _attention(
     if lengths is not None:
         raise StaysFloat("key_value_seq_lengths is given")
     added = _scores(bias, mask, batch, (heads, length, keys), query.dtype)
+    together = _together(arrays)
 
     def run(op: Callable[..., Any]) -> jax.Array:
-        qkv = tuple(x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
-        # By Transformer Engine's names: three arrays of [batch, sequence, heads, size].
+        # By Transformer Engine's names: three arrays of [batch, sequence, heads, size], or one of
+        # [batch, sequence, 3, heads, size].
+        layout, qkv = "BS3HD", (together,)
+        if together is None:
+            layout = "BSHD_BSHD_BSHD"
+            qkv = tuple(x.reshape(math.prod(batch), *x.shape[-3:]) for x in arrays)
         kind = "NO_BIAS" if added is None else "POST_SCALE_BIAS"
         mask_type = "CAUSAL_MASK" if causal else "NO_MASK"
-        names = (kind, mask_type, "BSHD_BSHD_BSHD", "VANILLA_SOFTMAX")
+        names = (kind, mask_type, layout, "VANILLA_SOFTMAX")
         out = op(qkv, added, None, None, *names, scale, 0.0, False, window_size=window)
         return out.reshape(*batch, length, heads, value.shape[-1])
 
     return arrays, run
+
+
+def _together(arrays: Sequence[jax.Array]) -> jax.Array | None:
+    """Return queries, keys and values ``[batch, length, 3, heads, size]`` as the program has them.
+
+    None if the program does not cut them out of one array, in this order.
+    """
+    shape = arrays[0].shape
+    found = shared_array(arrays) if len({x.shape for x in arrays}) == 1 else None
+    if found is None or any(part is not None for part in jax.typeof(found[0]).sharding.spec):
+        return None
+    source, lying = found
+    *batch, length, heads, size = shape
+    each = heads * size
+    rows = [3 * each * math.prod(shape[axis + 1 : -2]) for axis in range(len(batch) + 1)]
+    strides = (*rows, size, 1)
+    same = [
+        all(n == 1 or a == b for n, a, b in zip(shape, one.strides, strides, strict=True))
+        for one in lying
+    ]
+    offsets = [one.offset for one in lying]
+    if source.size != 3 * arrays[0].size or not all(same) or offsets != [0, each, 2 * each]:
+        return None
+    return source.reshape(math.prod(batch), length, 3, heads, size)
 
 
 def _decode(

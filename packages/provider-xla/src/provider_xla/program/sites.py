@@ -142,8 +142,11 @@ class Sites:
             reading, decisions = self._readings.read(op, args, kwargs)
         except StaysFloat as error:
             reason = error
-        values = (*args, *kwargs.values()) if reading is None else reading.operands
-        among = self._rules.weights(call, [value for value in values if is_array(value)])
+        if reading is None:
+            values = [value for value in (*args, *kwargs.values()) if is_array(value)]
+        else:
+            values = reading.operands
+        among = self._rules.weights(call, values)
         paths, has_weight = self._rules.paths(among), any(among.found)
         index = self._rules.find(names, call.module_path, paths, has_weight)
         rule = None if index is None else self._rules.rules[index]

@@ -129,12 +129,13 @@ class XlaProvider(abc.ABC):
             QuantizationWarning: an unused rule, an operation that a rule is about and that has
                 no quantized form, a parameter that rules treat in several ways.
         """
-        given = (fn, params, args, kwargs, kernels)
-        found = make_plan(self._rules, self._engine, self.params_argnum, *given)
+        argnum = self.params_argnum
+        found = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
-            everything = [*args[: self.params_argnum], params, *args[self.params_argnum :]]
-            where = (self.cache_rules, self._engine, self.params_argnum, fn, everything, kwargs)
-            caches, problems = find_caches(*where)
+            everything = [*args[:argnum], params, *args[argnum:]]
+            caches, problems = find_caches(
+                self.cache_rules, self._engine, argnum, fn, everything, kwargs
+            )
             found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
         plan = Plan.of(found)
         if plan.problems:

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 from ..lora.apply import AdaptedRun
 from ..program.matching import follows_values
 from ..program.sites import Site
-from ..run.infer import infer, prepared, run_site
+from ..run.infer import infer, run_site, taking_stored
 from ..run.static import Statistics
 from .provider import XlaProvider
 
@@ -47,7 +47,7 @@ class PtqProvider(XlaProvider):
             plain = infer(self._engine, self._rules, fn, statistics, self._record)
         else:
             stored = follows_values(self._engine)
-            plain = prepared(self._engine.wrap(fn, self.interceptor()), stored)
+            plain = taking_stored(self._engine.wrap(fn, self.interceptor()), stored)
         if not self._rules.adapts:
             return plain
         return self._adapted(statistics).wrap(fn, plain)

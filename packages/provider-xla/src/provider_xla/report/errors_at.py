@@ -16,6 +16,7 @@ from ..measure.whole import whole_results
 from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.sites import Site
 from ..run.contraction import Hows, Operands, quantized_contraction
+from .results import Error
 
 Ranges = tuple[qn.Calibration | None, qn.Calibration | None]
 
@@ -135,3 +136,12 @@ def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...])
         # Groups cut the contracted axis, and each result sums over one of them.
         size //= extras[0].shape[-1]
     return 2 * size * contracted
+
+
+def error_of(sums: Sums | None) -> Error:
+    """Return the error that sums of a measurement say."""
+    if sums is None or not np.sum(sums.visits):
+        return Error(None, None)
+    signal, noise = (np.sum(x, dtype=np.float64) for x in (sums.signal, sums.noise))
+    largest = float(np.max(sums.largest.value))
+    return Error(decibels(signal, noise), largest if math.isfinite(largest) else None)

@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..measure.probe import Lookup, Probed, probe, stored_operand
+from ..measure.numbered import stored_operand
+from ..measure.probe import Lookup, Probed, probe
 from ..plan.quantize import prepack, quantize
-from ..plan.weight import WeightPlan
-from ..program.arrays import is_array, of_arrays
 from ..program.contractions import Contraction
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..run.infer import infer, run_operands
 from ..run.static import Statistics, calibrations, key_of, read
-from ..run.stored import is_stored
-from .errors_at import Sums, decibels, difference, flops, site_error, visits
+from .errors_at import Sums, difference, error_of, flops, site_error, visits
+from .outputs import called, compare_outputs
+from .parameters import measure_parameters
 from .quality import QualityReport
-from .results import Error, FloatOp, OpQuality, OutputQuality, ParameterQuality, Range
+from .results import Error, FloatOp, OpQuality, Range
 from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
@@ -61,13 +60,13 @@ def make_report(
     per_visit, found = _probe(plan, params, stored, taken, statistics)
     packed = params if patches else prepack(plan, stored)
     quantized = infer(plan.engine, plan.rules, plan.fn, statistics)
-    outputs = _outputs(plan, quantized, params, packed, taken)
+    outputs = compare_outputs(plan, quantized, params, packed, taken)
     seconds: dict[str, tuple[float, float]] = {}
     whole = (None, None)
     if time:
         whole = time_both(
-            _called(plan.fn, plan, params, taken[0]),
-            _called(quantized, plan, packed, taken[0]),
+            called(plan.fn, plan, params, taken[0]),
+            called(quantized, plan, packed, taken[0]),
         )
         seconds = time_ops(plan, packed, taken[0], statistics, _mapped(found))
     ops, float_ops = _ops(plan, found, per_visit, seconds, whole[1], len(taken))
@@ -75,7 +74,7 @@ def make_report(
     return QualityReport(
         ops,
         float_ops,
-        _parameters(plan, params, stored, packed),
+        measure_parameters(plan, params, stored, packed),
         outputs,
         plan.problems,
         len(taken),
@@ -183,7 +182,7 @@ def _ops(
                 record.kernel,
                 record.kernel_reason,
                 calls,
-                _error(sums),
+                error_of(sums),
                 _steps(sums),
                 round(per_visit.get(op_id, 0) * calls),
                 in_float if is_timed else None,
@@ -222,133 +221,11 @@ def _shared(ops: tuple[OpQuality, ...], whole: float | None) -> tuple[OpQuality,
     )
 
 
-def _error(sums: Sums | None) -> Error:
-    if sums is None or not np.sum(sums.visits):
-        return Error(None, None)
-    signal, noise = (np.sum(x, dtype=np.float64) for x in (sums.signal, sums.noise))
-    largest = float(np.max(sums.largest.value))
-    return Error(decibels(signal, noise), largest if math.isfinite(largest) else None)
-
-
 def _steps(sums: Sums | None) -> tuple[Error, ...]:
     if sums is None or not np.ndim(sums.signal):
         return ()
     flat = jax.tree.map(np.ravel, sums)
-    return tuple(_error(jax.tree.map(lambda x, i=i: x[i], flat)) for i in range(flat.signal.size))
-
-
-def _parameters(
-    plan: PlanData, params: Any, stored: Any, packed: Any
-) -> tuple[ParameterQuality, ...]:
-    found, _ = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
-    trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
-    held = dict(zip(given, zip(*trees, strict=True), strict=True))
-    # Derived weights have separate rows, so they do not count with their parameter.
-    values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
-    parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
-    for path, weight in plan.weights.items():
-        if weight.derived is not None:
-            key = weight.derived.expression.key
-            parts[path] = tuple(one.derived[key] for one in held[weight.derived.carrier])
-            values[path] = weight.derived.expression.evaluate(given)
-    parameters = []
-    for path, leaf in values.items():
-        (qvalue, run), weight = parts[path], plan.weights.get(path)
-        parameters.append(
-            ParameterQuality(
-                path,
-                tuple(leaf.shape),
-                leaf.dtype.name,
-                None if weight is None else weight.qtype,
-                None if weight is None else weight.rule,
-                leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
-                _bytes_run(run, leaf, weight),
-                _error(jax.device_get(_stored_error(leaf, qvalue))) if is_stored(qvalue) else None,
-            )
-        )
-    return tuple(parameters)
-
-
-def _bytes_run(run: Any, leaf: Any, weight: WeightPlan | None) -> int:
-    """Return the bytes that the quantized program has for a parameter."""
-    if is_stored(run):
-        return run.nbytes
-    if run is None:
-        return 0
-    return leaf.size * leaf.dtype.itemsize if weight is None else weight.bytes_after
-
-
-def _own(held: Any) -> Any:
-    """Return what is stored for a parameter itself."""
-    return held.own if isinstance(held, Carrier) else held
-
-
-@jax.jit
-def _stored_error(leaf: jax.Array, held: Any) -> Sums:
-    return difference(leaf, held.restore().astype(leaf.dtype))
-
-
-def _outputs(
-    plan: PlanData,
-    quantized: Callable[..., Any],
-    params: Any,
-    packed: Any,
-    batches: Sequence[tuple],
-) -> tuple[OutputQuality, ...]:
-    totals: dict[str, Any] = {}
-    types: dict[str, Any] = {}
-    for batch in batches:
-        expected, names = _called(plan.fn, plan, params, batch)()
-        found, _ = _called(quantized, plan, packed, batch)()
-        for name, x, y in zip(names, expected, found, strict=True):
-            one = jax.device_get(_compared(x, y))
-            one = jax.tree.map(np.float64, one)
-            total = totals.setdefault(name, [])
-            total.append((one, max(x.size, 1)))
-            types[name] = x
-    return tuple(_output(name, types[name], totals[name]) for name in totals)
-
-
-@jax.jit
-def _compared(x: jax.Array, y: jax.Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x, y = (jnp.stack([z.real, z.imag]) for z in (x, y))
-    if jnp.issubdtype(x.dtype, jnp.floating):
-        return difference(x, y)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        x, y = jax.random.key_data(x), jax.random.key_data(y)
-    return jnp.mean((x == y).astype(jnp.float32))
-
-
-def _output(name: str, x: Any, parts: Sequence[tuple[Any, int]]) -> OutputQuality:
-    about = name, tuple(x.shape), x.dtype.name
-    if not isinstance(parts[0][0], Sums):
-        size = sum(count for _, count in parts)
-        return OutputQuality(*about, None, None, float(sum(e * n for e, n in parts) / size))
-    sums = [one for one, _ in parts]
-    total = jax.tree.map(lambda *xs: np.stack(xs), *sums)
-    dot, signal, quantized = (np.sum(x) for x in (total.dot, total.signal, total.quantized))
-    scale = math.sqrt(signal * quantized) if signal >= 0 and quantized >= 0 else math.nan
-    cosine = float(dot / scale) if math.isfinite(scale) and scale else None
-    return OutputQuality(*about, _error(total), cosine, None)
-
-
-def _called(fn: Callable[..., Any], plan: PlanData, params: Any, batch: tuple) -> Callable[[], Any]:
-    """Return a jitted call that returns the result's arrays and structure."""
-    names: list[str] = []
-
-    def named(*args: Any) -> list[Any]:
-        found, _ = jax.tree_util.tree_flatten_with_path(fn(*args))
-        arrays = [(jax.tree_util.keystr(path), leaf) for path, leaf in found if is_array(leaf)]
-        names[:] = [name for name, _ in arrays]
-        return [leaf for _, leaf in arrays]
-
-    args = list(batch)
-    args.insert(plan.argnum, params)
-    call, arrays = of_arrays(named, args, {})
-    jitted = jax.jit(call)
-    return lambda: (jax.block_until_ready(jitted(arrays)), names)
+    return tuple(error_of(jax.tree.map(lambda x, i=i: x[i], flat)) for i in range(flat.signal.size))
 
 
 def _type_of(x: Any) -> jax.ShapeDtypeStruct:

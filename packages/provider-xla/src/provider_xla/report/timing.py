@@ -24,7 +24,7 @@ from ..program.contractions import Contraction, RaggedMatmul
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites
 from ..run.contraction import quantized_contraction
-from ..run.infer import prepared, run_operands
+from ..run.infer import run_operands, taking_stored
 from ..run.static import Statistics, calibrations
 
 if TYPE_CHECKING:
@@ -145,7 +145,7 @@ def time_ops(
     args = list(batch)
     args.insert(plan.argnum, packed)
     stored = follows_values(plan.engine)
-    tapped = prepared(plan.engine.wrap(plan.fn, sites.interceptor), stored)
+    tapped = taking_stored(plan.engine.wrap(plan.fn, sites.interceptor), stored)
     jax.eval_shape(*of_arrays(tapped, args, {}))
     known: dict[Any, tuple[float, float]] = {}
     for call in found.values():

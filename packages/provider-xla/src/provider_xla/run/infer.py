@@ -42,7 +42,7 @@ def infer(
     """
     run = functools.partial(run_site, statistics=statistics)
     interceptor = sites_of(engine, rules, run, record).interceptor
-    return prepared(engine.wrap(fn, interceptor), follows_values(engine))
+    return taking_stored(engine.wrap(fn, interceptor), follows_values(engine))
 
 
 def sites_of(
@@ -71,16 +71,17 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     return repeated(quantized_contraction, static, *operands, site.extras, ranges)
 
 
-def prepared(fn: Callable[P, R], stored: bool) -> Callable[P, R]:
+def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
     """Return ``fn`` for arguments that may hold stored parameters.
 
     Args:
         fn: the tapped function.
-        stored: whether its engine can pass stored parameters to operations.
+        follows: whether its engine follows values, and so passes stored parameters to
+            operations.
     """
 
     def one(leaf: Any) -> Any:
-        if is_stored(leaf) and not stored:
+        if is_stored(leaf) and not follows:
             kind = getattr(leaf, "qtype", "derived")
             raise QuantizationError(
                 f"A parameter is stored as {kind} values, which the patch engine can't hand "

@@ -97,85 +97,6 @@ def take_apart(
     return _of(name, kind, about, {"": leaf})
 
 
-def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    """Return the leaf that ``take_apart`` took apart.
-
-    Raises:
-        StoreError: the parts don't make such a leaf.
-    """
-    try:
-        return _put_together(kind, about, parts)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise StoreError(f"{name} can't be made of what is stored: {error}") from error
-
-
-def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
-    if kind in ("array", "numpy"):
-        return parts[""]
-    if kind == "qarray":
-        rest = {part: parts.get(part) for part in ("zero_point", "global_scale")}
-        values = parts["qvalue"], parts["scale"]
-        tiles = dict(_ragged(about))
-        return qn.qarray(*values, about["qtype"], about["dtype"], **rest, tile_axes=tiles)
-    if kind == "packed":
-        last, bits = about["shape"][-1], qn.get_qtype(about["qtype"]).bits
-        shape = (*about["shape"][:-1], bits, -(-last // 8))
-        if parts["planes"].shape != shape:
-            raise ValueError(f"planes of shape {parts['planes'].shape} are not {shape}")
-        dtype = jnp.dtype(about["dtype"])
-        result = qn.PackedQArray(
-            parts["planes"],
-            parts["scale"],
-            parts.get("zero_point"),
-            last=last,
-            qtype=about["qtype"],
-            dtype=dtype,
-            ragged_tiles=_ragged(about),
-        )
-        # Unpacked as a type, it passes the checks of any QArray: nothing is computed.
-        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
-        jax.eval_shape(lambda p: _checked(qn.unpack(p)), types)
-        return result
-    if kind == "transformed":
-        inner = _put_together(about["inner"], about, parts)
-        made = [_step(found, parts[f"step{i}"]) for i, found in enumerate(about["steps"])]
-        return TransformedWeight(inner, tuple(made), tuple(about["k_axes"]))
-    if kind == "affine":
-        inner = _put_together(about["inner"], about, parts)
-        return AffineWeight(inner, parts["minimum"], about["shift"])
-    if kind == CARRIER:
-        made: list[Any] = [
-            None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
-            for i, one in enumerate(about["held"])
-        ]
-        return Carrier(
-            made[0],
-            dict(zip(about["keys"], made[1:], strict=True)),
-            tuple(zip(about["keys"], about["loops"], strict=True)),
-            Under(about["params"]),
-            tuple(about["shape"]),
-            jnp.dtype(about["dtype"]),
-        )
-    if kind == "calibration":
-        return qn.Calibration(parts.get("lower"), parts["upper"])
-    if kind == "statistics":
-        average, symmetric = qn.MovingAverage(about["decay"]), about["symmetric"]
-        result = qn.Statistics(parts["upper"].shape, average, symmetric=symmetric)
-        total = qn.Calibration(parts.get("lower"), parts["upper"])
-        result.state = qn.AverageState(total, parts["count"])
-        return result
-    if kind == "key":
-        return jax.random.wrap_key_data(parts["data"], impl=about["impl"])
-    if kind == "value":
-        text = about["value"]
-        if about["type"] == "bool":
-            return {"True": True, "False": False}[text]
-        if about["type"] == "str":
-            return text
-        return {"int": int, "float": float}[about["type"]](text)
-    raise ValueError(f"there is no kind {kind!r}")
-
-
 def part_of(leaf: Any, part: str) -> Any:
     """Return a leaf's part of that name; None without it."""
     if isinstance(leaf, Carrier):
@@ -189,16 +110,6 @@ def part_of(leaf: Any, part: str) -> Any:
     if isinstance(leaf, AffineWeight) and part != "minimum":
         leaf = leaf.inner
     return getattr(leaf, part, None)
-
-
-def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """Return the parts of one of the values that a carrier holds, by name."""
-    found = {}
-    for name, value in parts.items():
-        first, _, rest = name.partition(".")
-        if int(first) == number:
-            found[rest] = value
-    return found
 
 
 def _carrier(
@@ -280,17 +191,6 @@ def _around(inner: Form, own: Form) -> Form:
     return Form(own.kind, about, {**inner.parts, **own.parts}, both)
 
 
-def _step(about: Mapping[str, Any], array: jax.Array) -> Any:
-    if about["kind"] == "scaled":
-        return Scaled(array)
-    return {"rotated": Rotated}[about["kind"]](array, about["block"])
-
-
-def _checked(q: qn.QArray) -> qn.QArray:
-    rest = {"zero_point": q.zero_point, "tile_axes": dict(q.ragged_tiles)}
-    return qn.qarray(q.qvalue, q.scale, q.qtype, q.dtype, **rest)
-
-
 def _about(leaf: qn.QArray | qn.PackedQArray) -> dict[str, Any]:
     """Return the fields of a quantized array that are not arrays, as JSON."""
     about: dict[str, Any] = {
@@ -301,10 +201,6 @@ def _about(leaf: qn.QArray | qn.PackedQArray) -> dict[str, Any]:
     if leaf.ragged_tiles:
         about["ragged_tiles"] = [list(pair) for pair in leaf.ragged_tiles]
     return about
-
-
-def _ragged(about: Mapping[str, Any]) -> tuple[tuple[int, int], ...]:
-    return tuple((axis, tile) for axis, tile in about.get("ragged_tiles", ()))
 
 
 def _fields(leaf: Any) -> dict[str, Any]:

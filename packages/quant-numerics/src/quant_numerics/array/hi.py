@@ -193,13 +193,6 @@ def from_hi(h: Any) -> jax.Array:
     return _FromHi(jax.typeof(h))(h)
 
 
-def is_hi(x: Any) -> bool:
-    """Return whether `x` is a hi value, also within a transformation."""
-    if isinstance(x, HiQArray):
-        return True
-    return isinstance(x, jax.core.Tracer) and isinstance(jax.typeof(x), QArrayTy)
-
-
 class _AsHi(ht.HiPrim):
     def __init__(self, ty: QArrayTy):
         self.in_avals = tuple(ty.lo_ty())

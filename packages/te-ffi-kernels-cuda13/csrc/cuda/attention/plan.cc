@@ -22,8 +22,8 @@ char* aligned_up(void* address) {
 
 void need(size_t found, size_t needed) {
   if (found >= needed) return;
-  throw invalid_argument("workspace has ", found, " bytes, and must have ", needed,
-                         "; call te_ffi_kernels.fused_attn, which knows the size");
+  throw invalid_argument("workspace must have ", needed, " bytes, got ", found,
+                         ". Call te_ffi_kernels.fused_attn, which knows the size.");
 }
 
 AttentionSide side(const int32_t* cumulative, const int32_t* at, int64_t most, int64_t tokens) {

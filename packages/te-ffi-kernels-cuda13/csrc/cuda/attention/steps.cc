@@ -18,7 +18,7 @@ AttentionStrides strides_of(const ffi::Lines& lines, int64_t tokens) {
 
 AttentionSteps::AttentionSteps(const ffi::AttentionConfig& c, DType dtype, bool backward) {
   if (dtype != DType::BF16 && dtype != DType::F16) {
-    throw invalid_argument("q is ", name(dtype), ", and must be bfloat16 or float16 on CUDA");
+    throw invalid_argument("q must be bfloat16 or float16 on CUDA, got ", name(dtype));
   }
   if (c.bias_type == 1) {
     throw invalid_argument("bias_type is 1, before the scale, which cuDNN doesn't have");

@@ -7,7 +7,6 @@
 #include "cuda/gemm/choose.h"
 #include "cuda/gemm/steps.h"
 #include "cuda/kernels/gemm.h"
-#include "cuda/kernels/packed.h"
 
 namespace jaxtap::cuda {
 namespace {
@@ -19,6 +18,7 @@ size_t size_of(const PackedMatmul& args) {
 PackedWeight unpacked(const PackedMatmul& args) {
   PackedWeight weight;
   weight.weight = args.weight;
+  weight.stack = args.stack;
   weight.layout = args.layout;
   weight.n = args.n;
   weight.as_int8 = args.quantizes;
@@ -50,15 +50,15 @@ void check_call(const PackedMatmul& args, const PackedSums* sums) {
 PackedSteps::PackedSteps(const PackedMatmul& args) {
   const PanelLayout& layout = args.layout;
   if (args.quantizes && layout.group == 0 && layout.k > kMostExact) {
-    throw invalid_argument("sums of ", args.layout.k, " products of int8 don't fit in int32; there may ",
-                           "be ", kMostExact, ", or groups");
+    throw invalid_argument("k must be at most ", kMostExact, " without groups, where sums of int8 "
+                           "fit in int32, got ", args.layout.k);
   }
   if (layout.group % kGroupRows != 0) {
-    throw invalid_argument("groups have ", layout.group, " rows, and must have a multiple of ",
-                           kGroupRows, " on GPUs; use the op of te_ffi_kernels.reference");
+    throw invalid_argument("groups must have a multiple of ", kGroupRows, " rows on GPUs, got ",
+                           layout.group, ". Use the op of te_ffi_kernels.reference.");
   }
   empty = args.m == 0 || args.n == 0;
-  library = args.m > kFewRows && layout.group == 0 &&
+  library = args.m > kFewRows && layout.group == 0 && args.row_groups == kOneGroup &&
             (args.quantizes || args.x_dtype != te::Float::kF32);
   depth = args.quantizes ? layout.padded_k() : args.layout.k;
   cols = panel_count(args.n, layout.columns()) * layout.columns();
@@ -80,6 +80,8 @@ PackedSteps::PackedSteps(const PackedMatmul& args) {
     if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
     return begin;
   };
+  starts = part(args.row_groups != kOneGroup,
+                static_cast<int64_t>(sizeof(GroupStart)) * (args.row_groups + 1));
   qvalues = part(args.quantizes, rows * depth);
   row_factors = part(args.quantizes, 4 * args.m * layout.scales());
   weight = part(library, static_cast<int64_t>(size_of(args)) * chunk * depth);
@@ -97,9 +99,8 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, 
   if (steps.depth == 0) throw invalid_argument("k is 0: nothing is contracted");
   const size_t needed = steps.bytes + kSection;
   if (workspace < needed) {
-    throw invalid_argument("workspace has ", workspace, " bytes, and must have ", needed,
-                           ", and some for cuBLASLt; call the op of te_ffi_kernels, which knows "
-                           "the size");
+    throw invalid_argument("workspace must have ", needed, " bytes, and some for cuBLASLt, got ",
+                           workspace, ". Call the op of te_ffi_kernels, which knows the size.");
   }
   lt.check(lt.create_matmul(matmul_.place(), exact_ ? LtSums::kS32 : LtSums::kF32),
            "describing a matmul");
@@ -170,6 +171,7 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
   mma.n = args.n;
   mma.layout = args.layout;
   mma.weight = args.weight;
+  mma.stack = args.stack;
   mma.y = args.y;
   mma.y_dtype = args.y_dtype;
   if (steps.bytes == 0) return multiply(mma, args, stream);
@@ -177,7 +179,12 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
   char* workspace = section_of(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
   if (workspace - static_cast<char*>(given) + needed > bytes) {
-    throw invalid_argument("workspace has ", bytes, " bytes, and the matmul needs ", needed);
+    throw invalid_argument("workspace must have ", needed, " bytes, got ", bytes);
+  }
+  if (args.row_groups != kOneGroup) {
+    mma.sizes = args.sizes;
+    mma.row_groups = args.row_groups;
+    mma.starts = reinterpret_cast<GroupStart*>(workspace + steps.starts);
   }
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
   auto* qvalues = reinterpret_cast<int8_t*>(workspace + steps.qvalues);

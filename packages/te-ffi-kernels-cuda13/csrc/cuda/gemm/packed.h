@@ -11,6 +11,7 @@
 
 #include "common/packed.h"
 #include "cuda/cublaslt.h"
+#include "cuda/kernels/packed.h"
 #include "cuda/runtime.h"
 #include "te/table.h"
 
@@ -23,8 +24,11 @@ struct PackedMatmul {
   PanelLayout layout;
   bool quantizes = false;  // x to int8; else it's multiplied as it is
   const uint8_t* weight = nullptr;
+  PackedStack stack;
   void* y = nullptr;  // [m, n]
   te::Float y_dtype = te::Float::kF32;
+  const int32_t* sizes = nullptr;  // of groups of rows, each with the weight of its index
+  int64_t row_groups = kOneGroup;
   size_t most = 0;  // bytes of the weight that are unpacked at a time; 0: kMostUnpacked
 };
 
@@ -35,7 +39,7 @@ struct PackedSteps {
   explicit PackedSteps(const PackedMatmul& args);
 
   bool empty = false;
-  bool library = false;  // cuBLASLt multiplies
+  bool library = false;  // cuBLASLt multiplies; rows in groups it doesn't
   bool keeps_sums = false;
   int64_t depth = 0, cols = 0;   // of the unpacked weight
   int64_t chunk = 0;             // columns at a time: whole panels
@@ -43,7 +47,7 @@ struct PackedSteps {
   int64_t stride = 0;            // of rows of sums
 
   // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
-  size_t qvalues = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
+  size_t starts = 0, qvalues = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
 };
 
 // Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves; not

@@ -51,9 +51,9 @@ GemmPlan::GemmPlan(CublasLt& lt, LtHandle handle, const te::Gemm& args, const Op
       out_(lt) {
   const size_t needed = steps_.bytes + kSection;
   if (options.workspace < needed) {
-    throw invalid_argument("workspace has ", options.workspace, " bytes, and must have ", needed,
-                           ", and some for cuBLASLt; call te_ffi_kernels.gemm_v2, which knows the "
-                           "size");
+    throw invalid_argument("workspace must have ", needed, " bytes, and some for cuBLASLt, got ",
+                           options.workspace,
+                           ". Call te_ffi_kernels.gemm_v2, which knows the size.");
   }
   describe(args, options.fast);
   choose(args, options.workspace - needed);

@@ -3,6 +3,7 @@
 #include "cuda/kernels/activation.h"
 
 #include "cuda/handlers/outputs.h"
+#include "cuda/handlers/sums.h"
 #include "ffi/te_activation_call.h"
 
 namespace jaxtap::cuda {
@@ -35,11 +36,13 @@ void Backward(const ffi::ActivationGradientCall& given, const Call& call) {
   } else {
     call.Clear({given.dbias});
   }
+  const int64_t summed = outputs.sums == nullptr ? 0 : outputs.cols;
+  outputs.parts = PartsOfSums(call, outputs.rows, summed, 1);
   activation_backward(args, outputs, call.stream);
 }
 
 const Handlers<ffi::ActivationCall, Forward> kForward;
-const Handlers<ffi::ActivationGradientCall, Backward> kBackward;
+const Handlers<ffi::ActivationGradientCall, Backward, Workspace::kIs> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -12,6 +12,7 @@
 #include "cuda/gemm/plan.h"
 #include "cuda/handlers/attention.h"
 #include "cuda/handlers/handler.h"
+#include "cuda/kernels/column_sums.h"
 #include "cuda/kernels/grouped.h"
 #include "cuda/kernels/router.h"
 
@@ -133,9 +134,10 @@ std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t
   return gemm_refusal(lt, handle, args, bias, fast, static_cast<size_t>(limit));
 }
 
-// The same of a matmul with a packed weight. Floats are numbered as kFloats above.
+// The same of a matmul with a packed weight, with so many groups of rows or kOneGroup. Floats are
+// numbered as te::Float is.
 size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
-                       int64_t dtype, int64_t out) {
+                       int64_t dtype, int64_t out, int64_t row_groups) {
   PackedMatmul args;
   args.x_dtype = static_cast<te::Float>(dtype);
   args.m = m;
@@ -143,7 +145,13 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   args.layout = panel_layout(k, group, bits);
   args.quantizes = quantizes;
   args.y_dtype = static_cast<te::Float>(out);
+  args.row_groups = row_groups;
   return PackedSteps(args).bytes;
+}
+
+// Bytes of parts of `kinds` sums over rows for each column; 0 where rows are one part.
+size_t SumsWorkspace(int64_t rows, int64_t cols, int64_t kinds) {
+  return static_cast<size_t>(sum_numbers(rows, cols, kinds)) * sizeof(float);
 }
 
 AttentionSteps StepsOf(PyObject* attributes, bool bfloat16, bool backward) {
@@ -179,6 +187,7 @@ PyMethodDef methods[] = {python::Method<TargetTable>("targets"),
                          python::Method<GemmWorkspace>("gemm_workspace"),
                          python::Method<RefusedGemm>("refused_gemm"),
                          python::Method<PackedWorkspace>("packed_workspace"),
+                         python::Method<SumsWorkspace>("sums_workspace"),
                          python::Method<DriverVersion>("driver_version"),
                          {}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1,     methods,

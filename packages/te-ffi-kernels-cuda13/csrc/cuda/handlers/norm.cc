@@ -3,6 +3,7 @@
 #include "cuda/kernels/norm.h"
 
 #include "cuda/handlers/outputs.h"
+#include "cuda/handlers/sums.h"
 #include "ffi/te_norm_call.h"
 
 namespace jaxtap::cuda {
@@ -22,11 +23,13 @@ void Forward(const ffi::NormForwardCall& given, const Call& call) {
 
 void Backward(const ffi::NormBackwardCall& given, const Call& call) {
   if (!given.config.is_layer()) call.Clear({given.dbeta});
-  norm_backward(given.args, call.stream);
+  NormGradient args{given.args};
+  args.parts = PartsOfSums(call, args.rows, args.cols, 2);
+  norm_backward(args, call.stream);
 }
 
 const Handlers<ffi::NormForwardCall, Forward> kForward;
-const Handlers<ffi::NormBackwardCall, Backward> kBackward;
+const Handlers<ffi::NormBackwardCall, Backward, Workspace::kIs> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -3,6 +3,9 @@
 // Where a sigmoid is 0 the result is 0, which is the limit for x to -inf. NaN stays NaN.
 #pragma once
 
+#include <limits>
+#include <type_traits>
+
 #include "activations/table.h"
 #include "cuda/device.h"
 
@@ -30,68 +33,76 @@ JAXTAP_DEVICE Sigmoid sigmoid(float x) {
 
 JAXTAP_DEVICE float times(float x, float gate) { return gate == 0.0f ? 0.0f : x * gate; }
 
-// x * sigmoid(u), where u' = slope.
-JAXTAP_DEVICE Point swish(float x, float u, float slope) {
-  const Sigmoid s = sigmoid(u);
-  return {times(x, s.value), s.value + times(x * slope, s.value * s.rest)};
+// What functions differ in. They are of two kinds, so that kernels have code for two and not for each:
+//   those of a sigmoid      x * sigmoid(u), or the sigmoid alone, where u = x (bend x^2 + tilt) and x
+//                           is cut at `limit`
+//   those that are cut at 0  max(x, 0), or its square
+struct Curve {
+  bool rectified, squared;          // max(x, 0)
+  bool alone;                       // the sigmoid
+  float tilt, bend, limit;
+  bool cuts_gate;  // what is multiplied with f(a) is cut, and moved by `offset`
+  float gate_limit, offset;
+};
+
+inline Curve curve_of(Function function, const Params& params) {
+  Curve curve = {};
+  curve.tilt = 1.0f;
+  curve.limit = std::numeric_limits<float>::infinity();
+  switch (function) {
+    case Function::kGelu:
+      // 1 + tanh(v) is 2 sigmoid(2 v), where v = sqrt(2 / pi) (x + 0.044715 x^3).
+      curve.tilt = 1.5957691216f;
+      curve.bend = 0.0713548163f;
+      break;
+    case Function::kSigmoid: curve.alone = true; break;
+    case Function::kSilu: break;
+    case Function::kRelu: curve.rectified = true; break;
+    case Function::kQuickGelu: curve.tilt = 1.702f; break;
+    case Function::kSquaredRelu: curve.rectified = curve.squared = true; break;
+    case Function::kClampedSilu:
+      curve.tilt = params.alpha;
+      curve.limit = curve.gate_limit = params.limit;
+      curve.cuts_gate = true;
+      curve.offset = params.offset;
+      break;
+  }
+  return curve;
 }
 
-template <Function kFunction>
-JAXTAP_DEVICE Point point(float x, const Params& params) {
-  if constexpr (kFunction == Function::kGelu) {
-    // 1 + tanh(v) is 2 sigmoid(2 v), where v = sqrt(2 / pi) (x + 0.044715 x^3).
-    constexpr float kRoot = 1.5957691216f, kCube = 0.0713548163f;
-    const float square = x * x;
-    return swish(x, x * fmaf(kCube, square, kRoot), fmaf(3.0f * kCube, square, kRoot));
-  } else if constexpr (kFunction == Function::kSigmoid) {
-    const Sigmoid s = sigmoid(x);
-    return {s.value, s.value * s.rest};
-  } else if constexpr (kFunction == Function::kSilu) {
-    return swish(x, x, 1.0f);
-  } else if constexpr (kFunction == Function::kRelu) {
-    return {x <= 0.0f ? 0.0f : x, x > 0.0f ? 1.0f : 0.0f};
-  } else if constexpr (kFunction == Function::kQuickGelu) {
-    return swish(x, 1.702f * x, 1.702f);
-  } else if constexpr (kFunction == Function::kSquaredRelu) {
+template <bool kRectified>
+JAXTAP_DEVICE Point point(float x, const Curve& curve) {
+  if constexpr (kRectified) {
     const float part = x <= 0.0f ? 0.0f : x;
-    return {part * part, 2.0f * part};
+    if (curve.squared) return {part * part, 2.0f * part};
+    return {part, x > 0.0f ? 1.0f : 0.0f};
   } else {
-    const float cut = x > params.limit ? params.limit : x;
-    const Point at = swish(cut, params.alpha * cut, params.alpha);
-    return {at.value, x > params.limit ? 0.0f : at.slope};
+    const float cut = x > curve.limit ? curve.limit : x;
+    const float square = curve.bend == 0.0f ? 0.0f : cut * cut;  // which may be infinite
+    const Sigmoid s = sigmoid(cut * fmaf(curve.bend, square, curve.tilt));
+    const float rise = s.value * s.rest;
+    if (curve.alone) return {s.value, rise};
+    const float slope = fmaf(3.0f * curve.bend, square, curve.tilt);
+    return {times(cut, s.value), x > curve.limit ? 0.0f : s.value + times(cut * slope, rise)};
   }
 }
 
 // What f(a) is multiplied with, and whether it follows b.
-template <Function kFunction>
-JAXTAP_DEVICE Point gate(float b, const Params& params) {
-  if constexpr (kFunction == Function::kClampedSilu) {
-    const float low = b < -params.limit ? -params.limit : b;
-    const float cut = low > params.limit ? params.limit : low;
-    return {cut + params.offset, cut == b ? 1.0f : 0.0f};
-  } else {
-    return {b, 1.0f};
-  }
+JAXTAP_DEVICE Point gate(float b, const Curve& curve) {
+  if (!curve.cuts_gate) return {b, 1.0f};
+  const float low = b < -curve.gate_limit ? -curve.gate_limit : b;
+  const float cut = low > curve.gate_limit ? curve.gate_limit : low;
+  return {cut + curve.offset, cut == b ? 1.0f : 0.0f};
 }
 
-template <Function kFunction>
-struct Constant {
-  static constexpr Function value = kFunction;
-};
-
-// Calls body(a constant), so that what loops over numbers is chosen once for all of them.
+// Calls body(a constant: whether it's rectified), so that what loops over numbers is chosen once.
 template <class Body>
-JAXTAP_DEVICE void by_function(Function function, Body&& body) {
-  switch (function) {
-    case Function::kGelu: return body(Constant<Function::kGelu>{});
-    case Function::kSigmoid: return body(Constant<Function::kSigmoid>{});
-    case Function::kSilu: return body(Constant<Function::kSilu>{});
-    case Function::kRelu: return body(Constant<Function::kRelu>{});
-    case Function::kQuickGelu: return body(Constant<Function::kQuickGelu>{});
-    case Function::kSquaredRelu: return body(Constant<Function::kSquaredRelu>{});
-    case Function::kClampedSilu: return body(Constant<Function::kClampedSilu>{});
+JAXTAP_DEVICE void by_kind(const Curve& curve, Body&& body) {
+  if (curve.rectified) {
+    body(std::true_type());
+  } else {
+    body(std::false_type());
   }
-  __builtin_unreachable();
 }
 
 }  // namespace

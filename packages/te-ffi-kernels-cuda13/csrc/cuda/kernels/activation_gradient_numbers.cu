@@ -20,13 +20,13 @@ __global__ void activation_gradient_numbers_kernel(RunsOf<Source> args) {
     load<Format>(source.dz + row * n + col, left, args.wide, dz);
     load<Format>(source.x + line, left, args.wide, a);
     if constexpr (kGated) load<Format>(source.x + line + n, left, args.wide, b);
-    by_function(source.function, [&](auto of) {
+    by_kind(source.curve, [&](auto of) {
       JAXTAP_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        const Point one = point<decltype(of)::value>(a[i], source.params);
+        const Point one = point<decltype(of)::value>(a[i], source.curve);
         da[i] = dz[i] * one.slope;
         if constexpr (kGated) {
-          const Point other = gate<decltype(of)::value>(b[i], source.params);
+          const Point other = gate(b[i], source.curve);
           da[i] *= other.value;
           db[i] = dz[i] * one.value * other.slope;
         }

@@ -1,6 +1,6 @@
 // Sums over rows of activations' gradients.
 #include "cuda/kernels/activation_source.h"
-#include "cuda/kernels/quantize_sums.h"
+#include "cuda/kernels/quantize_sums_of.h"
 
 namespace jaxtap::cuda {
 

@@ -17,8 +17,7 @@ struct ActivationSource {
   using Type = typename Of::Type;
   const Type *dz, *x;
   int64_t n;  // columns of one part
-  Function function;
-  Params params;
+  Curve curve;
   bool rounded;  // to the dtype
 
   // Whether `count` numbers may be read in a vector.
@@ -64,11 +63,11 @@ struct Activated : ActivationSource<Activated<Of, kGated>, Of> {
     float a[kCount], b[kCount];
     load<Of>(from, left, wide, a);
     if constexpr (kGated) load<Of>(from + this->n, left, wide, b);
-    by_function(this->function, [&](auto of) {
+    by_kind(this->curve, [&](auto of) {
       JAXTAP_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        out[i] = point<decltype(of)::value>(a[i], this->params).value;
-        if constexpr (kGated) out[i] *= gate<decltype(of)::value>(b[i], this->params).value;
+        out[i] = point<decltype(of)::value>(a[i], this->curve).value;
+        if constexpr (kGated) out[i] *= gate(b[i], this->curve).value;
       }
     });
   }
@@ -84,10 +83,10 @@ struct Derived : ActivationSource<Derived<Of>, Of> {
     float dz[kCount], x[kCount];
     load<Of>(this->dz + at, left, wide, dz);
     load<Of>(this->x + at, left, wide, x);
-    by_function(this->function, [&](auto of) {
+    by_kind(this->curve, [&](auto of) {
       JAXTAP_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        out[i] = dz[i] * point<decltype(of)::value>(x[i], this->params).slope;
+        out[i] = dz[i] * point<decltype(of)::value>(x[i], this->curve).slope;
       }
     });
   }
@@ -117,11 +116,11 @@ struct DerivedPair : ActivationSource<DerivedPair<Of>, Of> {
         b[i] = i < left ? Of::load(first[n + at]) : 0.0f;
       }
     }
-    by_function(this->function, [&](auto of) {
+    by_kind(this->curve, [&](auto of) {
       JAXTAP_UNROLL
       for (int i = 0; i < kCount; ++i) {
-        const Point one = point<decltype(of)::value>(a[i], this->params);
-        const Point other = gate<decltype(of)::value>(b[i], this->params);
+        const Point one = point<decltype(of)::value>(a[i], this->curve);
+        const Point other = gate(b[i], this->curve);
         out[i] = col + i < n ? dz[i] * one.slope * other.value : dz[i] * one.value * other.slope;
       }
     });
@@ -136,8 +135,7 @@ Source source_of(const Activation& args, const Quantize& outputs) {
   source.dz = static_cast<const Type*>(args.dz);
   source.x = static_cast<const Type*>(args.x);
   source.n = args.cols;
-  source.function = args.function;
-  source.params = args.params;
+  source.curve = curve_of(args.function, args.params);
   source.rounded = outputs.scaling == te::Scaling::kCurrentTensor;
   return source;
 }

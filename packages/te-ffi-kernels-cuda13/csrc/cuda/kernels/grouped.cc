@@ -1,9 +1,30 @@
 #include "cuda/kernels/grouped.h"
 
 namespace jaxtap::cuda {
+namespace {
+
+void find_starts(const GroupedQuantize& given, Stream stream) {
+  GroupSizes sizes;
+  sizes.sizes = given.sizes;
+  sizes.groups = given.groups;
+  sizes.length = given.length;
+  sizes.rows_each = given.rows_each;
+  const bool blocks = given.scaling == te::Scaling::kMx && given.turned != nullptr;
+  sizes.unit = blocks ? te::kBlock : 1;
+  sizes.tile = kGroupTile;
+  if (te::is_tensor(given.scaling)) {
+    sizes.scale = given.scale;
+    sizes.scales = static_cast<float*>(given.scales);
+    sizes.turned_scales = static_cast<float*>(given.turned_scales);
+  }
+  sizes.zeros = given.absmax;
+  find_group_starts(sizes, given.starts, stream);
+}
+
+}  // namespace
 
 void grouped_quantize(const GroupedQuantize& args, Stream stream) {
-  grouped_starts(args, stream);
+  find_starts(args, stream);
   if (args.scaling == te::Scaling::kChannel) {
     Quantize all;
     all.rows = args.rows();

@@ -1,20 +1,14 @@
-// Quantization of groups of rows one by one. How many rows a group has is read on the device:
-// nobody waits for it, and what is launched is the same whatever the groups are.
+// Quantization of groups of rows one by one, in tiles of 64 rows.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/kernels/group_starts.h"
 #include "cuda/kernels/quantize.h"
 
 namespace jaxtap::cuda {
 
-// Where a group begins: its first row, and its first tile of 64 rows. One more entry follows the
-// last group's: where that ends, or kNoRow and no tile if the sizes can't be.
-struct GroupStart {
-  int64_t row, tile;
-};
-
-constexpr int64_t kNoRow = -1;
+constexpr int64_t kGroupTile = 64;  // rows
 
 // Arrays of the device. Results are nullptr where they aren't wanted, and have those of the groups
 // one after the other; transposed quantized values are transposed within each group.
@@ -42,7 +36,6 @@ struct GroupedQuantize {
 void grouped_quantize(const GroupedQuantize& args, Stream stream);
 
 // The kernels.
-void grouped_starts(const GroupedQuantize& args, Stream stream);
 void grouped_absmax(const GroupedQuantize& args, Stream stream);
 void grouped_values(const GroupedQuantize& args, Stream stream);
 void grouped_rest(const GroupedQuantize& args, Stream stream);

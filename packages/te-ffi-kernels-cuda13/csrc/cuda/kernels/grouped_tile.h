@@ -4,11 +4,14 @@
 
 #include <type_traits>
 
+#include "cuda/kernels/group_of.h"
 #include "cuda/kernels/grouped.h"
 #include "cuda/kernels/quantize_tile.h"
 
 namespace jaxtap::cuda {
 namespace {
+
+static_assert(kTile == kGroupTile, "groups are divided into the tiles of a matrix");
 
 template <class Source>
 struct GroupedTiles : TilesOf<Source> {
@@ -41,20 +44,6 @@ GroupedTiles<Source> grouped_args(const GroupedQuantize& given, const Source& so
 template <class Source>
 int64_t grouped_blocks(const GroupedTiles<Source>& args) {
   return (args.rows / kTile + args.groups) * args.tiles_across;
-}
-
-// The last group that begins at this tile or before.
-JAXTAP_DEVICE int64_t group_of(const GroupStart* starts, int64_t groups, int64_t tile) {
-  int64_t low = 0, high = groups;
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    if (starts[middle].tile <= tile) {
-      low = middle;
-    } else {
-      high = middle;
-    }
-  }
-  return low;
 }
 
 // Of results that may not be wanted.

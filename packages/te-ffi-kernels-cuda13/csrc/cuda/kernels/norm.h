@@ -14,7 +14,9 @@ struct Norm : norms::Norm {
   // What rounding took from the mean, [rows]; nullptr for RMS, or where nothing is quantized.
   float* rest = nullptr;
 };
-using NormGradient = norms::Gradient;
+struct NormGradient : norms::Gradient {
+  float* parts = nullptr;  // memory for sums of two kinds: see column_sums.h
+};
 
 // (x - mean) * rsigma * gamma + beta, as numbers or as quantized values: where `outputs` has it,
 // whose x is not read. Sums are in an order that depends on the shape alone, not even on dtypes.

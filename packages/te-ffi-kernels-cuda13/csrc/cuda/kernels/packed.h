@@ -5,10 +5,21 @@
 #include <cstdint>
 
 #include "common/packed.h"
+#include "cuda/kernels/group_starts.h"
 #include "cuda/runtime.h"
 #include "te/table.h"
 
 namespace jaxtap::cuda {
+
+// A stack of weights, and which of them is multiplied with. The index is in memory of the device: as
+// XLA's slices have it, a negative one counts from the end, and one beyond the ends is the end.
+struct PackedStack {
+  const int32_t* index = nullptr;  // nullptr: there is one weight
+  int64_t count = 1;               // of weights
+  int64_t bytes = 0;               // of one
+};
+
+constexpr int64_t kOneGroup = -1;  // rows are not in groups
 
 // Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each of its
 // groups.
@@ -32,8 +43,15 @@ struct PackedMma {
   int64_t m = 0, n = 0;
   PanelLayout layout;
   const uint8_t* weight = nullptr;  // the packed format, at a multiple of 16
-  void* y = nullptr;                // [m, n]
+  PackedStack stack;
+  void* y = nullptr;  // [m, n]
   te::Float y_dtype = te::Float::kF32;
+
+  // Groups of rows, each with the weight of its own index: int32[groups]. Rows beyond the last group
+  // give zeros; if a size is negative, all give NaN.
+  const int32_t* sizes = nullptr;
+  int64_t row_groups = kOneGroup;
+  GroupStart* starts = nullptr;  // [row_groups + 1], memory
 };
 
 // A weight without groups as [cols, depth], where cols are those of all panels, and what columns of
@@ -41,6 +59,7 @@ struct PackedMma {
 // Quantized values as int8, with depth padded_k; or as they are in 16 bits, where depth is k.
 struct PackedWeight {
   const uint8_t* weight = nullptr;
+  PackedStack stack;
   PanelLayout layout;
   int64_t n = 0;
   bool as_int8 = false;

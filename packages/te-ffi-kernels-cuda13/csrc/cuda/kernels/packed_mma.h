@@ -10,6 +10,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "cuda/kernels/group_of.h"
 #include "cuda/kernels/packed.h"
 #include "cuda/kernels/packed_fragments.h"
 
@@ -25,6 +26,8 @@ struct MmaArgs {
   void* y;
   te::Float y_dtype;
   int64_t m, row_blocks, tiles;
+  const GroupStart* starts;  // nullptr: rows are in no groups
+  int64_t row_groups;
   bool wide;  // rows of x may be read in vectors of 8
 };
 
@@ -39,6 +42,41 @@ using FewRows = Shape<1, 1, 8, 8>;
 using SomeRows = Shape<4, 2, 4, 8>;
 using ManyRows = Shape<8, 4, 1, 4>;
 
+// The rows of a block.
+struct BlockRows {
+  int64_t first, limit;  // there are none from `limit` on
+  int64_t group;         // kNoGroup: those that no group has
+  bool bad;              // the sizes of groups can't be
+};
+constexpr int64_t kNoGroup = -1;
+
+template <class Shape>
+JAXTAP_DEVICE BlockRows rows_of(const MmaArgs& args, int64_t tile) {
+  if (args.starts == nullptr) return {tile * Shape::kRows, args.m, 0, false};
+  const GroupStart last = args.starts[args.row_groups];
+  const bool bad = last.row == kNoRow;
+  if (tile >= last.tile) {
+    return {(bad ? 0 : last.row) + (tile - last.tile) * Shape::kRows, args.m, kNoGroup, bad};
+  }
+  const int64_t group = group_of(args.starts, args.row_groups, tile);
+  const int64_t end = args.starts[group + 1].row;
+  const GroupStart start = args.starts[group];
+  return {start.row + (tile - start.tile) * Shape::kRows, end < args.m ? end : args.m, group, false};
+}
+
+// Writes what rows without a weight have.
+template <class Shape>
+JAXTAP_DEVICE void write_without_weight(const MmaArgs& args, const BlockRows& rows, int64_t column) {
+  constexpr int kCols = Shape::kAcross * kTileCols;
+  const float y = rows.bad ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+  for (int i = static_cast<int>(threadIdx.x); i < Shape::kRows * kCols; i += Shape::kThreads) {
+    const int64_t row = rows.first + i / kCols, at = column + i % kCols;
+    if (row < rows.limit && at < args.weight.n) {
+      store_one(args.y_dtype, args.y, row * args.weight.n + at, y);
+    }
+  }
+}
+
 template <class X, int kBits, bool kGroups, class Shape>
 __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs args) {
   constexpr bool kInt8 = std::is_same_v<X, Int8Values>;
@@ -46,12 +84,17 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
   constexpr int kFlight = Shape::kLoads / Stream32<kBits>::kLoads;
   using Part = std::conditional_t<kInt8, int32_t, float>;  // exact
   using Sum = std::conditional_t<kGroups, float, Part>;
-  const Panels& weight = args.weight;
   const int warp = static_cast<int>(threadIdx.x) / kWarp, across = warp / Shape::kSplits;
   const int g = static_cast<int>(threadIdx.x) % kWarp / 4, t = static_cast<int>(threadIdx.x) % 4;
   const int64_t block = static_cast<int64_t>(blockIdx.x);
   const int64_t tile = block / args.row_blocks * Shape::kAcross + across;
-  const int64_t first = block % args.row_blocks * Shape::kRows;
+  const BlockRows rows = rows_of<Shape>(args, block % args.row_blocks);
+  const int64_t first = rows.first, limit = rows.limit;
+  if (rows.group == kNoGroup) {
+    return write_without_weight<Shape>(args, rows,
+                                       block / args.row_blocks * Shape::kAcross * kTileCols);
+  }
+  const Panels weight = picked(args.weight, rows.group);
 
   // Columns that aren't there are those of the last panel, and are not written.
   const int64_t column = tile * kTileCols + 4 * g;
@@ -83,7 +126,7 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
         float factor = 1.0f;
         if constexpr (kInt8) {
           const int64_t row = first + r * kTileRows + 2 * t + i % 2;
-          factor = row < args.m ? args.x_scales[row * weight.groups + group] : 0.0f;
+          factor = row < limit ? args.x_scales[row * weight.groups + group] : 0.0f;
         }
         JAXTAP_UNROLL
         for (int j = 0; j < 2; ++j) {
@@ -113,7 +156,7 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
           const int64_t words = weight.lines * kDepthOf<kBits> / 4;  // of a row of x
           const auto* x = static_cast<const uint32_t*>(args.x) + row * words;
           uint32_t b[2] = {};
-          if (row < args.m) {
+          if (row < limit) {
             JAXTAP_UNROLL
             for (int half = 0; half < 2; ++half) b[half] = x[row_of<kBits>(step, t, half) / 4];
           }
@@ -131,7 +174,7 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
           const int64_t row = first + r * kTileRows + g;
           const auto* x = static_cast<const typename X::Type*>(args.x) + row * weight.k;
           typename X::Type numbers[2][4];
-          numbers_of<X, kBits>(x, row < args.m, step, t, weight.k, args.wide, numbers);
+          numbers_of<X, kBits>(x, row < limit, step, t, weight.k, args.wide, numbers);
           JAXTAP_UNROLL
           for (int half = 0; half < 2; ++half) {
             uint32_t b[kPlanes][2];
@@ -166,7 +209,7 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
   }
 
   const auto write_one = [&](int64_t row, int64_t at, Sum sum) {
-    if (row >= args.m || at >= weight.n) return;
+    if (row >= limit || at >= weight.n) return;
     float y = static_cast<float>(sum);
     const int64_t of = at / kCols;
     if constexpr (!kGroups) {
@@ -217,24 +260,37 @@ __global__ void __launch_bounds__(Shape::kThreads) packed_mma_kernel(MmaArgs arg
 }
 
 template <class X, int kBits, bool kGroups, class Shape>
-void run_shape(MmaArgs args, Stream stream) {
-  args.row_blocks = ceil_of(args.m, Shape::kRows);
+void run_shape(const PackedMma& given, MmaArgs args, Stream stream) {
+  if (given.row_groups == kOneGroup) {
+    args.row_blocks = ceil_of(args.m, Shape::kRows);
+  } else {
+    GroupSizes sizes;
+    sizes.sizes = given.sizes;
+    sizes.groups = given.row_groups;
+    sizes.length = given.m;
+    sizes.may_exceed = true;
+    sizes.tile = Shape::kRows;
+    find_group_starts(sizes, given.starts, stream);
+    args.row_blocks = most_tiles(given.m, given.row_groups, Shape::kRows);
+  }
   launch(packed_mma_kernel<X, kBits, kGroups, Shape>,
          ceil_of(args.tiles, Shape::kAcross) * args.row_blocks, Shape::kThreads, stream, args);
 }
 
 template <class X, int kBits, bool kGroups>
-void run_rows(const MmaArgs& args, Stream stream) {
+void run_rows(const PackedMma& given, const MmaArgs& args, Stream stream) {
   constexpr int64_t kSome = 128;
-  if (args.m <= FewRows::kRows) return run_shape<X, kBits, kGroups, FewRows>(args, stream);
-  if (args.m <= kSome) return run_shape<X, kBits, kGroups, SomeRows>(args, stream);
-  run_shape<X, kBits, kGroups, ManyRows>(args, stream);
+  // Of a group, if all have as many.
+  const int64_t rows = given.row_groups > 0 ? ceil_of(args.m, given.row_groups) : args.m;
+  if (rows <= FewRows::kRows) return run_shape<X, kBits, kGroups, FewRows>(given, args, stream);
+  if (rows <= kSome) return run_shape<X, kBits, kGroups, SomeRows>(given, args, stream);
+  run_shape<X, kBits, kGroups, ManyRows>(given, args, stream);
 }
 
 template <class X, int kBits>
-void run_bits(const MmaArgs& args, Stream stream) {
-  if (args.weight.group == 0) return run_rows<X, kBits, false>(args, stream);
-  run_rows<X, kBits, true>(args, stream);
+void run_bits(const PackedMma& given, const MmaArgs& args, Stream stream) {
+  if (args.weight.group == 0) return run_rows<X, kBits, false>(given, args, stream);
+  run_rows<X, kBits, true>(given, args, stream);
 }
 
 template <class X>
@@ -242,15 +298,17 @@ void run_mma(const PackedMma& given, Stream stream) {
   MmaArgs args = {};
   args.x = given.x;
   args.x_scales = given.x_scales;
-  args.weight = panels_of(given.weight, given.layout, given.n);
+  args.weight = panels_of(given.weight, given.layout, given.n, given.stack);
   args.y = given.y;
   args.y_dtype = given.y_dtype;
   args.m = given.m;
   args.tiles = ceil_of(given.n, kTileCols);
+  args.starts = given.row_groups == kOneGroup ? nullptr : given.starts;
+  args.row_groups = given.row_groups;
   args.wide = given.layout.k % 4 == 0 &&
               aligned(4 * sizeof(typename X::Type), static_cast<const char*>(given.x));
-  if (given.layout.bits == 8) return run_bits<X, 8>(args, stream);
-  run_bits<X, 4>(args, stream);
+  if (given.layout.bits == 8) return run_bits<X, 8>(given, args, stream);
+  run_bits<X, 4>(given, args, stream);
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ struct Args {
 
 template <int kBits>
 __global__ void packed_factors_kernel(Args args) {
-  const Panels& weight = args.weight;
+  const Panels weight = picked(args.weight);
   const int64_t at = thread_number();
   if (at >= weight.count * kColsOf<kBits>) return;
   const int64_t index = at / kColsOf<kBits>;
@@ -35,7 +35,7 @@ __global__ void packed_factors_kernel(Args args) {
 template <class X, int kBits>
 __global__ void packed_values_kernel(Args args) {
   constexpr int kLines = kRun / kDepthOf<kBits>, kHalves = kBits == 8 ? 1 : 2;
-  const Panels& weight = args.weight;
+  const Panels weight = picked(args.weight);
   const int64_t line = thread_number() / kColsOf<kBits>;
   const int col = static_cast<int>(thread_number() % kColsOf<kBits>);
   const int64_t index = line / args.runs, run = line % args.runs;
@@ -95,7 +95,7 @@ void run(const PackedWeight& given, const Args& args, Stream stream) {
 
 void packed_unpack(const PackedWeight& given, Stream stream) {
   Args args = {};
-  args.weight = panels_of(given.weight, given.layout, given.n);
+  args.weight = panels_of(given.weight, given.layout, given.n, given.stack);
   args.out = given.out;
   args.factors = given.factors;
   return given.layout.bits == 8 ? run<8>(given, args, stream) : run<4>(given, args, stream);

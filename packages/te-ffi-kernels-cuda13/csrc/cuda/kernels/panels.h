@@ -3,6 +3,7 @@
 
 #include "common/packed.h"
 #include "cuda/formats.h"
+#include "cuda/kernels/packed.h"
 
 namespace jaxtap::cuda {
 namespace {
@@ -19,10 +20,12 @@ struct Panels {
   const uint8_t* data;
   int64_t k, n, group, groups, bytes, scale_bytes, lines, group_lines, count;
   int bits, scale_bits;
+  PackedStack stack;
 };
 
 // Throws for an address that no panel can begin at.
-inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t n) {
+inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t n,
+                        const PackedStack& stack = {}) {
   if (!aligned(16, data)) {
     throw invalid_argument("the packed weight begins at an address that isn't a multiple of 16; "
                            "XLA's arrays do");
@@ -40,7 +43,17 @@ inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t 
   panels.count = panel_count(n, layout.columns());
   panels.bits = layout.bits;
   panels.scale_bits = layout.scale_bits;
+  panels.stack = stack;
   return panels;
+}
+
+// The weight of a stack that an index says.
+JAXTAP_DEVICE Panels picked(Panels weight, int64_t at = 0) {
+  if (weight.stack.index == nullptr) return weight;
+  const int64_t last = weight.stack.count - 1, given = weight.stack.index[at];
+  const int64_t index = given < 0 ? given + weight.stack.count : given;
+  weight.data += (index < 0 ? 0 : index < last ? index : last) * weight.stack.bytes;
+  return weight;
 }
 
 // The quantized values of a line of `group`. In 4 bits each group's follow its scales.

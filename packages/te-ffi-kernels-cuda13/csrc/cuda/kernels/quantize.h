@@ -26,6 +26,7 @@ struct Quantize {
   void* scales = nullptr;           // float[1], float[rows], or e8m0 [rows, cols / 32]
   void* turned_scales = nullptr;    // float[1], float[cols], or e8m0 [rows / 32, cols]
   void* sums = nullptr;             // over rows, rounded to `dtype`: [cols]
+  float* parts = nullptr;           // memory for them: see column_sums.h
   float* updated_amax = nullptr;    // may be where `amax` is
 };
 

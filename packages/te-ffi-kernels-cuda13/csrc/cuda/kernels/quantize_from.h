@@ -1,5 +1,5 @@
 // Quantization of a matrix that is computed on the way, by each kernel anew; but for sums over rows
-// (quantize_sums.h).
+// (quantize_sums_of.h).
 #pragma once
 
 #include "cuda/kernels/quantize_absmax.h"

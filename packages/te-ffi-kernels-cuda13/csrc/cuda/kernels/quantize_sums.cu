@@ -1,4 +1,4 @@
-#include "cuda/kernels/quantize_sums.h"
+#include "cuda/kernels/quantize_sums_of.h"
 
 namespace jaxtap::cuda {
 

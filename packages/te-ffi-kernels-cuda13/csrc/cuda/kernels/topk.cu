@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(TopK args) {
 
 void topk(const TopK& args, Stream stream) {
   if (args.k > kMostTopK) {
-    throw invalid_argument("k_value is ", args.k, ", and must be at most ", kMostTopK);
+    throw invalid_argument("k_value must be at most ", kMostTopK, ", got ", args.k);
   }
   const auto with = [&](auto kernel) { launch(kernel, args.rows, kThreads, stream, args); };
   switch (args.dtype) {

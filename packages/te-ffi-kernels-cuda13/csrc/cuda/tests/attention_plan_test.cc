@@ -618,16 +618,16 @@ TEST(cuda_attention_that_cudnn_has_not) {
     const DnnPlans::Entry& other = plans.of(dnn, cuda, 0, back.graph);
     const auto needed = static_cast<size_t>(Run::bytes(back));
     CHECK(throws<Error>([&] { AttentionPlan(dnn, cuda, other, back, needed - 1); },
-                        "workspace has " + std::to_string(needed - 1) + " bytes"));
+                        "bytes, got " + std::to_string(needed - 1)));
     AttentionPlan plan(dnn, cuda, other, back, needed);
     AttentionMemory memory;
-    CHECK(throws<Error>([&] { plan.run(memory, nullptr); }, "workspace has 0 bytes"));
+    CHECK(throws<Error>([&] { plan.run(memory, nullptr); }, "bytes, got 0"));
     alignas(256) static char some[4096];
     memory.workspace = some;
     memory.bytes = needed;
     memory.v = some + 8;
     CHECK(throws<Error>([&] { plan.run(memory, nullptr); }, "isn't a multiple of 16"));
-    CHECK(throws<Error>([&] { AttentionSteps(config, DType::F32, false); }, "q is float32"));
+    CHECK(throws<Error>([&] { AttentionSteps(config, DType::F32, false); }, "q must ... got float32"));
   }
   CHECK(dnn.left() == 0 && dnn.misused == 0);
 }

@@ -59,27 +59,6 @@ TEST(cuda_pack_wraps_around_beyond_4_bits) {
   CHECK(same(found, wanted));
 }
 
-// A row of x in float64; for int8 what it is rounded to: multiples of 1/127 of the largest
-// magnitude of the row, or of its group.
-std::vector<double> row_of_x(const PackedRun& run, int64_t row) {
-  const PackedCase& c = run.given;
-  std::vector<double> x(static_cast<size_t>(c.k));
-  for (int64_t j = 0; j < c.k; ++j) {
-    x[static_cast<size_t>(j)] = element(run.x.get(), kFloats[c.in], row * c.k + j);
-  }
-  const size_t group = static_cast<size_t>(c.group == 0 ? c.k : c.group);
-  for (size_t begin = 0; c.quantizes && begin < x.size(); begin += group) {
-    double most = 0;
-    for (size_t j = begin; j < begin + group; ++j) most = std::max(most, std::fabs(x[j]));
-    const float scale = std::max(static_cast<float>(most) * (1.0f / 127.0f), 0x1p-126f);
-    for (size_t j = begin; j < begin + group; ++j) {
-      const float ratio = std::min(127.0f, std::max(-127.0f, static_cast<float>(x[j]) / scale));
-      x[j] = static_cast<double>(std::nearbyint(ratio)) * static_cast<double>(scale);
-    }
-  }
-  return x;
-}
-
 // Against sums in float64; of int8 also with the bits of the CPU, where sums of groups are added up
 // in its order.
 void check_values(PackedRun& run) {
@@ -91,7 +70,7 @@ void check_values(PackedRun& run) {
   const double least = c.out == 2 ? 0x1p-25 : 0;  // half the least number of float16
   bool good = run.sound && (!same_bits || same(run.found, cpu));
   for (int64_t row = 0; row < c.m; ++row) {
-    const std::vector<double> x = row_of_x(run, row);
+    const std::vector<double> x = run.row_of_x(row);
     for (int64_t col = 0; col < c.n; ++col) {
       double sum = 0, size = 0;
       for (int64_t j = 0; j < c.k; ++j) {

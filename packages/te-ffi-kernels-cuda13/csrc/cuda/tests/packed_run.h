@@ -3,8 +3,10 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cuda/gemm/packed.h"
 #include "cuda/gemm/steps.h"
@@ -69,7 +71,7 @@ struct PackedRun {
     spoil_all(workspace);
     cuda::PackedMatmul there = args;
     there.x = x.get();
-    there.weight = weights.buffer.get();
+    if (there.weight == nullptr) there.weight = weights.buffer.get();
     there.y = found.get();
     cuda::packed_matmul(there, sums, workspace.get(), size, nullptr);
   }
@@ -86,6 +88,28 @@ struct PackedRun {
     there.planes = given.quantizes ? 1 : 0;
     matmul(there, Parallel(), Isa::kGeneric);
     return wanted;
+  }
+
+  // A row of x in float64; for int8 what it is rounded to: multiples of 1/127 of the largest
+  // magnitude of the row, or of its group.
+  std::vector<double> row_of_x(int64_t row) const {
+    const PackedCase& c = given;
+    std::vector<double> numbers(static_cast<size_t>(c.k));
+    for (int64_t j = 0; j < c.k; ++j) {
+      numbers[static_cast<size_t>(j)] = element(x.get(), kFloats[c.in], row * c.k + j);
+    }
+    const size_t group = static_cast<size_t>(c.group == 0 ? c.k : c.group);
+    for (size_t begin = 0; c.quantizes && begin < numbers.size(); begin += group) {
+      double most = 0;
+      for (size_t j = begin; j < begin + group; ++j) most = std::max(most, std::fabs(numbers[j]));
+      const float scale = std::max(static_cast<float>(most) * (1.0f / 127.0f), 0x1p-126f);
+      for (size_t j = begin; j < begin + group; ++j) {
+        const float ratio =
+            std::min(127.0f, std::max(-127.0f, static_cast<float>(numbers[j]) / scale));
+        numbers[j] = static_cast<double>(std::nearbyint(ratio)) * static_cast<double>(scale);
+      }
+    }
+    return numbers;
   }
 
   double at(int64_t index) const { return element(found.get(), kFloats[given.out], index); }

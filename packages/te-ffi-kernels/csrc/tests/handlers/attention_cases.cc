@@ -80,30 +80,30 @@ double aux_at(const Program& p, int64_t i) {
 }
 
 const std::vector<Bad> kBadAttributes = {
-    {set("input_batch", -1), "an attribute that is a size is -1"},
-    {set("num_gqa_groups", 3), "of which it must be a multiple"},
-    {set("qk_head_dim", 0), "all must be positive"},
-    {set("qkv_layout", 6), "qkv_layout is 6, and must be 5, 7, 9, 10, 12 or 14"},
+    {set("input_batch", -1), "attributes of sizes must be at least 0, got -1"},
+    {set("num_gqa_groups", 3), "attn_heads must be a multiple of num_gqa_groups, 3, got 2"},
+    {set("qk_head_dim", 0), "and max_segments_per_seq must be positive, got 0, 8 and 1"},
+    {set("qkv_layout", 6), "qkv_layout must be 5, 7, 9, 10, 12 or 14, got 6"},
     {set("qkv_layout", 5), "with which keys are as many as queries"},
     {[](Program& p) {
        p.attributes.at("qkv_layout") = 7;
        p.attributes.at("v_head_dim") = 4;
      },
-     "with which qk_head_dim, 8, must be v_head_dim, 4"},
-    {set("bias_type", 3), "bias_type is 3, and must be from 0 to 2"},
-    {set("mask_type", -1), "mask_type is -1"},
-    {set("softmax_type", 3), "softmax_type is 3"},
+     "qk_head_dim must be v_head_dim, 4, with qkv_layout"},
+    {set("bias_type", 3), "bias_type must be from 0 to 2, got 3"},
+    {set("mask_type", -1), "mask_type must be from 0 to 5, got -1"},
+    {set("softmax_type", 3), "softmax_type must be from 0 to 2, got 3"},
     {set("qkv_layout", 14), "which a THD layout doesn't have"},
-    {set("bias_heads", 3), "bias_batch is 1 and bias_heads 3; they must be 1, or 2 and 2"},
-    {set("dropout_probability", 1.0), "dropout_probability is 1, and must be in [0, 1)"},
-    {operand(0, kS8, {kBatch, kQueries, kHeads, kSize}), "q is int8"},
-    {operand(0, kF32, {1}), "q is float32[1], and must have 96 numbers, as the attributes have it"},
-    {operand(1, kBF16, {kBatch, kKeys, 1, kSize}), "k is bfloat16"},
-    {operand(1, kF32, {1}), "k is float32[1], and must have 64"},
-    {operand(2, kF32, {1}), "v is float32[1], and must have 64"},
-    {operand(3, kF32, {1}), "bias is float32[1], and must have 12"},
-    {operand(4, kF32, {1}), "softmax_offset is float32[1], and must have 2"},
-    {operand(4, kBF16, {kHeads}), "softmax_offset is bfloat16[2]"}};
+    {set("bias_heads", 3), "bias_heads must be 1, or 2 and 2, got 1 and 3"},
+    {set("dropout_probability", 1.0), "dropout_probability must be in [0, 1), got 1"},
+    {operand(0, kS8, {kBatch, kQueries, kHeads, kSize}), "q must ... got int8"},
+    {operand(0, kF32, {1}), "q must have 96 numbers, as the attributes have it, got float32[1]"},
+    {operand(1, kBF16, {kBatch, kKeys, 1, kSize}), "k must ... got bfloat16"},
+    {operand(1, kF32, {1}), "k must have 64"},
+    {operand(2, kF32, {1}), "v must have 64"},
+    {operand(3, kF32, {1}), "bias must have 12"},
+    {operand(4, kF32, {1}), "softmax_offset must have 2"},
+    {operand(4, kBF16, {kHeads}), "softmax_offset must ... got bfloat16[2]"}};
 
 std::vector<Bad> also(std::vector<Bad> more) {
   more.insert(more.end(), kBadAttributes.begin(), kBadAttributes.end());
@@ -125,18 +125,18 @@ CASE(attention) {
             expect_close(p.results[1], "aux", [&](int64_t i) { return aux_at(p, i); });
             CHECK(p.results[2].as<uint32_t>()[1] == 77 && p.results[2].as<uint32_t>()[3] == 0);
           },
-          also({{operand(5, kS32, {2}), "seed is int32[2], and must be of: uint32"},
+          also({{operand(5, kS32, {2}), "seed must be of: uint32, got int32[2]"},
                 {[](Program& p) {
                    p.attributes.at("dropout_probability") = 0.5;
                    p.operands[5] = Tensor(kU32, {1});
                  },
-                 "seed is uint32[1], and must have two numbers"},
-                {operand(6, kU32, {3}), "q_cu_seqlens is uint32[3]"},
-                {operand(7, kS32, {2}), "kv_cu_seqlens is int32[2], and must have at least 3"},
-                {result(0, kF32, {1}), "output is float32[1]"},
-                {result(0, kF16, {kBatch, kQueries, kHeads, kSize}), "output is float16"},
-                {result(1, kF32, {1}), "softmax_aux is float32[1]"},
-                {result(2, kS32, {4}), "rng_state is int32[4]"}})};
+                 "seed must have two numbers"},
+                {operand(6, kU32, {3}), "q_cu_seqlens must ... got uint32[3]"},
+                {operand(7, kS32, {2}), "kv_cu_seqlens must have at least 3 numbers, got int32[2]"},
+                {result(0, kF32, {1}), "output must ... got float32[1]"},
+                {result(0, kF16, {kBatch, kQueries, kHeads, kSize}), "output must ... got float16"},
+                {result(1, kF32, {1}), "softmax_aux must ... got float32[1]"},
+                {result(2, kS32, {4}), "rng_state must ... got int32[4]"}})};
 }
 
 // Tokens of two sequences side by side, and lengths that are cut to what is there.
@@ -166,8 +166,8 @@ CASE(attention_of_packed_tokens) {
               return sum / static_cast<double>(end - begin);
             });
           },
-          {{operand(8, kS32, {3}), "q_seq_offsets is int32[3]"},
-           {operand(9, kU32, {4}), "k_seq_offsets is uint32[4]"}}};
+          {{operand(8, kS32, {3}), "q_seq_offsets must ... got int32[3]"},
+           {operand(9, kU32, {4}), "k_seq_offsets must ... got uint32[4]"}}};
 }
 
 CASE(attention_gradient) {
@@ -229,19 +229,19 @@ CASE(attention_gradient) {
                            [&](int64_t i) { return number(wanted[which], i); }, 1e-4);
             }
           },
-          also({{operand(8, kF32, {1}), "doutput is float32[1]"},
-                {operand(7, kF32, {1}), "output is float32[1]"},
-                {operand(5, kF32, {1}), "softmax_aux is float32[1]"},
+          also({{operand(8, kF32, {1}), "doutput must ... got float32[1]"},
+                {operand(7, kF32, {1}), "output must ... got float32[1]"},
+                {operand(5, kF32, {1}), "softmax_aux must ... got float32[1]"},
                 {[](Program& p) {
                    p.attributes.at("dropout_probability") = 0.5;
                    p.operands[6] = Tensor(kS32, {4});
                  },
-                 "rng_state is int32[4]"},
-                {operand(9, kS32, {1}), "q_cu_seqlens is int32[1]"},
-                {result(0, kF16, {kBatch, kQueries, kHeads, kSize}), "dq is float16"},
-                {result(1, kF32, {1}), "k is float32[1]"},
-                {result(3, kF32, {1}), "dbias is float32[1]"},
-                {result(4, kF32, {1}), "dsoftmax_offset is float32[1]"}})};
+                 "rng_state must ... got int32[4]"},
+                {operand(9, kS32, {1}), "q_cu_seqlens must ... got int32[1]"},
+                {result(0, kF16, {kBatch, kQueries, kHeads, kSize}), "dq must ... got float16"},
+                {result(1, kF32, {1}), "k must ... got float32[1]"},
+                {result(3, kF32, {1}), "dbias must ... got float32[1]"},
+                {result(4, kF32, {1}), "dsoftmax_offset must ... got float32[1]"}})};
 }
 
 }  // namespace

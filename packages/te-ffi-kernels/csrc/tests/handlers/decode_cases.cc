@@ -59,21 +59,21 @@ void expect_decoded(const Program& p) {
 
 CASE(decode) {
   return {decode_program(kF32, false, true), expect_decoded,
-          {{set("window", -1), "window is -1, and must be at least 0"},
-           {set("softcap", -1.0), "softcap is -1, and must be at least 0"},
+          {{set("window", -1), "window must be at least 0, got -1"},
+           {set("softcap", -1.0), "softcap must be at least 0, got -1"},
            {set("heads_first", true), "the batch, the heads of keys"},
-           {operand(0, kF32, {1}), "q is float32[1], and must have 5 axes"},
-           {operand(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "q is int8"},
-           {operand(1, kS8, {kBatch, kPositions, 2, kSize}), "values is float32"},
-           {operand(1, kS32, {kBatch, kPositions, 2, kSize}), "keys is int32"},
-           {operand(1, kF32, {1}), "keys is float32[1], and must have 4 axes"},
+           {operand(0, kF32, {1}), "q must have 5 axes, got float32[1]"},
+           {operand(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "q must ... got int8"},
+           {operand(1, kS8, {kBatch, kPositions, 2, kSize}), "values must ... got float32"},
+           {operand(1, kS32, {kBatch, kPositions, 2, kSize}), "keys must ... got int32"},
+           {operand(1, kF32, {1}), "keys must have 4 axes, got float32[1]"},
            {operand(2, kF32, {kBatch, kPositions, 2, 1}), "that of keys"},
-           {operand(3, kS32, {1}), "lengths is int32[1], and must have the shape [2]"},
-           {operand(3, kF32, {2}), "lengths is float32[2]"},
-           {operand(4, kPred, {3, 1, kPositions}), "and must be [2 or 1, 1 or 1, 6]"},
-           {operand(4, kU8, {1, 1, kPositions}), "mask is uint8"},
+           {operand(3, kS32, {1}), "lengths must have the shape [2]"},
+           {operand(3, kF32, {2}), "lengths must ... got float32[2]"},
+           {operand(4, kPred, {3, 1, kPositions}), "must be [2 or 1, 1 or 1, 6]"},
+           {operand(4, kU8, {1, 1, kPositions}), "mask must ... got uint8"},
            {result(0, kF32, {kBatch}), "that of q"},
-           {result(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "out is int8"}}};
+           {result(0, kS8, {kBatch, 1, 2, kGroup, kSize}), "out must ... got int8"}}};
 }
 
 // The second of three caches.
@@ -102,11 +102,11 @@ Case decode_of_stack(bool scaled) {
             expect_decoded(one);
           },
           {{operand(last, kS32, {1}), "that of a scalar"},
-           {operand(last, kF32, {}), "index is float32[]"},
+           {operand(last, kF32, {}), "index must ... got float32[]"},
            {operand(1, scaled ? kS8 : kF32, {0, kBatch, kPositions, 2, kSize}),
-            "and must be a stack of one or more"},
+            "must be a stack of one or more"},
            {operand(1, scaled ? kS8 : kF32, {kBatch, kPositions, 2, kSize}),
-            "and must have 4 axes"}},
+            "must have 4 axes"}},
           {"stacked"}};
 }
 
@@ -117,12 +117,12 @@ CASE(decode_of_a_stack_of_int8) { return decode_of_stack(true); }
 CASE(decode_of_int8) {
   return {decode_program(kS8, true, false), expect_decoded,
           {{operand(4, kF32, {1}), "that of keys but for the last"},
-           {operand(5, kBF16, {kBatch, kPositions, 2}), "value_scale is bfloat16"},
+           {operand(5, kBF16, {kBatch, kPositions, 2}), "value_scale must ... got bfloat16"},
            {[](Program& p) {
               p.operands[1] = Tensor(kF32, {kBatch, kPositions, 2, kSize});
               p.operands[2] = p.operands[1];
             },
-            "and int8 alone must have scales"}}};
+            "keys must have scales if they are int8"}}};
 }
 
 }  // namespace

@@ -63,31 +63,31 @@ std::function<void(Program&)> first_size(int32_t size) {
 CASE(grouped_gemm) {
   return {grouped_program(0, kF32, 0),
           [](const Program& p) { expect_rows(p, 1); },
-          {{set("scaling_mode", 4), "(NVFP4)"},
-           {set("ragged", 2), "ragged is 2, and must be 0 (rows) or 1"},
-           {set("lhs_axis_boundary", 0), "lhs_axis_boundary is 0"},
-           {set("rhs_axis_boundary", 1), "and must have a first axis of 3, one for each"},
-           {set("lhs_is_trans", true), "and must have the 7 of lhs"},
-           {operand(0, kS8, {kLength, kK}), "and must be of int8 like lhs"},
+          {{set("scaling_mode", 4), "must not be NVFP4, ... got 4"},
+           {set("ragged", 2), "ragged must be 0 (rows) or 1"},
+           {set("lhs_axis_boundary", 0), "lhs_axis_boundary must ... got 0"},
+           {set("rhs_axis_boundary", 1), "must have a first axis of 3, one for each"},
+           {set("lhs_is_trans", true), "rhs must have 7 contracted, as lhs"},
+           {operand(0, kS8, {kLength, kK}), "must be of int8 like lhs"},
            {[](Program& p) {
               p.operands[0] = Tensor(kF32, {kLength, 1, kK});
               p.attributes.at("lhs_axis_boundary") = 2;
             },
-            "what is divided must be its first axis alone"},
-           {operand(2, kBF16, {kGroups, kK, kN}), "and must be of float32 like lhs"},
-           {operand(2, kF32, {2, kK, kN}), "and must have a first axis of 3"},
-           {operand(2, kF32, {kGroups, 31, kN}), "with 31 contracted"},
+            "must be divided along its first axis alone"},
+           {operand(2, kBF16, {kGroups, kK, kN}), "must be of float32 like lhs"},
+           {operand(2, kF32, {2, kK, kN}), "must have a first axis of 3"},
+           {operand(2, kF32, {kGroups, 31, kN}), "rhs must have 32 contracted, as lhs, ... got 31"},
            {operand(4, kF32, {kN}), "one for each column and group"},
-           {operand(4, kBF16, {kGroups, kN}), "bias is bfloat16[3, 5]"},
+           {operand(4, kBF16, {kGroups, kN}), "bias must ... got bfloat16[3, 5]"},
            {operand(5, kS32, {kGroups, 1}), "must have 1 axes"},
            {operand(5, XLA_FFI_DataType_S64, {kGroups}), "must be of: int32"},
-           {first_size(-1), "group_sizes[0] is -1, and must be at least 0"},
-           {first_size(4), "group_sizes has the sum 8, and must have at most 7"},
+           {first_size(-1), "group_sizes[0] must be at least 0, got -1"},
+           {first_size(4), "the sum of group_sizes must be at most 7"},
            {operand(6, kF32, {2}), "one for each group"},
-           {operand(7, kF16, {kGroups}), "beta is float16[3]"},
+           {operand(7, kF16, {kGroups}), "beta must ... got float16[3]"},
            {[](Program& p) { set_number(p.operands[7], 1, 1); },
-            "beta[1] is 1, and must be 0: the result has no value before"},
-           {result(0, kS8, {kLength, kN}), "output is int8[7, 5]"},
+            "beta[1] must be 0, got 1. The result has no value before"},
+           {result(0, kS8, {kLength, kN}), "output must ... got int8[7, 5]"},
            {result(0, kF32, {kLength, 6}), "rows of lhs times columns of rhs"}}};
 }
 
@@ -112,7 +112,7 @@ CASE(grouped_gemm_of_quantized_values) {
               p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
               p.operands[3] = Tensor(kU8, {kGroups * kN});
             },
-            "and MX needs its first axis to be what is divided"}}};
+            "must be divided along its first axis with MX"}}};
 }
 
 CASE(grouped_gemm_of_what_is_contracted) {
@@ -133,8 +133,8 @@ CASE(grouped_gemm_of_what_is_contracted) {
               p.operands[2] = Tensor(kF32, {kN, kLength, 1});
               p.attributes.at("rhs_is_trans") = true;
             },
-            "what is divided must be its last axis alone"},
-           {first_size(5), "group_sizes has the sum 9"},
+            "must be divided along its last axis alone"},
+           {first_size(5), "the sum of group_sizes must be at most 7, ... got 9"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {32, kK});
@@ -142,7 +142,7 @@ CASE(grouped_gemm_of_what_is_contracted) {
               p.operands[2] = Tensor(kE4M3, {32, kN});
               p.operands[3] = Tensor(kU8, {kN});
             },
-            "MX blocks along the contracted axis need a multiple of 32"}}};
+            "must be a multiple of 32 for MX blocks"}}};
 }
 
 constexpr int64_t kTokens = 4, kExperts = 3, kHidden = 5, kRows = 9;
@@ -190,7 +190,7 @@ CASE(make_row_id_map) {
           {{operand(0, kF32, {kTokens, kExperts}), "must be of: bool, uint8"},
            {operand(0, kU8, {kTokens}), "must have 2 axes"},
            {result(0, kS32, {kTokens, 6}), "twice the experts and one per token"},
-           {result(0, kF32, {kTokens, 7}), "row_id_map is float32"},
+           {result(0, kF32, {kTokens, 7}), "row_id_map must ... got float32"},
            {result(1, kS32, {2}), "one for each expert"}}};
 }
 
@@ -215,15 +215,15 @@ CASE(permute) {
               return probs[static_cast<size_t>(i)];
             }, 0);
           },
-          {{operand(0, kS8, {kTokens, kHidden}), "inp is int8"},
+          {{operand(0, kS8, {kTokens, kHidden}), "inp must ... got int8"},
            {operand(0, kF32, {3, kHidden}), "must have 4 rows, one for each token"},
            {operand(1, kS32, {kTokens, 6}), "must have twice the experts and one per token"},
-           {operand(1, kF32, {kTokens, 7}), "row_id_map is float32"},
+           {operand(1, kF32, {kTokens, 7}), "row_id_map must ... got float32"},
            {operand(2, kF32, {kTokens}), "one for each token and expert, or none"},
-           {operand(2, kF32, {kTokens, kExperts}), "permuted_probs is bfloat16[9]"},
+           {operand(2, kF32, {kTokens, kExperts}), "permuted_probs must ... got bfloat16[9]"},
            {operand(3, kS32, {2}), "one for each expert, or none"},
            {result(0, kF32, {kRows, 4}), "rows as those of inp"},
-           {result(0, kBF16, {kRows, kHidden}), "output is bfloat16"},
+           {result(0, kBF16, {kRows, kHidden}), "output must ... got bfloat16"},
            {result(1, kBF16, {kRows + 1}), "one for each row"}}};
 }
 
@@ -267,11 +267,11 @@ CASE(unpermute) {
               return probs[static_cast<size_t>(i)];
             }, 0);
           },
-          {{operand(0, kS8, {kRows, kHidden}), "inp is int8"},
+          {{operand(0, kS8, {kRows, kHidden}), "inp must ... got int8"},
            {operand(2, kF32, {kTokens}), "one for each token and expert, or none"},
            {operand(3, kF16, {4}), "one for each row, or none"},
-           {operand(3, kF32, {kRows}), "unpermuted_probs is float16"},
-           {operand(4, kS8, {kExperts}), "pad_offsets is int8"},
+           {operand(3, kF32, {kRows}), "unpermuted_probs must ... got float16"},
+           {operand(4, kS8, {kExperts}), "pad_offsets must ... got int8"},
            {result(0, kF32, {3, kHidden}), "must have 4 rows, one for each token"},
            {result(0, kF32, {kTokens, 4}), "rows as those of inp"},
            {result(1, kF16, {kTokens}), "one for each token and expert"}}};
@@ -300,13 +300,13 @@ CASE(unpermute_gradient) {
               return probs[static_cast<size_t>(i)];
             }, 1e-2);
           },
-          {{operand(0, kBF16, {kTokens, kHidden}), "output_grad is bfloat16"},
+          {{operand(0, kBF16, {kTokens, kHidden}), "output_grad must ... got bfloat16"},
            {operand(0, kF32, {kTokens, 4}), "rows as those of fwd_input"},
-           {operand(2, kS8, {kRows, kHidden}), "fwd_input is int8"},
+           {operand(2, kS8, {kRows, kHidden}), "fwd_input must ... got int8"},
            {operand(3, kBF16, {kTokens}), "one for each token and expert"},
            {operand(4, kS32, {1}), "one for each expert, or none"},
            {result(0, kF32, {kRows, 4}), "as fwd_input"},
-           {result(1, kF32, {kTokens, kExperts}), "probs_grad is float32"}}};
+           {result(1, kF32, {kTokens, kExperts}), "probs_grad must ... got float32"}}};
 }
 
 CASE(topk) {
@@ -336,12 +336,12 @@ CASE(topk) {
               return static_cast<double>(best(i));
             }, 0);
           },
-          {{set("k_value", 0), "k_value is 0, and must be positive"},
-           {set("k_value", 41), "and must have at least k_value, 41, in a row"},
-           {operand(0, kS32, {2, 3, 40}), "keys is int32"},
-           {operand(0, kF32, {}), "and must have at least k_value, 2, in a row"},
+          {{set("k_value", 0), "k_value must be positive, got 0"},
+           {set("k_value", 41), "must have at least k_value, 41, in a row"},
+           {operand(0, kS32, {2, 3, 40}), "keys must ... got int32"},
+           {operand(0, kF32, {}), "must have at least k_value, 2, in a row"},
            {result(0, kF32, {2, 3, 3}), "k_value for each row"},
-           {result(0, kBF16, {2, 3, 2}), "values is bfloat16"},
+           {result(0, kBF16, {2, 3, 2}), "values must ... got bfloat16"},
            {result(1, kS32, {2, 3}), "k_value for each row"}}};
 }
 

@@ -14,6 +14,7 @@
 #include "common/parallel.h"
 #include "ffi/buffers.h"
 #include "ffi/registry.h"
+#include "tests/check.h"
 #include "xla/ffi/api/c_api.h"
 
 // XLA's own, which its interface doesn't show.
@@ -95,7 +96,7 @@ struct Outcome {
 
   bool ok() const { return code == XLA_FFI_Error_Code_OK; }
   bool refused() const { return code == XLA_FFI_Error_Code_INVALID_ARGUMENT; }
-  bool says(const std::string& part) const { return message.find(part) != std::string::npos; }
+  bool says(const std::string& part) const { return testing::contains(message, part); }
 };
 
 inline const XLA_FFI_Api& fake_api() {

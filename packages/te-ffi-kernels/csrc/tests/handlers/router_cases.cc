@@ -57,16 +57,16 @@ CASE(router) {
                          [&](int64_t i) { return chosen(score, i) ? 1.0 : 0.0; }, 0);
             expect_close(p.results[2], "saved", score);
           },
-          {{set("score_function", 3), "score_function is 3, and must be"},
-           {set("routing_map_format", 2), "routing_map_format is 2"},
-           {set("topk", 0), "topk is 0, and must be positive"},
+          {{set("score_function", 3), "score_function must be"},
+           {set("routing_map_format", 2), "routing_map_format must ... got 2"},
+           {set("topk", 0), "topk must be positive, got 0"},
            {set("topk", 9), "must not be above the number of experts, 8"},
-           {set("group_topk", 3), "group_topk is 3, and must divide topk, 2"},
+           {set("group_topk", 3), "group_topk must divide topk, 2, got 3"},
            {[](Program& p) {
               p.attributes.at("group_topk") = 2;
               p.attributes.at("num_groups") = 1;
             },
-            "num_groups is 1, and must be at least group_topk, 2"},
+            "num_groups must be at least group_topk, 2, got 1"},
            {[](Program& p) {
               p.attributes.at("group_topk") = 1;
               p.attributes.at("num_groups") = 3;
@@ -77,13 +77,13 @@ CASE(router) {
               p.attributes.at("num_groups") = 8;
             },
             "must not be above the 1 experts of a group"},
-           {operand(0, kF32, {}), "and must be [tokens, experts]"},
-           {operand(0, kS8, {kTokens, kExperts}), "logits is int8"},
-           {operand(1, kF32, {kExperts}), "and must be empty: softmax has none"},
+           {operand(0, kF32, {}), "must be [tokens, experts]"},
+           {operand(0, kS8, {kTokens, kExperts}), "logits must ... got int8"},
+           {operand(1, kF32, {kExperts}), "must be empty, got float32[8]. Softmax has none"},
            {operand(1, kF32, {3}), "one for each expert, or none"},
-           {operand(1, kS32, {kExperts}), "expert_bias is int32"},
-           {result(0, kBF16, {kTokens, kExperts}), "probs is bfloat16"},
-           {result(0, kF32, {kExperts}), "probs is float32[8], and must have 40 numbers, as logits"},
+           {operand(1, kS32, {kExperts}), "expert_bias must ... got int32"},
+           {result(0, kBF16, {kTokens, kExperts}), "probs must ... got bfloat16"},
+           {result(0, kF32, {kExperts}), "probs must have 40 numbers, as logits, got float32[8]"},
            {result(1, kS8, {kTokens, kExperts}), "must be of: bool, uint8"},
            {result(1, kPred, {kTokens}), "one for each expert"},
            {[](Program& p) { p.attributes.at("routing_map_format") = 1; }, "must be of: uint8"},
@@ -92,7 +92,7 @@ CASE(router) {
               p.results[1] = Tensor(kU8, {kTokens, kExperts});
             },
             "a bit for each expert"},
-           {result(2, kF32, {kExperts}), "intermediate_output is float32[8]"}}};
+           {result(2, kF32, {kExperts}), "intermediate_output must ... got float32[8]"}}};
 }
 
 // Sigmoid: the bias, which isn't part of the probabilities, chooses.
@@ -139,17 +139,17 @@ CASE(router_gradient) {
               return number(s, i) * (number(grad, i) - along);
             });
           },
-          {{set("topk", -1), "topk is -1"},
-           {operand(2, kS8, {kTokens, kExperts}), "grad_probs is int8"},
-           {operand(1, kF32, {kTokens}), "intermediate_output is float32[5]"},
-           {operand(1, kF16, {kTokens, kExperts}), "intermediate_output is float16"},
+          {{set("topk", -1), "topk must ... got -1"},
+           {operand(2, kS8, {kTokens, kExperts}), "grad_probs must ... got int8"},
+           {operand(1, kF32, {kTokens}), "intermediate_output must ... got float32[5]"},
+           {operand(1, kF16, {kTokens, kExperts}), "intermediate_output must ... got float16"},
            {[](Program& p) {
               p.attributes.at("compute_aux_scores") = 0;
               p.operands[0] = Tensor(kPred, {3});
             },
-            "routing_map is bool[3]"},
+            "routing_map must ... got bool[3]"},
            {result(0, kF32, {kTokens}), "as grad_probs"},
-           {result(0, kBF16, {kTokens, kExperts}), "grad_logits is bfloat16"}}};
+           {result(0, kBF16, {kTokens, kExperts}), "grad_logits must ... got bfloat16"}}};
 }
 
 CASE(router_loss) {
@@ -170,13 +170,13 @@ CASE(router_loss) {
             expect_close(p.results[1], "coefficient and loss",
                          [&](int64_t i) { return i % 2 == 0 ? factor : loss(i / 2); });
           },
-          {{set("topk", 0), "topk is 0, and must be positive"},
-           {operand(0, kF32, {kExperts}), "probs is float32[8], and must be [tokens, experts]"},
-           {operand(0, kS8, {2, kTokens, kExperts}), "probs is int8"},
+          {{set("topk", 0), "topk must be positive, got 0"},
+           {operand(0, kF32, {kExperts}), "probs must be [tokens, experts], got float32[8]"},
+           {operand(0, kS8, {2, kTokens, kExperts}), "probs must ... got int8"},
            {operand(1, kS32, {kExperts}), "one for each expert"},
-           {operand(1, kS8, {2, kExperts}), "tokens_per_expert is int8"},
+           {operand(1, kS8, {2, kExperts}), "tokens_per_expert must ... got int8"},
            {result(0, kF32, {1}), "the loss"},
-           {result(0, kBF16, {2}), "aux_loss is bfloat16"},
+           {result(0, kBF16, {2}), "aux_loss must ... got bfloat16"},
            {result(1, kF32, {2}), "the coefficient, and the loss"}}};
 }
 
@@ -192,11 +192,11 @@ CASE(router_loss_gradient) {
                      number(p.operands[1], batch * kExperts + i % kExperts);
             });
           },
-          {{operand(0, kF32, {2}), "const_buf is float32[2], and must have 4 numbers"},
-           {operand(1, kU8, {2, kExperts}), "tokens_per_expert is uint8"},
+          {{operand(0, kF32, {2}), "const_buf must have 4 numbers"},
+           {operand(1, kU8, {2, kExperts}), "tokens_per_expert must ... got uint8"},
            {operand(2, kF32, {1}), "the gradient of the loss"},
-           {operand(2, kBF16, {2}), "grad_aux_loss is bfloat16"},
-           {result(0, kF32, {kExperts}), "grad_probs is float32[8], and must be"}}};
+           {operand(2, kBF16, {2}), "grad_aux_loss must ... got bfloat16"},
+           {result(0, kF32, {kExperts}), "grad_probs must be"}}};
 }
 
 }  // namespace

@@ -54,22 +54,22 @@ void expect_norm(const Program& p, bool layer) {
 CASE(layer_norm) {
   return {norm_program(0),
           [](const Program& p) { expect_norm(p, true); },
-          {{set("norm_type", 2), "norm_type is 2, and must be 0 (layer norm) or 1 (RMS norm)"},
-           {set("epsilon", -1.0), "epsilon is -1, and must be 0 or more"},
+          {{set("norm_type", 2), "norm_type must be 0 (layer norm) or 1 (RMS norm), got 2"},
+           {set("epsilon", -1.0), "epsilon must be 0 or more, got -1"},
            {set("scaling_mode", 1), "output_amax_when_no_scaling is set, and scaling_mode is 1"},
-           {set("quantize_layout", 9), "q_layout is 9"},
-           {operand(0, kS8, {kRows, kCols}), "x is int8[3, 40]"},
-           {operand(0, kF32, {}), "x is float32[], and must have an axis"},
-           {operand(3, kF32, {2}), "gamma is float32[2], and must have 40 numbers"},
-           {operand(3, kF16, {kCols}), "gamma is float16[40]"},
-           {operand(4, kF32, {2}), "beta is float32[2]"},
-           {operand(4, kBF16, {kCols}), "beta is bfloat16[40]"},
+           {set("quantize_layout", 9), "q_layout must ... got 9"},
+           {operand(0, kS8, {kRows, kCols}), "x must ... got int8[3, 40]"},
+           {operand(0, kF32, {}), "x must have an axis, got float32[]"},
+           {operand(3, kF32, {2}), "gamma must have 40 numbers"},
+           {operand(3, kF16, {kCols}), "gamma must ... got float16[40]"},
+           {operand(4, kF32, {2}), "beta must ... got float32[2]"},
+           {operand(4, kBF16, {kCols}), "beta must ... got bfloat16[40]"},
            {operand(2, kF32, {2}), "the largest magnitude so far"},
-           {result(0, kBF16, {kRows, kCols}), "output is bfloat16[3, 40]"},
+           {result(0, kBF16, {kRows, kCols}), "output must ... got bfloat16[3, 40]"},
            {result(0, kF32, {kRows}), "one for each number of the result"},
            {result(4, kF32, {0}), "the largest magnitude"},
-           {result(5, kF32, {2}), "mu is float32[2], and must have 3 numbers"},
-           {result(6, kF32, {2}), "rsigma is float32[2], and must have 3 numbers"}}};
+           {result(5, kF32, {2}), "mu must have 3 numbers"},
+           {result(6, kF32, {2}), "rsigma must have 3 numbers"}}};
 }
 
 CASE(rms_norm) {
@@ -138,14 +138,14 @@ CASE(norm_gradient) {
               });
             }
           },
-          {{set("norm_type", -1), "norm_type is -1"},
-           {operand(0, kF32, {kCols}), "dz is float32[40], and must have 120 numbers"},
-           {operand(0, kBF16, {kRows, kCols}), "dz is bfloat16"},
-           {operand(2, kF32, {2}), "mu is float32[2]"},
-           {operand(3, kF32, {2}), "rsigma is float32[2]"},
-           {result(0, kF32, {kCols}), "dx is float32[40]"},
-           {result(1, kF32, {2}), "dgamma is float32[2]"},
-           {result(2, kF32, {2}), "dbeta is float32[2]"}}};
+          {{set("norm_type", -1), "norm_type must ... got -1"},
+           {operand(0, kF32, {kCols}), "dz must have 120 numbers"},
+           {operand(0, kBF16, {kRows, kCols}), "dz must ... got bfloat16"},
+           {operand(2, kF32, {2}), "mu must ... got float32[2]"},
+           {operand(3, kF32, {2}), "rsigma must ... got float32[2]"},
+           {result(0, kF32, {kCols}), "dx must ... got float32[40]"},
+           {result(1, kF32, {2}), "dgamma must ... got float32[2]"},
+           {result(2, kF32, {2}), "dbeta must ... got float32[2]"}}};
 }
 
 Dictionary clamp(float limit) {
@@ -184,13 +184,13 @@ CASE(activation) {
               return silu(number(p.operands[0], a)) * number(p.operands[0], a + kCols);
             });
           },
-          {{set("act_enum", 99), "act_enum is 99"},
-           {set("act_enum", 0), "and its last axis but one must be 1"},
-           {set("act_params", clamp(-1)), "act_params has limit -1, which must be 0 or more"},
+          {{set("act_enum", 99), "act_enum must ... got 99"},
+           {set("act_enum", 0), "the last axis but one of x must be 1"},
+           {set("act_params", clamp(-1)), "the limit of act_params must be 0 or more, got -1"},
            {set("act_params", Dictionary{}), "act_params has no member clamped_swiglu"},
-           {set("scaling_mode", 5), "(NVFP4)"},
-           {operand(0, kF32, {kCols}), "and its last axis but one must be 2"},
-           {operand(0, kS32, {kRows, 2, kCols}), "x is int32[3, 2, 40]"},
+           {set("scaling_mode", 5), "must not be NVFP4, ... got 5"},
+           {operand(0, kF32, {kCols}), "the last axis but one of x must be 2"},
+           {operand(0, kS32, {kRows, 2, kCols}), "x must ... got int32[3, 2, 40]"},
            {result(0, kF32, {kRows, 2, kCols}), "one for each number of the result"}}};
 }
 
@@ -224,7 +224,7 @@ CASE(activation_gradient) {
             });
           },
           {{operand(0, kF32, {kRows}), "one for each result of the activation"},
-           {operand(0, kF16, {kRows, kCols}), "dz is float16[3, 40]"},
+           {operand(0, kF16, {kRows, kCols}), "dz must ... got float16[3, 40]"},
            {result(5, kF32, {kCols}), "one for each column of x"},
            {operand(3, kF32, {3}), "the largest magnitude so far"}}};
 }
@@ -247,18 +247,18 @@ Case softmax_case() {
                   {normal({2, 3, kSide, kSide})},
                   {Tensor(kF32, {2, 3, kSide, kSide})},
                   {{"scale_factor", 0.5}}};
-  std::vector<Bad> bad = {{operand(0, kS8, {2, 3, kSide, kSide}), "input is int8"},
+  std::vector<Bad> bad = {{operand(0, kS8, {2, 3, kSide, kSide}), "input must ... got int8"},
                           {operand(0, kF32, {kSide}), "axes"},
-                          {result(0, kBF16, {2, 3, kSide, kSide}), "output is bfloat16"},
+                          {result(0, kBF16, {2, 3, kSide, kSide}), "output must ... got bfloat16"},
                           {result(0, kF32, {3, kSide, kSide}), "numbers, as input"}};
   if (kWhich == kMasked) {
     program.operands.emplace_back(kU8, std::vector<int64_t>{2, 1, kSide, kSide});
     Tensor& mask = program.operands[1];
     for (int64_t i = 0; i < mask.size(); ++i) mask.as<uint8_t>()[i] = i % 5 == 1;
     bad.push_back({operand(0, kF32, {kSide, kSide}), "must have at least 3 axes"});
-    bad.push_back({operand(1, kF32, {2, 1, kSide, kSide}), "mask is float32"});
-    bad.push_back({operand(1, kU8, {2, 3, kSide, kSide}), "and must end in [1, 9, 9]"});
-    bad.push_back({operand(1, kU8, {3, 1, kSide, kSide}), "with 3 matrices for a batch of 2"});
+    bad.push_back({operand(1, kF32, {2, 1, kSide, kSide}), "mask must ... got float32"});
+    bad.push_back({operand(1, kU8, {2, 3, kSide, kSide}), "must end in [1, 9, 9]"});
+    bad.push_back({operand(1, kU8, {3, 1, kSide, kSide}), "one for each of a batch of 2, got 3"});
   }
   return {program,
           [](const Program& p) {
@@ -289,11 +289,11 @@ Case softmax_gradient_case() {
               return i - row < seen ? 0.5 * 0.25 * (number(p.operands[0], i) - along) : 0.0;
             });
           },
-          {{operand(0, kS8, {2, 3, kSide, kSide}), "grad_output is int8"},
-           {operand(1, kBF16, {2, 3, kSide, kSide}), "softmax_output is bfloat16"},
+          {{operand(0, kS8, {2, 3, kSide, kSide}), "grad_output must ... got int8"},
+           {operand(1, kBF16, {2, 3, kSide, kSide}), "softmax_output must ... got bfloat16"},
            {operand(1, kF32, {kSide, kSide}), "numbers, as grad_output"},
            {operand(0, kF32, {kSide}), "must have at least 2 axes"},
-           {result(0, kF32, {kSide, kSide}), "dgrad is float32[9, 9]"}}};
+           {result(0, kF32, {kSide, kSide}), "dgrad must ... got float32[9, 9]"}}};
 }
 
 const Registered kSoftmax[] = {

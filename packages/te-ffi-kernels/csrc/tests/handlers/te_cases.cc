@@ -49,28 +49,28 @@ CASE(quantize_by_tensor) {
               return sum;
             });
           },
-          {{set("scaling_mode", 4), "(NVFP4), which there is no kernel for"},
-           {set("scaling_mode", 6), "and must be 0 (none), 1 (delayed"},
-           {set("scaling_mode", 0), "with which there is nothing to quantize"},
-           {set("q_layout", 3), "q_layout is 3, and must be"},
-           {set("stochastic_rounding", true), "stochastic_rounding is set"},
-           {set("use_rht", true), "use_rht is set"},
+          {{set("scaling_mode", 4), "must not be NVFP4, ... got 4"},
+           {set("scaling_mode", 6), "must be 0 (none), 1 (delayed"},
+           {set("scaling_mode", 0), "scaling_mode must be one that quantizes, got 0"},
+           {set("q_layout", 3), "q_layout must be"},
+           {set("stochastic_rounding", true), "stochastic_rounding must be false"},
+           {set("use_rht", true), "use_rht must be false"},
            {set("flatten_axis", 0), "must have axes of x, float32[64, 96], on both"},
-           {set("flatten_axis", 2), "flatten_axis is 2"},
-           {set("flatten_axis", -2), "flatten_axis is -2"},
-           {operand(0, kS32, {kRows, kCols}), "and must be of: float32, bfloat16, float16"},
-           {operand(1, kBF16, {1}), "scale is bfloat16[1], and must be of: float32"},
+           {set("flatten_axis", 2), "flatten_axis must ... got 2"},
+           {set("flatten_axis", -2), "flatten_axis must ... got -2"},
+           {operand(0, kS32, {kRows, kCols}), "must be of: float32, bfloat16, float16"},
+           {operand(1, kBF16, {1}), "scale must be of: float32, got bfloat16[1]"},
            {operand(1, kF32, {2}), "what x is multiplied with"},
            {operand(2, kF32, {0}), "the largest magnitude so far"},
-           {operand(2, kF16, {1}), "amax is float16[1], and must be of: float32"},
+           {operand(2, kF16, {1}), "amax must be of: float32, got float16[1]"},
            {result(0, kS32, {kRows, kCols}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
            {result(0, kS8, {kRows, 1}), "one quantized value for each of x"},
            {result(1, kE4M3, {kCols, kRows}), "must be of int8 like output"},
-           {result(2, kBF16, {1}), "scale_inv is bfloat16[1]"},
+           {result(2, kBF16, {1}), "scale_inv must ... got bfloat16[1]"},
            {result(3, kF32, {2}), "the scale of x"},
            {result(4, kF32, {2}), "the largest magnitude"},
            {result(5, kF32, {1}), "one for each column of x"},
-           {result(5, kBF16, {kCols}), "dbias is bfloat16[96], and must be of: float32"}}};
+           {result(5, kBF16, {kCols}), "dbias must be of: float32, got bfloat16[96]"}}};
 }
 
 CASE(quantize_by_channel) {
@@ -138,13 +138,13 @@ CASE(quantize_in_blocks) {
               p.operands[0] = normal({kRows, 33});
               p.results[0] = Tensor(kE4M3, {kRows, 33});
             },
-            "whose columns (axes from flatten_axis) are 33; MX blocks need a multiple of 32"},
+            "columns (axes from flatten_axis) ... must be a multiple of 32 for MX blocks, got 33"},
            {[](Program& p) {
               p.attributes.at("q_layout") = 1;
               p.operands[0] = normal({33, kCols});
               p.results[1] = Tensor(kE4M3, {33, kCols});
             },
-            "whose rows (axes before flatten_axis) are 33"}}};
+            "rows (axes before flatten_axis) ... got 33"}}};
 }
 
 CASE(dequantize) {
@@ -159,12 +159,12 @@ CASE(dequantize) {
               return number(p.operands[0], i) * number(p.operands[3], i / 5);
             });
           },
-          {{set("scaling_mode", 0), "with which there is nothing to dequantize"},
+          {{set("scaling_mode", 0), "scaling_mode must be one that quantizes, got 0"},
            {set("scaling_mode", 1), "the scale of all quantized values"},
-           {set("flatten_axis", 5), "flatten_axis is 5"},
+           {set("flatten_axis", 5), "flatten_axis must ... got 5"},
            {operand(0, kF32, {4, 5}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
            {operand(3, kF32, {5}), "one for each row of quantized values"},
-           {operand(3, kBF16, {4}), "scale_inv is bfloat16[4]"},
+           {operand(3, kBF16, {4}), "scale_inv must ... got bfloat16[4]"},
            {result(0, kS8, {4, 5}), "must be of: float32, bfloat16, float16"},
            {result(0, kF32, {4, 4}), "one for each quantized value"},
            {[](Program& p) {
@@ -172,7 +172,7 @@ CASE(dequantize) {
               p.operands[0] = Tensor(kE4M3, {4, 5});
               p.operands[3] = Tensor(kU8, {4});
             },
-            "columns (axes from flatten_axis) are 5"},
+            "columns (axes from flatten_axis) ... got 5"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE5M2, {4, 32});
@@ -210,17 +210,17 @@ CASE(grouped_quantize) {
           {{operand(2, kS32, {3, 1}), "must have 1 axes"},
            {operand(2, XLA_FFI_DataType_S64, {3}), "must be of: int32"},
            {[](Program& p) { p.operands[2].as<int32_t>()[0] = -1; },
-            "group_sizes[0] is -1, and must be at least 0"},
+            "group_sizes[0] must be at least 0, got -1"},
            {[](Program& p) { p.operands[2].as<int32_t>()[0] = 3; },
-            "group_sizes has the sum 6, and must have at most"},
+            "the sum of group_sizes must be at most"},
            {operand(1, kF32, {2}), "what each group is multiplied with"},
            {result(0, kS8, {5, 2, 31}), "one quantized value for each of x"},
            {result(2, kF32, {2}), "one for each group"},
            {result(4, kF32, {2}), "one for each group"},
-           {set("scaling_mode", 0), "nothing to quantize"},
+           {set("scaling_mode", 0), "must be one that quantizes, got 0"},
            {set("scaling_mode", 64), "one for each slice"},
-           {set("q_layout", -1), "q_layout is -1"},
-           {set("flatten_axis", 7), "flatten_axis is 7"}}};
+           {set("q_layout", -1), "q_layout must ... got -1"},
+           {set("flatten_axis", 7), "flatten_axis must ... got 7"}}};
 }
 
 CASE(grouped_quantize_in_blocks) {
@@ -242,9 +242,9 @@ CASE(grouped_quantize_in_blocks) {
             CHECK(good);
             expect_close(p.results[3], "no scales by column", [](int64_t) { return 0.0; }, 0);
           },
-          {{set("q_layout", 2), "MX blocks by column need a multiple of 32 rows"},
+          {{set("q_layout", 2), "must be a multiple of 32 for MX blocks by column"},
            {operand(0, kF32, {5, 4, 16}),
-            "whose columns (axes from flatten_axis) are 16"},
+            "columns (axes from flatten_axis) ... got 16"},
            {operand(0, kF32, {5, 2, 16}), "one quantized value for each of x"}}};
 }
 
@@ -293,21 +293,21 @@ std::function<void(Program&)> config(const char* name, Attribute value) {
 CASE(gemm) {
   return {gemm_program(0, kF32),
           [](const Program& p) { expect_matmul(p, 1); },
-          {{config("scaling_mode", 5), "(NVFP4)"},
-           {config("collective_op", 1), "there is no kernel for matmuls that communicate"},
-           {config("lhs_axis_boundary", 2), "lhs_axis_boundary is 2"},
-           {config("rhs_axis_boundary", 0), "rhs_axis_boundary is 0"},
-           {config("lhs_transposed", true), "with 64 contracted, and must have the 3 of lhs"},
-           {operand(0, kS8, {3, 64}), "lhs is int8[3, 64], and must be of"},
-           {operand(2, kBF16, {64, 5}), "and must be of float32 like lhs"},
-           {operand(2, kF32, {63, 5}), "with 63 contracted, and must have the 64 of lhs"},
+          {{config("scaling_mode", 5), "must not be NVFP4, ... got 5"},
+           {config("collective_op", 1), "There is no kernel for matmuls that communicate"},
+           {config("lhs_axis_boundary", 2), "lhs_axis_boundary must ... got 2"},
+           {config("rhs_axis_boundary", 0), "rhs_axis_boundary must ... got 0"},
+           {config("lhs_transposed", true), "rhs must have 3 contracted, as lhs, ... got 64"},
+           {operand(0, kS8, {3, 64}), "lhs must be of"},
+           {operand(2, kBF16, {64, 5}), "must be of float32 like lhs"},
+           {operand(2, kF32, {63, 5}), "rhs must have 64 contracted, as lhs, ... got 63"},
            {operand(4, kF32, {4}), "one for each column of the result, or none"},
-           {operand(4, kBF16, {5}), "bias is bfloat16[5]"},
+           {operand(4, kBF16, {5}), "bias must ... got bfloat16[5]"},
            {operand(5, kF32, {2}), "a factor"},
-           {operand(6, kF16, {1}), "beta is float16[1]"},
+           {operand(6, kF16, {1}), "beta must ... got float16[1]"},
            {[](Program& p) { set_number(p.operands[6], 0, 1); },
-            "beta is 1, and must be 0: the result has no value before"},
-           {result(0, kS8, {3, 5}), "output is int8[3, 5]"},
+            "beta must be 0, got 1. The result has no value before"},
+           {result(0, kS8, {3, 5}), "output must ... got int8[3, 5]"},
            {result(0, kF32, {3, 6}), "rows of lhs times columns of rhs"}},
           {"fuse_gelu"}};
 }
@@ -316,7 +316,7 @@ CASE(gemm_of_quantized_values) {
   return {gemm_program(1, kS8),
           [](const Program& p) { expect_matmul(p, 0.125); },
           {{operand(1, kF32, {2}), "the scale of all quantized values"},
-           {operand(0, kE4M3, {3, 64}), "and must be of float8_e4m3fn like lhs"},
+           {operand(0, kE4M3, {3, 64}), "must be of float8_e4m3fn like lhs"},
            {[](Program& p) {
               p.operands[0] = Tensor(kE5M2, {3, 64});
               p.operands[2] = Tensor(kE5M2, {64, 5});
@@ -333,7 +333,7 @@ CASE(gemm_of_quantized_values) {
               p.operands[0] = Tensor(kE4M3, {3, 63});
               p.operands[1] = Tensor(kU8, {6});
             },
-            "whose contracted axes are 63"},
+            "contracted axes ... got 63"},
            {[](Program& p) {
               config("scaling_mode", 2)(p);
               p.operands[0] = Tensor(kE4M3, {3, 64});

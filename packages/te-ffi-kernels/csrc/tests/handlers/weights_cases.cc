@@ -81,14 +81,14 @@ const std::vector<Bad> kBad = {
     {set("k", -1), "k must be in [0, 2**31), got -1"},
     {set("k", 65), "group 32 does not divide k = 65"},
     {set("group", 7), "or a multiple of 8 up to 65536, got 7"},
-    {set("n", -1), "n is -1, and must be at least 0"},
-    {operand(0, kF32, {kK}), "x is float32[64], and must have 2 axes"},
-    {operand(0, kS8, {kRows, kK}), "x is int8"},
+    {set("n", -1), "n must be at least 0, got -1"},
+    {operand(0, kF32, {kK}), "x must have 2 axes, got float32[64]"},
+    {operand(0, kS8, {kRows, kK}), "x must ... got int8"},
     {operand(0, kF32, {kRows, 65}), "rows and the attribute k"},
     {operand(1, kU8, {3}), "axes"},
     {result(0, kF32, {kRows, 41}), "the rows of x and the attribute n"},
-    {result(0, kS8, {kRows, kN}), "y is int8"},
-    {[](Program& p) { p.operands[1].bytes[0] ^= 1; }, "does not begin with \"JTWP\""},
+    {result(0, kS8, {kRows, kN}), "y must ... got int8"},
+    {[](Program& p) { p.operands[1].bytes[0] ^= 1; }, "must begin with \"JTWP\""},
     {[](Program& p) { p.operands[1].bytes[9] ^= 1; }, "corrupted header"},
     {[](Program& p) { p.operands[1].bytes[200] ^= 1; }, "corrupted quantized values or scales"}};
 
@@ -112,7 +112,7 @@ Case matmul_case() {
             }, op.slack);
           },
           also({{operand(1, kU8, {1, 1}), "1"},
-                {operand(1, kS8, buffer_of(w).dims), "buffer is int8"}}),
+                {operand(1, kS8, buffer_of(w).dims), "buffer must ... got int8"}}),
           kOptional};
 }
 
@@ -132,13 +132,13 @@ Case stack_case() {
             }, op.slack);
           },
           {{operand(2, kS32, {1}), "that of a scalar"},
-           {operand(2, kF32, {}), "index is float32[]"},
+           {operand(2, kF32, {}), "index must ... got float32[]"},
            {[](Program& p) {
               p.operands[1].dims[0] = 0;
               p.operands[1].fit();
             },
-            "and must be a stack of one or more"},
-           {operand(1, kU8, {2, 2}), "buffer is uint8[2, 2], and must have 3 axes"},
+            "must be a stack of one or more"},
+           {operand(1, kU8, {2, 2}), "buffer must have 3 axes, got uint8[2, 2]"},
            {set("group", 3), "got 3"}},
           kOptional};
 }
@@ -175,11 +175,11 @@ Case rotated_case(Case made, int index) {
       return matmul_at(turned, weight_of(op.bits, index), i);
     }, op.slack);
   };
-  made.bad = {{set("rotation", 1), "rotation is 1, and must be 0 or a power of two"},
-              {set("rotation", -2), "rotation is -2"},
+  made.bad = {{set("rotation", 1), "rotation must be 0 or a power of two"},
+              {set("rotation", -2), "rotation must ... got -2"},
               {set("rotation", 128), "that divides k"},
               {operand(last, kS8, {kK + 1}), "the attribute k"},
-              {operand(last, kF32, {kK}), "signs is float32"}};
+              {operand(last, kF32, {kK}), "signs must ... got float32"}};
   return made;
 }
 
@@ -203,11 +203,11 @@ Case groups_case() {
               return i / kN == 4 ? 0.0 : matmul_at(p, weight_of(op.bits, kWeights[i / kN]), i);
             }, op.slack);
           },
-          {{operand(3, kS32, {3, 1}), "group_sizes is int32[3, 1], and must have 1 axes"},
-           {operand(3, kF32, {3}), "group_sizes is float32[3]"},
+          {{operand(3, kS32, {3, 1}), "group_sizes must have 1 axes, got int32[3, 1]"},
+           {operand(3, kF32, {3}), "group_sizes must ... got float32[3]"},
            {operand(2, kS32, {2}), "that of group_sizes"},
            {[](Program& p) { p.operands[3].as<int32_t>()[1] = -4; },
-            "group_sizes[1] is -4, and must be at least 0"},
+            "group_sizes[1] must be at least 0, got -4"},
            {set("n", 41), "the attribute n"}},
           kOptional};
 }
@@ -239,13 +239,13 @@ Case pack_case() {
             CHECK(p.results[0].bytes == buffer_of(weight_of(kBits)).bytes);
           },
           {{set("group", -8), "got -8"},
-           {operand(0, kF32, {kK, kN}), "qvalue is float32"},
-           {operand(0, kS8, {kK}), "qvalue is int8[64], and must have 2 axes"},
+           {operand(0, kF32, {kK, kN}), "qvalue must ... got float32"},
+           {operand(0, kS8, {kK}), "qvalue must have 2 axes, got int8[64]"},
            {operand(0, kS8, {kK + 1, kN}), "does not divide k = 65"},
-           {operand(1, kS8, {2, kN}), "scale is int8"},
+           {operand(1, kS8, {2, kN}), "scale must ... got int8"},
            {operand(1, kF32, {3, kN}), "groups and the columns of quantized values"},
            {result(0, kU8, {1, 1}), "panels and the bytes of one"},
-           {result(0, kS8, buffer_of(w).dims), "buffer is int8"}}};
+           {result(0, kS8, buffer_of(w).dims), "buffer must ... got int8"}}};
 }
 
 template <int kBits>
@@ -267,11 +267,11 @@ Case take_case() {
             });
           },
           {{set("bits", 5), "bits must be 4 or 8, got 5"},
-           {operand(0, kU8, {3}), "buffer is uint8[3], and must have 2 axes"},
-           {operand(0, kF32, {1, 1}), "buffer is float32"},
-           {operand(1, kS32, {2, 2}), "indices is int32[2, 2]"},
-           {operand(1, kF32, {4}), "indices is float32"},
-           {result(0, kS8, {4, width}), "taken is int8"},
+           {operand(0, kU8, {3}), "buffer must have 2 axes, got uint8[3]"},
+           {operand(0, kF32, {1, 1}), "buffer must ... got float32"},
+           {operand(1, kS32, {2, 2}), "indices must ... got int32[2, 2]"},
+           {operand(1, kF32, {4}), "indices must ... got float32"},
+           {result(0, kS8, {4, width}), "taken must ... got int8"},
            {result(0, kF32, {4, 3}), "the indices and the other axis of the weight"}},
           kOptional};
 }

@@ -109,8 +109,8 @@ def activation_type(op: str, given: str | Sequence[str]) -> tuple[str, ...]:
     names = (given,) if isinstance(given, str) else tuple(given)
     if names not in ActivationEnum:
         raise ValueError(
-            f"{op}: activation_type is {given!r}, and must be one of: "
-            f"{', '.join(map(str, ActivationEnum))}"
+            f"{op}: activation_type must be one of: "
+            f"{', '.join(map(str, ActivationEnum))}, got {given!r}"
         )
     return names
 
@@ -120,12 +120,10 @@ def params(op: str, given: ActivationParams | None) -> ActivationParams:
     if given is None:
         return ActivationParams()
     if not isinstance(given, ActivationParams):
-        raise TypeError(
-            f"{op}: act_params is of {type(given).__name__}, and must be ActivationParams"
-        )
+        raise TypeError(f"{op}: act_params must be ActivationParams, got {type(given).__name__}")
     if not given.clamped_swiglu.limit >= 0:
         raise ValueError(
-            f"{op}: act_params has limit {given.clamped_swiglu.limit}, which must be 0 or more"
+            f"{op}: the limit of act_params must be 0 or more, got {given.clamped_swiglu.limit}"
         )
     return given
 
@@ -135,8 +133,8 @@ def check_x(op: str, names: tuple[str, ...], x: jax.Array) -> tuple[int, ...]:
     checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim < 2 or x.shape[-2] != len(names):
         raise ValueError(
-            f"{op}: x has shape {x.shape}, and its last axis but one must be {len(names)} for "
-            f"activation_type {names}"
+            f"{op}: the last axis but one of x must be {len(names)} for activation_type {names}, "
+            f"got shape {x.shape}"
         )
     return (*x.shape[:-2], x.shape[-1])
 

@@ -88,28 +88,30 @@ def make_config(
     bias = checks.member(op, "attn_bias_type", attn_bias_type, AttnBiasType)
     if layout.is_thd() and not mask.is_padding():
         raise ValueError(
-            f"{op}: attn_mask_type is {mask.name} and qkv_layout {layout.name}, whose segments "
-            "have lengths: use a mask with padding"
+            f"{op}: attn_mask_type must have padding with qkv_layout {layout.name}, whose segments "
+            f"have lengths, got {mask.name}"
         )
     if layout.is_thd() and bias is not AttnBiasType.NO_BIAS:
         raise NotImplementedError(
-            f"{op}: attn_bias_type is {bias.name} and qkv_layout {layout.name}; packed segments "
-            "have no bias"
+            f"{op}: attn_bias_type must be NO_BIAS with qkv_layout {layout.name}, got {bias.name}. "
+            "Packed segments have no bias."
         )
     if not layout.is_thd() and max_segments_per_seq != 1:
         raise ValueError(
-            f"{op}: max_segments_per_seq is {max_segments_per_seq} and qkv_layout {layout.name}, "
-            "with which it must be 1; several segments need a THD layout"
+            f"{op}: max_segments_per_seq must be 1 with qkv_layout {layout.name}, got "
+            f"{max_segments_per_seq}. Several segments need a THD layout."
         )
     if max_segments_per_seq < 1:
-        raise ValueError(f"{op}: max_segments_per_seq is {max_segments_per_seq}, must be 1 or more")
+        raise ValueError(
+            f"{op}: max_segments_per_seq must be 1 or more, got {max_segments_per_seq}"
+        )
     if not 0 <= dropout_probability < 1:
-        raise ValueError(f"{op}: dropout_probability is {dropout_probability}, must be in [0, 1)")
+        raise ValueError(f"{op}: dropout_probability must be in [0, 1), got {dropout_probability}")
     window = (-1, -1) if window_size is None else tuple(window_size)
     if len(window) != 2 or not all(isinstance(size, int) and size >= -1 for size in window):
         raise ValueError(
-            f"{op}: window_size is {window_size}, and must be two ints, left and right, of which "
-            "-1 is without end; or None"
+            f"{op}: window_size must be two ints, left and right, -1 without end, or "
+            f"None, got {window_size}"
         )
     axes = context_parallel_axis
     axes = (axes,) if isinstance(axes, str) else tuple(axes)
@@ -156,8 +158,8 @@ def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
     for array in qkv:
         if array.dtype not in checks.FLOATS or array.dtype != qkv[0].dtype:
             raise TypeError(
-                f"{op}: qkv is of {', '.join(one.dtype.name for one in qkv)}; all must be of one "
-                "dtype: float32, bfloat16 or float16"
+                f"{op}: qkv must be of one dtype, float32, bfloat16 or float16, got "
+                f"{', '.join(one.dtype.name for one in qkv)}"
             )
     shapes = [array.shape for array in qkv]
     found = _parsed(shapes, layout)
@@ -168,13 +170,13 @@ def sizes_of(op: str, qkv: Sequence[jax.Array], layout: QKVLayout) -> Sizes:
             3: "[b, sq, h, d], [b, skv, g, d] and [b, skv, g, dv]",
         }
         raise ValueError(
-            f"{op}: qkv has shapes {', '.join(map(str, shapes))}, and qkv_layout is {layout.name}, "
-            f"with which they must be {wanted[count]}, of no size 0 but b and s"
+            f"{op}: qkv must have shapes {wanted[count]} with qkv_layout {layout.name}, of no size "
+            f"0 but b and s, got {', '.join(map(str, shapes))}"
         )
     if found.heads % found.kv_heads:
         raise ValueError(
-            f"{op}: qkv has {found.heads} heads of queries and {found.kv_heads} of keys, of which "
-            "the first must be a multiple"
+            f"{op}: the heads of queries in qkv must be a multiple of those of keys, "
+            f"{found.kv_heads}, got {found.heads}"
         )
     return found
 
@@ -212,12 +214,14 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, par
     """
     if config.bias_type is AttnBiasType.NO_BIAS:
         if bias is not None:
-            raise ValueError(f"{op}: bias is given, and attn_bias_type is NO_BIAS: pass None")
+            raise ValueError(
+                f"{op}: bias must be None with attn_bias_type NO_BIAS, got {bias.shape}"
+            )
         return
     if bias is None:
-        raise ValueError(f"{op}: bias is None, and attn_bias_type is {config.bias_type.name}")
+        raise ValueError(f"{op}: bias must be an array with {config.bias_type.name}, got None")
     if bias.dtype != dtype:
-        raise TypeError(f"{op}: bias is {bias.dtype.name}, and must be {dtype.name}, as qkv")
+        raise TypeError(f"{op}: bias must be {dtype.name}, as qkv, got {bias.dtype.name}")
     rest = (sizes.q_length, sizes.kv_length * parts)
     if (
         bias.ndim != 4
@@ -225,8 +229,8 @@ def check_bias(op: str, config: Config, sizes: Sizes, bias: Any, dtype: Any, par
         or (bias.shape[0] not in (1, sizes.batch) or bias.shape[1] not in (1, sizes.heads))
     ):
         raise ValueError(
-            f"{op}: bias has shape {bias.shape}, and must have (1 or {sizes.batch}, 1 or "
-            f"{sizes.heads}, {rest[0]}, {rest[1]})"
+            f"{op}: bias must have shape (1 or {sizes.batch}, 1 or {sizes.heads}, "
+            f"{rest[0]}, {rest[1]}), got {bias.shape}"
         )
 
 

@@ -25,12 +25,14 @@ def softmax_offset(op: str, config: Config, heads: int, given: jax.Array | None)
     if config.softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX:
         if given is not None and given.size:
             raise ValueError(
-                f"{op}: softmax_offset is given, and softmax_type is VANILLA_SOFTMAX: pass None"
+                f"{op}: softmax_offset must be None with VANILLA_SOFTMAX, got {given.shape}"
             )
         return jnp.zeros((0,), jnp.float32)
     if given is None:
         if config.softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX:
-            raise ValueError(f"{op}: softmax_offset is None, and softmax_type LEARNABLE_SOFTMAX")
+            raise ValueError(
+                f"{op}: softmax_offset must be an array with LEARNABLE_SOFTMAX, got None"
+            )
         return jnp.zeros((1, heads, 1, 1), jnp.float32)
     return configs.check_array(op, "softmax_offset", given, (1, heads, 1, 1), jnp.float32)
 
@@ -39,14 +41,14 @@ def seed(op: str, config: Config, given: jax.Array | None) -> jax.Array:
     """Return the seed, uint32 of at least two numbers."""
     if given is None:
         if config.dropout > 0:
-            raise ValueError(f"{op}: seed is None, and dropout_probability {config.dropout}")
+            raise ValueError(f"{op}: seed must be an array with dropout {config.dropout}, got None")
         return jnp.zeros((2,), jnp.uint32)
     if jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
         given = jax.random.key_data(given)
     if given.dtype != jnp.uint32:
-        raise TypeError(f"{op}: seed is {given.dtype.name}, and must be uint32, or a key")
+        raise TypeError(f"{op}: seed must be uint32, or a key, got {given.dtype.name}")
     if given.ndim == 0 or given.size < 2:
-        raise ValueError(f"{op}: seed has shape {given.shape}, and must have two numbers: (2,)")
+        raise ValueError(f"{op}: seed must have shape (2,), got {given.shape}")
     return given
 
 
@@ -71,8 +73,8 @@ def sequences(
         return full[0], full[1], none, none
     if descriptor is None:
         raise ValueError(
-            f"{op}: sequence_descriptor is None, and attn_mask_type {config.mask_type.name}, which "
-            "needs lengths"
+            f"{op}: sequence_descriptor must have lengths with attn_mask_type "
+            f"{config.mask_type.name}, got None"
         )
     found = []
     for name, at, length in (("q", 0, sizes.q_length), ("kv", 1, sizes.kv_length)):
@@ -81,9 +83,8 @@ def sequences(
             wanted = (sizes.batch, length)
             if ids.shape != wanted and sizes.batch:
                 raise ValueError(
-                    f"{op}: sequence_descriptor has {name} segment_ids of shape {ids.shape}, and "
-                    f"{name} seqlens of {descriptor.seqlens[at].shape}; it must have seqlens of "
-                    f"{wanted[:1]} or segment_ids of {wanted}"
+                    f"{op}: sequence_descriptor must have {name} seqlens of shape {wanted[:1]} or "
+                    f"segment_ids of {wanted}, got {descriptor.seqlens[at].shape} and {ids.shape}"
                 )
             here = jnp.sum(ids.reshape(wanted) != 0, axis=1, dtype=jnp.int32)
             found.append(lax.psum(here, axes) if axes else here)
@@ -99,8 +100,8 @@ def _segments(
 ) -> Sequences:
     if descriptor is None:
         raise ValueError(
-            f"{op}: sequence_descriptor is None, and qkv_layout {config.layout.name}, which needs "
-            "segments"
+            f"{op}: sequence_descriptor must have segments with qkv_layout {config.layout.name}, "
+            "got None"
         )
     lengths, starts = [], []
     most = config.max_segments_per_seq
@@ -118,8 +119,8 @@ def _segments(
             for what, array in (("seqlens", count), ("seq_offsets", begin)):
                 if array.ndim != 2 or array.shape[0] != sizes.batch:
                     raise ValueError(
-                        f"{op}: sequence_descriptor has {name} {what} of shape {array.shape}, and "
-                        f"must have ({sizes.batch}, segments)"
+                        f"{op}: {name} {what} of sequence_descriptor must have shape "
+                        f"({sizes.batch}, segments), got {array.shape}"
                     )
                 _integers(op, f"sequence_descriptor's {name} {what}", array, array.shape)
             columns = min(most, count.shape[1], begin.shape[1])
@@ -137,7 +138,7 @@ def _segments(
 
 def _integers(op: str, name: str, array: jax.Array, shape: tuple[int, ...]) -> None:
     if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(f"{op}: {name} is {array.dtype.name}, and must be int32")
+        raise TypeError(f"{op}: {name} must be int32, got {array.dtype.name}")
     checks.shape(op, name, array, shape)
 
 

@@ -81,8 +81,8 @@ def _pair(name: str, given: jax.Array | _Pair) -> _Pair:
     if isinstance(given, tuple):
         if len(given) != 2:
             raise ValueError(
-                f"SequenceDescriptor: {name} has {len(given)} arrays, and must have 2: of queries "
-                "and of keys"
+                f"SequenceDescriptor: {name} must have 2 arrays, of queries and of keys, "
+                f"got {len(given)}"
             )
         return given
     return given, given

@@ -68,16 +68,8 @@ class AttnSoftmaxType(enum.IntEnum):
             if member.name == f"{softmax_type.upper()}_SOFTMAX":
                 return member
         raise ValueError(
-            f"softmax_type is {softmax_type!r}, and must be 'vanilla', 'off_by_one' or 'learnable'"
+            f"softmax_type must be 'vanilla', 'off_by_one' or 'learnable', got {softmax_type!r}"
         )
-
-
-class QKVFormat(enum.IntEnum):
-    """Axis order: BSHD is [batch, sequence, heads, size], THD packed."""
-
-    SBHD = 0
-    BSHD = 1
-    THD = 2
 
 
 class QKVLayout(enum.IntEnum):
@@ -95,10 +87,6 @@ class QKVLayout(enum.IntEnum):
     T3HD = 10
     THD_T2HD = 12
     THD_THD_THD = 14
-
-    def get_qkv_format(self) -> QKVFormat:
-        """Return BSHD or THD."""
-        return QKVFormat.THD if self.is_thd() else QKVFormat.BSHD
 
     @property
     def arrays(self) -> int:
@@ -120,15 +108,3 @@ class QKVLayout(enum.IntEnum):
     def is_thd(self) -> bool:
         """Return whether segments are packed."""
         return self >= QKVLayout.T3HD
-
-    def to_qkvpacked(self) -> QKVLayout:
-        """Return the same layout in one array."""
-        return QKVLayout.T3HD if self.is_thd() else QKVLayout.BS3HD
-
-    def to_kvpacked(self) -> QKVLayout:
-        """Return the same layout in two arrays."""
-        return QKVLayout.THD_T2HD if self.is_thd() else QKVLayout.BSHD_BS2HD
-
-    def to_separate(self) -> QKVLayout:
-        """Return the same layout in three arrays."""
-        return QKVLayout.THD_THD_THD if self.is_thd() else QKVLayout.BSHD_BSHD_BSHD

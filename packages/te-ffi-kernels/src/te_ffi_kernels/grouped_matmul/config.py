@@ -141,8 +141,8 @@ def grouped_config(
     checks.dtype(op, "group_sizes", group_sizes.dtype, (jnp.int32,))
     if group_sizes.ndim != 1 or group_sizes.size == 0:
         raise ValueError(
-            f"{op}: group_sizes has shape {group_sizes.shape}, and must have one axis, with a "
-            "size for each group"
+            f"{op}: group_sizes must have one axis, with a size for each group, got shape "
+            f"{group_sizes.shape}"
         )
     groups = group_sizes.size
     left = side(op, "lhs", lhs, contracting_dims[0])
@@ -172,14 +172,14 @@ def grouped_config(
             arguments.scales_dtype(op, name, scales.dtype, mode)
             if scales.size != arguments.size(shape):
                 raise ValueError(
-                    f"{op}: {name} has shape {scales.shape}, and must have {shape}, as "
-                    f"{mode.name} has it, or as many in one axis"
+                    f"{op}: {name} must have shape {shape}, as {mode.name} has it, or as many in "
+                    f"one axis, got {scales.shape}"
                 )
     if config.has_bias:
         if not rows:
             raise ValueError(
-                f"{op}: bias has shape {bias.shape}, and must be empty where the contracted axis "
-                "is divided: add it to the result"
+                f"{op}: bias must be empty where the contracted axis is divided, got shape "
+                f"{bias.shape}. Add it to the result."
             )
         kept = (groups, *right.kept_shape)
         checks.shape(op, "bias", bias, kept, "one for each group and column, or (0,)")
@@ -196,8 +196,9 @@ def _of_group(op: str, rhs: jax.Array, contracting: Sequence[int] | int, groups:
     axes = [positive_axis(axis, rhs.ndim) for axis in given]
     if rhs.ndim < 3 or rhs.shape[0] != groups or 0 in axes:
         raise ValueError(
-            f"{op}: rhs has shape {rhs.shape} with {given} contracted, and must have a first axis "
-            f"of {groups}, one for each of group_sizes, that isn't contracted, and two more"
+            f"{op}: rhs must have three axes: first {groups}, one for each of group_sizes, "
+            f"which isn't contracted, got shape {rhs.shape} with {given} "
+            "contracted"
         )
     of_group = jax.ShapeDtypeStruct(rhs.shape[1:], rhs.dtype)
     return side(op, "rhs", of_group, [axis - 1 for axis in axes])
@@ -208,8 +209,8 @@ def _check_ragged(op: str, name: str, one: Side, axes: tuple[int, ...], at: int 
     if len(axes) == 1 and at in (None, axes[0]):
         return
     raise ValueError(
-        f"{op}: {name} has shape {one.shape}, and what is divided must be one axis beside those "
-        f"that are {'contracted' if axes == one.kept else 'kept'}; it is {axes}"
+        f"{op}: {name} must be divided along one axis beside those that are "
+        f"{'contracted' if axes == one.kept else 'kept'}, got {axes} in shape {one.shape}"
     )
 
 
@@ -225,6 +226,6 @@ def _check_dtype(op: str, name: str, x: jax.Array, one: Side, config: GroupedCon
     divided = name == "lhs" or not config.rows
     if divided and not config.first(one):
         raise ValueError(
-            f"{op}: {name} has shape {x.shape}, and with MX blocks its first axis must be what is "
-            "divided: grouped_quantize doesn't transpose them"
+            f"{op}: {name} must be divided along its first axis with MX blocks, got shape "
+            f"{x.shape}. grouped_quantize doesn't transpose them."
         )

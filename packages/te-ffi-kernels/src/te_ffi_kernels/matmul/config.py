@@ -96,7 +96,7 @@ def gemm_config(
     collective = getattr(collective_op, "value", collective_op)
     if collective != 0:
         raise NotImplementedError(
-            f"{op}: collective_op is {collective_op!r}, and must be 0 (none): matmuls that "
+            f"{op}: collective_op must be 0 (none), got {collective_op!r}. Matmuls that "
             "communicate are for GPUs. Shard the operands, and XLA communicates"
         )
     left = side(op, "lhs", lhs, contracting_dims[0])

@@ -76,8 +76,8 @@ def side(op: str, name: str, x: Any, contracting: Sequence[int] | int) -> Side:
         if 0 < count < x.ndim and axes == list(range(first, first + count)):
             return Side(x.shape, count if leading else first, leading)
     raise ValueError(
-        f"{op}: contracting_dims has {given} of {name}, which has shape {x.shape}; they must be "
-        "its first axes or its last axes, and some axis must be left"
+        f"{op}: contracting_dims of {name} must be its first or its last axes, and not all, got "
+        f"{given} for shape {x.shape}"
     )
 
 
@@ -97,15 +97,15 @@ def check_pair(op: str, lhs: Any, rhs: Any, left: Side, right: Side, mode: Scali
     same = mode is ScalingMode.NO_SCALING or jnp.int8 in (lhs.dtype, rhs.dtype)
     if same and lhs.dtype != rhs.dtype:
         raise TypeError(
-            f"{op}: lhs is {lhs.dtype.name} and rhs is {rhs.dtype.name}; they must be the same"
+            f"{op}: lhs and rhs must have one dtype, got {lhs.dtype.name} and {rhs.dtype.name}"
         )
     if lhs.dtype == rhs.dtype == jnp.float8_e5m2:
         raise TypeError(
-            f"{op}: lhs and rhs are both float8_e5m2, which Transformer Engine refuses; one of "
-            "them must be float8_e4m3fn"
+            f"{op}: lhs or rhs must be float8_e4m3fn, got float8_e5m2 twice, which Transformer "
+            "Engine refuses"
         )
     if left.k != right.k:
         raise ValueError(
-            f"{op}: rhs has shape {rhs.shape} with {right.k} contracted, and must have the "
-            f"{left.k} of lhs, which has shape {lhs.shape}"
+            f"{op}: rhs must have {left.k} contracted, as lhs of shape {lhs.shape}, got "
+            f"{right.k} in shape {rhs.shape}"
         )

@@ -87,7 +87,7 @@ def norm_type(op: str, given: Any) -> NormType:
             return NormType(given)
         except ValueError:
             pass
-    raise ValueError(f"{op}: norm_type is {given!r}, and must be 'layernorm' or 'rmsnorm'")
+    raise ValueError(f"{op}: norm_type must be 'layernorm' or 'rmsnorm', got {given!r}")
 
 
 def check_weights(
@@ -96,14 +96,14 @@ def check_weights(
     """Check x, gamma and beta; return beta, or a placeholder."""
     dtype = checks.dtype(op, "x", x.dtype, checks.FLOATS)
     if x.ndim == 0:
-        raise ValueError(f"{op}: x has shape (), and must have an axis to norm along")
+        raise ValueError(f"{op}: x must have an axis to norm along, got shape ()")
     allowed = (dtype,) if dtype == jnp.float32 else (dtype, jnp.dtype(jnp.float32))
     checks.dtype(op, "gamma", gamma.dtype, allowed)
     checks.shape(op, "gamma", gamma, x.shape[-1:], "one for each of x's last axis")
     if kind is NormType.RMSNORM:
         return jnp.ones((1,), gamma.dtype)
     if beta is None:
-        raise ValueError(f"{op}: beta is None, and a layernorm needs one: give zeros")
+        raise ValueError(f"{op}: beta must be an array for a layernorm, got None. Give zeros.")
     checks.dtype(op, "beta", beta.dtype, (gamma.dtype,))
     checks.shape(op, "beta", beta, gamma.shape, "that of gamma")
     return jnp.asarray(beta)
@@ -113,7 +113,7 @@ def check_epsilon(op: str, epsilon: float) -> float:
     """Return the number, 0 or more."""
     found = float(epsilon)
     if not found >= 0:
-        raise ValueError(f"{op}: epsilon is {epsilon}, and must be 0 or more")
+        raise ValueError(f"{op}: epsilon must be 0 or more, got {epsilon}")
     return found
 
 
@@ -128,7 +128,7 @@ def check_backward(
     if kind is NormType.RMSNORM:
         return jnp.zeros((1,), jnp.float32)
     if mu is None:
-        raise ValueError(f"{op}: mu is None, and the gradient of a layernorm needs it")
+        raise ValueError(f"{op}: mu must be an array for a layernorm's gradient, got None")
     checks.dtype(op, "mu", mu.dtype, (jnp.float32,))
     checks.shape(op, "mu", mu, x.shape[:-1], "one for each row of x")
     return jnp.asarray(mu)

@@ -73,12 +73,12 @@ def check(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(
-            f"{op}: weight is a {type(weight).__name__}, and must be a PackedWeight: pack it once "
-            f"with pack_w{bits}(qvalue, scale)"
+            f"{op}: weight must be a PackedWeight, got {type(weight).__name__}. Pack it "
+            f"once with pack_w{bits}(qvalue, scale)."
         )
     if weight.bits != bits:
         raise ValueError(
-            f"{op}: weight is packed in {weight.bits} bits, and must be in {bits}: pack it with "
+            f"{op}: weight must be packed in {bits} bits, got {weight.bits}. Pack it with "
             f"pack_w{bits}"
         )
     try:
@@ -88,11 +88,11 @@ def check(
     _check_stack(op, x, weight.shape[:-2], index, group_sizes)
     for name, given in (("x", x.dtype), ("out_dtype", dtype)):
         if given not in (jnp.float32, jnp.bfloat16, jnp.float16):
-            raise TypeError(f"{op}: {name} is {given}, and must be float32, bfloat16 or float16")
+            raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {given}")
     if x.ndim == 0 or x.shape[-1] != weight.k:
         raise ValueError(
-            f"{op}: x has shape {x.shape}, and its last axis must have the {weight.k} rows of the "
-            "weight"
+            f"{op}: the last axis of x must be {weight.k}, the rows of the weight, got shape "
+            f"{x.shape}"
         )
 
 

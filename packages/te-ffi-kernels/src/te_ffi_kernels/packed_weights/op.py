@@ -66,7 +66,8 @@ def gemm_w8a8(
         ValueError: another number of columns, or a weight of 4 bits, or a stack with neither index
             nor group_sizes.
         jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
-            negative size of a group. On a GPU the columns of a panel with a damaged header are NaN.
+            negative size of a group. On a GPU the columns of a panel with a damaged header are NaN,
+            and so is everything if a size is negative.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
     return _matmul("gemm_w8a8", 8, *given)

@@ -78,28 +78,28 @@ def layout_of(op: str, qvalue: jax.Array, scale: jax.Array, bits: int) -> Layout
     """
     allowed = ("int8", "int4") if bits == 4 else ("int8",)
     if qvalue.dtype.name not in allowed:
-        raise TypeError(f"{op}: qvalue is {qvalue.dtype.name}, and must be {' or '.join(allowed)}")
+        raise TypeError(f"{op}: qvalue must be {' or '.join(allowed)}, got {qvalue.dtype.name}")
     floats = ("float32", "float16") if bits == 4 else ("float32",)
     if scale.dtype.name not in floats:
-        raise TypeError(f"{op}: scale is {scale.dtype.name}, and must be {' or '.join(floats)}")
+        raise TypeError(f"{op}: scale must be {' or '.join(floats)}, got {scale.dtype.name}")
     if qvalue.ndim < 2 or scale.ndim != qvalue.ndim:
         raise ValueError(
-            f"{op}: qvalue has shape {qvalue.shape} and scale {scale.shape}; they must be "
-            "[*lead, k, n] and [*lead, groups, n]"
+            f"{op}: qvalue and scale must have shapes [*lead, k, n] and [*lead, groups, n], got "
+            f"{qvalue.shape} and {scale.shape}"
         )
     *lead, k, n = qvalue.shape
     groups = scale.shape[-2]
     if k == 0:
-        raise ValueError(f"{op}: qvalue has shape {qvalue.shape}: there is no row to pack")
+        raise ValueError(f"{op}: qvalue must have a row, got shape {qvalue.shape}")
     if scale.shape != (*lead, groups, n) or groups == 0 or k % groups:
         raise ValueError(
-            f"{op}: scale has shape {scale.shape}, and must be [*{lead}, groups, {n}], with a "
-            f"number of groups that divides the {k} rows of quantized values"
+            f"{op}: scale must have shape [*{lead}, groups, {n}], with a number of groups that "
+            f"divides the {k} rows of quantized values, got {scale.shape}"
         )
     group = 0 if groups == 1 else k // groups
     if group % GROUP_ALIGNMENT:
         raise ValueError(
-            f"{op}: scale has {groups} groups of {group} rows; the rows of a group must be a "
-            f"multiple of {GROUP_ALIGNMENT}. Quantize with another tile size"
+            f"{op}: the rows of a group must be a multiple of {GROUP_ALIGNMENT}, got {groups} "
+            f"groups of {group} rows. Quantize with another tile size."
         )
     return Layout(k, bits, group, scale.dtype.name)

@@ -11,6 +11,25 @@ import jax.numpy as jnp
 
 from .. import checks
 
+MOST_ROWS = 2**31 - 1
+"""Rows are counted in int32, as Transformer Engine's row_id_map has them."""
+
+
+def countable(op: str, name: str, rows: int, what: str) -> None:
+    """Raise where there may be more rows than int32 counts.
+
+    Args:
+        op: the op that was called.
+        name: of the argument that says how many rows there may be.
+        rows: the most that there can be.
+        what: what that number is.
+    """
+    if rows > MOST_ROWS:
+        raise ValueError(
+            f"{op}: {name} must be for at most {MOST_ROWS} rows, which int32 counts, got {rows} "
+            f"({what}). Dispatch the tokens in parts."
+        )
+
 
 def count(op: str, name: str, given: Any) -> int:
     """Return a positive integer."""
@@ -18,27 +37,25 @@ def count(op: str, name: str, given: Any) -> int:
         found = operator.index(given)
     except TypeError:
         raise TypeError(
-            f"{op}: {name} is of type {type(given).__name__}, and must be an integer of Python: it "
+            f"{op}: {name} must be an integer of Python, got {type(given).__name__}. It "
             "is part of the compiled program"
         ) from None
     if found < 1:
-        raise ValueError(f"{op}: {name} is {found}, and must be positive")
+        raise ValueError(f"{op}: {name} must be positive, got {found}")
     return found
 
 
 def flat(op: str, name: str, x: jax.Array, last: str) -> jax.Array:
     """Return an array as a matrix whose rows are tokens."""
     if x.ndim < 2:
-        raise ValueError(f"{op}: {name} has shape {x.shape}, and must be [tokens, {last}]")
+        raise ValueError(f"{op}: {name} must have shape [tokens, {last}], got {x.shape}")
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def tokens(op: str, name: str, x: jax.Array, wanted: int, of: str) -> None:
     """Raise where a matrix has another number of tokens."""
     if x.shape[0] != wanted:
-        raise ValueError(
-            f"{op}: {name} has {x.shape[0]} tokens, and must have the {wanted} of {of}"
-        )
+        raise ValueError(f"{op}: {name} must have {wanted} tokens, as {of}, got {x.shape[0]}")
 
 
 def row_map(op: str, row_id_map: jax.Array, pad_offsets: jax.Array) -> int:
@@ -47,8 +64,8 @@ def row_map(op: str, row_id_map: jax.Array, pad_offsets: jax.Array) -> int:
     checks.dtype(op, "pad_offsets", pad_offsets.dtype, (jnp.int32,))
     if row_id_map.ndim != 2 or row_id_map.shape[1] % 2 == 0:
         raise ValueError(
-            f"{op}: row_id_map has shape {row_id_map.shape}, and must have [tokens, 2 * experts + "
-            "1], as token_dispatch gives it"
+            f"{op}: row_id_map must have shape [tokens, 2 * experts + 1], as "
+            f"token_dispatch gives it, got {row_id_map.shape}"
         )
     experts = row_id_map.shape[1] // 2
     if pad_offsets.shape != (0,):

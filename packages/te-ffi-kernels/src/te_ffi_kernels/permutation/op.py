@@ -49,6 +49,9 @@ def token_dispatch(
 
     Differentiable with respect to inp and probs.
 
+    Rows are counted in int32: tokens times experts, and rows with their padding, must be below
+    2**31.
+
     Raises:
         TypeError, ValueError: an argument has another dtype, shape or value than above.
     """
@@ -57,12 +60,13 @@ def token_dispatch(
     x = config.flat(op, "inp", inp, "hidden")
     if jnp.issubdtype(routing_map.dtype, jnp.inexact):
         raise TypeError(
-            f"{op}: routing_map is {routing_map.dtype.name}, and must be bool or of integers"
+            f"{op}: routing_map must be bool or of integers, got {routing_map.dtype.name}"
         )
     routed = config.flat(op, "routing_map", routing_map, "experts")
     routed = routed if routed.dtype in (jnp.bool_, jnp.uint8) else routed != 0
     config.tokens(op, "routing_map", routed, x.shape[0], "inp")
     experts = routed.shape[1]
+    config.countable(op, "routing_map", math.prod(routed.shape), "tokens times experts")
     rows = config.count(op, "num_out_tokens", num_out_tokens)
     given = jnp.zeros((0,), x.dtype)
     if probs is not None:
@@ -75,6 +79,7 @@ def token_dispatch(
         aligned = -(-counts // align) * align
         padding = aligned - counts
         offsets, counts = jnp.cumsum(padding, dtype=jnp.int32) - padding, aligned
+    config.countable(op, "num_out_tokens", rows, "with their padding")
     out, permuted = _PERMUTE(rows, x, row_id_map, given, offsets)
     return (
         out,
@@ -112,7 +117,7 @@ def token_combine(
     op = "token_combine"
     checks.dtype(op, "inp", inp.dtype, checks.FLOATS)
     if inp.ndim != 2:
-        raise ValueError(f"{op}: inp has shape {inp.shape}, and must be [rows, hidden]")
+        raise ValueError(f"{op}: inp must have shape [rows, hidden], got {inp.shape}")
     offsets = jnp.zeros((0,), jnp.int32) if pad_offsets is None else pad_offsets
     experts = config.row_map(op, row_id_map, offsets)
     nothing = jnp.zeros((0,), inp.dtype)

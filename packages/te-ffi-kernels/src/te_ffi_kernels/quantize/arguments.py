@@ -28,13 +28,11 @@ def scaling_mode(op: str, given: Any, *, quantized: bool) -> ScalingMode:
     mode = member(op, "scaling_mode", given, ScalingMode, _NVFP4)
     if mode in _NVFP4:
         raise NotImplementedError(
-            f"{op}: scaling_mode is {mode.name}; NVFP4 is for GPUs of Transformer Engine alone. "
-            "Use ScalingMode.MXFP8_1D_SCALING"
+            f"{op}: scaling_mode must not be NVFP4, which is for GPUs of Transformer Engine, got "
+            f"{mode.name}. Use ScalingMode.MXFP8_1D_SCALING."
         )
     if quantized and mode is ScalingMode.NO_SCALING:
-        raise ValueError(
-            f"{op}: scaling_mode is NO_SCALING, with which there is nothing to quantize"
-        )
+        raise ValueError(f"{op}: scaling_mode must be one that quantizes, got NO_SCALING")
     return mode
 
 
@@ -59,7 +57,7 @@ def number(op: str, name: str, array: jax.Array) -> None:
     """Raise where an array isn't a float32 of size 1."""
     dtype(op, name, array.dtype, (jnp.float32,))
     if array.size != 1:
-        raise ValueError(f"{op}: {name} has shape {array.shape}, and must be one number: (1,)")
+        raise ValueError(f"{op}: {name} must have shape (1,), got {array.shape}")
 
 
 def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int, ...]) -> int:
@@ -67,8 +65,8 @@ def axis(op: str, name: str, given: int, array_name: str, array_shape: tuple[int
     found = positive_axis(given, len(array_shape))
     if not 0 < found < len(array_shape):
         raise ValueError(
-            f"{op}: {name} is {given}, and {array_name} has shape {array_shape}; there must be "
-            "axes before it and from it on"
+            f"{op}: {name} must have axes of {array_name} before it and from it on, got {given} "
+            f"for shape {array_shape}"
         )
     return found
 
@@ -77,8 +75,8 @@ def blocks(op: str, name: str, array_shape: tuple[int, ...], at: int) -> None:
     """Raise where an axis isn't whole MX blocks."""
     if array_shape[at] % BLOCK:
         raise ValueError(
-            f"{op}: {name} has shape {array_shape}, and its axis {at} must be a multiple of "
-            f"{BLOCK} for MX blocks: pad it"
+            f"{op}: axis {at} of {name} must be a multiple of {BLOCK} for MX blocks, got shape "
+            f"{array_shape}. Pad it."
         )
 
 
@@ -95,7 +93,7 @@ def scales(
         return
     if array.shape != wanted:
         raise ValueError(
-            f"{op}: {name} has shape {array.shape}, and must have {wanted}, as {mode.name} has it"
+            f"{op}: {name} must have shape {wanted}, as {mode.name} has it, got {array.shape}"
         )
 
 
@@ -104,8 +102,8 @@ def no_nvfp4_options(op: str, stochastic_rounding: bool, use_rht: bool) -> None:
     for name, given in (("stochastic_rounding", stochastic_rounding), ("use_rht", use_rht)):
         if given:
             raise NotImplementedError(
-                f"{op}: {name} is set, which Transformer Engine has for NVFP4 alone, on GPUs; "
-                "leave it unset"
+                f"{op}: {name} must be False, got True. Transformer Engine has it for NVFP4 "
+                "alone, on GPUs."
             )
 
 

@@ -63,7 +63,7 @@ def grouped_quantize(
     )
     checks.dtype(op, "group_sizes", group_sizes.dtype, (jnp.int32,))
     if group_sizes.ndim != 1:
-        raise ValueError(f"{op}: group_sizes has shape {group_sizes.shape}, and must have one axis")
+        raise ValueError(f"{op}: group_sizes must have one axis, got shape {group_sizes.shape}")
     if config.scaling_mode.is_tensor:
         checks.dtype(op, "scale", scale.dtype, (jnp.float32,))
         checks.shape(op, "scale", scale, group_sizes.shape, "one for each of group_sizes")

@@ -175,15 +175,13 @@ def outputs_config(
         return Outputs(dtype, trailing, dtype, output_amax=output_amax_when_no_scaling)
     if output_amax_when_no_scaling:
         raise ValueError(
-            f"{op}: output_amax_when_no_scaling is set, and scaling_mode is {mode.name}; it is for "
-            "NO_SCALING, and the other modes per tensor give an amax anyway"
+            f"{op}: output_amax_when_no_scaling must be False with scaling_mode {mode.name}, got "
+            "True. The modes per tensor give an amax anyway."
         )
     if out_dtype is None:
         out_dtype = jnp.float8_e4m3fn
     if len(shape) <= trailing:
-        raise ValueError(
-            f"{op}: x has shape {x.shape}, and must have an axis of rows to be quantized"
-        )
+        raise ValueError(f"{op}: x must have an axis of rows to be quantized, got shape {x.shape}")
     made = jax.ShapeDtypeStruct(shape, dtype)
     config = quantize_config(
         op, made, out_dtype, mode, q_layout, -trailing, scale_dtype, name="the result"

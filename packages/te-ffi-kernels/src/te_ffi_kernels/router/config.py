@@ -93,7 +93,7 @@ def options(
     """
     count = whole(op, "topk", topk)
     if count < 1:
-        raise ValueError(f"{op}: topk is {count}, and must be positive")
+        raise ValueError(f"{op}: topk must be positive, got {count}")
     score = checks.member(op, "score_function", score_function, ScoreFunction)
     layout = checks.member(op, "routing_map_format", routing_map_format, RoutingMapFormat)
     scaling = checks.number(op, "scaling_factor", scaling_factor)
@@ -104,9 +104,9 @@ def options(
     if chosen <= 0:
         return Options(count, score, layout, False, bool(use_pre_softmax), scaling=scaling)
     if count % chosen:
-        raise ValueError(f"{op}: group_topk is {chosen}, and must divide topk, {count}")
+        raise ValueError(f"{op}: group_topk must divide topk, {count}, got {chosen}")
     if groups < chosen:
-        raise ValueError(f"{op}: num_groups is {groups}, and must be at least group_topk, {chosen}")
+        raise ValueError(f"{op}: num_groups must be at least group_topk, {chosen}, got {groups}")
     return Options(count, score, layout, False, bool(use_pre_softmax), groups, chosen, scaling)
 
 
@@ -114,23 +114,23 @@ def experts(op: str, name: str, array: jax.Array, given: Options) -> None:
     """Raise where an array isn't [..., experts] of floats with enough experts."""
     checks.dtype(op, name, array.dtype, checks.FLOATS)
     if array.ndim < 1:
-        raise ValueError(f"{op}: {name} has shape (), and must be [tokens, experts]")
+        raise ValueError(f"{op}: {name} must have shape [tokens, experts], got ()")
     count = array.shape[-1]
     if given.topk > count:
         raise ValueError(
-            f"{op}: topk is {given.topk}, and must not be above the number of experts, {count}: "
-            f"{name} has shape {array.shape}"
+            f"{op}: topk must not be above the number of experts, {count}, got "
+            f"{given.topk}. {name} has shape {array.shape}."
         )
     if not given.in_groups:
         return
     if count % given.groups:
         raise ValueError(
-            f"{op}: num_groups is {given.groups}, and must divide the number of experts, {count}"
+            f"{op}: num_groups must divide the number of experts, {count}, got {given.groups}"
         )
     if given.topk // given.group_topk > count // given.groups:
         raise ValueError(
-            f"{op}: topk is {given.topk} and group_topk {given.group_topk}, and there must be as "
-            f"many experts as their quotient in a group, which has {count // given.groups}"
+            f"{op}: topk / group_topk must not be above the {count // given.groups} experts of a "
+            f"group, got {given.topk} / {given.group_topk}"
         )
 
 
@@ -140,14 +140,14 @@ def bias(op: str, given: jax.Array | None, logits: jax.Array, of: Options) -> ja
         return jnp.zeros((0,), logits.dtype)
     if of.score is ScoreFunction.SOFTMAX:
         raise ValueError(
-            f"{op}: expert_bias is given, and score_function is SOFTMAX, which has none; it is "
-            "for SIGMOID and SQRTSOFTPLUS"
+            f"{op}: expert_bias must be None with score_function SOFTMAX, got {given.shape}. It is "
+            "for SIGMOID and SQRTSOFTPLUS."
         )
     checks.dtype(op, "expert_bias", given.dtype, checks.FLOATS)
     if given.shape != logits.shape[-1:]:
         raise ValueError(
-            f"{op}: expert_bias has shape {given.shape}, and must have {logits.shape[-1:]}: one "
-            "for each expert"
+            f"{op}: expert_bias must have shape {logits.shape[-1:]}, got {given.shape}. "
+            "Give one number for each expert."
         )
     return given
 
@@ -171,7 +171,7 @@ def loss(op: str, probs: jax.Array, tokens_per_expert: jax.Array) -> None:
     """Raise where arrays aren't probabilities and counts."""
     checks.dtype(op, "probs", probs.dtype, checks.FLOATS)
     if probs.ndim != 2:
-        raise ValueError(f"{op}: probs has shape {probs.shape}, and must be [tokens, experts]")
+        raise ValueError(f"{op}: probs must have shape [tokens, experts], got {probs.shape}")
     counts(op, tokens_per_expert)
     checks.shape(op, "tokens_per_expert", tokens_per_expert, probs.shape[1:], "one for each expert")
 
@@ -185,7 +185,7 @@ def loss_gradient(
     counts(op, tokens_per_expert)
     if tokens_per_expert.ndim != 1:
         raise ValueError(
-            f"{op}: tokens_per_expert has shape {tokens_per_expert.shape}, and must be [experts]"
+            f"{op}: tokens_per_expert must have shape [experts], got {tokens_per_expert.shape}"
         )
     checks.dtype(op, "grad_aux_loss", grad.dtype, checks.FLOATS)
     checks.shape(op, "grad_aux_loss", grad, (), "one number")
@@ -195,7 +195,7 @@ def loss_options(op: str, topk: Any, coeff: Any) -> tuple[int, float]:
     """Return the options of the loss."""
     count = whole(op, "topk", topk)
     if count < 1:
-        raise ValueError(f"{op}: topk is {count}, and must be positive")
+        raise ValueError(f"{op}: topk must be positive, got {count}")
     return count, checks.number(op, "coeff", coeff)
 
 
@@ -203,7 +203,7 @@ def tokens(op: str, given: Any) -> int:
     """Return a number of tokens."""
     found = whole(op, "num_tokens", given)
     if found < 0:
-        raise ValueError(f"{op}: num_tokens is {found}, and must not be negative")
+        raise ValueError(f"{op}: num_tokens must not be negative, got {found}")
     return found
 
 
@@ -219,7 +219,7 @@ def whole(op: str, name: str, given: Any) -> int:
         return operator.index(given)
     except TypeError:
         raise TypeError(
-            f"{op}: {name} is of type {type(given).__name__}, and must be an integer of Python"
+            f"{op}: {name} must be an integer of Python, got {type(given).__name__}"
         ) from None
 
 

@@ -39,8 +39,8 @@ def topk(x: jax.Array, k_value: int) -> tuple[jax.Array, jax.Array]:
     k = config.whole(op, "k_value", k_value)
     if x.ndim < 1 or not 1 <= k <= x.shape[-1]:
         raise ValueError(
-            f"{op}: k_value is {k}, and x has shape {x.shape}; it must be from 1 to the size of "
-            "x's last axis"
+            f"{op}: k_value must be from 1 to the size of x's last axis, got {k} for shape "
+            f"{x.shape}"
         )
     return _TOPK(k, x)
 

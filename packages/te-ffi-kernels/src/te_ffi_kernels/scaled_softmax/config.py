@@ -57,7 +57,7 @@ def logits(op: str, name: str, given: jax.Array, axes: int) -> None:
     checks.dtype(op, name, given.dtype, checks.FLOATS)
     if given.ndim < axes:
         wanted = "[..., heads, q, k]" if axes == 3 else "[..., q, k]"
-        raise ValueError(f"{op}: {name} has shape {given.shape}, and must be {wanted}")
+        raise ValueError(f"{op}: {name} must have shape {wanted}, got {given.shape}")
 
 
 def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -67,14 +67,15 @@ def mask(op: str, given: jax.Array | None, x: jax.Array) -> jax.Array:
         TypeError, ValueError: it isn't one.
     """
     if given is None:
-        raise ValueError(f"{op}: mask is None, and must be given: uint8 or bool, 1 for masked")
+        raise ValueError(f"{op}: mask must be uint8 or bool, 1 for masked, got None")
     checks.dtype(op, "mask", given.dtype, (jnp.uint8, jnp.bool_))
     batch = math.prod(x.shape[:-3])
     fits = given.ndim >= 3 and given.shape[-3:] == (1, *x.shape[-2:])
     if not fits or math.prod(given.shape[:-3]) not in (1, batch):
         raise ValueError(
-            f"{op}: mask has shape {given.shape}, and must have {(batch, 1, *x.shape[-2:])}, or 1 "
-            f"instead of the first: logits have shape {x.shape}, and their heads share a mask"
+            f"{op}: mask must have shape {(batch, 1, *x.shape[-2:])}, or 1 instead of the "
+            f"first, got {given.shape}. Logits have shape {x.shape}, and their heads "
+            "share a mask."
         )
     return given
 
@@ -85,5 +86,5 @@ def gradient(op: str, dz: jax.Array, softmax_out: jax.Array) -> None:
     checks.dtype(op, "softmax_out", softmax_out.dtype, (dz.dtype,))
     if softmax_out.shape != dz.shape:
         raise ValueError(
-            f"{op}: softmax_out has shape {softmax_out.shape}, and must have that of dz: {dz.shape}"
+            f"{op}: softmax_out must have shape {dz.shape}, as dz, got {softmax_out.shape}"
         )

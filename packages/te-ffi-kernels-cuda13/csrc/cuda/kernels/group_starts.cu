@@ -1,18 +1,13 @@
-// Where groups begin, and those results that are numbers of theirs. One block, for all groups.
-#include "cuda/kernels/grouped.h"
-#include "cuda/kernels/quantize_tile.h"
+// One block, for all groups.
+#include "cuda/device.h"
+#include "cuda/kernels/group_starts.h"
 
 namespace jaxtap::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 
-struct Args {
-  const int32_t* sizes;
-  int64_t groups, length, rows_each;
-  int64_t unit;  // of which groups must have a multiple of rows
-  const float* scale;
-  float *scales, *turned_scales, *absmax;
+struct Args : GroupSizes {
   GroupStart* starts;
 };
 
@@ -28,7 +23,7 @@ JAXTAP_DEVICE void add_up(int64_t (&numbers)[kThreads]) {
   __syncthreads();
 }
 
-__global__ void grouped_starts_kernel(Args args) {
+__global__ void group_starts_kernel(Args args) {
   __shared__ int64_t sizes[kThreads], tiles[kThreads];
   __shared__ int wrong;
   if (threadIdx.x == 0) wrong = 0;
@@ -36,8 +31,9 @@ __global__ void grouped_starts_kernel(Args args) {
   for (int64_t base = 0; base < args.groups; base += kThreads) {
     const int64_t group = base + threadIdx.x;
     const int64_t size = group < args.groups ? args.sizes[group] : 0;
-    const int64_t rows = size < 0 || size > args.length ? 0 : size * args.rows_each;
-    const int64_t tiles_here = (rows + kTile - 1) / kTile;
+    const int64_t here = size < 0 ? 0 : size < args.length ? size : args.length;
+    const int64_t rows = here * args.rows_each;
+    const int64_t tiles_here = (rows + args.tile - 1) / args.tile;
     __syncthreads();
     if (size < 0 || rows % args.unit != 0) atomicMax(&wrong, 1);
     sizes[threadIdx.x] = size;
@@ -45,9 +41,9 @@ __global__ void grouped_starts_kernel(Args args) {
     add_up(sizes);
     add_up(tiles);
     if (group < args.groups) {
-      const int64_t row = (size_before + sizes[threadIdx.x]) * args.rows_each - rows;
+      const int64_t row = (size_before + sizes[threadIdx.x] - size) * args.rows_each;
       args.starts[group] = {row, tiles_before + tiles[threadIdx.x] - tiles_here};
-      args.absmax[group] = 0.0f;
+      if (args.zeros != nullptr) args.zeros[group] = 0.0f;
       if (args.scale != nullptr) {
         const float inverse = 1.0f / args.scale[group];
         if (args.scales != nullptr) args.scales[group] = inverse;
@@ -59,28 +55,14 @@ __global__ void grouped_starts_kernel(Args args) {
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const bool good = wrong == 0 && size_before <= args.length;
+  const bool good = wrong == 0 && (args.may_exceed || size_before <= args.length);
   args.starts[args.groups] = {good ? size_before * args.rows_each : kNoRow, good ? tiles_before : 0};
 }
 
 }  // namespace
 
-void grouped_starts(const GroupedQuantize& given, Stream stream) {
-  Args args = {};
-  args.sizes = given.sizes;
-  args.groups = given.groups;
-  args.length = given.length;
-  args.rows_each = given.rows_each;
-  const bool blocks = given.scaling == te::Scaling::kMx && given.turned != nullptr;
-  args.unit = blocks ? te::kBlock : 1;
-  if (te::is_tensor(given.scaling)) {
-    args.scale = given.scale;
-    args.scales = static_cast<float*>(given.scales);
-    args.turned_scales = static_cast<float*>(given.turned_scales);
-  }
-  args.absmax = given.absmax;
-  args.starts = given.starts;
-  launch(grouped_starts_kernel, 1, kThreads, stream, args);
+void find_group_starts(const GroupSizes& sizes, GroupStart* starts, Stream stream) {
+  launch(group_starts_kernel, 1, kThreads, stream, Args{sizes, starts});
 }
 
 }  // namespace jaxtap::cuda

@@ -1,0 +1,52 @@
+"""The public names, and the modules that they are from."""
+
+from .box.box import Box as Box
+from .box.jit import jit as jit
+from .box.types import BoxType as BoxType
+from .box.types import mut_types as mut_types
+from .compat.jaxpr import used_inputs as used_inputs
+from .dataflow.expression import Expression as Expression
+from .dataflow.expression import Leaf as Leaf
+from .dataflow.nodes import is_cut as is_cut
+from .dataflow.replay import carriers_of as carriers_of
+from .dataflow.replay import mapped_axes as mapped_axes
+from .dataflow.replay import mapped_rows as mapped_rows
+from .dataflow.replay import replay as replay
+from .dataflow.replay import root_of as root_of
+from .engine import TraceEngine as TraceEngine
+from .hi.hiprim import HiPrim as HiPrim
+from .hi.hiprim import Zero as Zero
+from .hi.hiprim import bdims_at_front as bdims_at_front
+from .hi.hiprim import instantiate_zeros as instantiate_zeros
+from .hi.hiprim import jvp_from_lin as jvp_from_lin
+from .hi.hiprim import linearize_from_jvp as linearize_from_jvp
+from .hi.hiprim import unmap_avals as unmap_avals
+from .hi.hiprim import vjp_from_jvp as vjp_from_jvp
+from .hi.hiprim import vjp_from_lin as vjp_from_lin
+from .hi.hiprim import vmap_rule as vmap_rule
+from .hi.hitype import HiPspec as HiPspec
+from .hi.hitype import HiType as HiType
+from .hi.hitype import MappingSpec as MappingSpec
+from .hi.hitype import register_hitype as register_hitype
+from .hi.inspect import is_high as is_high
+from .hi.inspect import lower as lower
+from .hi.inspect import requires_low as requires_low
+from .hi.inspect import typeof as typeof
+from .hi.primitive import HiPrimitive as HiPrimitive
+from .interpreter.handler_proxies import is_same as is_same
+from .interpreter.handler_proxies import unsliced as unsliced
+from .interpreter.handler_proxies import untransposed as untransposed
+from .interpreter.shared_views import Lying as Lying
+from .interpreter.shared_views import shared_array as shared_array
+from .patterns.attention import Attention as Attention
+from .patterns.attention import attention as attention
+from .proxy.array_proxy import ArrayProxy as ArrayProxy
+from .proxy.carrier import Carrier as Carrier
+from .proxy.move import Move as Move
+from .proxy.move import MoveError as MoveError
+from .proxy.parts import Part as Part
+from .proxy.parts import Shared as Shared
+from .proxy.shards import Shards as Shards
+from .staging.repeated import repeated as repeated
+
+__version__: str

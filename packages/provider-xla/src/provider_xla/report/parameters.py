@@ -1,0 +1,79 @@
+"""Measure what quantization does to each parameter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from hijax_trace import Carrier
+
+from ..plan.weight import WeightPlan
+from ..program.arrays import is_array
+from ..run.stored import is_stored
+from .errors_at import Sums, difference, error_of
+from .results import ParameterQuality
+
+if TYPE_CHECKING:
+    from ..plan.plan import PlanData
+
+
+def measure_parameters(
+    plan: PlanData, params: Any, stored: Any, packed: Any
+) -> tuple[ParameterQuality, ...]:
+    """Measure the error and size of each parameter and derived weight.
+
+    Args:
+        plan: the plan.
+        params: the float parameters.
+        stored: quantized values and scales.
+        packed: the same, packed for kernels.
+    """
+    found, _ = jax.tree_util.tree_flatten_with_path(params)
+    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
+    held = dict(zip(given, zip(*trees, strict=True), strict=True))
+    # Derived weights have separate rows, so they do not count with their parameter.
+    values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
+    parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
+    for path, weight in plan.weights.items():
+        if weight.derived is not None:
+            key = weight.derived.expression.key
+            parts[path] = tuple(one.derived[key] for one in held[weight.derived.carrier])
+            values[path] = weight.derived.expression.evaluate(given)
+    parameters = []
+    for path, leaf in values.items():
+        (qvalue, run), weight = parts[path], plan.weights.get(path)
+        sums = jax.device_get(_stored_error(leaf, qvalue)) if is_stored(qvalue) else None
+        parameters.append(
+            ParameterQuality(
+                path,
+                tuple(leaf.shape),
+                leaf.dtype.name,
+                None if weight is None else weight.qtype,
+                None if weight is None else weight.rule,
+                leaf.size * leaf.dtype.itemsize if weight is None or not weight.derived else 0,
+                _bytes_run(run, leaf, weight),
+                None if sums is None else error_of(sums),
+            )
+        )
+    return tuple(parameters)
+
+
+def _bytes_run(run: Any, leaf: Any, weight: WeightPlan | None) -> int:
+    """Return the bytes that the quantized program has for a parameter."""
+    if is_stored(run):
+        return run.nbytes
+    if run is None:
+        return 0
+    return leaf.size * leaf.dtype.itemsize if weight is None else weight.bytes_after
+
+
+def _own(held: Any) -> Any:
+    """Return what is stored for a parameter itself."""
+    return held.own if isinstance(held, Carrier) else held
+
+
+@jax.jit
+def _stored_error(leaf: jax.Array, held: Any) -> Sums:
+    return difference(leaf, held.restore().astype(leaf.dtype))
