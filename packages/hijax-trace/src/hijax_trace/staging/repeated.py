@@ -73,4 +73,4 @@ def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> 
 
 
 def _is_array(value: Any) -> bool:
-    return isinstance(value, compat.Tracer) or isinstance(value, jax.Array)
+    return isinstance(value, (compat.Tracer, jax.Array))

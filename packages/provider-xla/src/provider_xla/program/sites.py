@@ -20,10 +20,9 @@ from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
-from .decide import Readings
 from .fused import FusedOp, fused_ops
 from .matching import Rules, Weight
-from .ops import OPS, StaysFloat, TappedOp
+from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
 
@@ -101,7 +100,7 @@ class Sites:
         keyed: bool = True,
     ):
         self._rules = rules
-        self._readings = Readings(rules)
+        self._readings = Readings()
         self._leave = leave
         self._remark = remark
         self._run = run
@@ -168,7 +167,10 @@ class Sites:
         if among.is_part:
             self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
             return call.proceed(*args, **kwargs)
-        hows, remarks, why, wrong = self._readings.decide(index, reading, weights, decisions)
+        sides = tuple(weight is not None for weight in weights)
+        if (index, sides) not in decisions:
+            decisions[index, sides] = self._rules.decide(index, contraction, operands, sides)
+        hows, remarks, why, wrong = decisions[index, sides]
         for remark in remarks:
             self._remark(call, remark)
         if why is not None:
