@@ -16,6 +16,7 @@ TOGETHER = {
     "split of heads": lambda x: jnp.split(x.reshape(B, S, 3 * H, D), 3, axis=2),
     "indexed": lambda x: [x.reshape(B, S, 3, H, D)[:, :, i] for i in range(3)],
     "moved": lambda x: list(jnp.moveaxis(x.reshape(B, S, 3, H, D), 2, 0)),
+    "unstacked": lambda x: list(jnp.unstack(x.reshape(B, S, 3, H, D), axis=2)),
     "of something computed": lambda x: jnp.split(
         jnp.tanh(x.reshape(B, S, 3 * H, D)) + 1, 3, axis=2
     ),

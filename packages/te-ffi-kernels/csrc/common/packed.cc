@@ -171,7 +171,7 @@ void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) 
 uint64_t check_header(const uint8_t* panel, const PanelLayout& layout, int columns,
                       int64_t index) {
   if (std::memcmp(panel, kMagic, 4) != 0) {
-    throw bad_panel(index, "must begin with \"JTWP\". This is not a packed weight.");
+    throw bad_panel(index, "must begin with \"JTWP\", as packed weights do");
   }
   if (panel[4] != layout.version()) {
     throw bad_panel(index, differs<int>("format version", panel[4], layout.version()));

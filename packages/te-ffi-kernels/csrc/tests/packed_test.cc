@@ -132,7 +132,7 @@ TEST(packed_corruption_is_named) {
         },
         message));
   };
-  fails([](uint8_t* b) { b[0] = 'X'; }, "no packed weight");
+  fails([](uint8_t* b) { b[0] = 'X'; }, "as packed weights do");
   fails([](uint8_t* b) { b[4] = 2; }, "version 2, but 1");
   fails([](uint8_t* b) { b[8] ^= 1; }, "corrupted header");
   fails([](uint8_t* b) { b[5] = 4; }, "bits 4, but 8", true);

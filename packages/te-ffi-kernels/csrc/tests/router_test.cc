@@ -369,7 +369,7 @@ TEST(router_refuses) {
   router::check(o);
   CHECK(throws<Error>([&] { router::check_experts(o); }, "num_groups must ... got 5"));
   o.groups = 12;
-  CHECK(throws<Error>([&] { router::check_experts(o); }, "topk / group_topk is 2"));
+  CHECK(throws<Error>([&] { router::check_experts(o); }, "topk / group_topk must ... got 2"));
 }
 
 }  // namespace

@@ -89,5 +89,6 @@ _VIEWS: dict[str, Callable[[np.ndarray, dict[str, Any], int], np.ndarray]] = {
     "split": _split,
     "squeeze": lambda view, params, which: view.squeeze(params["dimensions"]),
     "transpose": lambda view, params, which: view.transpose(params["permutation"]),
+    "unstack": lambda view, params, which: np.moveaxis(view, params["axis"], 0)[which],
 }
 """By primitive: what result number ``which`` is of its operand."""

@@ -128,7 +128,7 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   char* workspace = section_of(memory.workspace);
   const size_t needed = steps_.bytes + workspace_;
   if (workspace - static_cast<char*>(memory.workspace) + needed > memory.bytes) {
-    throw invalid_argument("workspace has ", memory.bytes, " bytes, and the plan needs ", needed);
+    throw invalid_argument("workspace must have ", needed, " bytes, got ", memory.bytes);
   }
   const auto part = [&](size_t at) { return workspace + at; };
 
