@@ -47,5 +47,6 @@ from .proxy.move import MoveError as MoveError
 from .proxy.parts import Part as Part
 from .proxy.parts import Shared as Shared
 from .proxy.shards import Shards as Shards
+from .staging.repeated import repeated as repeated
 
 __version__: str

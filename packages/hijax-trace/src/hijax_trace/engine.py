@@ -28,6 +28,7 @@ from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier
 from .staging.packed import Packed
+from .staging.repeated import repeated
 from .state.carry import carry
 from .state.stacks import stacked
 
@@ -251,7 +252,7 @@ def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Ar
     if not any(map(is_proxy, leaves)):
         return Packed((args, kwargs)), {}
     # A proxy that is passed twice becomes one array, as an array that is passed twice is one.
-    arrays = {id(leaf): leaf.restore() for leaf in leaves if is_proxy(leaf)}
+    arrays = {id(leaf): _restore(leaf) for leaf in leaves if is_proxy(leaf)}
     packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {
@@ -260,6 +261,16 @@ def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Ar
         if id(x) in arrays
     }
     return packed, dict(sorted(by_place.items()))
+
+
+def _restore(proxy: ArrayProxy) -> Any:
+    # Few of the arrays are used. JAX drops the others' equations, so they must cost little.
+    return proxy.restore() if isinstance(proxy, Carrier) else repeated(_restoring, (), proxy)
+
+
+@jax.jit
+def _restoring(proxy: ArrayProxy) -> Any:
+    return proxy.restore()
 
 
 class _Origins:

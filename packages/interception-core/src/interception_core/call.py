@@ -208,6 +208,17 @@ class OpCall(abc.ABC):
         """
         return None
 
+    def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether a value is surely an activation; False if ``kind`` must tell.
+
+        Most operands are, and an engine may know that without looking further.
+
+        Args:
+            value: an argument of this call.
+            is_parameter: as for ``kind``.
+        """
+        return False
+
     def roots(self, value: Any) -> frozenset[str] | None:
         """Return the pytree paths of all inputs behind a value.
 

@@ -7,7 +7,9 @@ have it; names without a version are equal on all.
 from .emit import (
     append,
     at,
+    call_of,
     can_append,
+    current_source,
     current_stack,
     info_of,
     inline,

@@ -13,6 +13,7 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 from .jaxpr import consts_of, open_of
 from .pjit import _EARLY, jit_p
+from .trace import is_staged_in, producer
 
 
 def scopes_of(stack: Any) -> list[str]:
@@ -28,6 +29,11 @@ def name_scope(name: str) -> Any:
 def current_stack() -> Any:
     """Return the name stack that is open now."""
     return _source_info.current_name_stack()
+
+
+def current_source() -> Any:
+    """Return the source that equations made now get."""
+    return _source_info.current()
 
 
 def stack_without(stack: Any, names: Container[str]) -> Any:
@@ -93,6 +99,32 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             pairs = zip(folded, avals, strict=True)
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+
+
+def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Return the jitted call that made some results from some values, for ``append``.
+
+    Args:
+        trace: the staging trace.
+        values: the call's operands.
+        results: its results.
+
+    Returns:
+        An equation without variables of the trace, or None if not one call made the results.
+    """
+    made = [producer(x) if is_staged_in(x, trace) else (None, None) for x in results]
+    eqn = made[0][1] if made else None
+    if eqn is None or eqn.primitive is not jit_p or not can_append(eqn):
+        return None
+    if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
+        return None
+    # JAX may have added operands, such as constants, or forwarded some.
+    given = [producer(x)[0] if is_staged_in(x, trace) else None for x in values]
+    own = [producer(x)[0] for x in eqn.in_tracers]
+    if len(given) != len(own) or any(x not in (None, y) for x, y in zip(given, own, strict=True)):
+        return None
+    variables = [core.Var(var.aval) for var in eqn.outvars]
+    return core.JaxprEqn([], variables, jit_p, eqn.params, eqn.effects, eqn.source_info, eqn.ctx)
 
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:

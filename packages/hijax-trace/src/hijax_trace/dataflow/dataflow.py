@@ -258,9 +258,12 @@ def _computed(eqn: Any) -> Sequence[int]:
         return [0] * len(eqn.outvars)
     if not compat.holds_jaxprs(eqn):
         return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
-    if eqn.primitive is not compat.jit_p:
+    if eqn.primitive is compat.jit_p:
+        jaxpr = compat.open_of(eqn.params["jaxpr"])
+    elif eqn.primitive in CUSTOM_CALLS:
+        jaxpr = compat.open_of(eqn.params["call_jaxpr"])
+    else:
         return [0] * len(eqn.outvars)
-    jaxpr = compat.open_of(eqn.params["jaxpr"])
     found = _COMPUTED.get(jaxpr)
     if found is None:
         behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}

@@ -47,6 +47,10 @@ class KnownAtoms(NamedTuple):
         """Return its kind: view, derived, constant or activation."""
         return self.frame.kind(self.atoms[index], is_parameter)
 
+    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether it is surely an activation."""
+        return self.frame.is_activation(self.atoms[index], is_parameter)
+
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     """Return the proxies of an equation's results, or None."""
@@ -84,7 +88,7 @@ def computed(
 def carry(frame: Frame, eqn: Any) -> None:
     """Let carriers of an equation's operands go along with its results."""
     held = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
-    carriers = [one for one in held if isinstance(one, Carrier)]
+    carriers = [one for one in held if type(one) is Carrier]
     for var in eqn.outvars if carriers else ():
         expression = frame.expression(var)
         key, own = expression.key, proxy_of(frame.proxies.pop(var, None))

@@ -40,6 +40,9 @@ class Known(Protocol):
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return its kind: view, derived, constant or activation."""
 
+    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether it is surely an activation."""
+
 
 class TraceCall(OpCall):
     """One tapped operation of a staged program.
@@ -142,6 +145,10 @@ class TraceCall(OpCall):
     def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
         index = self._index(value)
         return None if index is None else self._known.kind(index, is_parameter)
+
+    def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
+        index = self._index(value)
+        return index is not None and self._known.is_activation(index, is_parameter)
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)

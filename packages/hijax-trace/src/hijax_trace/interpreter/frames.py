@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from interception_core import Step, ValueKind
 
+from .. import compat
 from ..dataflow.dataflow import Dataflow, Express
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
@@ -162,12 +163,18 @@ class Frame:
 
     def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return, for a handler, the kind of a variable or literal."""
-        self.read_kinds(is_parameter)
-        flow = self._own_flow()
         # Most operands are activations. That is found without building their expressions.
-        if flow is not None and flow.is_activation(atom, is_parameter):
+        if self.is_activation(atom, is_parameter):
             return ValueKind("activation")
         return self.own_expression(atom).judged(is_parameter)
+
+    def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
+        """Return, for a handler, whether a variable or literal is surely an activation."""
+        self.read_kinds(is_parameter)
+        if type(atom) is not compat.Literal and atom in self.proxies:
+            return False  # most likely a parameter
+        flow = self._own_flow()
+        return flow is not None and flow.is_activation(atom, is_parameter)
 
     def read_kinds(self, is_parameter: Callable[[str], bool]) -> None:
         """Record that handlers depend on the kinds of inputs."""

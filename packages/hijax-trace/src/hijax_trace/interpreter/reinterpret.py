@@ -74,7 +74,9 @@ class Interpreter(Pass):
             untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
             _ACTIONS[task.do](self, task, values, info)
             frame.untapped = untapped
-        if (frame.metadata or frame.proxies) and compat.holds_jaxprs(eqn):
+        known = frame.metadata or frame.proxies
+        # A handler's results are not the operands that the original returns.
+        if known and compat.holds_jaxprs(eqn) and not frame.foreign.issuperset(eqn.outvars):
             forward(frame, eqn)
         if frame.proxies:
             carry(frame, eqn)

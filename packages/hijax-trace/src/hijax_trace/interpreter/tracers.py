@@ -259,3 +259,7 @@ class KnownTracers(NamedTuple):
     def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return its kind: view, derived, constant or activation."""
         return self.expression(index).judged(is_parameter)
+
+    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether it is surely an activation."""
+        return False

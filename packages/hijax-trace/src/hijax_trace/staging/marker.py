@@ -18,6 +18,7 @@ from interception_core import OpCall, TargetError
 
 from .. import compat
 from .packed import NUMBERS, NUMPY, Packed
+from .repeated import appended
 
 
 @dataclass(eq=False, slots=True)
@@ -118,7 +119,12 @@ class Markers:
             if key is not None and not consts:
                 self._known[key] = known
         marker, jaxpr = known
-        out = compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, [*more, *values])
+        operands = [*more, *values]
+
+        def call() -> list[Any]:
+            return compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, operands)
+
+        out = call() if key is None or more else appended(jaxpr, call, operands)
         return marker.results.build(out)
 
     def _make(
@@ -198,6 +204,9 @@ def hoisted(
     return (jaxpr if is_open else compat.like_closed(jaxpr)), list(consts)
 
 
+_LEAF = jax.tree.structure(0)
+
+
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
     """Check a handler's result. Return its arrays.
 
@@ -210,6 +219,9 @@ def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[An
     Raises:
         TargetError: the result differs from the original's in structure, shapes or dtypes.
     """
+    if isinstance(result, jax.Array) and expected.treedef == _LEAF:
+        check_value(call, result, avals[0])
+        return [result]
     packed = Packed(result, NUMPY + NUMBERS)
     if packed.treedef != expected.treedef:
         raise TargetError(

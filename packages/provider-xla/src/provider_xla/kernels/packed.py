@@ -82,7 +82,7 @@ class PrepackedWeight(ArrayProxy):
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     pieces: int = dataclasses.field(default=0, metadata={"static": True})
 
-    @property
+    @functools.cached_property
     def lead(self) -> tuple[int, ...]:
         """Return the sizes of the leading axes."""
         if self.index is not None:
@@ -110,7 +110,10 @@ class PrepackedWeight(ArrayProxy):
 
     def _arranged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return sizes of rows and columns as those of the axes."""
-        first = (*self.lead, *(sizes[part] for part in self.order))
+        own = tuple(sizes[part] for part in self.order)
+        if not self.lead:
+            return own
+        first = (*self.lead, *own)
         return tuple(first[axis] for axis in self.axes())
 
     @property
@@ -120,10 +123,10 @@ class PrepackedWeight(ArrayProxy):
 
     def axes(self) -> list[int]:
         """Return each axis's number when the leading axes are counted first."""
-        lead = len(self.lead)
+        lead, ndim = len(self.lead), self.ndim
         places = {axis: i for i, axis in enumerate(self.lead_at or range(lead))}
-        rest = iter(range(lead, self.ndim))
-        return [places[axis] if axis in places else next(rest) for axis in range(self.ndim)]
+        rest = iter(range(lead, ndim))
+        return [places[axis] if axis in places else next(rest) for axis in range(ndim)]
 
     def transposed(self, permutation: Sequence[int]) -> PrepackedWeight:
         """Return a permuted view: the packed bytes stay as they are."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Carrier
+from hijax_trace import Carrier, repeated
 from interception_core import Engine, Interceptor
 
 from ..errors import QuantizationError
@@ -187,7 +187,8 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
         return NotImplemented
     ranges = calibrations(statistics, site)
     if any(hows) or any(map(is_stored, operands)):
-        y = quantized_contraction(site.contraction, tuple(hows), *operands, site.extras, ranges)  # type: ignore[arg-type]
+        static = site.contraction, tuple(hows)
+        y = repeated(quantized_contraction, static, *operands, site.extras, ranges)
     else:
         y = site.contraction.run(*operands, *site.extras)
     for side, weight in among.items():

@@ -202,3 +202,28 @@ def fitted(
     found = None if found == total else found
     got = "one scale per channel" if found is None else f"tiles of {found}"
     return dataclasses.replace(how, tile_size=found), f"{why}: {got}"
+
+
+def all_fitted(
+    sizes: Sequence[int],
+    fallback: str | None,
+    hows: tuple[qn.HowToQuantize | None, ...],
+) -> tuple[tuple[qn.HowToQuantize | None, ...], tuple[str, ...]]:
+    """Return how operands are quantized, with tiles that their contracted axis has.
+
+    Args:
+        sizes: of the contracted axes.
+        fallback: as for ``fitted``.
+        hows: how the rule wants each operand quantized.
+
+    Returns:
+        How they are quantized, and remarks on what the rule does not say.
+    """
+    tiled = [how for how in hows if how]
+    found = {how: fitted(how, sizes, fallback) for how in tiled}
+    # Both sides have the same tiles, those of a format with blocks.
+    blocks = any(qn.get_qtype(how.qtype).block is not None for how in tiled)
+    if blocks and any(new is not how for how, (new, _) in found.items()):
+        return hows, ()
+    remarks = tuple(dict.fromkeys(text for _, text in found.values() if text))
+    return tuple(how and found[how][0] for how in hows), remarks

@@ -6,13 +6,14 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import quant_numerics as qn
 from interception_core import Engine, OpCall, ValueKind
 
 from ..rules.rule import QuantizationRule
-from .granularity import Axes
+from .contractions import Contraction
+from .granularity import Axes, all_fitted, misfit
 
 
 def follows_values(engine: Engine) -> bool:
@@ -82,6 +83,8 @@ def weights_among(
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
     for i, operand in enumerate(operands):
+        if call.is_activation(operand, is_parameter):
+            continue
         known = call.operand(operand)
         path = known.provenance
         if path is not None:
@@ -107,6 +110,22 @@ def weights_among(
         return Weights(tuple(found), is_part=True)
     kept = own if len(own) == 1 else static if len(static) == 1 else []
     return Weights(tuple(one if i in kept else None for i, one in enumerate(found)))
+
+
+class Decision(NamedTuple):
+    """What a rule says about a contraction.
+
+    Attributes:
+        hows: how each operand is quantized; None where it stays float.
+        remarks: what is done that the rule does not say.
+        why: why the operation stays float; None if it does not.
+        wrong: whether its rule forbids that.
+    """
+
+    hows: tuple[qn.HowToQuantize | None, ...]
+    remarks: tuple[str, ...]
+    why: str | None
+    wrong: bool
 
 
 @dataclass(frozen=True)
@@ -193,6 +212,29 @@ class Rules:
         scales = rule.scale_dtype if is_weight else None
         return qn.HowToQuantize(qtype, tile, method, channelwise, scales)
 
+    def decide(
+        self, index: int, contraction: Contraction, operands: Sequence[Any], sides: Sequence[bool]
+    ) -> Decision:
+        """Return what a rule says about a contraction.
+
+        Args:
+            index: the number of the rule.
+            contraction: the contraction.
+            operands: its operands.
+            sides: whether each is a weight.
+        """
+        rule = self.rules[index]
+        shapes = [operand.shape for operand in operands]
+        hows = tuple(self.how(rule, is_weight) for is_weight in sides)
+        sizes = contraction.tiled_sizes(shapes, hows)
+        hows, remarks = all_fitted(sizes, rule.tile_fallback, hows)
+        why, wrong = None, False
+        # A parameter that stays float may still have an adapter.
+        if any(hows) or rule.rank is None or not any(sides):
+            sizes = contraction.tiled_sizes(shapes, hows) if any(hows) else ()
+            why, wrong = _why_not(rule, sizes, hows)
+        return Decision(hows, remarks, why, wrong)
+
     @property
     def adapts(self) -> bool:
         """Return whether any parameter may have an adapter."""
@@ -202,3 +244,21 @@ class Rules:
     def is_static(self) -> bool:
         """Return whether any activation has a static range."""
         return any(rule.act_static_scale for rule in self.rules)
+
+
+def _why_not(
+    rule: QuantizationRule,
+    sizes: Sequence[int],
+    hows: Sequence[Any],
+) -> tuple[str | None, bool]:
+    """Return why an operation stays float, and if its rule forbids that."""
+    if not any(hows):
+        if rule.weight_qtype is None and rule.rank is None:
+            return "the rule leaves it float", False
+        return "the rule is for weights, and no operand is known as a parameter", False
+    tiles = {how.tile_size for how in hows if how is not None}
+    for tile in sorted(tiles - {None}):
+        reason = misfit(sizes, tile, rule.tile_fallback)
+        if reason is not None:
+            return reason, True
+    return None, False

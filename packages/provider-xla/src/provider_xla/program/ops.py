@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -231,3 +231,57 @@ OPS = {
     ),
 }
 """The tapped functions, by target."""
+
+
+class Readings:
+    """Read calls; those of equal types once."""
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, tuple[Contraction, tuple[int, ...], dict[Any, Any]]] = {}
+
+    def read(
+        self, op: TappedOp, args: tuple, kwargs: Mapping[str, Any]
+    ) -> tuple[Reading, dict[Any, Any]]:
+        """Return a call as a contraction, and what the caller keeps about such calls.
+
+        Raises:
+            StaysFloat: the call is not a contraction.
+        """
+        values = (*args, *kwargs.values())
+        key = _key(op, args, kwargs)
+        kept = None if key is None else self._kept.get(key)
+        if kept is not None:
+            contraction, places, about = kept
+            lhs, rhs, *extras = (values[i] for i in places)
+            return Reading(contraction, (lhs, rhs), tuple(extras)), about
+        reading, about = op.read(args, kwargs), {}
+        if key is not None:
+            arrays = [(id(x), i) for i, x in enumerate(values) if isinstance(x, jax.Array)]
+            place = dict(arrays)
+            places = [place.get(id(x)) for x in (*reading.operands, *reading.extras)]
+            # An array that is given twice has two places, of which its id tells one.
+            if None not in places and len(place) == len(arrays):
+                self._kept[key] = reading.contraction, tuple(places), about  # type: ignore[arg-type]
+        return reading, about
+
+
+def _key(op: TappedOp, args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
+    """Return what a call's reading depends on, or None if that is not known."""
+    parts: list[Any] = [op.name, op.reader, jax.config.jax_numpy_dtype_promotion, *kwargs]  # pyrefly: ignore
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, jax.Array):
+            parts.append(jax.typeof(value))
+        elif isinstance(value, _PLAIN):
+            parts.append(value)
+        else:
+            return None
+    key = (len(args), *parts)
+    try:
+        hash(key)
+    except TypeError:  # a tuple of lists
+        return None
+    return key
+
+
+_PLAIN = (type(None), str, int, tuple, type, np.dtype, jax.lax.Precision)
+"""Types of arguments that a reading may depend on, if they can be hashed."""

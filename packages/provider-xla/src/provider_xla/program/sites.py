@@ -21,9 +21,8 @@ from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .fused import FusedOp, fused_ops
-from .granularity import fitted, misfit
 from .matching import Rules, Weight
-from .ops import OPS, StaysFloat, TappedOp
+from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
 
@@ -101,6 +100,7 @@ class Sites:
         keyed: bool = True,
     ):
         self._rules = rules
+        self._readings = Readings()
         self._leave = leave
         self._remark = remark
         self._run = run
@@ -136,13 +136,16 @@ class Sites:
             return call.proceed(*args, **kwargs)
         # To rules, the parts of an einsum of several operands are einsums.
         names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
-        reading, reason = None, None
+        reading, reason, decisions = None, None, {}
         try:
-            reading = op.read(args, kwargs)
+            reading, decisions = self._readings.read(op, args, kwargs)
         except StaysFloat as error:
             reason = error
-        values = (*args, *kwargs.values()) if reading is None else reading.operands
-        among = self._rules.weights(call, [value for value in values if is_array(value)])
+        if reading is None:
+            values = [value for value in (*args, *kwargs.values()) if is_array(value)]
+        else:
+            values = reading.operands
+        among = self._rules.weights(call, values)
         paths, has_weight = self._rules.paths(among), any(among.found)
         index = self._rules.find(names, call.module_path, paths, has_weight)
         rule = None if index is None else self._rules.rules[index]
@@ -164,12 +167,12 @@ class Sites:
         if among.is_part:
             self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
             return call.proceed(*args, **kwargs)
-        hows = tuple(self._rules.how(rule, weight is not None) for weight in weights)
-        hows = self._fitted(call, rule, contraction, operands, hows)
-        why, wrong = None, False
-        # A parameter that stays float may still have an adapter.
-        if any(hows) or rule.rank is None or not any(weights):
-            why, wrong = self._why_not(call, rule, contraction, operands, hows)
+        sides = tuple(weight is not None for weight in weights)
+        if (index, sides) not in decisions:
+            decisions[index, sides] = self._rules.decide(index, contraction, operands, sides)
+        hows, remarks, why, wrong = decisions[index, sides]
+        for remark in remarks:
+            self._remark(call, remark)
         if why is not None:
             self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
             if self._leave is not None:
@@ -244,50 +247,11 @@ class Sites:
 
         Then its parts are not looked at, fused or not.
         """
+        if not self._fused:
+            return False
         names = [self._fused[name] for name in call.within if name in self._fused]
         rules = [self._rules.find((name,), call.module_path) for name in names]
         return any(i is not None and self._rules.rules[i].kernel is not None for i in rules)
-
-    def _fitted(
-        self,
-        call: OpCall,
-        rule: QuantizationRule,
-        contraction: Contraction,
-        operands: Sequence[Any],
-        hows: tuple[qn.HowToQuantize | None, ...],
-    ) -> tuple[qn.HowToQuantize | None, ...]:
-        """Return how operands are quantized, with tiles that their contracted axis has."""
-        sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
-        tiled = [how for how in hows if how]
-        found = {how: fitted(how, sizes, rule.tile_fallback) for how in tiled}
-        # Both sides have the same tiles, those of a format with blocks.
-        blocks = any(qn.get_qtype(how.qtype).block is not None for how in tiled)
-        if blocks and any(new is not how for how, (new, _) in found.items()):
-            return hows
-        for remark in dict.fromkeys(text for _, text in found.values() if text):
-            self._remark(call, remark)
-        return tuple(how and found[how][0] for how in hows)
-
-    def _why_not(
-        self,
-        call: OpCall,
-        rule: QuantizationRule,
-        contraction: Contraction,
-        operands: Sequence[Any],
-        hows: Sequence[Any],
-    ) -> tuple[str | None, bool]:
-        """Return why an operation stays float, and if its rule forbids that."""
-        if not any(hows):
-            if rule.weight_qtype is None and rule.rank is None:
-                return "the rule leaves it float", False
-            return "the rule is for weights, and no operand is known as a parameter", False
-        sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
-        tiles = {how.tile_size for how in hows if how is not None}
-        for tile in sorted(tiles - {None}):
-            reason = misfit(sizes, tile, rule.tile_fallback)
-            if reason is not None:
-                return reason, True
-        return None, False
 
     def _note(
         self,
@@ -300,6 +264,8 @@ class Sites:
         reason: str | None = None,
         wrong: bool = False,
     ) -> None:
+        if self._record is ignore:
+            return
         shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
         qtypes = tuple(None if how is None else how.qtype for how in hows)
         weight = " and ".join(w.path for w in weights if w is not None) or None

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from hijax_trace import repeated
 from interception_core import JaxtapError
 
 from ..program.sites import Site
@@ -115,12 +116,5 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        return trained_contraction(
-            site.contraction,
-            site.hows,
-            None if backward == (None, None) else backward,
-            *site.operands,
-            site.extras,
-            ranges,
-            noise,
-        )
+        static = site.contraction, site.hows, None if backward == (None, None) else backward
+        return repeated(trained_contraction, static, *site.operands, site.extras, ranges, noise)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 Stored = qn.QArray | PrepackedWeight | TransformedWeight | AffineWeight
+_STORED = (qn.QArray, PrepackedWeight, TransformedWeight, AffineWeight)
 
 
 def fits(contraction: Contraction, side: int, held: Stored) -> bool:
@@ -42,10 +43,12 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
     """
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
+        if held is None:
+            continue
         # A row that was looked up in a table is an activation. Packed weights take it as an array.
         if site.weights[side] is None and isinstance(stored[1 - side], PrepackedWeight):
             continue
-        if isinstance(held, Stored):
+        if isinstance(held, _STORED):
             fitting = held.shape == operands[side].shape and fits(site.contraction, side, held)
             if hows[side] is not None and fitting and takes(site, side, held):
                 operands[side] = held

@@ -8,6 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+from hijax_trace import repeated
 from interception_core import Engine
 
 from ..errors import QuantizationError
@@ -66,7 +67,8 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     """Return the result of an operation that rules quantize."""
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
     ranges = calibrations(statistics, site)
-    return quantized_contraction(site.contraction, hows, *operands, site.extras, ranges)
+    static = site.contraction, hows
+    return repeated(quantized_contraction, static, *operands, site.extras, ranges)
 
 
 def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:

@@ -1,0 +1,111 @@
+"""Calls of jitted functions that a trace has made before are appended."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hijax_trace import repeated
+
+TRACED = []
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def scaled(factor, tree, y):
+    TRACED.append(factor)
+    return {"sum": tree["a"] * factor + y, "both": (tree["a"], tree["b"] + y)}
+
+
+def calls(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.params.get("name") == "scaled"]
+
+
+def layers(run, tree, y):
+    """Call it with equal types, other static arguments, other types and in a loop's body."""
+    for factor in (2, 3, 2, 2, 3):
+        found = run(factor, tree, y)
+        y = jnp.tanh(found["sum"] + found["both"][1])
+        tree = {"a": found["both"][0], "b": y}
+    wide = run(2, jax.tree.map(lambda x: jnp.stack([x, x]), tree), y)["sum"]
+
+    def step(y, a):
+        for _ in range(2):
+            y = jnp.sin(run(2, {"a": a, "b": y}, y)["sum"])
+        return y, y.sum()
+
+    return wide, jax.lax.scan(step, y, jnp.stack([y, y]))
+
+
+def test_equal_calls_share_a_jaxpr_and_do_what_jit_does():
+    rng = np.random.default_rng(0)
+    tree = {name: jnp.asarray(rng.standard_normal(3), jnp.float32) for name in "ab"}
+    y = jnp.asarray(rng.standard_normal(3), jnp.float32)
+
+    def ours(tree, y):
+        return layers(lambda factor, *args: repeated(scaled, (factor,), *args), tree, y)
+
+    def plain(tree, y):
+        return layers(scaled, tree, y)
+
+    jaxpr = jax.make_jaxpr(ours)(tree, y)
+    made = calls(jaxpr.jaxpr)
+    expected = jax.make_jaxpr(plain)(tree, y)
+    assert [str(eqn.params["jaxpr"]) for eqn in made] == [
+        str(eqn.params["jaxpr"]) for eqn in calls(expected.jaxpr)
+    ]
+    assert len(made) == 6
+    assert len({id(eqn.params["jaxpr"]) for eqn in made[:5]}) == 2
+    # Each equation has the source of its own call.
+    assert all(eqn.source_info.traceback is not None for eqn in made)
+    for fn in (ours, jax.jit(ours)):
+        for a, b in zip(jax.tree.leaves(fn(tree, y)), jax.tree.leaves(plain(tree, y)), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-6)
+    gradient = jax.jit(jax.grad(lambda tree: ours(tree, y)[0].sum()))(tree)
+    expected = jax.jit(jax.grad(lambda tree: plain(tree, y)[0].sum()))(tree)
+    for name in "ab":
+        np.testing.assert_allclose(gradient[name], expected[name], rtol=1e-5, atol=1e-7)
+
+
+def test_scopes_and_contexts_are_those_of_each_call():
+    def program(x):
+        with jax.named_scope("first"):
+            a = repeated(scaled, (2,), {"a": x, "b": x}, x)["sum"]
+        with jax.named_scope("second"), jax.default_matmul_precision("highest"):
+            b = repeated(scaled, (2,), {"a": x, "b": x}, x)["sum"]
+        with jax.named_scope("third"):
+            return a + b + repeated(scaled, (2,), {"a": x, "b": x}, x)["sum"]
+
+    TRACED.clear()
+    scaled.clear_cache()
+    made = calls(jax.make_jaxpr(program)(jnp.ones(3)).jaxpr)
+    assert [str(eqn.source_info.name_stack) for eqn in made] == ["first", "second", "third"]
+    # Another precision is another trace.
+    assert made[0].params["jaxpr"] is made[2].params["jaxpr"]
+    assert made[0].params["jaxpr"] is not made[1].params["jaxpr"]
+    assert TRACED == [2, 2]
+
+
+def test_constants_and_forwarded_operands():
+    @jax.jit
+    def forwards(x, y):
+        return y, x
+
+    def program(x):
+        table = jnp.arange(3.0) + x
+
+        @jax.jit
+        def closes_over(y):
+            return y * table
+
+        y = repeated(closes_over, (), x) + repeated(closes_over, (), x)
+        a, b = repeated(forwards, (), x, y)
+        c, d = repeated(forwards, (), a, b)
+        return c, d, repeated(forwards, (), 2.0, y)[1]
+
+    x = jnp.asarray([1.0, 2.0, 3.0])
+    found = jax.jit(program)(x)
+    expected = 2 * np.asarray(x) * (np.arange(3) + np.asarray(x))
+    np.testing.assert_allclose(found[0], x, rtol=1e-6)
+    np.testing.assert_allclose(found[1], expected, rtol=1e-6)
+    assert found[2] == 2.0
