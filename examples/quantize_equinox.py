@@ -9,14 +9,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from sklearn.datasets import load_digits
 
 import provider_xla as xla
+from interception_core.demo_kit import Digits
 
 WIDTH = 32
-IMAGES, LABELS = map(jnp.asarray, load_digits(return_X_y=True))
-IMAGES = IMAGES.reshape(-1, 8, 8).astype(jnp.float32) / 16
-TRAIN, TEST = slice(0, 1400), slice(1400, None)
+DIGITS = Digits.load()
 
 
 class Block(eqx.Module):
@@ -60,8 +58,8 @@ class Net(eqx.Module):
         return self.head(x.mean(axis=0))
 
 
-def train(model, steps=150):
-    """Returns the model, trained on batches of 128."""
+def train(model, epochs=7):
+    """Returns the model, trained on batches of 64."""
     optimizer = optax.adam(5e-3)
 
     @eqx.filter_jit
@@ -75,16 +73,15 @@ def train(model, steps=150):
         return eqx.apply_updates(model, updates), state
 
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    for step in range(steps):
-        batch = (jnp.arange(128) + 128 * step) % TRAIN.stop
-        model, state = train_step(model, state, IMAGES[batch], LABELS[batch])
+    for images, labels in DIGITS.batches(epochs):
+        model, state = train_step(model, state, images, labels)
     return model
 
 
 @eqx.filter_jit
 def accuracy(model):
     """Returns the share of the test images whose digit the model finds."""
-    return jnp.mean(jax.vmap(model)(IMAGES[TEST]).argmax(axis=1) == LABELS[TEST])
+    return jnp.mean(jax.vmap(model)(DIGITS.test_images).argmax(axis=1) == DIGITS.test_labels)
 
 
 def main():
@@ -99,7 +96,7 @@ def main():
 
     model = train(xla.quantize_model(Net(jax.random.key(0)), xla.QtProvider(aware)))
     print(f"trained with int8 contractions: {accuracy(model):.1%}")
-    stored = xla.quantize_model(model, xla.PtqProvider(rules), IMAGES[0])
+    stored = xla.quantize_model(model, xla.PtqProvider(rules), DIGITS.test_images[0])
     print(xla.model_plan(stored))
     print(f"stored: {accuracy(stored):.1%}")
 

@@ -7,14 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen, serialization
-from sklearn.datasets import load_digits
 
 import provider_xla as xla
+from interception_core.demo_kit import Digits
 
 WIDTH = 32
-IMAGES, LABELS = map(jnp.asarray, load_digits(return_X_y=True))
-IMAGES = IMAGES.reshape(-1, 8, 8).astype(jnp.float32) / 16
-TRAIN, TEST = slice(0, 1400), slice(1400, None)
+DIGITS = Digits.load()
 
 
 class Block(linen.Module):
@@ -39,8 +37,8 @@ class Net(linen.Module):
         return linen.Dense(10, name="head")(x.mean(axis=1))
 
 
-def train(net, variables, steps=150):
-    """Returns the variables, trained on batches of 128."""
+def train(net, variables, epochs=7):
+    """Returns the variables, trained on batches of 64."""
     optimizer = optax.adam(5e-3)
 
     @jax.jit
@@ -53,16 +51,15 @@ def train(net, variables, steps=150):
         return optax.apply_updates(variables, updates), state
 
     state = optimizer.init(variables)
-    for step in range(steps):
-        batch = (jnp.arange(128) + 128 * step) % TRAIN.stop
-        variables, state = train_step(variables, state, IMAGES[batch], LABELS[batch])
+    for images, labels in DIGITS.batches(epochs):
+        variables, state = train_step(variables, state, images, labels)
     return variables
 
 
 def accuracy(net, variables):
     """Returns the share of the test images whose digit the model finds."""
-    logits = jax.jit(net.apply)(variables, IMAGES[TEST])
-    return jnp.mean(logits.argmax(axis=1) == LABELS[TEST])
+    logits = jax.jit(net.apply)(variables, DIGITS.test_images)
+    return jnp.mean(logits.argmax(axis=1) == DIGITS.test_labels)
 
 
 def main():
@@ -76,10 +73,12 @@ def main():
     ]
 
     net = xla.quantize_model(Net(), xla.QtProvider(aware))  # unbound: what apply runs
-    variables = train(net, net.init(jax.random.key(0), IMAGES[:1]))
+    variables = train(net, net.init(jax.random.key(0), DIGITS.test_images[:1]))
     print(f"trained with int8 contractions: {accuracy(net, variables):.1%}")
 
-    bound = xla.quantize_model(Net().bind(variables), xla.PtqProvider(rules), IMAGES[:1])
+    bound = xla.quantize_model(
+        Net().bind(variables), xla.PtqProvider(rules), DIGITS.test_images[:1]
+    )
     print(xla.model_plan(bound))
     stored_net, stored = bound.unbind()
     print(f"stored: {accuracy(stored_net, stored):.1%}")

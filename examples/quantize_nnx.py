@@ -6,14 +6,12 @@ uv run python examples/quantize_nnx.py
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from sklearn.datasets import load_digits
 
 import provider_xla as xla
+from interception_core.demo_kit import Digits
 
 WIDTH = 32
-IMAGES, LABELS = map(jnp.asarray, load_digits(return_X_y=True))
-IMAGES = IMAGES.reshape(-1, 8, 8).astype(jnp.float32) / 16
-TRAIN, TEST = slice(0, 1400), slice(1400, None)
+DIGITS = Digits.load()
 
 
 class Block(nnx.Module):
@@ -57,19 +55,18 @@ def train_step(model, optimizer, images, labels):
     optimizer.update(model, nnx.grad(loss)(model))
 
 
-def train(model, steps=150):
-    """Trains on batches of 128."""
+def train(model, epochs=7):
+    """Trains on batches of 64."""
     optimizer = nnx.Optimizer(model, optax.adam(5e-3), wrt=nnx.Param)
-    for step in range(steps):
-        batch = (jnp.arange(128) + 128 * step) % TRAIN.stop
-        train_step(model, optimizer, IMAGES[batch], LABELS[batch])
+    for images, labels in DIGITS.batches(epochs):
+        train_step(model, optimizer, images, labels)
     return model
 
 
 @nnx.jit
 def accuracy(model):
     """Returns the share of the test images whose digit the model finds."""
-    return jnp.mean(model(IMAGES[TEST]).argmax(axis=1) == LABELS[TEST])
+    return jnp.mean(model(DIGITS.test_images).argmax(axis=1) == DIGITS.test_labels)
 
 
 def main():
@@ -86,7 +83,7 @@ def main():
     print(f"trained in float: {accuracy(plain):.1%}, with int8 contractions: {accuracy(aware):.1%}")
 
     for name, model in {"float": plain, "int8": aware}.items():
-        stored = xla.quantize_model(model, xla.PtqProvider(int4), IMAGES[:1])
+        stored = xla.quantize_model(model, xla.PtqProvider(int4), DIGITS.test_images[:1])
         plan = xla.model_plan(stored)
         print(f"trained in {name}, stored in int4: {accuracy(stored):.1%}, "
               f"{plan.bytes_before:,} -> {plan.bytes_after:,} bytes")  # fmt: skip

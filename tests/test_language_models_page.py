@@ -28,12 +28,16 @@ def test_a_table_has_medians_and_leaves_out_what_was_not_measured():
     ]
 
 
-def test_what_stands_above_the_mark_stays(tmp_path):
-    file = tmp_path / "page.md"
+def test_a_part_replaces_its_own_block_alone(tmp_path):
+    file, order = tmp_path / "page.md", ["213M", "0.5B"]
     file.write_text(f"# Title\n\ntext\n\n{page.MARK}\n\nold\n")
-    page.write(file, [("213M:", "| a |"), ("0.5B:", "| b |")])
+    page.write(file, "0.5B", [("0.5B:", "| b |")], order)
+    page.write(file, "213M", [("213M:", "| a |"), ("Ratios:", "| r |")], order)
+    page.write(file, "0.5B", [("0.5B:", "| c |")], order)
     above, _, below = file.read_text().partition(page.MARK)
     assert above == "# Title\n\ntext\n\n"
-    assert below.endswith("\n\n213M:\n\n| a |\n\n0.5B:\n\n| b |\n")
-    assert ", Python " in below.splitlines()[2]  # the line that tools/bench_charts looks for
-    assert "old" not in below
+    line = page.machine()
+    assert ", Python " in line  # what tools/bench_charts looks for
+    blocks = [f"\n\n<!-- part 213M -->\n\n{line}\n\n213M:\n\n| a |\n\nRatios:\n\n| r |\n"]
+    blocks.append(f"\n<!-- part 0.5B -->\n\n{line}\n\n0.5B:\n\n| c |\n")
+    assert below == "".join(blocks)

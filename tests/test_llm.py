@@ -374,6 +374,15 @@ def test_bad_folders_leave_nothing(folder, tmp_path, what, capsys):
     assert not (tmp_path / "out").exists()
 
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def test_configs_that_can_not_be():
     """Fields of the wrong type or size are said before anything is computed with them."""
     for change, message in (
@@ -388,6 +397,16 @@ def test_configs_that_can_not_be():
         ({"head_dim": 15}, "head_dim must be even, for rotary positions, got 15"),
         ({"hidden_size": None}, "must have hidden_size, as llama's files do"),
         ({"rope_scaling": ["linear"]}, "must be as llama's files are"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of linear must be a number"),
+        ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor of llama3 must be a number above 0"),
+        ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1, got 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 1"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "the tensors are quantized"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention must be false"),
+        ({"layer_types": ["full_attention"]}, "for each of 3 layers, got 1"),
+        ({"layer_types": ["chunked_attention"] * 3}, "got 3, chunked_attention"),
+        ({"layer_types": ["sliding_attention"] * 3}, "must have sliding_window"),
     ):
         with pytest.raises(LlmError, match=re.escape(message)):
             parse_config(fields_of("llama") | change)
@@ -407,10 +426,18 @@ def test_rules_of_a_file(folder, tmp_path):
     _, plan, stored = quantize.load(tmp_path / "out")
     assert [op.op_id for op in plan.ops if op.quantized] == ["head/matmul:0"]
     assert isinstance(stored["layers"]["qkv"], jax.Array)
-    path.write_text('[{"weight_type": "int8"}]')
-    for given, message in ((path, "must be a list of fields"), ("int5", "one of float, int8")):
-        with pytest.raises(LlmError, match=message):
-            quantize.read_rules(config, str(given))
+    for text in ('[{"weight_type": "int8"}]', '{"weight_qtype": "int8"}', "[1]"):
+        path.write_text(text)
+        with pytest.raises(LlmError, match="must be a list of fields"):
+            quantize.read_rules(config, str(path))
+    with pytest.raises(LlmError, match="one of float, int8"):
+        quantize.read_rules(config, "int5")
+    path.write_text('[{"module_path": "heda", "weight_qtype": "int8"}]')
+    with pytest.raises(LlmError, match="can't be followed: rule 0 decides nothing"):
+        quantize.quantize(folder, tmp_path / "other", str(path))
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(LlmError, match="must be a folder, got a file"):
+        quantize.quantize(folder, path, "int8")
 
 
 def test_bad_prompts():

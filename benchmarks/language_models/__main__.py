@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 import jax
@@ -20,7 +21,9 @@ sys.path.append(str(Path(__file__).parent.parent.parent / "peers"))
 
 from . import first_token, page, quality
 from .llama_cpp import check_tools
-from .sides import FEW_STEPS, NAMES, STEPS, gguf_path, open_sides
+from .processes import in_a_process
+from .shapes import QUICK
+from .sides import FEW_STEPS, NAMES, STEPS, gguf_path, open_sides, write_gguf
 
 progress = functools.partial(tqdm, disable=not sys.stderr.isatty(), leave=False)
 FEW = ["XLA float32", "llama.cpp native Q8_0", "llama.cpp native Q4_0", "onnxruntime int4"]
@@ -79,9 +82,10 @@ def of_batch(times, is_batch):
 
 
 def run_213m(args, folder):
-    contexts = [(128, 1), (1024, 1), (128, 4), (128, 16)]
+    contexts = [(128, 1), (1024, 1), (128, 8), (128, 16)]
     prompts = [(128, 1), (512, 1), (128, 8)]
-    times, sizes = speeds("213M", args.sides, prompts, contexts, args.rounds, folder, args.tools)
+    shape = args.shape("213M")
+    times, sizes = speeds(shape, args.sides, prompts, contexts, args.rounds, folder, args.tools)
     one, more = of_batch(times, False), of_batch(times, True)
     yield f"213M, batch 1, tokens a second, {args.rounds} rounds:", page.table(one, sizes)
     kept = {name: size for name, size in sizes.items() if name in several(sizes)}
@@ -91,25 +95,30 @@ def run_213m(args, folder):
 
 def run_half_b(args, folder):
     names = [name for name in args.sides if name in FEW]
-    times, sizes = speeds("0.5B", names, [(128, 1)], [(128, 1)], 2, folder, args.tools)
-    yield "0.5B, batch 1, tokens a second, 2 rounds:", page.table(times, sizes)
+    rounds = min(args.rounds, 2)
+    times, sizes = speeds(
+        args.shape("0.5B"), names, [(128, 1)], [(128, 1)], rounds, folder, args.tools
+    )
+    yield f"0.5B, batch 1, tokens a second, {rounds} rounds:", page.table(times, sizes)
 
 
 def run_experts(args, folder):
     names = [name for name in args.sides if name in FEW and "onnx" not in name]
-    times, sizes = speeds("experts", names, [(128, 1)], [(128, 1)], 2, folder, args.tools)
-    text = "Qwen 3 with experts (364M, of which a token uses 75M), tokens a second, 2 rounds:"
-    yield text, page.table(times, sizes)
+    rounds = min(args.rounds, 2)
+    times, sizes = speeds(
+        args.shape("experts"), names, [(128, 1)], [(128, 1)], rounds, folder, args.tools
+    )
+    text = "Qwen 3 with experts (364M, of which a token uses 75M), tokens a second"
+    yield f"{text}, {rounds} rounds:", page.table(times, sizes)
 
 
 def run_first_token(args, folder):
-    gguf = gguf_path(folder, "213M", "Q4_0")
+    shape = args.shape("213M")
+    gguf = gguf_path(folder, shape, "Q4_0")
     if args.tools and not gguf.exists():
-        from .sides import write_gguf
-
-        write_gguf("213M", ["Q4_0"], folder)
+        in_a_process(write_gguf, shape, ["Q4_0"], folder)
     bar = functools.partial(progress, desc="first token")
-    found = first_token.measure("213M", "int4", gguf, args.tools, folder, 4, bar)
+    found = first_token.measure(shape, "int4", gguf, args.tools, folder, args.rounds + 1, bar)
     yield (
         "213M in int4 and Q4_0, a prompt of 128 tokens: from the start of the process to the "
         "first token, files and compiled programs cached:",
@@ -119,11 +128,12 @@ def run_first_token(args, folder):
 
 def run_quality(args, folder):
     bar = functools.partial(progress, desc="quality")
+    windows = quality.FEW_WINDOWS if args.quick else quality.WINDOWS
     with tempfile.TemporaryDirectory(dir=folder) as own:
-        rows = quality.measure(own, args.train, args.tools, args.rounds, bar)
+        rows = quality.measure(own, args.train, windows, args.tools, args.rounds, bar)
     yield (
         f"The demo's model after {args.train:.0f} s of training: perplexity of the second half "
-        f"of {quality.WINDOWS} windows of {quality.WINDOW} bytes that it has not seen, by each "
+        f"of {windows} windows of {quality.WINDOW} bytes that it has not seen, by each "
         "side's own program, and tokens a second:",
         quality.table(rows),
     )
@@ -145,6 +155,11 @@ def main():
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--sides", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="two layers, a small vocabulary and little text: whether everything runs",
+    )
     parser.add_argument("--train", type=float, default=120, help="seconds to train for quality")
     parser.add_argument(
         "--tools",
@@ -152,23 +167,35 @@ def main():
         default=os.environ.get("JAXTAP_LLAMA_CPP"),
         help="llama.cpp's own tools (default $JAXTAP_LLAMA_CPP; without, its wheel alone)",
     )
-    parser.add_argument("--page", help="write the results behind the mark of this page")
+    parser.add_argument(
+        "--page", help="write the results of each part behind the mark of this page"
+    )
     args = parser.parse_args()
+    if args.quick and args.page:
+        parser.error("--quick measures other models than the page is about. Leave --page out.")
+    args.shape = lambda name: name + QUICK * args.quick
     if args.tools and (wrong := check_tools(args.tools)):
         parser.error(wrong)
     # So that the sides, which are stopped, end with this process.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
-    start, sections = time.perf_counter(), []
+    start, failed = time.perf_counter(), []
     with tempfile.TemporaryDirectory() as folder:
         for part in args.parts:
-            begun = time.perf_counter()
-            for title, text in PARTS[part](args, folder):
-                sections.append((title, text))
-                print(f"{title}\n\n{text}\n", flush=True)
+            begun, sections = time.perf_counter(), []
+            try:
+                for title, text in PARTS[part](args, folder):
+                    sections.append((title, text))
+                    print(f"{title}\n\n{text}\n", flush=True)
+            except Exception:  # the parts behind it are measured nevertheless
+                traceback.print_exc()
+                failed.append(part)
+                continue
+            if args.page:
+                page.write(args.page, part, sections, PARTS)
             print(f"({part}: {time.perf_counter() - begun:.0f} s)\n", flush=True)
-    if args.page:
-        page.write(args.page, sections)
     print(f"{time.perf_counter() - start:.0f} s in all, JAX {jax.__version__}")
+    if failed:
+        sys.exit(f"These parts failed, see above: {', '.join(failed)}. Run them again: --parts.")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,10 @@ def write_folder(shape, folder):
 
 
 def seconds_to_output(command, known):
-    """Return the seconds until a process has written more than ``known`` bytes."""
+    """Return the seconds until a process has written more than ``known`` bytes, or has ended.
+
+    A token may show nothing; the end follows it.
+    """
     # Python's compiled modules are files that are cached, too.
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     pipe, start = subprocess.PIPE, time.perf_counter()
@@ -42,7 +45,9 @@ def seconds_to_output(command, known):
         while len(written.rstrip()) <= known:
             part = run.stdout.read1()
             if not part:
-                raise RuntimeError(f"{command[0]} wrote {written!r}: {run.stderr.read().decode()}")
+                if run.wait():
+                    raise RuntimeError(f"{command[0]} failed: {run.stderr.read()[-400:].decode()}")
+                break
             written += part
         found = time.perf_counter() - start
         run.kill()
@@ -74,6 +79,7 @@ def measure(shape, rules, gguf, tools, folder, rounds, progress):
     }
     if tools:
         options = ["-m", gguf, "-t", "2", "-p", PROMPT, "-n", "1", "-c", "256", "--ignore-eos"]
+        options += ["--temp", "0"]
         options += ["--no-warmup", "--no-display-prompt", "-no-cnv"]
         sides["llama.cpp native, llama-completion"] = (
             [Path(tools) / "llama-completion", *options],

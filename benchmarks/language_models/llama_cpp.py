@@ -78,7 +78,7 @@ class Native:
     def quantized(self, path, kind):
         """Return the tools with a file that is written in another format, all its matrices."""
         command = [self._folder / "llama-quantize", "--pure", "--allow-requantize"]
-        subprocess.run([*command, self._path, path, kind], check=True, capture_output=True)
+        run_checked([*command, self._path, path, kind])
         return Native(self._folder, path, self._threads)
 
     def _bench(self, *options):
@@ -109,7 +109,19 @@ class Native:
 
     def _run(self, tool, *options):
         command = [self._folder / tool, "-m", self._path, "-t", self._threads, *map(str, options)]
-        return subprocess.run(command, check=True, capture_output=True, text=True)
+        return run_checked(command)
+
+
+def run_checked(command):
+    """Run a tool, and return what it printed.
+
+    Raises:
+        RuntimeError: it failed; says what it printed last.
+    """
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"{command[0]} ended with {run.returncode}: {run.stderr[-400:]}")
+    return run
 
 
 def check_tools(folder):

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import platform
+import re
 import statistics
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
@@ -95,11 +96,20 @@ def cpu():
     )
 
 
-def write(path, sections):
-    """Write the sections, (title, Markdown) each, behind the mark; what is above it stays."""
+def write(path, part, sections, order):
+    """Write a part's sections behind the mark; what is above it and other parts stay.
+
+    Args:
+        part: its name, and that of the block that is replaced or put in.
+        sections: (title, Markdown) each.
+        order: names of parts, in the order of their blocks.
+    """
     path = Path(path)
-    head = path.read_text().partition(MARK)[0] if path.exists() else ""
-    body = "\n\n".join(f"{title}\n\n{text}" for title, text in sections)
-    part = path.with_suffix(".part")
-    part.write_text(f"{head}{MARK}\n\n{machine()}\n\n{body}\n")
-    part.replace(path)
+    head, _, below = (path.read_text() if path.exists() else "").partition(MARK)
+    blocks = dict(re.findall(r"<!-- part (.+?) -->\n+(.*?)\n*(?=<!-- part|\Z)", below, re.DOTALL))
+    body = (f"{title}\n\n{text}" for title, text in sections)
+    blocks[part] = "\n\n".join([machine(), *body])
+    shown = (f"<!-- part {name} -->\n\n{blocks[name]}\n" for name in order if name in blocks)
+    written = path.with_suffix(".part")
+    written.write_text("\n".join([f"{head}{MARK}\n", *shown]))
+    written.replace(path)

@@ -22,7 +22,7 @@ from .llama_cpp import Native
 from .processes import Side, in_a_process
 
 WINDOW = 128
-WINDOWS = 512
+WINDOWS, FEW_WINDOWS = 512, 16
 THEIRS = ("F32", "Q8_0", "Q5_K", "Q4_K", "Q4_1", "Q4_0")
 OURS = {
     "float": (None, None),
@@ -35,20 +35,20 @@ OURS = {
 STEPS = 64
 
 
-def train(folder, seconds):
+def train(folder, seconds, windows):
     """Train the model of the demo, and write it, and its text for both sides, to a folder."""
     config = parse_config(demo.FIELDS)
     corpus, held_out = demo.read_corpus()
     params, _ = demo.train(config, checkpoint.init(config), corpus, seconds, 0)
     checkpoint.write(folder, demo.FIELDS, config, params)
-    write_files(folder, config, params, held_out)
+    write_files(folder, config, params, held_out, windows)
 
 
-def write_files(folder, config, params, held_out):
+def write_files(folder, config, params, held_out, windows):
     """Write the text, of ASCII alone, and the model for llama.cpp in float32."""
     folder = Path(folder)
     # llama.cpp's tool cuts a line's end off at the end of the file: one byte more than windows.
-    text = held_out[held_out < 128][: WINDOW * WINDOWS + 1]
+    text = held_out[held_out < 128][: WINDOW * windows + 1]
     (folder / "text").write_bytes(text.tobytes())
     params = jax.tree.map(np.asarray, params)
     llama_cpp_peer.write_gguf(folder / "F32.gguf", config, params, vocabulary="bytes")
@@ -87,18 +87,19 @@ class Ours:
         return self._timed.decode(context, steps)
 
 
-def measure(folder, seconds, tools, rounds, progress):
+def measure(folder, seconds, windows, tools, rounds, progress):
     """Return rows: side, perplexity, bytes, tokens a second of each round.
 
     Args:
         folder: for files.
         seconds: to train for.
+        windows: of text that the perplexity is of, in eights.
         tools: llama.cpp's own tools; None leaves it out.
         rounds: of decoding.
         progress: wraps what is iterated over.
     """
     folder = Path(folder)
-    in_a_process(train, folder, seconds)
+    in_a_process(train, folder, seconds, windows)
     sides = {}
     if tools:
         exact = Native(tools, folder / "F32.gguf")

@@ -39,3 +39,10 @@ SHAPES = {
         "rope_theta": 1e6,
     },
 }
+
+QUICK = "-quick"
+"""The end of the names of small shapes, with which everything runs in a few minutes."""
+SHAPES |= {
+    name + QUICK: fields | {"num_hidden_layers": 2, "vocab_size": 2048}
+    for name, fields in SHAPES.items()
+}

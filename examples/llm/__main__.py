@@ -38,7 +38,7 @@ def main(argv=None):
     args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (LlmError, JaxtapError) as error:
+    except (LlmError, JaxtapError, OSError) as error:
         sys.exit(f"error: {error}")
 
 

@@ -150,7 +150,25 @@ def _check_numbers(fields, path):
         raise LlmError(f"{path}: num_experts_per_tok must be at most num_experts.")
 
 
+def _check_forms(family, fields, path):
+    """Check that the file asks for nothing that ``model`` does not compute."""
+    if "quantization_config" in fields:
+        raise LlmError(
+            f"{path}: quantization_config says that the tensors are quantized. Take the folder of "
+            "the float model, or read this one with provider_xla.load_compressed_tensors."
+        )
+    ropes = fields.get("rope_parameters") or {}
+    for one in (fields, ropes, *ropes.values()):
+        if isinstance(one, dict) and one.get("partial_rotary_factor", 1) != 1:
+            raise LlmError(
+                f"{path}: partial_rotary_factor must be 1, got {one['partial_rotary_factor']}."
+            )
+    if fields.get("use_bidirectional_attention"):
+        raise LlmError(f"{path}: use_bidirectional_attention must be false for {family}.")
+
+
 def _parse(family, fields, path):
+    _check_forms(family, fields, path)
     gemma, qwen3 = family.startswith("gemma"), family.startswith("qwen3")
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
     default = {"gemma2": 256, "gemma3_text": 256}.get(family, width // heads)
@@ -173,7 +191,7 @@ def _parse(family, fields, path):
         heads=heads,
         kv_heads=fields.get("num_key_value_heads") or heads,
         head_size=size,
-        windows=_windows(family, fields),
+        windows=_windows(family, fields, path),
         rope=rope,
         local_rope=local,
         scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
@@ -215,16 +233,30 @@ def _ropes(family, fields, path):
         local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
     if kind == "default":
         return Rope(theta), local
+
+    def number(name):
+        value = chosen[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise LlmError(f"{path}: {name} of {kind} must be a number above 0, got {value!r}.")
+        return value
+
     if kind == "linear":
-        return Rope(theta, chosen["factor"]), local
+        return Rope(theta, number("factor")), local
     if kind == "llama3":
-        length = chosen["original_max_position_embeddings"]
-        bounds = chosen["low_freq_factor"], chosen["high_freq_factor"], length
-        return Rope(theta, chosen["factor"], bounds), local
-    raise LlmError(f"{path}: rope_type must be default, linear or llama3, got {kind}.")
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise LlmError(
+                f"{path}: low_freq_factor must be below high_freq_factor, got {low} and {high}."
+            )
+        bounds = low, high, number("original_max_position_embeddings")
+        return Rope(theta, number("factor"), bounds), local
+    raise LlmError(
+        f"{path}: rope_type must be default, linear or llama3, got {kind}. Positions would be "
+        "wrong without it."
+    )
 
 
-def _windows(family, fields):
+def _windows(family, fields, path):
     """Return the window of each layer."""
     layers, window = fields["num_hidden_layers"], fields.get("sliding_window") or 0
     kinds = fields.get("layer_types")
@@ -236,5 +268,14 @@ def _windows(family, fields):
             first = fields.get("max_window_layers", 0)
             local = [bool(fields.get("use_sliding_window")) and i >= first for i in range(layers)]
     else:
+        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+        if unknown or len(kinds) != layers:
+            found = ", ".join([str(len(kinds)), *unknown])
+            raise LlmError(
+                f"{path}: layer_types must have full_attention or sliding_attention for each of "
+                f"{layers} layers, got {found}."
+            )
         local = [kind == "sliding_attention" for kind in kinds]
+    if any(local) and not window:
+        raise LlmError(f"{path} must have sliding_window, for the layers that have one.")
     return tuple(window if one else 0 for one in local)

@@ -21,7 +21,7 @@ import provider_xla as xla
 
 from . import checkpoint, model
 from .config import LlmError, read_config
-from .rules import read_rules
+from .rules import FORMATS, read_rules
 from .tokenizer import read_tokenizer
 
 ENDS = "ends.safetensors"
@@ -68,16 +68,24 @@ def quantize(folder, out, given):
         The plan of the whole model.
 
     Raises:
-        LlmError: something in the folder can't be used, before anything is written; or ``out`` is
-            of another model or of other rules.
+        LlmError: something in the folder or in a file of rules can't be used, before anything is
+            written; or ``out`` is a file, or of another model or of other rules.
     """
     folder, out = Path(folder), Path(out)
+    if out.exists() and not out.is_dir():
+        raise LlmError(f"{out} must be a folder, got a file. Name another.")
     config = read_config(folder)
     files = checkpoint.find_files(folder)
     checkpoint.check_tensors(config, files)
     read_tokenizer(folder, config)
     rules = read_rules(config, given)
-    plan = whole_plan(config, rules)
+    is_own = given not in FORMATS  # the user's rules: what they name must be there
+    with warnings.catch_warnings():
+        if is_own:
+            warnings.simplefilter("ignore", xla.QuantizationWarning)
+        plan = whole_plan(config, rules)
+    if is_own and plan.problems:
+        raise LlmError(f"--rules {given} can't be followed: {'; '.join(plan.problems)}.")
     _begin(folder, out, files, rules)
     ends, layer = part_plans(config, rules)
     parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]

@@ -70,6 +70,10 @@ def read_rules(config, given):
     if not path.is_file():
         raise LlmError(f"--rules must be one of {', '.join(FORMATS)}, or a JSON file, got {given}.")
     try:
-        return [QuantizationRule(**fields) for fields in json.loads(path.read_text())]
+        found = json.loads(path.read_text())
+        if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):
+            raise TypeError("got another thing than a list of objects")
+        return [QuantizationRule(**fields) for fields in found]
     except (TypeError, ValueError) as error:
-        raise LlmError(f"{path} must be a list of fields of QuantizationRule: {error}.") from error
+        why = str(error).rstrip(".")
+        raise LlmError(f"{path} must be a list of fields of QuantizationRule: {why}.") from error

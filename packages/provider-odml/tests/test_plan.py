@@ -350,6 +350,7 @@ INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
     [
         (lambda x: jax.nn.selu(x), W8A8, "selu", "no integer kernel for selu"),
         (lambda x: jnp.var(x, -1), W8A8, "var", "no integer kernel for var"),
+        (jax.nn.standardize, W8A8, "standardize", "no integer kernel for standardize"),
         (lambda x: jax.nn.relu6(x), W8A16, "relu6", "no int16 kernel"),
         (lambda x: jax.nn.gelu(x), W8A16, "gelu", "no int16 kernel"),
         (lambda x: jnp.concatenate([x, x]), W8A16, "concatenate", "no int16 kernel"),

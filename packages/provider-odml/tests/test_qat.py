@@ -27,7 +27,7 @@ from jaxtap_testkit.odml_samples import (
 )
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
 from provider_odml.decide.decision import ConstantUse, WeightUse
-from provider_odml.train.ranges import How, at_site, calibration_of, fake_quant_constant
+from provider_odml.train.ranges import How, at_site, fake_quant_constant, terms_of
 from provider_odml.train.ranges import fake_quant_weight as weight_of
 
 pytestmark = pytest.mark.sample(2)
@@ -72,7 +72,8 @@ def net(p, x):
 NET = {"w": draw(6, 8, seed=1), "b": draw(8, seed=2), "v": draw(8, 3, seed=3)}
 
 
-NOTHING = jnp.zeros(3, jnp.float32)
+NOTHING = terms_of(jnp.zeros((1, 3)), None)[0]
+"""Of statistics that have seen nothing."""
 
 
 def how_of(qtype, batch=(0,), fixed=None):
@@ -200,19 +201,18 @@ def test_types_are_those_of_the_float_program(dtype):
 )
 def test_fake_quantization_of_any_shape(shape, qtype, batch, seed):
     x, how = draw(*shape, seed=seed) * 3, how_of(qtype, tuple(batch))
-    out, row, _ = at_site(x, NOTHING, how, True, True)
-    found = calibration_of(row, None, how.symmetric)
+    out, (lower, upper) = at_site(x, NOTHING, how, True, True)
     kept = {a % len(shape) for a in batch if -len(shape) <= a < len(shape)}
     axes = tuple(a for a in range(len(shape)) if a not in kept)
     if qtype == "int8":
         low, high = spread(x, axes)
-        np.testing.assert_allclose(found.lower, low, rtol=1e-5, atol=1e-7)
-        expected, step = fake_quant_int8(x, found.lower, found.upper), (high - low) / 255
+        np.testing.assert_allclose(lower, low, rtol=1e-5, atol=1e-7)
+        expected, step = fake_quant_int8(x, lower, upper), (high - low) / 255
     else:
         high = largest(x, axes)
-        assert found.lower is None
-        expected, step = fake_quant_symmetric(x, found.upper, 32767), high / 32767
-    np.testing.assert_allclose(found.upper, high, rtol=1e-5, atol=1e-7)
+        assert lower == -upper
+        expected, step = fake_quant_symmetric(x, upper, 32767), high / 32767
+    np.testing.assert_allclose(upper, high, rtol=1e-5, atol=1e-7)
     assert (out.shape, out.dtype) == (x.shape, x.dtype)
     off = np.abs(np.asarray(out, np.float64) - expected)
     assert off.max() <= step * 1.01
@@ -253,8 +253,8 @@ def test_the_derivative_is_that_of_clipping(qtype):
 
 
 def test_ranges_have_no_derivative():
-    def total(x, row):
-        return at_site(x, row, how_of("int8"), True, True)[1].sum()
+    def total(x, terms):
+        return at_site(x, terms, how_of("int8"), True, True)[1].sum()
 
     for found in jax.grad(total, (0, 1))(X, NOTHING):
         np.testing.assert_array_equal(found, np.zeros_like(found))

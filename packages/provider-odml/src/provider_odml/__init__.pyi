@@ -22,6 +22,7 @@ from .exporting.signature import Signature as Signature
 from .train.provider import OdmlQatProvider as OdmlQatProvider
 from .train.provider import QatModel as QatModel
 from .train.provider import qat as qat
+from .train.refine import refine as refine
 from .train.statistics import QuantStats as QuantStats
 
 __version__: str

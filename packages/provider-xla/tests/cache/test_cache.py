@@ -329,7 +329,7 @@ def test_what_stays_float_says_why(name):
     assert reason in str(plan)
     assert one.bytes_after == one.bytes_before == cache.nbytes
     # Nothing breaks: the program runs as it did.
-    found = jax.jit(plan.apply(step))(q, plan.quantize_cache(cache, "cache"), new, 2)
+    found = jax.jit(plan.apply(step))(q, plan.quantize_cache(cache), new, 2)
     jax.tree.map(
         lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), found, step(q, cache, new, 2)
     )

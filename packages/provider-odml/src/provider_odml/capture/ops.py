@@ -186,6 +186,7 @@ _FUNCTIONS = [
     Op("hard_swish", Scales.OWN, "jax.nn.hard_silu", operands=(0, "x")),
     Op("mean", Scales.OWN, "jax.numpy.mean", operands=(0, "a")),
     Op("var", Scales.OWN, "jax.numpy.var", operands=(0, "a")),
+    Op("standardize", Scales.OWN, "jax.nn.standardize", operands=(0, "x")),
     Op("clip", Scales.CLAMP, "jax.numpy.clip", operands=(0, "arr")),
     Op("pad", Scales.CLAMP, "jax.numpy.pad", operands=(0, "array")),
     Op("repeat", Scales.PICK, "jax.numpy.repeat", operands=(0, "a")),

@@ -181,6 +181,7 @@ _SHIFTS: Mapping[str, Callable[..., Arguments]] = {
     "log_softmax": _axis(1, -1),
     "mean": _axis(1, None),
     "var": _axis(1, None),
+    "standardize": _axis(1, -1),
     "repeat": _axis(2, None),
     "resize": _shape,
     "pad": _pad,

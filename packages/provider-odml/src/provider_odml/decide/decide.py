@@ -102,11 +102,12 @@ class _Decider:
     def _weights_alone(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
         """An operation whose rule has no static range: contractions alone have more."""
         if node.op.kind is not Scales.CONTRACTION:
-            return Decision(node, index, is_float=True)
+            return Decision(node, index, is_float=True, reason=rule.reason)
         inputs = self._inputs.weights(node, rule)
         if inputs and rule.is_dynamic:
             inputs |= self._inputs.dynamic(node)
-        return Decision(node, index, inputs, is_float=not inputs)
+        reason = None if inputs else rule.reason
+        return Decision(node, index, inputs, is_float=not inputs, reason=reason)
 
     def _picked(self, node: Node, index: int | None, rule: OdmlRule | None) -> Decision:
         """Values picked from a tensor: at its scale, if it has one."""

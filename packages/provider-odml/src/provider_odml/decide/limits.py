@@ -26,7 +26,7 @@ INT16_FLOAT = frozenset(
     }
 )
 """Operations that the converter refuses in int16."""
-_ISLANDS = frozenset({"norm_op", "var", "elu", "selu", "softplus"})
+_ISLANDS = frozenset({"norm_op", "standardize", "var", "elu", "selu", "softplus"})
 """Operations that LiteRT has no integer kernel for, or none for all of their forms."""
 
 MASK = "a constant among its inputs may lie far outside of their range"

@@ -45,6 +45,7 @@ class OdmlRule:
             where scans are written out; or one that holds those of all (``"joined"``). None is a
             range for each step of at most ``MOST_STEPS``. Loops whose number of steps only a run
             can tell have joined ranges.
+        reason: why there is this rule: plans and reports say it of operations that stay float.
 
     Raises:
         ValueError: a field has a value that is not allowed; names the field.
@@ -59,6 +60,7 @@ class OdmlRule:
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] | None = None
     static_range: Literal["step", "joined"] | None = None
+    reason: str | None = None
 
     def __post_init__(self):
         from ..capture.ops import OP_NAMES

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..litert import Runner, Tensor
+from ..train.noise import noise_to_signal
 from .program import PROBE, Exported
 from .unroll import BRANCH
 
@@ -45,8 +46,9 @@ class SiteResult:
         is_float: whether LiteRT computes it in float.
         reason: why.
         float_sqnr: signal to noise between LiteRT and the float program, in decibels.
-        range_sqnr: the same of the float program's values rounded to this scale alone: what the
-            range costs. None where LiteRT prescribes it, and in branches.
+        range_sqnr: what the range alone costs: signal to noise of the median row of the float
+            program's values, rounded to this scale. None where LiteRT prescribes it, and in
+            branches.
     """
 
     signature: str
@@ -93,6 +95,12 @@ def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
     if noise == 0:
         return float("inf")
     return 10 * float(np.log10(power / noise)) if power else float("-inf")
+
+
+def row_sqnr(signal: Any, other: Any) -> float:
+    """Return signal to noise of the median row in decibels: infinity where nothing differs."""
+    ratio = float(noise_to_signal(jnp.asarray(signal), jnp.asarray(other)))
+    return -10 * float(np.log10(ratio)) if ratio else float("inf")
 
 
 def dequantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
@@ -172,7 +180,7 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
                 decision.is_float,
                 decision.reason,
                 sqnr(exact, device[place]),
-                sqnr(exact, np.asarray(grid.round(jnp.asarray(exact)))) if is_judged else None,
+                row_sqnr(exact, grid.round(jnp.asarray(exact))) if is_judged else None,
             )
         )
     return results, found
@@ -197,8 +205,9 @@ def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
             found.append(
                 f"{one.place} ({one.op_name}, {one.qtype}) of {one.signature!r}: SQNR "
                 f"{own:.1f} dB from its range alone, where others have {usual:.1f} dB. Its scale "
-                f"is {one.scale:.3g}: calibrate on data like this, or give the operation a rule "
-                "without qtypes, act_qtype='int16' or another act_calibration_method."
+                f"is {one.scale:.3g}: calibrate on data like this, take the rules that "
+                "provider_odml.refine finds, or give the operation a rule without qtypes, "
+                "act_qtype='int16' or another act_calibration_method."
             )
     return found
 

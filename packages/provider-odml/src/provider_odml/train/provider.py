@@ -125,6 +125,11 @@ class QatModel:
         self._plans: dict[Any, Plan] = {}
 
     @property
+    def fn(self) -> Callable[..., Any]:
+        """The function."""
+        return self._fn
+
+    @property
     def provider(self) -> OdmlQatProvider:
         """The rules, and how they are followed."""
         return self._provider
@@ -181,7 +186,7 @@ class QatModel:
         """
         check_statistics("quant_stats", quant_stats)
         runtime = Training(quant_stats, update_quant_stats)
-        return self._run(runtime, args, kwargs)
+        return self.run(runtime, args, kwargs)
 
     def with_state(
         self,
@@ -239,7 +244,7 @@ class QatModel:
             key = jax.tree.structure(args)
             if key not in compiled:
                 compiled[key] = jax.jit(
-                    lambda arrays, stats: self._run(
+                    lambda arrays, stats: self.run(
                         Training(stats, calibrating=True), rebuild(arrays), {}
                     )
                 )
@@ -271,11 +276,13 @@ class QatModel:
             raise OdmlError("batches must have at least one tuple of arguments, got none.")
         return stats
 
-    def _run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run the function with another runtime than that of training."""
         plan = self.plan(*args, **kwargs)
-        runtime.begin(plan)
         try:
-            return replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            runtime.begin()
+            out = replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            return runtime.finish(out)
         finally:
             # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
             runtime.forget()

@@ -9,24 +9,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import quant_numerics as qn
 from hijax_trace import Box
 from interception_core import OpCall
 
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
-from ..decide.plan import Plan
 from ..errors import OdmlError
 from .ranges import (
     How,
+    added,
     at_site,
     fake_quant_constant,
     fake_quant_dynamic,
     fake_quant_weight,
     joined_row,
+    terms_of,
 )
 from .replay import Runtime, inverted
 from .statistics import QuantStats
+
+_NOTHING = np.repeat(np.array([[0], [1], [0], [1], [0]], np.float32), 2, 1)
+"""The terms of a site that has seen nothing."""
 
 
 class Training(Runtime):
@@ -42,29 +47,37 @@ class Training(Runtime):
         self._stats = stats
         self._update = update
         self._calibrating = calibrating
-        self._joined: dict[str, int] = {}
         self._before: jax.Array | None = None
+        self._terms: jax.Array | None = None
         self._seen: Box | None = None
         self._rows: Mapping[str, Any] = {}
 
-    def begin(self, plan: Plan) -> None:
+    def begin(self) -> None:
         """Note what the statistics are before a call of the program."""
-        if self._stats is None:
+        stats = self._stats
+        if stats is None:
             return
-        self._before = self._stats.state
-        self._rows = _numbers(self._stats, self._before)
-        joined = [key for key, site in plan.sites.items() if site.is_joined and site.fixed is None]
-        if not joined or not self._update:
+        self._before = stats.state
+        self._terms = terms_of(self._before, stats.average.decay)
+        self._rows = _numbers(stats, self._before)
+        if not self._update:
             return
-        self._joined = {key: row for row, key in enumerate(joined)}
-        nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (len(joined), 1))
-        self._seen = self._stats.box.beside(nothing)
+        nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (len(self._before), 1))
+        self._seen = stats.box.beside(nothing)
         # A compiled program has the same Box each time.
         self._seen.set(nothing)
 
+    def finish(self, out: Any) -> Any:
+        """Add what the call has seen to the statistics, all sites at once. Return its result."""
+        stats, seen = self._stats, self._seen
+        if stats is not None and seen is not None:
+            assert self._before is not None
+            stats.box.set(added(self._before, seen.get(), stats.average.decay))
+        return out
+
     def forget(self) -> None:
         """Forget the statistics: the model has been run."""
-        self._stats = self._before = self._seen = None
+        self._stats = self._before = self._terms = self._seen = None
         self._rows = {}
 
     def activation(
@@ -78,39 +91,35 @@ class Training(Runtime):
             if self._calibrating:
                 return x
             symmetric = qn.parse_calibration_method(site.method).is_symmetric
-            nothing = jnp.zeros(3, jnp.float32)
             how = How.of(site, symmetric and site.fixed is None, None, (0,))
-            return at_site(x, nothing, how, False, True)[0]
+            return at_site(x, _NOTHING, how, False, True)[0]
         row = self._row(stats, site, call)
-        # Few batches are to say what is an outlier; many steps tell.
-        batch = () if self._calibrating else (0,)
-        how = How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
-        update = self._update and use.observe and row is not None
-        if self._calibrating and not update:
+        how = self._how(site, stats)
+        observe = self._update and use.observe and row is not None
+        if self._calibrating and not observe:
             return x
         assert self._before is not None
-        # What is read in a branch is state of it, of which JAX has no derivative.
-        state = stats.state if self._update else self._before
-        # Added to what they were before the call: a rematerialized body is run twice.
-        base, quantize = self._before if update else state, not self._calibrating
+        assert self._terms is not None
+        quantize = not self._calibrating
         if row is None:
-            first = stats.row(site.key)
-            rows = state[first : first + math.prod(site.steps)]
-            return at_site(x, joined_row(rows, how.decay), how, False, quantize)[0]
+            rows = self._before[stats.rows(site.key)]
+            terms = terms_of(joined_row(rows, how.decay)[None], how.decay)[0]
+            return at_site(x, terms, how, False, quantize)[0]
         place = row, np.int32(0)
-        own = jax.lax.dynamic_slice(base, place, (1, 3), allow_negative_indices=False).reshape(3)
-        if not (update and site.is_joined):
-            out, new, _ = at_site(x, own, how, update, quantize)
-        else:
-            assert self._seen is not None
-            index, seen = self._joined[site.key], self._seen.get()
-            out, new, bounds = at_site(x, own, how, True, quantize, seen[index])
-            self._seen.set(seen.at[index].set(bounds))
-        if update:
-            new = new.reshape(1, 3)
-            stats.box.set(
-                jax.lax.dynamic_update_slice(state, new, place, allow_negative_indices=False)
+        terms = rows_at(self._terms, (*place, np.int32(0)))
+        if self._seen is None:
+            return at_site(x, terms, how, False, quantize)[0]
+        # Read even where it is not joined: a rematerialized body is run twice, so that ranges are
+        # added to what the statistics were before the call.
+        seen = self._seen.get()
+        own = rows_at(seen, place) if site.is_joined or not observe else None
+        out, new = at_site(x, terms, how, observe, quantize, own)
+        if observe:
+            assert new is not None
+            changed = lax.dynamic_update_slice(
+                seen, new.reshape(1, 2), place, allow_negative_indices=False
             )
+            self._seen.set(changed)
         return out
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
@@ -131,6 +140,11 @@ class Training(Runtime):
         if inverted(decision):
             return args[0] * args[1]
         return call.proceed(*args, **kwargs)
+
+    def _how(self, site: Site, stats: QuantStats) -> How:
+        # Few batches are to say what is an outlier; many steps tell.
+        batch = () if self._calibrating else (0,)
+        return How.of(site, stats.is_symmetric(site.key), stats.average.decay, batch)
 
     def _row(self, stats: QuantStats, site: Site, call: OpCall) -> Any:
         """Return the row of a site's step; None for unknown steps."""
@@ -153,6 +167,13 @@ class Training(Runtime):
         return inner + row
 
 
+def rows_at(table: jax.Array, place: tuple) -> jax.Array:
+    """Return the row of a table that begins at a place, without its first axis."""
+    sizes = (1, *table.shape[1:])
+    found = lax.dynamic_slice(table, place, sizes, allow_negative_indices=False)
+    return found.reshape(sizes[1:])
+
+
 def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
     """Return the first row of each site in the state, int32.
 
@@ -163,9 +184,10 @@ def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
     if not isinstance(state, jax.core.Tracer) or not len(stats):
         return {key: np.int32(stats.row(key)) for key in stats}
     # Of floats, x * 0 is not known to be 0; integer divisions are not computed twice.
-    zero = (jax.lax.stop_gradient(state)[0, 2] * np.float32(0)).astype(jnp.int32)
-    row, one, found = zero, zero + np.int32(1), {}
+    zeros = (lax.stop_gradient(state)[0] * np.float32(0)).astype(jnp.int32)
+    one = lax.div(zeros[0] + np.int32(1), zeros[1] + np.int32(1))
+    row, found = one - np.int32(1), {}
     for key in stats:
-        found[key] = row = jax.lax.div(row, one)
+        found[key] = row = lax.div(row, one)
         row = row + np.int32(math.prod(stats.steps(key)))
     return found

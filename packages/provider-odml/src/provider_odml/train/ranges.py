@@ -56,10 +56,49 @@ def calibration_of(row: jax.Array, decay: float | None, symmetric: bool) -> qn.C
 
 def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]:
     """Return the average bounds, float32."""
-    total_lower, total_upper, count = (row[..., i] for i in range(3))
+    weight = _weight(row[..., 2], decay)
+    return row[..., 0] / weight, row[..., 1] / weight
+
+
+def _weight(count: jax.Array, decay: float | None) -> jax.Array:
+    """Return what sums of so many ranges are divided by, float32."""
     weight = count if decay is None else 1.0 - jnp.float32(decay) ** count
-    weight = jnp.maximum(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
-    return total_lower / weight, total_upper / weight
+    return jnp.maximum(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
+
+
+def terms_of(rows: jax.Array, decay: float | None) -> jax.Array:
+    """Return what the average of each row needs when a site asks for it.
+
+    Computed for all sites at once, so that a site has fewer operations.
+
+    Args:
+        rows: sums and counts, float32[rows, 3].
+        decay: of the moving average.
+
+    Returns:
+        float32[rows, 5, 2], for the lower and the upper bound: sum and weight as they are when one
+        more range is added, sum and weight without it, and the count.
+    """
+    rows = lax.stop_gradient(rows)
+    sums, count = rows[:, :2], rows[:, 2:]
+    after = sums if decay is None else np.float32(decay) * sums
+    parts = [after, _weight(count + 1, decay), sums, _weight(count, decay), count]
+    return jnp.stack([jnp.broadcast_to(part, sums.shape) for part in parts], 1)
+
+
+def added(rows: jax.Array, bounds: jax.Array, decay: float | None) -> jax.Array:
+    """Return statistics with the ranges of one call.
+
+    Args:
+        rows: sums and counts, float32[rows, 3].
+        bounds: of each row, float32[rows, 2]; rows that are not finite are left out.
+        decay: of the moving average.
+    """
+    rows, bounds = lax.stop_gradient((rows, bounds))
+    keep, add = (1.0, 1.0) if decay is None else (decay, 1.0 - decay)
+    sums = np.float32(keep) * rows[:, :2] + np.float32(add) * bounds
+    new = jnp.concatenate([sums, rows[:, 2:] + 1], 1)
+    return jnp.where(jnp.isfinite(bounds).all(1, keepdims=True), new, rows)
 
 
 def joined_row(rows: jax.Array, decay: float | None) -> jax.Array:
@@ -131,12 +170,12 @@ def _mean(x: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def at_site(
     x: jax.Array,
-    row: jax.Array,
+    terms: jax.Array,
     how: How,
-    update: bool,
+    observe: bool,
     quantize: bool,
-    before: jax.Array | None = None,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    seen: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
     """Round a tensor to the quantized values of its range.
 
     The derivative is that of clipping to the range (Bengio et al. 2013, arXiv:1308.3432, and
@@ -144,88 +183,120 @@ def at_site(
 
     Args:
         x: float array of any shape.
-        row: the statistics of its site, float32[3].
+        terms: of the statistics of its site before this call, float32[5, 2]: see ``terms_of``.
         how: how it is quantized.
-        update: whether its own range is added to them, before it is rounded.
+        observe: whether its own range is added to them, before it is rounded.
         quantize: whether it is rounded.
-        before: the bounds that this call has seen at the site already, float32[2]: its own range
-            is joined with those, and ``row`` is what the statistics were before the call.
+        seen: the bounds that this call has seen at the site already, float32[2]; not finite where
+            it has seen none. The tensor's own are joined with them if it is observed.
 
     Returns:
-        The tensor, the statistics, and the bounds seen so far.
+        The tensor, and the bounds that this call has seen at the site; None if it sees none.
     """
-    # The barriers are for XLA on CPU, whose compile time is a few milliseconds for each kernel,
-    # however small. This one: else it computes what made the tensor again for each of the minimum,
-    # the maximum, the rounded values and the mask of the gradient.
+    # For XLA on CPU, whose compile time is a few milliseconds for each kernel, however small. Else
+    # it computes what made the tensor again for each of the minimum, the maximum, the rounded
+    # values and the mask of the gradient.
     x = lax.optimization_barrier(x)
     if how.fixed is not None:
-        lower, upper = map(jnp.float32, how.fixed)
-        return (_rounded(x, _grid(lower, upper, how), how) if quantize else x), row, before
-    row = lax.stop_gradient(row)
-    bounds = _observed(x, how)
-    if before is not None:
-        bounds = jnp.stack([lax.min(before[0], bounds[0]), lax.max(before[1], bounds[1])])
-    seen = lax.pad(bounds, jnp.float32(1.0), [(0, 1, 0)])
-    if how.decay is None:
-        added = row + seen
+        bounds = jnp.array(how.fixed, jnp.float32)
+        return (_rounded(x, bounds, _grid(bounds, how), how) if quantize else x), seen
+    terms, own = lax.stop_gradient(terms), _observed(x, how)
+    if observe:
+        if seen is not None:
+            own = jnp.stack([lax.min(seen[0], own[0]), lax.max(seen[1], own[1])])
+        seen = used = own
     else:
-        keep, add = how.decay, 1.0 - how.decay
-        keeps, adds = np.array([[keep, keep, 1.0], [add, add, 1.0]], np.float32)
-        added = keeps * row + adds * seen
-    # The bounds have opposite signs, so that their sum is finite where both are.
-    wanted = lax.is_finite(bounds[:1] + bounds[1:])
-    if not update:
         # Where nothing was ever seen, as in the branch of a cond that was not taken, the tensor's
         # own range.
-        wanted &= row[2:] == 0
-    new = lax.select(lax.broadcast_in_dim(wanted, (3,), (0,)), added, row)
-    # Two kernels for the numbers of a site: all that others read is in one of two vectors.
-    new = lax.optimization_barrier(new)
+        used = jnp.where(terms[4] == 0, own, jnp.float32(jnp.nan))
+        used = used if seen is None else jnp.where(lax.is_finite(seen), seen, used)
     if quantize:
-        lower, upper = _average(new, how.decay)
-        x = _rounded(x, lax.optimization_barrier(_grid(lower, upper, how)), how)
-    return x, new if update else row, None if before is None else bounds
+        x = _rounded(x, *lax.optimization_barrier(_on_average(terms, used, how)), how)
+    return x, seen
 
 
-def _grid(lower: jax.Array, upper: jax.Array, how: How) -> jax.Array:
-    """Return what rounding to a range reads, float32[6].
+def _on_average(terms: jax.Array, bounds: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
+    """Return the average bounds with those of a tensor, float32[2], and their grid.
 
-    Its bounds, the scale, its reciprocal, and the least and the greatest number of steps from 0.
+    Args:
+        terms: of the statistics: see ``terms_of``.
+        bounds: of the tensor, float32[2]; left out where they are not finite.
+        how: how it is quantized.
     """
-    calibration = qn.Calibration(None if how.symmetric else lower, upper)
-    scale, zero_point, _ = qn.scale_of(calibration, how.qtype)
+    sums, weight, sums_before, weight_before = (terms[i] for i in range(4))
+    add = np.float32(1.0 if how.decay is None else 1.0 - how.decay)
+    wanted = lax.is_finite(bounds)
+    total = lax.select(wanted, sums + (bounds if how.decay is None else add * bounds), sums_before)
+    # A division last, which XLA does not compute again for each operation that reads it.
+    average = total / lax.select(wanted, weight, weight_before)
+    return average, _grid(lax.optimization_barrier(average), how)
+
+
+def _grid(bounds: jax.Array, how: How) -> jax.Array:
+    """Return what rounding to a range reads, float32[4].
+
+    The scale, its reciprocal, and the least and the greatest number of steps from 0: as
+    ``qn.scale_of`` finds them, in the fewest operations.
+    """
     kind = qn.get_qtype(how.qtype)
-    if zero_point is None:
-        least, most = jnp.float32(-kind.qmax), jnp.float32(kind.qmax)
+    lower, upper = bounds[:1], bounds[1:]
+    one, tiny = np.ones(1, np.float32), np.full(1, jnp.finfo(jnp.float32).tiny, np.float32)
+    if how.symmetric:
+        scale = lax.max(upper / np.full(1, kind.qmax, np.float32), tiny)
+        least, most = (np.full(1, sign * kind.qmax, np.float32) for sign in (-1, 1))
     else:
         assert kind.asymmetric is not None
-        low, high = kind.asymmetric
-        point = lax.convert_element_type(zero_point, jnp.float32)
-        least, most = np.float32(low) - point, np.float32(high) - point
-    parts = [lower, upper, scale, np.float32(1) / scale, least, most]
-    return lax.concatenate([lax.reshape(part, (1,)) for part in parts], 0)
+        low, high = (np.full(1, end, np.float32) for end in kind.asymmetric)
+        if how.method != "minmax":  # whose ranges hold 0
+            lower, upper = lax.min(lower, 0 * one), lax.max(upper, 0 * one)
+        # The difference itself could overflow.
+        scale = lax.max(upper / (high - low) - lower / (high - low), tiny)
+        point = lax.round(low - lower / scale, lax.RoundingMethod.TO_NEAREST_EVEN)
+        point = lax.clamp(low, point, high)
+        least, most = low - point, high - point
+    return lax.concatenate([scale, one / scale, least, most], 0)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
-def _rounded(x: jax.Array, grid: jax.Array, how: How) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
+def _rounded(x: jax.Array, bounds: jax.Array, grid: jax.Array, how: How) -> jax.Array:
     """``qn.dequantize(qn.quantize_with(x, ...))`` without the integers between; NaN stays NaN."""
-    scale, reciprocal, least, most = (lax.reshape(grid[i : i + 1], ()) for i in range(2, 6))
+    scale, reciprocal, least, most = (lax.reshape(grid[i : i + 1], ()) for i in range(4))
     steps = lax.round(x.astype(jnp.float32) * reciprocal, lax.RoundingMethod.TO_NEAREST_EVEN)
     return (lax.clamp(least, steps, most) * scale).astype(x.dtype)
 
 
 @_rounded.defjvp
 def _rounded_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, grid), tangent = primals, tangents[0]
-    lower, upper = grid[:2].astype(x.dtype)
-    inside = (x >= lower) & (x <= upper)
-    return _rounded(x, grid, how), lax.select(inside, tangent, lax.full_like(tangent, 0))
+    (x, bounds, grid), tangent = primals, tangents[0]
+    lower, upper = (lax.reshape(bounds[i : i + 1], ()).astype(x.dtype) for i in range(2))
+    inside = lax.eq(lax.clamp(lower, x, upper), x)
+    return _rounded(x, bounds, grid, how), lax.select(inside, tangent, lax.full_like(tangent, 0))
 
 
 @functools.partial(jax.jit, static_argnums=(1,))
 def fake_quant_weight(x: jax.Array, use: WeightUse) -> jax.Array:
     """Round a parameter to the ranges of its channels, straight through."""
+    if use.method == "absmax" and qn.get_qtype(use.qtype).qmax >= 4 and x.dtype == jnp.float32:
+        return _nearest(x, use)
     return qn.fake_quant(x, use.qtype, channel_axes=use.channel_axes, method=use.method)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _nearest(x: jax.Array, use: WeightUse) -> jax.Array:
+    """``qn.fake_quant`` by absmax, in fewer operations: none is beyond the largest integer."""
+    channels = {axis % x.ndim for axis in use.channel_axes}
+    axes = tuple(axis for axis in range(x.ndim) if axis not in channels)
+    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
+    scale = largest / np.float32(qn.get_qtype(use.qtype).qmax)
+    scale = lax.max(scale, lax.full_like(scale, jnp.finfo(jnp.float32).tiny))
+    # The reciprocal of a greater one is subnormal.
+    divisor = lax.min(scale, lax.full_like(scale, 2.0**126))
+    return lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN) * scale
+
+
+@_nearest.defjvp
+def _nearest_jvp(use: WeightUse, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+    return _nearest(primals[0], use), tangents[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

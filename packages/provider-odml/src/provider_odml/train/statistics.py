@@ -129,8 +129,8 @@ class QuantStats(Mapping[str, SiteStatistics]):
         return cls(sites, average, Manifest.of(plan))
 
     def __getitem__(self, key: str) -> SiteStatistics:
-        kept, first = self._sites[key], self._first[key]
-        row = self.state[first : first + kept.rows].reshape(*kept.steps, 3)
+        kept = self._sites[key]
+        row = self.state[self.rows(key)].reshape(*kept.steps, 3)
         return SiteStatistics(row, self.average, kept.symmetric)
 
     def __iter__(self) -> Iterator[str]:
@@ -142,6 +142,11 @@ class QuantStats(Mapping[str, SiteStatistics]):
     def row(self, key: str) -> int:
         """Return the row of a site in the state: the first of its steps. Raise KeyError."""
         return self._first[key]
+
+    def rows(self, key: str) -> slice:
+        """Return the rows of a site in the state. Raise KeyError."""
+        first = self._first[key]
+        return slice(first, first + self._sites[key].rows)
 
     def steps(self, key: str) -> tuple[int, ...]:
         """Return the lengths of the loops with a range per step."""
@@ -174,9 +179,8 @@ class QuantStats(Mapping[str, SiteStatistics]):
         state = np.asarray(jax.device_get(self.state))
         sites = {}
         for key, kept in self._sites.items():
-            first = self._first[key]
             lower, upper, count = (
-                column.reshape(kept.steps).tolist() for column in state[first : first + kept.rows].T
+                column.reshape(kept.steps).tolist() for column in state[self.rows(key)].T
             )
             sites[key] = {"lower": lower, "upper": upper, "count": count} | kept._asdict()
         found = {"manifest": self.manifest.as_json(), "decay": self.average.decay, "sites": sites}

@@ -61,7 +61,7 @@ def quantize_cache(
         names: of the parameters of the function.
     """
     carried = {path: plan for path, plan in plans.items() if plan.axis is not None}
-    prefix = _prefix(carried, argument, names)
+    prefix = _prefix(carried or plans, argument, names)
     found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_cache)
     paths = [prefix + jax.tree_util.keystr(path) for path, _ in found]
     missing = sorted(path for path in carried if path.startswith(prefix) and path not in paths)

@@ -25,6 +25,9 @@ from ..program.sites import Site
 from ..run.static import is_static
 from .weight import WeightPlan
 
+LOOKUP = "a lookup"
+"""Why no kernel reads rows of a parameter that nothing multiplies with."""
+
 SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
 
@@ -224,7 +227,7 @@ def _choose_on(
 def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> Choice:
     """Return what looks rows up in a packed parameter."""
     if packing is None:
-        raise NoKernel("a lookup")
+        raise NoKernel(LOOKUP)
     if packing.lead and set(use.axes) <= set(packing.lead):
         return Choice(None, "it takes whole weights of a stack, which stay packed")
     own = packing.n_axes if use.axes[:1] == packing.n_axes else packing.k_axes
@@ -256,7 +259,7 @@ def _packing(
     lead = tuple(sorted(use.gone & stacked))
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:
-        raise NoKernel(f"weights in {weight.qtype}")
+        raise NoKernel(f"no kernel takes weights in {weight.qtype}, XLA dequantizes them")
     if not qn.parse_calibration_method(weight.method).is_symmetric:
         raise NoKernel("weights with zero points")
     k_axes, group = _groups(weight, use.k_axes)

@@ -16,6 +16,7 @@ from ..program.fold import fold_lines
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report
 from ..run.static import StaticRange
+from .choose import LOOKUP
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
@@ -123,6 +124,16 @@ class PlanData:
                 found.append((path, leaf.size * leaf.dtype.itemsize, why))
         return tuple(sorted(found, key=lambda one: -one[1]))
 
+    @property
+    def in_xla(self) -> dict[str, tuple[str, ...]]:
+        """The contractions of stored weights that no kernel computes: their ids, by reason."""
+        found: dict[str, tuple[str, ...]] = {}
+        for op in self.ops:
+            why = op.kernel_reason
+            if op.weight in self.weights and why is not None and why != LOOKUP:
+                found[why] = (*found.get(why, ()), op.op_id)
+        return found
+
     @staticmethod
     def _why_float(ops: Sequence[OpRecord]) -> str:
         if not ops:
@@ -146,6 +157,9 @@ class PlanData:
         if self.lora:
             numbers = sum(adapter.size for adapter in self.lora.values())
             lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
+        for why, (first, *others) in self.in_xla.items():
+            more = f" and {len(others)} more" if others else ""
+            lines.append(f"in XLA: {first}{more}: {why}")
         lines += fold_lines([f"problem: {problem}" for problem in self.problems])
         lines += fold_lines([f"cache: {cache}" for cache in self.caches.values()])
         lines += fold_lines([f"note: {note}" for note in self.notes])

@@ -23,7 +23,7 @@ from ..program.record import OpRecord
 from ..program.sites import Site, short
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
-from .choose import MatrixUse, RowsUse, use_of
+from .choose import LOOKUP, MatrixUse, RowsUse, use_of
 from .derived import Derived
 from .lora_survey import LoraSurvey
 from .storage import Asked, Storage, Stored, gone
@@ -186,7 +186,7 @@ class Survey:
         is_mapped = any(call.expression(x).maps for x in (operand, indices))
         for stored in self.stored(call, operand, weight, asked):
             self._use(stored, asked, weight)
-            use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else "a lookup")
+            use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else LOOKUP)
             where = stored.axes or ()
             if axes and not is_mapped and set(axes) <= {*where}:
                 count = math.prod(indices.shape[:-1])
