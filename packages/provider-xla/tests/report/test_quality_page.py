@@ -6,6 +6,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from interception_core import report_kit
 from jaxtap_testkit.quality_samples import NASTY, many, sample
 from provider_xla import QuantizationError
 
@@ -138,6 +139,8 @@ def test_the_page_is_whole_or_not_there(tmp_path):
 def test_the_error_without_a_library_names_the_extra(tmp_path, monkeypatch):
     for name in ("provider_xla.report.page", "interception_core.report_kit.page"):
         monkeypatch.delitem(sys.modules, name, raising=False)
+    for name in ("Column", "charts", "render"):  # which the package keeps once they are imported
+        monkeypatch.delitem(vars(report_kit), name, raising=False)
     for name in [name for name in sys.modules if name.partition(".")[0] == "jinja2"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "jinja2", None)
