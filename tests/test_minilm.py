@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import jax
@@ -356,3 +357,26 @@ def test_the_encoder_on_the_device():
     cosines = (found * np.asarray(model.encode(params, tokens, mask))).sum(-1)
     assert cosines.mean() > 0.99
     assert cosines.min() > 0.95
+
+
+@installed("litert_converter", "ai_edge_litert", "ai_edge_quantizer")
+def test_a_mode_that_export_refuses_is_a_row(monkeypatch, capsys):
+    from minilm import device
+
+    import provider_odml as odml
+
+    def tokenized(sentences, length):
+        return np.zeros((len(sentences), length), np.int32), np.ones((len(sentences), length), bool)
+
+    def refused(*args):
+        raise odml.MismatchError("Output 'y' must be 1, got 2. Report it.\nMore.")
+
+    monkeypatch.setattr(load, "read_params", lambda: {"w": np.ones(4, np.float32)})
+    monkeypatch.setattr(load, "read_tokenizer", lambda: tokenized)
+    monkeypatch.setattr(model, "encode", lambda params, tokens, mask: params["w"] + tokens[:, :4])
+    monkeypatch.setattr(device, "export", refused)
+    monkeypatch.setattr(sys, "argv", ["device", "--rounds", "1", "--modes", "int8, static"])
+    device.main()
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[-1] == "| int8, static | Output 'y' must be 1, got 2. Report it. | | | | |"
+    assert rows[-2].startswith("| JAX, float | ")

@@ -6,6 +6,7 @@ uv run --group minilm python -m examples.minilm.device
 import argparse
 import statistics
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -34,7 +35,7 @@ RULES = {
 
 
 def export(name, params, tokens, mask):
-    """Returns the file of one mode. Static ranges are those of the same sentences."""
+    """Returns the artifact of one mode. Static ranges are those of the same sentences."""
     # The table of words in 4 bits costs more than it saves.
     rules = [odml.OdmlRule(op_names=["take"], weight_qtype="int8")] if "int4" in name else []
     rules = [*rules, odml.OdmlRule(**RULES[name])]
@@ -47,10 +48,22 @@ def export(name, params, tokens, mask):
         stats = quantized.calibrate(params, [(tokens, mask)])
     # What it costs is what is printed, so that no output is refused.
     backend = AeqBackend(block_size=32, min_sqnr=0.0) if name == BLOCKS else "converter"
-    made = odml.export(
-        model.encode, params, stats, rules, tokens, mask, strict=False, backend=backend
-    )
-    return made.model
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", odml.OdmlWarning)  # see `note`
+        return odml.export(
+            model.encode, params, stats, rules, tokens, mask, strict=False, backend=backend
+        )
+
+
+def note(name, report):
+    """Returns a line about ranges that keep too little, or none."""
+    if not report.warnings:
+        return []
+    worst = min((s for s in report.sites if s.range_sqnr is not None), key=lambda s: s.range_sqnr)
+    return [
+        f"{name}: the ranges of {len(report.warnings)} tensors keep too little, the worst is "
+        f"{worst.place} with {worst.range_sqnr:.1f} dB. Take the rules that odml.refine finds."
+    ]
 
 
 def main():
@@ -68,11 +81,17 @@ def main():
     runs = {"JAX, float": lambda: jax.block_until_ready(encode(on_device, tokens, mask))}
     sizes = {"JAX, float": sum(leaf.nbytes for leaf in jax.tree.leaves(params))}
     cosines = {"JAX, float": np.ones(1)}
+    notes, refused = [], []
     for name in args.modes:
-        file = export(name, params, tokens, mask)
-        runner = Runner(file)
+        try:
+            made = export(name, params, tokens, mask)
+        except odml.OdmlError as error:
+            refused.append(f"| {name} | {str(error).splitlines()[0]} | | | | |")
+            continue
+        notes += note(name, made.report)
+        runner = Runner(made.model)
         run = lambda runner=runner: runner.run("serving_default", tokens=tokens, mask=mask)  # noqa: E731
-        runs[name], sizes[name] = run, len(file)
+        runs[name], sizes[name] = run, len(made.model)
         (found,) = run().values()
         cosines[name] = (found * expected).sum(-1) / np.linalg.norm(found, axis=-1)
     seconds = {name: [] for name in runs}
@@ -90,6 +109,7 @@ def main():
         least, mean = cosines[name].min(), cosines[name].mean()
         speed = f"{tokens.size / time_of:,.0f} | {ours / time_of:.2f}"
         print(f"| {name} | {sizes[name] / 1e6:.1f} | {least:.4f} | {mean:.4f} | {speed} |")
+    print("\n".join([*refused, "", *notes]).rstrip())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,16 @@ import pytest
 
 from jaxtap_testkit.litert_samples import Layer, fake_quant, program
 from provider_odml.errors import OdmlError
-from provider_odml.litert import Runner, convert, deduplicate, integer_io, read, save, schema
+from provider_odml.litert import (
+    Runner,
+    convert,
+    deduplicate,
+    integer_io,
+    read,
+    save,
+    schema,
+    with_outputs,
+)
 
 pytestmark = pytest.mark.sample(2)
 
@@ -43,6 +52,20 @@ def test_the_integers_are_those_inside(model, layer):
     floats = Runner(model).run("one", a0=x)["o0"]
     integers = Runner(integer_io(model)).run("one", a0=codes)["o0"]
     np.testing.assert_allclose(floats, (integers + 7.0) * np.float32(0.03), rtol=1e-6)
+
+
+def test_what_is_inside_becomes_an_output_too(model, layer):
+    x, _ = layer.inputs()
+    inside = read(integer_io(model)).signatures["one"].outputs["o0"].index
+    more = with_outputs(model, {"one": {"inside": inside, "again": inside}})
+    assert read(more).op_counts() == read(model).op_counts()
+    assert list(read(more).signatures["two"].outputs) == ["o0"]
+    found = Runner(more).run("one", a0=x)
+    np.testing.assert_array_equal(found["o0"], Runner(model).run("one", a0=x)["o0"])
+    for name in ("inside", "again"):
+        assert found[name].dtype == np.int8
+        floats = (found[name] + np.float32(7)) * np.float32(0.03)
+        np.testing.assert_allclose(floats, found["o0"], rtol=1e-6)
 
 
 def test_integer_io_twice_is_once(model):

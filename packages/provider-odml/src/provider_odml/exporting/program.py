@@ -127,14 +127,16 @@ class Exported:
 
         Args:
             forced: by place, what the operations behind it are given instead: LiteRT's values,
-                so that each place shows the difference of one operation alone.
+                so that each place shows the difference of one operation alone. Places that are
+                left out give what is computed there.
 
         Returns:
             The results, and by place what was computed there.
         """
         given = {place: np.zeros(self.shape_of(place)[0], np.float32) for place in self.probes}
         given |= {k: np.asarray(v, np.float32) for k, v in (forced or {}).items()}
-        out, sites = self._compiled(tuple(self.samples), given, forced is not None)
+        force = np.array([place in (forced or {}) for place in self.probes], bool)
+        out, sites = self._compiled(tuple(self.samples), given, force)
         places = dict(zip(self.probes, map(np.asarray, sites), strict=True))
         return [np.asarray(leaf) for leaf in jax.tree.leaves(out)], places
 
@@ -158,8 +160,9 @@ class Exported:
 
             def on_arrays(*arrays: Any) -> Any:
                 n = len(self.places)
-                forced = dict(zip(places, arrays[n:-1], strict=True)), arrays[-1]
-                return self._run(arrays[:n], True, forced)
+                values = dict(zip(places, arrays[n:-1], strict=True))
+                are = {place: arrays[-1][i] for i, place in enumerate(places)}
+                return self._run(arrays[:n], True, (values, are))
 
             values = [*inputs, *given.values(), force]
             types = [*self._types, *map(jax.typeof, values[len(inputs) :])]
@@ -244,7 +247,7 @@ class _Probed(Device):
         grids: Mapping[str, Grid],
         constants: Collected,
         probes: _Probes,
-        forced: tuple[Mapping[str, Any], Any] | None,
+        forced: tuple[Mapping[str, Any], Mapping[str, Any]] | None,
     ):
         super().__init__(grids, constants, converting=forced is None)
         self._probes = probes
@@ -257,8 +260,9 @@ class _Probed(Device):
         kept = self._probes.keep(where, out)
         if self._forced is None or kept is False:
             return out
-        given, force = self._forced
-        return jnp.where(force & kept, given[where].astype(out.dtype).reshape(out.shape), out)
+        given, are = self._forced
+        other = given[where].astype(out.dtype).reshape(out.shape)
+        return jnp.where(are[where] & kept, other, out)
 
 
 def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:

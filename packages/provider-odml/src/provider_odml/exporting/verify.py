@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..litert import Runner, Tensor
+from ..litert import Model, Runner, Tensor, read, with_outputs
 from ..train.noise import noise_to_signal
+from .inside import site_tensors
 from .program import PROBE, Exported
 from .unroll import BRANCH
 
@@ -75,8 +76,13 @@ class OutputResult:
         name: its name.
         error: the greatest difference from JAX, over the greatest magnitude.
         sqnr: signal to noise, in decibels.
-        same: whether it is that of the file that shows its sites, but for how floats add up.
+        same: whether it is that of the file that shows its sites, or else what JAX computes from
+            the sites of the file itself, but for how floats add up.
         tolerance: of ``error``.
+        greatest: the greatest magnitude in JAX; where that is 0, ``error`` is a difference.
+        difference: the greatest one from what ``same`` compares it with.
+        step: the scale of what is dequantized to it; None if it is made in float.
+        first: the first site at which the two files differ, and by how much, in words.
     """
 
     signature: str
@@ -85,6 +91,10 @@ class OutputResult:
     sqnr: float
     same: bool
     tolerance: float
+    greatest: float = 1.0
+    difference: float = 0.0
+    step: float | None = None
+    first: str | None = None
 
 
 def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
@@ -151,11 +161,69 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
         The places, in the program's order, and the file's outputs.
     """
     found = run(probe, one)
-    device = {place: found[f"{PROBE}{i}"] for i, place in enumerate(one.probes)}
-    _, alone = one.alone
+    device = _device(one, found)
     _, local = one.replay(device)
+    return _compared(one, device, local), found
+
+
+def compare_own(
+    model: bytes, probe: bytes, one: Exported, probed: dict[str, Any]
+) -> tuple[list[SiteResult], list[OutputResult]]:
+    """Compare a file by its own sites, where its outputs are not those of the probe.
+
+    The converter may compute an operation in integers in one file and in float in the other. Both
+    are within a step of JAX, and later operations make more of it: outputs don't tell.
+
+    Args:
+        model: the file.
+        probe: the file with the sites as outputs.
+        one: the signature.
+        probed: the outputs of the probe.
+
+    Returns:
+        The places that are found in the file, and the outputs.
+    """
+    tensors = site_tensors(read(model), read(probe), one.name)
+    shown = run(with_outputs(model, {one.name: tensors}), one)
+    device = _device(one, shown)
+    out, local = one.replay(device)
+    sites = _compared(one, device, local)
+    first = None
+    for site in sites:
+        number = list(one.probes).index(site.place)
+        most = np.max(np.abs(device[site.place] - probed[f"{PROBE}{number}"]), initial=0.0)
+        if most > 0.5 * site.scale:
+            first = (
+                f"{site.place} ({site.op_name}, {site.qtype}), by {most / site.scale:.1f} steps of "
+                f"{site.scale:.3g}"
+            )
+            break
+    expected = dict(zip(one.outputs, out, strict=True))
+    near = 0.1 if any(rule.is_dynamic for rule in one.plan.rules) else 1e-3
+    return sites, compare_outputs(model, one, expected, near=near, first=first)
+
+
+def _device(one: Exported, found: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Return by place what a file's outputs show."""
+    names = {place: f"{PROBE}{i}" for i, place in enumerate(one.probes)}
+    return {place: found[name] for place, name in names.items() if name in found}
+
+
+def _compared(
+    one: Exported, device: dict[str, np.ndarray], local: dict[str, np.ndarray]
+) -> list[SiteResult]:
+    """Return how places compare.
+
+    Args:
+        one: the signature.
+        device: by place, LiteRT's values.
+        local: by place, those of JAX from the same inputs.
+    """
+    _, alone = one.alone
     results = []
     for place, site in one.probes.items():
+        if place not in device:
+            continue
         op_id = one.node_of(place).op_id
         decision = one.plan.decisions[op_id]
         exact = one.in_float[place]
@@ -183,7 +251,7 @@ def compare_sites(probe: bytes, one: Exported) -> tuple[list[SiteResult], dict[s
                 row_sqnr(exact, grid.round(jnp.asarray(exact))) if is_judged else None,
             )
         )
-    return results, found
+    return results
 
 
 def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
@@ -213,25 +281,66 @@ def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
 
 
 def compare_outputs(
-    model: bytes, one: Exported, probed: dict[str, Any] | None
+    model: bytes,
+    one: Exported,
+    others: dict[str, Any] | None,
+    *,
+    near: float = 0.0,
+    first: str | None = None,
 ) -> list[OutputResult]:
-    """Compare the results of the file itself."""
+    """Compare the results of the file itself.
+
+    Args:
+        model: the file.
+        one: the signature.
+        others: by name, what they must be the same as, but for how floats add up.
+        near: how far they may be from them, over the greatest magnitude.
+        first: as ``OutputResult``'s.
+    """
     found = run(model, one)
     expected, _ = one.alone
+    steps = _steps(read(model), one.name)
     results = []
     for name, value in zip(one.outputs, expected, strict=True):
         ours = np.asarray(found[name], np.float64).reshape(value.shape)
         value = np.asarray(value, np.float64)
         most = float(np.max(np.abs(value), initial=0.0)) or 1.0
         error = float(np.max(np.abs(ours - value), initial=0.0)) / most
-        # Both files compute the same quantized values; floats may be added up otherwise.
-        same = probed is None or bool(
-            np.allclose(found[name], probed[name], rtol=1e-4, atol=1e-5 * most, equal_nan=True)
+        other = ours if others is None else np.asarray(others[name], np.float64).reshape(ours.shape)
+        # From the same quantized values: floats may be added up otherwise.
+        same = bool(
+            np.allclose(ours, other, rtol=1e-4, atol=max(near, 1e-5) * most, equal_nan=True)
         )
         results.append(
-            OutputResult(one.name, name, error, sqnr(value, ours), same, _tolerance(one))
+            OutputResult(
+                one.name,
+                name,
+                error,
+                sqnr(value, ours),
+                same,
+                _tolerance(one),
+                float(np.max(np.abs(value), initial=0.0)),
+                float(np.max(np.abs(ours - other), initial=0.0)),
+                steps.get(name),
+                first,
+            )
         )
     return results
+
+
+def _steps(model: Model, signature: str) -> dict[str, float]:
+    """Return the scales of the tensors that outputs are dequantized from."""
+    one = model.signatures[signature]
+    graph = model.subgraphs[one.subgraph]
+    made = {output: op for op in graph.ops for output in op.outputs}
+    found = {}
+    for name, tensor in one.outputs.items():
+        op = made.get(tensor.index)
+        if op is not None and op.name == "DEQUANTIZE":
+            tensor = graph.tensors[op.inputs[0]]
+        if tensor.scale is not None and tensor.scale.size == 1:
+            found[name] = float(tensor.scale.reshape(-1)[0])
+    return found
 
 
 def _tolerance(one: Exported) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .converter import Program, artifact_version, convert
 from .faults import repair
-from .io import deduplicate, integer_io
+from .io import deduplicate, integer_io, with_outputs
 from .model import Model, Op, Signature, Subgraph, Tensor
 from .reader import read
 from .run import Runner
@@ -25,4 +25,5 @@ __all__ = [
     "read",
     "repair",
     "save",
+    "with_outputs",
 ]

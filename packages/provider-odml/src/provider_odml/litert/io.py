@@ -1,8 +1,9 @@
-"""Rewrites of a whole .tflite: integer inputs and outputs, and constants stored once."""
+"""Rewrites of a whole .tflite: integer inputs and outputs, more outputs, constants stored once."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,33 @@ def integer_io(model: bytes) -> bytes:
                 for entries, places in ((one.inputs, ins), (one.outputs, outs)):
                     for entry in entries or ():
                         entry.tensorIndex = places[entry.tensorIndex]
+    return pack(found)
+
+
+def with_outputs(model: bytes, added: Mapping[str, Mapping[str, int]]) -> bytes:
+    """Give signatures more outputs: tensors that the file computes anyway.
+
+    Args:
+        model: a .tflite.
+        added: by signature and name of the output, the index of the tensor in its subgraph.
+
+    Returns:
+        The .tflite, with the same operations.
+
+    Raises:
+        OdmlError: this is no .tflite.
+    """
+    found = unpack(model)
+    for one in found.signatureDefs or ():
+        graph = found.subgraphs[one.subgraphIndex]
+        outputs = [int(index) for index in graph.outputs]
+        for name, index in added.get(one.signatureKey.decode(), {}).items():
+            entry = schema().TensorMapT()
+            entry.name, entry.tensorIndex = name, index
+            one.outputs = [*(one.outputs or ()), entry]
+            if index not in outputs:
+                outputs.append(index)
+        graph.outputs = np.asarray(outputs, np.int32)
     return pack(found)
 
 
