@@ -179,8 +179,7 @@ def test_json_has_no_values_that_json_has_not():
 
 
 def test_the_error_without_jinja_names_the_extra(monkeypatch):
-    kit = "interception_core.report_kit"  # keeps what was asked of it
-    for name in ("provider_odml.exporting.page", kit, f"{kit}.page"):
+    for name in ("provider_odml.exporting.page", "interception_core.report_kit.page"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     for name in ("Column", "charts", "render"):  # which the package keeps once they are imported
         monkeypatch.delitem(vars(report_kit), name, raising=False)
