@@ -1,12 +1,14 @@
 """Calls of jitted functions that a trace has made before are appended."""
 
 import functools
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import repeated
+from hijax_trace import compat, repeated
 
 TRACED = []
 
@@ -109,3 +111,29 @@ def test_constants_and_forwarded_operands():
     np.testing.assert_allclose(found[0], x, rtol=1e-6)
     np.testing.assert_allclose(found[1], expected, rtol=1e-6)
     assert found[2] == 2.0
+
+
+@jax.jit
+def with_a_rule(x):
+    """Has a rule that refers to the trace that made it."""
+
+    @jax.custom_jvp
+    def double(y):
+        return 2 * y
+
+    double.defjvp(lambda primals, tangents: (double(*primals), tangents[0] + 0 * x))
+    return double(x)
+
+
+def test_a_trace_is_released_when_the_next_one_makes_a_call():
+    traces = []
+
+    def program(x):
+        traces.append(weakref.ref(compat.current_trace()))
+        return repeated(with_a_rule, (), repeated(with_a_rule, (), x))
+
+    for size in range(3):
+        jax.make_jaxpr(program)(jnp.ones(size))
+    jax.clear_caches()
+    gc.collect()
+    assert [trace() is None for trace in traces[:2]] == [True, True]

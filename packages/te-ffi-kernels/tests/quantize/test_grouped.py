@@ -89,7 +89,7 @@ def grouped(sizes, mode=1, layout=0):
     [
         ([32, 33], 1, r"the sum of group_sizes must.*got 65"),
         ([65, -1], 1, r"group_sizes\[1\] must.*got -1"),
-        ([33, 31], 2, r"group_sizes\[0\] must.*got 33"),
+        ([33, 31], 2, r"the rows of group_sizes\[0\] must be a multiple of 32.*got 33"),
     ],
 )
 def test_groups_that_cannot_be(sizes, mode, message):

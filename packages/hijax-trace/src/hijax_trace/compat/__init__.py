@@ -116,6 +116,7 @@ from .trace import (
     current_trace,
     debug_info,
     eval_trace,
+    has_ended,
     inner_value,
     is_batched,
     is_eval,

@@ -54,6 +54,11 @@ def is_staging(trace: Any) -> bool:
     return isinstance(trace, pe.DynamicJaxprTrace)
 
 
+def has_ended(trace: Any) -> bool:
+    """Return whether a staging trace has no equations, as after its end."""
+    return not trace.frame.tracing_eqns
+
+
 set_current_trace = core.set_current_trace
 """Context manager."""
 

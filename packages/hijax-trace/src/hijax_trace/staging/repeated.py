@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
+import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -10,8 +10,31 @@ import jax
 
 from .. import compat
 
-# By trace, since what is kept ends with it.
-_MADE: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
+
+class _Traces(threading.local):
+    """What a thread has made, by trace.
+
+    Not weakly by trace: equations refer to their traces, so that none would ever be released.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[Any, dict[Hashable, Any]] = {}
+
+    def of(self, trace: Any) -> dict[Hashable, Any]:
+        """Return what was made in a trace. Forget the traces that have ended."""
+        found = self.made.get(trace)
+        if found is None:
+            self.made = {one: kept for one, kept in self.made.items() if not compat.has_ended(one)}
+            found = self.made[trace] = {}
+        return found
+
+
+_TRACES = _Traces()
+
+
+def _keeps(trace: Any) -> bool:
+    """Return whether what is made in a trace is kept: not while JAX looks for leaked traces."""
+    return compat.is_staging(trace) and not jax.config.jax_check_tracer_leaks
 
 
 def appended(
@@ -31,9 +54,9 @@ def appended(
         The results.
     """
     trace = compat.current_trace()
-    if not compat.is_staging(trace):
+    if not _keeps(trace):
         return call()
-    made = _MADE.setdefault(trace, {})
+    made = _TRACES.of(trace)
     key = key, compat.trace_context()
     eqn = made.get(key)
     if eqn is not None:
@@ -56,7 +79,8 @@ def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> 
         What the function returns.
     """
     leaves, treedef = jax.tree.flatten(args)
-    if not compat.is_staging(compat.current_trace()) or not all(map(_is_array, leaves)):
+    trace = compat.current_trace()
+    if not _keeps(trace) or not all(map(_is_array, leaves)):
         return fn(*static, *args)
     structure: Any = None
 
@@ -67,8 +91,7 @@ def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> 
 
     key = fn, tuple(static), treedef, tuple(map(compat.typeof, leaves))
     results = appended(key, call, leaves)
-    made = _MADE[compat.current_trace()]
-    known = made.setdefault(("structure", key), structure)
+    known = _TRACES.of(trace).setdefault(("structure", key), structure)
     return jax.tree.unflatten(known if structure is None else structure, results)
 
 
