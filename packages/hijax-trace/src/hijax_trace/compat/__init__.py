@@ -112,11 +112,11 @@ from .refs import is_ref, register_discharge_to_first, undifferentiated_refs
 from .trace import (
     Tracer,
     axis_of,
+    checks_leaks,
     constants_of,
     current_trace,
     debug_info,
     eval_trace,
-    has_ended,
     inner_value,
     is_batched,
     is_eval,
@@ -137,5 +137,6 @@ from .trace import (
     trace_context,
     trace_of,
     traced_for,
+    traces_around,
     unmapped,
 )

@@ -54,9 +54,12 @@ def is_staging(trace: Any) -> bool:
     return isinstance(trace, pe.DynamicJaxprTrace)
 
 
-def has_ended(trace: Any) -> bool:
-    """Return whether a staging trace has no equations, as after its end."""
-    return not trace.frame.tracing_eqns
+def traces_around(trace: Any) -> list[Any]:
+    """Return the traces in which a trace was begun, outermost last."""
+    found = []
+    while (trace := getattr(trace, "parent_trace", None)) is not None:
+        found.append(trace)
+    return found
 
 
 set_current_trace = core.set_current_trace
@@ -66,6 +69,11 @@ set_current_trace = core.set_current_trace
 def trace_context() -> Hashable:
     """Return the part of JAX's configuration that traces depend on."""
     return _config.trace_context()
+
+
+def checks_leaks() -> bool:
+    """Return whether JAX looks for traces that outlive their programs."""
+    return _config.check_tracer_leaks.value
 
 
 def is_jax_type(value: Any) -> bool:

@@ -21,10 +21,14 @@ class _Traces(threading.local):
         self.made: dict[Any, dict[Hashable, Any]] = {}
 
     def of(self, trace: Any) -> dict[Hashable, Any]:
-        """Return what was made in a trace. Forget the traces that have ended."""
+        """Return what was made in a trace. Forget the traces that are not around it.
+
+        A trace that an error left can't be told from one that goes on, but it is around no other.
+        """
         found = self.made.get(trace)
         if found is None:
-            self.made = {one: kept for one, kept in self.made.items() if not compat.has_ended(one)}
+            around = compat.traces_around(trace)
+            self.made = {one: self.made[one] for one in around if one in self.made}
             found = self.made[trace] = {}
         return found
 
@@ -34,7 +38,7 @@ _TRACES = _Traces()
 
 def _keeps(trace: Any) -> bool:
     """Return whether what is made in a trace is kept: not while JAX looks for leaked traces."""
-    return compat.is_staging(trace) and not jax.config.jax_check_tracer_leaks
+    return compat.is_staging(trace) and not compat.checks_leaks()
 
 
 def appended(
