@@ -57,7 +57,7 @@ def is_staging(trace: Any) -> bool:
 def traces_around(trace: Any) -> list[Any]:
     """Return the traces in which a trace was begun, outermost last."""
     found = []
-    while (trace := getattr(trace, "parent_trace", None)) is not None:
+    while (trace := parent_trace(trace)) is not None:
         found.append(trace)
     return found
 
@@ -213,7 +213,7 @@ def is_eval(trace: Any) -> bool:
 
 
 def parent_trace(trace: Any) -> Any:
-    """Return the trace around one of grad, vmap or the like."""
+    """Return the trace in which a trace was begun, or None."""
     return getattr(trace, "parent_trace", None)
 
 
