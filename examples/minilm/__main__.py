@@ -28,6 +28,7 @@ BATCHES = (1, 32)
 KERNELS = "te-ffi-kernels"
 """The plugin whose kernels provider-xla picks on CPU."""
 WITH_KERNELS = " with kernels"
+OURS, PEERS = "ours", "peers"
 
 
 def main():
@@ -37,38 +38,45 @@ def main():
     parser.add_argument(
         "--plan", action="store_true", help="print what happens to each operation, and end"
     )
-    parser.add_argument("--json", action="store_true", help="print this process's rows as JSON")
+    parser.add_argument("--json", choices=(OURS, PEERS), help="print one process's rows as JSON")
     args = parser.parse_args()
     if args.plan:
         print(make_plan(load.read_params(), ROTATED))
     elif args.json:
-        print(json.dumps(measure(args.rounds, peers=False)))
+        print(json.dumps(measure(args.rounds, args.json)))
     else:
         print(table(measure_all(args.rounds)))
 
 
 def measure_all(rounds):
-    """Returns the rows of all processes: with the kernels where they are installed, and without."""
-    rows = measure(rounds)
+    """Returns the rows of all processes: ours with the kernels where they are installed, ours
+    without, and the peers, whose threads would keep a processor from the others."""
+    rows = measure(rounds, OURS)
     if any(WITH_KERNELS in row["name"] for row in rows):
-        command = [sys.executable, "-m", __spec__.name, "--json", f"--rounds={rounds}"]
         # The host reads it once, when the process begins.
-        environment = os.environ | {"JAXTAP_DISABLE_PLUGINS": KERNELS}
-        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
-        if run.returncode:
-            sys.exit(run.returncode)
-        rows += json.loads(run.stdout)[1:]  # without float32, which this process has timed
+        rows += measure_in_process(rounds, OURS, JAXTAP_DISABLE_PLUGINS=KERNELS)
+    if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
+        rows += measure_in_process(rounds, PEERS)
     return rows
 
 
-def measure(rounds, peers=True):
+def measure_in_process(rounds, sides, **environment):
+    """Returns the rows of another process but for float32, which it has timed for its ratios."""
+    command = [sys.executable, "-m", __spec__.name, f"--json={sides}", f"--rounds={rounds}"]
+    run = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
+    if run.returncode:
+        sys.exit(run.returncode)
+    return json.loads(run.stdout)[1:]
+
+
+def measure(rounds, sides):
     """Returns a row per variant: name, bytes, cosines to float, seconds by batch, ratios to float.
 
     Variants are timed in turn, round by round, so that they see the same machine; each call after
     another of the same variant, which wakes its threads and lets those of the one before sleep.
     """
     params, tokenize = load.read_params(), load.read_tokenizer()
-    encoders = make_encoders(params, peers)
+    encoders = make_encoders(params, sides)
     tokens, mask = tokenize(SENTENCES)
     float_name, (encode, _) = next(iter(encoders.items()))
     expected = encode(tokens, mask)
@@ -94,13 +102,18 @@ def measure(rounds, peers=True):
     return list(rows.values())
 
 
-def make_encoders(params, peers):
+def make_encoders(params, sides):
     """Returns ``encode(tokens, mask)`` to NumPy and the bytes of its parameters, by variant.
 
-    The first is float. With ``peers``, onnxruntime's are among them where it is installed.
+    The first is float.
     """
     device = jax.device_put(params)
     encoders = {"XLA, float32": (_bind(model.encode, device), _bytes(device))}
+    if sides == PEERS:
+        from . import onnx_peer
+
+        made = onnx_peer.make_encoders(params)
+        return encoders | {f"onnxruntime, {name}": encoder for name, encoder in made.items()}
     for name, rules in VARIANTS.items():
         plan = make_plan(params, rules)
         stored = store(plan, device, name)
@@ -109,11 +122,6 @@ def make_encoders(params, peers):
             _bind(plan.apply(model.encode), stored),
             _bytes(stored),
         )
-    if peers and importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        from . import onnx_peer
-
-        made = onnx_peer.make_encoders(params)
-        encoders |= {f"onnxruntime, {name}": encoder for name, encoder in made.items()}
     return encoders
 
 

@@ -26,7 +26,7 @@ ROTATED = [FUSED, TABLE, _int8()]
 VARIANTS = {
     "int8, one scale per token, rotated": ROTATED,
     "int8 in tiles of 64": INT8,
-    "int8 in tiles of 64, fused": [FUSED, *INT8],
+    "int8 in tiles of 64, fused": [FUSED, TABLE, _int8(tile_size=64)],
     "float32, fused": [FUSED],
     "int8, float into qkv and up": [
         ATTENTION,
