@@ -8,7 +8,7 @@ reused outside of it, and vice versa.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -43,6 +43,22 @@ class Observer(Protocol):
 
     def keeps(self, trace: Any) -> bool:
         """Return whether a trace keeps jitted calls that JAX would inline."""
+
+    def call(
+        self,
+        function: Any,
+        call: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the result of ``call(*args, **kwargs)``.
+
+        Args:
+            function: a ``custom_jvp``, ``custom_vjp`` or ``custom_vmap`` that is no target.
+            call: calls it.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
 
 
 class Activation:
