@@ -80,8 +80,9 @@ def can_append(eqn: Any) -> bool:
         return False
     if eqn.primitive is not jit_p:
         return True
-    consts = consts_of(eqn.params["jaxpr"])
-    return eqn.params["inline"] not in _EARLY and not any(isinstance(c, core.Ref) for c in consts)
+    if eqn.params["inline"] in _EARLY:
+        return False
+    return not any(isinstance(c, core.Ref) for c in consts_of(eqn.params["jaxpr"]))
 
 
 def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:

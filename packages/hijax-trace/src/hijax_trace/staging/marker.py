@@ -245,7 +245,7 @@ def check_value(call: OpCall, value: Any, aval: Any) -> None:
             f"got {value!r}. Return an array, or NotImplemented to let the operation run."
         )
     given = compat.typeof(value)
-    if not compat.same_type(given, aval):
+    if given != aval and not compat.same_type(given, aval):
         raise TargetError(
             f"The result of {call.op_id}'s handler must be an array of type {aval.str_short()}, "
             f"for which the program was traced, got {given.str_short()}. Convert the result to "

@@ -37,10 +37,11 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
         leaf: a leaf of parameters.
         kernels: whether parameters that are packed for kernels stay packed.
     """
+    if isinstance(leaf, PrepackedWeight):
+        return leaf if kernels else leaf.unpacked()
     if isinstance(leaf, Carrier):
         return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
-    is_packed = isinstance(leaf, PrepackedWeight) and not kernels
-    if is_packed or isinstance(leaf, TransformedWeight | AffineWeight):
+    if isinstance(leaf, TransformedWeight | AffineWeight):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
