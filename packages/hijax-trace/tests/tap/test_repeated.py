@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import compat, repeated
+from hijax_trace import TraceEngine, compat, repeated
+from interception_core import Interceptor
 
 TRACED = []
 
@@ -137,3 +138,66 @@ def test_a_trace_is_released_when_the_next_one_makes_a_call():
     jax.clear_caches()
     gc.collect()
     assert [trace() is None for trace in traces[:2]] == [True, True]
+
+
+def relus():
+    """Return a program that calls one function with a custom derivative in three scopes."""
+
+    def program(w, x):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = jax.nn.relu(x @ w) + x
+        return x
+
+    return program
+
+
+def test_functions_with_custom_derivatives_are_staged_once():
+    program = relus()
+    w, x = jnp.eye(3) - 0.5, jnp.linspace(-1, 1, 6).reshape(2, 3)
+    seen = []
+
+    def note(call, *args, **kwargs):
+        seen.append(call.op_id)
+        return NotImplemented
+
+    targets = {"primitive:max": note, "primitive:select_n": note}
+    tapped = TraceEngine().wrap(program, Interceptor(targets))
+    jaxpr = jax.make_jaxpr(TraceEngine().wrap(program, Interceptor({"jax.numpy.sin": note})))(w, x)
+    bodies = [
+        eqn.params["call_jaxpr"]
+        for eqn in jaxpr.jaxpr.eqns
+        if eqn.primitive is compat.custom_jvp_call_p
+    ]
+    assert len(bodies) == 3
+    assert len({id(body) for body in bodies}) == 1
+    np.testing.assert_array_equal(jax.jit(tapped)(w, x), program(w, x))
+    assert seen == [f"layer_{i}/max:0" for i in range(3)]
+    seen.clear()
+    gradient = jax.grad(lambda w: tapped(w, x).sum())(w)
+    np.testing.assert_allclose(gradient, jax.grad(lambda w: program(w, x).sum())(w), rtol=1e-6)
+    # The derivative's rule is the program's, in the scope of each call.
+    assert {f"layer_{i}/select_n:0" for i in range(3)} <= set(seen)
+
+
+def test_functions_that_may_change_are_staged_at_each_call():
+    factor = [1.0]
+
+    @jax.custom_jvp
+    def scale(x):
+        return x * factor[0]
+
+    scale.defjvp(lambda primals, tangents: (scale(*primals), tangents[0] * factor[0]))
+
+    def program(x):
+        x = scale(x)
+        factor[0] = 3.0
+        try:
+            return scale(x)
+        finally:
+            factor[0] = 1.0
+
+    tapped = TraceEngine().wrap(
+        program, Interceptor({"primitive:mul": lambda *_, **__: NotImplemented})
+    )
+    assert jax.jit(tapped)(2.0) == 6
