@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import math
 import os
@@ -140,6 +141,7 @@ def measure(case: str, count: int, without: list[str], profile: str | None) -> d
         for name, run in steps(case, count, Path(folder)):
             if name.split()[0] in without:
                 continue
+            gc.collect()  # garbage of the step before
             profiler = cProfile.Profile() if name == profile else None
             start = time.process_time()
             if profiler is not None:

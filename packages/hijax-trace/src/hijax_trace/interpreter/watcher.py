@@ -132,7 +132,7 @@ class Watcher:
         """Call a function with custom rules, once for equal calls of a trace.
 
         Args:
-            function: the function, which is no target.
+            function: the function, which is not a target.
             call: calls it.
             args: the positional arguments.
             kwargs: the keyword arguments.

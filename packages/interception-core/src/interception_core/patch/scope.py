@@ -25,7 +25,8 @@ Counts = dict[tuple[str, str], int]
 class Observer(Protocol):
     """Observes a program while it is staged.
 
-    It is shown the primitives that meet a transformation such as ``grad`` or ``vmap``.
+    It is shown the primitives that meet a transformation such as ``grad`` or ``vmap``, and makes
+    the calls of functions with custom rules.
     """
 
     def bind(
@@ -51,10 +52,10 @@ class Observer(Protocol):
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Return the result of ``call(*args, **kwargs)``.
+        """Return the result of ``call(*args, **kwargs)``, if no other interceptor is active.
 
         Args:
-            function: a ``custom_jvp``, ``custom_vjp`` or ``custom_vmap`` that is no target.
+            function: a ``custom_jvp``, ``custom_vjp`` or ``custom_vmap`` that is not a target.
             call: calls it.
             args: the positional arguments.
             kwargs: the keyword arguments.
