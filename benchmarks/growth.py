@@ -8,7 +8,7 @@
 Prints a table of CPU seconds of this process by step, and of the peak of its memory; each size runs
 in a separate process. Beside the times are those of the float program where there is one, and
 the exponent of the growth since the size before: 1 is linear, 2 quadratic. For the page, finished
-sizes are kept in build/growth.json, and are not measured again: delete it to start anew. Draw the
+sizes are kept in build/growth.json, and are not measured again: delete it to start again. Draw the
 chart with tools/bench_charts.
 """
 
@@ -27,9 +27,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterator
 from datetime import date
 from importlib.metadata import version
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,8 @@ STEPS = (
 )  # fmt: skip
 WIDTH = 32
 ROOT = Path(__file__).parents[1]
-PAGE, KEPT, MARK = ROOT / "docs/benchmarks/growth.md", ROOT / "build/growth.json", "<!-- results -->"
+PAGE, KEPT = ROOT / "docs/benchmarks/growth.md", ROOT / "build/growth.json"
+MARK = "<!-- results -->"
 # Reports time the program and write a page of each operation: they have other benchmarks.
 MEASURED = {
     "unrolled": ([10, 100, 1000], ["report", "page"]),

@@ -45,7 +45,7 @@ def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> A
     """Call a function that makes one equation, or append it if a call before made it.
 
     JAX asks several of its rules and caches at each call of a jitted function, and stages a
-    function with custom rules anew. A program with hundreds of equal layers does that hundreds of
+    function with custom rules again. A program with hundreds of equal layers does that hundreds of
     times for one equation.
 
     Args:
