@@ -1,20 +1,26 @@
 """How the cost of each step grows with the layers of a program and the number of parameters.
 
+    uv run python benchmarks/growth.py page          # writes docs/benchmarks/growth.md
     uv run python benchmarks/growth.py unrolled 10 100 1000
     uv run python benchmarks/growth.py scanned 10 100 1000 --profile plan
     uv run python benchmarks/growth.py parameters 10 100 1000 10000 --without compile report
 
 Prints a table of CPU seconds of this process by step, and of the peak of its memory; each size runs
 in a separate process. Beside the times are those of the float program where there is one, and
-the exponent of the growth since the size before: 1 is linear, 2 quadratic.
+the exponent of the growth since the size before: 1 is linear, 2 quadratic. For the page, finished
+sizes are kept in build/growth.json, and are not measured again: delete it to start again. Draw the
+chart with tools/bench_charts.
 """
 
 from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import json
 import math
+import os
+import platform
 import pstats
 import resource
 import subprocess
@@ -22,6 +28,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from datetime import date
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +45,15 @@ STEPS = (
     "compile float", "save", "load", "report", "page",
 )  # fmt: skip
 WIDTH = 32
+ROOT = Path(__file__).parents[1]
+PAGE, KEPT = ROOT / "docs/benchmarks/growth.md", ROOT / "build/growth.json"
+MARK = "<!-- results -->"
+# Reports time the program and write a page of each operation: they have other benchmarks.
+MEASURED = {
+    "unrolled": ([10, 100, 1000], ["report", "page"]),
+    "scanned": ([10, 100, 1000], ["report", "page"]),
+    "parameters": ([10, 100, 1000, 10000], ["compile", "report", "page"]),
+}
 RULE = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
 
@@ -125,6 +142,7 @@ def measure(case: str, count: int, without: list[str], profile: str | None) -> d
         for name, run in steps(case, count, Path(folder)):
             if name.split()[0] in without:
                 continue
+            gc.collect()  # garbage of the step before
             profiler = cProfile.Profile() if name == profile else None
             start = time.process_time()
             if profiler is not None:
@@ -137,47 +155,77 @@ def measure(case: str, count: int, without: list[str], profile: str | None) -> d
     return found
 
 
-def table(found: dict[int, dict[str, float]]) -> str:
+def in_process(case: str, count: int, without: list[str]) -> dict[str, float]:
+    """Measure in a separate process."""
+    args = [case, str(count), "--one", "--without", *without]
+    command = [sys.executable, __file__, *args]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(case: str, found: dict[int, dict[str, float]], form: str = "simple") -> str:
     """Return the measurements as text."""
     counts = list(found)
-    headers = ["step"]
-    rows = []
+    headers, rows = [case], []
+    for before, count in zip([None, *counts], counts, strict=False):
+        headers += [f"{count:,}"] + ["growth"] * (before is not None)
     for name in (*STEPS, "peak MiB"):
         if all(name not in one for one in found.values()):
             continue
         row = [name]
         for before, count in zip([None, *counts], counts, strict=False):
             value = found[count][name]
-            row.append(f"{value:.3f}")
+            row.append(f"{value:.0f}" if name == "peak MiB" else f"{value:.3f}")
             if before is not None:
                 grown = value / max(found[before][name], 1e-9)
                 row.append(f"{math.log(max(grown, 1e-9)) / math.log(count / before):.2f}")
         rows.append(row)
-    for before, count in zip([None, *counts], counts, strict=False):
-        headers += [str(count)] + ["growth"] * (before is not None)
-    return tabulate(rows, headers, disable_numparse=True)
+    return tabulate(rows, headers, form, disable_numparse=True)
+
+
+def write_page() -> None:
+    """Measure what the page shows, and write it below its mark."""
+    kept = json.loads(KEPT.read_text("utf-8")) if KEPT.exists() else {}
+    for case, (counts, without) in MEASURED.items():
+        for count in counts:
+            if f"{case} {count}" not in kept:
+                kept[f"{case} {count}"] = in_process(case, count, without)
+                KEPT.parent.mkdir(exist_ok=True)
+                KEPT.write_text(json.dumps(kept), "utf-8")
+                print(f"{case} {count}: {sum(kept[f'{case} {count}'].values()):.0f}", flush=True)
+    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "provider-xla"))
+    lines = [MARK, "", f"- {_cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+             f"{date.today()}", f"- {packages}"]  # fmt: skip
+    for case, (counts, _) in MEASURED.items():
+        found = {count: kept[f"{case} {count}"] for count in counts}
+        lines += ["", table(case, found, "pipe")]
+    head = PAGE.read_text("utf-8").partition(MARK)[0]
+    PAGE.write_text(head + "\n".join(lines) + "\n", "utf-8")
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
 
 
 def main() -> None:
     """Measure each size in a process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("case", choices=CASES)
-    parser.add_argument("counts", type=int, nargs="+")
+    parser.add_argument("case", choices=[*CASES, "page"])
+    parser.add_argument("counts", type=int, nargs="*")
     parser.add_argument("--without", nargs="*", default=[], choices=STEPS)
     parser.add_argument("--profile", choices=STEPS)
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.one or given.profile:
+    if given.case == "page":
+        write_page()
+    elif given.one or given.profile:
         print(json.dumps(measure(given.case, given.counts[0], given.without, given.profile)))
-        return
-    found = {}
-    for count in given.counts:
-        args = [given.case, str(count), "--one", "--without", *given.without]
-        done = subprocess.run(
-            [sys.executable, __file__, *args], check=True, stdout=subprocess.PIPE, text=True
-        )
-        found[count] = json.loads(done.stdout.splitlines()[-1])
-    print(table(found))
+    else:
+        found = {n: in_process(given.case, n, given.without) for n in given.counts}
+        print(table(given.case, found))
 
 
 if __name__ == "__main__":

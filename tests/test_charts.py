@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = ["compile.svg", "decode.svg", "prefill.svg", "w8a8.svg"]
+FILES = ["compile.svg", "decode.svg", "growth.svg", "prefill.svg", "w8a8.svg"]
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,9 @@ class Outline:
     def keeps(self, trace):
         return False
 
+    def call(self, function, call, args, kwargs):
+        return call(*args, **kwargs)
+
     def wrap(self, fn, interceptor):
         taps = Taps(interceptor, on_call=self._on_call)
 

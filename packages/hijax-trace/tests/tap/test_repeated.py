@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import compat, repeated
+from hijax_trace import TraceEngine, compat, repeated
+from interception_core import Interceptor
 
 TRACED = []
 
@@ -137,3 +138,70 @@ def test_a_trace_is_released_when_the_next_one_makes_a_call():
     jax.clear_caches()
     gc.collect()
     assert [trace() is None for trace in traces[:2]] == [True, True]
+
+
+RULES = []
+
+
+@jax.custom_jvp
+@jax.jit
+def rectified(x):
+    return jnp.maximum(x, 0)
+
+
+@rectified.defjvp
+def _rectified_jvp(primals, tangents):
+    RULES.append(primals)
+    (x,), (t,) = primals, tangents
+    return rectified(x), jax.lax.select(x > 0, t, jnp.zeros_like(t))
+
+
+def test_functions_with_custom_derivatives_are_staged_once():
+    seen = []
+
+    def program(w, x):
+        for i in range(3):
+            with jax.named_scope(f"layer_{i}"):
+                x = rectified(x @ w) + x
+        return x
+
+    def note(call, *args, **kwargs):
+        seen.append(call.op_id)
+        return NotImplemented
+
+    w, x = jnp.eye(3) - 0.5, jnp.linspace(-1, 1, 6).reshape(2, 3)
+    expected = jax.grad(lambda w: program(w, x).sum())(w)
+    targets = {"primitive:max": note, "primitive:select_n": note}
+    tapped = TraceEngine().wrap(program, Interceptor(targets))
+    np.testing.assert_array_equal(jax.jit(tapped)(w, x), program(w, x))
+    assert seen == [f"layer_{i}/max:0" for i in range(3)]
+    seen.clear()
+    RULES.clear()
+    gradient = jax.grad(lambda w: tapped(w, x).sum())(w)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-6)
+    assert len(RULES) == 1  # JAX alone traces it three times
+    # The derivative's rule is the program's, in the scope of each call.
+    assert {f"layer_{i}/select_n:0" for i in range(3)} <= set(seen)
+
+
+def test_functions_that_may_change_are_staged_at_each_call():
+    factor = [1.0]
+
+    @jax.custom_jvp
+    def scale(x):
+        return x * factor[0]
+
+    scale.defjvp(lambda primals, tangents: (scale(*primals), tangents[0] * factor[0]))
+
+    def program(x):
+        x = scale(x)
+        factor[0] = 3.0
+        try:
+            return scale(x)
+        finally:
+            factor[0] = 1.0
+
+    tapped = TraceEngine().wrap(
+        program, Interceptor({"primitive:mul": lambda *_, **__: NotImplemented})
+    )
+    assert jax.jit(tapped)(2.0) == 6

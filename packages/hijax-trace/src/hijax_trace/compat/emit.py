@@ -12,7 +12,7 @@ from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 from .jaxpr import consts_of, open_of
-from .pjit import _EARLY, jit_p
+from .pjit import _EARLY, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
 
 
@@ -80,8 +80,9 @@ def can_append(eqn: Any) -> bool:
         return False
     if eqn.primitive is not jit_p:
         return True
-    consts = consts_of(eqn.params["jaxpr"])
-    return eqn.params["inline"] not in _EARLY and not any(isinstance(c, core.Ref) for c in consts)
+    if eqn.params["inline"] in _EARLY:
+        return False
+    return not any(isinstance(c, core.Ref) for c in consts_of(eqn.params["jaxpr"]))
 
 
 def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
@@ -101,8 +102,13 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
 
 
+_CALLS = (jit_p, custom_jvp_call_p)
+
+
 def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Return the jitted call that made some results from some values, for ``append``.
+    """Return the call that made some results from some values, for ``append``.
+
+    It is the call of a jitted function, or of one with a custom forward derivative.
 
     Args:
         trace: the staging trace.
@@ -114,7 +120,7 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     """
     made = [producer(x) if is_staged_in(x, trace) else (None, None) for x in results]
     eqn = made[0][1] if made else None
-    if eqn is None or eqn.primitive is not jit_p or not can_append(eqn):
+    if eqn is None or eqn.primitive not in _CALLS or not can_append(eqn):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None
@@ -124,7 +130,8 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     if len(given) != len(own) or any(x not in (None, y) for x, y in zip(given, own, strict=True)):
         return None
     variables = [core.Var(var.aval) for var in eqn.outvars]
-    return core.JaxprEqn([], variables, jit_p, eqn.params, eqn.effects, eqn.source_info, eqn.ctx)
+    whole = eqn.primitive, eqn.params, eqn.effects, eqn.source_info, eqn.ctx
+    return core.JaxprEqn([], variables, *whole)
 
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ def identity(rank: int) -> Axes:
     return tuple(range(rank))
 
 
+@functools.lru_cache(maxsize=4096)
 def compose(first: Axes, then: Axes) -> Axes:
     """Return where axes are after one move and then another."""
 

@@ -256,16 +256,17 @@ def _computed(eqn: Any) -> Sequence[int]:
     # A view of a parameter stays a view if its index is an activation.
     if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
         return [0] * len(eqn.outvars)
-    if not compat.holds_jaxprs(eqn):
-        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
     if eqn.primitive is compat.jit_p:
-        jaxpr = compat.open_of(eqn.params["jaxpr"])
+        called = eqn.params["jaxpr"]
     elif eqn.primitive in CUSTOM_CALLS:
-        jaxpr = compat.open_of(eqn.params["call_jaxpr"])
-    else:
+        called = eqn.params["call_jaxpr"]
+    elif compat.holds_jaxprs(eqn):
         return [0] * len(eqn.outvars)
-    found = _COMPUTED.get(jaxpr)
+    else:
+        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    found = _COMPUTED.get(called)
     if found is None:
+        jaxpr = compat.open_of(called)
         behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
 
         def bits(atoms: Sequence[Any]) -> list[int]:
@@ -276,7 +277,7 @@ def _computed(eqn: Any) -> Sequence[int]:
             for var, chosen in zip(inner.outvars, _computed(inner), strict=True):
                 picked = (known for i, known in enumerate(own) if chosen >> i & 1)
                 behind[var] = functools.reduce(operator.or_, picked, 0)
-        found = _COMPUTED[jaxpr] = tuple(bits(jaxpr.outvars))
+        found = _COMPUTED[called] = tuple(bits(jaxpr.outvars))
     return found
 
 

@@ -101,13 +101,15 @@ def carry(frame: Frame, eqn: Any) -> None:
 
 def forward(frame: Frame, eqn: Any) -> None:
     """Keep what is known of operands that an equation returns."""
+    held = [variable(atom) in frame.proxies for atom in eqn.invars]
+    if not any(held) and frame.metadata.keys().isdisjoint(map(variable, eqn.invars)):
+        return
     for i, operand in forwarded(eqn):
         if metadata := metadata_of(frame, eqn.invars[operand]):
             frame.metadata.setdefault(eqn.outvars[i], metadata)
         if proxy := frame.proxies.get(variable(eqn.invars[operand])):
             frame.proxies.setdefault(eqn.outvars[i], proxy)
     # A view that was moved inside has lost its proxy, and a handler can learn why.
-    held = [variable(atom) in frame.proxies for atom in eqn.invars]
     for i in returned_views(eqn, held) if any(held) else ():
         aval = eqn.outvars[i].aval
         why = f"{eqn.primitive.name} returns it. Use it where it is moved."

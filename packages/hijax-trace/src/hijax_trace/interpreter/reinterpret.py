@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import compat
+from ..proxy.carrier import Carrier
 from . import asking, deriving, entering, proxy_equations
 from .atoms import carry, forward
 from .frames import Frame
@@ -36,12 +37,15 @@ def reinterpret(
 class Interpreter(Pass):
     """A pass that makes each equation by the action of its task."""
 
+    _carries = False  # whether any proxy carries others: those of results come from operands'
+
     def results(self) -> list[Any]:
         """Make the equations. Return the jaxpr's results."""
         env, literal, frame = self.values, compat.Literal, self.frame
         # Tracers cost nothing to keep. Concrete arrays are freed after their last use.
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
+        self._carries = any(type(held) is Carrier for held in frame.proxies.values())
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
         for position, task in enumerate(tasks):
@@ -78,7 +82,7 @@ class Interpreter(Pass):
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.foreign.issuperset(eqn.outvars):
             forward(frame, eqn)
-        if frame.proxies:
+        if self._carries:
             carry(frame, eqn)
 
 

@@ -97,6 +97,10 @@ class Gathered(NamedTuple):
     tasks: Sequence[Task]
 
 
+_Where = tuple[Any, Sequence[str], frozenset[str], bool]
+"""The ``stack``, ``scopes``, ``within`` and ``settled`` of a task."""
+
+
 class Tasks:
     """The tasks for one interceptor, found once for each jaxpr.
 
@@ -119,6 +123,7 @@ class Tasks:
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._owner = owner
+        self._last: tuple[Any, _Where] | None = None
         self._known: weakref.WeakKeyDictionary[Any, tuple[list[Task], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -140,6 +145,8 @@ class Tasks:
 
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
         """Return whether a primitive holds a program that ``wants`` is true for."""
+        if primitive is compat.jit_p:
+            return self.wants(params["jaxpr"])
         holder = self.holder(primitive, params)
         if holder is None:
             return False
@@ -198,14 +205,8 @@ class Tasks:
         """Return what to do with one equation, staged or being staged."""
         primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
         # JAX's batching rule, or an engine inside, added scopes to the equation's stack.
-        stack = eqn.source_info.name_stack if mapped is None else mapped.stack
-        scopes: Sequence[str] = ()
-        settled, within = False, _NOTHING
-        if len(stack):
-            scopes = compat.scopes_of(stack)
-            if any(name.startswith(OURS) for name in scopes):
-                scopes, settled, within, stack = _cleaned(scopes, stack)
-        where = (stack, scopes, within, settled)
+        where = self._where(eqn.source_info.name_stack if mapped is None else mapped.stack)
+        stack, scopes, within, settled = where
         simple = compat.can_append(eqn)
         inlined = compat.is_inlined(primitive, eqn.params)
         if primitive is compat.kept_p:
@@ -231,6 +232,23 @@ class Tasks:
         else:
             do = Do.PASS
         return Task(eqn, do, simple, inlined, marker, *where)
+
+    def _where(self, stack: Any) -> _Where:
+        """Return what a name stack tells of an equation."""
+        # Equations that follow each other share their stack.
+        last = self._last
+        if last is None or last[0] is not stack:
+            last = self._last = stack, _where(stack)
+        return last[1]
+
+
+def _where(stack: Any) -> _Where:
+    if not len(stack):
+        return stack, (), _NOTHING, False
+    scopes = compat.scopes_of(stack)
+    if any(name.startswith(OURS) for name in scopes):
+        return _cleaned(scopes, stack)
+    return stack, scopes, _NOTHING, False
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
@@ -277,7 +295,7 @@ def _is_ahead(task: Task) -> bool:
     return task.stack is not stack and AHEAD in compat.scopes_of(stack)
 
 
-def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozenset[str], Any]:
+def _cleaned(names: Sequence[str], stack: Any) -> _Where:
     """Take jaxtap's scopes out of a name stack."""
     settled, within, scopes = False, [], []
     for name in names:
@@ -288,4 +306,4 @@ def _cleaned(names: Sequence[str], stack: Any) -> tuple[list[str], bool, frozens
         elif not name.startswith(OURS):
             scopes.append(name)
     ours = {name for name in names if name.startswith(OURS)}
-    return scopes, settled, frozenset(within), compat.stack_without(stack, ours)
+    return compat.stack_without(stack, ours), scopes, frozenset(within), settled

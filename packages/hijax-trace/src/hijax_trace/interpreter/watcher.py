@@ -15,6 +15,7 @@ from ..staging.kept import can_keep, keep, keeps
 from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
 from ..staging.marker import key_of
 from ..staging.packed import NUMBERS, NUMPY, Packed, is_plain
+from ..staging.repeated import appended
 from .early import Early
 from .session import Session
 
@@ -89,7 +90,8 @@ class Watcher:
 
     def _staged(self, call: Any, packed: Packed) -> Staged:
         """Stage a function's call as a separate jaxpr."""
-        values, key = packed.arrays, key_of(self.session.context, call.site, packed)
+        values, context = packed.arrays, self.session.context
+        key = key_of(context, call.site, call.site.subject, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
             results: Packed | None = None
@@ -123,6 +125,28 @@ class Watcher:
     def keeps(self, trace: Any) -> bool:
         """Return whether a trace keeps such calls."""
         return trace in self._keeping
+
+    def call(
+        self, function: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a function with custom rules, once for equal calls of a trace.
+
+        Args:
+            function: the function, which is not a target.
+            call: calls it.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+
+        Returns:
+            Its result.
+        """
+        # Handlers that are asked early see each call.
+        if type(function) is jax.custom_jvp and not self.session.tapping.mode.early:
+            packed = Packed((args, kwargs), ())
+            key = key_of(self.session.context, function, function.fun, packed)
+            if key is not None:
+                return appended(key, lambda: call(*args, **kwargs), packed.arrays)
+        return call(*args, **kwargs)
 
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]

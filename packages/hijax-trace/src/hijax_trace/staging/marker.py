@@ -110,7 +110,7 @@ class Markers:
         """
         packed = Packed((args, kwargs), ())
         values = packed.arrays
-        key = key_of(context, site, packed)
+        key = key_of(context, site, site.subject, packed)
         known = None if key is None else self._known.get(key)
         more: list[Any] = []
         if known is None:
@@ -153,15 +153,16 @@ class Markers:
         return (marker, jaxpr), consts, more
 
 
-def key_of(context: Hashable, site: Any, packed: Packed) -> Hashable | None:
+def key_of(context: Hashable, site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
     """Return a key that is equal for equal calls, or None.
 
     Args:
         context: stands for JAX's configuration.
-        site: the target.
+        site: what is called.
+        subject: the function that it calls.
         packed: its arguments.
     """
-    if not _is_pure(site.subject, packed):
+    if not _is_pure(subject, packed):
         return None
     rest = packed.key()
     avals = tuple(map(compat.typeof, packed.arrays))
@@ -244,7 +245,7 @@ def check_value(call: OpCall, value: Any, aval: Any) -> None:
             f"got {value!r}. Return an array, or NotImplemented to let the operation run."
         )
     given = compat.typeof(value)
-    if not compat.same_type(given, aval):
+    if given != aval and not compat.same_type(given, aval):
         raise TargetError(
             f"The result of {call.op_id}'s handler must be an array of type {aval.str_short()}, "
             f"for which the program was traced, got {given.str_short()}. Convert the result to "

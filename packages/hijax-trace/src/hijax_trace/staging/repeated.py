@@ -41,17 +41,16 @@ def _keeps(trace: Any) -> bool:
     return compat.is_staging(trace) and not compat.checks_leaks()
 
 
-def appended(
-    key: Hashable, call: Callable[[], Sequence[Any]], values: Sequence[Any]
-) -> Sequence[Any]:
+def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> Any:
     """Call a function that makes one equation, or append it if a call before made it.
 
-    JAX asks several of its rules and caches at each call of a jitted function. A program with
-    hundreds of equal layers does that hundreds of times for one equation.
+    JAX asks several of its rules and caches at each call of a jitted function, and stages a
+    function with custom rules again. A program with hundreds of equal layers does that hundreds of
+    times for one equation.
 
     Args:
         key: what the equation depends on, types of the operands included.
-        call: makes the equation. Returns its results.
+        call: makes the equation. Returns a pytree of its results.
         values: its operands.
 
     Returns:
@@ -62,13 +61,17 @@ def appended(
         return call()
     made = _TRACES.of(trace)
     key = key, compat.trace_context()
-    eqn = made.get(key)
-    if eqn is not None:
-        return compat.append(trace, eqn, values, compat.current_source())
-    results = call()
+    known = made.get(key)
+    if known is not None:
+        eqn, structure = known
+        results = compat.append(trace, eqn, values, compat.current_source())
+        return jax.tree.unflatten(structure, results)
+    result = call()
     if key not in made:
-        made[key] = compat.call_of(trace, values, results)
-    return results
+        leaves, structure = jax.tree.flatten(result)
+        eqn = compat.call_of(trace, values, leaves)
+        made[key] = None if eqn is None else (eqn, structure)
+    return result
 
 
 def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> Any:
@@ -83,20 +86,10 @@ def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> 
         What the function returns.
     """
     leaves, treedef = jax.tree.flatten(args)
-    trace = compat.current_trace()
-    if not _keeps(trace) or not all(map(_is_array, leaves)):
+    if not all(map(_is_array, leaves)):
         return fn(*static, *args)
-    structure: Any = None
-
-    def call() -> list[Any]:
-        nonlocal structure
-        results, structure = jax.tree.flatten(fn(*static, *args))
-        return results
-
     key = fn, tuple(static), treedef, tuple(map(compat.typeof, leaves))
-    results = appended(key, call, leaves)
-    known = _TRACES.of(trace).setdefault(("structure", key), structure)
-    return jax.tree.unflatten(known if structure is None else structure, results)
+    return appended(key, lambda: fn(*static, *args), leaves)
 
 
 def _is_array(value: Any) -> bool:

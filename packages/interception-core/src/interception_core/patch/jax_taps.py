@@ -141,11 +141,18 @@ def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwar
 def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     """Run ``instance(...)`` of a class whose ``__call__`` is patched."""
     instance, rest = args[0], args[1:]
-    call = functools.partial(original, _with_scope(instance, state))
     site = sites.get(id(instance))
-    if site is None:
-        return call(*rest, **kwargs)
-    return run(site, call, state, rest, kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return original(_with_scope(instance, state), *args, **kwargs)
+
+    if site is not None:
+        return run(site, call, state, rest, kwargs)
+    if isinstance(state, Scope) and state.parent is None and not state.asleep:
+        observer = state.activation.observer
+        if observer is not None:
+            return observer.call(instance, call, rest, kwargs)
+    return call(*rest, **kwargs)
 
 
 def _with_scope(instance: Any, state: State) -> Any:

@@ -8,7 +8,7 @@ reused outside of it, and vice versa.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -25,7 +25,8 @@ Counts = dict[tuple[str, str], int]
 class Observer(Protocol):
     """Observes a program while it is staged.
 
-    It is shown the primitives that meet a transformation such as ``grad`` or ``vmap``.
+    It is shown the primitives that meet a transformation such as ``grad`` or ``vmap``, and makes
+    the calls of functions with custom rules.
     """
 
     def bind(
@@ -43,6 +44,22 @@ class Observer(Protocol):
 
     def keeps(self, trace: Any) -> bool:
         """Return whether a trace keeps jitted calls that JAX would inline."""
+
+    def call(
+        self,
+        function: Any,
+        call: Callable[..., Any],
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Return the result of ``call(*args, **kwargs)``, if no other interceptor is active.
+
+        Args:
+            function: a ``custom_jvp``, ``custom_vjp`` or ``custom_vmap`` that is not a target.
+            call: calls it.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
 
 
 class Activation:

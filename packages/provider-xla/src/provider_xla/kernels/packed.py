@@ -97,7 +97,7 @@ class PrepackedWeight(ArrayProxy):
             )
         return shape[: len(shape) - self.inner]
 
-    @property
+    @functools.cached_property
     # pyrefly: ignore [bad-override]
     def shape(self) -> tuple[int, ...]:
         """Shape of the array that this stands for."""

@@ -81,7 +81,9 @@ def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
     """
 
     def one(leaf: Any) -> Any:
-        if is_stored(leaf) and not follows:
+        if not is_stored(leaf):
+            return leaf
+        if not follows:
             kind = getattr(leaf, "qtype", "derived")
             raise QuantizationError(
                 f"A parameter is stored as {kind} values, which the patch engine can't hand "

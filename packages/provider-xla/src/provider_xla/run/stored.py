@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +21,14 @@ from .transformed import TransformedWeight
 
 def is_stored(node: Any) -> bool:
     """Return whether a node is a quantized parameter, packed or not."""
+    return _is_stored_type(type(node))
+
+
+# Asked for each leaf: isinstance of abstract classes costs ten times as much.
+@functools.lru_cache(maxsize=256)
+def _is_stored_type(kind: type) -> bool:
     quantized = qn.QArray | qn.PackedQArray | PrepackedWeight
-    return isinstance(node, quantized | TransformedWeight | AffineWeight | Carrier)
+    return issubclass(kind, quantized | TransformedWeight | AffineWeight | Carrier)
 
 
 def mapped(change: Callable[[Any], Any], held: Carrier) -> Carrier:
@@ -37,10 +44,11 @@ def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
         leaf: a leaf of parameters.
         kernels: whether parameters that are packed for kernels stay packed.
     """
+    if isinstance(leaf, PrepackedWeight):
+        return leaf if kernels else leaf.unpacked()
     if isinstance(leaf, Carrier):
         return mapped(lambda one: unpacked_leaf(one, kernels=kernels), leaf)
-    is_packed = isinstance(leaf, PrepackedWeight) and not kernels
-    if is_packed or isinstance(leaf, TransformedWeight | AffineWeight):
+    if isinstance(leaf, TransformedWeight | AffineWeight):
         return leaf.unpacked()
     return qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf
 
