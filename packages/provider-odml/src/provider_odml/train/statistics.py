@@ -21,7 +21,7 @@ from ..decide.decision import Site
 from ..decide.plan import Plan
 from ..errors import ManifestError, OdmlError
 from .manifest import Manifest
-from .ranges import calibration_of, joined_row
+from .averages import calibration_of, joined_row
 
 
 class Kept(NamedTuple):
