@@ -118,7 +118,8 @@ void fake_quantize(const Args& args, const Parallel& pool) {
   const int64_t size = args.dtype == te::Float::kF32 ? 4 : 2;
   parallel.ranges(total, kPart, [&](int64_t begin, int64_t end) {
     run(static_cast<const char*>(args.x) + begin * size,
-        static_cast<char*>(args.out) + begin * size, end - begin, grid);
+        static_cast<char*>(args.out) + begin * size, args.inside + begin, end - begin, grid,
+        {args.bounds[0], args.bounds[1]});
   });
 }
 

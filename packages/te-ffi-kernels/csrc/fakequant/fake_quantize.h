@@ -34,6 +34,7 @@ struct Args {
   const Terms* terms = nullptr;
   const float* seen = nullptr;  // [2]; not finite where nothing was seen; or nullptr
   void* out = nullptr;
+  uint8_t* inside = nullptr;  // 1 where x is within the bounds: the derivative
   float* bounds = nullptr;    // [2]: the average, to which x is rounded
   float* observed = nullptr;  // [2], where options.observe; may be `seen`
 };

@@ -20,7 +20,9 @@ struct Extremes {
 struct Table {
   // Of `count` numbers and 0: NaN where one of them is.
   Extremes (*extremes[3])(const void* x, int64_t count);
-  void (*round[3])(const void* x, void* out, int64_t count, const Grid& grid);
+  // `inside` is 1 where a number is within the bounds, in the dtype of x, and else 0.
+  void (*round[3])(const void* x, void* out, uint8_t* inside, int64_t count, const Grid& grid,
+                   const Extremes& bounds);
 };
 
 // The table of the instruction set that selected_isa() names. Throws as that.

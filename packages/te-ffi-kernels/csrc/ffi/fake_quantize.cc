@@ -13,6 +13,7 @@ namespace {
 void Warm(const FakeQuantizeConfig& config) {
   std::vector<float> x(256, 1.0f), out(x.size());
   const fakequant::Terms terms = {{0, 0}, {1, 1}, {0, 0}, {1, 1}, {0, 0}};
+  std::vector<uint8_t> inside(x.size());
   float bounds[2], seen[2] = {0.0f, 0.0f};
   fakequant::Args args;
   args.options = config.options;
@@ -22,6 +23,7 @@ void Warm(const FakeQuantizeConfig& config) {
   args.terms = &terms;
   args.seen = config.seen ? seen : nullptr;
   args.out = out.data();
+  args.inside = inside.data();
   args.bounds = bounds;
   args.observed = config.options.observe ? seen : nullptr;
   fakequant::fake_quantize(args, Parallel());

@@ -40,10 +40,10 @@ struct FakeQuantizeCall {
   template <class Call>
   explicit FakeQuantizeCall(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(config.seen ? 4 : 3, config.options.observe ? 3 : 2);
+    call.NeedCounts(config.seen ? 4 : 3, config.options.observe ? 4 : 3);
     const Array x = call.Operand(0, "x"), terms = call.Operand(1, "terms");
     const Array row = call.Operand(2, "row"), out = call.Result(0, "out");
-    const Array bounds = call.Result(1, "bounds");
+    const Array inside = call.Result(1, "inside"), bounds = call.Result(2, "bounds");
     args.options = config.options;
     NeedFloat(x);
     if (config.batch_axes < 0 || config.batch_axes > x.rank()) {
@@ -54,6 +54,7 @@ struct FakeQuantizeCall {
     args.numbers = x.Product(config.batch_axes, x.rank());
     args.dtype = te::float_of(x.dtype);
     NeedSize(out.NeedDtype({x.dtype}), x.size(), "as x");
+    NeedSize(inside.NeedDtype({DType::PRED}), x.size(), "as x");
     const Array& table = terms.NeedDtype({DType::F32}).NeedRank(3);
     rows = table.shape[0];
     table.NeedShape({std::max<int64_t>(1, rows), 5, 2}, "at least one row of five terms");
@@ -61,6 +62,7 @@ struct FakeQuantizeCall {
     bounds.NeedDtype({DType::F32}).NeedShape({2}, "the lower and the upper bound");
     args.x = x.data;
     args.out = out.data;
+    args.inside = static_cast<uint8_t*>(inside.data);
     args.bounds = static_cast<float*>(bounds.data);
     terms_of_rows = static_cast<const fakequant::Terms*>(terms.data);
     row_number = static_cast<const int32_t*>(row.data);
@@ -69,7 +71,7 @@ struct FakeQuantizeCall {
       return static_cast<float*>(array.data);
     };
     if (config.seen) args.seen = seen_of_rows(call.Operand(3, "seen"));
-    if (config.options.observe) args.observed = seen_of_rows(call.Result(2, "observed"));
+    if (config.options.observe) args.observed = seen_of_rows(call.Result(3, "observed"));
   }
 
   // With tables for all rows.

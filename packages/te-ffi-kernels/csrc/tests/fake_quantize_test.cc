@@ -37,6 +37,7 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
                            (c.options.join ? ", joined" : "");
   Buffer x(size * static_cast<int64_t>(byte_size(c.dtype)), c.dtype == DType::F32 ? 4 : 2);
   Buffer out(x.size(), c.dtype == DType::F32 ? 8 : 6);
+  Buffer inside(size, 1);
   std::normal_distribution<float> normal(0.5f, 3.0f);
   for (int64_t i = 0; i < size; ++i) set_element(x.get(), c.dtype, i, normal(random));
   float bounds[2], seen[2] = {-0.25f, 9.0f};
@@ -49,6 +50,7 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
   args.terms = &kTerms;
   args.seen = args.observed = seen;
   args.out = out.get();
+  args.inside = inside.get();
   args.bounds = bounds;
   fakequant::fake_quantize(args, parallel);
 
@@ -81,6 +83,11 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
   const double scale = c.options.symmetric ? bounds[1] / most : (bounds[1] - bounds[0]) / (most - least);
   const double zero = c.options.symmetric ? 0 : std::nearbyint(least - bounds[0] / scale);
   const double slack = c.dtype == DType::F32 ? 1e-5 : c.dtype == DType::F16 ? 1e-3 : 8e-3;
+  const auto in_dtype = [&](float bound) {
+    uint8_t bytes[4];
+    set_element(bytes, c.dtype, 0, bound);
+    return element(bytes, c.dtype, 0);
+  };
   bool good = true;
   for (int64_t i = 0; i < size; ++i) {
     const double one = element(x.get(), c.dtype, i), found = element(out.get(), c.dtype, i);
@@ -88,7 +95,9 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
     const double near = std::nearbyint(steps);
     // Next to a half, either neighbour.
     const bool tie = std::fabs(std::fabs(steps - near) - 0.5) < 1e-3;
-    good = good && std::fabs(found - near * scale) <=
+    // Bounds are of the dtype of x.
+    const bool in = one >= in_dtype(bounds[0]) && one <= in_dtype(bounds[1]);
+    good = good && inside.get()[i] == in && std::fabs(found - near * scale) <=
                        slack * (1 + std::fabs(near * scale)) + (tie ? scale * 1.001 : 0);
   }
   CHECK_THAT(good, what);
@@ -113,15 +122,17 @@ TEST(fake_quantization_of_ranges) {
 
 struct Small {
   std::vector<float> x, out;
+  std::vector<uint8_t> inside;
   float bounds[2] = {}, seen[2] = {kInfinity, -kInfinity};
   fakequant::Args args;
 
-  explicit Small(std::vector<float> given) : x(std::move(given)), out(x.size()) {
+  explicit Small(std::vector<float> given) : x(std::move(given)), out(x.size()), inside(x.size()) {
     args.options.symmetric = false;
     args.indices = 1;
     args.numbers = static_cast<int64_t>(x.size());
     args.x = x.data();
     args.out = out.data();
+    args.inside = inside.data();
     args.bounds = bounds;
     args.observed = seen;
   }

@@ -24,6 +24,7 @@ from .ranges import (
     fake_quant_constant,
     fake_quant_dynamic,
     fake_quant_weight,
+    fused_op,
 )
 from .replay import Runtime, inverted
 from .statistics import QuantStats
@@ -164,7 +165,7 @@ def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
     read and write its row, and are those of other sites too if the number of the row is an
     operand. So it must be one that XLA does not know: counted on from the row before.
     """
-    if not isinstance(state, jax.core.Tracer) or not len(stats):
+    if fused_op() is not None or not isinstance(state, jax.core.Tracer) or not len(stats):
         return {key: np.int32(stats.row(key)) for key in stats}
     # Of floats, x * 0 is not known to be 0; integer divisions are not computed twice.
     zeros = (lax.stop_gradient(state)[0] * np.float32(0)).astype(jnp.int32)

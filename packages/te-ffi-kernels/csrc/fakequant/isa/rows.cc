@@ -37,7 +37,13 @@ Extremes extremes(const void* from, int64_t count) {
 }
 
 template <class Format>
-void round(const void* from, void* to, int64_t count, const Grid& grid) {
+Floats rounded_to(float x) {
+  return Format::widen(Format::narrow(all(x)));
+}
+
+template <class Format>
+void round(const void* from, void* to, uint8_t* inside, int64_t count, const Grid& grid,
+           const Extremes& bounds) {
   // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even. Steps are far below 2^22,
   // since they are clipped first; the ends are whole numbers.
   constexpr float kRound = 12582912.0f;
@@ -45,11 +51,13 @@ void round(const void* from, void* to, int64_t count, const Grid& grid) {
   const auto* x = static_cast<const Type*>(from);
   auto* out = static_cast<Type*>(to);
   const Floats least = all(grid.least), most = all(grid.most);
+  const Floats lower = rounded_to<Format>(bounds.lower), upper = rounded_to<Format>(bounds.upper);
   over(count, [&](int64_t i, auto part) {
+    const Floats number = load<Format>(x + i, part);
     // So written that NaN goes through.
-    const Floats steps = load<Format>(x + i, part) * grid.reciprocal;
-    const Floats cut = larger(least, smaller(most, steps));
+    const Floats cut = larger(least, smaller(most, number * grid.reciprocal));
     store<Format>(out + i, (cut + kRound - kRound) * grid.scale, part);
+    write(inside + i, ones((number >= lower) & (number <= upper)), part);
   });
 }
 

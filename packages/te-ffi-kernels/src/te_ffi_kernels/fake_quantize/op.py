@@ -82,29 +82,27 @@ def fake_quantize(
     )
     # Constants for differentiation, so that it doesn't look into the op.
     operands = (x, terms, row) if seen is None else (x, terms, row, seen)
-    out, bounds, *new = _OP(config, *lax.stop_gradient(operands))
-    return _clipped(x, out, bounds), bounds, new[0] if new else seen
+    out, inside, bounds, *new = _OP(config, *lax.stop_gradient(operands))
+    return _clipped(x, out, inside), bounds, new[0] if new else seen
 
 
 @jax.custom_jvp
-def _clipped(x: jax.Array, out: jax.Array, bounds: jax.Array) -> jax.Array:
-    """Return ``out``, with the derivative of clipping x to bounds."""
+def _clipped(x: jax.Array, out: jax.Array, inside: jax.Array) -> jax.Array:
+    """Return ``out``, with the derivative of clipping x: a byte is kept for each number."""
     return out
 
 
 @_clipped.defjvp
 def _clipped_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    (x, out, bounds), tangent = primals, tangents[0]
-    lower, upper = bounds.astype(x.dtype)
-    inside = lax.eq(lax.clamp(lower, x, upper), x)
+    (_, out, inside), tangent = primals, tangents[0]
     return out, lax.select(inside, tangent, lax.full_like(tangent, 0))
 
 
 def _results(config: Config, x: jax.Array, *tables: jax.Array) -> tuple[Any, ...]:
-    found = jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((2,), jnp.float32)
-    if not config.observe:
-        return found
-    return *found, jax.ShapeDtypeStruct(tables[-1].shape, jnp.float32)
+    found = [(x.shape, x.dtype), (x.shape, jnp.bool_), ((2,), jnp.float32)]
+    if config.observe:
+        found.append((tables[-1].shape, jnp.float32))
+    return tuple(jax.ShapeDtypeStruct(*one) for one in found)
 
 
 def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
@@ -125,7 +123,7 @@ def _partition(config: Config, block: Any, x: jax.Array, *tables: jax.Array) -> 
     names = [f"b{i}" for i in range(x.ndim)]
     parts = {"terms": ["rows", "five", "two"], "row": [], "seen": ["rows", "two"]}
     given = [names, *list(parts.values())[: len(tables)]]
-    found = [names, ["two"], *([parts["seen"]] if config.observe else [])]
+    found = [names, names, ["two"], *([parts["seen"]] if config.observe else [])]
 
     def on_device(specs: Any) -> Any:
         axes = tuple(tuple(sorted(axes_in((one,)))) for one in specs[0])
@@ -141,7 +139,7 @@ def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.
     """Make the mapped axis of x one more of the batch's."""
     if in_batched[0] and not any(in_batched[1:]):
         more = dataclasses.replace(config, batch_axes=config.batch_axes + 1)
-        return run(more, *operands), (True, *(False,) * (1 + config.observe))
+        return run(more, *operands), (True, True, *(False,) * (1 + config.observe))
     axes = [0 if one else None for one in in_batched]
     found = jax.vmap(functools.partial(reference.fake_quantize, config), axes)(*operands)
     return found, (True,) * len(found)

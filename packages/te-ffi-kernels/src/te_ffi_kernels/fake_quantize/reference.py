@@ -26,7 +26,9 @@ def fake_quantize(
     *,
     axes: Sequence[tuple[str, ...]] = (),
 ) -> tuple[jax.Array, ...]:
-    """Return the rounded tensor and the average bounds; the seen bounds if x is observed.
+    """Return the rounded tensor, where it is in its range, and the range.
+
+    And the table of bounds that were seen, if x is observed.
 
     Args:
         config: the static arguments.
@@ -50,11 +52,13 @@ def fake_quantize(
     total = lax.select(wanted, sums + np.float32(config.share) * added, sums_before)
     bounds = total / lax.select(wanted, weight, weight_before)
     out = _rounded(config, x, bounds)
+    lower, upper = bounds.astype(x.dtype)
+    inside = (lower <= x) & (x <= upper)
     if not config.observe or seen is None:
-        return out, bounds
+        return out, inside, bounds
     place = row, np.int32(0)
     added = lax.dynamic_update_slice(seen, added[None], place, allow_negative_indices=False)
-    return out, bounds, added
+    return out, inside, bounds, added
 
 
 def _row(table: jax.Array, row: jax.Array) -> jax.Array:
