@@ -56,8 +56,9 @@ class How:
 
     def is_fused(self, axes: tuple[int, ...], dtype: Any) -> bool:
         """Return whether the op ``fake_quantize`` does the same, for a tensor's batch axes."""
-        leading = axes == tuple(range(len(axes)))
-        return self.fixed is None and self.method == "minmax" and leading and dtype in _FLOATS
+        if self.fixed is not None or dtype not in _FLOATS or axes != tuple(range(len(axes))):
+            return False
+        return self.method == "minmax" or (self.method == "absmax" and self.symmetric)
 
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
