@@ -88,7 +88,8 @@ def test_vmap_of_tables_and_rows():
         if axes[2] == 0:
             given[2] = rows
         found, expected = (
-            jax.jit(jax.vmap(functools.partial(op, one), axes))(*given) for one in (observed, wanted)
+            jax.jit(jax.vmap(functools.partial(op, one), axes))(*given)
+            for one in (observed, wanted)
         )
         assert_close(found, expected)
 
