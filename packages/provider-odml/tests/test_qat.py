@@ -28,8 +28,9 @@ from jaxtap_testkit.odml_samples import (
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
 from provider_odml.decide.decision import ConstantUse, WeightUse
 from provider_odml.train.averages import terms_of
-from provider_odml.train.ranges import How, at_site, fake_quant_constant
-from provider_odml.train.ranges import fake_quant_weight as weight_of
+from provider_odml.train.parameters import fake_quant_constant
+from provider_odml.train.parameters import fake_quant_weight as weight_of
+from provider_odml.train.ranges import How, at_site
 
 pytestmark = pytest.mark.sample(2)
 

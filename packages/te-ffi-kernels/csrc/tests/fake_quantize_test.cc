@@ -80,7 +80,8 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
 
   const double most = std::ldexp(1.0, c.options.bits - 1) - 1;
   const double least = c.options.symmetric ? -most : -most - 1;
-  const double scale = c.options.symmetric ? bounds[1] / most : (bounds[1] - bounds[0]) / (most - least);
+  const double range = c.options.symmetric ? bounds[1] : bounds[1] - bounds[0];
+  const double scale = range / (c.options.symmetric ? most : most - least);
   const double zero = c.options.symmetric ? 0 : std::nearbyint(least - bounds[0] / scale);
   const double slack = c.dtype == DType::F32 ? 1e-5 : c.dtype == DType::F16 ? 1e-3 : 8e-3;
   const auto in_dtype = [&](float bound) {
@@ -94,7 +95,7 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
     const double steps = std::clamp(one / scale, least - zero, most - zero);
     const double near = std::nearbyint(steps);
     // Next to a half, either neighbour.
-    const bool tie = std::fabs(std::fabs(steps - near) - 0.5) < 1e-3;
+    const bool tie = std::fabs(std::fabs(steps - near) - 0.5) < 1e-3 + 1e-6 * std::fabs(steps);
     // Bounds are of the dtype of x.
     const bool in = one >= in_dtype(bounds[0]) && one <= in_dtype(bounds[1]);
     good = good && inside.get()[i] == in && std::fabs(found - near * scale) <=

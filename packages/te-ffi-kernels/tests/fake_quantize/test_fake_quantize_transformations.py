@@ -71,8 +71,8 @@ def test_vmap_has_one_range_for_all():
         # Along another axis, and twice.
         turned = jax.vmap(lambda x, op=op: op(x, TERMS, 1, UNSEEN), 1, (1, None, None))
         assert_close(turned(x), whole)
-        plain = functools.partial(op, batch_axes=0)
-        twice = jax.vmap(jax.vmap(lambda x: plain(x, TERMS, 1, UNSEEN), 0, (0, None, None)))
+        plain = functools.partial(op, terms=TERMS, row=1, seen=UNSEEN, batch_axes=0)
+        twice = jax.vmap(jax.vmap(plain, 0, (0, None, None)))
         out, bounds, _ = jax.jit(twice)(x)
         assert_close((out, bounds[0]), whole[:2])
 

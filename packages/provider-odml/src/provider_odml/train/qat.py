@@ -18,14 +18,8 @@ from interception_core import OpCall
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ..errors import OdmlError
 from .averages import added, joined_row, terms_of
-from .ranges import (
-    How,
-    at_site,
-    fake_quant_constant,
-    fake_quant_dynamic,
-    fake_quant_weight,
-    fused_op,
-)
+from .parameters import fake_quant_constant, fake_quant_dynamic, fake_quant_weight
+from .ranges import How, at_site, fused_op
 from .replay import Runtime, inverted
 from .statistics import QuantStats
 

@@ -27,8 +27,10 @@ CASE(fake_quantize) {
             // Means over two rows: [-2, 0.5] and [0, 4].
             const double own[] = {-1, 2.25}, average[] = {-1, 4.25 / 3};
             expect_close(p.results[2], "bounds", [&](int64_t i) { return average[i]; });
-            expect_close(p.results[3], "seen", [&](int64_t i) { return i / 2 == 1 ? own[i % 2] : 7; });
-            expect_close(p.results[1], "inside", [](int64_t i) { return i == 3 || i == 77 ? 0 : 1; });
+            expect_close(p.results[3], "seen",
+                         [&](int64_t i) { return i / 2 == 1 ? own[i % 2] : 7; });
+            expect_close(p.results[1], "inside",
+                         [](int64_t i) { return i == 3 || i == 77 ? 0 : 1; });
             const double scale = (average[1] + 1) / 255;
             const double zero = std::nearbyint(-128 + 1 / scale);
             expect_close(p.results[0], "x", [&](int64_t i) {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from typing import Any
 
 import jax
@@ -53,7 +52,7 @@ def config(
             f"{_OP}: batch_axes must be how many leading axes of x are a batch's, from 0 to "
             f"{x.ndim}, got {batch_axes!r}"
         )
-    if decay is not None and not (isinstance(decay, numbers.Real) and 0 < decay < 1):
+    if decay is not None and not 0 < decay < 1:
         raise ValueError(f"{_OP}: decay must be None or between 0 and 1, got {decay!r}")
     checks.dtype(_OP, "terms", terms.dtype, (jnp.float32,))
     if terms.ndim != 3 or terms.shape[0] < 1 or terms.shape[1:] != (5, 2):
