@@ -27,8 +27,10 @@ from jaxtap_testkit.odml_samples import (
 )
 from provider_odml import MovingAverage, OdmlError, OdmlRule, qat
 from provider_odml.decide.decision import ConstantUse, WeightUse
-from provider_odml.train.ranges import How, at_site, fake_quant_constant, terms_of
-from provider_odml.train.ranges import fake_quant_weight as weight_of
+from provider_odml.train.averages import terms_of
+from provider_odml.train.parameters import fake_quant_constant
+from provider_odml.train.parameters import fake_quant_weight as weight_of
+from provider_odml.train.ranges import How, at_site
 
 pytestmark = pytest.mark.sample(2)
 
@@ -72,7 +74,8 @@ def net(p, x):
 NET = {"w": draw(6, 8, seed=1), "b": draw(8, seed=2), "v": draw(8, 3, seed=3)}
 
 
-NOTHING = terms_of(jnp.zeros((1, 3)), None)[0]
+NOTHING = terms_of(jnp.zeros((1, 3)), None)
+UNSEEN = np.array([[np.inf, -np.inf]], np.float32)
 """Of statistics that have seen nothing."""
 
 
@@ -201,7 +204,7 @@ def test_types_are_those_of_the_float_program(dtype):
 )
 def test_fake_quantization_of_any_shape(shape, qtype, batch, seed):
     x, how = draw(*shape, seed=seed) * 3, how_of(qtype, tuple(batch))
-    out, (lower, upper) = at_site(x, NOTHING, how, True, True)
+    out, ((lower, upper),) = at_site(x, NOTHING, 0, how, True, True, UNSEEN)
     kept = {a % len(shape) for a in batch if -len(shape) <= a < len(shape)}
     axes = tuple(a for a in range(len(shape)) if a not in kept)
     if qtype == "int8":
@@ -248,13 +251,13 @@ def test_the_derivative_is_that_of_clipping(qtype):
     x = jnp.array([-3.0, -1.01, -0.99, 0.0, 0.4, 1.99, 2.01, 7.0])
     low = -2.0 if qtype == "int16" else -1.0
     how = how_of(qtype, fixed=(low, 2.0))
-    found = jax.grad(lambda x: at_site(x, NOTHING, how, False, True)[0].sum())(x)
+    found = jax.grad(lambda x: at_site(x, NOTHING, 0, how, False, True)[0].sum())(x)
     np.testing.assert_array_equal(found, (np.asarray(x) >= low) & (np.asarray(x) <= 2))
 
 
 def test_ranges_have_no_derivative():
     def total(x, terms):
-        return at_site(x, terms, how_of("int8"), True, True)[1].sum()
+        return at_site(x, terms, 0, how_of("int8"), True, True, UNSEEN)[1].sum()
 
     for found in jax.grad(total, (0, 1))(X, NOTHING):
         np.testing.assert_array_equal(found, np.zeros_like(found))

@@ -76,6 +76,24 @@ JAXTAP_INLINE Halves narrow(Words x) {
 #endif
 }
 
+// 1 where a comparison holds, else 0.
+JAXTAP_INLINE Bytes ones(Ints holds) {
+#if defined(__AVX512F__)
+  const __mmask16 mask = _mm512_movepi32_mask(same_bits<__m512i>(holds));
+  return same_bits<Bytes>(_mm_maskz_set1_epi8(mask, 1));
+#elif defined(__AVX2__)
+  const __m256i bits = same_bits<__m256i>(holds);
+  const __m128i high = _mm256_extracti128_si256(bits, 1);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bits), high);
+  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
+  return same_bits<Bytes>(bytes) & 1;
+#else
+  Bytes narrow{};
+  for (int i = 0; i < kLanes; ++i) narrow[i] = holds[i] & 1;
+  return narrow;
+#endif
+}
+
 JAXTAP_INLINE Floats all(float x) { return Floats{} + x; }
 
 // 0, 1, 2 ...
@@ -254,6 +272,16 @@ JAXTAP_INLINE Vector read(const T* from, Whole) {
 template <class Vector, class T>
 JAXTAP_INLINE Vector read(const T* from, Part part) {
   return read_part<Vector>(from, part.count);
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE void write(T* to, Vector x, Whole) {
+  write(to, x);
+}
+
+template <class Vector, class T>
+JAXTAP_INLINE void write(T* to, Vector x, Part part) {
+  write_part(to, x, part.count);
 }
 
 JAXTAP_INLINE Floats keep(Floats x, Whole, float) { return x; }

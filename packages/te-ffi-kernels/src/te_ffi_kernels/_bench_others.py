@@ -87,6 +87,17 @@ def _dequantize(dtype: str, size: Size) -> Call:
     return fn, (_normal(size).astype(jnp.float8_e4m3fn), one, one, one)
 
 
+def _fake_quantize(dtype: str, size: Size) -> Call:
+    """Round to a range that is an average with that of the tensor."""
+    terms = jnp.ones((1, 5, 2), jnp.float32) * jnp.array([-1.0, 1.0])
+    fn = functools.partial(te.fake_quantize, batch_axes=1, observe=True)
+    return lambda x, terms, seen: fn(x, jnp.abs(terms), 0, seen), (
+        _normal(size, dtype),
+        terms,
+        jnp.zeros((1, 2)),
+    )
+
+
 def _grouped_quantize(dtype: str, size: Size) -> Call:
     modes = te.ScalingMode.CURRENT_TENSOR_SCALING, te.QuantizeLayout.ROWWISE
     sizes = jnp.full(8, size[0] // 8, jnp.int32)
@@ -196,6 +207,7 @@ _CALLS = {
     "packed_take": (_take, TABLES),
     "dbias_quantize": (_quantize, ROWS),
     "dequantize": (_dequantize, ROWS),
+    "fake_quantize": (_fake_quantize, ROWS),
     "grouped_quantize": (_grouped_quantize, ROWS),
     "gemm_v2": (_matmul, ROWS),
     "grouped_gemm_v2": (_groups, ROWS),

@@ -70,6 +70,7 @@ _KERNELS = [
     _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
     _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
     _kernel("dequantize", "quantized values times their scales"),
+    _kernel("fake_quantize", "rounds to the integers of an average range, and adds to it"),
     _kernel(
         "grouped_quantize",
         "quantizes groups of rows, each with separate scales",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from interception_core import OpCall
 
 from ..decide.decision import Site, SiteUse
-from .qat import Training, rows_at
+from .qat import Training
 from .ranges import at_site
 from .statistics import QuantStats
 
@@ -69,9 +69,8 @@ class Measuring(Training):
             return x
         row = self._row(stats, site, call)
         if row is not None:
-            terms = rows_at(self._terms, (row, 0, 0))
             how = self._how(site, stats)
-            ratio = noise_to_signal(x, at_site(x, terms, how, False, True)[0])
+            ratio = noise_to_signal(x, at_site(x, self._terms, row, how, False, True)[0])
             noise = self._noise.get()
             self._noise.set(noise.at[row].max(ratio))
         return x

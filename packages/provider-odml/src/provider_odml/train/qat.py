@@ -17,20 +17,13 @@ from interception_core import OpCall
 
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ..errors import OdmlError
-from .ranges import (
-    How,
-    added,
-    at_site,
-    fake_quant_constant,
-    fake_quant_dynamic,
-    fake_quant_weight,
-    joined_row,
-    terms_of,
-)
+from .averages import added, joined_row, terms_of
+from .parameters import fake_quant_constant, fake_quant_dynamic, fake_quant_weight
+from .ranges import How, at_site, fused_op
 from .replay import Runtime, inverted
 from .statistics import QuantStats
 
-_NOTHING = np.repeat(np.array([[0], [1], [0], [1], [0]], np.float32), 2, 1)
+_NOTHING = np.repeat(np.array([[0], [1], [0], [1], [0]], np.float32), 2, 1)[None]
 """The terms of a site that has seen nothing."""
 
 
@@ -92,7 +85,7 @@ class Training(Runtime):
                 return x
             symmetric = qn.parse_calibration_method(site.method).is_symmetric
             how = How.of(site, symmetric and site.fixed is None, None, (0,))
-            return at_site(x, _NOTHING, how, False, True)[0]
+            return at_site(x, _NOTHING, 0, how, False, True)[0]
         row = self._row(stats, site, call)
         how = self._how(site, stats)
         observe = self._update and use.observe and row is not None
@@ -103,23 +96,15 @@ class Training(Runtime):
         quantize = not self._calibrating
         if row is None:
             rows = self._before[stats.rows(site.key)]
-            terms = terms_of(joined_row(rows, how.decay)[None], how.decay)[0]
-            return at_site(x, terms, how, False, quantize)[0]
-        place = row, np.int32(0)
-        terms = rows_at(self._terms, (*place, np.int32(0)))
-        if self._seen is None:
-            return at_site(x, terms, how, False, quantize)[0]
+            terms = terms_of(joined_row(rows, how.decay)[None], how.decay)
+            return at_site(x, terms, 0, how, False, quantize)[0]
         # Read even where it is not joined: a rematerialized body is run twice, so that ranges are
         # added to what the statistics were before the call.
-        seen = self._seen.get()
-        own = rows_at(seen, place) if site.is_joined or not observe else None
-        out, new = at_site(x, terms, how, observe, quantize, own)
+        seen = None if self._seen is None else self._seen.get()
+        out, seen = at_site(x, self._terms, row, how, observe, quantize, seen, site.is_joined)
         if observe:
-            assert new is not None
-            changed = lax.dynamic_update_slice(
-                seen, new.reshape(1, 2), place, allow_negative_indices=False
-            )
-            self._seen.set(changed)
+            assert self._seen is not None
+            self._seen.set(seen)
         return out
 
     def parameter(self, x: jax.Array, use: Quantize, where: str) -> jax.Array:
@@ -167,13 +152,6 @@ class Training(Runtime):
         return inner + row
 
 
-def rows_at(table: jax.Array, place: tuple) -> jax.Array:
-    """Return the row of a table that begins at a place, without its first axis."""
-    sizes = (1, *table.shape[1:])
-    found = lax.dynamic_slice(table, place, sizes, allow_negative_indices=False)
-    return found.reshape(sizes[1:])
-
-
 def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
     """Return the first row of each site in the state, int32.
 
@@ -181,7 +159,7 @@ def _numbers(stats: QuantStats, state: jax.Array) -> dict[str, Any]:
     read and write its row, and are those of other sites too if the number of the row is an
     operand. So it must be one that XLA does not know: counted on from the row before.
     """
-    if not isinstance(state, jax.core.Tracer) or not len(stats):
+    if fused_op() is not None or not isinstance(state, jax.core.Tracer) or not len(stats):
         return {key: np.int32(stats.row(key)) for key in stats}
     # Of floats, x * 0 is not known to be 0; integer divisions are not computed twice.
     zeros = (lax.stop_gradient(state)[0] * np.float32(0)).astype(jnp.int32)

@@ -1,4 +1,4 @@
-"""Ranges of tensors, and fake quantization to them.
+"""Ranges of activations, and fake quantization to them.
 
 What is done at one site is one jitted function, so that a model of many sites traces it once for
 each shape.
@@ -7,6 +7,7 @@ each shape.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +17,10 @@ import numpy as np
 from jax import lax
 
 import quant_numerics as qn
+from interception_core import get_op, kernels
 
-from ..decide.decision import ConstantUse, DynamicUse, Site, WeightUse
+from ..decide.decision import Site
+from .once import traced_once
 
 
 @dataclass(frozen=True)
@@ -47,88 +50,34 @@ class How:
         axes = batch if site.batch_axes is None else site.batch_axes
         return cls(site.qtype, site.method, axes, symmetric, decay, site.fixed)
 
+    def axes_of(self, ndim: int) -> tuple[int, ...]:
+        """Return the batch axes of a tensor with so many axes, from 0 on."""
+        axes = self.batch_axes
+        return tuple(sorted({axis % ndim for axis in axes if -ndim <= axis < ndim}))
 
-def calibration_of(row: jax.Array, decay: float | None, symmetric: bool) -> qn.Calibration:
-    """Return the average of rows of statistics."""
-    lower, upper = _average(row, decay)
-    return qn.Calibration(None if symmetric else lower, upper)
-
-
-def _average(row: jax.Array, decay: float | None) -> tuple[jax.Array, jax.Array]:
-    """Return the average bounds, float32."""
-    weight = _weight(row[..., 2], decay)
-    return row[..., 0] / weight, row[..., 1] / weight
-
-
-def _weight(count: jax.Array, decay: float | None) -> jax.Array:
-    """Return what sums of so many ranges are divided by, float32."""
-    weight = count if decay is None else 1.0 - jnp.float32(decay) ** count
-    return jnp.maximum(weight, jnp.float32(1.0 if decay is None else 1.0 - decay))
+    def is_fused(self, axes: tuple[int, ...], dtype: Any) -> bool:
+        """Return whether the op ``fake_quantize`` does the same, for a tensor's batch axes."""
+        if self.fixed is not None or dtype not in _FLOATS or axes != tuple(range(len(axes))):
+            return False
+        return self.method == "minmax" or (self.method == "absmax" and self.symmetric)
 
 
-def terms_of(rows: jax.Array, decay: float | None) -> jax.Array:
-    """Return what the average of each row needs when a site asks for it.
-
-    Computed for all sites at once, so that a site has fewer operations.
-
-    Args:
-        rows: sums and counts, float32[rows, 3].
-        decay: of the moving average.
-
-    Returns:
-        float32[rows, 5, 2], for the lower and the upper bound: sum and weight as they are when one
-        more range is added, sum and weight without it, and the count.
-    """
-    rows = lax.stop_gradient(rows)
-    sums, count = rows[:, :2], rows[:, 2:]
-    after = sums if decay is None else np.float32(decay) * sums
-    parts = [after, _weight(count + 1, decay), sums, _weight(count, decay), count]
-    return jnp.stack([jnp.broadcast_to(part, sums.shape) for part in parts], 1)
+_FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
-def added(rows: jax.Array, bounds: jax.Array, decay: float | None) -> jax.Array:
-    """Return statistics with the ranges of one call.
-
-    Args:
-        rows: sums and counts, float32[rows, 3].
-        bounds: of each row, float32[rows, 2]; rows that are not finite are left out.
-        decay: of the moving average.
-    """
-    rows, bounds = lax.stop_gradient((rows, bounds))
-    keep, add = (1.0, 1.0) if decay is None else (decay, 1.0 - decay)
-    sums = np.float32(keep) * rows[:, :2] + np.float32(add) * bounds
-    new = jnp.concatenate([sums, rows[:, 2:] + 1], 1)
-    return jnp.where(jnp.isfinite(bounds).all(1, keepdims=True), new, rows)
+def fused_op() -> Callable[..., Any] | None:
+    """Return the op of an installed package that does a site in one call, or None."""
+    found = any(spec.op == "fake_quantize" and spec.apply for spec in kernels())
+    return get_op("fake_quantize") if found else None
 
 
-def joined_row(rows: jax.Array, decay: float | None) -> jax.Array:
-    """Return a row whose range holds those of all seen rows.
-
-    Args:
-        rows: float32[..., 3].
-        decay: of the moving average.
-    """
-    rows = rows.reshape(-1, 3)
-    seen = rows[:, 2] > 0
-    lower, upper = _average(rows, decay)
-    lower = jnp.min(jnp.where(seen, lower, jnp.inf))
-    upper = jnp.max(jnp.where(seen, upper, -jnp.inf))
-    weight = np.float32(1.0 if decay is None else 1.0 - decay)
-    one = jnp.stack([lower * weight, upper * weight, jnp.float32(1)])
-    return jnp.where(seen.any(), one, jnp.float32(0))
-
-
-def _observed(x: jax.Array, how: How) -> jax.Array:
+def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
     """Return the bounds of a tensor, float32[2].
 
     The mean over the batch axes of the extremes over the others. Under ``vmap`` the mapped axis
     is a batch axis too, and the range one for all of it.
     """
-    batch = tuple(sorted({a % x.ndim for a in how.batch_axes if -x.ndim <= a < x.ndim}))
-    return _bounds(lax.stop_gradient(x), how, batch)
 
-
-def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
     @jax.custom_batching.custom_vmap
     def find(x: jax.Array) -> jax.Array:
         lower, upper = _extremes(x, how, batch)
@@ -167,14 +116,16 @@ def _mean(x: jax.Array) -> jax.Array:
     return lax.reduce_sum(x * np.float32(1 / x.shape[1]), (1,))
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+@traced_once(3, 4, 5, 7)
 def at_site(
     x: jax.Array,
     terms: jax.Array,
+    row: jax.Array | int,
     how: How,
     observe: bool,
     quantize: bool,
     seen: jax.Array | None = None,
+    joined: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Round a tensor to the quantized values of its range.
 
@@ -183,16 +134,35 @@ def at_site(
 
     Args:
         x: float array of any shape.
-        terms: of the statistics of its site before this call, float32[5, 2]: see ``terms_of``.
+        terms: of the statistics of all sites before this call, float32[rows, 5, 2]: see
+            ``terms_of``.
+        row: which row is that of its site, int32.
         how: how it is quantized.
         observe: whether its own range is added to them, before it is rounded.
         quantize: whether it is rounded.
-        seen: the bounds that this call has seen at the site already, float32[2]; not finite where
-            it has seen none. The tensor's own are joined with them if it is observed.
+        seen: the bounds that this call has seen, float32[rows, 2]; not finite at a site where it
+            has seen none. Must be given to observe.
+        joined: whether the tensor's own are joined with those of its site.
 
     Returns:
-        The tensor, and the bounds that this call has seen at the site; None if it sees none.
+        The tensor; and the bounds that this call has seen, with its own if it is observed.
     """
+    axes = how.axes_of(x.ndim)
+    fused = fused_op() if quantize and how.is_fused(axes, x.dtype) else None
+    if fused is not None:
+        out, _, seen = fused(
+            x,
+            terms,
+            row,
+            seen,
+            bits=qn.get_qtype(how.qtype).bits,
+            symmetric=how.symmetric,
+            batch_axes=len(axes),
+            decay=how.decay,
+            observe=observe,
+            join=joined,
+        )
+        return out, seen
     # For XLA on CPU, whose compile time is a few milliseconds for each kernel, however small. Else
     # it computes what made the tensor again for each of the minimum, the maximum, the rounded
     # values and the mask of the gradient.
@@ -200,19 +170,31 @@ def at_site(
     if how.fixed is not None:
         bounds = jnp.array(how.fixed, jnp.float32)
         return (_rounded(x, bounds, _grid(bounds, how), how) if quantize else x), seen
-    terms, own = lax.stop_gradient(terms), _observed(x, how)
+    own = _bounds(lax.stop_gradient(x), how, axes)
+    terms, seen = lax.stop_gradient((terms, seen))
+    terms = _row(terms, row)
+    before = None if seen is None else _row(seen, row)
     if observe:
-        if seen is not None:
-            own = jnp.stack([lax.min(seen[0], own[0]), lax.max(seen[1], own[1])])
-        seen = used = own
+        assert seen is not None
+        used = own
+        if joined and before is not None:
+            used = jnp.stack([lax.min(before[0], own[0]), lax.max(before[1], own[1])])
+        place = row, np.int32(0)
+        seen = lax.dynamic_update_slice(
+            seen, used.reshape(1, 2), place, allow_negative_indices=False
+        )
     else:
         # Where nothing was ever seen, as in the branch of a cond that was not taken, the tensor's
         # own range.
         used = jnp.where(terms[4] == 0, own, jnp.float32(jnp.nan))
-        used = used if seen is None else jnp.where(lax.is_finite(seen), seen, used)
+        used = used if before is None else jnp.where(lax.is_finite(before), before, used)
     if quantize:
         x = _rounded(x, *lax.optimization_barrier(_on_average(terms, used, how)), how)
     return x, seen
+
+
+def _row(table: jax.Array, row: jax.Array | int) -> jax.Array:
+    return lax.dynamic_index_in_dim(table, row, 0, False, allow_negative_indices=False)
 
 
 def _on_average(terms: jax.Array, bounds: jax.Array, how: How) -> tuple[jax.Array, jax.Array]:
@@ -271,45 +253,3 @@ def _rounded_jvp(how: How, primals: Any, tangents: Any) -> tuple[jax.Array, jax.
     lower, upper = (lax.reshape(bounds[i : i + 1], ()).astype(x.dtype) for i in range(2))
     inside = lax.eq(lax.clamp(lower, x, upper), x)
     return _rounded(x, bounds, grid, how), lax.select(inside, tangent, lax.full_like(tangent, 0))
-
-
-@functools.partial(jax.jit, static_argnums=(1,))
-def fake_quant_weight(x: jax.Array, use: WeightUse) -> jax.Array:
-    """Round a parameter to the ranges of its channels, straight through."""
-    if use.method == "absmax" and qn.get_qtype(use.qtype).qmax >= 4 and x.dtype == jnp.float32:
-        return _nearest(x, use)
-    return qn.fake_quant(x, use.qtype, channel_axes=use.channel_axes, method=use.method)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _nearest(x: jax.Array, use: WeightUse) -> jax.Array:
-    """``qn.fake_quant`` by absmax, in fewer operations: none is beyond the largest integer."""
-    channels = {axis % x.ndim for axis in use.channel_axes}
-    axes = tuple(axis for axis in range(x.ndim) if axis not in channels)
-    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
-    scale = largest / np.float32(qn.get_qtype(use.qtype).qmax)
-    scale = lax.max(scale, lax.full_like(scale, jnp.finfo(jnp.float32).tiny))
-    # The reciprocal of a greater one is subnormal.
-    divisor = lax.min(scale, lax.full_like(scale, 2.0**126))
-    return lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN) * scale
-
-
-@_nearest.defjvp
-def _nearest_jvp(use: WeightUse, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
-    return _nearest(primals[0], use), tangents[0]
-
-
-@functools.partial(jax.jit, static_argnums=(1,))
-def fake_quant_constant(x: jax.Array, use: ConstantUse) -> jax.Array:
-    """Round a constant to its range, straight through."""
-    method = "minmax" if use.qtype == "int8" else "absmax"
-    return qn.fake_quant(x, use.qtype, method=method)
-
-
-@functools.partial(jax.jit, static_argnums=(1,))
-def fake_quant_dynamic(x: jax.Array, use: DynamicUse) -> jax.Array:
-    """Round each row of an activation to its range, straight through.
-
-    With a zero point for each row, as LiteRT's XNNPACK kernels (``qd8``) do.
-    """
-    return qn.fake_quant(x, "int8", channel_axes=use.channel_axes, method="minmax")

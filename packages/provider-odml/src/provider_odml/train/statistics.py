@@ -20,8 +20,8 @@ from hijax_trace import Box
 from ..decide.decision import Site
 from ..decide.plan import Plan
 from ..errors import ManifestError, OdmlError
+from .averages import calibration_of, joined_row
 from .manifest import Manifest
-from .ranges import calibration_of, joined_row
 
 
 class Kept(NamedTuple):

@@ -1,0 +1,74 @@
+// Extremes of numbers, and their rounding to a grid. Equal bit for bit for all instruction sets.
+
+#include "common/lanes_math.h"
+#include "fakequant/table.h"
+
+namespace jaxtap::fakequant::JAXTAP_ISA_NAMESPACE {
+namespace {
+
+using namespace lanes::JAXTAP_ISA_NAMESPACE;
+
+template <class Format>
+Extremes extremes(const void* from, int64_t count) {
+  const auto* x = static_cast<const typename Format::Type*>(from);
+  Floats low = all(0.0f), high = low, low2 = low, high2 = low;
+  Ints bad{}, bad2{};
+  int64_t i = 0;
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
+    const Floats a = load<Format>(x + i), b = load<Format>(x + i + kLanes);
+    low = smaller(a, low);
+    high = larger(a, high);
+    bad |= a != a;
+    low2 = smaller(b, low2);
+    high2 = larger(b, high2);
+    bad2 |= b != b;
+  }
+  over(count - i, [&](int64_t j, auto part) {
+    const Floats a = load<Format>(x + i + j, part);
+    low = smaller(a, low);
+    high = larger(a, high);
+    bad |= a != a;
+  });
+  // Floats, since -1 is a NaN.
+  const Floats none = same_bits<Floats>(bad | bad2);
+  const Floats nan = none != none ? all(1.0f) : all(0.0f);
+  if (largest_of(nan) > 0.0f) return {__builtin_nanf(""), __builtin_nanf("")};
+  return {-largest_of(-smaller(low, low2)), largest_of(larger(high, high2))};
+}
+
+template <class Format>
+Floats rounded_to(float x) {
+  return Format::widen(Format::narrow(all(x)));
+}
+
+template <class Format>
+void round(const void* from, void* to, uint8_t* inside, int64_t count, const Grid& grid,
+           const Extremes& bounds) {
+  // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even. Steps are far below 2^22,
+  // since they are clipped first; the ends are whole numbers.
+  constexpr float kRound = 12582912.0f;
+  using Type = typename Format::Type;
+  const auto* x = static_cast<const Type*>(from);
+  auto* out = static_cast<Type*>(to);
+  const Floats least = all(grid.least), most = all(grid.most);
+  const Floats lower = rounded_to<Format>(bounds.lower), upper = rounded_to<Format>(bounds.upper);
+  over(count, [&](int64_t i, auto part) {
+    const Floats number = load<Format>(x + i, part);
+    // So written that NaN goes through.
+    const Floats cut = larger(least, smaller(most, number * grid.reciprocal));
+    store<Format>(out + i, (cut + kRound - kRound) * grid.scale, part);
+    write(inside + i, ones((number >= lower) & (number <= upper)), part);
+  });
+}
+
+}  // namespace
+
+const Table& make_table() {
+  static const Table table = {
+      {extremes<F32>, extremes<BF16>, extremes<F16>},
+      {round<F32>, round<BF16>, round<F16>},
+  };
+  return table;
+}
+
+}  // namespace jaxtap::fakequant::JAXTAP_ISA_NAMESPACE

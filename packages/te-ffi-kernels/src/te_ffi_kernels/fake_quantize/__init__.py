@@ -1,0 +1,1 @@
+"""Fake quantization to the average of a tensor's ranges."""
