@@ -19,8 +19,6 @@ import cProfile
 import gc
 import json
 import math
-import os
-import platform
 import pstats
 import resource
 import subprocess
@@ -28,14 +26,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from language_models.page import MARK, machine
 from tabulate import tabulate
 
 import provider_xla as xla
@@ -47,7 +44,6 @@ STEPS = (
 WIDTH = 32
 ROOT = Path(__file__).parents[1]
 PAGE, KEPT = ROOT / "docs/benchmarks/growth.md", ROOT / "build/growth.json"
-MARK = "<!-- results -->"
 # Reports time the program and write a page of each operation: they have other benchmarks.
 MEASURED = {
     "unrolled": ([10, 100, 1000], ["report", "page"]),
@@ -193,21 +189,12 @@ def write_page() -> None:
                 KEPT.parent.mkdir(exist_ok=True)
                 KEPT.write_text(json.dumps(kept), "utf-8")
                 print(f"{case} {count}: {sum(kept[f'{case} {count}'].values()):.0f}", flush=True)
-    packages = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib", "provider-xla"))
-    lines = [MARK, "", f"- {_cpu()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
-             f"{date.today()}", f"- {packages}"]  # fmt: skip
+    lines = [MARK, "", machine(("jax", "jaxlib", "provider-xla"))]
     for case, (counts, _) in MEASURED.items():
         found = {count: kept[f"{case} {count}"] for count in counts}
         lines += ["", table(case, found, "pipe")]
     head = PAGE.read_text("utf-8").partition(MARK)[0]
     PAGE.write_text(head + "\n".join(lines) + "\n", "utf-8")
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text("utf-8").splitlines() if info.exists() else []
-    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def main() -> None:

@@ -70,10 +70,10 @@ def ratios(times):
     return "\n".join(lines)
 
 
-def machine():
-    """Return the line about the machine and the versions."""
+def machine(packages=("jax", "xllamacpp", "onnxruntime")):
+    """Return the line about the machine and the versions of what is installed of packages."""
     found = []
-    for name in ("jax", "xllamacpp", "onnxruntime"):
+    for name in packages:
         with contextlib.suppress(PackageNotFoundError):
             found.append(f"{name} {version(name)}")
     python = platform.python_version()
