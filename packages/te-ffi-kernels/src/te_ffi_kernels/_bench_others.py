@@ -89,7 +89,7 @@ def _dequantize(dtype: str, size: Size) -> Call:
 
 def _fake_quantize(dtype: str, size: Size) -> Call:
     """Round to a range that is an average with that of the tensor."""
-    terms = jnp.ones((1, 5, 2), jnp.float32) * jnp.array([-1.0, 1.0])
+    terms = jnp.tile(jnp.array([-1.0, 1.0]), (1, 5, 1))
     fn = functools.partial(te.fake_quantize, batch_axes=1, observe=True)
     return lambda x, terms, seen: fn(x, jnp.abs(terms), 0, seen), (
         _normal(size, dtype),
