@@ -45,6 +45,12 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
                      _MM_HINT_T0);
       }
     }
+    if (R > kFewRows && i % 64 == 0) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(x + (R + r) * x_stride + i), _MM_HINT_T0);
+      }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i b = broadcast4(x + r * x_stride + i);
@@ -311,7 +317,7 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,          4096,         1,              false,  true,   exact8, scaled8, paired8, expand_panel<0>, stream,
+      4,          512,         1,              false,  true,   exact8, scaled8, paired8, expand_panel<0>, stream,
       rotate_row, quantize_row, quantize_pairs, finish, nullptr};
   return kKernels;
 }
