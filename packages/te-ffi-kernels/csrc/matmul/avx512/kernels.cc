@@ -101,8 +101,16 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
       acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
     }
   }
+  if (R > kFewRows && t.finish != nullptr) {
+    const Finish& f = *t.finish;
+    const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* y = f.y + (r0 + r) * f.y_stride + 16 * p0 * size;
+      for (int64_t i = 0; i < 16 * P * size; i += 64) __builtin_prefetch(y + i, 1, 3);
+    }
+  }
   add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p0 * t.qvalues_stride,
-                            t.qvalues_stride, t.k, acc);
+                     t.qvalues_stride, t.k, acc);
   if (t.finish != nullptr) return finish_block<R, P>(*t.finish, r0, p0, acc);
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
