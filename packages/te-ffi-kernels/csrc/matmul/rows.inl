@@ -75,32 +75,40 @@ JAXTAP_INLINE float power_of_two(int exponent) {
   return bits_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// The numbers of one segment to two planes, as `quantize_planes`.
+// `count` numbers of the segment that begins at `begin` to two planes, as `quantize_planes`.
 template <DType kType>
-inline void quantize_pair(const uint8_t* x, int64_t count, int32_t zero_point, int8_t* low,
-                          int8_t* high, int32_t* low_offset, int32_t* high_offset, float* scale) {
+inline void quantize_pair(const Quantize& q, const uint8_t* x, int64_t begin, int64_t count) {
+  const int64_t i = begin / q.segment_k;
+  int8_t* low = q.out + begin;
+  int8_t* high = low + q.out_stride;
+  int32_t low_sum = 0, high_sum = 0;
   const uint32_t largest = largest_bits<kType>(x, count);
-  if (largest >= 0x7f800000u) {
-    *scale = bits_float(0x7fc00000u);
-    *low_offset = *high_offset = 0;
-    __builtin_memset(low, 0, static_cast<size_t>(count));
-    __builtin_memset(high, 0, static_cast<size_t>(count));
+  const bool finite = largest < 0x7f800000u;
+  const int shift = finite ? fixed_point_shift<15>(largest) : 0;
+  q.scale[i] = finite ? power_of_two(-shift) : bits_float(0x7fc00000u);
+#if defined(__AVX512F__)
+  if (q.wide) {
+    int8_t* out = q.out + 2 * begin;
+    if (finite) return quantize_wide<kType>(x, count, power_of_two(shift), out);
+    __builtin_memset(out, 0, static_cast<size_t>(2 * count));
     return;
   }
-  const int shift = fixed_point_shift<15>(largest);
-  int32_t low_sum, high_sum;
-  quantize_fixed<kType>(x, count, power_of_two(shift), low, high, &low_sum, &high_sum);
-  *scale = power_of_two(-shift);
-  *low_offset = low_sum * zero_point;
-  *high_offset = high_sum * zero_point;
+#endif
+  if (finite) {
+    quantize_fixed<kType>(x, count, power_of_two(shift), low, high, &low_sum, &high_sum);
+  } else {
+    __builtin_memset(low, 0, static_cast<size_t>(count));
+    __builtin_memset(high, 0, static_cast<size_t>(count));
+  }
+  q.offsets[i] = low_sum * q.zero_point;
+  q.offsets[q.offsets_stride + i] = high_sum * q.zero_point;
 }
 
 template <DType kType>
 inline void quantize_segments(const Quantize& q) {
   constexpr int64_t kSize = kType == DType::F32 ? 4 : 2;
-  int8_t* high = q.out + q.out_stride;
   for (int64_t begin = 0; begin < q.padded_k; begin += q.segment_k) {
-    const int64_t rest = q.padded_k - begin, left = q.k - begin, i = begin / q.segment_k;
+    const int64_t rest = q.padded_k - begin, left = q.k - begin;
     const int64_t count = rest < q.segment_k ? rest : q.segment_k;
     const uint8_t* x = q.x + begin * kSize;
     uint8_t padded[kChunk * kSize];
@@ -109,8 +117,7 @@ inline void quantize_segments(const Quantize& q) {
       __builtin_memset(padded + left * kSize, 0, static_cast<size_t>((count - left) * kSize));
       x = padded;
     }
-    quantize_pair<kType>(x, count, q.zero_point, q.out + begin, high + begin, q.offsets + i,
-                         q.offsets + q.offsets_stride + i, q.scale + i);
+    quantize_pair<kType>(q, x, begin, count);
   }
 }
 

@@ -31,8 +31,13 @@ JAXTAP_INLINE void add_dot(__m512i& sums, __m512i qvalues, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
 }
 
-// Adds products over `k` rows of K to the sums of R plane rows and P panels.
-template <int R, int P>
+// The same of two numbers of 16 bits.
+JAXTAP_INLINE void add_wide_dot(__m512i& sums, __m512i qvalues, __m512i x) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
+}
+
+// Adds products over `k` bytes of x to the sums of R plane rows and P panels.
+template <int R, int P, bool kWide = false>
 JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
                                 int64_t qvalues_stride, int64_t k, __m512i (&acc)[R][P]) {
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
@@ -55,7 +60,9 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
     for (int r = 0; r < R; ++r) {
       const __m512i b = broadcast4(x + r * x_stride + i);
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) add_dot(acc[r][p], w[p], b);
+      for (int p = 0; p < P; ++p) {
+        kWide ? add_wide_dot(acc[r][p], w[p], b) : add_dot(acc[r][p], w[p], b);
+      }
     }
   }
 }
@@ -214,41 +221,63 @@ void paired_block(const Tile& t, int64_t r0, int64_t p0) {
   }
 }
 
-using Block = void (*)(const Tile&, int64_t r0, int64_t p0);
-
-template <int P, bool kScaled>
-JAXTAP_INLINE Block block_of(int64_t rows) {
-  switch (rows) {
-    case 1:
-      return kScaled ? scaled_block<1, P> : exact_block<1, P>;
-    case 2:
-      return kScaled ? scaled_block<2, P> : exact_block<2, P>;
-    case 3:
-      return kScaled ? scaled_block<3, P> : exact_block<3, P>;
-    case 4:
-      return kScaled ? scaled_block<4, P> : exact_block<4, P>;
-    case 5:
-      return kScaled ? scaled_block<5, P> : exact_block<5, P>;
-    default:
-      return kScaled ? scaled_block<6, P> : exact_block<6, P>;
+// R wide rows. The totals wait in memory here, too, and are added to.
+template <int R, int P>
+void wide_block(const Tile& t, int64_t r0, int64_t p0) {
+  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
+  const uint8_t* scales = t.scales + p0 * t.scales_stride;
+  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
+  const int8_t* x = t.x + r0 * t.x_stride;
+  float* totals = t.totals + r0 * t.sums_stride + 16 * p0;
+  for (int64_t i = 0; i < t.k; i += t.segment_k) {
+    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
+    __m512i acc[R][P] = {};
+    add_products<R, P, true>(x + 2 * i, t.x_stride, qvalues, t.qvalues_stride, 2 * count, acc);
+#pragma GCC unroll 4
+    for (int p = 0; p < P; ++p) {
+      const __m512 scale = _mm512_loadu_ps(scales + p * t.scales_stride);
+#pragma GCC unroll 6
+      for (int r = 0; r < R; ++r) {
+        const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][p]),
+                                         _mm512_set1_ps(x_scales[r * t.offsets_stride]));
+        float* total = totals + r * t.sums_stride + 16 * p;
+        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), _mm512_mul_ps(sum, scale)));
+      }
+    }
+    ++x_scales;
+    scales += t.scales_step;
+    qvalues += 32 * count;
   }
 }
 
+using Block = void (*)(const Tile&, int64_t r0, int64_t p0);
+enum class Sums { kExact, kScaled, kWide };
+
+template <int R, int P, Sums kSums>
+constexpr Block block_of() {
+  return kSums == Sums::kExact    ? exact_block<R, P>
+         : kSums == Sums::kScaled ? scaled_block<R, P>
+                                  : wide_block<R, P>;
+}
+
 // All rows, in blocks of nearly equal size, by P panels at a time and then the rest one by one.
-template <int P, bool kScaled>
+template <int P, Sums kSums>
 void all_blocks(const Tile& t) {
+  constexpr Block kBlocks[2][kRows] = {
+      {block_of<1, 1, kSums>(), block_of<2, 1, kSums>(), block_of<3, 1, kSums>(),
+       block_of<4, 1, kSums>(), block_of<5, 1, kSums>(), block_of<6, 1, kSums>()},
+      {block_of<1, P, kSums>(), block_of<2, P, kSums>(), block_of<3, P, kSums>(),
+       block_of<4, P, kSums>(), block_of<5, P, kSums>(), block_of<6, P, kSums>()}};
   const int64_t blocks = (t.rows + kRows - 1) / kRows;
   const int64_t base = t.rows / blocks, longer = t.rows % blocks;
   for (int64_t p = 0; p < t.panels;) {
-    const int64_t width = t.panels - p >= P ? P : 1;
+    const bool wide = t.panels - p >= P;
     for (int64_t b = 0, r = 0; b < blocks; ++b) {
       const int64_t rows = base + (b < longer);
-      const Block block =
-          width == P ? block_of<P, kScaled>(rows) : block_of<1, kScaled>(rows);
-      block(t, r, p);
+      kBlocks[wide][rows - 1](t, r, p);
       r += rows;
     }
-    p += width;
+    p += wide ? P : 1;
   }
 }
 
@@ -269,9 +298,57 @@ void all_pairs(const Tile& t) {
 
 void paired8(const Tile& t) { t.whole ? all_pairs<true>(t) : all_pairs<false>(t); }
 
-void exact8(const Tile& t) { all_blocks<4, false>(t); }
+void exact8(const Tile& t) { all_blocks<4, Sums::kExact>(t); }
 
-void scaled8(const Tile& t) { all_blocks<2, true>(t); }
+void scaled8(const Tile& t) { all_blocks<2, Sums::kScaled>(t); }
+
+// By ranges of K whose quantized values, of four panels, stay in the first cache.
+void paired16(const Tile& all) {
+  constexpr int64_t kRange = 256;
+  const int64_t segments = all.segment_k < kRange ? kRange / all.segment_k : 1;
+  const int64_t range = segments * all.segment_k;
+  for (int64_t r = 0; r < all.rows; ++r) {
+    __builtin_memset(all.totals + r * all.sums_stride, 0, static_cast<size_t>(64 * all.panels));
+  }
+  Tile t = all;
+  for (int64_t i = 0; i < all.k; i += range) {
+    t.k = all.k - i < range ? all.k - i : range;
+    all_blocks<4, Sums::kWide>(t);
+    t.x += 2 * range;
+    t.qvalues += 32 * range;
+    t.scales += segments * t.scales_step;
+    t.x_scales += segments;
+  }
+}
+
+// Each 4 rows of a nibble panel to 2 registers: rows 0 and 2, and 1 and 3.
+void expand_panel16(const Expand& e) {
+  const __m512i mask = _mm512_set1_epi16(0x0f), zero = _mm512_set1_epi16(8);
+  const int64_t panel = 32 * e.groups * e.group;
+  const uint8_t* at = e.payload;
+  uint8_t* out = e.qvalues;
+  for (int64_t g = 0; g < e.groups; ++g) {
+    float scales[32];
+    load_scales(at, e.scale_bits, scales);
+    at += 4 * e.scale_bits;
+    for (int half = 0; half < 2; ++half) {
+      __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
+    }
+    for (int64_t i = 0; i < e.group; i += 8, at += 128, out += 256) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const __m512i both = _mm512_loadu_si512(at + 64 * half);
+        const __m512i parts[4] = {both, _mm512_srli_epi16(both, 8), _mm512_srli_epi16(both, 4),
+                                  _mm512_srli_epi16(both, 12)};
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) {
+          _mm512_storeu_si512(out + half * panel + 64 * part,
+                              _mm512_sub_epi16(_mm512_and_si512(parts[part], mask), zero));
+        }
+      }
+    }
+  }
+}
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
@@ -325,8 +402,9 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,          512,         1,              false,  true,   exact8, scaled8, paired8, expand_panel<0>, stream,
-      rotate_row, quantize_row, quantize_pairs, finish, nullptr};
+      4,        512,             1,              false,  true,       exact8,       scaled8,
+      paired8,  paired16,        expand_panel<0>, expand_panel16, stream, rotate_row, quantize_row,
+      quantize_pairs, finish, nullptr};
   return kKernels;
 }
 

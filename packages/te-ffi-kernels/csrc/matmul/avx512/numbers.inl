@@ -99,6 +99,28 @@ inline void quantize_fixed(const uint8_t* x, int64_t count, float factor, int8_t
   *high_sum = _mm512_reduce_add_epi32(high_sums);
 }
 
+// The same to wide ones.
+template <DType kType>
+inline void quantize_wide(const uint8_t* x, int64_t count, float factor, int8_t* out) {
+  const __m512 by = _mm512_set1_ps(factor);
+  const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  // 0, 2, 1, 3 of each four.
+  const __m512i order = _mm512_set4_epi32(0x0f0e0b0a, 0x0d0c0908, 0x07060302, 0x05040100);
+  each_64(count, [&](int64_t i, __mmask64 used) __attribute__((always_inline)) {
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m512 first = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h), by);
+      const __m512 second = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h + 1), by);
+      const __m512i whole =
+          _mm512_packs_epi32(_mm512_cvtps_epi32(first), _mm512_cvtps_epi32(second));
+      const __m512i numbers =
+          _mm512_permutexvar_epi64(parts, _mm512_shuffle_epi8(whole, order));
+      _mm512_mask_storeu_epi16(out + 2 * (i + 32 * h), static_cast<__mmask32>(used >> (32 * h)),
+                               numbers);
+    }
+  });
+}
+
 inline int32_t sum_of(const int8_t* values, int64_t count) {
   __m512i sums = _mm512_setzero_si512();
   each_64(count, [&](int64_t i, __mmask64 used) __attribute__((always_inline)) {
