@@ -38,19 +38,21 @@ class Parallel {
   int threads() const { return scheduler_ == nullptr ? 1 : std::max(1, scheduler_->threads()); }
 
   // Calls body(i) for every i in [0, tasks), in any order, and returns when all are done. The
-  // caller takes part, so it is never kept waiting by a busy pool. The first exception of a body is
-  // thrown here, and tasks that had not begun are left out.
+  // caller takes part, so it is never kept waiting by a busy pool. Each thread begins with adjacent
+  // tasks, the caller with the first, so that it finds in its caches what it wrote in another loop
+  // over the same rows. The first exception of a body is thrown here, and tasks that had not begun
+  // are left out.
   void run(int64_t tasks, const std::function<void(int64_t)>& body) const {
     const int64_t helpers = std::min<int64_t>(threads(), tasks) - 1;
     if (helpers <= 0) {
       for (int64_t i = 0; i < tasks; ++i) body(i);
       return;
     }
-    auto loop = std::make_shared<Loop>(tasks, &body);
-    for (int64_t i = 0; i < helpers; ++i) {
-      scheduler_->schedule([loop] { loop->work(); });
+    auto loop = std::make_shared<Loop>(tasks, helpers + 1, &body);
+    for (int64_t i = 1; i <= helpers; ++i) {
+      scheduler_->schedule([loop, i] { loop->work(i); });
     }
-    loop->work();
+    loop->work(0);
     loop->wait();
   }
 
@@ -68,16 +70,39 @@ class Parallel {
   }
 
  private:
+  // Adjacent tasks, and the first of them that nobody has begun.
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
   // State that the helpers share with the caller. A helper that comes late finds no task left, and
   // touches nothing but this.
   struct Loop {
-    Loop(int64_t count, const std::function<void(int64_t)>* f) : tasks(count), body(f) {}
+    Loop(int64_t count, int64_t threads, const std::function<void(int64_t)>* f)
+        : tasks(count), body(f), shares(static_cast<size_t>(threads)) {
+      for (int64_t i = 0; i < threads; ++i) {
+        shares[i].next.store(count * i / threads, std::memory_order_relaxed);
+        shares[i].end = count * (i + 1) / threads;
+      }
+    }
 
-    void work() {
+    // The share of a thread, and then what is left of the others'.
+    void work(int64_t thread) {
+      const auto count = static_cast<int64_t>(shares.size());
       int64_t mine = 0;
-      for (;; ++mine) {
-        const int64_t i = next.fetch_add(1, std::memory_order_relaxed);
-        if (i >= tasks) break;
+      for (int64_t i = 0; i < count; ++i) mine += work_on(shares[(thread + i) % count]);
+      if (mine == 0) return;
+      if (done.fetch_add(mine, std::memory_order_acq_rel) + mine == tasks) {
+        std::lock_guard<std::mutex> lock(mutex);
+        finished.notify_all();
+      }
+    }
+
+    int64_t work_on(Share& share) {
+      for (int64_t mine = 0;; ++mine) {
+        const int64_t i = share.next.fetch_add(1, std::memory_order_relaxed);
+        if (i >= share.end) return mine;
         if (failed.load(std::memory_order_relaxed)) continue;
         try {
           (*body)(i);
@@ -86,11 +111,6 @@ class Parallel {
           if (!error) error = std::current_exception();
           failed.store(true, std::memory_order_relaxed);
         }
-      }
-      if (mine == 0) return;
-      if (done.fetch_add(mine, std::memory_order_acq_rel) + mine == tasks) {
-        std::lock_guard<std::mutex> lock(mutex);
-        finished.notify_all();
       }
     }
 
@@ -109,7 +129,7 @@ class Parallel {
 
     const int64_t tasks;
     const std::function<void(int64_t)>* const body;
-    std::atomic<int64_t> next{0};
+    std::vector<Share> shares;
     std::atomic<int64_t> done{0};
     std::atomic<bool> failed{false};
     std::mutex mutex;

@@ -1,6 +1,8 @@
-// What an instruction set provides to the engine: four functions over blocks of rows and panels.
+// What an instruction set provides to the engine: functions over blocks of rows and panels.
 //
-// A "plane row" is one int8 plane of one row of x: row r is the plane rows r * planes + p. All
+// A "plane row" is one int8 plane of one row of x: row r is the plane rows r * planes + p. Two of a
+// row may be one of int16 in their place, which is called wide: four numbers lie in the order 0, 2,
+// 1, 3, for vpdpwssd and what nibbles expand to in few steps. All
 // instruction sets give the same bits: integer sums are exact, and float operations are the same in
 // the same order, none of them fused.
 #pragma once
@@ -58,6 +60,7 @@ struct Quantize {
   int planes;
   int64_t segment_k;
   int32_t zero_point;
+  bool wide;    // two planes as one of int16, without offsets
   int8_t* out;  // [planes, out_stride]; zero from k to padded_k
   int64_t out_stride;
   int32_t* offsets;  // [planes, offsets_stride]
@@ -121,7 +124,8 @@ struct Finish {
   int64_t columns;
 };
 
-// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed quantized values.
+// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed quantized values, or
+// to signed ones of 16 bits: [2, groups * group / 2, 16, 2] of those.
 struct Expand {
   const uint8_t* payload;  // of the panel, unaligned
   int scale_bits;
@@ -143,7 +147,9 @@ struct Kernels {
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*paired8)(const Tile&);
+  void (*paired16)(const Tile&);  // wide rows and panels of 16 bits; or null
   void (*expand_panel)(const Expand&);
+  void (*expand_panel16)(const Expand&);  // null where `paired16` is
   void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
   void (*rotate)(const Rotate&);
   void (*quantize)(const Quantize&);

@@ -13,6 +13,10 @@
 namespace jaxtap {
 namespace {
 
+// Rows that a thread quantizes and multiplies at once, where there are as many for all threads: they
+// fit its caches.
+constexpr int64_t kRowsAtOnce = 128;
+
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
 #if defined(__x86_64__)
@@ -54,6 +58,8 @@ void check(const Matmul& a) {
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
 
+int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
 }  // namespace
 
 int default_planes(int64_t m) {
@@ -76,6 +82,18 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   const Kernels* kernels = &kernels_of(isa);
   if (args.m * planes < kernels->least_rows) {
     kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
+  }
+  const int64_t threads = parallel.threads();
+  if (args.m >= threads * kRowsAtOnce) {
+    // Rows stay in the caches of the thread that quantizes and then multiplies them.
+    // Equally many tasks for each thread, in whole tiles of all instruction sets.
+    const int64_t tasks = threads * divide_up(args.m, threads * kRowsAtOnce);
+    const int64_t rows = 32 * divide_up(args.m, 32 * tasks);
+    parallel.run(divide_up(args.m, rows), [&](int64_t i) {
+      SlabMatmul matmul(args, planes, *kernels);
+      matmul.run(i * rows, std::min(args.m, (i + 1) * rows), Parallel());
+    });
+    return;
   }
   SlabMatmul matmul(args, planes, *kernels);
   const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;

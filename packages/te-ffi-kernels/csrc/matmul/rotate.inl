@@ -4,6 +4,9 @@
 // Included after rows.inl by the kernels of each instruction set, and compiled with its flags:
 // compilers have these vectors on every machine.
 
+#if defined(__AVX512F__)
+#include "matmul/avx512/rotate.inl"
+#else
 typedef float Sixteen __attribute__((vector_size(64)));
 
 // Numbers kStep apart become their sum and their difference.
@@ -52,6 +55,8 @@ inline void rotate_numbers(const Rotate& r) {
   const float factor = r.factor;
   for (int64_t i = 0, k = r.k; i < k; ++i) out[i] *= factor;
 }
+
+#endif
 
 inline void rotate_row(const Rotate& r) {
   if (r.x_dtype == DType::F32) {

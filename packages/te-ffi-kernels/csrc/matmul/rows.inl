@@ -18,17 +18,6 @@ JAXTAP_INLINE float load_float(const uint8_t* x, int64_t index) {
   return kType == DType::BF16 ? bf16_to_f32(half) : f16_to_f32(half);
 }
 
-// Bits of the largest magnitude: more than those of infinity if there is a NaN.
-template <DType kType>
-inline uint32_t largest_bits(const Quantize& q) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < q.k; ++i) {
-    const uint32_t bits = float_bits(load_float<kType>(q.x, i)) & 0x7fffffffu;
-    largest = bits > largest ? bits : largest;
-  }
-  return largest;
-}
-
 // Rounds to an integer, half to even; |x| < 2 ** 23.
 JAXTAP_INLINE int32_t round_even(float x) {
   const uint32_t bits = float_bits(x);
@@ -37,22 +26,11 @@ JAXTAP_INLINE int32_t round_even(float x) {
   return static_cast<int32_t>((rounded ^ sign) - sign);
 }
 
-// Quantized values by a product with the reciprocal, for ratios up to 127. It is off by less than
-// 127 * 2 ** -22, so only ratios that are almost halfway between two quantized values can be
-// rounded otherwise than the quotient: false if there is one.
-template <DType kType>
-inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
-  constexpr float kShift = 12582912.0f;  // its last place is 1
-  uint32_t doubtful = 0;
-  for (int64_t j = 0; j < count; ++j) {
-    const float ratio = load_float<kType>(x, j) * reciprocal;
-    const float shifted = ratio + kShift;
-    const float rest = ratio - (shifted - kShift);
-    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(0.4999f));
-    out[j] = static_cast<int8_t>(float_bits(shifted) & 0xffu);
-  }
-  return doubtful == 0;
-}
+#if defined(__AVX512F__)
+#include "matmul/avx512/numbers.inl"
+#else
+#include "matmul/numbers.inl"
+#endif
 
 // Dynamic int8, by the numbers of quant-numerics' "absmax": what XLA makes of absmax / 127 is a
 // product with the reciprocal, and the quantized values are by division.
@@ -97,68 +75,49 @@ JAXTAP_INLINE float power_of_two(int exponent) {
   return bits_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// `count` numbers of one segment, a multiple of kBlock, to two planes: as `quantize_planes`, with
-// loops whose ends are known.
-template <DType kType, int kBlock>
-inline void quantize_pair(const uint8_t* x, int64_t count, int32_t zero_point, int8_t* low,
-                          int8_t* high, int32_t* low_offset, int32_t* high_offset, float* scale) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < count; i += kBlock) {
-    for (int j = 0; j < kBlock; ++j) {
-      const uint32_t bits = float_bits(load_float<kType>(x, i + j)) & 0x7fffffffu;
-      largest = bits > largest ? bits : largest;
-    }
-  }
-  if (largest >= 0x7f800000u) {
-    *scale = bits_float(0x7fc00000u);
-    *low_offset = *high_offset = 0;
-    __builtin_memset(low, 0, static_cast<size_t>(count));
-    __builtin_memset(high, 0, static_cast<size_t>(count));
+// `count` numbers of the segment that begins at `begin` to two planes, as `quantize_planes`.
+template <DType kType>
+inline void quantize_pair(const Quantize& q, const uint8_t* x, int64_t begin, int64_t count) {
+  const int64_t i = begin / q.segment_k;
+  int8_t* low = q.out + begin;
+  int8_t* high = low + q.out_stride;
+  int32_t low_sum = 0, high_sum = 0;
+  const uint32_t largest = largest_bits<kType>(x, count);
+  const bool finite = largest < 0x7f800000u;
+  const int shift = finite ? fixed_point_shift<15>(largest) : 0;
+  q.scale[i] = finite ? power_of_two(-shift) : bits_float(0x7fc00000u);
+#if defined(__AVX512F__)
+  if (q.wide) {
+    int8_t* out = q.out + 2 * begin;
+    if (finite) return quantize_wide<kType>(x, count, power_of_two(shift), out);
+    __builtin_memset(out, 0, static_cast<size_t>(2 * count));
     return;
   }
-  const int shift = fixed_point_shift<15>(largest);
-  const float factor = power_of_two(shift);
-  constexpr float kShift = 12582912.0f;  // its last place is 1
-  int32_t sum = 0, high_sum = 0;
-  for (int64_t i = 0; i < count; i += kBlock) {
-    for (int j = 0; j < kBlock; ++j) {
-      const float shifted = load_float<kType>(x, i + j) * factor + kShift;
-      const int32_t whole = static_cast<int32_t>(float_bits(shifted) - float_bits(kShift));
-      const int32_t upper = (whole + 128) >> 8;
-      low[i + j] = static_cast<int8_t>(whole);
-      high[i + j] = static_cast<int8_t>(upper);
-      sum += whole;
-      high_sum += upper;
-    }
+#endif
+  if (finite) {
+    quantize_fixed<kType>(x, count, power_of_two(shift), low, high, &low_sum, &high_sum);
+  } else {
+    __builtin_memset(low, 0, static_cast<size_t>(count));
+    __builtin_memset(high, 0, static_cast<size_t>(count));
   }
-  *scale = power_of_two(-shift);
-  *low_offset = (sum - 256 * high_sum) * zero_point;
-  *high_offset = high_sum * zero_point;
+  q.offsets[i] = low_sum * q.zero_point;
+  q.offsets[q.offsets_stride + i] = high_sum * q.zero_point;
 }
 
 template <DType kType>
 inline void quantize_segments(const Quantize& q) {
   constexpr int64_t kSize = kType == DType::F32 ? 4 : 2;
-  int8_t* high = q.out + q.out_stride;
-  const auto run = [&](const uint8_t* x, int64_t begin, int64_t count, auto wide) {
-    constexpr int kBlock = decltype(wide)::value ? 32 : 8;
-    const int64_t i = begin / q.segment_k;
-    quantize_pair<kType, kBlock>(x, count, q.zero_point, q.out + begin, high + begin,
-                                 q.offsets + i, q.offsets + q.offsets_stride + i, q.scale + i);
-  };
   for (int64_t begin = 0; begin < q.padded_k; begin += q.segment_k) {
     const int64_t rest = q.padded_k - begin, left = q.k - begin;
     const int64_t count = rest < q.segment_k ? rest : q.segment_k;
     const uint8_t* x = q.x + begin * kSize;
+    uint8_t padded[kChunk * kSize];
     if (left < count) {  // the last segment of a padded row: not longer than kChunk
-      uint8_t padded[kChunk * kSize] = {};
       __builtin_memcpy(padded, x, static_cast<size_t>(left * kSize));
-      run(padded, begin, count, std::true_type());
-    } else if (count % 32 == 0) {
-      run(x, begin, count, std::true_type());
-    } else {
-      run(x, begin, count, std::false_type());
+      __builtin_memset(padded + left * kSize, 0, static_cast<size_t>((count - left) * kSize));
+      x = padded;
     }
+    quantize_pair<kType>(q, x, begin, count);
   }
 }
 
@@ -216,7 +175,7 @@ inline void quantize_planes(const Quantize& q, uint32_t largest) {
 
 template <DType kType>
 inline void quantize_values(const Quantize& q) {
-  const uint32_t largest = largest_bits<kType>(q);
+  const uint32_t largest = largest_bits<kType>(q.x, q.k);
   if (q.planes == 1) {
     quantize_int8<kType>(q, largest);
   } else {
@@ -239,9 +198,7 @@ inline void quantize_row(const Quantize& q) {
     for (int64_t i = 0; i < q.padded_k; i += q.segment_k) {
       const int64_t rest = q.padded_k - i;
       const int64_t count = rest < q.segment_k ? rest : q.segment_k;
-      int32_t sum = 0;
-      for (int64_t j = 0; j < count; ++j) sum += plane[i + j];
-      *offset++ = sum * q.zero_point;
+      *offset++ = sum_of(plane + i, count) * q.zero_point;
     }
   }
 }

@@ -61,6 +61,7 @@ class SlabMatmul {
     grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
     const int64_t most_qtype = layout.bits == 8 ? 128 : 8;
     whole_ = kPairLimit * most_qtype * segment_k_ <= INT32_MAX;
+    wide_ = paired_ && whole_ && layout.bits == 4 && !streamed_ && kernels.paired16 != nullptr;
     // Rows a power of two apart would share cache sets.
     stride_ = k_ + 64;
     const auto block = static_cast<double>(std::max<int64_t>(1, args.rotation.block));
@@ -87,7 +88,7 @@ class SlabMatmul {
 
  private:
   void quantize(int64_t row) {
-    Quantize q;
+    Quantize q{};
     q.x = static_cast<const uint8_t*>(args_.x) +
           (begin_ + row) * layout_.k * static_cast<int64_t>(byte_size(args_.x_dtype));
     q.x_dtype = args_.x_dtype;
@@ -97,6 +98,7 @@ class SlabMatmul {
     q.planes = planes_;
     q.segment_k = segment_k_;
     q.zero_point = layout_.bits == 8 ? 128 : 8;
+    q.wide = wide_;
     q.out = planes_of_x_ + row * planes_ * stride_;
     q.out_stride = stride_;
     q.offsets = offsets_ + row * planes_ * segments_stride_;
@@ -226,21 +228,27 @@ class SlabMatmul {
     if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
-      uint8_t* qvalues = Arena<QValuesTag>::get_array<uint8_t>(panels * 16 * k_);
+      const int64_t bytes = wide_ ? 32 * k_ : 16 * k_;  // of a panel
+      uint8_t* qvalues = Arena<QValuesTag>::get_array<uint8_t>(panels * bytes);
+      const auto expand = wide_ ? kernels_.expand_panel16 : kernels_.expand_panel;
       const int64_t groups = layout_.scales();
       float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
       for (int64_t i = 0; i < count; ++i) {
-        kernels_.expand_panel({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups,
-                               k_ / groups, qvalues + i * 32 * k_, scales + i * 32 * groups});
+        expand({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups, k_ / groups,
+                qvalues + i * 2 * bytes, scales + i * 32 * groups});
       }
       t.scales = reinterpret_cast<const uint8_t*>(scales);
       t.scales_stride = 64 * groups;
       t.qvalues = qvalues;
-      t.qvalues_stride = 16 * k_;
+      t.qvalues_stride = bytes;
       if (kernels_.expands_signed) t.offsets = nullptr;
     }
     const Finish f = finish_of(t, r / planes_, rows / planes_, panel);
-    if (paired_) {
+    if (wide_) {
+      t.rows /= 2;
+      t.x_stride *= 2;
+      kernels_.paired16(t);
+    } else if (paired_) {
       kernels_.paired8(t);
     } else if (!exact_) {
       kernels_.scaled8(t);
@@ -286,6 +294,7 @@ class SlabMatmul {
   bool exact_;
   bool streamed_;   // few rows of a weight of 4 bits
   bool paired_;     // two planes, with a scale for each segment of a row
+  bool wide_;       // the two planes lie as one of int16
   bool whole_;      // sums of both planes of a segment fit int32
   bool grouped_x_;  // a scale for each segment of a row
   int64_t begin_ = 0, rows_ = 0;

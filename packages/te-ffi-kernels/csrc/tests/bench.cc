@@ -166,12 +166,13 @@ int main(int argc, char** argv) {
        {"w4a8", 512, 4096, 4096, 128, 4, 1, f32, false}},
       {{"int4 gemv, cold", 1, 4096, 4096, 0, 4, 0, bf16, true},
        {"w4a8", 512, 4096, 4096, 0, 4, 1, f32, false}},
+      {{"MiniLM", 1024, 384, 1152, 0, 8, 1, f32, false}},
       {{"MiniLM", 32, 384, 384, 0, 8, 1, f32, false},
-       {"MiniLM", 256, 384, 384, 0, 8, 1, f32, false}},
+       {"MiniLM", 1024, 384, 384, 0, 8, 1, f32, false}},
       {{"MiniLM", 32, 384, 1536, 0, 8, 1, f32, false},
-       {"MiniLM", 256, 384, 1536, 0, 8, 1, f32, false}},
+       {"MiniLM", 1024, 384, 1536, 0, 8, 1, f32, false}},
       {{"MiniLM", 32, 1536, 384, 0, 8, 1, f32, false},
-       {"MiniLM", 256, 1536, 384, 0, 8, 1, f32, false}}};
+       {"MiniLM", 1024, 1536, 384, 0, 8, 1, f32, false}}};
   std::mt19937 random(1);
   for (const std::vector<Shape>& set : sets) {
     const Shape& s = set[0];

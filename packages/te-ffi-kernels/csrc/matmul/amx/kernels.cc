@@ -104,8 +104,9 @@ void exact8(const Tile& t) {
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
-      2,       1024,           16,   true,   false, exact8, scaled8, paired8, expand_panel<8>, nullptr,
-      rotate_row, quantize_row, quantize_pairs, finish, release};
+      2,       1024,            16,      true,    false,      exact8,       scaled8,        paired8,
+      nullptr, expand_panel<8>, nullptr, nullptr, rotate_row, quantize_row, quantize_pairs, finish,
+      release};
   return kKernels;
 }
 

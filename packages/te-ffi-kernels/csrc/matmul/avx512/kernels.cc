@@ -31,8 +31,13 @@ JAXTAP_INLINE void add_dot(__m512i& sums, __m512i qvalues, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
 }
 
-// Adds products over `k` rows of K to the sums of R plane rows and P panels.
-template <int R, int P>
+// The same of two numbers of 16 bits.
+JAXTAP_INLINE void add_wide_dot(__m512i& sums, __m512i qvalues, __m512i x) {
+  __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
+}
+
+// Adds products over `k` bytes of x to the sums of R plane rows and P panels.
+template <int R, int P, bool kWide = false>
 JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
                                 int64_t qvalues_stride, int64_t k, __m512i (&acc)[R][P]) {
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
@@ -45,219 +50,24 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
                      _MM_HINT_T0);
       }
     }
+    if (R > kFewRows && i % 64 == 0) {
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(x + (R + r) * x_stride + i), _MM_HINT_T0);
+      }
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       const __m512i b = broadcast4(x + r * x_stride + i);
 #pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) add_dot(acc[r][p], w[p], b);
-    }
-  }
-}
-
-// Whole sums of one plane to rows of y.
-template <int R, int P>
-JAXTAP_INLINE void finish_block(const Finish& f, int64_t r0, int64_t p0,
-                                const __m512i (&sums)[R][P]) {
-  const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
-#pragma GCC unroll 4
-  for (int p = 0; p < P; ++p) {
-    const int64_t column = 16 * (p0 + p), count = f.columns - column;
-    if (count <= 0) break;
-    const __m512 scale = _mm512_loadu_ps(f.scales + (p0 + p) * f.scales_stride);
-    const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const __m512 by_row =
-          _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][p]), _mm512_set1_ps(f.row_scales[r0 + r]));
-      const __m512 value = _mm512_mul_ps(by_row, scale);
-      uint8_t* y = f.y + (r0 + r) * f.y_stride + column * size;
-      if (f.y_dtype == DType::F32) {
-        _mm512_mask_storeu_ps(y, used, value);
-      } else {
-        float values[16];
-        _mm512_storeu_ps(values, value);
-        store_16(values, f.y_dtype, y, count < 16 ? count : 16);
-      }
-    }
-  }
-}
-
-template <int R, int P>
-void exact_block(const Tile& t, int64_t r0, int64_t p0) {
-  __m512i acc[R][P];
-  int32_t* out = t.sums + r0 * t.sums_stride + 16 * p0;
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-    const __m512i start =
-        _mm512_set1_epi32(t.first ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
-    }
-  }
-  add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p0 * t.qvalues_stride,
-                            t.qvalues_stride, t.k, acc);
-  if (t.finish != nullptr) return finish_block<R, P>(*t.finish, r0, p0, acc);
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      _mm512_storeu_si512(out + r * t.sums_stride + 16 * p, acc[r][p]);
-    }
-  }
-}
-
-template <int R, int P>
-void scaled_block(const Tile& t, int64_t r0, int64_t p0) {
-  __m512 totals[R][P];
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) totals[r][p] = _mm512_setzero_ps();
-  }
-  const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
-  const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
-  const uint8_t* scales = t.scales + p0 * t.scales_stride;
-  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
-  const int8_t* x = t.x + r0 * t.x_stride;
-  for (int64_t i = 0; i < t.k; i += t.segment_k) {
-    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-    __m512i acc[R][P];
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const __m512i start = _mm512_set1_epi32(-offsets[r * t.offsets_stride]);
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) acc[r][p] = start;
-    }
-    add_products<R, P>(x + i, t.x_stride, qvalues, t.qvalues_stride, count, acc);
-    __m512 scale[P];
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) scale[p] = _mm512_loadu_ps(scales + p * t.scales_stride);
-#pragma GCC unroll 6
-    for (int r = 0; r < R; ++r) {
-      const __m512 x_scale =
-          _mm512_set1_ps(x_scales == nullptr ? 1.0f : x_scales[r * t.offsets_stride]);
-#pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        const __m512 sum = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][p]), x_scale);
-        totals[r][p] = _mm512_add_ps(totals[r][p], _mm512_mul_ps(sum, scale[p]));
+        kWide ? add_wide_dot(acc[r][p], w[p], b) : add_dot(acc[r][p], w[p], b);
       }
     }
-    ++offsets;
-    if (x_scales != nullptr) ++x_scales;
-    scales += t.scales_step;
-    qvalues += 16 * count;
-  }
-  float* out = t.totals + r0 * t.sums_stride + 16 * p0;
-#pragma GCC unroll 6
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) _mm512_storeu_ps(out + r * t.sums_stride + 16 * p, totals[r][p]);
   }
 }
 
-// R rows of x: twice as many plane rows. The totals wait in memory: the sums take the registers.
-template <int R, int P, bool kWhole>
-void paired_block(const Tile& t, int64_t r0, int64_t p0) {
-  const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
-  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
-  const uint8_t* scales = t.scales + p0 * t.scales_stride;
-  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
-  const int8_t* x = t.x + 2 * r0 * t.x_stride;
-  float* totals = t.totals + r0 * t.sums_stride + 16 * p0;
-  for (int r = 0; r < R; ++r) __builtin_memset(totals + r * t.sums_stride, 0, 64 * P);
-  for (int64_t i = 0; i < t.k; i += t.segment_k) {
-    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-    __m512i acc[2 * R][P];
-#pragma GCC unroll 6
-    for (int r = 0; r < 2 * R; ++r) {
-      const __m512i start = _mm512_set1_epi32(-offsets[r * t.offsets_stride]);
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) acc[r][p] = start;
-    }
-    add_products<2 * R, P>(x + i, t.x_stride, qvalues, t.qvalues_stride, count, acc);
-#pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      const __m512 scale = _mm512_loadu_ps(scales + p * t.scales_stride);
-#pragma GCC unroll 3
-      for (int r = 0; r < R; ++r) {
-        const __m512i low = acc[2 * r][p], high = acc[2 * r + 1][p];
-        const __m512 sum =
-            kWhole ? _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low))
-                   : _mm512_add_ps(
-                         _mm512_mul_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f)),
-                         _mm512_cvtepi32_ps(low));
-        const __m512 x_scale = _mm512_set1_ps(x_scales[r * t.offsets_stride]);
-        const __m512 part = _mm512_mul_ps(_mm512_mul_ps(sum, x_scale), scale);
-        float* total = totals + r * t.sums_stride + 16 * p;
-        _mm512_storeu_ps(total, _mm512_add_ps(_mm512_loadu_ps(total), part));
-      }
-    }
-    ++offsets;
-    ++x_scales;
-    scales += t.scales_step;
-    qvalues += 16 * count;
-  }
-}
-
-using Block = void (*)(const Tile&, int64_t r0, int64_t p0);
-
-template <int P, bool kScaled>
-JAXTAP_INLINE Block block_of(int64_t rows) {
-  switch (rows) {
-    case 1:
-      return kScaled ? scaled_block<1, P> : exact_block<1, P>;
-    case 2:
-      return kScaled ? scaled_block<2, P> : exact_block<2, P>;
-    case 3:
-      return kScaled ? scaled_block<3, P> : exact_block<3, P>;
-    case 4:
-      return kScaled ? scaled_block<4, P> : exact_block<4, P>;
-    case 5:
-      return kScaled ? scaled_block<5, P> : exact_block<5, P>;
-    default:
-      return kScaled ? scaled_block<6, P> : exact_block<6, P>;
-  }
-}
-
-// All rows, in blocks of nearly equal size, by P panels at a time and then the rest one by one.
-template <int P, bool kScaled>
-void all_blocks(const Tile& t) {
-  const int64_t blocks = (t.rows + kRows - 1) / kRows;
-  const int64_t base = t.rows / blocks, longer = t.rows % blocks;
-  for (int64_t p = 0; p < t.panels;) {
-    const int64_t width = t.panels - p >= P ? P : 1;
-    for (int64_t b = 0, r = 0; b < blocks; ++b) {
-      const int64_t rows = base + (b < longer);
-      const Block block =
-          width == P ? block_of<P, kScaled>(rows) : block_of<1, kScaled>(rows);
-      block(t, r, p);
-      r += rows;
-    }
-    p += width;
-  }
-}
-
-template <bool kWhole>
-void all_pairs(const Tile& t) {
-  constexpr Block kBlocks[2][3] = {
-      {paired_block<1, 1, kWhole>, paired_block<2, 1, kWhole>, paired_block<3, 1, kWhole>},
-      {paired_block<1, 4, kWhole>, paired_block<2, 4, kWhole>, paired_block<3, 4, kWhole>}};
-  const int64_t x_rows = t.rows / 2;
-  for (int64_t p = 0; p < t.panels;) {
-    const bool wide = t.panels - p >= 4;
-    for (int64_t r = 0; r < x_rows; r += 3) {
-      kBlocks[wide][x_rows - r < 3 ? x_rows - r - 1 : 2](t, r, p);
-    }
-    p += wide ? 4 : 1;
-  }
-}
-
-void paired8(const Tile& t) { t.whole ? all_pairs<true>(t) : all_pairs<false>(t); }
-
-void exact8(const Tile& t) { all_blocks<4, false>(t); }
-
-void scaled8(const Tile& t) { all_blocks<2, true>(t); }
+#include "matmul/avx512/blocks.inl"
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
@@ -311,8 +121,9 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,          4096,         1,              false,  true,   exact8, scaled8, paired8, expand_panel<0>, stream,
-      rotate_row, quantize_row, quantize_pairs, finish, nullptr};
+      4,        512,             1,              false,  true,       exact8,       scaled8,
+      paired8,  paired16,        expand_panel<0>, expand_panel16, stream, rotate_row, quantize_row,
+      quantize_pairs, finish, nullptr};
   return kKernels;
 }
 
