@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax._src import ad_util  # 0.10.2 - 0.12
-from jax._src import core  # 0.10.2 - 0.12
+from jax._src import (
+    ad_util,  # 0.10.2 - 0.12
+    core,  # 0.10.2 - 0.12
+)
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
