@@ -46,9 +46,13 @@ _CONSTANT = "no_grad_no_remat"
 def new_ref(value: Any, constant: bool) -> Any:
     """Return a new reference to a value.
 
+    JAX can't transpose loops and remats that write constants to a reference which is
+    differentiated: 0.10.2 fails with "ValAccum has no ref" and "DynamicJaxprTracer has no accum",
+    all versions with "Cannot lower jaxpr with effects".
+
     Args:
         value: the first value.
-        constant: whether programs that make it may not differentiate it. Such a reference is
+        constant: whether programs that make it do not differentiate it. Such a reference is
             written once where ``jax.checkpoint`` computes the value twice.
     """
     return jax.new_ref(value, kind=_CONSTANT if constant else None)
@@ -65,9 +69,7 @@ _jvp, _linearize = ad.primitive_jvps[core.ref_p], ad.primitive_linearizations[co
 def _ref_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Make a reference, without a tangent if it is constant.
 
-    JAX gives it one that nothing is written to but zeros, and fails to transpose loops and remats
-    that do so: all versions "Cannot lower jaxpr with effects", 0.10.2 "ValAccum has no ref" and
-    "DynamicJaxprTracer has no accum".
+    JAX gives it one in forward mode, with which what is read and written is no known constant.
     """
     if params["kind"] != _CONSTANT:
         return _jvp(primals, tangents, **params)
