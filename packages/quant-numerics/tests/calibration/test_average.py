@@ -146,3 +146,33 @@ def test_what_is_refused():
         statistics.observe(calibrate(X, "int8", channel_axes=(0,), method="minmax"))
     with pytest.raises(ValueError, match="must be with a lower bound"):
         Statistics((1, 1), symmetric=False).observe(calibrate(X, "int8"))
+
+
+@pytest.mark.parametrize("part", [lambda body: body, jax.checkpoint], ids=["plain", "remat"])
+def test_statistics_made_in_a_differentiated_function(part):
+    """Each step of the scan observes once, and the averages are constants of the derivative."""
+
+    def fn(x):
+        statistics = Statistics((1,))
+
+        def body(x, w):
+            statistics.observe(Calibration(None, lax.stop_gradient(jnp.abs(x).max()[None])))
+            return jnp.sin(x * w) * statistics.calibration().upper, None
+
+        y, _ = lax.scan(part(body), x, jnp.array([1.0, 2.0, 3.0]))
+        return y.sum(), statistics.state
+
+    def by_hand(x):
+        seen = []
+        for w in (1.0, 2.0, 3.0):
+            seen.append(lax.stop_gradient(jnp.abs(x).max()))
+            x = jnp.sin(x * w) * (sum(seen) / len(seen))
+        return x.sum(), sum(seen)
+
+    x = jnp.array([0.3, 0.5])
+    (expected, total), slope = jax.value_and_grad(by_hand, has_aux=True)(x)
+    for loss in (fn, jax.jit(fn)):
+        (value, state), found = jax.value_and_grad(loss, has_aux=True)(x)
+        np.testing.assert_allclose((value, state.total.upper[0]), (expected, total), rtol=1e-5)
+        np.testing.assert_allclose(found, slope, rtol=1e-5)
+        assert state.count == 3

@@ -25,6 +25,9 @@ class Box:
 
     Args:
         value: the first value.
+        differentiated: whether a function that makes the Box and is differentiated differentiates
+            it, too. False is for what is constant: values that are written need
+            ``jax.lax.stop_gradient``, and ``jax.checkpoint`` does not write them again.
     """
 
     __slots__ = ("__weakref__", "_contents", "_earlier", "_fixed_by", "_home", "_passed")
@@ -35,9 +38,9 @@ class Box:
     _passed: bool
     _fixed_by: str | None
 
-    def __init__(self, value: Any = None):
+    def __init__(self, value: Any = None, *, differentiated: bool = True):
         leaves, type_ = flatten(value)
-        self._set_up(Contents.of(leaves, type_), passed=False)
+        self._set_up(Contents.of(leaves, type_, not differentiated), passed=False)
 
     def _set_up(self, contents: Contents, passed: bool) -> None:
         home = scope.home_trace()
@@ -68,7 +71,7 @@ class Box:
         home = self._resolved()._home_trace()
         scope.traces_up_to(home)  # raises if this Box escaped
         with compat.set_current_trace(compat.eval_trace if home is None else home):
-            return Box(value)
+            return Box(value, differentiated=not self._resolved()._current().constant)
 
     def get(self) -> Any:
         """Return the value.
@@ -207,7 +210,7 @@ class Box:
         """Return contents of another type: earlier ones, if there are any."""
         contents = None if self._earlier is None else self._earlier.get(type_)
         if contents is None or not contents.lies_like(leaves):
-            return Contents.of(leaves, type_)
+            return Contents.of(leaves, type_, self._current().constant)
         contents.write(leaves, self._passed)
         return contents
 

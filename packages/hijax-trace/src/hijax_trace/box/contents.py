@@ -20,32 +20,41 @@ class Contents:
 
     New contents that a function under ``hijax_trace.jit`` returns are ``pending``: plain values
     until a loop or an inner jit uses them. References that are made inside of a program would be
-    differentiated and mapped with it, and the Box is not.
+    mapped with it, and the Box is not.
 
     Args:
         treedef: the structure of the value.
         refs: a reference for each leaf; None for pending contents.
         type_: the type, if it is known.
+        constant: whether programs that make it may not differentiate it, if it is known.
     """
 
-    __slots__ = ("__weakref__", "_refs", "_type", "pending", "treedef", "values")
+    __slots__ = ("__weakref__", "_constant", "_refs", "_type", "pending", "treedef", "values")
 
-    def __init__(self, treedef: Any, refs: tuple | None, type_: BoxType | None = None):
+    def __init__(
+        self,
+        treedef: Any,
+        refs: tuple | None,
+        type_: BoxType | None = None,
+        constant: bool | None = None,
+    ):
         self.treedef = treedef
         self._refs = refs
         self._type = type_
+        self._constant = constant
         self.values: list | None = None
         self.pending = False
 
     @classmethod
-    def of(cls, leaves: list, type_: BoxType) -> Contents:
+    def of(cls, leaves: list, type_: BoxType, constant: bool) -> Contents:
         """Return contents with new references, made in the current trace."""
-        return cls(type_.treedef, tuple(map(jax.new_ref, leaves)), type_)
+        refs = tuple(compat.new_ref(leaf, constant) for leaf in leaves)
+        return cls(type_.treedef, refs, type_, constant)
 
     @classmethod
     def to_come(cls, leaves: list, type_: BoxType) -> Contents:
         """Return pending contents."""
-        contents = cls(type_.treedef, None, type_)
+        contents = cls(type_.treedef, None, type_, constant=True)
         contents.values, contents.pending = leaves, True
         return contents
 
@@ -54,7 +63,8 @@ class Contents:
         """The references. Those of pending contents are made in the current trace."""
         if self._refs is None:
             assert self.values is not None
-            self._refs, self.values = tuple(map(jax.new_ref, self.values)), None
+            self._refs = tuple(compat.new_ref(value, self.constant) for value in self.values)
+            self.values = None
         return self._refs
 
     @property
@@ -65,6 +75,13 @@ class Contents:
             avals = tuple(jax.typeof(ref).inner_aval for ref in self.refs)
             self._type = BoxType(self.treedef, avals)
         return self._type
+
+    @property
+    def constant(self) -> bool:
+        """Whether the contents are not differentiated by programs that make them."""
+        if self._constant is None:  # as for the type
+            self._constant = any(map(compat.is_constant_ref, self.refs))
+        return self._constant
 
     def lies_like(self, leaves: list) -> bool:
         """Return whether values have the types and devices of these contents."""
@@ -78,9 +95,7 @@ class Contents:
         """Read each reference."""
         if self.values is not None:
             return list(self.values)
-        leaves = [ref[...] for ref in self.refs]
-        constant = self.pending and compat.undifferentiated_refs
-        return [undifferentiated(leaf) for leaf in leaves] if constant else leaves
+        return [ref[...] for ref in self.refs]
 
     def read(self) -> Any:
         """Return the value."""
@@ -95,20 +110,14 @@ class Contents:
         """
         refs = self.refs
         traced = not compat.is_eval(compat.current_trace())
-        constant = self.pending and compat.undifferentiated_refs
         for ref, leaf in zip(refs, leaves, strict=True):
-            if traced and (passed or constant or compat.trace_of(ref) is None):
-                leaf = guard.written.bind(leaf, ref, constant=constant)
+            if traced and (passed or self.constant or compat.trace_of(ref) is None):
+                leaf = guard.written.bind(leaf, ref)
             ref[...] = leaf
 
 
 def _place(value: Any) -> Any:
     return getattr(value, "sharding", None)
-
-
-def undifferentiated(leaf: Any) -> Any:
-    """Return a leaf of a Box that is not differentiated."""
-    return leaf if jax.typeof(leaf).is_high else jax.lax.stop_gradient(leaf)
 
 
 def flatten(value: Any) -> tuple[list, BoxType]:

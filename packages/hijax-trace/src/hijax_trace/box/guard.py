@@ -26,11 +26,7 @@ VMAPPED = (
 
 
 class Written(HiPrimitive):
-    """The primitive: ``written.bind(value, ref, constant=...)`` returns ``value``.
-
-    It is lowered to nothing. With ``constant`` the Box is not differentiated, though ``ref`` may
-    be: JAX differentiates all references that are made inside of a differentiated program.
-    """
+    """The primitive: ``written.bind(value, ref)`` returns ``value``. It is lowered to nothing."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -55,8 +51,7 @@ class Written(HiPrimitive):
             TypeError: the value is differentiated and the Box is not.
         """
         value, ref = tangents
-        constant = params["constant"] or isinstance(ref, compat.Zero)
-        if constant and not isinstance(value, compat.Zero):
+        if isinstance(ref, compat.Zero) and not isinstance(value, compat.Zero):
             raise TypeError(STOP_GRADIENT)
         return self.bind(*primals, **params), value
 

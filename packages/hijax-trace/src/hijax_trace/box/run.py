@@ -10,7 +10,7 @@ import jax
 from .. import compat
 from . import scope
 from .box import Box
-from .contents import Contents, undifferentiated
+from .contents import Contents
 from .types import BoxType
 
 
@@ -192,8 +192,6 @@ class Run:
         if after is before:
             return
         leaves = after.leaves()
-        if after.values is None:  # references, which JAX would differentiate
-            leaves = list(map(undifferentiated, leaves))
         if after.type == before.type:  # the type changed and changed back
             before.write(leaves, passed=True)
             return

@@ -108,7 +108,7 @@ from .pjit import (
     with_rule,
     wrap_fun,
 )
-from .refs import is_ref, register_discharge_to_first, undifferentiated_refs
+from .refs import is_constant_ref, is_ref, new_ref, register_discharge_to_first
 from .trace import (
     Tracer,
     axis_of,

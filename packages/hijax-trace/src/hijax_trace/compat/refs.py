@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax._src import core  # 0.10.2 - 0.12
-from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
-from jax._src.interpreters import batching  # 0.10.2 - 0.12
+import jax
+from jax._src import (
+    ad_util,  # 0.10.2 - 0.12
+    core,  # 0.10.2 - 0.12
+)
+from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12
@@ -37,11 +40,51 @@ def _swap_vmap(axis_data: Any, args: Sequence[Any], dims: Sequence[Any], **param
 batching.fancy_primitive_batchers[_state_primitives.swap_p] = _swap_vmap
 
 
-undifferentiated_refs: bool = hasattr(_hijax, "HiPrim")
-"""Whether JAX can transpose a loop that writes only constants to a reference from outside.
+_CONSTANT = "no_grad_no_remat"
 
-0.10.2 fails with "DynamicJaxprTracer has no attribute accum".
-"""
+
+def new_ref(value: Any, constant: bool) -> Any:
+    """Return a new reference to a value.
+
+    JAX can't transpose loops and remats that write constants to a reference which is
+    differentiated: 0.10.2 fails with "ValAccum has no ref" and "DynamicJaxprTracer has no accum",
+    all versions with "Cannot lower jaxpr with effects".
+
+    Args:
+        value: the first value.
+        constant: whether programs that make it do not differentiate it. Such a reference is
+            written once where ``jax.checkpoint`` computes the value twice.
+    """
+    return jax.new_ref(value, kind=_CONSTANT if constant else None)
+
+
+def is_constant_ref(ref: Any) -> bool:
+    """Return whether a reference is one that is not differentiated."""
+    return core.typeof(ref).kind == _CONSTANT
+
+
+_jvp, _linearize = ad.primitive_jvps[core.ref_p], ad.primitive_linearizations[core.ref_p]
+
+
+def _ref_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+    """Make a reference, without a tangent if it is constant.
+
+    JAX gives it one in forward mode, with which what is read and written is no known constant.
+    """
+    if params["kind"] != _CONSTANT:
+        return _jvp(primals, tangents, **params)
+    ref = core.ref_p.bind(*primals, **params)
+    return ref, ad_util.Zero(core.typeof(ref).to_tangent_aval())
+
+
+def _ref_linearize(is_vjp: bool, nonzeros: Sequence[bool], value: Any, **params: Any) -> Any:
+    if params["kind"] != _CONSTANT:
+        return _linearize(is_vjp, nonzeros, value, **params)
+    return ad.fallback_linearize_rule(core.ref_p, is_vjp, nonzeros, value, **params)
+
+
+ad.primitive_jvps[core.ref_p] = _ref_jvp
+ad.primitive_linearizations[core.ref_p] = _ref_linearize
 
 
 def register_discharge_to_first(primitive: Any) -> None:

@@ -106,7 +106,8 @@ class QuantStats(Mapping[str, SiteStatistics]):
         state: jax.Array | None = None,
     ):
         self._set_up(sites, average, manifest)
-        self.box = Box(jnp.zeros((self._count, 3), jnp.float32) if state is None else state)
+        state = jnp.zeros((self._count, 3), jnp.float32) if state is None else state
+        self.box = Box(state, differentiated=False)
 
     def _set_up(
         self, sites: Mapping[str, Kept], average: qn.MovingAverage, manifest: Manifest

@@ -102,7 +102,8 @@ class Statistics:
         bound = jnp.zeros(tuple(shape), jnp.float32)
         self._average = average
         self._symmetric = symmetric
-        self._box = Box(average.init(Calibration(None if symmetric else bound, bound)))
+        nothing = average.init(Calibration(None if symmetric else bound, bound))
+        self._box = Box(nothing, differentiated=False)
 
     @property
     def average(self) -> MovingAverage:
