@@ -129,6 +129,11 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     own = [producer(x)[0] for x in eqn.in_tracers]
     if len(given) != len(own) or any(x not in (None, y) for x, y in zip(given, own, strict=True)):
         return None
+    return equation_like(eqn)
+
+
+def equation_like(eqn: Any) -> Any:
+    """Return an equation of a staging trace without the trace's variables, for ``append``."""
     variables = [core.Var(var.aval) for var in eqn.outvars]
     whole = eqn.primitive, eqn.params, eqn.effects, eqn.source_info, eqn.ctx
     return core.JaxprEqn([], variables, *whole)

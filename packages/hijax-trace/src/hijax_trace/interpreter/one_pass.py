@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import compat
 from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
+from .later import Later, Values
 from .original import Derivatives
 from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
+
+if TYPE_CHECKING:
+    from .answers import Answers
 
 
 class Pass:
@@ -34,6 +38,7 @@ class Pass:
         appends: whether equations are appended to another jaxpr.
         changed: variables whose value has another type than the variable.
         derivatives: the derivatives in the jaxpr, once an equation asked for them.
+        answers: what handlers did, if that may be done again.
     """
 
     def __init__(
@@ -47,8 +52,9 @@ class Pass:
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
         self.derivatives: Derivatives | None = None
+        self.answers: Answers | None = None
         self.changed: set[Any] = set()
-        self.values: dict[Any, Any] = {}
+        self.values = Values()
         self.write(compat.inputs_of(jaxpr), values)
 
     def run(self, task: Task) -> None:
@@ -58,6 +64,9 @@ class Pass:
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Set the values of variables."""
         for var, value in zip(variables, values, strict=True):
+            if type(value) is Later:  # of the type that the program was staged for
+                self.values.later[var] = value
+                continue
             self.values[var] = value
             if self.appends:
                 aval = compat.typeof(value)

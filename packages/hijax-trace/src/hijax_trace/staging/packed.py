@@ -147,4 +147,6 @@ def _is_array(leaf: Any, kinds: tuple[type, ...]) -> bool:
     if isinstance(leaf, NUMPY):
         known = leaf.dtype.kind not in "OSUMmT"
         return np.ndarray in kinds and known and leaf.dtype.names is None
-    return compat.is_jax_type(leaf) and not compat.is_ref(leaf)
+    if compat.is_jax_type(leaf):
+        return not compat.is_ref(leaf)
+    return isinstance(leaf, kinds)
