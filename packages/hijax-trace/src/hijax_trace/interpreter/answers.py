@@ -151,9 +151,10 @@ class Answers:
             Whether there was one at which a handler was told the same.
         """
         run, eqn, marker = self._run, task.eqn, task.marker
-        kept = self._kept.get(self._key(task))
+        path = run.frame.own_path(task.scopes)
+        kept = self._kept.get(self._key(task, path))
         given = None if kept is None else self._given(eqn)
-        if kept is None or given is None or marker is None:
+        if kept is None or given is None or marker is None or task.unused:
             return False
         held, arrays = given
         for one in kept:
@@ -162,8 +163,8 @@ class Answers:
         else:
             return False
         if one.path_was_read:
-            run.frame.path(task.scopes)
-        run.number(task, marker.op_name)
+            run.frame.read_path()
+        run.session.numbers.next(path, run.frame.label, marker.op_name)
         count = len(eqn.invars)
 
         def values(numbers: Sequence[int]) -> list[Any]:
@@ -230,12 +231,11 @@ class Answers:
             return
         told, path = watched.told, watched.path_was_read
         answer = Answer(held, told, path, eqn.ctx, literals, equations, found)
-        self._kept[self._key(task)] = [*self._kept.get(self._key(task), ())[1 - _MOST :], answer]
+        key = self._key(task, run.frame.own_path(task.scopes))
+        self._kept[key] = [*self._kept.get(key, ())[1 - _MOST :], answer]
 
-    def _key(self, task: Task) -> Hashable:
-        run = self._run
-        path = run.frame.own_path(task.scopes)
-        return task.marker, task.within, run.session.interceptor.resolve_path(path)
+    def _key(self, task: Task, path: str) -> Hashable:
+        return task.marker, task.within, self._run.session.interceptor.resolve_path(path)
 
     def _given(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
         """Return the array proxies of operands, as ``Answer.held``, and their arrays.

@@ -11,7 +11,7 @@ import jax
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy, is_proxy
 from ..proxy.carrier import Carrier
-from ..staging.packed import NUMPY, Packed
+from ..staging.packed import Packed
 from ..staging.repeated import repeated
 
 
@@ -65,7 +65,7 @@ def restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Arr
     types: dict[Hashable, Any] = {}
     arrays = {number: _restored(proxy, types) for number, proxy in proxies.items()}
     tree = jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves])
-    packed = Packed(tree, (*NUMPY, Later))
+    packed = Packed(tree, also=Later)
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {
         places[id(arrays[number])]: proxy.inside() if isinstance(proxy, Carrier) else proxy

@@ -52,27 +52,25 @@ class Interpreter(Pass):
             self.answers = None if self._carries else Answers(self)
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
+        session, is_program = self.session, frame.is_program
         for position, task in enumerate(tasks):
-            if frame.is_program:
-                self.session.reach(position)
+            if is_program and session.asked:
+                session.reach(position)
             if task.do is not Do.LATER:
                 self.run(task)
-            for var in forget.get(task.eqn, ()):
+            for var in forget.get(task.eqn, ()) if forget else ():
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self.jaxpr.outvars]
 
     def run(self, task: Task) -> None:
         """Make one equation by the action of its task."""
         eqn, frame, outer = task.eqn, self.frame, self._outer
-        # Operands of a group's last equation are only made if the handler leaves the group.
-        atoms = () if task.do is Do.GROUP else eqn.invars
-        values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
         stack = task.stack
         # An engine around this one must see that the equation is settled.
         if (task.settled or task.unused) and self.session.is_observed:
             stack = eqn.source_info.name_stack
-        if len(outer):
-            stack = outer + stack if len(stack) else outer
+        if outer.stack:
+            stack = outer + stack if stack.stack else outer
         info = compat.info_of(eqn, self._caller, stack)
         if task.do is Do.MARKER and self.answers is not None and self.answers.again(task, info):
             return

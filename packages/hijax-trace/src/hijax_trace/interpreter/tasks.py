@@ -97,6 +97,9 @@ class Gathered(NamedTuple):
     tasks: Sequence[Task]
 
 
+_Sort = tuple[Do, bool, bool, Marker | None, Any]
+"""The ``do``, ``simple``, ``inlined`` and ``marker`` of a task, and its stack before it was mapped."""
+
 _Where = tuple[Any, Sequence[str], frozenset[str], bool]
 """The ``stack``, ``scopes``, ``within`` and ``settled`` of a task."""
 
@@ -191,7 +194,8 @@ class Tasks:
         jaxpr = compat.open_of(jaxpr)
         plan = self._known.get(jaxpr)
         if plan is None:
-            tasks = _without_unused(jaxpr, [self.task(eqn) for eqn in jaxpr.eqns])
+            sorts: dict[Hashable, _Sort] = {}
+            tasks = _without_unused(jaxpr, [self.task(eqn, sorts) for eqn in jaxpr.eqns])
             for site, find in self._finders:
                 tasks = _gathered(tasks, site, find(jaxpr))
             wanted = any(
@@ -201,37 +205,54 @@ class Tasks:
             plan = self._known[jaxpr] = tasks, wanted
         return plan
 
-    def task(self, eqn: Any) -> Task:
-        """Return what to do with one equation, staged or being staged."""
-        primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
+    def task(self, eqn: Any, sorts: dict[Hashable, _Sort] | None = None) -> Task:
+        """Return what to do with one equation, staged or being staged.
+
+        Args:
+            eqn: the equation.
+            sorts: what was found for other equations of its jaxpr. Equal calls share parameters.
+        """
+        key = eqn.primitive, id(eqn.params)
+        sort = None if sorts is None else sorts.get(key)
+        if sort is None:
+            sort = self._sort(eqn)
+            if sorts is not None:
+                sorts[key] = sort
+        do, simple, inlined, marker, outside = sort
         # JAX's batching rule, or an engine inside, added scopes to the equation's stack.
-        where = self._where(eqn.source_info.name_stack if mapped is None else mapped.stack)
-        stack, scopes, within, settled = where
-        simple = compat.can_append(eqn)
-        inlined = compat.is_inlined(primitive, eqn.params)
-        if primitive is compat.kept_p:
+        stack = eqn.source_info.name_stack if outside is None else outside
+        stack, scopes, within, settled = self._where(stack)
+        if do is Do.KEPT:
             # JAX's rules made it, in a scope that settles what they leave. It is not settled.
-            return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
-        if is_restoring(primitive, eqn.params):
-            return Task(eqn, Do.RESTORE, simple, inlined, None, *where)
-        if settled:
-            return Task(eqn, Do.PASS, simple, inlined, None, *where)
-        if primitive not in self._asked and not compat.holds_jaxprs(eqn):
-            return Task(eqn, Do.PASS, simple, False, None, *where)
-        marker = marker_of(eqn)
-        if mapped is not None:
+            return Task(eqn, do, False, False, None, stack, scopes, within, False)
+        if settled and do is not Do.RESTORE:
+            do, marker = Do.PASS, None
+        return Task(eqn, do, simple, inlined, marker, stack, scopes, within, settled)
+
+    def _sort(self, eqn: Any) -> _Sort:
+        """Return what to do with an equation unless it is settled."""
+        primitive, params, marker = eqn.primitive, eqn.params, None
+        mapped = mapped_in(primitive, params)
+        simple, inlined = compat.can_append(eqn), compat.is_inlined(primitive, params)
+        if primitive is compat.kept_p:
+            do = Do.KEPT
+        elif is_restoring(primitive, params):
+            do = Do.RESTORE
+        elif primitive not in self._asked and not compat.holds_jaxprs(eqn):
+            do, inlined = Do.PASS, False
+        elif mapped is not None:
             do = Do.MAPPED
-        elif marker is not None:
+        elif (marker := marker_of(eqn)) is not None:
             do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
         elif primitive in CUSTOM_CALLS:
             do = Do.CUSTOM
-        elif self.enters(primitive, eqn.params, compat.operand_count(eqn)):
+        elif self.enters(primitive, params, compat.operand_count(eqn)):
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Task(eqn, do, simple, inlined, marker, *where)
+        return do, simple, inlined, marker, None if mapped is None else mapped.stack
 
     def _where(self, stack: Any) -> _Where:
         """Return what a name stack tells of an equation."""
