@@ -12,7 +12,7 @@ from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 from .jaxpr import consts_of, open_of
-from .pjit import _EARLY, custom_jvp_call_p, jit_p
+from .pjit import _EARLY, SharedParams, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
 
 
@@ -146,7 +146,7 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
 def equation_like(eqn: Any) -> Any:
     """Return an equation of a staging trace without the trace's variables, for ``append``."""
     variables = [core.Var(var.aval) for var in eqn.outvars]
-    whole = eqn.primitive, eqn.params, eqn.effects, eqn.source_info, eqn.ctx
+    whole = eqn.primitive, SharedParams(eqn.params), eqn.effects, eqn.source_info, eqn.ctx
     return core.JaxprEqn([], variables, *whole)
 
 

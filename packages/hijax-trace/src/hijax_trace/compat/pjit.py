@@ -68,16 +68,44 @@ def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     )
 
 
-if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
-    _dce_jit = pe.dce_rules[jit_p]
+class SharedParams(dict[str, Any]):
+    """The parameters of several equal equations.
 
-    def _dce_named_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-        """Keep a call whose name is more than a string, if all of it is used, as 0.12 does."""
-        used_inputs, again = _dce_jit(used_outputs, eqn)
-        is_whole = again is not None and all(used_inputs) and all(used_outputs)
-        return used_inputs, eqn if is_whole and type(eqn.params["name"]) is not str else again
+    Attributes:
+        left: what is left of a call all of whose results are used: the inputs that it uses, and
+            its parameters. None until JAX has removed what it does not need.
+    """
 
-    pe.dce_rules[jit_p] = _dce_named_call
+    left: tuple[list[bool], SharedParams] | None = None
+
+
+_dce_jit = pe.dce_rules[jit_p]
+_KEEPS_NAMES = hasattr(_hijax, "vmap_rule")  # 0.12
+
+
+def _dce_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Remove what a call does not need: for equal calls once.
+
+    Keep a call whose name is more than a string, if all of it is used, as 0.12 does.
+    """
+    params, is_whole = eqn.params, all(used_outputs)
+    shares = type(params) is SharedParams and is_whole and not eqn.effects
+    if shares and params.left is not None:
+        used_inputs, left = params.left
+        inputs = [x for x, used in zip(eqn.invars, used_inputs, strict=True) if used]
+        rest = eqn.effects, eqn.source_info, eqn.ctx
+        return list(used_inputs), core.JaxprEqn(inputs, eqn.outvars, eqn.primitive, left, *rest)
+    used_inputs, again = _dce_jit(used_outputs, eqn)
+    if again is None:
+        return used_inputs, None
+    if not _KEEPS_NAMES and is_whole and all(used_inputs) and type(params["name"]) is not str:
+        again = eqn
+    if shares and not again.effects:
+        params.left = used_inputs, SharedParams(again.params)
+    return used_inputs, again
+
+
+pe.dce_rules[jit_p] = _dce_call
 
 _EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
 
