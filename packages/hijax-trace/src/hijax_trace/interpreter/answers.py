@@ -113,19 +113,20 @@ class Answer(NamedTuple):
     Attributes:
         held: structure and types of the operands' array proxies; None for operands without one.
         told: what the handler was told.
-        path_was_read: whether it looked at the module path.
+        path_key: what stands for the module path, in a tuple; None if it did not look at that.
         context: the context of the operation's equation.
         literals: the scalars that it used, as tracers.
-        equations: the equations that it made, each with the numbers of its operands.
+        equations: the equations that it made, each with the numbers of its operands, and its name
+            stack within the operation's.
         results: the numbers of the results.
     """
 
     held: Sequence[tuple[Any, Sequence[Any]] | None]
     told: Mapping[Question, Any]
-    path_was_read: bool
+    path_key: tuple[Hashable] | None
     context: Any
     literals: Sequence[Any]
-    equations: Sequence[tuple[Any, Sequence[int]]]
+    equations: Sequence[tuple[Any, Sequence[int], Any]]
     results: Sequence[int]
 
 
@@ -151,18 +152,20 @@ class Answers:
             Whether there was one at which a handler was told the same.
         """
         run, eqn, marker = self._run, task.eqn, task.marker
-        path = run.frame.own_path(task.scopes)
-        kept = self._kept.get(self._key(task, path))
+        kept = self._kept.get((marker, task.within))
         given = None if kept is None else self._given(eqn)
         if kept is None or given is None or marker is None or task.unused:
             return False
         held, arrays = given
+        path = run.frame.own_path(task.scopes)
+        path_key = (run.session.interceptor.resolve_path(path),)
         for one in kept:
-            if one.context is eqn.ctx and one.held == held and self._tells(one.told, eqn):
+            is_alike = one.path_key in (None, path_key) and one.context is eqn.ctx
+            if is_alike and one.held == held and self._tells(one.told, eqn):
                 break
         else:
             return False
-        if one.path_was_read:
+        if one.path_key is not None:
             run.frame.read_path()
         run.session.numbers.next(path, run.frame.label, marker.op_name)
         count = len(eqn.invars)
@@ -178,8 +181,9 @@ class Answers:
                 for i in numbers
             ]
 
-        for made, numbers in one.equations:
-            arrays += compat.append(run.trace, made, values(numbers), info)
+        for made, numbers, inner in one.equations:
+            source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
+            arrays += compat.append(run.trace, made, values(numbers), source)
         run.frame.replaced.update(eqn.outvars)
         run.frame.foreign.update(eqn.outvars)
         run.values.update(zip(eqn.outvars, values(one.results), strict=True))
@@ -219,23 +223,23 @@ class Answers:
                     found.append(places.get(var))
             return found
 
-        equations = []
+        equations, outer = [], info.name_stack
         for made in compat.staged_in(run.trace, before):
-            again = compat.can_append(made) and made.source_info.name_stack == info.name_stack
-            equations.append((compat.equation_like(made), numbers(made.in_tracers)))
-            if not again:
+            stack = made.source_info.name_stack
+            if not compat.can_append(made) or stack[: len(outer)] != outer:
                 return
+            inner = stack[len(outer) :] if len(stack) > len(outer) else None
+            equations.append((compat.equation_like(made), numbers(made.in_tracers), inner))
             places.update((var, len(places) + i) for i, var in enumerate(made.outvars))
         found = numbers(results)
-        if any(None in places for places in (found, *(places for _, places in equations))):
+        if any(None in given for given in (found, *(given for _, given, _ in equations))):
             return
-        told, path = watched.told, watched.path_was_read
-        answer = Answer(held, told, path, eqn.ctx, literals, equations, found)
-        key = self._key(task, run.frame.own_path(task.scopes))
-        self._kept[key] = [*self._kept.get(key, ())[1 - _MOST :], answer]
-
-    def _key(self, task: Task, path: str) -> Hashable:
-        return task.marker, task.within, self._run.session.interceptor.resolve_path(path)
+        path_key = None
+        if watched.path_was_read:
+            path_key = (run.session.interceptor.resolve_path(run.frame.own_path(task.scopes)),)
+        answer = Answer(held, watched.told, path_key, eqn.ctx, literals, equations, found)
+        kept = self._kept.setdefault((task.marker, task.within), [])
+        kept[:] = [*kept[1 - _MOST :], answer]
 
     def _given(self, eqn: Any) -> tuple[list[Any], list[Any]] | None:
         """Return the array proxies of operands, as ``Answer.held``, and their arrays.
