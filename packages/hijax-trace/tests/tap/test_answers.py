@@ -123,9 +123,32 @@ def test_operands_in_other_places_and_of_other_types_are_asked_about():
     assert handler.asked == 3  # x @ x, x @ y and half @ half
 
 
+def test_results_of_several_equations_and_scalars_among_operands():
+    def handler(call, x, w):
+        if w.ndim == 0:
+            return NotImplemented
+        left, right = jnp.split(x, 2, 1)  # one equation with two results
+        return jax.lax.dot(right - left, w[:2]) + jax.lax.dot(left, w[2:])
+
+    def program(weights, x):
+        half = jnp.float32(0.5)
+        for w in weights:
+            x = jnp.dot(jnp.dot(x, w), half)
+        return x
+
+    expected = X
+    for w in WEIGHTS:
+        left, right = expected[:, :2], expected[:, 2:]
+        expected = 0.5 * (jax.lax.dot(right - left, w[:2]) + jax.lax.dot(left, w[2:]))
+    found = jax.jit(tapped(program, handler))(WEIGHTS, X)
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_arrays_whose_values_a_handler_could_see_are_asked_about():
     def handler(call, x, w):
-        return jax.lax.dot(x, w) * (1.0 if isinstance(w, jax.core.Tracer) else float(np.asarray(w)[0, 0]))
+        return jax.lax.dot(x, w) * (
+            1.0 if isinstance(w, jax.core.Tracer) else float(np.asarray(w)[0, 0])
+        )
 
     def program(x):
         return model(WEIGHTS[:3], x)

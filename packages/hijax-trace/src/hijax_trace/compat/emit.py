@@ -106,9 +106,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
     variables = [trace.frame.newvar(var.aval) for var in eqn.outvars]
-    made = pe.TracingEqn(
-        tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx
-    )
+    made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
     trace.frame.add_eqn(made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
 

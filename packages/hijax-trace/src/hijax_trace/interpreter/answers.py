@@ -80,27 +80,34 @@ class WatchedCall(TraceCall):
     """A call that remembers what its handler looked at."""
 
     __slots__ = ()
-    _known: Watched
 
     @property
     def watched(self) -> Watched | None:
         """What its handler was told; None if that does not tell what it did."""
-        alike = self._known.is_alike and self._own is None and not self.given
-        return self._known if alike else None
+        known = self._seen
+        return known if known.is_alike and self._own is None and not self.given else None
+
+    @property
+    def _seen(self) -> Watched:
+        assert isinstance(self._known, Watched)
+        return self._known
 
     @property
     def module_path(self) -> str:  # pyrefly: ignore[bad-override]
-        self._known.path_was_read = True
+        """The module path."""
+        self._seen.path_was_read = True
         return super().module_path
 
     @property
     def op_id(self) -> str:
-        self._known.is_alike = False
+        """The id."""
+        self._seen.is_alike = False
         return super().op_id
 
     @property
     def steps(self) -> tuple[Step, ...] | None:
-        self._known.is_alike = False
+        """The loops around."""
+        self._seen.is_alike = False
         return super().steps
 
 
@@ -205,6 +212,9 @@ class Answers:
         given = None if watched is None else self._given(eqn)
         if watched is None or given is None or task.marker is None or task.marker.extra:
             return
+        types = [compat.typeof(value) for value in results]
+        if types != [var.aval for var in eqn.outvars]:
+            return  # JAX's rules must run for what uses them: see `Pass.changed`
         held, arrays = given
         inputs = [*(run.values[atom] for atom in eqn.invars), *arrays]
         places = {compat.producer(value)[0]: i for i, value in enumerate(inputs)}
@@ -212,8 +222,8 @@ class Answers:
             return  # an equation does not tell which of two equal operands it has
         literals: list[Any] = []
 
-        def numbers(tracers: Sequence[Any]) -> list[int | None]:
-            found: list[int | None] = []
+        def numbers(tracers: Sequence[Any]) -> list[Any]:
+            found: list[Any] = []
             for tracer in tracers:
                 var = compat.producer(tracer)[0] if compat.is_staged_in(tracer, run.trace) else None
                 if type(var) is compat.Literal:
@@ -230,7 +240,8 @@ class Answers:
                 return
             inner = stack[len(outer) :] if len(stack) > len(outer) else None
             equations.append((compat.equation_like(made), numbers(made.in_tracers), inner))
-            places.update((var, len(places) + i) for i, var in enumerate(made.outvars))
+            for var in made.outvars:
+                places[var] = len(places)
         found = numbers(results)
         if any(None in given for given in (found, *(given for _, given, _ in equations))):
             return
@@ -248,7 +259,9 @@ class Answers:
         """
         run, held, arrays = self._run, [], []
         frame = run.frame
-        if frame.untapped or frame.metadata or not run.changed.isdisjoint(eqn.invars):
+        if frame.untapped or frame.metadata:
+            return None
+        if any(type(atom) is compat.Literal or atom in run.changed for atom in eqn.invars):
             return None
         for atom in eqn.invars:
             proxy = frame.proxies.get(atom)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import compat
 from .atoms import metadata_of, variable
@@ -14,9 +14,6 @@ from .original import Derivatives
 from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .answers import Answers
 
 
 class Pass:
@@ -38,7 +35,7 @@ class Pass:
         appends: whether equations are appended to another jaxpr.
         changed: variables whose value has another type than the variable.
         derivatives: the derivatives in the jaxpr, once an equation asked for them.
-        answers: what handlers did, if that may be done again.
+        answers: an ``Answers``, if what handlers did may be done again.
     """
 
     def __init__(
@@ -52,7 +49,7 @@ class Pass:
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
         self.derivatives: Derivatives | None = None
-        self.answers: Answers | None = None
+        self.answers: Any = None  # of a module that imports this one
         self.changed: set[Any] = set()
         self.values = Values()
         self.write(compat.inputs_of(jaxpr), values)

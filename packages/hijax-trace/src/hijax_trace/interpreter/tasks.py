@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core.engine_api import AHEAD, SETTLED
+from interception_core.engine_api import AHEAD
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
@@ -18,12 +18,7 @@ from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
 from .hi_prims import Expansions
 from .numbers import Key, Numbers, join_path
-
-OURS = "jaxtap."
-"""Prefix of the name scopes that jaxtap adds to a program."""
-WITHIN = "jaxtap.within."
-"""Prefix of the name scope of a function whose handler was asked early and let it run."""
-_NOTHING: frozenset[str] = frozenset()
+from .scopes import Where, where_of
 
 
 class Do(enum.Enum):
@@ -98,10 +93,7 @@ class Gathered(NamedTuple):
 
 
 _Sort = tuple[Do, bool, bool, Marker | None, Any]
-"""The ``do``, ``simple``, ``inlined`` and ``marker`` of a task, and its stack before it was mapped."""
-
-_Where = tuple[Any, Sequence[str], frozenset[str], bool]
-"""The ``stack``, ``scopes``, ``within`` and ``settled`` of a task."""
+"""The first fields of a task, without its equation, and its stack before it was mapped."""
 
 
 class Tasks:
@@ -126,7 +118,7 @@ class Tasks:
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._owner = owner
-        self._last: tuple[Any, _Where] | None = None
+        self._last: tuple[Any, Where] | None = None
         self._known: weakref.WeakKeyDictionary[Any, tuple[list[Task], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -254,22 +246,13 @@ class Tasks:
             do = Do.PASS
         return do, simple, inlined, marker, None if mapped is None else mapped.stack
 
-    def _where(self, stack: Any) -> _Where:
+    def _where(self, stack: Any) -> Where:
         """Return what a name stack tells of an equation."""
         # Equations that follow each other share their stack.
         last = self._last
         if last is None or last[0] is not stack:
-            last = self._last = stack, _where(stack)
+            last = self._last = stack, where_of(stack)
         return last[1]
-
-
-def _where(stack: Any) -> _Where:
-    if not len(stack):
-        return stack, (), _NOTHING, False
-    scopes = compat.scopes_of(stack)
-    if any(name.startswith(OURS) for name in scopes):
-        return _cleaned(scopes, stack)
-    return stack, scopes, _NOTHING, False
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
@@ -314,17 +297,3 @@ def _is_ahead(task: Task) -> bool:
     # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
     return task.stack is not stack and AHEAD in compat.scopes_of(stack)
-
-
-def _cleaned(names: Sequence[str], stack: Any) -> _Where:
-    """Take jaxtap's scopes out of a name stack."""
-    settled, within, scopes = False, [], []
-    for name in names:
-        if name.startswith(SETTLED):
-            settled = True
-        elif name.startswith(WITHIN):
-            within.append(name.removeprefix(WITHIN))
-        elif not name.startswith(OURS):
-            scopes.append(name)
-    ours = {name for name in names if name.startswith(OURS)}
-    return compat.stack_without(stack, ours), scopes, frozenset(within), settled
