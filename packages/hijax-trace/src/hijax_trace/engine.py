@@ -22,13 +22,12 @@ from .dataflow.nodes import Unknown
 from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
+from .interpreter.later import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.watcher import Watcher
-from .proxy.array_proxy import ArrayProxy, is_proxy
-from .proxy.carrier import Carrier
+from .proxy.array_proxy import ArrayProxy
 from .staging.packed import Packed
-from .staging.repeated import repeated
 from .state.carry import carry
 from .state.stacks import stacked
 
@@ -129,7 +128,7 @@ class _Tapped:
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
-        packed, held = _restored(args, kwargs)
+        packed, held = restored(args, kwargs)
         origins, watcher = _Origins(packed), Watcher(Session(self._current()))
         while (staged := self._stage(watcher, packed, held, origins)) is None:
             _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
@@ -208,7 +207,7 @@ class _Tapped:
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()
 
-        avals = [compat.typeof(value) for value in values]
+        avals = [type_of(value) for value in values]
         info = compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
         try:
             staged = compat.stage(flat, avals, info)
@@ -244,33 +243,6 @@ def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[
 
 def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..., Any]:
     return lambda values: second(first(values))
-
-
-def _restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:
-    """Return the arguments with array proxies restored, and the proxies by array."""
-    leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
-    if not any(map(is_proxy, leaves)):
-        return Packed((args, kwargs)), {}
-    # A proxy that is passed twice becomes one array, as an array that is passed twice is one.
-    arrays = {id(leaf): _restore(leaf) for leaf in leaves if is_proxy(leaf)}
-    packed = Packed(jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves]))
-    places = {id(array): i for i, array in enumerate(packed.arrays)}
-    by_place = {
-        places[id(arrays[id(x)])]: x.inside() if isinstance(x, Carrier) else x
-        for x in leaves
-        if id(x) in arrays
-    }
-    return packed, dict(sorted(by_place.items()))
-
-
-def _restore(proxy: ArrayProxy) -> Any:
-    # Few of the arrays are used. JAX drops the others' equations, so they must cost little.
-    return proxy.restore() if isinstance(proxy, Carrier) else repeated(_restoring, (), proxy)
-
-
-@jax.jit
-def _restoring(proxy: ArrayProxy) -> Any:
-    return proxy.restore()
 
 
 class _Origins:

@@ -32,10 +32,14 @@ class Interceptor(Mapping[str, Handler]):
             asks the handlers again about another call of a jitted function if an operand's value
             differs. Every handler must treat provenances with equal values alike. By default all
             inputs differ.
+        is_pure: whether handlers do nothing but return their results. An engine may then leave out
+            a handler, and do again what it did at another operation that did not differ in
+            anything that it looked at. A handler that counts or records operations is not pure.
 
     Attributes:
         cache_key: the key and the targets.
         given_key: the argument ``key``.
+        is_pure: the argument ``is_pure``.
 
     Raises:
         TargetError: a target is not a name, a handler or a key function is not callable, the
@@ -50,6 +54,7 @@ class Interceptor(Mapping[str, Handler]):
         "_path_key",
         "cache_key",
         "given_key",
+        "is_pure",
     )
 
     def __init__(
@@ -59,6 +64,7 @@ class Interceptor(Mapping[str, Handler]):
         *,
         path_key: Callable[[str], Hashable] | None = None,
         origin_key: Callable[[str], Hashable] | None = None,
+        is_pure: bool = False,
     ):
         if not isinstance(handlers, Mapping) or not handlers:
             raise TargetError(
@@ -77,6 +83,7 @@ class Interceptor(Mapping[str, Handler]):
                     "handler(call, *args, **kwargs)."
                 )
         self.given_key = key
+        self.is_pure = is_pure
         if key is None:
             key = object()
         try:

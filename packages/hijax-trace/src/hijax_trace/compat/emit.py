@@ -12,7 +12,7 @@ from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 from .jaxpr import consts_of, open_of
-from .pjit import _EARLY, custom_jvp_call_p, jit_p
+from .pjit import _EARLY, SharedParams, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
 
 
@@ -87,19 +87,28 @@ def can_append(eqn: Any) -> bool:
 
 def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
     """Return values as a trace's tracers, converted as ``bind`` does."""
-    return [trace.to_jaxpr_tracer(_dtypes.canonicalize_value(value), info) for value in values]
+    return [
+        value
+        if type(value) is pe.DynamicJaxprTracer and value._trace is trace
+        else trace.to_jaxpr_tracer(_dtypes.canonicalize_value(value), info)
+        for value in values
+    ]
 
 
 def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Append an equation for which ``can_append`` holds, on values of equal types."""
     tracers = _tracers(trace, values, info)
-    avals = [var.aval for var in eqn.outvars]
     if eqn.primitive in pe.const_fold_rules:
+        avals = [var.aval for var in eqn.outvars]
         folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
         if folded is not None:
             pairs = zip(folded, avals, strict=True)
             return [trace.new_const(const, info, aval) for const, aval in pairs]
-    return trace.emit_eqn(tracers, avals, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+    # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
+    variables = [trace.frame.newvar(var.aval) for var in eqn.outvars]
+    made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+    trace.frame.add_eqn(made)
+    return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
 
 
 _CALLS = (jit_p, custom_jvp_call_p)
@@ -129,15 +138,36 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     own = [producer(x)[0] for x in eqn.in_tracers]
     if len(given) != len(own) or any(x not in (None, y) for x, y in zip(given, own, strict=True)):
         return None
+    return equation_like(eqn)
+
+
+def equation_like(eqn: Any) -> Any:
+    """Return an equation of a staging trace without the trace's variables, for ``append``."""
     variables = [core.Var(var.aval) for var in eqn.outvars]
-    whole = eqn.primitive, eqn.params, eqn.effects, eqn.source_info, eqn.ctx
+    whole = eqn.primitive, SharedParams(eqn.params), eqn.effects, eqn.source_info, eqn.ctx
     return core.JaxprEqn([], variables, *whole)
 
 
 def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Inline the body of a call for which ``is_inlined`` holds."""
     tracers = _tracers(trace, values, info)
-    jaxpr = eqn.params["jaxpr"]
-    consts = consts_of(jaxpr)
-    results = pe.inline_jaxpr_into_trace(trace, info, open_of(jaxpr), consts, *tracers)
-    return [trace.to_jaxpr_tracer(result, info) for result in results]
+    closed = eqn.params["jaxpr"]
+    jaxpr, consts = open_of(closed), consts_of(closed)
+    if consts or jaxpr.effects:
+        results = pe.inline_jaxpr_into_trace(trace, info, jaxpr, consts, *tracers)
+        return [trace.to_jaxpr_tracer(result, info) for result in results]
+    known = dict(zip(jaxpr.invars, tracers, strict=True))
+
+    def values_of(atoms: Sequence[Any], info: Any) -> list[Any]:
+        return [
+            pe.DynamicJaxprTracer(trace, x.aval, x, info) if type(x) is core.Literal else known[x]
+            for x in atoms
+        ]
+
+    for inner in jaxpr.eqns:
+        stack, source = inner.source_info.name_stack, info
+        if len(stack):
+            source = info.replace(name_stack=info.name_stack + stack)
+        results = append(trace, inner, values_of(inner.invars, source), source)
+        known.update(zip(inner.outvars, results, strict=True))
+    return values_of(jaxpr.outvars, info)

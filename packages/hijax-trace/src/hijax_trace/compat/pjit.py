@@ -68,16 +68,44 @@ def named_call(name: str, jaxpr: Any, values: Sequence[Any]) -> list[Any]:
     )
 
 
+class SharedParams(dict[str, Any]):
+    """The parameters of several equal equations.
+
+    Attributes:
+        left: what is left of a call all of whose results are used: the inputs that it uses, and
+            its parameters. None until JAX has removed what it does not need, and on 0.12, which
+            knows that without.
+    """
+
+    left: tuple[list[bool], SharedParams] | None = None
+
+
 if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2
     _dce_jit = pe.dce_rules[jit_p]
 
-    def _dce_named_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
-        """Keep a call whose name is more than a string, if all of it is used, as 0.12 does."""
-        used_inputs, again = _dce_jit(used_outputs, eqn)
-        is_whole = again is not None and all(used_inputs) and all(used_outputs)
-        return used_inputs, eqn if is_whole and type(eqn.params["name"]) is not str else again
+    def _dce_call(used_outputs: list[bool], eqn: Any) -> tuple[list[bool], Any]:
+        """Remove what a call does not need: for equal calls once.
 
-    pe.dce_rules[jit_p] = _dce_named_call
+        Keep a call whose name is more than a string, if all of it is used, as 0.12 does.
+        """
+        params, is_whole = eqn.params, all(used_outputs)
+        shares = type(params) is SharedParams and is_whole and not eqn.effects
+        if shares and params.left is not None:
+            used_inputs, left = params.left
+            inputs = [x for x, used in zip(eqn.invars, used_inputs, strict=True) if used]
+            rest = eqn.effects, eqn.source_info, eqn.ctx
+            again = core.JaxprEqn(inputs, eqn.outvars, eqn.primitive, left, *rest)
+            return list(used_inputs), again
+        used_inputs, again = _dce_jit(used_outputs, eqn)
+        if again is None:
+            return used_inputs, None
+        if is_whole and all(used_inputs) and type(params["name"]) is not str:
+            again = eqn
+        if shares and not again.effects:
+            params.left = used_inputs, SharedParams(again.params)
+        return used_inputs, again
+
+    pe.dce_rules[jit_p] = _dce_call
 
 _EARLY: tuple[Any, ...] = (_api.Inline.JAX_EARLY,) if hasattr(_api, "Inline") else (True,)
 

@@ -177,9 +177,10 @@ def is_staged_in(value: Any, trace: Any) -> bool:
     return isinstance(value, pe.DynamicJaxprTracer) and value._trace is trace
 
 
-def staged_in(trace: Any) -> list[Any]:
-    """Return the equations of a staging trace so far."""
-    eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in trace.frame.tracing_eqns)
+def staged_in(trace: Any, first: int = 0) -> list[Any]:
+    """Return the equations of a staging trace so far, from one of ``staged_count`` on."""
+    eqns = trace.frame.tracing_eqns[first:]
+    eqns = (eqn() if isinstance(eqn, weakref.ref) else eqn for eqn in eqns)
     return [eqn for eqn in eqns if eqn is not None]
 
 
@@ -188,6 +189,11 @@ def staging_trace(trace: Any) -> Any:
     while trace is not None and not is_staging(trace):
         trace = getattr(trace, "parent_trace", None)
     return trace
+
+
+def staged_count(trace: Any) -> int:
+    """Return how many equations a staging trace has had so far."""
+    return len(trace.frame.tracing_eqns)
 
 
 _LOOPS = ("scan", "while", "fori_loop", "map", "cond", "switch")

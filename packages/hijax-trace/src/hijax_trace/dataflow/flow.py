@@ -47,11 +47,15 @@ Resolve = Callable[[], Origin | None]
 
 
 class Flow:
-    """The sources of one jaxpr's values, found when they are asked for."""
+    """The sources of one jaxpr's values, found when they are asked for.
+
+    Attributes:
+        inputs: the number of each input, by variable.
+    """
 
     def __init__(self, jaxpr: Any):
         jaxpr = compat.open_of(jaxpr)
-        self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
+        self.inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self._found: dict[Any, Source | None] = {}
 
@@ -64,7 +68,7 @@ class Flow:
         return self._found[atom]
 
     def _find(self, var: Any) -> Source | None:
-        index = self._inputs.get(var)
+        index = self.inputs.get(var)
         if index is not None:
             return Source(index, _identity(var.aval), ())
         eqn = self._makers.get(var)

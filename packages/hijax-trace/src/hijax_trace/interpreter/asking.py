@@ -11,6 +11,7 @@ from interception_core import TargetError
 from .. import compat
 from ..staging.marker import Marker, check_result, check_value
 from ..staging.packed import Packed
+from .answers import Watched, WatchedCall
 from .atoms import KnownAtoms, computed, variable
 from .call import TraceCall
 from .entering import enter, inline, inner_frame
@@ -61,6 +62,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
     args, kwargs = marker.packed.build(arrays)
     proceed = functools.partial(_proceed_call, run, task, marker, values, info)
     call = _call(run, marker.op_name, "function", args, kwargs, task, arrays, atoms, proceed)
+    before = 0 if run.answers is None else compat.staged_count(run.trace)
     with compat.at(info), eqn.ctx.manager:
         result = handler(call, *args, **kwargs)
     _annotate(run, call, atoms, arrays)
@@ -69,6 +71,8 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
         return
     avals = [var.aval for var in eqn.outvars]
     results = check_result(call, result, marker.results, avals)
+    if run.answers is not None and isinstance(call, WatchedCall):
+        run.answers.keep(task, info, call, results, before)
     _replace(run, call, eqn, results, call.is_own(result))
 
 
@@ -184,4 +188,6 @@ def _call(
     """Return what a handler is given for these arrays."""
     place, number = run.place(task), run.number(task, name)
     known = KnownAtoms(values, run.frame, atoms)
-    return TraceCall(name, level, args, params, place, number, known, proceed, run.session)
+    watches = run.answers is not None and task.marker is not None
+    kind, known = (WatchedCall, Watched(known)) if watches else (TraceCall, known)
+    return kind(name, level, args, params, place, number, known, proceed, run.session)

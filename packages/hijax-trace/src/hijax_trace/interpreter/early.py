@@ -24,8 +24,8 @@ from .call import TraceCall
 from .frames import Frame, Operands, Place
 from .numbers import Numbers, join_path
 from .rebuild import rebuild
+from .scopes import OURS, WITHIN
 from .session import Session
-from .tasks import OURS, WITHIN
 from .tracers import KnownTracers, Tracers
 
 _NO_FUNCTIONS: frozenset[str] = frozenset()

@@ -134,7 +134,12 @@ class Frame:
 
     def origin(self, atom: Any) -> Origin | None:
         """Return the origin of a variable or literal of the jaxpr."""
-        source = None if self._flow is None else self._flow.source(atom)
+        if self._flow is None or type(atom) is compat.Literal:
+            return None
+        index = self._flow.inputs.get(atom)
+        if index is not None:
+            return self.input(index)
+        source = self._flow.source(atom)
         # A value that passed through a handler's result is not the input any more.
         if source is None or not self.replaced.isdisjoint(source.through):
             return None
@@ -178,6 +183,8 @@ class Frame:
 
     def read_kinds(self, is_parameter: Callable[[str], bool]) -> None:
         """Record that handlers depend on the kinds of inputs."""
+        if self.is_parameter is is_parameter:
+            return  # recorded around it, too
         for frame in self._and_around():
             frame.is_parameter = is_parameter
 
@@ -210,9 +217,14 @@ class Frame:
 
     def path(self, scopes: Sequence[str]) -> str:
         """Return, for a handler, the module path within ``scopes``."""
-        for frame in self._and_around():
-            frame.path_was_read = True
+        self.read_path()
         return self.own_path(scopes)
+
+    def read_path(self) -> None:
+        """Record that handlers depend on the module path."""
+        if not self.path_was_read:
+            for frame in self._and_around():
+                frame.path_was_read = True
 
     def own_path(self, scopes: Sequence[str]) -> str:
         """Return the module path within ``scopes``, without recording the question."""

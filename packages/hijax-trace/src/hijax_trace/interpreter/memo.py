@@ -7,6 +7,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from interception_core import ValueKind
+
 from ..dataflow.dataflow import Express
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import is_zero
@@ -125,7 +127,7 @@ class Memo:
             return False
         if any(here.number(key) != number for key, number in seen.numbers.items()):
             return False
-        return all(self._is_same(here.origin(i), before) for i, before in seen.origins.items())
+        return all(self.is_same(here.origin(i), before) for i, before in seen.origins.items())
 
     def kinds_of(
         self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
@@ -135,13 +137,18 @@ class Memo:
         for express in expressions or ():
             expression = express()
             kind = expression.judged(is_parameter)
-            keys = frozenset(map(self._resolve_origin, kind.paths))
             # A mask of zeros makes a view of a select; another constant does not.
             is_mask = kind.kind == "constant" and is_zero(expression)
-            found.append((*kind._replace(paths=frozenset()), keys, is_mask))
+            found.append((*self.key_of(kind), is_mask))
         return tuple(found)
 
-    def _is_same(self, now: Origin | None, before: Origin | None) -> bool:
+    def key_of(self, kind: ValueKind) -> tuple[Hashable, ...]:
+        """Return a key that is equal for kinds that handlers must treat alike."""
+        keys = frozenset(map(self._resolve_origin, kind.paths))
+        return *kind._replace(paths=frozenset()), keys
+
+    def is_same(self, now: Origin | None, before: Origin | None) -> bool:
+        """Return whether handlers must treat two origins alike."""
         if now is None or before is None or now == before:
             return now == before
         resolve = self._resolve_origin

@@ -9,6 +9,7 @@ from typing import Any
 from .. import compat
 from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
+from .later import Later, Values
 from .original import Derivatives
 from .rebuild import Rebuilt
 from .session import Session
@@ -34,6 +35,7 @@ class Pass:
         appends: whether equations are appended to another jaxpr.
         changed: variables whose value has another type than the variable.
         derivatives: the derivatives in the jaxpr, once an equation asked for them.
+        answers: an ``Answers``, if what handlers did may be done again.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class Pass:
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
         self.derivatives: Derivatives | None = None
+        self.answers: Any = None  # of a module that imports this one
         self.changed: set[Any] = set()
-        self.values: dict[Any, Any] = {}
+        self.values = Values()
         self.write(compat.inputs_of(jaxpr), values)
 
     def run(self, task: Task) -> None:
@@ -58,6 +61,9 @@ class Pass:
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Set the values of variables."""
         for var, value in zip(variables, values, strict=True):
+            if type(value) is Later:  # of the type that the program was staged for
+                self.values.later[var] = value
+                continue
             self.values[var] = value
             if self.appends:
                 aval = compat.typeof(value)

@@ -8,6 +8,7 @@ from typing import Any
 from .. import compat
 from ..proxy.carrier import Carrier
 from . import asking, deriving, entering, proxy_equations
+from .answers import Answers
 from .atoms import carry, forward
 from .frames import Frame
 from .one_pass import Pass
@@ -46,30 +47,36 @@ class Interpreter(Pass):
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
         self._carries = any(type(held) is Carrier for held in frame.proxies.values())
+        # An engine around this one must see each operation.
+        if self.session.interceptor.is_pure and self.appends and not self.session.is_observed:
+            self.answers = None if self._carries else Answers(self)
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
+        session, is_program = self.session, frame.is_program
         for position, task in enumerate(tasks):
-            if frame.is_program:
-                self.session.reach(position)
+            if is_program and session.asked:
+                session.reach(position)
             if task.do is not Do.LATER:
                 self.run(task)
-            for var in forget.get(task.eqn, ()):
+            for var in forget.get(task.eqn, ()) if forget else ():
                 env.pop(var, None)
         return [a.val if type(a) is literal else env[a] for a in self.jaxpr.outvars]
 
     def run(self, task: Task) -> None:
         """Make one equation by the action of its task."""
         eqn, frame, outer = task.eqn, self.frame, self._outer
-        # Operands of a group's last equation are only made if the handler leaves the group.
-        atoms = () if task.do is Do.GROUP else eqn.invars
-        values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
         stack = task.stack
         # An engine around this one must see that the equation is settled.
         if (task.settled or task.unused) and self.session.is_observed:
             stack = eqn.source_info.name_stack
-        if len(outer):
-            stack = outer + stack if len(stack) else outer
+        if outer.stack:
+            stack = outer + stack if stack.stack else outer
         info = compat.info_of(eqn, self._caller, stack)
+        if task.do is Do.MARKER and self.answers is not None and self.answers.again(task, info):
+            return
+        # Operands of a group's last equation are only made if the handler leaves the group.
+        atoms = () if task.do is Do.GROUP else eqn.invars
+        values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
         if frame.proxies and proxy_equations.make(self, task, values, info):
             pass
         elif task.do is Do.PASS:

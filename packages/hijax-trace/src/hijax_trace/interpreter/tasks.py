@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from interception_core.engine_api import AHEAD, SETTLED
+from interception_core.engine_api import AHEAD
 
 from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
@@ -18,12 +18,7 @@ from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
 from .hi_prims import Expansions
 from .numbers import Key, Numbers, join_path
-
-OURS = "jaxtap."
-"""Prefix of the name scopes that jaxtap adds to a program."""
-WITHIN = "jaxtap.within."
-"""Prefix of the name scope of a function whose handler was asked early and let it run."""
-_NOTHING: frozenset[str] = frozenset()
+from .scopes import Where, where_of
 
 
 class Do(enum.Enum):
@@ -97,8 +92,8 @@ class Gathered(NamedTuple):
     tasks: Sequence[Task]
 
 
-_Where = tuple[Any, Sequence[str], frozenset[str], bool]
-"""The ``stack``, ``scopes``, ``within`` and ``settled`` of a task."""
+_Sort = tuple[Do, bool, bool, Marker | None, Any]
+"""The first fields of a task, without its equation, and its stack before it was mapped."""
 
 
 class Tasks:
@@ -123,7 +118,7 @@ class Tasks:
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
         self._owner = owner
-        self._last: tuple[Any, _Where] | None = None
+        self._last: tuple[Any, Where] | None = None
         self._known: weakref.WeakKeyDictionary[Any, tuple[list[Task], bool]] = (
             weakref.WeakKeyDictionary()
         )
@@ -191,7 +186,8 @@ class Tasks:
         jaxpr = compat.open_of(jaxpr)
         plan = self._known.get(jaxpr)
         if plan is None:
-            tasks = _without_unused(jaxpr, [self.task(eqn) for eqn in jaxpr.eqns])
+            sorts: dict[Hashable, _Sort] = {}
+            tasks = _without_unused(jaxpr, [self.task(eqn, sorts) for eqn in jaxpr.eqns])
             for site, find in self._finders:
                 tasks = _gathered(tasks, site, find(jaxpr))
             wanted = any(
@@ -201,54 +197,62 @@ class Tasks:
             plan = self._known[jaxpr] = tasks, wanted
         return plan
 
-    def task(self, eqn: Any) -> Task:
-        """Return what to do with one equation, staged or being staged."""
-        primitive, mapped = eqn.primitive, mapped_in(eqn.primitive, eqn.params)
+    def task(self, eqn: Any, sorts: dict[Hashable, _Sort] | None = None) -> Task:
+        """Return what to do with one equation, staged or being staged.
+
+        Args:
+            eqn: the equation.
+            sorts: what was found for other equations of its jaxpr. Equal calls share parameters.
+        """
+        key = eqn.primitive, id(eqn.params)
+        sort = None if sorts is None else sorts.get(key)
+        if sort is None:
+            sort = self._sort(eqn)
+            if sorts is not None:
+                sorts[key] = sort
+        do, simple, inlined, marker, outside = sort
         # JAX's batching rule, or an engine inside, added scopes to the equation's stack.
-        where = self._where(eqn.source_info.name_stack if mapped is None else mapped.stack)
-        stack, scopes, within, settled = where
-        simple = compat.can_append(eqn)
-        inlined = compat.is_inlined(primitive, eqn.params)
-        if primitive is compat.kept_p:
+        stack = eqn.source_info.name_stack if outside is None else outside
+        stack, scopes, within, settled = self._where(stack)
+        if do is Do.KEPT:
             # JAX's rules made it, in a scope that settles what they leave. It is not settled.
-            return Task(eqn, Do.KEPT, False, False, None, stack, scopes, within, False)
-        if is_restoring(primitive, eqn.params):
-            return Task(eqn, Do.RESTORE, simple, inlined, None, *where)
-        if settled:
-            return Task(eqn, Do.PASS, simple, inlined, None, *where)
-        if primitive not in self._asked and not compat.holds_jaxprs(eqn):
-            return Task(eqn, Do.PASS, simple, False, None, *where)
-        marker = marker_of(eqn)
-        if mapped is not None:
+            return Task(eqn, do, False, False, None, stack, scopes, within, False)
+        if settled and do is not Do.RESTORE:
+            do, marker = Do.PASS, None
+        return Task(eqn, do, simple, inlined, marker, stack, scopes, within, settled)
+
+    def _sort(self, eqn: Any) -> _Sort:
+        """Return what to do with an equation unless it is settled."""
+        primitive, params, marker = eqn.primitive, eqn.params, None
+        mapped = mapped_in(primitive, params)
+        simple, inlined = compat.can_append(eqn), compat.is_inlined(primitive, params)
+        if primitive is compat.kept_p:
+            do = Do.KEPT
+        elif is_restoring(primitive, params):
+            do = Do.RESTORE
+        elif primitive not in self._asked and not compat.holds_jaxprs(eqn):
+            do, inlined = Do.PASS, False
+        elif mapped is not None:
             do = Do.MAPPED
-        elif marker is not None:
+        elif (marker := marker_of(eqn)) is not None:
             do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
         elif primitive in CUSTOM_CALLS:
             do = Do.CUSTOM
-        elif self.enters(primitive, eqn.params, compat.operand_count(eqn)):
+        elif self.enters(primitive, params, compat.operand_count(eqn)):
             do = Do.ENTER
         else:
             do = Do.PASS
-        return Task(eqn, do, simple, inlined, marker, *where)
+        return do, simple, inlined, marker, None if mapped is None else mapped.stack
 
-    def _where(self, stack: Any) -> _Where:
+    def _where(self, stack: Any) -> Where:
         """Return what a name stack tells of an equation."""
         # Equations that follow each other share their stack.
         last = self._last
         if last is None or last[0] is not stack:
-            last = self._last = stack, _where(stack)
+            last = self._last = stack, where_of(stack)
         return last[1]
-
-
-def _where(stack: Any) -> _Where:
-    if not len(stack):
-        return stack, (), _NOTHING, False
-    scopes = compat.scopes_of(stack)
-    if any(name.startswith(OURS) for name in scopes):
-        return _cleaned(scopes, stack)
-    return stack, scopes, _NOTHING, False
 
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
@@ -293,17 +297,3 @@ def _is_ahead(task: Task) -> bool:
     # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
     return task.stack is not stack and AHEAD in compat.scopes_of(stack)
-
-
-def _cleaned(names: Sequence[str], stack: Any) -> _Where:
-    """Take jaxtap's scopes out of a name stack."""
-    settled, within, scopes = False, [], []
-    for name in names:
-        if name.startswith(SETTLED):
-            settled = True
-        elif name.startswith(WITHIN):
-            within.append(name.removeprefix(WITHIN))
-        elif not name.startswith(OURS):
-            scopes.append(name)
-    ours = {name for name in names if name.startswith(OURS)}
-    return compat.stack_without(stack, ours), scopes, frozenset(within), settled

@@ -53,7 +53,7 @@ class Watcher:
         Returns:
             The call's result, or NotImplemented to let the function run.
         """
-        if is_plain((args, kwargs)):
+        if is_plain(args, kwargs):
             trace = compat.current_trace()
             if compat.is_staging(trace):
                 return self._stage(call, args, kwargs)

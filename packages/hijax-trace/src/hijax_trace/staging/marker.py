@@ -108,24 +108,30 @@ class Markers:
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
-        packed = Packed((args, kwargs), ())
-        values = packed.arrays
-        key = key_of(context, site, site.subject, packed)
-        known = None if key is None else self._known.get(key)
-        more: list[Any] = []
+        quick = _quick_key(context, site, args, kwargs)
+        known, values, more = self._known.get(quick), args, ()
+        is_kept = known is not None
         if known is None:
-            avals = tuple(map(compat.typeof, values))
-            known, consts, more = self._make(op_name, site, function, body, packed, avals)
-            if key is not None and not consts:
+            packed = Packed((args, kwargs), ())
+            values, key = packed.arrays, key_of(context, site, site.subject, packed)
+            known = None if key is None else self._known.get(key)
+            if known is None:
+                avals = tuple(map(compat.typeof, values))
+                known, consts, more = self._make(op_name, site, function, body, packed, avals)
+                is_kept = key is not None and not consts
+            else:
+                is_kept = True
+            if is_kept:
                 self._known[key] = known
+                if quick is not None:
+                    self._known[quick] = known
         marker, jaxpr = known
         operands = [*more, *values]
 
         def call() -> list[Any]:
             return compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, operands)
 
-        out = call() if key is None or more else appended(jaxpr, call, operands)
-        return marker.results.build(out)
+        return marker.results.build(appended(jaxpr, call, operands) if is_kept else call())
 
     def _make(
         self,
@@ -151,6 +157,17 @@ class Markers:
         packed.forget()
         marker = Marker(self._owner, op_name, site, function, packed, results, len(more))
         return (marker, jaxpr), consts, more
+
+
+def _quick_key(
+    context: Hashable, site: Hashable, args: tuple, kwargs: dict[str, Any]
+) -> Hashable | None:
+    """Return a key of a call of different tracers alone, which need not be taken apart."""
+    if kwargs or not all(isinstance(value, compat.Tracer) for value in args):
+        return None
+    if len(args) > len(set(map(id, args))):
+        return None
+    return site, context, tuple(value.aval for value in args)
 
 
 def key_of(context: Hashable, site: Hashable, subject: Any, packed: Packed) -> Hashable | None:

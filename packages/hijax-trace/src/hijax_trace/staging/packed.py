@@ -26,6 +26,7 @@ class Packed:
         kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
             arguments, but may be constants of an operation, such as a convolution's padding.
             Python numbers count among results alone.
+        also: another such type, of the caller's own.
 
     Attributes:
         arrays: the arrays.
@@ -35,7 +36,7 @@ class Packed:
 
     __slots__ = ("_first", "_places", "arrays", "rest", "treedef")
 
-    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
+    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY, also: type | None = None):
         leaves, self.treedef = jax.tree.flatten(tree)
         self.arrays: list[Any] = []
         self.rest: list[Any] = []
@@ -43,7 +44,7 @@ class Packed:
         self._first: list[int] = []
         seen: dict[int, int] = {}
         for leaf in leaves:
-            if not _is_array(leaf, kinds):
+            if type(leaf) is not also and not _is_array(leaf, kinds):
                 self._places.append(None)
                 self.rest.append(leaf)
                 continue
@@ -78,13 +79,15 @@ class Packed:
         return key
 
 
-def is_plain(tree: Any) -> bool:
+def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
     """Return whether a call's arguments consist of arrays and constants alone.
 
     Other objects, such as a bound flax module or a closure, may hold tracers of the program's
     trace, and the call may change them.
     """
-    leaves = jax.tree.leaves(tree, is_leaf=_is_object)
+    if not kwargs and all(map(compat.is_plain_array, args)):
+        return True
+    leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
     return all(_is_array(leaf, ()) or _is_constant(leaf) for leaf in leaves)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,6 +86,8 @@ class Sites:
         remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions share a trace if no rule tells apart their
             module paths and the parameters among their operands. False asks about each call.
+        is_pure: whether none of these functions does more than return a result; see
+            ``Interceptor``.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Sites:
         leave: Leave | None = None,
         remark: Callable[[OpCall, str], None] = lambda call, text: None,
         keyed: bool = True,
+        is_pure: bool = False,
     ):
         self._rules = rules
         self._readings = Readings()
@@ -120,13 +123,13 @@ class Sites:
                 handlers[target] = functools.partial(fuse, fused, function)
                 self._fused[target.rpartition(".")[2]] = fused.name
             self._fused.pop("__call__", None)  # of many classes
-        keys: dict[str, Callable[[str], Hashable]] = {}
+        keys: dict[str, Any] = {"is_pure": is_pure}
         if keyed:
             # Rules decide, so paths that no rule tells apart can share JAX's traces.
             told = [rule.module_path for rule in rules.rules if rule.module_path != ANY_PATH]
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
-        self.interceptor = Interceptor(handlers, **keys)  # pyrefly: ignore[bad-argument-type]
+        self.interceptor = Interceptor(handlers, **keys)
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.

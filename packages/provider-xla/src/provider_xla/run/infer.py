@@ -41,7 +41,7 @@ def infer(
         record: called for every operation seen.
     """
     run = functools.partial(run_site, statistics=statistics)
-    interceptor = sites_of(engine, rules, run, record).interceptor
+    interceptor = sites_of(engine, rules, run, record, is_pure=record is ignore).interceptor
     return taking_stored(engine.wrap(fn, interceptor), follows_values(engine))
 
 
@@ -51,11 +51,14 @@ def sites_of(
     run: Callable[[Site], Any],
     record: Callable[[OpRecord, str | None], None] = ignore,
     lookup: Callable[..., Any] | None = None,
+    *,
+    is_pure: bool = False,
 ) -> Sites:
     """Return a provider's handlers; equivalent programs share traces."""
     # Only an engine that follows values taps primitives with JIT on, and lookups are primitives.
     taps = (lookup or leave_lookup) if follows_values(engine) else None
-    return Sites(rules, run, record, lookup=taps, keyed=not rules.is_static)
+    keyed = not rules.is_static
+    return Sites(rules, run, record, lookup=taps, keyed=keyed, is_pure=is_pure)
 
 
 def leave_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
