@@ -204,7 +204,7 @@ def test_rows(benchmark, k, n, dtype, m):
 
     def kernel(bits):
         packed, _ = weights(bits, k, n)
-        op = getattr(te, packed.product_op(m, quantizes=False))
+        op = getattr(te, packed.matmul_op(m, quantizes=False))
         return lambda: in_turn(op, x, [packed])
 
     float_weight = weights(8, k, n)[1].astype(dtype)
