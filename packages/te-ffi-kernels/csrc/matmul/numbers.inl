@@ -24,9 +24,7 @@ inline uint32_t largest_bits(const uint8_t* x, int64_t count) {
   return largest;
 }
 
-// Quantized values by a product with the reciprocal, for ratios up to 127. It is off by less than
-// 127 * 2 ** -22, so only ratios that are almost halfway between two quantized values can be
-// rounded otherwise than the quotient: false if there is one.
+// Quantized values by a product with the reciprocal: false if a ratio is beyond kSure.
 template <DType kType>
 inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
   constexpr float kShift = 12582912.0f;  // its last place is 1
@@ -35,7 +33,7 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
     const float ratio = load_float<kType>(x, j) * reciprocal;
     const float shifted = ratio + kShift;
     const float rest = ratio - (shifted - kShift);
-    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(0.49997f));
+    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(kSure));
     out[j] = static_cast<int8_t>(float_bits(shifted) & 0xffu);
   }
   return doubtful == 0;

@@ -26,6 +26,10 @@ JAXTAP_INLINE int32_t round_even(float x) {
   return static_cast<int32_t>((rounded ^ sign) - sign);
 }
 
+// A product with the reciprocal is off from the rounded quotient by less than 127 * 3 * 2 ** -24, for
+// ratios up to 127: ratios this far from their quantized value, at most, are rounded alike by both.
+constexpr float kSure = 0.49997f;
+
 #if defined(__AVX512F__)
 #include "matmul/avx512/numbers.inl"
 #else
@@ -295,16 +299,23 @@ inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines
   }
 }
 
+// The scales of a group, at `at`, to both panels.
+JAXTAP_INLINE void expand_scales(const Expand& e, int64_t group, const uint8_t* at) {
+  float scales[32];
+  load_scales(at, e.scale_bits, scales);
+  for (int half = 0; half < 2; ++half) {
+    __builtin_memcpy(e.scales + 16 * (half * e.groups + group), scales + 16 * half, 64);
+  }
+}
+
 template <int kZero>
 inline void expand_panel(const Expand& e) {
   const uint8_t* at = e.payload;
   uint8_t* qvalues[2] = {e.qvalues, e.qvalues + 16 * e.groups * e.group};
   for (int64_t g = 0; g < e.groups; ++g) {
-    float scales[32];
-    load_scales(at, e.scale_bits, scales);
+    expand_scales(e, g, at);
     at += 4 * e.scale_bits;
     for (int half = 0; half < 2; ++half) {
-      __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
       expand_nibbles(at + 64 * half, 128, e.group / 8, kZero, qvalues[half]);
       qvalues[half] += 16 * e.group;
     }

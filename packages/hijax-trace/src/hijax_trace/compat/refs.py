@@ -69,7 +69,7 @@ _jvp, _linearize = ad.primitive_jvps[core.ref_p], ad.primitive_linearizations[co
 def _ref_jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
     """Make a reference, without a tangent if it is constant.
 
-    JAX gives it one in forward mode, with which what is read and written is no known constant.
+    JAX gives it one in forward mode. Then what is written to it no longer counts as constant.
     """
     if params["kind"] != _CONSTANT:
         return _jvp(primals, tangents, **params)

@@ -264,12 +264,8 @@ void expand_panel16(const Expand& e) {
   const uint8_t* at = e.payload;
   uint8_t* out = e.qvalues;
   for (int64_t g = 0; g < e.groups; ++g) {
-    float scales[32];
-    load_scales(at, e.scale_bits, scales);
+    expand_scales(e, g, at);
     at += 4 * e.scale_bits;
-    for (int half = 0; half < 2; ++half) {
-      __builtin_memcpy(e.scales + 16 * (half * e.groups + g), scales + 16 * half, 64);
-    }
     for (int64_t i = 0; i < e.group; i += 8, at += 128, out += 256) {
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {

@@ -71,7 +71,16 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
   });
   const __m512 all =
       _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-  return _mm512_cmp_ps_mask(all, _mm512_set1_ps(0.49997f), _CMP_GT_OQ) == 0;
+  return _mm512_cmp_ps_mask(all, _mm512_set1_ps(kSure), _CMP_GT_OQ) == 0;
+}
+
+// 32 numbers times `by`, rounded, as 16 bits: in the order of _mm512_packs_epi32.
+template <DType kType>
+JAXTAP_INLINE __m512i fixed_half(const uint8_t* x, int64_t index, __mmask64 used, int half,
+                                 __m512 by) {
+  const __m512 first = _mm512_mul_ps(load_part<kType>(x, index, used, 2 * half), by);
+  const __m512 second = _mm512_mul_ps(load_part<kType>(x, index, used, 2 * half + 1), by);
+  return _mm512_packs_epi32(_mm512_cvtps_epi32(first), _mm512_cvtps_epi32(second));
 }
 
 template <DType kType>
@@ -84,10 +93,7 @@ inline void quantize_fixed(const uint8_t* x, int64_t count, float factor, int8_t
     __m512i lower[2], upper[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m512 first = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h), by);
-      const __m512 second = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h + 1), by);
-      const __m512i whole =
-          _mm512_packs_epi32(_mm512_cvtps_epi32(first), _mm512_cvtps_epi32(second));
+      const __m512i whole = fixed_half<kType>(x, i, used, h, by);
       upper[h] = _mm512_srai_epi16(_mm512_add_epi16(whole, half), 8);
       lower[h] = _mm512_sub_epi16(whole, _mm512_slli_epi16(upper[h], 8));
     }
@@ -109,10 +115,7 @@ inline void quantize_wide(const uint8_t* x, int64_t count, float factor, int8_t*
   each_64(count, [&](int64_t i, __mmask64 used) __attribute__((always_inline)) {
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m512 first = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h), by);
-      const __m512 second = _mm512_mul_ps(load_part<kType>(x, i, used, 2 * h + 1), by);
-      const __m512i whole =
-          _mm512_packs_epi32(_mm512_cvtps_epi32(first), _mm512_cvtps_epi32(second));
+      const __m512i whole = fixed_half<kType>(x, i, used, h, by);
       const __m512i numbers =
           _mm512_permutexvar_epi64(parts, _mm512_shuffle_epi8(whole, order));
       _mm512_mask_storeu_epi16(out + 2 * (i + 32 * h), static_cast<__mmask32>(used >> (32 * h)),
