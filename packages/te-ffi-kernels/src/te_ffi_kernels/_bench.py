@@ -55,20 +55,29 @@ def _matmul(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchC
     )
 
 
-def of_stack(spec: KernelSpec) -> Bench:
-    """Return matmuls with a stacked weight, or with one per group."""
-    op, _, kind = spec.op.rpartition("_")
+def matmul_and_more(spec: KernelSpec) -> Bench:
+    """Return matmuls with a stacked weight, one per group, or with additions."""
+    family, numbers, *kinds = spec.op.split("_")
+    op = f"{family}_{numbers}"
     bits, k, n, rows = 4 if "w4" in op else 8, 1024, 1024, 8
 
     def make(dtype: str) -> Any:
         x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
-        stack = jax.tree.map(lambda one: jnp.stack([one] * 4), _packed(bits, k, n))
+        given: dict[str, jax.Array] = {}
+        weight = _packed(bits, k, n)
+        if "added" in kinds:
+            given |= {"bias": jnp.ones(n, dtype), "residual": jnp.ones((rows, n), dtype)}
+        if "stack" in kinds:
+            given["index"] = jnp.int32(1)
+        if "groups" in kinds:
+            given["group_sizes"] = jnp.full(4, rows // 4, jnp.int32)
+        if kinds != ["added"]:
+            weight = jax.tree.map(lambda one: jnp.stack([one] * 4), weight)
 
-        def run(x: jax.Array, stack: Any, given: jax.Array) -> jax.Array:
-            return get_op(op)(x, stack, **{"index" if kind == "stack" else "group_sizes": given})
+        def run(x: jax.Array, weight: Any, given: Any) -> jax.Array:
+            return get_op(op)(x, weight, **given)
 
-        given = jnp.int32(1) if kind == "stack" else jnp.full(4, rows // 4, jnp.int32)
-        return run, (x, stack, given)
+        return run, (x, weight, given)
 
     labels = {"k": k, "n": n, "rows": rows}
     cases = [BenchCase({"dtype": d, **labels}, functools.partial(make, d)) for d in DTYPES]

@@ -50,12 +50,14 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
 def _matmul(op: str, summary: str) -> Iterator[KernelSpec]:
     """Return the kernels of a matmul with a packed weight."""
     yield _kernel(op, summary, supports="matmul", bench="_bench:matmul")
-    # The op calls these if it is given an index or sizes of groups: they have no public function.
+    # The op calls these for an index, sizes of groups or additions: they have no public function.
     for kind, what in (
         ("stack", "one weight of a stack"),
         ("groups", "each group of rows with its weight of a stack"),
+        ("added", "plus a bias, a residual or both"),
+        ("stack_added", "one weight of a stack, plus a bias, a residual or both"),
     ):
-        more = {"supports": "matmul_of_stack", "bench": "_bench:of_stack"}
+        more = {"supports": "matmul_and_more", "bench": "_bench:matmul_and_more"}
         yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", **more)
 
 

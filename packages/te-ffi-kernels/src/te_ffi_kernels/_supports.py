@@ -56,13 +56,17 @@ def _like(dtype: str) -> dict[str, str]:
     return {"dtype": "bfloat16" if dtype == "float16" else dtype}
 
 
-def matmul_of_stack(call: KernelCall) -> bool | str:
-    """Tell whether a matmul with stacked weights reads the stack."""
+def matmul_and_more(call: KernelCall) -> bool | str:
+    """Tell whether a matmul of a stack, or with additions, has a kernel.
+
+    Its op is named as the one that does less, with a word after that: it has a kernel here where
+    that one has.
+    """
     op = call.op.rpartition("_")[0]
     found = select_kernel(op, call.platform, call.operands, **dict(call.params))
     if found.spec is None:
         return found.reason
-    # A kernel of another package takes one weight, not a stack.
+    # A kernel of another package multiplies with one weight, and adds nothing.
     return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
 
 

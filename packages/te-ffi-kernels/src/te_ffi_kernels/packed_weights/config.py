@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,8 @@ from jax.typing import ArrayLike
 
 from .layout import Layout
 from .weight import PackedWeight
+
+_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Form:
             one per group of rows, by indices and sizes of groups after the stack.
         rotation: size of the blocks in which rows are rotated, with signs as the last operand; 0
             for none.
+        has_bias: whether a bias [n] is added; an operand after the signs.
+        has_residual: whether an array as large as the result is added then: the last operand.
     """
 
     op: str
@@ -35,11 +40,41 @@ class Form:
     dtype: Any
     picks: str
     rotation: int = 0
+    has_bias: bool = False
+    has_residual: bool = False
 
     @property
     def rotated(self) -> dict[str, int]:
         """Return what kernels are told and asked about rotated rows."""
         return {"rotation": self.rotation} if self.rotation else {}
+
+    @property
+    def added(self) -> dict[str, int]:
+        """Return what kernels are told about what they add."""
+        told = {"bias": int(self.has_bias), "residual": int(self.has_residual)}
+        return told if any(told.values()) else {}
+
+    def parted(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Return the operands after x, and those of them that are added."""
+        count = len(given) - self.has_bias - self.has_residual
+        return given[:count], given[count:]
+
+    def is_of(self, x: Any, given: Sequence[Any], result: Any) -> bool:
+        """Return whether arrays are the operands and the result of a matmul with one weight."""
+        if self.picks == "groups" or x.ndim == 0 or x.dtype not in _FLOATS:
+            return False
+        weight = self.layout.buffer(self.n)
+        shapes = [weight.shape, *([(self.layout.k,)] if self.rotation else [])]
+        if self.picks == "stack":
+            shapes = [(given[0].shape[:1] + weight.shape), (), *shapes[1:]]
+        shapes += [(self.n,)] if self.has_bias else []
+        shapes += [result.shape] if self.has_residual else []
+        return (
+            [array.shape for array in given] == shapes
+            and given[0].dtype == weight.dtype
+            and x.shape[-1] == self.layout.k
+            and (result.shape, result.dtype) == ((*x.shape[:-1], self.n), self.dtype)
+        )
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
         """Return the weight in a buffer, or one of a stack."""
@@ -87,7 +122,7 @@ def check(
         raise ValueError(f"{op}: weight: {error}") from None
     _check_stack(op, x, weight.shape[:-2], index, group_sizes)
     for name, given in (("x", x.dtype), ("out_dtype", dtype)):
-        if given not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        if given not in _FLOATS:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {given}")
     if x.ndim == 0 or x.shape[-1] != weight.k:
         raise ValueError(
@@ -115,6 +150,33 @@ def check_rotation(
         )
     if group_sizes is not None:
         raise ValueError(f"{op}: rows in groups are not rotated. Rotate x before the call.")
+
+
+def check_added(
+    op: str,
+    result: Any,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
+    group_sizes: jax.Array | None,
+) -> None:
+    """Raise where what is added to a result does not fit it."""
+    for name, given, shape in (
+        ("bias", bias, result.shape[-1:]),
+        ("residual", residual, result.shape),
+    ):
+        if given is None:
+            continue
+        if group_sizes is not None:
+            raise ValueError(f"{op}: {name} does not go with group_sizes. Add it after the call.")
+        if given.shape != shape:
+            raise ValueError(
+                f"{op}: {name} must have shape {shape} for a result of shape {result.shape}, got "
+                f"{given.shape}"
+            )
+        if given.dtype != result.dtype:
+            raise TypeError(
+                f"{op}: {name} must be {result.dtype}, as the result is, got {given.dtype}"
+            )
 
 
 def _check_stack(

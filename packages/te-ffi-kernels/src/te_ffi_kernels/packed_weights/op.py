@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from ..joining import JoiningName
 from ..op import Op
 from . import reference
-from .config import Form, check, check_rotation
+from .config import Form, check, check_added, check_rotation
 from .sharding import partition_matmul
 from .weight import PackedWeight
 
@@ -28,6 +30,8 @@ def gemm_w8a8(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply activations, quantized to int8 by row, with int8 weights.
 
@@ -56,6 +60,10 @@ def gemm_w8a8(
             none. ``weight`` must be rotated in the same way; the matmul is then that of plain rows
             and a plain weight (QuaRot, arXiv:2404.00456). It needs ``signs``, and does not go with
             ``group_sizes``.
+        bias: [n], of the result's dtype: added to each row of the product. A kernel adds it before
+            it stores the row; the numbers are those of an addition after the matmul.
+        residual: [*rows, n], of the result's dtype: added after the bias in the same way. Neither
+            goes with ``group_sizes``.
 
     Returns:
         [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
@@ -64,12 +72,12 @@ def gemm_w8a8(
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
         ValueError: another number of columns, or a weight of 4 bits, or a stack with neither index
-            nor group_sizes.
+            nor group_sizes, or a bias or residual of another shape.
         jax.errors.JaxRuntimeError: when it runs on CPU: a weight whose buffer is damaged, or a
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN,
             and so is everything if a size is negative.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
     return _matmul("gemm_w8a8", 8, *given)
 
 
@@ -82,6 +90,8 @@ def gemm_w8a16(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply float activations with a weight in 8 bits.
 
@@ -95,7 +105,7 @@ def gemm_w8a16(
     The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
     on AMX, and in 16 bits on GPUs, an infinity may give infinities.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
     return _matmul("gemm_w8a16", 8, *given)
 
 
@@ -108,12 +118,14 @@ def gemv_w8(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply a few rows at the speed of reading the weight.
 
     Arguments and numbers are those of ``gemm_w8a16``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
     return _matmul("gemv_w8", 8, *given)
 
 
@@ -126,13 +138,15 @@ def gemv_w4(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply any number of rows with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
     multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
     return _matmul("gemv_w4", 4, *given)
 
 
@@ -145,13 +159,15 @@ def gemm_w4a8(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
 ) -> jax.Array:
     """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
 
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
     is up to twice as fast as ``gemv_w4``. The arguments are those of ``gemm_w8a8``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
     return _matmul("gemm_w4a8", 4, *given)
 
 
@@ -165,33 +181,69 @@ def _matmul(
     group_sizes: jax.Array | None,
     signs: jax.Array | None,
     rotation: int,
+    bias: jax.Array | None,
+    residual: jax.Array | None,
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check(op, bits, x, weight, dtype, index, group_sizes)
     check_rotation(op, weight.k, signs, rotation, group_sizes)
+    result = jax.ShapeDtypeStruct((*x.shape[:-1], weight.n), dtype)
+    check_added(op, result, bias, residual, group_sizes)
     picks, given = "", ()
     if group_sizes is not None:
         places = jnp.arange(weight.shape[0]) if index is None else jnp.asarray(index)
         picks, given = "groups", (places.astype(jnp.int32), group_sizes.astype(jnp.int32))
     elif index is not None:
         picks, given = "stack", (jnp.asarray(index, jnp.int32),)
-    if signs is not None:
-        given = (*given, signs)
-    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation))
-    return _run(form, x, weight.buffer, *given)
+    added = (bias is not None, residual is not None)
+    given = (*given, *(array for array in (signs, bias, residual) if array is not None))
+    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *added)
+    return _of_form(form)(x, weight.buffer, *given)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _run(form: Form, x: jax.Array, *weight: jax.Array) -> jax.Array:
-    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    return _MATMUL(form, rows, *weight).reshape(*x.shape[:-1], form.n)
+@functools.lru_cache(maxsize=1024)
+def _of_form(form: Form) -> Callable[..., jax.Array]:
+    """Return the jitted matmul of a form, whose name joins additions after it."""
+
+    def run(x: jax.Array, *given: jax.Array) -> jax.Array:
+        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        if form.has_residual:
+            given = (*given[:-1], given[-1].reshape(rows.shape[0], form.n))
+        return _MATMUL(form, rows, *given).reshape(*x.shape[:-1], form.n)
+
+    run.__name__ = JoiningName(form.op, functools.partial(_join, form))
+    return jax.jit(run)
+
+
+def _join(
+    form: Form, primitive: str, operands: Sequence[jax.Array], which: int, call: Sequence[jax.Array]
+) -> Any:
+    """Add what a program adds to a matmul by its kernel; see ``JoiningName``."""
+    x, *given = call
+    result, added = operands[which], operands[1 - which]
+    # Of a call that vmap or grad has transformed the name is the same, and the arrays are others.
+    if primitive != "add" or form.has_residual or not form.is_of(x, given, result):
+        return NotImplemented
+    if added.dtype != form.dtype:
+        return NotImplemented
+    if added.shape == (form.n,) and not form.has_bias:
+        return _of_form(dataclasses.replace(form, has_bias=True))(x, *given, added)
+    if added.shape == result.shape:
+        return _of_form(dataclasses.replace(form, has_residual=True))(x, *given, added)
+    return NotImplemented
 
 
 def _name(form: Form) -> str:
-    return f"{form.op}_{form.picks}" if form.picks else form.op
+    added = "added" if form.added else ""
+    return "_".join(filter(None, (form.op, form.picks, added)))
 
 
 def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
+    if form.added:  # after what multiplies here
+        given, added = form.parted(weight)
+        plain = dataclasses.replace(form, has_bias=False, has_residual=False)
+        y = _MATMUL(plain, rows, *given)
+        return functools.reduce(lambda y, array: y + array.reshape(-1, form.n), added, y)
     if form.rotation:
         weight, signs = weight[:-1], weight[-1]
         rotated = reference.rotate(rows, signs, form.rotation)
@@ -237,26 +289,35 @@ def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
 
 
 def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
-    return {"k": form.layout.k, "n": form.n, **form.layout.attributes, **form.rotated}
+    of_weight = {"k": form.layout.k, "n": form.n, **form.layout.attributes}
+    return of_weight | form.rotated | form.added
 
 
 def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
     """Merge the mapped axis into the rows."""
-    if any(in_batched[1:]) or form.picks == "groups":
+    *others, of_residual = in_batched if form.has_residual else (*in_batched, False)
+    if any(others[1:]) or not others[0] or form.picks == "groups":
         return NotImplemented
+    if form.has_residual:
+        *weight, residual = weight
+        if not of_residual:
+            residual = jnp.broadcast_to(residual, (size, *residual.shape))
+        weight = (*weight, residual.reshape(size * x.shape[1], form.n))
     y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)
     return y.reshape(size, x.shape[1], form.n), True
 
 
 def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
-    x, *weight = operands
-    # Of x, the gradient needs the dtype alone.
-    return jnp.zeros((), x.dtype), *weight
+    x, *given = operands
+    # Of x, the gradient needs the dtype alone, and nothing of what is added.
+    return jnp.zeros((), x.dtype), *form.parted(given)[0]
 
 
 def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
     like, *given = saved
     weight = given[:-1] if form.rotation else given
+    added = (ct.astype(jnp.float32).sum(0).astype(ct.dtype),) if form.has_bias else ()
+    added += (ct,) if form.has_residual else ()
     ct = ct.astype(jnp.float32)
     grouped = form.picks == "groups"
     if grouped:  # the weight of each group, all dequantized at once
@@ -268,7 +329,7 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
     if form.rotation:
         grad = reference.rotate_back(grad, given[-1], form.rotation)
-    return grad.astype(like.dtype), *(None for _ in given)
+    return grad.astype(like.dtype), *(None for _ in given), *added
 
 
 _MATMUL = Op(

@@ -25,8 +25,9 @@ def partition_matmul(
         form: form of the whole matmul.
         block: called as ``block(form, *operands)``.
         operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
-            bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``. Last,
-            ``signs[k]`` of rows that are rotated.
+            bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``. Then
+            ``signs[k]`` of rows that are rotated, and what is added, ``bias[n]`` and
+            ``residual[m, n]``.
     """
     panel = form.layout.columns
     stacked, grouped = bool(form.picks), form.picks == "groups"
@@ -43,7 +44,10 @@ def partition_matmul(
             rows, panels = (None, panels) if x < weight else (rows, None)
         picks = [(None,), (None,)] if grouped else [()]
         weight = [(None, panels, None), *picks] if stacked else [(panels,)]
-        return [(rows, None), *weight, *([(None,)] if form.rotation else [])], [(rows, panels)]
+        weight += [(None,)] if form.rotation else []
+        weight += [(panels,)] if form.has_bias else []
+        weight += [(rows, panels)] if form.has_residual else []
+        return [(rows, None), *weight], [(rows, panels)]
 
     def on_device(given: Any, found: Any) -> Callable[..., jax.Array]:
         shared_out = found[0][1] is not None
@@ -59,6 +63,8 @@ def partition_matmul(
     weight = [["l", "p", "b"], *picks] if stacked else [["p", "b"]]
     weight += [["k"]] if form.rotation else []
     columns, whole = ("(p c)", {"k", "l", "b", "c"}) if by_panels else ("n", {*"klpbn"})
+    weight += [[columns]] if form.has_bias else []
+    weight += [["m", columns]] if form.has_residual else []
     return partitioned(
         lambda *operands: block(form, *operands),
         specs,
