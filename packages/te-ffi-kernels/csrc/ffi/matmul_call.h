@@ -27,7 +27,8 @@ struct MatmulConfig {
 
   int64_t n;
   PanelLayout layout;
-  int64_t rotation;  // the block in which rows of x are rotated by signs, the last operand; or 0
+  int64_t rotation;  // the block in which rows of x are rotated by signs, an operand; or 0
+  bool bias = false, residual = false;  // whether they are operands, the last ones
 };
 
 inline constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
@@ -40,22 +41,48 @@ inline constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
 inline constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
 inline constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
 inline constexpr char kGemmW4A8Stack[] = "te_ffi_kernels.gemm_w4a8_stack";
+inline constexpr char kGemmW8A8Added[] = "te_ffi_kernels.gemm_w8a8_added";
+inline constexpr char kGemmW8A16Added[] = "te_ffi_kernels.gemm_w8a16_added";
+inline constexpr char kGemvW8Added[] = "te_ffi_kernels.gemv_w8_added";
+inline constexpr char kGemvW4Added[] = "te_ffi_kernels.gemv_w4_added";
+inline constexpr char kGemmW4A8Added[] = "te_ffi_kernels.gemm_w4a8_added";
+inline constexpr char kGemmW8A8StackAdded[] = "te_ffi_kernels.gemm_w8a8_stack_added";
+inline constexpr char kGemmW8A16StackAdded[] = "te_ffi_kernels.gemm_w8a16_stack_added";
+inline constexpr char kGemvW8StackAdded[] = "te_ffi_kernels.gemv_w8_stack_added";
+inline constexpr char kGemvW4StackAdded[] = "te_ffi_kernels.gemv_w4_stack_added";
+inline constexpr char kGemmW4A8StackAdded[] = "te_ffi_kernels.gemm_w4a8_stack_added";
 inline constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
 inline constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
 inline constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
 inline constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
 inline constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
 
+// The attribute `name`, which says whether there is an operand.
+template <class Attributes>
+bool Given(const Attributes& attributes, const char* name) {
+  const auto given = NeedAttribute<int64_t>(attributes, name);
+  if (given != 0 && given != 1) throw invalid_argument(name, " must be 0 or 1, got ", given);
+  return given == 1;
+}
+
 // A matmul of x[m, k] with one weight; operands after those say which where there are several, of
-// `kOperands` in all but for signs.
-template <const char* kName, int kBits, int kOperands = 2>
+// `kOperands` in all but for signs and what is added to the result.
+template <const char* kName, int kBits, int kOperands = 2, bool kAdded = false>
 struct MatmulCall {
   static constexpr const char* kTarget = kName;
   static constexpr bool kStacked = kOperands > 2;   // an index says which weight of a stack
   static constexpr bool kGrouped = kOperands == 4;  // or one for each group of rows
   struct Config : MatmulConfig {
     template <class Attributes>
-    explicit Config(const Attributes& attributes) : MatmulConfig(attributes, kBits) {}
+    explicit Config(const Attributes& attributes) : MatmulConfig(attributes, kBits) {
+      if constexpr (kAdded) {
+        bias = Given(attributes, "bias");
+        residual = Given(attributes, "residual");
+        if (bias || residual) return;
+        throw invalid_argument("bias or residual must be 1, got 0 for both; where nothing is added "
+                               "call the target without \"_added\"");
+      }
+    }
   };
 
   template <class Call>
@@ -69,30 +96,43 @@ struct MatmulCall {
     buffer.NeedRank(kOperands == 2 ? 2 : 3).NeedDtype({DType::U8});
     y.NeedDtype({DType::F32, DType::BF16, DType::F16})
         .NeedShape({x.shape[0], config.n}, "the rows of x and the attribute n");
-    if (config.rotation == 0) return;
-    const Array given = call.Operand(kOperands, "signs");
-    given.NeedDtype({DType::S8}).NeedShape({config.layout.k}, "the attribute k");
-    signs = static_cast<const int8_t*>(given.data);
+    int64_t next = kOperands;
+    if (config.rotation != 0) {
+      const Array given = call.Operand(next++, "signs");
+      given.NeedDtype({DType::S8}).NeedShape({config.layout.k}, "the attribute k");
+      signs = static_cast<const int8_t*>(given.data);
+    }
+    if (config.bias) {
+      const Array given = call.Operand(next++, "bias");
+      bias = given.NeedDtype({y.dtype}).NeedShape({config.n}, "the attribute n").data;
+    }
+    if (config.residual) {
+      const Array given = call.Operand(next, "residual");
+      residual = given.NeedDtype({y.dtype})
+                     .NeedShape({y.shape[0], config.n}, "the rows of x and the attribute n")
+                     .data;
+    }
   }
 
   template <class Call>
   static Config Checked(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(kOperands + (config.rotation != 0), 1);
+    call.NeedCounts(kOperands + (config.rotation != 0) + config.bias + config.residual, 1);
     return config;
   }
 
   Config config;
   Array x, buffer, y;
   const int8_t* signs = nullptr;  // where x is rotated
+  const void *bias = nullptr, *residual = nullptr;  // of y's dtype, where they are added
 };
 
 // With one weight of a stack, read where it lies.
-template <const char* kName, int kBits>
-struct StackCall : MatmulCall<kName, kBits, 3> {
+template <const char* kName, int kBits, bool kAdded = false>
+struct StackCall : MatmulCall<kName, kBits, 3, kAdded> {
   template <class Call>
   explicit StackCall(const Call& call)
-      : MatmulCall<kName, kBits, 3>(call), index(call.Operand(2, "index")) {
+      : MatmulCall<kName, kBits, 3, kAdded>(call), index(call.Operand(2, "index")) {
     index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
   }
 

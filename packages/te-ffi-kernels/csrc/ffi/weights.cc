@@ -67,6 +67,8 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buff
                   config.layout};
   args.y = static_cast<char*>(y.data) + begin * config.n * Bytes(y);
   args.y_dtype = y.dtype;
+  args.bias = given.bias;  // to rows in groups nothing is added
+  args.residual = given.residual;
   args.planes = kPlanes;
   args.rotation = {given.signs, config.rotation};
   matmul(args, parallel, selected_isa());
@@ -172,6 +174,13 @@ struct MatmulHandlers {
   Handlers<Stack, WarmMatmul<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
   Handlers<Groups, WarmMatmul<Groups, kPlanes>, MultiplyGroups<Groups, kPlanes>> groups;
 };
+template <const char* kOne, const char* kStack, int kBits, int kPlanes>
+struct AddedHandlers {
+  using One = MatmulCall<kOne, kBits, 2, true>;
+  using Stack = StackCall<kStack, kBits, true>;
+  Handlers<One, WarmMatmul<One, kPlanes>, Multiply<One, kPlanes>> one;
+  Handlers<Stack, WarmMatmul<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
+};
 template <class Op>
 using Packing = Handlers<Op, WarmPack<typename Op::Config>, Pack<Op>>;
 
@@ -180,6 +189,11 @@ const MatmulHandlers<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16
 const MatmulHandlers<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
 const MatmulHandlers<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
 const MatmulHandlers<kGemmW4A8, kGemmW4A8Stack, kGemmW4A8Groups, 4, 1> kW4A8;
+const AddedHandlers<kGemmW8A8Added, kGemmW8A8StackAdded, 8, 1> kW8A8Added;
+const AddedHandlers<kGemmW8A16Added, kGemmW8A16StackAdded, 8, 0> kW8A16Added;
+const AddedHandlers<kGemvW8Added, kGemvW8StackAdded, 8, 0> kW8Added;
+const AddedHandlers<kGemvW4Added, kGemvW4StackAdded, 4, 0> kW4Added;
+const AddedHandlers<kGemmW4A8Added, kGemmW4A8StackAdded, 4, 1> kW4A8Added;
 const Packing<PackCall<kPackW8, 8>> kPack8;
 const Packing<PackCall<kPackW4, 4>> kPack4;
 const Handlers<TakeCall, WarmTake, RunTake> kTake;

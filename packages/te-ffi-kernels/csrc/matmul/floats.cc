@@ -5,6 +5,7 @@
 
 #include "common/arena.h"
 #include "matmul/checks.h"
+#include "matmul/output.h"
 
 namespace jaxtap {
 namespace {
@@ -176,7 +177,6 @@ class FloatMatmul {
   }
 
   void finish(const FloatTile& t, int64_t row, int64_t column, const float* rests) {
-    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
     Finish f{};
     f.totals = t.sums;
     f.stride = t.sums_stride;
@@ -184,10 +184,8 @@ class FloatMatmul {
     f.planes = 1;
     f.scales = reinterpret_cast<const uint8_t*>(rests);
     f.scales_stride = 64;
-    f.y = static_cast<uint8_t*>(args_.y) + ((begin_ + row) * n + column) * size;
-    f.y_dtype = args_.y_dtype;
-    f.y_stride = n * size;
-    f.columns = std::min(n - column, t.panels * 16);
+    f.out = output_of(args_, begin_ + row, column,
+                      std::min(args_.weights.n - column, t.panels * 16));
     kernels_.finish(f);
   }
 

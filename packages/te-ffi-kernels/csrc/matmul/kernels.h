@@ -79,6 +79,16 @@ struct Rotate {
   float* out;           // [k, rounded up to a multiple of 16]
 };
 
+// Where rows of y go, and what is added to them on the way: see `Matmul`.
+struct Output {
+  uint8_t* y;  // of the first row and column, unaligned, as are the other two
+  DType dtype;
+  int64_t stride;  // bytes from row to row, of the residual too
+  int64_t columns;
+  const uint8_t* bias;      // of the first column, or null
+  const uint8_t* residual;  // of the first row and column, or null
+};
+
 // Matmuls of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
 // together before they are rescaled, in int32 where they are two and that is `whole`:
 //   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
@@ -101,11 +111,7 @@ struct Stream {
   bool grouped;  // scales precede each segment, and not the first alone
   int64_t k;
   int64_t segment_k;
-
-  uint8_t* y;  // of the first row and the panel's first column, unaligned
-  DType y_dtype;
-  int64_t y_stride;  // bytes
-  int64_t columns;
+  Output out;
 };
 
 // Sums of plane rows to rows of y.
@@ -118,10 +124,7 @@ struct Finish {
   const float* row_scales;  // null: 1
   const uint8_t* scales;    // float32[16] of each panel, unaligned; null: 1
   int64_t scales_stride;
-  uint8_t* y;  // unaligned
-  DType y_dtype;
-  int64_t y_stride;  // bytes
-  int64_t columns;
+  Output out;
 };
 
 // A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed quantized values, or

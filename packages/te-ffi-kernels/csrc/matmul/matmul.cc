@@ -1,12 +1,13 @@
 #include "matmul/matmul.h"
 
 #include <algorithm>
-#include <cstring>
+#include <vector>
 
 #include "common/error.h"
 #include "matmul/checks.h"
 #include "matmul/floats.h"
 #include "matmul/kernels.h"
+#include "matmul/output.h"
 #include "matmul/pack.h"
 #include "matmul/slab.h"
 
@@ -60,6 +61,17 @@ void check(const Matmul& a) {
 
 int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
+// Where there is nothing to multiply.
+void finish_zeros(const Matmul& args) {
+  const std::vector<float> zeros(static_cast<size_t>(divide_up(args.weights.n, 16) * 16));
+  Finish f{};
+  f.totals = zeros.data();
+  f.rows = args.m;
+  f.planes = 1;
+  f.out = output_of(args, 0, 0, args.weights.n);
+  generic_kernels().finish(f);
+}
+
 }  // namespace
 
 int default_planes(int64_t m) {
@@ -72,11 +84,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   const PanelLayout& layout = w.layout;
   check(args);
   if (args.m == 0 || w.n == 0) return;
-  if (layout.k == 0) {
-    const size_t bytes = byte_size(args.y_dtype) * static_cast<size_t>(args.m * w.n);
-    std::memset(args.y, 0, bytes);
-    return;
-  }
+  if (layout.k == 0) return finish_zeros(args);
   if (floats_suit(args, isa)) return multiply_floats(args, parallel);
   const int planes = args.planes == 0 ? default_planes(args.m) : args.planes;
   const Kernels* kernels = &kernels_of(isa);

@@ -1,4 +1,4 @@
-// Row-wise work, before and after the matmuls: quantizing x, and rescaling sums into y.
+// Work before the matmuls: quantizing rows of x, and expanding panels of 4 bits.
 //
 // Included by the kernels of each instruction set within a namespace of its own, and compiled with
 // its flags: the loops are written for the compiler to vectorise. -ffp-contract=off is needed.
@@ -204,87 +204,6 @@ inline void quantize_row(const Quantize& q) {
       const int64_t count = rest < q.segment_k ? rest : q.segment_k;
       *offset++ = sum_of(plane + i, count) * q.zero_point;
     }
-  }
-}
-
-// Two branches, so that whole panels are stored by vectors and not by a loop over bytes.
-template <int kSize>
-JAXTAP_INLINE void copy_16(const void* from, uint8_t* to, int64_t count) {
-  if (count == 16) {
-    __builtin_memcpy(to, from, 16 * kSize);
-  } else {
-    const uint8_t* bytes = static_cast<const uint8_t*>(from);
-    for (int64_t i = 0; i < count * kSize; i += kSize) __builtin_memcpy(to + i, bytes + i, kSize);
-  }
-}
-
-// 16 numbers to y, of which `count` are stored.
-JAXTAP_INLINE void store_16(const float* values, DType dtype, uint8_t* y, int64_t count) {
-  if (dtype == DType::F32) {
-    copy_16<4>(values, y, count);
-    return;
-  }
-  uint16_t halves[16];
-  if (dtype == DType::BF16) {
-    for (int i = 0; i < 16; ++i) halves[i] = f32_to_bf16(values[i]);
-  } else {
-    for (int i = 0; i < 16; ++i) halves[i] = f32_to_f16(values[i]);
-  }
-  copy_16<2>(halves, y, count);
-}
-
-template <bool kScaled, int kPlanes, typename Sum>
-inline void finish_rows(const Finish& f, const Sum* all_sums) {
-  const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
-  for (int64_t r = 0; r < f.rows; ++r) {
-    const Sum* sums = all_sums + r * kPlanes * f.stride;
-    const float row_scale = f.row_scales == nullptr ? 1.0f : f.row_scales[r];
-    const uint8_t* panel_scales = f.scales;
-    uint8_t* y = f.y + r * f.y_stride;
-    for (int64_t c = 0; c < f.columns; c += 16) {
-      float values[16], scales[16];
-      for (int i = 0; i < 16; ++i) {
-        float value = static_cast<float>(sums[c + i]);
-        if (kPlanes == 3) {
-          value = (static_cast<float>(sums[2 * f.stride + c + i]) * 65536.0f +
-                   static_cast<float>(sums[f.stride + c + i]) * 256.0f) +
-                  value;
-        }
-        values[i] = value;
-      }
-      if (!kScaled) {
-        for (int i = 0; i < 16; ++i) values[i] *= row_scale;
-      } else {
-        __builtin_memcpy(scales, panel_scales, 64);
-        panel_scales += f.scales_stride;
-        if (kPlanes == 1) {
-          for (int i = 0; i < 16; ++i) values[i] = values[i] * row_scale * scales[i];
-        } else {
-          for (int i = 0; i < 16; ++i) values[i] = values[i] * scales[i] * row_scale;
-        }
-      }
-      const int64_t count = f.columns - c < 16 ? f.columns - c : 16;
-      store_16(values, f.y_dtype, y + c * size, count);
-    }
-  }
-}
-
-template <bool kScaled, typename Sum>
-inline void finish_planes(const Finish& f, const Sum* sums) {
-  if (f.planes == 1) {
-    finish_rows<kScaled, 1>(f, sums);
-  } else {
-    finish_rows<kScaled, 3>(f, sums);
-  }
-}
-
-inline void finish(const Finish& f) {
-  if (f.sums != nullptr) {
-    finish_planes<true>(f, f.sums);
-  } else if (f.scales != nullptr) {
-    finish_planes<true>(f, f.totals);
-  } else {
-    finish_planes<false>(f, f.totals);
   }
 }
 

@@ -10,6 +10,7 @@
 #include "matmul/checks.h"
 #include "matmul/kernels.h"
 #include "matmul/matmul.h"
+#include "matmul/output.h"
 
 namespace jaxtap {
 
@@ -175,7 +176,7 @@ class SlabMatmul {
   }
 
   void multiply_stream(int64_t panel, int64_t count) {
-    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
+    const int64_t columns = layout_.columns();
     Stream s;
     s.x = planes_of_x_;
     s.x_stride = stride_;
@@ -193,12 +194,9 @@ class SlabMatmul {
     s.grouped = layout_.group != 0;
     s.k = k_;
     s.segment_k = segment_k_;
-    s.y_dtype = args_.y_dtype;
-    s.y_stride = n * size;
     for (int64_t i = panel; i < panel + count; ++i) {
       s.payload = panel_at(i) + kPanelHeader;
-      s.y = static_cast<uint8_t*>(args_.y) + (begin_ * n + i * layout_.columns()) * size;
-      s.columns = panel_columns(n, i, layout_.columns());
+      s.out = output_of(args_, begin_, i * columns, panel_columns(args_.weights.n, i, columns));
       kernels_.stream(s);
     }
   }
@@ -267,8 +265,8 @@ class SlabMatmul {
 
   // From sums to rows of y.
   Finish finish_of(const Tile& t, int64_t row, int64_t rows, int64_t panel) const {
-    const int64_t size = static_cast<int64_t>(byte_size(args_.y_dtype)), n = args_.weights.n;
     const int64_t column = panel * layout_.columns();
+    const int64_t columns = std::min(args_.weights.n - column, t.panels * kPanelColumns);
     Finish f;
     f.sums = exact_ ? t.sums : nullptr;
     f.totals = t.totals;
@@ -278,10 +276,7 @@ class SlabMatmul {
     f.row_scales = row_scales_ + row;
     f.scales = exact_ ? t.scales : nullptr;  // else they are in the totals
     f.scales_stride = t.scales_stride;
-    f.y = static_cast<uint8_t*>(args_.y) + ((begin_ + row) * n + column) * size;
-    f.y_dtype = args_.y_dtype;
-    f.y_stride = n * size;
-    f.columns = std::min(n - column, t.panels * kPanelColumns);
+    f.out = output_of(args_, begin_ + row, column, columns);
     return f;
   }
 

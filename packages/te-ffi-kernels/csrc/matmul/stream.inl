@@ -1,6 +1,6 @@
 // A few rows times a panel of version 2, which is read once, from its first byte to its last.
 //
-// Included by the kernels of each instruction set after rows.inl and after
+// Included by the kernels of each instruction set after finish.inl and after
 //
 //   // Sums of products over `k` rows of K, less the offsets, of kRows plane rows.
 //   template <int kRows>
@@ -47,15 +47,10 @@ inline void stream_rows(const Stream& s, int64_t row) {
     }
     if (x_scales != nullptr) x_scales += s.x_scales_step;
   }
-  const int64_t size = s.y_dtype == DType::F32 ? 4 : 2;
   for (int r = 0; r < kRows; ++r) {
     const float row_scale = s.row_scales == nullptr ? 1.0f : s.row_scales[row + r];
     for (int c = 0; c < kStreamColumns; ++c) totals[r][c] *= row_scale;
-    uint8_t* y = s.y + (row + r) * s.y_stride;
-    for (int64_t c = 0; c < s.columns; c += 16) {
-      const int64_t count = s.columns - c < 16 ? s.columns - c : 16;
-      store_16(totals[r] + c, s.y_dtype, y + c * size, count);
-    }
+    for (int64_t c = 0; c < s.out.columns; c += 16) put_16<true>(s.out, row + r, c, totals[r] + c);
   }
 }
 

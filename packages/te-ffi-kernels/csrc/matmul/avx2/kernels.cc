@@ -13,6 +13,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/finish.inl"
 #include "matmul/rotate.inl"
 
 constexpr int64_t kAhead = 1024;  // bytes

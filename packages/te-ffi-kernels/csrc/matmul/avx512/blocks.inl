@@ -4,13 +4,13 @@
 // Included by kernels.cc.
 
 // Whole sums of one plane to rows of y.
-template <int R, int P>
+template <bool kAdds, int R, int P>
 JAXTAP_INLINE void finish_block(const Finish& f, int64_t r0, int64_t p0,
                                 const __m512i (&sums)[R][P]) {
-  const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
+  const Output& out = f.out;
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
-    const int64_t column = 16 * (p0 + p), count = f.columns - column;
+    const int64_t column = 16 * (p0 + p), count = out.columns - column;
     if (count <= 0) break;
     const __m512 scale = _mm512_loadu_ps(f.scales + (p0 + p) * f.scales_stride);
     const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
@@ -18,15 +18,20 @@ JAXTAP_INLINE void finish_block(const Finish& f, int64_t r0, int64_t p0,
     for (int r = 0; r < R; ++r) {
       const __m512 by_row =
           _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][p]), _mm512_set1_ps(f.row_scales[r0 + r]));
-      const __m512 value = _mm512_mul_ps(by_row, scale);
-      uint8_t* y = f.y + (r0 + r) * f.y_stride + column * size;
-      if (f.y_dtype == DType::F32) {
-        _mm512_mask_storeu_ps(y, used, value);
-      } else {
+      __m512 value = _mm512_mul_ps(by_row, scale);
+      if (out.dtype != DType::F32) {
         float values[16];
         _mm512_storeu_ps(values, value);
-        store_16(values, f.y_dtype, y, count < 16 ? count : 16);
+        put_16<kAdds>(out, r0 + r, column, values);
+        continue;
       }
+      const int64_t at = (r0 + r) * out.stride + 4 * column;
+      const auto add = [&](const uint8_t* from) __attribute__((always_inline)) {
+        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(used, from));
+      };
+      if (kAdds && out.bias != nullptr) add(out.bias + 4 * column);
+      if (kAdds && out.residual != nullptr) add(out.residual + at);
+      _mm512_mask_storeu_ps(out.y + at, used, value);
     }
   }
 }
@@ -45,16 +50,19 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
     }
   }
   if (R > kFewRows && t.finish != nullptr) {
-    const Finish& f = *t.finish;
-    const int64_t size = f.y_dtype == DType::F32 ? 4 : 2;
+    const Output& to = t.finish->out;
+    const int64_t size = to.dtype == DType::F32 ? 4 : 2;
     for (int r = 0; r < R; ++r) {
-      const uint8_t* y = f.y + (r0 + r) * f.y_stride + 16 * p0 * size;
+      const uint8_t* y = to.y + (r0 + r) * to.stride + 16 * p0 * size;
       for (int64_t i = 0; i < 16 * P * size; i += 64) __builtin_prefetch(y + i, 1, 3);
     }
   }
   add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p0 * t.qvalues_stride,
                      t.qvalues_stride, t.k, acc);
-  if (t.finish != nullptr) return finish_block<R, P>(*t.finish, r0, p0, acc);
+  if (t.finish != nullptr) {
+    return adds(t.finish->out) ? finish_block<true, R, P>(*t.finish, r0, p0, acc)
+                               : finish_block<false, R, P>(*t.finish, r0, p0, acc);
+  }
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 4

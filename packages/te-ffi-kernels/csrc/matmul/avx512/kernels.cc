@@ -12,6 +12,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/finish.inl"
 #include "matmul/rotate.inl"
 
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands

@@ -8,6 +8,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
+#include "matmul/finish.inl"
 #include "matmul/rotate.inl"
 
 // Adds the products of one plane row and the 16 columns of a panel over `k` rows of K. Unsigned, so

@@ -188,6 +188,50 @@ Case rotated_matmul_case() { return rotated_case<kOp>(matmul_case<kOp>(), 0); }
 template <int kOp>
 Case rotated_stack_case() { return rotated_case<kOp>(stack_case<kOp>(), 1); }
 
+// What `made` multiplies, plus operands after its own.
+Case added_case(Case made, bool bias, bool residual) {
+  Program& program = made.program;
+  program.target += "_added";
+  program.attributes.insert({{"bias", int64_t{bias}}, {"residual", int64_t{residual}}});
+  const size_t first = program.operands.size(), last = first + (bias && residual);
+  if (bias) program.operands.push_back(normal({kN}));
+  if (residual) program.operands.push_back(normal({kRows, kN}));
+  made.expect = [first, product = made.expect](const Program& p) {
+    Program plain = p;
+    plain.operands.erase(plain.operands.begin() + static_cast<std::ptrdiff_t>(first),
+                         plain.operands.end());
+    for (int64_t i = 0; i < kRows * kN; ++i) {
+      double value = number(p.results[0], i);
+      for (size_t one = first; one < p.operands.size(); ++one) {
+        value -= number(p.operands[one], i % p.operands[one].size());
+      }
+      set_number(plain.results[0], i, value);
+    }
+    product(plain);
+  };
+  made.bad = {{set("bias", 2), "bias must be 0 or 1, got 2"},
+              {set("residual", -1), "residual must be 0 or 1, got -1"},
+              {[](Program& p) { p.attributes.at("bias") = p.attributes.at("residual") = 0; },
+               "bias or residual must be 1, got 0 for both"},
+              {result(0, kBF16, {kRows, kN}), "must be of: bfloat16, got float32"},
+              {set("group", 3), "got 3"}};
+  const auto refuse = [&](const char* name, size_t at, std::vector<int64_t> other, const char* why) {
+    made.bad.push_back({operand(at, kS32, other), std::string(name) + " must ... got int32"});
+    made.bad.push_back({operand(at, kF32, other), std::string(name) + " must ... " + why});
+  };
+  if (bias) refuse("bias", first, {kN + 1}, "the attribute n");
+  if (residual) refuse("residual", last, {kRows + 1, kN}, "the rows of x and the attribute n");
+  return made;
+}
+
+template <int kOp>
+Case added_matmul_case() { return added_case(matmul_case<kOp>(), true, true); }
+template <int kOp>
+Case added_stack_case() { return added_case(stack_case<kOp>(), true, true); }
+Case bias_case() { return added_case(matmul_case<0>(), true, false); }
+Case residual_case() { return added_case(stack_case<4>(), false, true); }
+Case rotated_added_case() { return added_case(rotated_matmul_case<3>(), true, true); }
+
 template <int kOp>
 Case groups_case() {
   constexpr Op op = kOps<kOp>;
@@ -285,6 +329,12 @@ const Registered kRegistered[] = {
     Registered(rotated_matmul_case<0>), Registered(rotated_matmul_case<3>),
     Registered(rotated_stack_case<0>), Registered(rotated_stack_case<4>),
     Registered(unrotated_groups_case<0>),
+    Registered(added_matmul_case<0>), Registered(added_matmul_case<1>),
+    Registered(added_matmul_case<2>), Registered(added_matmul_case<3>),
+    Registered(added_matmul_case<4>), Registered(added_stack_case<0>),
+    Registered(added_stack_case<1>), Registered(added_stack_case<2>),
+    Registered(added_stack_case<3>), Registered(added_stack_case<4>),
+    Registered(bias_case), Registered(residual_case), Registered(rotated_added_case),
     Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
     Registered(take_case<4>)};
 

@@ -1,0 +1,125 @@
+// Work after the matmuls: rescaling sums, and adding to them, into rows of y.
+//
+// Included as rows.inl.
+
+// Two branches, so that whole panels are stored by vectors and not by a loop over bytes.
+template <int kSize>
+JAXTAP_INLINE void copy_16(const void* from, void* to, int64_t count) {
+  if (count == 16) {
+    __builtin_memcpy(to, from, 16 * kSize);
+  } else {
+    const uint8_t* bytes = static_cast<const uint8_t*>(from);
+    uint8_t* out = static_cast<uint8_t*>(to);
+    for (int64_t i = 0; i < count * kSize; i += kSize) __builtin_memcpy(out + i, bytes + i, kSize);
+  }
+}
+
+// 16 numbers to y, of which `count` are stored.
+JAXTAP_INLINE void store_16(const float* values, DType dtype, uint8_t* y, int64_t count) {
+  if (dtype == DType::F32) {
+    copy_16<4>(values, y, count);
+    return;
+  }
+  uint16_t halves[16];
+  if (dtype == DType::BF16) {
+    for (int i = 0; i < 16; ++i) halves[i] = f32_to_bf16(values[i]);
+  } else {
+    for (int i = 0; i < 16; ++i) halves[i] = f32_to_f16(values[i]);
+  }
+  copy_16<2>(halves, y, count);
+}
+
+// Rounds 16 numbers to `dtype`, and adds `count` numbers of it to the first of them.
+JAXTAP_INLINE void add_16(const uint8_t* addends, DType dtype, int64_t count, float* values) {
+  float added[16] = {};
+  if (dtype == DType::F32) {
+    copy_16<4>(addends, added, count);
+  } else {
+    uint16_t halves[16] = {};
+    copy_16<2>(addends, halves, count);
+    if (dtype == DType::BF16) {
+      for (int i = 0; i < 16; ++i) values[i] = bf16_to_f32(f32_to_bf16(values[i]));
+      for (int i = 0; i < 16; ++i) added[i] = bf16_to_f32(halves[i]);
+    } else {
+      for (int i = 0; i < 16; ++i) values[i] = f16_to_f32(f32_to_f16(values[i]));
+      for (int i = 0; i < 16; ++i) added[i] = f16_to_f32(halves[i]);
+    }
+  }
+  for (int i = 0; i < 16; ++i) values[i] += added[i];
+}
+
+JAXTAP_INLINE bool adds(const Output& out) {
+  return out.bias != nullptr || out.residual != nullptr;
+}
+
+// 16 numbers to a row, as far as it has columns from `column` on. kAdds: there may be what is added
+// to them.
+template <bool kAdds>
+JAXTAP_INLINE void put_16(const Output& out, int64_t row, int64_t column, float* values) {
+  const int64_t count = out.columns - column < 16 ? out.columns - column : 16;
+  const int64_t from = column * (out.dtype == DType::F32 ? 4 : 2), at = row * out.stride + from;
+  if (kAdds && out.bias != nullptr) add_16(out.bias + from, out.dtype, count, values);
+  if (kAdds && out.residual != nullptr) add_16(out.residual + at, out.dtype, count, values);
+  store_16(values, out.dtype, out.y + at, count);
+}
+
+template <bool kAdds, bool kScaled, int kPlanes, typename Sum>
+inline void finish_rows(const Finish& f, const Sum* all_sums) {
+  for (int64_t r = 0; r < f.rows; ++r) {
+    const Sum* sums = all_sums + r * kPlanes * f.stride;
+    const float row_scale = f.row_scales == nullptr ? 1.0f : f.row_scales[r];
+    const uint8_t* panel_scales = f.scales;
+    for (int64_t c = 0; c < f.out.columns; c += 16) {
+      float values[16], scales[16];
+      for (int i = 0; i < 16; ++i) {
+        float value = static_cast<float>(sums[c + i]);
+        if (kPlanes == 3) {
+          value = (static_cast<float>(sums[2 * f.stride + c + i]) * 65536.0f +
+                   static_cast<float>(sums[f.stride + c + i]) * 256.0f) +
+                  value;
+        }
+        values[i] = value;
+      }
+      if (!kScaled) {
+        for (int i = 0; i < 16; ++i) values[i] *= row_scale;
+      } else {
+        __builtin_memcpy(scales, panel_scales, 64);
+        panel_scales += f.scales_stride;
+        if (kPlanes == 1) {
+          for (int i = 0; i < 16; ++i) values[i] = values[i] * row_scale * scales[i];
+        } else {
+          for (int i = 0; i < 16; ++i) values[i] = values[i] * scales[i] * row_scale;
+        }
+      }
+      put_16<kAdds>(f.out, r, c, values);
+    }
+  }
+}
+
+template <bool kScaled, int kPlanes, typename Sum>
+inline void finish_output(const Finish& f, const Sum* sums) {
+  if (adds(f.out)) {
+    finish_rows<true, kScaled, kPlanes>(f, sums);
+  } else {
+    finish_rows<false, kScaled, kPlanes>(f, sums);
+  }
+}
+
+template <bool kScaled, typename Sum>
+inline void finish_planes(const Finish& f, const Sum* sums) {
+  if (f.planes == 1) {
+    finish_output<kScaled, 1>(f, sums);
+  } else {
+    finish_output<kScaled, 3>(f, sums);
+  }
+}
+
+inline void finish(const Finish& f) {
+  if (f.sums != nullptr) {
+    finish_planes<true>(f, f.sums);
+  } else if (f.scales != nullptr) {
+    finish_planes<true>(f, f.totals);
+  } else {
+    finish_planes<false>(f, f.totals);
+  }
+}
