@@ -156,6 +156,24 @@ def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     if consts or jaxpr.effects:
         results = pe.inline_jaxpr_into_trace(trace, info, jaxpr, consts, *tracers)
         return [trace.to_jaxpr_tracer(result, info) for result in results]
+    return _inlined(trace, jaxpr, jaxpr.eqns, jaxpr.outvars, tracers, info)
+
+
+def inline_but_last(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
+    """Inline the body of such a call, without constants, but for its last equation.
+
+    Returns:
+        The operands of that equation.
+    """
+    jaxpr = open_of(eqn.params["jaxpr"])
+    *eqns, last = jaxpr.eqns
+    return _inlined(trace, jaxpr, eqns, last.invars, _tracers(trace, values, info), info)
+
+
+def _inlined(
+    trace: Any, jaxpr: Any, eqns: Sequence[Any], found: Sequence[Any], tracers: Any, info: Any
+) -> Sequence[Any]:
+    """Append some equations of a jaxpr without constants. Return the values of some atoms."""
     known = dict(zip(jaxpr.invars, tracers, strict=True))
 
     def values_of(atoms: Sequence[Any], info: Any) -> list[Any]:
@@ -164,10 +182,10 @@ def inline(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             for x in atoms
         ]
 
-    for inner in jaxpr.eqns:
+    for inner in eqns:
         stack, source = inner.source_info.name_stack, info
         if len(stack):
             source = info.replace(name_stack=info.name_stack + stack)
         results = append(trace, inner, values_of(inner.invars, source), source)
         known.update(zip(inner.outvars, results, strict=True))
-    return values_of(jaxpr.outvars, info)
+    return values_of(found, info)

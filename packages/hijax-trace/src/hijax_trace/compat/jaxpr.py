@@ -188,6 +188,15 @@ def without_last_input(jaxpr: Any, names: Any) -> Any:
     return jaxpr.replace(invars=jaxpr.invars[:-1], debug_info=info)
 
 
+def is_as_traced(jaxpr: Any) -> bool:
+    """Return whether a jitted function was traced to a jaxpr: JAX did not batch or derive it.
+
+    JAX's rules keep a call's name, but not those of its arguments and results.
+    """
+    info = open_of(jaxpr).debug_info
+    return info is not None and None not in (info.arg_names, info.result_paths)
+
+
 def label(jaxpr: Any) -> str:
     """Return a body's label, such as ``scan(body)``."""
     return _label(open_of(jaxpr).debug_info)

@@ -196,6 +196,25 @@ def staged_count(trace: Any) -> int:
     return len(trace.frame.tracing_eqns)
 
 
+def is_used_besides(value: Any, users: Sequence[Any]) -> bool:
+    """Return whether more equations than some use a staged value, or the results of those.
+
+    Args:
+        value: the value, which an equation made.
+        users: the equations.
+    """
+    variables = {id(var) for user in users for var in user.outvars} | {id(value.val)}
+    for eqn in reversed(value._trace.frame.tracing_eqns):
+        eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
+        if eqn is value.parent:
+            break
+        if eqn is None or any(eqn is user for user in users):
+            continue
+        if any(id(x.val) in variables for x in eqn.in_tracers):
+            return True
+    return False
+
+
 _LOOPS = ("scan", "while", "fori_loop", "map", "cond", "switch")
 
 

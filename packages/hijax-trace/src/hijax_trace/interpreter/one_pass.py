@@ -36,6 +36,7 @@ class Pass:
         changed: variables whose value has another type than the variable.
         derivatives: the derivatives in the jaxpr, once an equation asked for them.
         answers: an ``Answers``, if what handlers did may be done again.
+        joins: a ``Joins``, if equations may be joined with calls that handlers made.
     """
 
     def __init__(
@@ -49,7 +50,8 @@ class Pass:
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
         self.derivatives: Derivatives | None = None
-        self.answers: Any = None  # of a module that imports this one
+        self.answers: Any = None  # these two are of modules that import this one
+        self.joins: Any = None
         self.changed: set[Any] = set()
         self.values = Values()
         self.write(compat.inputs_of(jaxpr), values)

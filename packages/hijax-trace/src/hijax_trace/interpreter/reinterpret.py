@@ -11,6 +11,7 @@ from . import asking, deriving, entering, proxy_equations
 from .answers import Answers
 from .atoms import carry, forward
 from .frames import Frame
+from .joins import Joins
 from .one_pass import Pass
 from .session import Session
 from .tasks import Do, Task
@@ -48,8 +49,10 @@ class Interpreter(Pass):
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
         self._carries = any(type(held) is Carrier for held in frame.proxies.values())
         # An engine around this one must see each operation.
-        if self.session.interceptor.is_pure and self.appends and not self.session.is_observed:
-            self.answers = None if self._carries else Answers(self)
+        if self.appends and not self.session.is_observed:
+            self.joins = Joins(self)
+            if self.session.interceptor.is_pure and not self._carries:
+                self.answers = Answers(self)
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
         session, is_program = self.session, frame.is_program
@@ -80,7 +83,9 @@ class Interpreter(Pass):
         if frame.proxies and proxy_equations.make(self, task, values, info):
             pass
         elif task.do is Do.PASS:
-            self.again(task, eqn, values, info)
+            joins = self.joins if frame.foreign else None
+            if joins is None or not joins.make(task, values, info):
+                self.again(task, eqn, values, info)
         else:
             untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
             _ACTIONS[task.do](self, task, values, info)

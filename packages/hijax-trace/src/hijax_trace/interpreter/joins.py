@@ -1,0 +1,149 @@
+"""Joins: operations that the call which made an operand computes as well.
+
+See "Joins" in the README.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from jax import lax
+
+from interception_core import TargetError, explicit_mesh
+
+from .. import compat
+from .one_pass import Pass
+from .reshaped import VIEWS, reshaped
+from .tasks import Task
+
+_ELEMENTWISE = frozenset(
+    "abs add div erf exp integer_pow logistic max min mul neg rsqrt sqrt square sub tanh".split()
+)
+"""Primitives that compute the same in any shape."""
+
+
+class Joins:
+    """The joins of one pass.
+
+    Args:
+        run: the pass, which appends equations.
+    """
+
+    def __init__(self, run: Pass):
+        self._run = run
+        self._uses: Counter[Any] | None = None
+        self._results: set[Any] = set()
+
+    def make(self, task: Task, values: Sequence[Any], info: Any) -> bool:
+        """Make an equation by the call that made one of its operands.
+
+        Args:
+            task: the equation's task, which is to make it as it is.
+            values: its operands.
+            info: its source.
+
+        Returns:
+            Whether it was made.
+
+        Raises:
+            TargetError: ``joined`` returned something of another type.
+        """
+        run, eqn = self._run, task.eqn
+        last, atoms, eqns = eqn, eqn.invars, [eqn]
+        if task.inlined:  # such as jnp.add, which broadcasts before it adds
+            closed = eqn.params["jaxpr"]
+            body = compat.open_of(closed)
+            eqns, atoms = body.eqns, body.invars
+            if not eqns or compat.consts_of(closed) or body.outvars != eqns[-1].outvars:
+                return False
+            last = eqns[-1]
+        if last.primitive.name not in _ELEMENTWISE:
+            return False
+        for value, var, atom in zip(values, eqn.invars, atoms, strict=True):
+            if type(var) is compat.Literal or not self._is_made(var):
+                continue
+            origin = _origin(value, run.trace)
+            if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
+                continue
+            if sum(one.invars.count(atom) for one in eqns) > 1:
+                continue
+            with compat.at(info), eqn.ctx.manager:
+                operands = values
+                if task.inlined:
+                    operands = compat.inline_but_last(run.trace, eqn, values, info)
+                result = _joined(last, operands, last.invars.index(atom), origin)
+                if result is NotImplemented:
+                    continue
+                run.write(eqn.outvars, [lax.reshape(result, eqn.outvars[0].aval.shape)])
+            self._results.update(eqn.outvars)
+            return True
+        return False
+
+    def _is_made(self, var: Any) -> bool:
+        """Return whether a handler or a join made the value of a variable."""
+        return var in self._run.frame.foreign or var in self._results
+
+    def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
+        """Return whether nothing else uses a variable, and its equation's operands are arrays.
+
+        A call that more equations use would run twice.
+        """
+        run = self._run
+        if self._uses is None:
+            atoms = [*(x for one in run.jaxpr.eqns for x in one.invars), *run.jaxpr.outvars]
+            self._uses = Counter(x for x in atoms if type(x) is not compat.Literal)
+        if self._uses[var] > 1:
+            return False
+        known = run.frame.proxies, run.changed
+        if any(x in of for of in known for x in eqn.invars if type(x) is not compat.Literal):
+            return False
+        return explicit_mesh([x for x in values if compat.is_staged(x)]) is None  # of one shape
+
+
+def _fits(eqn: Any, atom: Any) -> bool:
+    """Return whether all operands may be reshaped as one of them is."""
+    aval = eqn.outvars[0].aval
+    alike = all(x.aval.ndim == aval.ndim and x.aval.dtype == aval.dtype for x in eqn.invars)
+    return alike and atom.aval.shape == aval.shape and atom in eqn.invars
+
+
+def _origin(value: Any, trace: Any) -> Any:
+    """Return the result of a call that joins, if a value is that, reshaped; None for others."""
+    users: list[Any] = []
+    while compat.is_staged_in(value, trace):
+        _, eqn = compat.producer(value)
+        if eqn is None or len(eqn.outvars) > 1 or eqn.effects:
+            break
+        if eqn.primitive is compat.jit_p:
+            joins = hasattr(eqn.params["name"], "joined") and value.ndim > 0
+            # JAX's rules keep the name of a call that they batch or derive.
+            joins = joins and compat.is_as_traced(eqn.params["jaxpr"])
+            return value if joins and not compat.is_used_besides(value, users) else None
+        if eqn.primitive.name not in VIEWS or eqn.in_tracers[0].size != value.size:
+            break
+        users.append(eqn)
+        value = eqn.in_tracers[0]
+    return None
+
+
+def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
+    """Return what the call that made ``origin`` returns for an equation, in its own shape."""
+    _, call = compat.producer(origin)
+    name, primitive, whole = call.params["name"], eqn.primitive.name, eqn.outvars[0].aval.shape
+    operands = [
+        origin if i == which else reshaped(x, whole, origin.shape) for i, x in enumerate(values)
+    ]
+    result = name.joined(primitive, eqn.params, operands, which, call.in_tracers)
+    if result is NotImplemented:
+        return result
+    given = compat.typeof(result) if compat.is_jax_type(result) else None
+    if given is None or not compat.same_type(given, origin.aval):
+        got = repr(result) if given is None else given.str_short()
+        raise TargetError(
+            f"The result of {name}.joined for {primitive} must be an array of type "
+            f"{origin.aval.str_short()}, as that of {name}, got {got}. Return an array of that "
+            f"type, or NotImplemented to let {primitive} run."
+        )
+    return result
