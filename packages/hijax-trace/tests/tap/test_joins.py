@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor, TargetError
 from jaxtap_testkit.coded import coded
+from jaxtap_testkit.meshes import grid
 
 DOT = "jax.numpy.dot"
 EARLY = jax.Inline.JAX_EARLY if hasattr(jax, "Inline") else True  # since 0.11: 0.10.2
@@ -248,6 +251,9 @@ def test_what_a_pure_handler_did_is_joined_where_it_is_done_again():
 
     check(layers, X, W, B, calls_of=[3, 3, 3], handler=handler, is_pure=True)
     assert len(handled) < 9  # three times traced
+    Name.asked.clear()
+    jax.make_jaxpr(tapped(layers, handler, is_pure=True))(X, W, B)
+    assert [primitive for primitive, *_ in Name.asked].count("add") == 1
 
 
 def test_calls_that_jax_batched_or_derived_are_left(asked):
@@ -310,3 +316,27 @@ def test_a_result_of_another_type_is_refused(result, got):
         TargetError, match=rf"kernel\.joined for add must .* float32\[6,4\].* {got}"
     ):
         jax.make_jaxpr(tapped(lambda x, w, b: jnp.dot(x, w) + b, handler))(X, W, B)
+
+
+def test_operands_with_shardings_in_their_types_are_left(asked):
+    def program(x, w, r):
+        return jnp.dot(jax.reshard(x, P("x")), w) + jax.reshard(r, P("x"))
+
+    ours = tapped(program, lambda call, x, w: KERNELS[0](x, w))
+    x, r = array(8, 4), array(8, 4)
+    with jax.set_mesh(grid((4, 2), ("x", "y"), AxisType.Explicit)):
+        found = jax.jit(ours)(x, W, r)
+    np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(W) + r, rtol=1e-4, atol=1e-5)
+    assert asked == []
+
+
+def test_in_shard_map(asked):
+    def body(x, w, b, r):
+        return jnp.dot(x, w) + b + r
+
+    mesh = grid((4, 2), ("x", "y"))
+    specs = {"in_specs": (P("x"), P(), P(), P("x")), "out_specs": P("x")}
+    x, r = array(8, 4), array(8, 4)
+    found = jax.jit(tapped(jax.shard_map(body, mesh=mesh, **specs)))(x, W, B, r)
+    np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(W) + B + r, rtol=1e-4, atol=1e-5)
+    assert [shapes for _, shapes, *_ in asked] == [[(2, 4), (4,)], [(2, 4), (2, 4)]]

@@ -9,17 +9,16 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from jax import lax
-
 from interception_core import TargetError, explicit_mesh
 
 from .. import compat
+from ..staging.repeated import appended
 from .one_pass import Pass
 from .reshaped import VIEWS, reshaped
 from .tasks import Task
 
 _ELEMENTWISE = frozenset(
-    "abs add div erf exp integer_pow logistic max min mul neg rsqrt sqrt square sub tanh".split()
+    ("add", "div", "erf", "exp", "integer_pow", "logistic", "max", "min", "mul", "sub", "tanh")
 )
 """Primitives that compute the same in any shape."""
 
@@ -64,7 +63,7 @@ class Joins:
         for value, var, atom in zip(values, eqn.invars, atoms, strict=True):
             if type(var) is compat.Literal or not self._is_made(var):
                 continue
-            origin = _origin(value, run.trace)
+            origin, users = _origin(value, run.trace)
             if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
                 continue
             if sum(one.invars.count(atom) for one in eqns) > 1:
@@ -76,7 +75,9 @@ class Joins:
                 result = _joined(last, operands, last.invars.index(atom), origin)
                 if result is NotImplemented:
                     continue
-                run.write(eqn.outvars, [lax.reshape(result, eqn.outvars[0].aval.shape)])
+                for user in reversed(users):  # cheaper than new reshapes
+                    (result,) = compat.append(run.trace, user, [result], info)
+                run.write(eqn.outvars, [result])
             self._results.update(eqn.outvars)
             return True
         return False
@@ -109,8 +110,11 @@ def _fits(eqn: Any, atom: Any) -> bool:
     return alike and atom.aval.shape == aval.shape and atom in eqn.invars
 
 
-def _origin(value: Any, trace: Any) -> Any:
-    """Return the result of a call that joins, if a value is that, reshaped; None for others."""
+def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
+    """Return the result of a call that joins, and the equations that reshape it to a value.
+
+    None and no equations for a value that is no such result.
+    """
     users: list[Any] = []
     while compat.is_staged_in(value, trace):
         _, eqn = compat.producer(value)
@@ -120,12 +124,13 @@ def _origin(value: Any, trace: Any) -> Any:
             joins = hasattr(eqn.params["name"], "joined") and value.ndim > 0
             # JAX's rules keep the name of a call that they batch or derive.
             joins = joins and compat.is_as_traced(eqn.params["jaxpr"])
-            return value if joins and not compat.is_used_besides(value, users) else None
+            joins = joins and not compat.is_used_besides(value, users)
+            return (value, users) if joins else (None, ())
         if eqn.primitive.name not in VIEWS or eqn.in_tracers[0].size != value.size:
             break
         users.append(eqn)
         value = eqn.in_tracers[0]
-    return None
+    return None, ()
 
 
 def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
@@ -135,7 +140,14 @@ def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
     operands = [
         origin if i == which else reshaped(x, whole, origin.shape) for i, x in enumerate(values)
     ]
-    result = name.joined(primitive, eqn.params, operands, which, call.in_tracers)
+    others = [x for x in operands if x is not origin]
+    types = tuple(map(compat.typeof, others))
+    key = call.params["jaxpr"], primitive, tuple(eqn.params.items()), which, types
+    result = appended(
+        key,
+        lambda: name.joined(primitive, eqn.params, operands, which, call.in_tracers),
+        [*call.in_tracers, *others],
+    )
     if result is NotImplemented:
         return result
     given = compat.typeof(result) if compat.is_jax_type(result) else None
