@@ -16,6 +16,13 @@
 
 namespace jaxtap {
 
+// Between two looks at what another thread changes.
+inline void pause_spinning() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
 // Where the helpers come from: a thread pool that somebody else owns.
 class Scheduler {
  public:
@@ -118,9 +125,7 @@ class Parallel {
       // The others are at their last task each: most often this is short.
       for (int spin = 0; spin < 2000; ++spin) {
         if (done.load(std::memory_order_acquire) == tasks) break;
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
+        pause_spinning();
       }
       std::unique_lock<std::mutex> lock(mutex);
       finished.wait(lock, [&] { return done.load(std::memory_order_acquire) == tasks; });

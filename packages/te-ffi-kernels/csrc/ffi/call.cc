@@ -1,7 +1,10 @@
 #include "ffi/call.h"
 
+#include <chrono>
 #include <cstring>
 #include <utility>
+
+#include "common/helpers.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -133,6 +136,17 @@ Array Call::Result(int64_t index, const char* name) const {
   return Read(name, *static_cast<const XLA_FFI_Buffer*>(frame_.rets.rets[index]));
 }
 
+namespace {
+
+// Whether XLA's pool has run a task on this thread: then it is of that pool, which runs the program's
+// operations and is awake.
+thread_local bool of_pool = false;
+
+// A call after which others are worth staying awake for.
+constexpr std::chrono::microseconds kShort(100);
+
+}  // namespace
+
 XlaScheduler::XlaScheduler(const Call& call) : frame_(call.frame_) {
   int64_t threads = 0;
   XLA_FFI_ThreadPool_NumThreads_Args args = {};
@@ -144,11 +158,19 @@ XlaScheduler::XlaScheduler(const Call& call) : frame_(call.frame_) {
   threads_ = static_cast<int>(threads);
 }
 
+XlaScheduler::~XlaScheduler() {
+  if (begin_ == Clock::time_point() || of_pool || Clock::now() - begin_ > kShort) return;
+  expect_tasks(threads_);
+}
+
 void XlaScheduler::schedule(std::function<void()> task) {
+  if (begin_ == Clock::time_point()) begin_ = Clock::now();
+  if (!of_pool && run_on_helper(task)) return;
   XLA_FFI_ThreadPool_Schedule_Args args = {};
   args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
   args.ctx = frame_.ctx;
   args.task = [](void* data) {
+    of_pool = true;
     auto* owned = static_cast<std::function<void()>*>(data);
     (*owned)();
     delete owned;

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <optional>
@@ -64,17 +65,24 @@ class Call {
   const XLA_FFI_CallFrame& frame_;
 };
 
-// The intra-op thread pool of the program that runs. Of a call: it must not outlive it.
+// The intra-op thread pool of the program that runs, and helpers that are awake. Of a call: it must not
+// outlive it.
 class XlaScheduler : public Scheduler {
  public:
   explicit XlaScheduler(const Call& call);
+  XlaScheduler(const XlaScheduler&) = delete;
+  XlaScheduler& operator=(const XlaScheduler&) = delete;
+  ~XlaScheduler() override;
 
   int threads() const override { return threads_; }
   void schedule(std::function<void()> task) override;
 
  private:
+  using Clock = std::chrono::steady_clock;
+
   const XLA_FFI_CallFrame& frame_;
   int threads_;
+  Clock::time_point begin_{};  // of the first task
 };
 
 // What the stages do. `warm` and `run` throw for what can't be.
