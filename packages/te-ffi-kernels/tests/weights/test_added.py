@@ -60,7 +60,8 @@ def test_beside_the_reference(op):
     given = {"bias": bias, "residual": residual}
     found = op(x, w, **given)
     alike = getattr(te.reference, op.__name__)(x, w, **given)
-    np.testing.assert_allclose(found, alike, rtol=1e-4, atol=1e-3)
+    # Kernels have floats in fixed point.
+    np.testing.assert_allclose(found, alike, rtol=0, atol=1e-4 * np.abs(alike).max())
 
 
 def test_of_a_stack_and_of_rotated_rows():
@@ -162,5 +163,5 @@ def test_errors(given, error, message):
 def test_rows_in_groups_take_nothing():
     stack = jax.tree.map(lambda one: one[None], packed(8))
     x, bias, _ = made(5)
-    with pytest.raises(ValueError, match="bias does not go with group_sizes. Add it after"):
+    with pytest.raises(ValueError, match="bias does not go with group_sizes"):
         te.gemm_w8a8(x, stack, group_sizes=jnp.array([5]), bias=bias)

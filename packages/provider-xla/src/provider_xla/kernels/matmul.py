@@ -42,6 +42,29 @@ class Rotation(NamedTuple):
     axes: tuple[int, ...]
 
 
+class Added(NamedTuple):
+    """What is added to a contraction's result, each sum rounded to the result's dtype.
+
+    Attributes:
+        bias: [n], repeated along all axes but the last; None for none.
+        residual: of the result's shape, added after the bias; None for none.
+    """
+
+    bias: jax.Array | None = None
+    residual: jax.Array | None = None
+
+    def to(self, y: jax.Array) -> jax.Array:
+        """Return the sum."""
+        if self.bias is not None:
+            y = y + jnp.expand_dims(self.bias, range(y.ndim - 1))
+        return y if self.residual is None else y + self.residual
+
+    @property
+    def options(self) -> dict[str, jax.Array]:
+        """Return what there is, by the name that kernels' ops have for it."""
+        return {name: array for name, array in self._asdict().items() if array is not None}
+
+
 class NoKernel(Exception):
     """Raised for a contraction that kernels don't compute, with the reason."""
 
@@ -170,6 +193,7 @@ def multiply(
     side: int,
     extras: Sequence[jax.Array] = (),
     rotation: Rotation | None = None,
+    added: Added = Added(),
 ) -> jax.Array:
     """Return a contraction with a packed weight, by a kernel's op.
 
@@ -182,6 +206,7 @@ def multiply(
         side: which operand the weight is, 0 or 1.
         extras: the sizes of groups, for a ragged matmul.
         rotation: how the op rotates ``x`` first; None if it doesn't.
+        added: what is added to the result.
 
     Raises:
         NoKernel: no op computes this.
@@ -189,7 +214,8 @@ def multiply(
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
     if isinstance(contraction, RaggedMatmul):
-        return _multiply_groups(contraction, how, is_static, x, weight, side, *extras)
+        y = _multiply_groups(contraction, how, is_static, x, weight, side, *extras)
+        return added.to(y)
     layout = layout_of(contraction, side, x.shape, weight.shape)
     assert isinstance(contraction, Matmul)
     dtype = check_dtypes(contraction, x, weight.dtype)
@@ -223,6 +249,9 @@ def multiply(
     options, static = {"index": weight.index}, {}
     if rotation is not None:
         options, static = options | {"signs": rotation.signs}, {"rotation": rotation.block}
+    adds = can_add(weight) and layout.result == tuple(range(len(kept) + 1))
+    if adds:
+        options = options | added.options
     stored = weight.packed, options
     y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
     if weight.misses:
@@ -230,7 +259,14 @@ def multiply(
     left = [part for part in range(rank, rank + len(weight.n_sizes)) if part in places]
     columns = sorted(left, key=lambda part: places[part])
     order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
-    return y.transpose([order[place] for place in layout.result])
+    y = y.transpose([order[place] for place in layout.result])
+    return y if adds else added.to(y)
+
+
+def can_add(weight: PrepackedWeight) -> bool:
+    """Return whether a kernel may add to the columns of a packed weight."""
+    plain = len(weight.n_sizes) == 1 and not (weight.gone or weight.misses)
+    return plain and getattr(weight.packed, "adds", False)
 
 
 def _check_rotation(

@@ -10,7 +10,7 @@ import jax
 
 import quant_numerics as qn
 
-from ..kernels.matmul import NoKernel, multiply
+from ..kernels.matmul import Added, NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
 from ..program.contractions import fits as scales_fit
@@ -66,6 +66,7 @@ def quantized_contraction(
     rhs: jax.Array | Stored,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+    added: Added = Added(),
 ) -> jax.Array:
     """Quantize operands that are still float, then run the contraction.
 
@@ -80,6 +81,7 @@ def quantized_contraction(
         rhs: the right operand.
         extras: the contraction's other arrays.
         calibrations: the static range of each operand; None for one that is measured here.
+        added: what is added to the result, which a kernel may do as it stores it.
     """
 
     def unpacked(operands: Operands) -> list[Any]:
@@ -88,7 +90,7 @@ def quantized_contraction(
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
     def quantized(
-        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
     ) -> jax.Array:
         # First ask for a kernel that rotates the activation, then for one that gets it rotated.
         for given in (operands, transformed(contraction, operands)):
@@ -100,7 +102,8 @@ def quantized_contraction(
                     continue
                 how, static = hows[1 - side], calibrations[1 - side] is not None
                 try:
-                    return multiply(contraction, how, static, x, weight, side, extras, rotation)
+                    found = contraction, how, static, x, weight, side, extras, rotation, added
+                    return multiply(*found)
                 except NoKernel:
                     continue
         sides = []
@@ -113,12 +116,12 @@ def quantized_contraction(
                 sides.append(contraction.quantize(i, x, how))
             else:
                 sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
-        return contraction.run(*sides, *extras)
+        return added.to(contraction.run(*sides, *extras))
 
     def in_float(
-        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any]
+        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
     ) -> jax.Array:
-        return contraction.run(*unpacked(operands), *extras)
+        return added.to(contraction.run(*unpacked(operands), *extras))
 
     # The activation is transformed exactly, and so are its derivatives.
     lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
@@ -127,8 +130,11 @@ def quantized_contraction(
     # The backward pass dequantizes again. Otherwise JAX would save a float array for each step of
     # a scan, which is the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
-    found = qn.straight_through(quantized, differentiated)((lhs, rhs), extras, calibrations)
-    return found if lacks is None else (found.astype(lacks.dtype) + lacks).astype(found.dtype)
+    run = qn.straight_through(quantized, differentiated)
+    if lacks is None:
+        return run((lhs, rhs), extras, calibrations, added)
+    found = run((lhs, rhs), extras, calibrations, Added())
+    return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -8,7 +8,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from hijax_trace import repeated
 from interception_core import Engine
 
 from ..errors import QuantizationError
@@ -16,7 +15,8 @@ from ..program.matching import Rules, follows_values
 from ..program.record import OpRecord
 from ..program.sites import Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
-from .contraction import Hows, Operands, quantized_contraction, stored_operands
+from .contraction import Hows, Operands, stored_operands
+from .joined import contracted
 from .static import Statistics, calibrations
 from .stored import is_stored, unpacked_leaf
 
@@ -70,8 +70,7 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     """Return the result of an operation that rules quantize."""
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
     ranges = calibrations(statistics, site)
-    static = site.contraction, hows
-    return repeated(quantized_contraction, static, *operands, site.extras, ranges)
+    return contracted(site.contraction, hows, operands, site.extras, ranges)
 
 
 def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:

@@ -59,23 +59,6 @@ class Form:
         count = len(given) - self.has_bias - self.has_residual
         return given[:count], given[count:]
 
-    def is_of(self, x: Any, given: Sequence[Any], result: Any) -> bool:
-        """Return whether arrays are the operands and the result of a matmul with one weight."""
-        if self.picks == "groups" or x.ndim == 0 or x.dtype not in _FLOATS:
-            return False
-        weight = self.layout.buffer(self.n)
-        shapes = [weight.shape, *([(self.layout.k,)] if self.rotation else [])]
-        if self.picks == "stack":
-            shapes = [(given[0].shape[:1] + weight.shape), (), *shapes[1:]]
-        shapes += [(self.n,)] if self.has_bias else []
-        shapes += [result.shape] if self.has_residual else []
-        return (
-            [array.shape for array in given] == shapes
-            and given[0].dtype == weight.dtype
-            and x.shape[-1] == self.layout.k
-            and (result.shape, result.dtype) == ((*x.shape[:-1], self.n), self.dtype)
-        )
-
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
         """Return the weight in a buffer, or one of a stack."""
         for i in index:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..joining import JoiningName
 from ..op import Op
 from . import reference
 from .config import Form, check, check_added, check_rotation
@@ -198,39 +196,15 @@ def _matmul(
     added = (bias is not None, residual is not None)
     given = (*given, *(array for array in (signs, bias, residual) if array is not None))
     form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *added)
-    return _of_form(form)(x, weight.buffer, *given)
+    return _run(form, x, weight.buffer, *given)
 
 
-@functools.lru_cache(maxsize=1024)
-def _of_form(form: Form) -> Callable[..., jax.Array]:
-    """Return the jitted matmul of a form, whose name joins additions after it."""
-
-    def run(x: jax.Array, *given: jax.Array) -> jax.Array:
-        rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        if form.has_residual:
-            given = (*given[:-1], given[-1].reshape(rows.shape[0], form.n))
-        return _MATMUL(form, rows, *given).reshape(*x.shape[:-1], form.n)
-
-    run.__name__ = JoiningName(form.op, functools.partial(_join, form))
-    return jax.jit(run)
-
-
-def _join(
-    form: Form, primitive: str, operands: Sequence[jax.Array], which: int, call: Sequence[jax.Array]
-) -> Any:
-    """Add what a program adds to a matmul by its kernel; see ``JoiningName``."""
-    x, *given = call
-    result, added = operands[which], operands[1 - which]
-    # Of a call that vmap or grad has transformed the name is the same, and the arrays are others.
-    if primitive != "add" or form.has_residual or not form.is_of(x, given, result):
-        return NotImplemented
-    if added.dtype != form.dtype:
-        return NotImplemented
-    if added.shape == (form.n,) and not form.has_bias:
-        return _of_form(dataclasses.replace(form, has_bias=True))(x, *given, added)
-    if added.shape == result.shape:
-        return _of_form(dataclasses.replace(form, has_residual=True))(x, *given, added)
-    return NotImplemented
+@functools.partial(jax.jit, static_argnums=0)
+def _run(form: Form, x: jax.Array, *given: jax.Array) -> jax.Array:
+    rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if form.has_residual:
+        given = (*given[:-1], given[-1].reshape(rows.shape[0], form.n))
+    return _MATMUL(form, rows, *given).reshape(*x.shape[:-1], form.n)
 
 
 def _name(form: Form) -> str:

@@ -72,6 +72,11 @@ class PackedWeight:
         """Return whether ops that multiply with it can rotate the activation."""
         return True
 
+    @property
+    def adds(self) -> bool:
+        """Return whether ops that multiply with it can add a bias and a residual."""
+        return True
+
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the fastest op for this weight, or None.
 
