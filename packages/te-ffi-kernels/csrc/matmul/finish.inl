@@ -52,10 +52,30 @@ JAXTAP_INLINE bool adds(const Output& out) {
   return out.bias != nullptr || out.residual != nullptr;
 }
 
+#if defined(__AVX512F__)
+// What follows does for other dtypes and instruction sets.
+template <bool kAdds>
+JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __m512 values) {
+  const int64_t count = out.columns - column, at = row * out.stride + 4 * column;
+  const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
+  const auto add = [&](const uint8_t* from) __attribute__((always_inline)) {
+    values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(used, from));
+  };
+  if (kAdds && out.bias != nullptr) add(out.bias + 4 * column);
+  if (kAdds && out.residual != nullptr) add(out.residual + at);
+  _mm512_mask_storeu_ps(out.y + at, used, values);
+}
+#endif
+
 // 16 numbers to a row, as far as it has columns from `column` on. kAdds: there may be what is added
 // to them.
 template <bool kAdds>
 JAXTAP_INLINE void put_16(const Output& out, int64_t row, int64_t column, float* values) {
+#if defined(__AVX512F__)
+  if (out.dtype == DType::F32) {
+    return put_floats<kAdds>(out, row, column, _mm512_loadu_ps(values));
+  }
+#endif
   const int64_t count = out.columns - column < 16 ? out.columns - column : 16;
   const int64_t from = column * (out.dtype == DType::F32 ? 4 : 2), at = row * out.stride + from;
   if (kAdds && out.bias != nullptr) add_16(out.bias + from, out.dtype, count, values);

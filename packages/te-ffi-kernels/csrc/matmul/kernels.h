@@ -144,6 +144,7 @@ constexpr int64_t kStreamRows = 12;
 struct Kernels {
   int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
+  int64_t task_steps;    // of multiplying 64 bytes, that are worth a task: about 10 microseconds
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
   bool finishes;         // `exact8` knows `finish`, for one plane

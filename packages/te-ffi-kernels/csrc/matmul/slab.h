@@ -26,8 +26,6 @@ constexpr int64_t kPairLimit = 127 * (1 + 256);
 constexpr int64_t kTaskRows = 192;
 // Bytes of plane rows that are held at once.
 constexpr int64_t kSlabBytes = int64_t{16} << 20;
-// Steps of multiplying 64 bytes that are worth a task: about 10 microseconds.
-constexpr int64_t kTaskSteps = 30000;
 
 struct RotatedTag {};
 struct PlanesTag {};
@@ -139,7 +137,7 @@ class SlabMatmul {
     const int64_t row_tasks = (plane_rows + task_rows - 1) / task_rows;
     // Reading a panel from memory takes as long as multiplying 8 rows.
     const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4) * wide;
-    int64_t task_panels = (kTaskSteps + steps - 1) / steps;
+    int64_t task_panels = (kernels_.task_steps + steps - 1) / steps;
     if (parallel.threads() == 1) task_panels = panels;
     const int64_t wanted = std::max<int64_t>(1, 16 * parallel.threads() / row_tasks);
     task_panels = std::max(task_panels, (panels + wanted - 1) / wanted);

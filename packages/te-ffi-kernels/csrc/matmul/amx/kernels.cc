@@ -70,44 +70,26 @@ Operands operands_at(const Tile& t, int64_t r, int64_t p) {
   return {t.x + r * t.x_stride, t.x_stride, t.qvalues + p * t.qvalues_stride, t.qvalues_stride};
 }
 
-// Up to 32 rows by 2 panels.
-void exact_block(const Tile& t, const Shape& shape, int64_t r0, int64_t p0) {
-  int32_t* sums = t.sums + r0 * t.sums_stride + 16 * p0;
-  if (t.first) {
-    for (int64_t r = 0; r < shape.rows; ++r) {
-      const int32_t start = t.offsets == nullptr ? 0 : -t.offsets[(r0 + r) * t.offsets_stride];
-      for (int64_t c = 0; c < 16 * shape.panels; ++c) sums[r * t.sums_stride + c] = start;
-    }
-  }
-  configure(shape);
-  load_sums(shape, sums, t.sums_stride);
-  const Operands o = operands_at(t, r0, p0);
-  t.offsets == nullptr ? add_products<true>(o, shape, t.k) : add_products<false>(o, shape, t.k);
-  store_sums(shape, sums, t.sums_stride);
+// 16 numbers. Compilers have these vectors on every machine.
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef float Floats __attribute__((vector_size(64)));
+
+template <typename Vector>
+JAXTAP_INLINE void load(const void* from, Vector* to) {
+  __builtin_memcpy(to, from, 64);
 }
 
-void exact8(const Tile& t) {
-  const int64_t chunk = chunk_of(t.k);
-  for (int64_t p = 0; p < t.panels; p += 2) {
-    for (int64_t r = 0; r < t.rows; r += kRows) {
-      Shape shape;
-      shape.rows = t.rows - r < kRows ? t.rows - r : kRows;
-      shape.panels = t.panels - p < 2 ? 1 : 2;
-      shape.chunk = chunk;
-      exact_block(t, shape, r, p);
-    }
-  }
-}
-
+#include "matmul/amx/exact.inl"
 #include "matmul/amx/scaled.inl"
 
 }  // namespace
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
-      2,       1024,            16,      true,    false,      exact8,       scaled8,        paired8,
-      nullptr, expand_panel<8>, nullptr, nullptr, rotate_row, quantize_row, quantize_pairs, finish,
-      release};
+      2,            2048,           120000,  16,              true,    true,    exact8,
+      scaled8,      paired8,        nullptr, expand_panel<8>, nullptr, nullptr, rotate_row,
+      quantize_row, quantize_pairs, finish,  release};
   return kKernels;
 }
 

@@ -3,16 +3,6 @@
 // Rows of K from which a segment has more to multiply than to rescale.
 constexpr int64_t kLongScaled = 256;
 
-// 16 numbers. Compilers have these vectors on every machine.
-typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
-typedef float Floats __attribute__((vector_size(64)));
-
-template <typename Vector>
-JAXTAP_INLINE void load(const void* from, Vector* to) {
-  __builtin_memcpy(to, from, 64);
-}
-
 // What the sums of a segment are rescaled with, from a block's first row and panel on.
 struct Rescale {
   const int32_t* offsets;  // of plane rows; null where quantized values are signed

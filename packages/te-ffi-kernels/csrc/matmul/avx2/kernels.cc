@@ -261,6 +261,7 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 const Kernels& avx2_kernels() {
   static constexpr Kernels kKernels = {1,
                                        4096,
+                                       30000,
                                        1,
                                        false,
                                        false,

@@ -7,31 +7,19 @@
 template <bool kAdds, int R, int P>
 JAXTAP_INLINE void finish_block(const Finish& f, int64_t r0, int64_t p0,
                                 const __m512i (&sums)[R][P]) {
-  const Output& out = f.out;
+  const Output out = f.out;  // a copy: nothing to read again after numbers of y are stored
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) {
-    const int64_t column = 16 * (p0 + p), count = out.columns - column;
-    if (count <= 0) break;
+    const int64_t column = 16 * (p0 + p);
+    if (column >= out.columns) break;
     const __m512 scale = _mm512_loadu_ps(f.scales + (p0 + p) * f.scales_stride);
-    const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
       const __m512 by_row =
           _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r][p]), _mm512_set1_ps(f.row_scales[r0 + r]));
-      __m512 value = _mm512_mul_ps(by_row, scale);
-      if (out.dtype != DType::F32) {
-        float values[16];
-        _mm512_storeu_ps(values, value);
-        put_16<kAdds>(out, r0 + r, column, values);
-        continue;
-      }
-      const int64_t at = (r0 + r) * out.stride + 4 * column;
-      const auto add = [&](const uint8_t* from) __attribute__((always_inline)) {
-        value = _mm512_add_ps(value, _mm512_maskz_loadu_ps(used, from));
-      };
-      if (kAdds && out.bias != nullptr) add(out.bias + 4 * column);
-      if (kAdds && out.residual != nullptr) add(out.residual + at);
-      _mm512_mask_storeu_ps(out.y + at, used, value);
+      float values[16];
+      _mm512_storeu_ps(values, _mm512_mul_ps(by_row, scale));
+      put_16<kAdds>(out, r0 + r, column, values);
     }
   }
 }

@@ -122,9 +122,9 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
-      4,        512,             1,              false,  true,       exact8,       scaled8,
-      paired8,  paired16,        expand_panel<0>, expand_panel16, stream, rotate_row, quantize_row,
-      quantize_pairs, finish, nullptr};
+      4,            512,            30000,    1,               false,          true,   exact8,
+      scaled8,      paired8,        paired16, expand_panel<0>, expand_panel16, stream, rotate_row,
+      quantize_row, quantize_pairs, finish,   nullptr};
   return kKernels;
 }
 

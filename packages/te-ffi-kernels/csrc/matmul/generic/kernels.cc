@@ -120,9 +120,9 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = {
-      1,       4096,            1,       false,  false,      exact8,       scaled8,        paired8,
-      nullptr, expand_panel<0>, nullptr, stream, rotate_row, quantize_row, quantize_pairs, finish,
-      nullptr};
+      1,            4096,           30000,   1,               false,   false,  exact8,
+      scaled8,      paired8,        nullptr, expand_panel<0>, nullptr, stream, rotate_row,
+      quantize_row, quantize_pairs, finish,  nullptr};
   return kKernels;
 }
 
