@@ -58,7 +58,8 @@ void add(const Case& c, const Buffer& addends, int64_t count, Buffer* y) {
 void check_same(const Case& c, const Buffer& y, const Buffer& expected, const std::string& what) {
   bool same = true;
   for (int64_t i = 0; i < c.m * c.n && same; ++i) {
-    const double got = element(y.get(), c.y_dtype, i), wanted = element(expected.get(), c.y_dtype, i);
+    const double got = element(y.get(), c.y_dtype, i);
+    const double wanted = element(expected.get(), c.y_dtype, i);
     same = (std::isnan(got) && std::isnan(wanted)) ||
            (got == wanted && std::signbit(got) == std::signbit(wanted));
   }

@@ -215,7 +215,8 @@ Case added_case(Case made, bool bias, bool residual) {
                "bias or residual must be 1, got 0 for both"},
               {result(0, kBF16, {kRows, kN}), "must be of: bfloat16, got float32"},
               {set("group", 3), "got 3"}};
-  const auto refuse = [&](const char* name, size_t at, std::vector<int64_t> other, const char* why) {
+  const auto refuse = [&](const char* name, size_t at, std::vector<int64_t> other,
+                          const char* why) {
     made.bad.push_back({operand(at, kS32, other), std::string(name) + " must ... got int32"});
     made.bad.push_back({operand(at, kF32, other), std::string(name) + " must ... " + why});
   };
