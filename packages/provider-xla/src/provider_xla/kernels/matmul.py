@@ -65,6 +65,9 @@ class Added(NamedTuple):
         return {name: array for name, array in self._asdict().items() if array is not None}
 
 
+NOTHING = Added()
+
+
 class NoKernel(Exception):
     """Raised for a contraction that kernels don't compute, with the reason."""
 
@@ -193,7 +196,7 @@ def multiply(
     side: int,
     extras: Sequence[jax.Array] = (),
     rotation: Rotation | None = None,
-    added: Added = Added(),
+    added: Added = NOTHING,
 ) -> jax.Array:
     """Return a contraction with a packed weight, by a kernel's op.
 

@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from interception_core import get_op, loaded
 
 from .attention import ATTENTION, WRITTEN, of_flax, of_jax, of_written
+from .joining import Joining
 from .ops import StaysFloat
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -102,7 +103,35 @@ def _standardize(given: dict[str, Any]) -> Any:
             raise StaysFloat(f"{name} is given")
     if axis not in (-1, (-1,), getattr(x, "ndim", 0) - 1):
         raise StaysFloat("it is over other axes than the last")
-    return (x,), functools.partial(_norm, "layernorm", x, None, None, _number(given["epsilon"]))
+    epsilon = _number(given["epsilon"])
+    return (x,), lambda op: _STANDARDIZED.of(_Standardized(op, epsilon))(x)
+
+
+class _Standardized(NamedTuple):
+    """A layer norm whose scale and bias the program applies, given last if they are there."""
+
+    op: Callable[..., jax.Array]
+    epsilon: float
+    has_scale: bool = False
+    has_bias: bool = False
+
+
+def _standardized(of: _Standardized, x: jax.Array, *given: jax.Array) -> jax.Array:
+    rest = list(given)
+    scale = rest.pop(0) if of.has_scale else None
+    bias = rest.pop(0) if of.has_bias else None
+    return _norm("layernorm", x, scale, bias, of.epsilon, of.op)
+
+
+def _join(of: _Standardized, primitive: str, has_result_shape: bool) -> _Standardized | None:
+    if has_result_shape or of.has_bias:
+        return None
+    if primitive == "add":
+        return of._replace(has_bias=True)
+    return of._replace(has_scale=True) if primitive == "mul" and not of.has_scale else None
+
+
+_STANDARDIZED = Joining("standardize", _standardized, _join)
 
 
 def _norm(kind: str, x: Any, scale: Any, bias: Any, epsilon: float, op: Callable) -> jax.Array:

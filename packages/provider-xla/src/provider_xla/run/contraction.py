@@ -10,7 +10,7 @@ import jax
 
 import quant_numerics as qn
 
-from ..kernels.matmul import Added, NoKernel, multiply
+from ..kernels.matmul import NOTHING, Added, NoKernel, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
 from ..program.contractions import fits as scales_fit
@@ -66,7 +66,7 @@ def quantized_contraction(
     rhs: jax.Array | Stored,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
-    added: Added = Added(),
+    added: Added = NOTHING,
 ) -> jax.Array:
     """Quantize operands that are still float, then run the contraction.
 
@@ -133,7 +133,7 @@ def quantized_contraction(
     run = qn.straight_through(quantized, differentiated)
     if lacks is None:
         return run((lhs, rhs), extras, calibrations, added)
-    found = run((lhs, rhs), extras, calibrations, Added())
+    found = run((lhs, rhs), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
 
 

@@ -1,14 +1,7 @@
-"""Contractions that add what the program adds to their result.
-
-A kernel can add a bias and a residual as it stores its rows. The program adds them in operations of
-their own: hijax-trace asks the name of the contraction's call for the sum. See "Joins" in the
-README of its interpreter.
-"""
+"""Contractions that add what the program adds to their result, by their kernel."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +11,7 @@ from hijax_trace import repeated
 from ..kernels.matmul import Added, can_add
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
+from ..program.joining import Joining
 from .contraction import Hows, Operands, quantized_contraction
 from .stored import stored_form
 
@@ -35,7 +29,7 @@ def contracted(
         static = contraction, hows
         return repeated(quantized_contraction, static, *operands, extras, calibrations)
     leaves, treedef = jax.tree.flatten((*operands, extras, calibrations))
-    return repeated(_adding(_Call(contraction, hows, treedef)), (), *leaves)
+    return repeated(_ADDING.of(_Call(contraction, hows, treedef)), (), *leaves)
 
 
 class _Call(NamedTuple):
@@ -48,41 +42,19 @@ class _Call(NamedTuple):
     has_residual: bool = False
 
 
-class _Name(str):
-    """The name of a call's function."""
-
-    call: _Call
-
-    def joined(
-        self,
-        primitive: str,
-        params: Mapping[str, Any],
-        operands: Sequence[jax.Array],
-        which: int,
-        call: Sequence[jax.Array],
-    ) -> Any:
-        """Return the sum of the call's result and the other operand; see ``hijax_trace``."""
-        of = self.call
-        if primitive != "add" or of.has_residual:
-            return NotImplemented
-        added = operands[1 - which]
-        if added.ndim == operands[which].ndim:
-            return _adding(of._replace(has_residual=True))(*call, added)
-        if of.has_bias:
-            return NotImplemented
-        return _adding(of._replace(has_bias=True))(*call, added)
+def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
+    *rest, residual = leaves if call.has_residual else (*leaves, None)
+    *rest, bias = rest if call.has_bias else (*rest, None)
+    given = jax.tree.unflatten(call.treedef, rest)
+    return quantized_contraction(call.contraction, call.hows, *given, Added(bias, residual))
 
 
-@functools.lru_cache(maxsize=4096)
-def _adding(of: _Call) -> Callable[..., jax.Array]:
-    """Return the jitted function of a call."""
+def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:
+    if primitive != "add" or call.has_residual:
+        return None
+    if has_result_shape:
+        return call._replace(has_residual=True)
+    return None if call.has_bias else call._replace(has_bias=True)
 
-    def run(*leaves: jax.Array) -> jax.Array:
-        *rest, residual = leaves if of.has_residual else (*leaves, None)
-        *rest, bias = rest if of.has_bias else (*rest, None)
-        given = jax.tree.unflatten(of.treedef, rest)
-        return quantized_contraction(of.contraction, of.hows, *given, Added(bias, residual))
 
-    run.__name__ = name = _Name("quantized_contraction")
-    name.call = of
-    return jax.jit(run)
+_ADDING = Joining("quantized_contraction", _run, _join)

@@ -1,0 +1,81 @@
+"""Functions that compute what a program does with their result as well."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, Generic, Self, TypeVar
+
+import jax
+
+T = TypeVar("T", bound=Hashable)
+
+
+class Joining(Generic[T]):
+    """A family of jitted functions, one for each static argument.
+
+    A kernel can add a bias as it stores its result. The program adds it in an operation of its own:
+    hijax-trace asks the name of the function that made the operand for the sum. See "Joins" in the
+    README of its interpreter.
+
+    Args:
+        name: the name of the functions.
+        run: called as ``run(static, *arrays)``.
+        join: called as ``join(static, primitive, has_result_shape)`` for an operation on the result
+            and one more array, which is ``[n]`` if it does not have the result's shape. Returns the
+            static argument of the function that also computes this, given the array last; or None.
+
+    Attributes:
+        of: returns the function of a static argument.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        run: Callable[..., jax.Array],
+        join: Callable[[T, str, bool], T | None],
+    ):
+        self._name, self._run, self._join = name, run, join
+        self.of = functools.lru_cache(maxsize=4096)(self._of)
+
+    def _of(self, static: T) -> Callable[..., jax.Array]:
+        """Return the function of a static argument."""
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            return self._run(static, *arrays)
+
+        run.__name__ = _Name(self._name, self, static)
+        return jax.jit(run)
+
+    def joined(
+        self, static: T, primitive: str, operands: Sequence[Any], which: int, call: Sequence[Any]
+    ) -> Any:
+        """Return the result of an operation on a function's result, or NotImplemented."""
+        if len(operands) != 2:
+            return NotImplemented
+        other = operands[1 - which]
+        more = self._join(static, primitive, other.ndim == operands[which].ndim)
+        return NotImplemented if more is None else self.of(more)(*call, other)
+
+
+class _Name(str):
+    """The ``__name__`` of such a function."""
+
+    _family: Joining[Any]
+    _static: Any
+
+    def __new__(cls, name: str, family: Joining[Any], static: Any) -> Self:
+        self = super().__new__(cls, name)
+        self._family, self._static = family, static
+        return self
+
+    def joined(
+        self,
+        primitive: str,
+        params: Mapping[str, Any],
+        operands: Sequence[Any],
+        which: int,
+        call: Sequence[Any],
+    ) -> Any:
+        """Answer hijax-trace."""
+        return self._family.joined(self._static, primitive, operands, which, call)
