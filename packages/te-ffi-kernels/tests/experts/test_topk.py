@@ -17,6 +17,8 @@ def test_values_and_indices(dtype):
     # With and without a heap; numbers that repeat, and all that are odd.
     for shape, k in (((3, 200), 4), ((2, 3, 20), 20), ((7,), 1), ((0, 5), 2), ((2, 1), 1)):
         for x in (rng.normal(size=shape), rng.integers(-3, 3, shape), rng.choice(ODD, shape)):
+            if dtype == "bfloat16":  # on some processors XLA takes subnormal ones for zeros
+                x = np.where(np.abs(x) < 1e-38, np.copysign(0, x), x)
             x = jnp.asarray(x, dtype)
             values, indices = te.topk(x, k)
             wanted, at = jax.lax.top_k(x, k)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
 import quant_numerics as qn
+from hijax_trace import repeated
 
-from ..kernels.matmul import NOTHING, Added, NoKernel, multiply
+from ..kernels.matmul import NOTHING, Added, NoKernel, can_add, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
 from ..program.contractions import fits as scales_fit
+from ..program.joining import Joining
 from .affine import AffineWeight, without_minimum
 from .stored import stored_form, takes, transformed
 from .transformed import TransformedWeight
@@ -57,9 +59,51 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
     return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 
-# Jitted so that a model with many equal layers traces it once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def quantized_contraction(
+def contracted(
+    contraction: Contraction,
+    hows: Hows,
+    operands: Operands,
+    extras: tuple[Any, ...],
+    calibrations: tuple[Any, Any],
+) -> jax.Array:
+    """Return ``quantized_contraction``, which joins additions if its kernel may do them."""
+    forms = map(stored_form, operands)
+    if not any(isinstance(form, PrepackedWeight) and can_add(form) for form in forms):
+        static = contraction, hows
+        return repeated(quantized_contraction, static, *operands, extras, calibrations)
+    leaves, treedef = jax.tree.flatten((*operands, extras, calibrations))
+    return repeated(_ADDING.of(_Call(contraction, hows, treedef)), (), *leaves)
+
+
+class _Call(NamedTuple):
+    """A contraction of flat operands, and what is added: a bias, a residual, or both, last."""
+
+    contraction: Contraction
+    hows: Hows
+    treedef: Any
+    has_bias: bool = False
+    has_residual: bool = False
+
+
+def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
+    *rest, residual = leaves if call.has_residual else (*leaves, None)
+    *rest, bias = rest if call.has_bias else (*rest, None)
+    given = jax.tree.unflatten(call.treedef, rest)
+    return _contracted(call.contraction, call.hows, *given, Added(bias, residual))
+
+
+def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:
+    if primitive != "add" or call.has_residual:
+        return None
+    if has_result_shape:
+        return call._replace(has_residual=True)
+    return None if call.has_bias else call._replace(has_bias=True)
+
+
+_ADDING = Joining("quantized_contraction", _run, _join)
+
+
+def _contracted(
     contraction: Contraction,
     hows: Hows,
     lhs: jax.Array | Stored,
@@ -93,7 +137,8 @@ def quantized_contraction(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
     ) -> jax.Array:
         # First ask for a kernel that rotates the activation, then for one that gets it rotated.
-        for given in (operands, transformed(contraction, operands)):
+        for is_rotated in (False, True):
+            given = transformed(contraction, operands) if is_rotated else operands
             for side, held in enumerate(given):
                 rotation, weight, x = None, held, given[1 - side]
                 if isinstance(held, TransformedWeight):
@@ -102,8 +147,9 @@ def quantized_contraction(
                     continue
                 how, static = hows[1 - side], calibrations[1 - side] is not None
                 try:
-                    found = contraction, how, static, x, weight, side, extras, rotation, added
-                    return multiply(*found)
+                    return multiply(
+                        contraction, how, static, x, weight, side, extras, rotation, added
+                    )
                 except NoKernel:
                     continue
         sides = []
@@ -135,6 +181,10 @@ def quantized_contraction(
         return run((lhs, rhs), extras, calibrations, added)
     found = run((lhs, rhs), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
+
+
+# Jitted so that a model with many equal layers traces it once.
+quantized_contraction = jax.jit(_contracted, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -15,8 +15,7 @@ from ..program.matching import Rules, follows_values
 from ..program.record import OpRecord
 from ..program.sites import Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
-from .contraction import Hows, Operands, stored_operands
-from .joined import contracted
+from .contraction import Hows, Operands, contracted, stored_operands
 from .static import Statistics, calibrations
 from .stored import is_stored, unpacked_leaf
 
