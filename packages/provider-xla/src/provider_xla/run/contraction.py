@@ -88,8 +88,9 @@ class _Call(NamedTuple):
 def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
     *rest, residual = leaves if call.has_residual else (*leaves, None)
     *rest, bias = rest if call.has_bias else (*rest, None)
-    given = jax.tree.unflatten(call.treedef, rest)
-    return _contracted(call.contraction, call.hows, *given, Added(bias, residual))
+    lhs, rhs, extras, calibrations = jax.tree.unflatten(call.treedef, rest)
+    added = Added(bias, residual)
+    return _contracted(call.contraction, call.hows, lhs, rhs, extras, calibrations, added)
 
 
 def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:

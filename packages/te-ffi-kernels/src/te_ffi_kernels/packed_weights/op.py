@@ -273,10 +273,10 @@ def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weig
     if any(others[1:]) or not others[0] or form.picks == "groups":
         return NotImplemented
     if form.has_residual:
-        *weight, residual = weight
+        *before, residual = weight
         if not of_residual:
             residual = jnp.broadcast_to(residual, (size, *residual.shape))
-        weight = (*weight, residual.reshape(size * x.shape[1], form.n))
+        weight = (*before, residual.reshape(size * x.shape[1], form.n))
     y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)
     return y.reshape(size, x.shape[1], form.n), True
 
