@@ -5,6 +5,7 @@ import math
 from typing import ClassVar
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -340,3 +341,15 @@ def test_in_shard_map(asked):
     found = jax.jit(tapped(jax.shard_map(body, mesh=mesh, **specs)))(x, W, B, r)
     np.testing.assert_allclose(found, np.asarray(x) @ np.asarray(W) + B + r, rtol=1e-4, atol=1e-5)
     assert [shapes for _, shapes, *_ in asked] == [[(2, 4), (4,)], [(2, 4), (2, 4)]]
+
+
+@pytest.mark.parametrize("shape", ["b, 4", "b, 3, 4"])
+def test_symbolic_shapes_are_left_alone(shape):
+    """Whether an operand is repeated over them can't be told."""
+    ours = tapped(lambda x: x + (jnp.dot(x, W) + B))
+    x = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32)
+    exported = jax.export.export(jax.jit(ours))(x)
+    given = X if shape.count(",") == 2 else X[0]
+    wide = np.asarray(given, np.float64)
+    wanted = wide + (wide @ np.asarray(W, np.float64) + np.asarray(B, np.float64))
+    np.testing.assert_allclose(exported.call(given), wanted, rtol=1e-5, atol=1e-5)
