@@ -6,7 +6,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #include "common/parallel.h"
 
@@ -109,9 +111,13 @@ void expect_tasks(int threads) {
   const int wanted = std::min(threads - 1, kMost);
   if (all.started.load(std::memory_order_acquire) < wanted) {
     std::lock_guard<std::mutex> lock(all.starting);
-    for (int i = all.started; i < wanted; ++i) {
-      std::thread([&one = all.all[static_cast<size_t>(i)]] { one.serve(); }).detach();
-      all.started.store(i + 1, std::memory_order_release);
+    try {
+      for (int i = all.started; i < wanted; ++i) {
+        std::thread([&one = all.all[static_cast<size_t>(i)]] { one.serve(); }).detach();
+        all.started.store(i + 1, std::memory_order_release);
+      }
+    } catch (const std::system_error&) {
+      return;  // the process may start no more threads: XLA's pool has the tasks
     }
   }
   std::for_each(all.all.begin(), all.all.begin() + std::max(wanted, 0),

@@ -53,7 +53,7 @@ JAXTAP_INLINE bool adds(const Output& out) {
 }
 
 #if defined(__AVX512F__)
-// What follows does for other dtypes and instruction sets.
+// What `put_16` does, for 16 floats in a register.
 template <bool kAdds>
 JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __m512 values) {
   const int64_t count = out.columns - column, at = row * out.stride + 4 * column;

@@ -35,7 +35,7 @@ struct Matmul {
   DType y_dtype = DType::F32;
   // What is added to the product, of y's dtype and any alignment, or null. The product is rounded
   // to y's dtype; the bias is added to that in float32, and the sum is rounded; then the residual
-  // so too: bit for bit as by additions of their own.
+  // so too: bit for bit as by separate additions.
   const void* bias = nullptr;      // [n]
   const void* residual = nullptr;  // [m, n] row-major; may be y itself, else they do not overlap
   Rotation rotation;

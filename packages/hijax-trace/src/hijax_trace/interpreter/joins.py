@@ -115,7 +115,7 @@ def _fits(eqn: Any, atom: Any) -> bool:
 def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
     """Return the result of a call that joins, and the equations that reshape it to a value.
 
-    None and no equations for a value that is no such result.
+    For any other value, None and no equations.
     """
     users: list[Any] = []
     while compat.is_staged_in(value, trace):

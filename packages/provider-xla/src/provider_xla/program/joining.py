@@ -14,9 +14,9 @@ T = TypeVar("T", bound=Hashable)
 class Joining(Generic[T]):
     """A family of jitted functions, one for each static argument.
 
-    A kernel can add a bias as it stores its result. The program adds it in an operation of its own:
-    hijax-trace asks the name of the function that made the operand for the sum. See "Joins" in the
-    README of its interpreter.
+    A kernel can add a bias as it stores its result. The program adds it in a separate
+    operation: hijax-trace asks the name of the function that made the operand for the sum. See
+    "Joins" in the README of its interpreter.
 
     Args:
         name: the name of the functions.
@@ -27,6 +27,7 @@ class Joining(Generic[T]):
 
     Attributes:
         of: returns the function of a static argument.
+        join: as given.
     """
 
     def __init__(
@@ -35,7 +36,8 @@ class Joining(Generic[T]):
         run: Callable[..., jax.Array],
         join: Callable[[T, str, bool], T | None],
     ):
-        self._name, self._run, self._join = name, run, join
+        self.join = join
+        self._name, self._run = name, run
         self.of = functools.lru_cache(maxsize=4096)(self._of)
 
     def _of(self, static: T) -> Callable[..., jax.Array]:
@@ -46,16 +48,6 @@ class Joining(Generic[T]):
 
         run.__name__ = _Name(self._name, self, static)
         return jax.jit(run)
-
-    def joined(
-        self, static: T, primitive: str, operands: Sequence[Any], which: int, call: Sequence[Any]
-    ) -> Any:
-        """Return the result of an operation on a function's result, or NotImplemented."""
-        if len(operands) != 2:
-            return NotImplemented
-        other = operands[1 - which]
-        more = self._join(static, primitive, other.ndim == operands[which].ndim)
-        return NotImplemented if more is None else self.of(more)(*call, other)
 
 
 class _Name(str):
@@ -77,5 +69,9 @@ class _Name(str):
         which: int,
         call: Sequence[Any],
     ) -> Any:
-        """Answer hijax-trace."""
-        return self._family.joined(self._static, primitive, operands, which, call)
+        """Return the result of an operation on the function's, or NotImplemented."""
+        if len(operands) != 2:
+            return NotImplemented
+        other = operands[1 - which]
+        more = self._family.join(self._static, primitive, other.ndim == operands[which].ndim)
+        return NotImplemented if more is None else self._family.of(more)(*call, other)

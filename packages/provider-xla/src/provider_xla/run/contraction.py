@@ -88,9 +88,9 @@ class _Call(NamedTuple):
 def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
     *rest, residual = leaves if call.has_residual else (*leaves, None)
     *rest, bias = rest if call.has_bias else (*rest, None)
-    lhs, rhs, extras, calibrations = jax.tree.unflatten(call.treedef, rest)
-    added = Added(bias, residual)
-    return _contracted(call.contraction, call.hows, lhs, rhs, extras, calibrations, added)
+    given = call.contraction, call.hows, *jax.tree.unflatten(call.treedef, rest)
+    inline = quantized_contraction.__wrapped__  # pyrefly: ignore[missing-attribute]
+    return inline(*given, Added(bias, residual))
 
 
 def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:
@@ -104,7 +104,9 @@ def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:
 _ADDING = Joining("quantized_contraction", _run, _join)
 
 
-def _contracted(
+# Jitted so that a model with many equal layers traces it once.
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def quantized_contraction(
     contraction: Contraction,
     hows: Hows,
     lhs: jax.Array | Stored,
@@ -182,10 +184,6 @@ def _contracted(
         return run((lhs, rhs), extras, calibrations, added)
     found = run((lhs, rhs), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
-
-
-# Jitted so that a model with many equal layers traces it once.
-quantized_contraction = jax.jit(_contracted, static_argnums=(0, 1))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike
 
+from .. import checks
 from .layout import Layout
 from .weight import PackedWeight
-
-_FLOATS = (jnp.float32, jnp.bfloat16, jnp.float16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +104,7 @@ def check(
         raise ValueError(f"{op}: weight: {error}") from None
     _check_stack(op, x, weight.shape[:-2], index, group_sizes)
     for name, given in (("x", x.dtype), ("out_dtype", dtype)):
-        if given not in _FLOATS:
+        if given not in checks.FLOATS:
             raise TypeError(f"{op}: {name} must be float32, bfloat16 or float16, got {given}")
     if x.ndim == 0 or x.shape[-1] != weight.k:
         raise ValueError(
@@ -151,15 +150,8 @@ def check_added(
             continue
         if group_sizes is not None:
             raise ValueError(f"{op}: {name} does not go with group_sizes. Add it after the call.")
-        if given.shape != shape:
-            raise ValueError(
-                f"{op}: {name} must have shape {shape} for a result of shape {result.shape}, got "
-                f"{given.shape}"
-            )
-        if given.dtype != result.dtype:
-            raise TypeError(
-                f"{op}: {name} must be {result.dtype}, as the result is, got {given.dtype}"
-            )
+        checks.shape(op, name, given, shape, f"for a result of shape {result.shape}")
+        checks.dtype(op, name, given.dtype, (result.dtype,))
 
 
 def _check_stack(
