@@ -1,5 +1,7 @@
 """Train steps of scanned, rematerialized and branching programs, statistics included."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,3 +101,66 @@ def test_a_train_step_with_remat(name, ranges):
         slopes = jax.grad(jax.jit(in_place), (0, 1))(PARAMS, X)
         close((slopes, kept.state), (expected, new))
         state = new
+
+
+@jax.custom_jvp
+def by_jvp(x):
+    return jnp.tanh(x * 1.5)
+
+
+by_jvp.defjvp(
+    lambda primals, tangents: (by_jvp(*primals), tangents[0] * jnp.cos(primals[0])),
+)
+
+
+@jax.custom_vjp
+def by_vjp(x):
+    return jnp.tanh(x * 1.5)
+
+
+by_vjp.defvjp(lambda x: (jnp.tanh(x * 1.5), x), lambda x, ct: (ct * jnp.cos(x),))
+ACTIVATIONS = {"relu": jax.nn.relu, "custom_jvp": by_jvp, "custom_vjp": by_vjp}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("ranges", RULES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_train_step_with_custom_rules(activation, ranges):
+    """Sites in a function with rules have the ranges, and the values, of the forward pass."""
+
+    def layer(x, w):
+        return ACTIVATIONS[activation](x @ w)
+
+    def mapped(x, w, part=lambda f: f):
+        return jax.vmap(part(layer), (0, None))(x, w)
+
+    parts = [
+        layer,
+        jax.checkpoint(layer),
+        jax.checkpoint(mapped),
+        lambda x, w: mapped(x, w, jax.checkpoint),
+    ]
+    all_slopes = []
+    for part in parts:
+
+        def model(params, x, part=part):
+            x = lax.scan(lambda x, w: (part(x, w), None), x @ params["w"], params["steps"])[0]
+            return x @ params["w"]
+
+        tapped = odml.qat(model, RULES[ranges], average=odml.MovingAverage(0.9))
+        stats = tapped.init(PARAMS, X)
+
+        def loss(params, x, state, tapped=tapped, stats=stats):
+            out, state = tapped.with_state(stats, state, params, x)
+            return jnp.sum(jnp.sin(out)), state
+
+        value, new = jax.jit(loss)(PARAMS, X, stats.state)
+        assert (new[:, 2] == 1).all()
+        slope = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
+        for step in (slope(loss), jax.jit(slope(loss)), slope(jax.jit(loss))):
+            found, slopes = step(PARAMS, X, stats.state)
+            close(found, (value, new))
+            all_slopes.append(slopes)
+        tapped.calibrate(PARAMS, [(X,)])
+    for slopes in all_slopes:
+        close(slopes, all_slopes[0])

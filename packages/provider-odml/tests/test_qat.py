@@ -613,6 +613,58 @@ def test_a_model_for_one_example_under_vmap(engine):
     assert_on_grid(out, np.asarray(expected, np.float64), step)
 
 
+def twice(layer):
+    body = lambda c: (c[0] + 1, layer(c[1]))  # noqa: E731
+    return lambda x: lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
+
+
+@pytest.mark.parametrize(
+    ("around", "prefix"),
+    [
+        (jax.checkpoint, ""),
+        (lambda f: jax.checkpoint(jax.checkpoint(f)), ""),
+        (lambda f: lambda x: lax.cond(X[0, 0] < 9, f, lambda x: -x, x), "cond(f)/"),
+        (lambda f: lambda x: lax.switch(jnp.int32(1), [jnp.sin, f, jnp.cos], x), "switch(f)/"),
+        (twice, "while_body(<lambda>)/"),
+    ],
+    ids=["remat", "remat of remat", "cond", "switch", "while_loop"],
+)
+def test_programs_under_vmap_hide_no_functions(around, prefix):
+    """Functions in them are whole, and get the axes of the batch."""
+    params, x = draw(6, 6, seed=1), draw(4, 3, 6)
+
+    def model(w, x):
+        def layer(x):
+            return jax.nn.softmax(jax.nn.gelu(x @ w) - jnp.mean(x, axis=-1, keepdims=True), axis=0)
+
+        layer.__name__ = "f"
+        return jax.vmap(around(layer))(x)
+
+    def flat(w, x):
+        for _ in range(2 if around is twice else 1):
+            y = jax.nn.gelu(x @ w) - jnp.mean(x, axis=-1, keepdims=True)
+            x = jax.nn.softmax(y, axis=1)
+        return x
+
+    mapped = qat(model, W8A8, engine="trace")
+    keys = mapped.plan(params, x).decisions.keys()
+    assert {f"{prefix}{name}:0" for name in ("dot_general", "gelu", "softmax", "mean")} <= set(keys)
+    stats = [each.calibrate(params, [(x,)]) for each in (mapped, qat(flat, W8A8, engine="trace"))]
+    if not prefix:
+        assert_close(*[list(ranges(one).values()) for one in stats])
+    (slope, out), (expected, wanted) = (
+        jax.jit(jax.grad(lambda w, f=f: (lambda y: (jnp.sum(y**2), y))(f(w, x)), has_aux=True))(w)
+        if around is not twice
+        else (0, f(w, x))
+        for w, f in (
+            (params, lambda w, x: mapped(w, x, quant_stats=stats[0], update_quant_stats=False)),
+            (params, flat),
+        )
+    )
+    np.testing.assert_allclose(out, wanted, atol=0.03)
+    np.testing.assert_allclose(slope, expected, atol=0.1)
+
+
 # Engines, frameworks.
 
 

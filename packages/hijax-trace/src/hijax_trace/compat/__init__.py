@@ -90,6 +90,7 @@ from .kept import (
 )
 from .pjit import (
     UNSPECIFIED,
+    CustomVJPException,
     PjitFunction,
     cond_p,
     custom_jvp_call_p,
@@ -109,6 +110,7 @@ from .pjit import (
     shard_of,
     while_p,
     with_rule,
+    with_zeros,
     wrap_fun,
 )
 from .refs import is_constant_ref, is_ref, new_ref, register_discharge_to_first

@@ -19,6 +19,7 @@ from jax._src import mesh as _mesh  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
+from jax._src.interpreters import ad  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
@@ -39,6 +40,7 @@ while_p = _loops.while_p
 cond_p = _conditionals.cond_p
 custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
 custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
+CustomVJPException = ad.CustomVJPException
 custom_vmap_p = _custom_batching.custom_vmap_p
 shard_map_p = _shard_map.shard_map_p
 """The primitives whose programs can't be replaced by changing one parameter alone."""
@@ -118,6 +120,16 @@ _NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.1
 def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
     """Return a function as JAX's transformations take it."""
     return lu.wrap_init(fn, debug_info=debug_info)
+
+
+def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
+    """Return the backward rule of a ``custom_vjp_call`` for more leading operands.
+
+    Args:
+        rule: the rule.
+        avals: the types of the operands, whose cotangents are zeros.
+    """
+    return _custom_derivatives._handle_consts_in_bwd(rule, avals)
 
 
 def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ from jax._src import (
     ad_util,  # 0.10.2 - 0.12
     core,  # 0.10.2 - 0.12
 )
+from jax._src.custom_derivatives import custom_jvp_call_p  # 0.10.2 - 0.12
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
@@ -97,3 +98,20 @@ def register_discharge_to_first(primitive: Any) -> None:
     def discharged(*args: Any, **params: Any) -> Any:
         value, _ = args[-2:]
         return (None, None), value
+
+
+@_discharge.register_discharge_rule(custom_jvp_call_p)
+def _custom_jvp_call_discharged(*args: Any, call_jaxpr: Any, **params: Any) -> Any:
+    """Discharge a ``custom_jvp`` whose function uses references.
+
+    JAX has such a rule for ``custom_vjp`` alone. Derivatives have been taken by then, so that the
+    function is all that is needed.
+    """
+    del params
+    types = call_jaxpr.in_avals
+    operands = args[len(args) - len(types) :]  # after what differs between versions of JAX
+    found = core.jaxpr_as_fun(_discharge.discharge_state(call_jaxpr))(*operands)
+    count = len(call_jaxpr.out_avals)
+    after = iter(found[count:])
+    changed = [next(after) if isinstance(one, _state.AbstractRef) else None for one in types]
+    return changed, found[:count]

@@ -9,9 +9,10 @@ from ..dataflow.dataflow import returned_views
 from ..dataflow.flow import forwarded
 from ..staging.marker import Marker, MarkerName
 from .atoms import variable
+from .custom import rebuild_custom
 from .frames import Frame
 from .one_pass import Pass, mark_replaced
-from .rebuild import rebuild, rebuild_custom
+from .rebuild import rebuild
 from .tasks import Task
 
 

@@ -39,7 +39,8 @@ class Frame:
         consts: the values of the jaxpr's constants.
         depth: how many loops and maps are around it.
         length: how many steps of a loop it is run for; see ``Body``.
-        is_rule: whether it is a derivative rule, which runs after the loops around it have ended.
+        is_rule: whether it is a derivative rule.
+        is_later: whether it is staged when the loops around have ended.
 
     Attributes:
         index: the step's number, while the frame is staged as the body of a loop.
@@ -62,6 +63,7 @@ class Frame:
         "expressions_were_read",
         "foreign",
         "index",
+        "is_later",
         "is_parameter",
         "is_rule",
         "label",
@@ -93,6 +95,7 @@ class Frame:
         depth: int = 0,
         length: int | None = 0,
         is_rule: bool = False,
+        is_later: bool = False,
     ):
         self._jaxpr = jaxpr
         self._expressions = expressions
@@ -101,6 +104,7 @@ class Frame:
         self.depth = depth
         self.length = length
         self.is_rule = is_rule
+        self.is_later = is_later
         self.index: Any = None
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
@@ -126,6 +130,11 @@ class Frame:
         while frame is not None:
             yield frame
             frame = frame._parent
+
+    @property
+    def is_in_rule(self) -> bool:
+        """Whether it is a derivative rule or in one."""
+        return any(frame.is_rule for frame in self._and_around())
 
     @property
     def is_program(self) -> bool:
@@ -205,7 +214,7 @@ class Frame:
             frame.steps_were_read = True
             if frame.length != 0:
                 found.append(Step(None if are_over else frame.index, frame.length))
-            are_over |= frame.is_rule
+            are_over |= frame.is_later
             # A handler that is asked early, while JAX still stages the loop, has only its label.
             is_known = frame._parent is not None or not frame.label
         return tuple(reversed(found)) if is_known else None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +11,13 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.holders import SAME, Body
+from ..dataflow.holders import Body
 from .bodies import tap_body
 from .body_proxies import NO_PROXIES, proxies_of_body, proxies_of_shards
 from .frames import Metadata, Operands, Place
 from .hi_prims import TappedPrim
 from .memo import Tapped
-from .rules import prim_rule, tapped_rule
+from .rules import prim_rule
 from .session import Session
 
 
@@ -88,7 +87,7 @@ def rebuild(
         trailing = [*trailing, np.arange(bodies[0].length or 0, dtype=np.int32)]
     places = holder.places(params)
     if holder.results == "branches" and any(extra):
-        jaxprs, united = _share(jaxprs, extra)
+        jaxprs, united = share(jaxprs, extra)
         extra, places = [united], places[:1]
     all_values = list(values)
     for operand in _unused(bodies, tapped):
@@ -120,51 +119,6 @@ def rebuild(
     return Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, foreign)
 
 
-def rebuild_custom(
-    session: Session,
-    place: Place,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    operands: Operands,
-) -> Rebuilt:
-    """Return a call with custom derivative rules, with all of it tapped.
-
-    A rule runs instead of the function, when JAX gets to it: its operations count from where the
-    function's do.
-
-    Args:
-        session: the call of the wrapped function.
-        place: where the equation is.
-        params: its parameters.
-        values: its operands.
-        operands: what is known of them.
-    """
-    new = dict(params)
-    before = session.numbers.copy()
-    count = len(values)
-    body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    taken = proxies_of_body(body, operands.proxies)
-    tapped = tap_body(session, place, body, operands, taken)
-    leading = [*tapped.extra, *(taken.leading if tapped.takes_proxies else ())]
-    extra = len(leading)
-    new["call_jaxpr"] = tapped.jaxpr
-    new["num_consts"] = params["num_consts"] + extra
-    first = params["num_consts"]
-    for name in ("jvp_jaxpr_fun", "fwd_jaxpr_thunk"):
-        if name in params:
-            rule = tapped_rule(session, place, params[name], operands, first, before)
-            new[name] = compat.wrap_fun(rule, params[name].debug_info)
-    if extra and "out_trees" in params:
-        new["out_trees"] = functools.partial(_shifted, params["out_trees"], extra)
-    return Rebuilt(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.foreign)
-
-
-def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:
-    """Return a rule's output trees for ``extra`` more leading operands."""
-    out_tree, res_tree, forwarded = out_trees()
-    return out_tree, res_tree, [None if i is None else i + extra for i in forwarded]
-
-
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
     """Return the operands that bodies take only as array proxies."""
     unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
@@ -189,10 +143,17 @@ def _metadata(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
     }
 
 
-def _share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Give every branch the new inputs of all, each value once.
+def share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Give every jaxpr the new inputs of all, each value once.
 
     JAX refuses a reference that is given twice, and loses what is written to one of them.
+
+    Args:
+        jaxprs: the jaxprs.
+        extra: the values of each one's first inputs.
+
+    Returns:
+        The jaxprs, and the values of their first inputs.
     """
     values = list({id(value): value for part in extra for value in part}.values())
     numbers = {id(value): number for number, value in enumerate(values)}

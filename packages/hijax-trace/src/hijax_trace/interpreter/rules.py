@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,40 +57,55 @@ def stage_again(
     return compat.stage(flat, [*before, *own, *after, *number], jaxpr.debug_info)
 
 
-def tapped_rule(
-    session: Session,
-    place: Place,
-    rule: Any,
-    operands: Operands,
-    first: int,
-    numbers: Numbers,
-) -> Callable[..., tuple]:
-    """Return a derivative rule of a function with its operations tapped.
+class CustomRule(NamedTuple):
+    """A derivative rule of a function.
 
-    Args:
-        session: the call of the wrapped function.
+    Attributes:
+        rule: the rule, as JAX keeps it. Called with a bool for each operand but the constants, it
+            returns a jaxpr, the values of its constants, and more.
         place: where the function's call is.
-        rule: the rule, as JAX keeps it.
         operands: what is known of the call's operands.
         first: how many of those the rule is not given: the call's constants.
         numbers: the numbers from which the rule's operations count.
     """
 
+    rule: Any
+    place: Place
+    operands: Operands
+    first: int
+    numbers: Numbers
+
+
+def tapped_rule(session: Session, custom: CustomRule) -> Callable[..., tuple]:
+    """Return a derivative rule of a function with its operations tapped when JAX needs it."""
+
     @functools.cache
-    def tapped(*zeros: Any) -> tuple:
-        jaxpr, consts, *rest = rule.call_wrapped(*zeros)
-        if not session.tapping.tasks.wants(jaxpr):
-            return (jaxpr, consts, *rest)
-        opened = compat.open_of(jaxpr)
-        # Since 0.11 constants without values are the first arguments.
-        before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
-        places = [i - before + first for i in range(len(opened.invars))]
-        known = [k if first <= k < len(operands.avals) else None for k in places]
-        inner = _rule_frame(opened, place, operands, known, consts)
-        counting = session.counting(numbers.copy())
-        return (*stage_again(counting, inner, jaxpr, consts), *rest)
+    def tapped(*flags: Any) -> tuple:
+        return tap_rule(session, custom, flags, is_later=True)
 
     return tapped
+
+
+def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_later: bool) -> tuple:
+    """Return what a derivative rule of a function returns, with its operations tapped.
+
+    Args:
+        session: the call of the wrapped function.
+        custom: the rule.
+        flags: what JAX calls the rule with.
+        is_later: whether the loops around have ended.
+    """
+    jaxpr, consts, *rest = custom.rule.call_wrapped(*flags)
+    if not session.tapping.tasks.wants(jaxpr):
+        return (jaxpr, consts, *rest)
+    opened, first = compat.open_of(jaxpr), custom.first
+    # Since 0.11 constants without values are the first arguments.
+    before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
+    places = [i - before + first for i in range(len(opened.invars))]
+    known = [k if first <= k < len(custom.operands.avals) else None for k in places]
+    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later)
+    counting = session.counting(custom.numbers.copy())
+    return (*stage_again(counting, inner, jaxpr, consts), *rest)
 
 
 def _rule_frame(
@@ -99,6 +114,7 @@ def _rule_frame(
     operands: Operands,
     sources: Sequence[int | None],
     consts: Sequence[Any],
+    is_later: bool = True,
 ) -> Frame:
     """Return the frame of a derivative rule."""
 
@@ -114,6 +130,7 @@ def _rule_frame(
         expressions=list(map(express, jaxpr.invars, sources)),
         consts=consts,
         is_rule=True,
+        is_later=is_later,
     )
 
 

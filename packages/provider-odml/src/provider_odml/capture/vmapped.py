@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import Literal, Primitive
 
 from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
-from .._compat import bind_again, define_batching, scopes_of
+from .._compat import bind_again, closed_of, define_batching, name_of, scopes_of
 from ..trees import split
 from .module_calls import anywhere, bracketed
 from .ops import Op, Passage, methods, ops
@@ -39,11 +41,14 @@ class _Kept:
     before: int = 0
 
 
-class _Call(Primitive):
-    """The call of a function that stays whole until it runs."""
+_is_staging: ContextVar[bool] = ContextVar("staging a mapped function", default=False)
 
-    def bind(self, x: Any, *, kept: _Kept, staging: bool = False) -> Any:
-        return super().bind(x, kept=kept) if staging else kept.fn(x, kept.before)
+
+class _Call(Primitive):
+    """The call of a function that stays whole while a mapped function is staged."""
+
+    def bind(self, x: Any, *, kept: _Kept) -> Any:
+        return super().bind(x, kept=kept) if _is_staging.get() else kept.fn(x, kept.before)
 
 
 call_p = _Call("odml_call")
@@ -56,9 +61,7 @@ def _type(x: Any, *, kept: _Kept) -> Any:
     return x.update(shape=out.shape, dtype=out.dtype, weak_type=False)
 
 
-define_batching(
-    call_p, lambda x, kept: call_p.bind(x, kept=_Kept(kept.fn, kept.before + 1), staging=True)
-)
+define_batching(call_p, lambda x, kept: call_p.bind(x, kept=_Kept(kept.fn, kept.before + 1)))
 
 
 def lifted(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,16 +89,21 @@ def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             return mapped(*args, **kwargs)
 
         stage = functools.partial(jax.make_jaxpr, return_shape=True)
-        closed, out = untapped(stage(on_arrays))(*arrays)
+        token = _is_staging.set(True)
+        try:
+            closed, out = untapped(stage(on_arrays))(*arrays)
+        finally:
+            _is_staging.reset(token)
         return jax.tree.unflatten(jax.tree.structure(out), _evaluated(closed, arrays))
 
     return run
 
 
-def _evaluated(closed: Any, arrays: list[Any]) -> list[Any]:
+def _evaluated(closed: Any, arrays: Sequence[jax.Array]) -> list[Any]:
     """Run what was staged, under its name scopes."""
-    jaxpr, values = closed.jaxpr, dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(jaxpr.invars, arrays, strict=True))
+    jaxpr, values = closed_of(closed).jaxpr, {}
+    values |= zip(jaxpr.constvars, closed_of(closed).consts, strict=True)
+    values |= zip(jaxpr.invars, arrays, strict=True)
 
     def read(atom: Any) -> Any:
         return atom.val if isinstance(atom, Literal) else values[atom]
@@ -104,9 +112,67 @@ def _evaluated(closed: Any, arrays: list[Any]) -> list[Any]:
         with contextlib.ExitStack() as scopes:
             for name in scopes_of(eqn):
                 scopes.enter_context(jax.named_scope(name))
-            found = bind_again(eqn, [read(atom) for atom in eqn.invars])
+            again = _AGAIN.get(eqn.primitive.name) if _holds_calls(eqn) else None
+            found = (again or bind_again)(eqn, [read(atom) for atom in eqn.invars])
         values.update(zip(eqn.outvars, found, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _holds_calls(eqn: Any) -> bool:
+    """Return whether an equation is a call that is kept whole, or holds one."""
+    programs = [part for value in eqn.params.values() for part in _parts(value)]
+    eqns = [one for part in programs if hasattr(part, "eqns") for one in part.eqns]
+    return eqn.primitive is call_p or any(map(_holds_calls, eqns))
+
+
+def _parts(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, tuple | list) else (value,)
+
+
+def _function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return a program as a function, with its name."""
+
+    def fn(*arrays: jax.Array) -> list[Any]:
+        return _evaluated(jaxpr, arrays)
+
+    fn.__name__ = name_of(jaxpr)
+    return fn
+
+
+def _checkpoint(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
+    params = eqn.params
+    fn = _function(params["jaxpr"])
+    options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
+    return jax.checkpoint(fn, **options)(*operands)
+
+
+def _cond(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
+    index, *operands = operands
+    branches = list(map(_function, eqn.params["branches"]))
+    if len(branches) == 2:
+        return lax.cond(index, *branches[::-1], *operands)
+    return lax.switch(index, branches, *operands)
+
+
+def _while(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    test, body = _function(eqn.params["cond_jaxpr"]), _function(eqn.params["body_jaxpr"])
+
+    @functools.wraps(test)
+    def condition(carry: Sequence[jax.Array]) -> jax.Array:
+        return test(*operands[:first], *carry)[0]
+
+    @functools.wraps(body)
+    def step(carry: Sequence[jax.Array]) -> list[Any]:
+        return body(*operands[first:last], *carry)
+
+    return lax.while_loop(condition, step, list(operands[last:]))
+
+
+_AGAIN = {"checkpoint": _checkpoint, "remat2": _checkpoint, "cond": _cond, "while": _while}
+"""By primitive, how an equation with such calls is made again. JAX runs others as functions, and
+with JIT off it has written out scans and jitted functions."""
 
 
 def _keep(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +202,7 @@ def _keep(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # Looked up when it is called: it is tapped there.
         return loaded(op.target)(*given, **named)
 
-    return call_p.bind(x, kept=_Kept(fn), staging=True)
+    return call_p.bind(x, kept=_Kept(fn))
 
 
 Arguments = tuple[list[Any], dict[str, Any]]

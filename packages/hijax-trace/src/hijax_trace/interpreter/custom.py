@@ -1,0 +1,173 @@
+"""Custom: calls with custom derivative rules, with all of it tapped.
+
+A rule runs instead of the function, when JAX gets to it: its operations count from where the
+function's do. By then the loops around have ended, and with them the tracers of their bodies. So if
+handlers use values from around the call, such as the number of a loop's step or the contents of a
+Box, the rule is staged with the function, and the values become operands of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from interception_core import JaxtapError
+
+from .. import compat
+from ..dataflow.holders import SAME, Body
+from ..staging.marker import hoisted
+from .bodies import tap_body
+from .body_proxies import proxies_of_body
+from .frames import Operands, Place
+from .rebuild import Rebuilt, share
+from .rules import CustomRule, tap_rule, tapped_rule
+from .session import Session
+
+
+class _Staged(NamedTuple):
+    """A rule that was staged with its function.
+
+    Attributes:
+        jaxpr: the closed jaxpr.
+        extra: the values of its first inputs, which the call has not got.
+        rest: what else the rule returns.
+    """
+
+    jaxpr: Any
+    extra: tuple[Any, ...]
+    rest: list[Any]
+
+
+def rebuild_custom(
+    session: Session,
+    place: Place,
+    params: dict[str, Any],
+    values: Sequence[Any],
+    operands: Operands,
+) -> Rebuilt:
+    """Return a call with custom derivative rules, with all of it tapped.
+
+    Args:
+        session: the call of the wrapped function.
+        place: where the equation is.
+        params: its parameters.
+        values: its operands.
+        operands: what is known of them.
+    """
+    new = dict(params)
+    name = "jvp_jaxpr_fun" if "jvp_jaxpr_fun" in params else "fwd_jaxpr_thunk"
+    first, count = params["num_consts"], len(values)
+    custom = CustomRule(params[name], place, operands, first, session.numbers.copy())
+    body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
+    taken = proxies_of_body(body, operands.proxies)
+    tapped = tap_body(session, place, body, operands, taken)
+    new["call_jaxpr"] = tapped.jaxpr
+    leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
+    staged = None
+    # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
+    # no end.
+    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_in_rule:
+        staged = _staged(session, custom, [name == "fwd_jaxpr_thunk"] * (count - first))
+    if staged is not None and staged.extra:
+        both = [tapped.jaxpr, staged.jaxpr]
+        (new["call_jaxpr"], rule), leading = share(both, [leading, staged.extra])
+        staged, hidden = staged._replace(jaxpr=rule), (len(leading), first)
+        avals = list(map(compat.typeof, [*leading, *values]))
+        # The rule gets these operands too, so that they must not count as constants.
+        new["num_consts"] = 0
+        if name == "jvp_jaxpr_fun":
+            new["symbolic_zeros"] = True  # references have no other ones
+            rule = _jvp_of(staged, hidden, avals)
+        else:
+            new["bwd"] = compat.with_zeros(params["bwd"], avals[: sum(hidden)])
+            rule = _fwd_of(staged, hidden, avals)
+    else:
+        new["num_consts"] = first + len(leading)
+        rule = tapped_rule(session, custom)
+    new[name] = compat.wrap_fun(rule, params[name].debug_info)
+    if leading and "out_trees" in params:
+        new["out_trees"] = functools.partial(_shifted, params["out_trees"], len(leading))
+    return Rebuilt(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.foreign)
+
+
+def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> _Staged | None:
+    """Stage a rule with its function. Return None if it raises, which matters where it is used."""
+    try:
+        jaxpr, consts, *rest = tap_rule(session, custom, flags, is_later=False)
+    except Exception:
+        return None
+    jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
+    return _Staged(jaxpr, tuple(extra), rest)
+
+
+Hidden = tuple[int, int]
+"""How many operands come before a function's own: of handlers, and the call's constants."""
+
+
+def _check_hidden(varies: Sequence[bool], hidden: Hidden) -> None:
+    """Raise JaxtapError if a handler's value is differentiated."""
+    if any(varies[: hidden[0]]):
+        raise JaxtapError(
+            "A handler must use only its arguments and values without derivatives in a function "
+            "with custom derivative rules, got a value from around it that is differentiated. Use "
+            "jax.lax.stop_gradient(value), or tap the function as a whole."
+        )
+
+
+def _jvp_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
+    """Return a rule of a ``custom_jvp`` for all operands of the call, with symbolic zeros.
+
+    Args:
+        staged: the rule, of its extra values, the function's operands and their tangents.
+        hidden: the operands before those.
+        avals: the types of all operands.
+    """
+    run, own = compat.as_function(staged.jaxpr), range(sum(hidden), len(avals))
+    tangents = [aval.to_tangent_aval() for aval in avals]
+
+    @functools.cache
+    def jvp(*zeros: bool) -> tuple:
+        given = [i for i, is_zero in enumerate(zeros) if not is_zero]
+        _check_hidden([not is_zero for is_zero in zeros], hidden)
+
+        def flat(*values: Any) -> list[Any]:
+            primals = values[: len(avals)]
+            known = dict(zip(given, values[len(avals) :], strict=True))
+            along = [known[i] if i in known else compat.zeros_like_aval(tangents[i]) for i in own]
+            return run(*primals[: hidden[0]], *primals[own.start :], *along)
+
+        types = [*avals, *(tangents[i] for i in given)]
+        return (*compat.stage(flat, types, compat.named_info("jvp")), *staged.rest)
+
+    return jvp
+
+
+def _fwd_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
+    """Return the forward rule of a ``custom_vjp`` for all operands of the call.
+
+    Args:
+        staged: the rule, of its extra values and the function's operands.
+        hidden: the operands before those.
+        avals: the types of all operands.
+    """
+    run, own = compat.as_function(staged.jaxpr), sum(hidden)
+
+    @functools.cache
+    def fwd(*varies: bool) -> tuple:
+        _check_hidden(varies, hidden)
+        if any(varies[:own]):
+            raise compat.CustomVJPException
+
+        def flat(*values: Any) -> list[Any]:
+            return run(*values[: hidden[0]], *values[own:])
+
+        return (*compat.stage(flat, avals, compat.named_info("fwd")), *staged.rest)
+
+    return fwd
+
+
+def _shifted(out_trees: Callable[[], tuple], extra: int) -> tuple:
+    """Return a rule's output trees for ``extra`` more leading operands."""
+    out_tree, res_tree, forwarded = out_trees()
+    return out_tree, res_tree, [None if i is None else i + extra for i in forwarded]
