@@ -76,7 +76,10 @@ def enter(
 ) -> None:
     """Make an equation with the programs that it holds tapped."""
     eqn = task.eqn
-    if (task.inlined and run.appends) or _returns_proxy(run, eqn):
+    # JAX would keep it where it is differentiated or mapped, once for equal calls. Here calls are
+    # not equal, if handlers act in them.
+    is_inlined = task.inlined and compat.staging_trace(run.trace) is not None
+    if is_inlined or _returns_proxy(run, eqn):
         inline(run, task, eqn.params["jaxpr"], values, info, within)
         return
     place, operands = run.place(task, within), run.operands(eqn)
