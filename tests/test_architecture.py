@@ -1,7 +1,9 @@
-"""The page that says where things are names files that are there."""
+"""Names: of files on the page that says where things are, and public ones."""
 
+import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -27,3 +29,18 @@ def test_file_is_there(name):
 def test_picture_is_there():
     (picture,) = re.findall(r"!\[.*\]\((.+\.svg)\)", PAGE)
     assert "prefers-color-scheme: dark" in (ROOT / "docs" / picture).read_text()
+
+
+@pytest.mark.parametrize(
+    "stub", sorted(ROOT.glob("packages/*/src/**/__init__.pyi")), ids=lambda path: path.parent.name
+)
+def test_public_names_stay_what_they_are(stub):
+    """Python binds an imported module to its name in the package, whatever that was."""
+    folder, package = stub.parent, ".".join(stub.parent.relative_to(ROOT).parts[3:])
+    names = re.findall(r"^from (\.[a-z_.]+) import \w+ as (\w+)$", stub.read_text(), re.MULTILINE)
+    for source, name in names:
+        assert source.strip("."), name
+        if (folder / name).is_dir() or (folder / f"{name}.py").exists():
+            importlib.import_module(f"{package}.{name}")
+            found = getattr(importlib.import_module(package), name)
+            assert not isinstance(found, ModuleType), f"{package}.{name} is also a module"

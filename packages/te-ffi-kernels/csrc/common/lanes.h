@@ -76,20 +76,20 @@ JAXTAP_INLINE Halves narrow(Words x) {
 #endif
 }
 
-// 1 where a comparison holds, else 0.
-JAXTAP_INLINE Bytes ones(Ints holds) {
+// A bit where a comparison holds, else 0.
+JAXTAP_INLINE Bytes marks(Ints holds, uint8_t bit) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_movepi32_mask(same_bits<__m512i>(holds));
-  return same_bits<Bytes>(_mm_maskz_set1_epi8(mask, 1));
+  return same_bits<Bytes>(_mm_maskz_set1_epi8(mask, static_cast<char>(bit)));
 #elif defined(__AVX2__)
   const __m256i bits = same_bits<__m256i>(holds);
   const __m128i high = _mm256_extracti128_si256(bits, 1);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bits), high);
   const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  return same_bits<Bytes>(bytes) & 1;
+  return same_bits<Bytes>(bytes) & bit;
 #else
   Bytes narrow{};
-  for (int i = 0; i < kLanes; ++i) narrow[i] = holds[i] & 1;
+  for (int i = 0; i < kLanes; ++i) narrow[i] = static_cast<uint8_t>(holds[i]) & bit;
   return narrow;
 #endif
 }

@@ -116,10 +116,19 @@ void fake_quantize(const Args& args, const Parallel& pool) {
   const Grid grid = grid_of(args.bounds, args.options);
   const auto run = table().round[static_cast<int>(args.dtype)];
   const int64_t size = args.dtype == te::Float::kF32 ? 4 : 2;
-  parallel.ranges(total, kPart, [&](int64_t begin, int64_t end) {
-    run(static_cast<const char*>(args.x) + begin * size,
-        static_cast<char*>(args.out) + begin * size, args.inside + begin, end - begin, grid,
-        {args.bounds[0], args.bounds[1]});
+  const Extremes bounds = {args.bounds[0], args.bounds[1]};
+  const int64_t groups = (args.rows + 7) / 8, width = kPart / std::clamp<int64_t>(args.rows, 1, 8);
+  const int64_t parts = (args.columns + width - 1) / width;
+  const int64_t grain = total == 0 ? 1 : args.blocks * groups * parts * kPart / total;
+  parallel.ranges(args.blocks * groups * parts, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t group = i / parts, row = group % groups * 8, column = i % parts * width;
+      const int64_t at = (group / groups * args.rows + row) * args.columns + column;
+      const Rows rows = {std::min<int64_t>(args.rows - row, 8),
+                         std::min(args.columns - column, width), args.columns};
+      run(static_cast<const char*>(args.x) + at * size, static_cast<char*>(args.out) + at * size,
+          args.inside + group * args.columns + column, rows, grid, bounds);
+    }
   });
 }
 

@@ -34,7 +34,11 @@ struct Args {
   const Terms* terms = nullptr;
   const float* seen = nullptr;  // [2]; not finite where nothing was seen; or nullptr
   void* out = nullptr;
-  uint8_t* inside = nullptr;  // 1 where x is within the bounds: the derivative
+  // Where x is within the bounds: the derivative, a bit for each number. x is [blocks, rows,
+  // columns] to it, and `inside` [blocks, rows / 8 rounded up, columns]: eight rows share bytes,
+  // the first has the lowest bit.
+  uint8_t* inside = nullptr;
+  int64_t blocks = 1, rows = 1, columns = 0;
   float* bounds = nullptr;    // [2]: the average, to which x is rounded
   float* observed = nullptr;  // [2], where options.observe; may be `seen`
 };

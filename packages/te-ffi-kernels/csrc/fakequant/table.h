@@ -16,12 +16,18 @@ struct Extremes {
   float lower, upper;
 };
 
+// Up to eight rows of `count` numbers, one every `stride` numbers.
+struct Rows {
+  int64_t rows, count, stride;
+};
+
 // Indexed by te::Float.
 struct Table {
   // Of `count` numbers and 0: NaN where one of them is.
   Extremes (*extremes[3])(const void* x, int64_t count);
-  // `inside` is 1 where a number is within the bounds, in the dtype of x, and else 0.
-  void (*round[3])(const void* x, void* out, uint8_t* inside, int64_t count, const Grid& grid,
+  // A byte of `inside` is for the numbers of a column: bit i is set where that of row i is within
+  // the bounds, in the dtype of x.
+  void (*round[3])(const void* x, void* out, uint8_t* inside, const Rows& rows, const Grid& grid,
                    const Extremes& bounds);
 };
 

@@ -24,6 +24,7 @@ void Warm(const FakeQuantizeConfig& config) {
   args.seen = config.seen ? seen : nullptr;
   args.out = out.data();
   args.inside = inside.data();
+  args.columns = args.numbers;
   args.bounds = bounds;
   args.observed = config.options.observe ? seen : nullptr;
   fakequant::fake_quantize(args, Parallel());

@@ -15,6 +15,7 @@ struct FakeQuantizeConfig {
   template <class Attributes>
   explicit FakeQuantizeConfig(const Attributes& attributes)
       : batch_axes(NeedAttribute<int64_t>(attributes, "batch_axes")),
+        bits_axis(NeedAttribute<int64_t>(attributes, "bits_axis")),
         seen(NeedAttribute<bool>(attributes, "seen")) {
     const auto bits = NeedAttribute<int64_t>(attributes, "bits");
     if (bits < 2 || bits > 16) throw invalid_argument("bits must be 2 to 16, got ", bits);
@@ -30,6 +31,7 @@ struct FakeQuantizeConfig {
 
   fakequant::Options options;
   int64_t batch_axes;
+  int64_t bits_axis;  // of x, along which eight numbers share a byte of `inside`; -1 if none do
   bool seen;
 };
 
@@ -54,7 +56,17 @@ struct FakeQuantizeCall {
     args.numbers = x.Product(config.batch_axes, x.rank());
     args.dtype = te::float_of(x.dtype);
     NeedSize(out.NeedDtype({x.dtype}), x.size(), "as x");
-    NeedSize(inside.NeedDtype({DType::PRED}), x.size(), "as x");
+    if (config.bits_axis < -1 || config.bits_axis >= x.rank()) {
+      throw invalid_argument("bits_axis must be -1 or an axis of x, ", x.Text(), ", got ",
+                             config.bits_axis);
+    }
+    if (config.bits_axis >= 0) {
+      args.blocks = x.Product(0, config.bits_axis);
+      args.rows = x.shape[config.bits_axis];
+    }
+    args.columns = x.Product(config.bits_axis + 1, x.rank());
+    NeedSize(inside.NeedDtype({DType::U8}), args.blocks * ((args.rows + 7) / 8) * args.columns,
+             "a bit for each of x");
     const Array& table = terms.NeedDtype({DType::F32}).NeedRank(3);
     rows = table.shape[0];
     table.NeedShape({std::max<int64_t>(1, rows), 5, 2}, "at least one row of five terms");

@@ -27,6 +27,7 @@ struct Case {
   int64_t indices, numbers;
   DType dtype;
   fakequant::Options options;
+  int64_t blocks = 1, rows = 1;  // for the bits
 };
 
 void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
@@ -34,10 +35,12 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
   const std::string what = std::to_string(c.indices) + " x " + std::to_string(c.numbers) + ", " +
                            name(c.dtype) + ", " + std::to_string(c.options.bits) + " bits" +
                            (c.options.symmetric ? ", symmetric" : "") +
-                           (c.options.join ? ", joined" : "");
+                           (c.options.join ? ", joined" : "") + ", " + std::to_string(c.rows) +
+                           " rows of bits";
   Buffer x(size * static_cast<int64_t>(byte_size(c.dtype)), c.dtype == DType::F32 ? 4 : 2);
   Buffer out(x.size(), c.dtype == DType::F32 ? 8 : 6);
-  Buffer inside(size, 1);
+  const int64_t columns = size / (c.blocks * c.rows), groups = (c.rows + 7) / 8;
+  Buffer inside(c.blocks * groups * columns, 1);
   std::normal_distribution<float> normal(0.5f, 3.0f);
   for (int64_t i = 0; i < size; ++i) set_element(x.get(), c.dtype, i, normal(random));
   float bounds[2], seen[2] = {-0.25f, 9.0f};
@@ -51,6 +54,9 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
   args.seen = args.observed = seen;
   args.out = out.get();
   args.inside = inside.get();
+  args.blocks = c.blocks;
+  args.rows = c.rows;
+  args.columns = columns;
   args.bounds = bounds;
   fakequant::fake_quantize(args, parallel);
 
@@ -82,7 +88,19 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
   const double least = c.options.symmetric ? -most : -most - 1;
   const double range = c.options.symmetric ? bounds[1] : bounds[1] - bounds[0];
   const double scale = range / (c.options.symmetric ? most : most - least);
-  const double zero = c.options.symmetric ? 0 : std::nearbyint(least - bounds[0] / scale);
+  const double exact = c.options.symmetric ? 0 : least - bounds[0] / scale;
+  // Next to a half, either neighbour: of the zero point, and of a number.
+  const auto is_tie = [](double steps, double rounded) {
+    return std::fabs(std::fabs(steps - rounded) - 0.5) < 1e-3 + 1e-6 * std::fabs(steps);
+  };
+  double zero = std::nearbyint(exact);
+  if (is_tie(exact, zero) && size > 0) {
+    double lowest = 0;
+    for (int64_t i = 0; i < size; ++i) lowest = std::min(lowest, element(out.get(), c.dtype, i));
+    const double other = zero + (exact > zero ? 1 : -1);
+    const auto gap = [&](double point) { return std::fabs(lowest - (least - point) * scale); };
+    if (gap(other) < gap(zero)) zero = other;
+  }
   const double slack = c.dtype == DType::F32 ? 1e-5 : c.dtype == DType::F16 ? 1e-3 : 8e-3;
   const auto in_dtype = [&](float bound) {
     uint8_t bytes[4];
@@ -94,11 +112,12 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
     const double one = element(x.get(), c.dtype, i), found = element(out.get(), c.dtype, i);
     const double steps = std::clamp(one / scale, least - zero, most - zero);
     const double near = std::nearbyint(steps);
-    // Next to a half, either neighbour.
-    const bool tie = std::fabs(std::fabs(steps - near) - 0.5) < 1e-3 + 1e-6 * std::fabs(steps);
+    const bool tie = is_tie(steps, near);
     // Bounds are of the dtype of x.
     const bool in = one >= in_dtype(bounds[0]) && one <= in_dtype(bounds[1]);
-    good = good && inside.get()[i] == in && std::fabs(found - near * scale) <=
+    const int64_t row = i / columns % c.rows;
+    const int64_t at = (i / columns / c.rows * groups + row / 8) * columns + i % columns;
+    good = good && (inside.get()[at] >> row % 8 & 1) == in && std::fabs(found - near * scale) <=
                        slack * (1 + std::fabs(near * scale)) + (tie ? scale * 1.001 : 0);
   }
   CHECK_THAT(good, what);
@@ -117,6 +136,12 @@ TEST(fake_quantization_of_ranges) {
       }
       check_case({1, 50000, dtype, {8, symmetric, true, false, 1.0f}}, random, two);
       check_case({3, 20000, dtype, {8, symmetric, true, true, 1.0f}}, random, two);
+      for (int64_t rows : {1, 5, 8, 9, 16, 23}) {
+        for (int64_t columns : {1, 16, 37, 1500}) {
+          const int64_t numbers = 2 * rows * columns;
+          check_case({2, numbers, dtype, {8, symmetric, true, false, 1.0f}, 4, rows}, random, two);
+        }
+      }
     }
   }
 }
@@ -130,7 +155,7 @@ struct Small {
   explicit Small(std::vector<float> given) : x(std::move(given)), out(x.size()), inside(x.size()) {
     args.options.symmetric = false;
     args.indices = 1;
-    args.numbers = static_cast<int64_t>(x.size());
+    args.numbers = args.columns = static_cast<int64_t>(x.size());
     args.x = x.data();
     args.out = out.data();
     args.inside = inside.data();

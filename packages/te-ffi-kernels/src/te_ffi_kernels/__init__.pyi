@@ -28,7 +28,7 @@ from .attention.types import AttnMaskType as AttnMaskType
 from .attention.types import AttnSoftmaxType as AttnSoftmaxType
 from .attention.types import QKVLayout as QKVLayout
 from .decode.op import decode_attention as decode_attention
-from .fake_quantize.op import fake_quantize as fake_quantize
+from .fake_quantization.op import fake_quantize as fake_quantize
 from .grouped_matmul.op import grouped_dense as grouped_dense
 from .grouped_matmul.op import grouped_gemm_v2 as grouped_gemm_v2
 from .matmul.gemm import gemm as gemm

@@ -107,6 +107,7 @@ def partition_rows(
     sums: Sequence[int] = (),
     *,
     alike: Mapping[str, str] | None = None,
+    multiples: Mapping[str, int] | None = None,
     on_device: Callable[[Sequence[Spec]], Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
     """Return an op that can be partitioned along all axes but some.
@@ -118,9 +119,10 @@ def partition_rows(
         whole: names of axes that each device has all of.
         sums: indices of the results that are sums over the axes that they don't have.
         alike: axis name -> name of an axis of another size that it is shared out like.
+        multiples: axis name -> what a device's share of it must be a multiple of; by default 1.
         on_device: returns what runs on a device for the specs of operands; None for `fn`.
     """
-    alike = alike or {}
+    alike, multiples = alike or {}, multiples or {}
     keys_given, keys_found = (
         [[alike.get(name, name) for name in names] for names in side]
         for side in (axes_given, axes_found)
@@ -137,7 +139,7 @@ def partition_rows(
             for name, axes in zip(names, given, strict=True):
                 if axes is None or name in whole or name in found:
                     continue
-                parts = parts_of(argument.sharding.mesh, axes)
+                parts = parts_of(argument.sharding.mesh, axes) * multiples.get(name, 1)
                 fits = not any(length % parts for length in lengths[name])
                 if fits and not axes_in((axes,)) & axes_in(tuple(found.values())):
                     found[name] = axes

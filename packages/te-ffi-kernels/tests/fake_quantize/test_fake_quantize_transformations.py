@@ -53,6 +53,34 @@ def test_the_derivative_is_that_of_clipping():
     assert slope.tolist() == [1, 1, 0]
 
 
+SHAPES = [(4, 37), (2, 64, 5), (3, 67, 4), (2, 3, 100, 7), (2, 65, 64, 3)]
+"""With and without an axis of bits, in whole bytes and not."""
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_bit_is_kept_for_each_number(shape):
+    x, ct = normal(*shape), normal(*shape, seed=1)
+
+    def slope(op, x):
+        return jax.grad(lambda x: jnp.vdot(op(x, TERMS, 1)[0], ct))(x)
+
+    expected = np.where(np.abs(np.asarray(x)) <= 1, ct, 0)
+    twice = jax.vmap(lambda x: te.fake_quantize(x, TERMS, 1)[0])
+    for found in (
+        jax.jit(functools.partial(slope, te.fake_quantize))(x),
+        slope(reference.fake_quantize, x),
+        jax.vjp(twice, x)[1](ct)[0],
+    ):
+        np.testing.assert_array_equal(found, expected)
+    # What a loop keeps of each step.
+    layers = lambda x: lax.scan(  # noqa: E731
+        lambda c, _: (te.fake_quantize(c, TERMS, 1)[0] + c, None), x, None, length=5
+    )[0]
+    kept = [leaf for leaf in jax.tree.leaves(jax.vjp(layers, x)[1]) if leaf.shape[:1] == (5,)]
+    bits = 8 * sum(leaf.nbytes for leaf in kept) / 5 / x.size
+    assert bits <= (8 if len(shape) == 2 else 1.2)
+
+
 def test_ranges_have_no_derivative():
     def total(x, terms, seen):
         _, bounds, seen = observed(x, terms, 1, seen)
@@ -141,9 +169,11 @@ def test_export():
     assert_close(exported.call(x), run(x))
 
 
-@pytest.mark.parametrize("batch_axes", [0, 1])
-def test_sharding_gathers_nothing(mesh, batch_axes):
-    x = normal(8, 16, 12)
+@pytest.mark.parametrize(
+    ("shape", "batch_axes"), [((8, 16, 12), 0), ((8, 16, 12), 1), ((8, 64, 12), 1)]
+)
+def test_sharding_gathers_nothing(mesh, shape, batch_axes):
+    x = normal(*shape)
     run = functools.partial(observed, batch_axes=batch_axes)
     slope = jax.grad(lambda x: (run(x, TERMS, 1, UNSEEN)[0] * x).sum())
     for spec in (("data",), (None, "model"), ("data", "model"), (("data", "model"),)):
@@ -156,7 +186,7 @@ def test_sharding_gathers_nothing(mesh, batch_axes):
     # The whole tensor on each device: the kernel.
     whole = put(mesh, x)
     (call,) = calls(jax.jit(lambda x: run(x, TERMS, 1, UNSEEN)).lower(whole).compile())
-    assert "f32[8,16,12]" in call
+    assert f"f32[{','.join(map(str, shape))}]" in call
 
 
 def test_explicit_axes():

@@ -42,7 +42,7 @@ Floats rounded_to(float x) {
 }
 
 template <class Format>
-void round(const void* from, void* to, uint8_t* inside, int64_t count, const Grid& grid,
+void round(const void* from, void* to, uint8_t* inside, const Rows& rows, const Grid& grid,
            const Extremes& bounds) {
   // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even. Steps are far below 2^22,
   // since they are clipped first; the ends are whole numbers.
@@ -52,12 +52,18 @@ void round(const void* from, void* to, uint8_t* inside, int64_t count, const Gri
   auto* out = static_cast<Type*>(to);
   const Floats least = all(grid.least), most = all(grid.most);
   const Floats lower = rounded_to<Format>(bounds.lower), upper = rounded_to<Format>(bounds.upper);
-  over(count, [&](int64_t i, auto part) {
-    const Floats number = load<Format>(x + i, part);
-    // So written that NaN goes through.
-    const Floats cut = larger(least, smaller(most, number * grid.reciprocal));
-    store<Format>(out + i, (cut + kRound - kRound) * grid.scale, part);
-    write(inside + i, ones((number >= lower) & (number <= upper)), part);
+  over(rows.count, [&](int64_t i, auto part) {
+    Bytes bits{};
+    for (int64_t row = 0; row < rows.rows; ++row) {
+      const int64_t at = row * rows.stride + i;
+      const Floats number = load<Format>(x + at, part);
+      // So written that NaN goes through.
+      const Floats cut = larger(least, smaller(most, number * grid.reciprocal));
+      store<Format>(out + at, (cut + kRound - kRound) * grid.scale, part);
+      const auto bit = static_cast<uint8_t>(1u << row);
+      bits |= marks((number >= lower) & (number <= upper), bit);
+    }
+    write(inside + i, bits, part);
   });
 }
 

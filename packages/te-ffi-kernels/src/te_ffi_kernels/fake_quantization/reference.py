@@ -26,7 +26,7 @@ def fake_quantize(
     *,
     axes: Sequence[tuple[str, ...]] = (),
 ) -> tuple[jax.Array, ...]:
-    """Return the rounded tensor, where it is in its range, and the range.
+    """Return the rounded tensor, where it is in its range (see ``packed``), and the range.
 
     And the table of bounds that were seen, if x is observed.
 
@@ -53,12 +53,52 @@ def fake_quantize(
     bounds = total / lax.select(wanted, weight, weight_before)
     out = _rounded(config, x, bounds)
     lower, upper = bounds.astype(x.dtype)
-    inside = (lower <= x) & (x <= upper)
+    inside = packed((lower <= x) & (x <= upper), config.bits_axis)
     if not config.observe or seen is None:
         return out, inside, bounds
     place = row, np.int32(0)
     added = lax.dynamic_update_slice(seen, added[None], place, allow_negative_indices=False)
     return out, inside, bounds, added
+
+
+def packed(holds: jax.Array, axis: int | None) -> jax.Array:
+    """Return whether something holds as bits, uint8.
+
+    Args:
+        holds: bool of any shape.
+        axis: along which eight numbers share a byte, the first in its lowest bit. None: each has a
+            byte, 0 or 1.
+    """
+    bits = holds.astype(jnp.uint8)
+    if axis is None:
+        return bits
+    before, length, after = holds.shape[:axis], holds.shape[axis], holds.shape[axis + 1 :]
+    more = -length % 8
+    if more:
+        widths = [(0, more if i == axis else 0, 0) for i in range(holds.ndim)]
+        bits = lax.pad(bits, np.uint8(0), widths)
+    bits = bits.reshape(*before, (length + more) // 8, 8, *after)
+    return lax.reduce_or(bits * _marks(axis, bits.ndim), (axis + 1,))
+
+
+def unpacked(bits: jax.Array, axis: int | None, shape: Sequence[int]) -> jax.Array:
+    """Return where bits are set, bool of a shape: what was ``packed``."""
+    if axis is None:
+        return bits != 0
+    is_set = (jnp.expand_dims(bits, axis + 1) & _marks(axis, bits.ndim + 1)) != 0
+    is_set = is_set.reshape(*shape[:axis], 8 * bits.shape[axis], *shape[axis + 1 :])
+    return lax.slice_in_dim(is_set, 0, shape[axis], axis=axis)
+
+
+def _marks(axis: int, ndim: int) -> np.ndarray:
+    """Return the eight bits, along the axis after one."""
+    bits = np.left_shift(1, np.arange(8)).astype(np.uint8)
+    return bits.reshape(*(1,) * (axis + 1), 8, *(1,) * (ndim - axis - 2))
+
+
+def shape_of_bits(axis: int | None, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of what is ``packed``."""
+    return tuple((n + 7) // 8 if i == axis else n for i, n in enumerate(shape))
 
 
 def _row(table: jax.Array, row: jax.Array) -> jax.Array:

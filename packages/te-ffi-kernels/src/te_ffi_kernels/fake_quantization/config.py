@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 from .. import checks
 
 _OP = "fake_quantize"
+_LONG = 64
+"""Of this length, even an eighth of an axis fills bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Config:
     join: bool
     seen: bool
     """Whether there is a table of bounds."""
+    bits_axis: int | None
+    """Along which eight numbers of x share a byte that says where they are in their range."""
 
 
 def config(
@@ -67,4 +72,22 @@ def config(
     elif flags["observe"]:
         raise ValueError(f"{_OP}: seen must be an array with observe=True, got None")
     share = 1.0 if decay is None else 1.0 - float(decay)
-    return Config(bits=bits, batch_axes=batch_axes, share=share, seen=seen is not None, **flags)
+    return Config(
+        bits=bits,
+        batch_axes=batch_axes,
+        share=share,
+        seen=seen is not None,
+        bits_axis=bits_axis_of(x.shape),
+        **flags,
+    )
+
+
+def bits_axis_of(shape: Sequence[Any]) -> int | None:
+    """Return the longest of the axes in the middle, if it is long.
+
+    Batches and features are more often shared out over devices, and XLA reads bits along the last
+    axis slowly.
+    """
+    lengths = {axis: n for axis, n in enumerate(shape) if 0 < axis < len(shape) - 1}
+    long = [axis for axis, n in lengths.items() if isinstance(n, int) and n >= _LONG]
+    return max(long, key=lengths.__getitem__, default=None)

@@ -83,23 +83,31 @@ def fake_quantize(
     # Constants for differentiation, so that it doesn't look into the op.
     operands = (x, terms, row) if seen is None else (x, terms, row, seen)
     out, inside, bounds, *new = _OP(config, *lax.stop_gradient(operands))
-    return _clipped(x, out, inside), bounds, new[0] if new else seen
+    return _clipped(config.bits_axis, x, out, inside), bounds, new[0] if new else seen
 
 
-@jax.custom_jvp
-def _clipped(x: jax.Array, out: jax.Array, inside: jax.Array) -> jax.Array:
-    """Return ``out``, with the derivative of clipping x: a byte is kept for each number."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _clipped(bits_axis: int | None, x: jax.Array, out: jax.Array, inside: jax.Array) -> jax.Array:
+    """Return ``out``, with the derivative of clipping x."""
     return out
 
 
 @_clipped.defjvp
-def _clipped_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
+def _clipped_jvp(bits_axis: int | None, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (_, out, inside), tangent = primals, tangents[0]
-    return out, lax.select(inside, tangent, lax.full_like(tangent, 0))
+
+    # Not the numbers that the bits stand for are kept for the derivative.
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def clipped(tangent: jax.Array, inside: jax.Array) -> jax.Array:
+        is_inside = reference.unpacked(inside, bits_axis, tangent.shape)
+        return lax.select(is_inside, tangent, lax.full_like(tangent, 0))
+
+    return out, clipped(tangent, inside)
 
 
 def _results(config: Config, x: jax.Array, *tables: jax.Array) -> tuple[Any, ...]:
-    found = [(x.shape, x.dtype), (x.shape, jnp.bool_), ((2,), jnp.float32)]
+    shape = reference.shape_of_bits(config.bits_axis, x.shape)
+    found = [(x.shape, x.dtype), (shape, jnp.uint8), ((2,), jnp.float32)]
     if config.observe:
         found.append((tables[-1].shape, jnp.float32))
     return tuple(jax.ShapeDtypeStruct(*one) for one in found)
@@ -110,6 +118,7 @@ def _attributes(config: Config, *_: jax.Array) -> dict[str, Any]:
         "bits": config.bits,
         "symmetric": config.symmetric,
         "batch_axes": config.batch_axes,
+        "bits_axis": -1 if config.bits_axis is None else config.bits_axis,
         "share": np.float32(config.share),
         "observe": config.observe,
         "join": config.join,
@@ -121,9 +130,13 @@ def _partition(config: Config, block: Any, x: jax.Array, *tables: jax.Array) -> 
     """Find the extremes of blocks of x in plain JAX; where x is whole, call the kernel."""
     whole = functools.partial(block, config)
     names = [f"b{i}" for i in range(x.ndim)]
+    bits = list(names)
+    alike, multiples = {}, {}
+    if (axis := config.bits_axis) is not None:
+        bits[axis], alike, multiples = "bits", {"bits": names[axis]}, {names[axis]: 8}
     parts = {"terms": ["rows", "five", "two"], "row": [], "seen": ["rows", "two"]}
     given = [names, *list(parts.values())[: len(tables)]]
-    found = [names, names, ["two"], *([parts["seen"]] if config.observe else [])]
+    found = [names, bits, ["two"], *([parts["seen"]] if config.observe else [])]
 
     def on_device(specs: Any) -> Any:
         axes = tuple(tuple(sorted(axes_in((one,)))) for one in specs[0])
@@ -132,13 +145,15 @@ def _partition(config: Config, block: Any, x: jax.Array, *tables: jax.Array) -> 
         return functools.partial(reference.fake_quantize, config, axes=axes)
 
     tables_axes = {"rows", "five", "two"}
-    return partition_rows(whole, given, found, tables_axes, on_device=on_device)
+    options = {"alike": alike, "multiples": multiples, "on_device": on_device}
+    return partition_rows(whole, given, found, tables_axes, **options)
 
 
 def _batch(run: Any, config: Config, size: int, in_batched: Any, *operands: jax.Array) -> Any:
     """Make the mapped axis of x one more of the batch's."""
     if in_batched[0] and not any(in_batched[1:]):
-        more = dataclasses.replace(config, batch_axes=config.batch_axes + 1)
+        axis = None if config.bits_axis is None else config.bits_axis + 1
+        more = dataclasses.replace(config, batch_axes=config.batch_axes + 1, bits_axis=axis)
         return run(more, *operands), (True, True, *(False,) * (1 + config.observe))
     axes = [0 if one else None for one in in_batched]
     found = jax.vmap(functools.partial(reference.fake_quantize, config), axes)(*operands)
