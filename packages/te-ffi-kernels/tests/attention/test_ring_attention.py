@@ -216,10 +216,42 @@ def test_gradients_of_gradients_of_a_sharded_sequence():
         np.testing.assert_allclose(second(fn, q), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_other_sequences_are_gathered():
-    """Lengths that differ, packed segments and dropout depend on what blocks do not have."""
+@pytest.mark.parametrize(
+    ("queries", "keys", "mask", "window", "ways"),
+    [
+        (32, 64, NONE, None, 1),
+        (32, 40, NONE, None, 1),
+        (96, 32, AttnMaskType.PADDING_MASK, None, 1),
+        (32, 64, CAUSAL, None, 3),
+        (64, 32, CAUSAL, None, 3),
+        (32, 96, AttnMaskType.CAUSAL_BOTTOM_RIGHT_MASK, None, 4),
+        (64, 32, AttnMaskType.PADDING_CAUSAL_MASK, None, 3),
+        (64, 32, NONE, (3, 11), None),
+    ],
+)
+def test_queries_and_keys_of_other_lengths(queries, keys, mask, window, ways):
+    """Cross attention: where only the queries are shared out, too, keys go around."""
     mesh = grid((2, 4), ("data", "context"))
-    q, kv = normal(B, S, H, D), normal(B, 2 * S, H, D)
+    q, grad = normal(B, queries, H, D), normal(B, queries, H, DV, seed=3)
+    qkv = [q, normal(B, keys, G, D, seed=1), normal(B, keys, G, DV, seed=2)]
+    lengths = LENGTHS if mask.is_padding() else ([queries] * B, [keys] * B)
+    kinds = {"causal": mask.is_causal(), "bottom_right": mask.is_bottom_right()}
+    sees = expected.visible(*lengths, queries, keys, **kinds, window=window or (-1, -1))
+    wanted = expected.attend(*qkv, grad, sees, scale=0.4)
+    for spec in (("data", "context"), ("data",)):
+        given = [put(mesh, q, "data", "context"), *sharded(mesh, qkv[1:], *spec)]
+        run = jax.jit(attention(mask, window)).lower(given, grad).compile()
+        if spec[1:]:
+            assert_around(run, ways)
+        found = run(given, grad)
+        assert found[0].sharding.spec == P("data", "context")
+        near(found, wanted, 3e-6, str(spec))
+
+
+def test_other_sequences_are_gathered():
+    """Packed segments and dropout depend on what blocks do not have, and the borders of masks."""
+    mesh = grid((2, 4), ("data", "context"))
+    q, kv = normal(B, S, H, D), normal(B, 40, H, D)
     given = sharded(mesh, (q, kv, kv), "data", "context")
     args = (None, None, jnp.asarray([1, 2], jnp.uint32), 0, CAUSAL, 9, 0, 0.4)
     for dropout, arrays in ((0.0, given), (0.3, given[:1] * 3)):

@@ -11,6 +11,8 @@ import numpy as np
 from .config import Config, Sizes
 from .types import AttnMaskType, AttnSoftmaxType, QKVLayout
 
+_FEW = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
@@ -56,6 +58,21 @@ def cuts(config: Config, sizes: Sizes, count: int) -> tuple[list[Cut | None], np
                 cut = _cut(config, max(low, -queries), min(high, keys), sizes)
             table[i, j] = numbers.setdefault(cut, len(numbers))
     return list(numbers), table
+
+
+def are_few_cuts(config: Config, sizes: Sizes) -> bool:
+    """Return whether blocks meet in few ways, whatever their number.
+
+    Each way is one more kernel call in the program. The border of a mask crosses blocks of other
+    lengths in as many ways as there are blocks, unless those of one are a few of the other.
+
+    Args:
+        config: config of the whole attention.
+        sizes: sizes of the whole sequences.
+    """
+    short, long = sorted((sizes.q_length, sizes.kv_length))
+    has_border = config.mask_type.is_causal() or max(config.window_size) >= 0
+    return not has_border or (short > 0 and long % short == 0 and long // short <= _FEW)
 
 
 def _cut(config: Config, low: int, high: int, sizes: Sizes) -> Cut:

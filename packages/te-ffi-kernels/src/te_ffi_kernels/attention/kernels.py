@@ -17,6 +17,7 @@ from ..batching import widened
 from ..op import Op
 from ..partition import Names, partition_rows
 from . import operands, reference, ring
+from .blocks import are_few_cuts
 from .config import Config, Sizes, sizes_of, unshared
 from .types import AttnSoftmaxType
 
@@ -129,10 +130,14 @@ def _partition(
     # Heads of queries that share keys are side by side: they are shared out as those of keys.
     grouped = sizes.heads != sizes.kv_heads
     replaced = {} if grouped else {"g": "h"}
-    cut = {"b", "h", "g"}
-    if unshared(config) is None and sizes.q_length == sizes.kv_length:
-        replaced |= {"s0": "s", "s1": "s", "s2": "s"}
-        cut.add("s")
+    cut, alike = {"b", "h", "g"}, {"g": "h"}
+    if unshared(config) is None and are_few_cuts(config, sizes):
+        cut |= {"s0", "s1"}
+        if sizes.q_length == sizes.kv_length:
+            replaced |= {"s1": "s0", "s2": "s0"}
+        else:
+            replaced |= {"s2": "s1"}
+            alike["s1"] = "s0"
     names, found = (
         [[replaced.get(name, name) for name in axes] for axes in side]
         for side in (names, first if found is None else found)
@@ -148,7 +153,7 @@ def _partition(
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         return functools.partial(around, block, axes, config)
 
-    options: dict[str, Any] = {"alike": {"g": "h"}, "on_device": on_device}
+    options: dict[str, Any] = {"alike": alike, "on_device": on_device}
     return partition_rows(run, names, found, whole - cut, sums, **options)
 
 

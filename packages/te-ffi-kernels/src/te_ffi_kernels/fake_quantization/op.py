@@ -96,7 +96,7 @@ def _clipped(bits_axis: int | None, x: jax.Array, out: jax.Array, inside: jax.Ar
 def _clipped_jvp(bits_axis: int | None, primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     (_, out, inside), tangent = primals, tangents[0]
 
-    # Not the numbers that the bits stand for are kept for the derivative.
+    # So that the derivative keeps the bits, and not what they stand for.
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def clipped(tangent: jax.Array, inside: jax.Array) -> jax.Array:
         is_inside = reference.unpacked(inside, bits_axis, tangent.shape)
