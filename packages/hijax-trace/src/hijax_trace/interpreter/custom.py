@@ -77,7 +77,7 @@ def rebuild_custom(
         # The rule gets these operands too, so that they must not count as constants.
         new["num_consts"] = 0
         if name == "jvp_jaxpr_fun":
-            new["symbolic_zeros"] = True  # references have no other ones
+            new["symbolic_zeros"] = True  # a reference has no array of zeros
             rule = _jvp_of(staged, hidden, avals)
         else:
             new["bwd"] = compat.with_zeros(params["bwd"], avals[: sum(hidden)])
