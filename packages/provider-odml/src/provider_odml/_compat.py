@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
 from jax.interpreters import batching  # 0.10.2 - 0.12
+
+from .jaxprs import closed_of
 
 
 def define_batching(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -35,11 +36,6 @@ def scopes_of(eqn: Any) -> list[str]:
     """Return the name scopes of an equation, without transformations, 0.10.2 - 0.12."""
     stack = eqn.source_info.name_stack.stack
     return [entry.name for entry in stack if type(entry).__name__ == "Scope"]
-
-
-def closed_of(jaxpr: Any) -> Any:
-    """Return a jaxpr with its constants' values, 0.10.2 - 0.12: that of ``checkpoint`` has none."""
-    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, [])
 
 
 def name_of(jaxpr: Any) -> str:

@@ -196,6 +196,14 @@ def test_explicit_axes():
         out, bounds, seen = jax.jit(lambda x: observed(x, TERMS, 1, UNSEEN))(put(mesh, x, "a", "b"))
     assert jax.typeof(out).sharding.spec == P("a", "b")
     assert_close((out, bounds, seen), wanted(x, TERMS, 1, UNSEEN))
+    # Bits along an axis that is shared out.
+    x = normal(4, 64, 5)
+    slope = jax.jit(jax.grad(lambda x: (observed(x, TERMS, 1, UNSEEN)[0] * x).sum()))
+    expected = slope(x)
+    with jax.set_mesh(mesh):
+        found = slope(put(mesh, x, "a", "b"))
+    assert jax.typeof(found).sharding.spec == P("a", "b", None)
+    assert_close(found, expected)
 
 
 def test_shard_map():

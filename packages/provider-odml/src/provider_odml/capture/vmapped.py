@@ -18,11 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.extend.core import Literal, Primitive
+from jax.extend.core import Primitive
 
 from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
-from .._compat import bind_again, closed_of, define_batching, name_of, scopes_of
+from .._compat import bind_again, define_batching, name_of, scopes_of
+from ..jaxprs import equations_in, evaluated
 from ..trees import split
 from .module_calls import anywhere, bracketed
 from .ops import Op, Passage, methods, ops
@@ -99,34 +100,18 @@ def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return run
 
 
-def _evaluated(closed: Any, arrays: Sequence[jax.Array]) -> list[Any]:
+def _evaluated(jaxpr: Any, arrays: Sequence[jax.Array]) -> list[Any]:
     """Run what was staged, under its name scopes."""
-    jaxpr, values = closed_of(closed).jaxpr, {}
-    values |= zip(jaxpr.constvars, closed_of(closed).consts, strict=True)
-    values |= zip(jaxpr.invars, arrays, strict=True)
-
-    def read(atom: Any) -> Any:
-        return atom.val if isinstance(atom, Literal) else values[atom]
-
-    for eqn in jaxpr.eqns:
-        with contextlib.ExitStack() as scopes:
-            for name in scopes_of(eqn):
-                scopes.enter_context(jax.named_scope(name))
-            again = _AGAIN.get(eqn.primitive.name) if _holds_calls(eqn) else None
-            found = (again or bind_again)(eqn, [read(atom) for atom in eqn.invars])
-        values.update(zip(eqn.outvars, found, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    return evaluated(jaxpr, arrays, _made)
 
 
-def _holds_calls(eqn: Any) -> bool:
-    """Return whether an equation is a call that is kept whole, or holds one."""
-    programs = [part for value in eqn.params.values() for part in _parts(value)]
-    eqns = [one for part in programs if hasattr(part, "eqns") for one in part.eqns]
-    return eqn.primitive is call_p or any(map(_holds_calls, eqns))
-
-
-def _parts(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, tuple | list) else (value,)
+def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
+    holds_calls = any(one.primitive is call_p for one in equations_in(*eqn.params.values()))
+    again = _AGAIN.get(eqn.primitive.name) if holds_calls else None
+    with contextlib.ExitStack() as scopes:
+        for name in scopes_of(eqn):
+            scopes.enter_context(jax.named_scope(name))
+        return (again or bind_again)(eqn, operands)
 
 
 def _function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -171,8 +156,8 @@ def _while(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
 
 
 _AGAIN = {"checkpoint": _checkpoint, "remat2": _checkpoint, "cond": _cond, "while": _while}
-"""By primitive, how an equation with such calls is made again. JAX runs others as functions, and
-with JIT off it has written out scans and jitted functions."""
+"""By primitive, how an equation that holds kept calls is made again. JAX runs others as functions,
+and with JIT off it has written out scans and jitted functions."""
 
 
 def _keep(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:

@@ -3,12 +3,14 @@ float16, so that a program is written in float32."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
+
+from ..jaxprs import equations_in, evaluated
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
@@ -31,63 +33,34 @@ def in_float32(fn: Callable[..., Any], types: Sequence[Any], values: Sequence[An
         values: arrays of those types, but in float32 for half precision.
     """
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    leaves = list(values)
-    if not _has_half(closed):
-        found = core.jaxpr_as_fun(closed)(*leaves)
-    else:
-        found = _run(closed.jaxpr, closed.consts, leaves)
+    found = _run(closed, values) if _has_half(closed) else core.jaxpr_as_fun(closed)(*values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
 def _has_half(closed: Any) -> bool:
     return any(
         getattr(var.aval, "dtype", None) in _HALF
-        for jaxpr in _all_in(closed.jaxpr)
-        for eqn in jaxpr.eqns
+        for eqn in equations_in(closed)
         for var in (*eqn.invars, *eqn.outvars)
     )
 
 
-def _all_in(jaxpr: Any) -> Iterator[Any]:
-    yield jaxpr
-    for eqn in jaxpr.eqns:
-        for param in eqn.params.values():
-            for one in param if isinstance(param, tuple | list) else (param,):
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns"):
-                    yield from _all_in(inner)
-
-
-def _run(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-    values: dict[Any, Any] = {}
-
-    def read(atom: Any) -> Any:
-        return widened(jnp.asarray(atom.val)) if isinstance(atom, core.Literal) else values[atom]
-
-    values.update(zip(jaxpr.constvars, map(widened, consts), strict=True))
-    values.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
-        values.update(zip(eqn.outvars, _bind(eqn, operands), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    return evaluated(jaxpr, args, _bind, lambda value: widened(jnp.asarray(value)))
 
 
 def _bind(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, dict(eqn.params)
     if name in _CALLS and _CALLS[name] in params:
-        inner = params[_CALLS[name]]
-        return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), operands)
+        return _run(params[_CALLS[name]], operands)
     if name == "composite":
         key = "jaxpr" if "jaxpr" in params else "call_jaxpr"  # 0.10.2; 0.12
         body = params[key]
-        params[key] = jax.make_jaxpr(lambda *args: _run(body.jaxpr, body.consts, args))(*operands)
+        params[key] = jax.make_jaxpr(lambda *args: _run(body, args))(*operands)
         return eqn.primitive.bind(*operands, **params)
     if name == "cond":
         index, *rest = operands
-        branches = [
-            lambda *args, b=branch: tuple(_run(b.jaxpr, b.consts, args))
-            for branch in params["branches"]
-        ]
+        branches = [lambda *args, b=b: tuple(_run(b, args)) for b in params["branches"]]
         return jax.lax.switch(index, branches, *rest)
     params = {key: jnp.dtype(jnp.float32) if _is_half(v) else v for key, v in params.items()}
     found = eqn.primitive.bind(*operands, **params)

@@ -36,7 +36,9 @@ def forward(
         ranked = scores + jnp.broadcast_to(wide, x.shape)
     chosen = _best(of, ranked)
     routed = _scatter(jnp.ones(chosen.shape, bool), chosen, x.shape, False)
-    routing_map = _packed(routed) if of.format is RoutingMapFormat.BITMAP_U8 else routed
+    routing_map = routed
+    if of.format is RoutingMapFormat.BITMAP_U8:
+        routing_map = jnp.packbits(routed, -1, bitorder="little")
     if of.dense:
         return scores.astype(logits.dtype), routing_map, saved
     picked = jnp.take_along_axis(scores, chosen, -1)
@@ -57,7 +59,7 @@ def backward(
     if of.dense:
         routed = jnp.ones(grad.shape, bool)
     elif of.format is RoutingMapFormat.BITMAP_U8:
-        routed = _unpacked(routing_map, grad.shape[-1])
+        routed = jnp.unpackbits(routing_map, -1, grad.shape[-1], bitorder="little") != 0
     else:
         routed = routing_map.astype(bool)
     values = saved
@@ -124,16 +126,3 @@ def _scatter(values: jax.Array, at: jax.Array, shape: Any, otherwise: Any) -> ja
     out = jnp.full((math.prod(shape[:-1]), shape[-1]), otherwise, values.dtype)
     flat = (one.reshape(-1, one.shape[-1]) for one in (at, values))
     return rows(out, *flat).reshape(shape)
-
-
-def _packed(bits: jax.Array) -> jax.Array:
-    count = bits.shape[-1]
-    wide = jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, -count % 8)]).astype(jnp.uint8)
-    places = lax.broadcasted_iota(jnp.uint8, (*bits.shape[:-1], -(-count // 8), 8), bits.ndim)
-    return jnp.sum(wide.reshape(places.shape) << places, -1, dtype=jnp.uint8)
-
-
-def _unpacked(packed: jax.Array, count: int) -> jax.Array:
-    wide = jnp.repeat(packed, 8, -1)[..., :count]
-    places = lax.broadcasted_iota(jnp.uint8, wide.shape, wide.ndim - 1) % np.uint8(8)
-    return ((wide >> places) & np.uint8(1)).astype(bool)
