@@ -1,5 +1,6 @@
 """Biases, residuals and the affine part of norms, computed by the kernel before them."""
 
+import itertools
 import re
 
 import flax.linen as nn
@@ -82,6 +83,58 @@ def test_programs_give_what_additions_after_the_matmul_give(name, rule):
     np.testing.assert_allclose(run(stored, X, R), wanted, rtol=0, atol=near)
     found = targets(run.lower(stored, X, R).compile())
     assert sum(target.endswith("_added") for target in found) == joined
+
+
+def in_scan(fn):
+    """The function as the body of a loop of one step."""
+
+    def looped(p, *given):
+        return lax.scan(lambda y, _: (fn(p, *given), None), jnp.zeros_like(given[-1]), None, 1)[0]
+
+    return looped
+
+
+ADDITIONS = {
+    "bias": lambda p, x, b, r: x @ p["w"] + b,
+    "bias before": lambda p, x, b, r: b + x @ p["w"],
+    "residual": lambda p, x, b, r: r + x @ p["w"],
+    "both": lambda p, x, b, r: r + (x @ p["w"] + b),
+    "in another order": lambda p, x, b, r: (x @ p["w"] + r) + b,
+}
+NESTED = {"alone": lambda fn: fn, "in jit": jax.jit, "in scan": in_scan}
+
+
+@pytest.mark.parametrize("rows", [(), (5,)], ids=["vector", "matrix"])
+@pytest.mark.parametrize("nested", NESTED)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.sample(2)
+def test_maps_over_any_operands(rule, nested, rows):
+    """An example may be a vector, and any of what is added may differ from example to example."""
+    shapes = (*rows, K), (N,), (*rows, N)
+    batches = [jnp.asarray(RNG.normal(size=(3, *shape)), jnp.float32) for shape in shapes]
+    maps = [axes for axes in itertools.product((0, None), repeat=3) if axes != (None,) * 3]
+
+    def given(axes):
+        return [x if axis == 0 else x[0] for x, axis in zip(batches, axes, strict=True)]
+
+    def program(p, *given):
+        return [NESTED[nested](fn)(p, *given) for fn in ADDITIONS.values()]
+
+    plan = PtqProvider(RULES[rule]).plan(program, PARAMS, *(x[0] for x in batches))
+    stored = plan.quantize(PARAMS)
+    w = np.asarray(stored["w"].restore(), np.float64)
+    run = plan.apply(program)
+    results = jax.jit(lambda p: [jax.vmap(run, (None, *axes))(p, *given(axes)) for axes in maps])
+    for axes, found in zip(maps, results(stored), strict=True):
+        x, b, r = (
+            np.asarray(batch if axis == 0 else np.broadcast_to(batch[:1], batch.shape), np.float64)
+            for batch, axis in zip(batches, axes, strict=True)
+        )
+        b = b.reshape(3, *(1 for _ in rows), N)
+        for name, y in zip(ADDITIONS, found, strict=True):
+            wanted = x @ w + ("residual" not in name) * b + ("bias" not in name) * r
+            off = np.linalg.norm(y - wanted) / np.linalg.norm(wanted)
+            assert off < (0.02 if rule == "w8a8" else 1e-4), (name, axes)
 
 
 def test_a_result_that_is_used_elsewhere_is_not_computed_twice():

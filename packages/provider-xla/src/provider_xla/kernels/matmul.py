@@ -18,6 +18,7 @@ from interception_core import get_op
 from ..program.contractions import Contraction, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
 from ..program.record import choice
+from .added import NOTHING, Added
 from .mapped import mapped_contraction
 from .packed import PrepackedWeight
 
@@ -40,32 +41,6 @@ class Rotation(NamedTuple):
     signs: jax.Array
     block: int
     axes: tuple[int, ...]
-
-
-class Added(NamedTuple):
-    """What is added to a contraction's result, each sum rounded to the result's dtype.
-
-    Attributes:
-        bias: [n], repeated along all axes but the last; None for none.
-        residual: of the result's shape, added after the bias; None for none.
-    """
-
-    bias: jax.Array | None = None
-    residual: jax.Array | None = None
-
-    def to(self, y: jax.Array) -> jax.Array:
-        """Return the sum."""
-        if self.bias is not None:
-            y = y + jnp.expand_dims(self.bias, range(y.ndim - 1))
-        return y if self.residual is None else y + self.residual
-
-    @property
-    def options(self) -> dict[str, jax.Array]:
-        """Return what there is, by the name that kernels' ops have for it."""
-        return {name: array for name, array in self._asdict().items() if array is not None}
-
-
-NOTHING = Added()
 
 
 class NoKernel(Exception):
@@ -244,19 +219,18 @@ def multiply(
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
 
-    def run(rows: jax.Array, stored: Any) -> jax.Array:
+    def run(rows: jax.Array, stored: Any, added: Added) -> jax.Array:
         packed, options = stored
         found = op(math.prod(rows.shape[:-1]))
-        return get_op(found)(rows, packed, out_dtype=dtype, **options, **static)
+        given = options | added.options
+        return get_op(found)(rows, packed, out_dtype=dtype, **given, **static)
 
     options, static = {"index": weight.index}, {}
     if rotation is not None:
         options, static = options | {"signs": rotation.signs}, {"rotation": rotation.block}
     adds = can_add(weight) and layout.result == tuple(range(len(kept) + 1))
-    if adds:
-        options = options | added.options
-    stored = weight.packed, options
-    y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, weight.places)
+    stored, inside = (weight.packed, options), added if adds else NOTHING
+    y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, inside, weight.places)
     if weight.misses:
         y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
     left = [part for part in range(rank, rank + len(weight.n_sizes)) if part in places]

@@ -123,8 +123,11 @@ def _standardized(of: _Standardized, x: jax.Array, *given: jax.Array) -> jax.Arr
     return _norm("layernorm", x, scale, bias, of.epsilon, of.op)
 
 
-def _join(of: _Standardized, primitive: str, has_result_shape: bool) -> _Standardized | None:
-    if has_result_shape or of.has_bias:
+def _join(
+    of: _Standardized, primitive: str, is_row: bool, is_whole: bool
+) -> _Standardized | None:
+    # What is multiplied with the norm of one vector may differ in each row that a program maps.
+    if is_whole or of.has_bias:
         return None
     if primitive == "add":
         return of._replace(has_bias=True)

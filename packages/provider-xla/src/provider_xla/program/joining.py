@@ -21,9 +21,10 @@ class Joining(Generic[T]):
     Args:
         name: the name of the functions.
         run: called as ``run(static, *arrays)``.
-        join: called as ``join(static, primitive, has_result_shape)`` for an operation on the result
-            and one more array, which is ``[n]`` if it does not have the result's shape. Returns the
-            static argument of the function that also computes this, given the array last; or None.
+        join: called as ``join(static, primitive, is_row, is_whole)`` for an operation on the result
+            and one more array: whether that is ``[n]``, and whether it has the result's shape. Both
+            are true if the result is a vector. Returns the static argument of the function that
+            also computes this, given the array last; or None.
 
     Attributes:
         of: returns the function of a static argument.
@@ -34,7 +35,7 @@ class Joining(Generic[T]):
         self,
         name: str,
         run: Callable[..., jax.Array],
-        join: Callable[[T, str, bool], T | None],
+        join: Callable[[T, str, bool, bool], T | None],
     ):
         self.join = join
         self._name, self._run = name, run
@@ -73,5 +74,6 @@ class _Name(str):
         if len(operands) != 2:
             return NotImplemented
         other = operands[1 - which]
-        more = self._family.join(self._static, primitive, other.ndim == operands[which].ndim)
+        of = other.ndim == 1, other.ndim == operands[which].ndim
+        more = self._family.join(self._static, primitive, *of)
         return NotImplemented if more is None else self._family.of(more)(*call, other)

@@ -11,7 +11,8 @@ import jax
 import quant_numerics as qn
 from hijax_trace import repeated
 
-from ..kernels.matmul import NOTHING, Added, NoKernel, can_add, multiply
+from ..kernels.added import NOTHING, Added
+from ..kernels.matmul import NoKernel, can_add, multiply
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
 from ..program.contractions import fits as scales_fit
@@ -93,12 +94,13 @@ def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
     return inline(*given, Added(bias, residual))
 
 
-def _join(call: _Call, primitive: str, has_result_shape: bool) -> _Call | None:
+def _join(call: _Call, primitive: str, is_row: bool, is_whole: bool) -> _Call | None:
     if primitive != "add" or call.has_residual:
         return None
-    if has_result_shape:
-        return call._replace(has_residual=True)
-    return None if call.has_bias else call._replace(has_bias=True)
+    # A vector that is added to a vector is both. A bias stays one where a program maps the rows.
+    if is_row and not call.has_bias:
+        return call._replace(has_bias=True)
+    return call._replace(has_residual=True) if is_whole else None
 
 
 _ADDING = Joining("quantized_contraction", _run, _join)
