@@ -1,10 +1,7 @@
 """The ops of a layer of experts, for cuda_ops.py: tokens to rows and back, matmuls, topk."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-
-import te_ffi_kernels as te
 
 CHOSEN = 8
 
@@ -42,26 +39,6 @@ def multiply_quantized(module, x, w, sizes, mode, dtype="float8_e4m3fn"):
     r, _, t, *_ = module.grouped_quantize(turned, ones, each, dtype, mode, 0)
     given = (q.reshape(x.shape), s, r.reshape(turned.shape), t, jnp.zeros((0,)), sizes)
     return module.grouped_gemm_v2(*given, ones, 0 * ones, jnp.bfloat16, ((1,), (2,)), mode)
-
-
-def exercise(dtype):
-    """Calls each kernel on sizes at which its ways part."""
-    for tokens, experts, hidden in ((0, 4, 8), (7, 3, 33), (300, 40, 160)):
-        x, probs = normal(tokens, hidden, dtype=dtype), normal(tokens, experts, dtype=dtype)
-        for align in (None, 16) if tokens else ():
-            run = lambda *args, align=align: there_and_back(te, *args, align)  # noqa: E731
-            out, back = jax.vjp(lambda x, p: run(x, routed(tokens, experts), p), x, probs)  # noqa: B023
-            jax.block_until_ready(back(out))
-    for k, n, sizes in ((64, 48, [3, 0, 29]), (33, 7, [1, 1, 6])):
-        x, w = normal(sum(sizes) + 5, k, dtype=dtype), normal(len(sizes), k, n, dtype=dtype)
-        sizes = jnp.asarray(sizes, jnp.int32)
-        out, back = jax.vjp(lambda x, w: multiply(te, x, w, sizes), x, w)  # noqa: B023
-        jax.block_until_ready(back(out))
-        for mode in (1, 64) if k == 64 else ():
-            for code in ("float8_e4m3fn", "int8"):
-                jax.block_until_ready(multiply_quantized(te, x, w, sizes, mode, code))
-    for cols, k in ((8, 1), (300, 8), (5000, 1000)):
-        jax.block_until_ready(te.topk(normal(3, cols, dtype=dtype), k))
 
 
 def cases(side, dtype):

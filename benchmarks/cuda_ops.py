@@ -1,18 +1,21 @@
-"""The ops that have CUDA kernels: each of them called, and each beside XLA and beside a copy.
+"""The ops that have CUDA kernels: one call of each family, and each beside XLA and beside a copy.
 
-    python benchmarks/cuda_ops.py exercise        # all kernels, small: for compute-sanitizer
+    python benchmarks/cuda_ops.py calls           # each family once: which kernels ran, which not
     python benchmarks/cuda_ops.py measure OUT.json
 
-Runs where JAX puts arrays. With --tiny, sizes are those of a rehearsal, and bfloat16 is the
-only dtype.
+Runs where JAX puts arrays. What is measured is written after each case, most important cases first,
+so that a run that is cut off has them. With --tiny, sizes are those of a rehearsal.
 """
 
 import argparse
+import functools
 import itertools
 import json
+import math
 import statistics
 import sys
 import time
+import traceback
 from functools import partial
 
 import cuda_experts
@@ -24,7 +27,6 @@ import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
 ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
-DTYPES = {"f32": jnp.float32, "bf16": jnp.bfloat16, "f16": jnp.float16}
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
 MATMULS = {8: te.gemv_w8, 4: te.gemv_w4}
@@ -32,7 +34,10 @@ NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 CAUSAL, BOTTOM_RIGHT = 2, 4
-ROUNDS, CALLS = 15, 10
+ROUNDS, CALLS = 5, 3
+ROWS = (1, 8, 32, 128, 512, 4096)
+SPREAD = 256e6
+"""Bytes of operands that a program goes through, so that none are in the GPU's cache of 50 MB."""
 
 
 def quantize(x, module=te, mode=1, layout=2, out=jnp.float8_e4m3fn, dbias=False):
@@ -61,10 +66,10 @@ def matmul(lhs, lhs_scale, rhs, rhs_scale, bias, mode, out=jnp.bfloat16, module=
     return module.gemm_v2(*given, **options)
 
 
-def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
-    """(lhs, its scales, rhs, its scales), in quantized values where there is a mode."""
+def factors(m, n, k, mode, codes, dtype=jnp.bfloat16):
+    """(lhs, its scales, rhs, its scales), in quantized values of `codes` where there is a mode."""
     found = []
-    for rows in (m, n):
+    for rows, code in zip((m, n), codes, strict=True):
         x = normal(rows, k, dtype=dtype)
         if mode == 0:
             found += [x, jnp.zeros((0,))]
@@ -76,10 +81,10 @@ def factors(m, n, k, mode, code, dtype=jnp.bfloat16):
 
 def packed(k, n, bits, groups=1):
     """A weight."""
-    rng, most = np.random.default_rng(), 2 ** (bits - 1) - 1
-    qvalue = jnp.asarray(rng.integers(-most, most + 1, (k, n)), jnp.int8)
-    scale = jnp.asarray(rng.uniform(0.5, 1, (groups, n)), jnp.float32)
-    return (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue, scale)
+    most = 2 ** (bits - 1) - 1
+    qvalue = jnp.clip(jnp.round(normal(k, n, dtype=jnp.float32) * most / 3), -most, most)
+    scale = 0.5 + jnp.abs(normal(groups, n, dtype=jnp.float32))
+    return (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue.astype(jnp.int8), scale)
 
 
 def norm(x, gamma, kind, module=te, **outputs):
@@ -140,137 +145,116 @@ def attend(q, k, v, mask=0, bias=None, lengths=None, layout=9, softmax=0, dropou
     return te.fused_attn((q, k, v), *args, **options)
 
 
+@functools.cache
+def pool():
+    """Numbers that arrays are filled with, again and again: to draw all takes seconds."""
+    return jnp.asarray(np.random.default_rng().normal(size=(1 << 20) + 7), jnp.float32)
+
+
 def normal(*shape, dtype):
     """Numbers that no program knows."""
-    return jnp.asarray(np.random.default_rng().normal(size=shape), dtype)
+    return jnp.resize(pool(), shape).astype(dtype)
 
 
-def exercise():
-    """Calls each kernel on sizes at which its ways part."""
-    for dtype in DTYPES.values():
-        for shape in ((64, 128), (96, 160), (67, 33)):
-            x = normal(*shape, dtype=dtype)
-            for mode in MODES.values():
-                if mode == MODES["mx"] and shape[0] % 32:
-                    continue
-                for layout in (0, 1, 2):
-                    for out in (jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8)[: 2 + (mode != 2)]:
-                        found = quantize(x, mode=mode, layout=layout, out=out, dbias=True)
-                        if layout != 1:
-                            dequantize(found[0], found[2], mode=mode, dtype=dtype)
-        for k in (33, 64, 512, 1025, 4096):
-            x = normal(2, 3, 7, k, dtype=dtype)
-            mask = jnp.asarray(np.random.default_rng().integers(0, 2, (2, 1, 7, k)), jnp.uint8)
-            for kind in KINDS:
-                y = te.softmax(x, mask, 1.0, kind)
-                jax.block_until_ready(backward(x, y, kind))
-        exercise_norms(dtype)
-        exercise_activations(dtype)
-        exercise_groups(dtype)
-        exercise_router(dtype)
-        cuda_experts.exercise(dtype)
-        exercise_attention(dtype)
-    for m, n, k in ((96, 160, 64), (33, 70, 96)):
-        for mode in (0, *MODES.values()):
-            for code in (jnp.float8_e4m3fn, jnp.int8)[: 1 + (mode in (1, 64))]:
-                given = factors(m, n, k, mode, code)
-                for bias in (jnp.zeros((0,)), normal(n, dtype=jnp.bfloat16)):
-                    for gelu in (False, True):
-                        jax.block_until_ready(matmul(*given, bias, mode, fuse_gelu=gelu))
-    exercise_packed()
-    jax.effects_barrier()
-    print("every kernel ran")
-
-
-def exercise_packed():
-    """Packs weights and multiplies with them, as ``exercise`` does."""
-    for bits, groups, k in ((8, 1, 192), (8, 3, 192), (8, 1, 2100), (4, 1, 190), (4, 3, 192)):
-        weight = packed(k, 70, bits, groups)
-        for dtype in DTYPES.values():
-            for rows in (1, 8, 9, 70, 130, 260):
-                x = normal(rows, k, dtype=dtype)
-                jax.block_until_ready(MATMULS[bits](x, weight))
-                jax.block_until_ready((te.gemm_w8a8 if bits == 8 else te.gemm_w4a8)(x, weight))
-    jax.block_until_ready(te.gemm_w8a16(normal(3, 192, dtype=jnp.float32), packed(192, 70, 8, 1)))
-
-
-def exercise_norms(dtype):
-    """Calls the norms' kernels, as ``exercise`` does."""
+def families():
+    """(name, op, function, operands) of one call of each family, small."""
+    bf16, none = jnp.bfloat16, jnp.zeros((0,))
+    x, row = normal(96, 160, dtype=bf16), normal(160, dtype=bf16)
+    logits = normal(2, 3, 7, 64, dtype=bf16)
+    for name, mode in MODES.items():
+        run = partial(quantize, mode=mode)
+        yield f"dbias_quantize, {name}", "dbias_quantize", run, (x,)
+        qvalue, _, scales, *_ = quantize(x, mode=mode, layout=0)
+        run = partial(dequantize, mode=mode)
+        yield f"dequantize, {name}", "dequantize", run, (qvalue, scales)
+    yield "softmax", "scaled_softmax_forward", te.softmax, (logits,)
+    run = partial(backward, kind="scaled")
+    yield "softmax, gradient", "scaled_softmax_backward", run, (logits, logits)
     for kind in NORMS:
-        for shape in ((67, 33), (96, 160), (7, 1024), (3, 4104), (3, 9000)):
-            x, gamma = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
-            *_, mu, rsigma = norm(x, gamma, kind, output_amax_when_no_scaling=True)
-            jax.block_until_ready(norm_backward(x, x, mu, rsigma, gamma, kind))
-            for mode in (*MODES.values(), 3):
-                if mode == MODES["mx"] and shape != (96, 160):
-                    continue
-                for layout in (0, 1, 2):
-                    found = norm(x, gamma, kind, scaling_mode=mode, q_layout=layout)
-                    jax.block_until_ready(found)
+        yield kind, "norm_forward", partial(norm, kind=kind), (x, row)
+        given = x, x, *norm(x, row, kind)[-2:], row
+        yield f"{kind}, gradient", "norm_backward", partial(norm_backward, kind=kind), given
+    pairs, names = normal(96, 2, 160, dtype=bf16), ("silu", "linear")
+    yield "activation", "act_lu", partial(act, names=names), (pairs,)
+    run = partial(act_backward, names=names)
+    yield "activation, gradient", "dact_dbias_quantize", run, (x, pairs)
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    for m, n, k in ((96, 160, 64), (33, 70, 96)):
+        for name, mode, codes in (
+            ("bf16", 0, (None, None)),
+            ("float8, channel", 64, (e4m3, e4m3)),
+            ("int8, channel", 64, (jnp.int8, jnp.int8)),
+            ("float8, tensor", 1, (e4m3, e4m3)),
+            ("float8 e5m2 x e4m3", 1, (e5m2, e4m3)),
+        ):
+            run = partial(matmul, mode=mode)
+            given = (*factors(m, n, k, mode, codes), none)
+            yield f"gemm_v2, {name}, {m} x {k} x {n}", "gemm_v2", run, given
+    for bits, groups in ((8, 1), (4, 1), (4, 3)):
+        weight = packed(96, 70, bits, groups)
+        for rows in (1, 9, 130, 260):
+            for run in (MATMULS[bits], te.gemm_w8a8 if bits == 8 else te.gemm_w4a8):
+                name = f"{run.__name__}, {rows} rows, {groups} groups"
+                yield name, run.__name__, run, (normal(rows, 96, dtype=bf16), weight)
+    run = lambda x: grouped(x, [64, 0, 96])  # noqa: E731
+    yield "grouped_quantize", "grouped_quantize", run, (normal(160, 160, dtype=bf16),)
+    scores, counts = normal(7, 96, dtype=bf16), jnp.ones((96,), jnp.int32)
+    yield "router", "fused_topk_with_score_function", route, (scores,)
+    yield "router's loss", "fused_moe_aux_loss", loss_and_slope, (scores, counts)
+    tokens, probs = normal(300, 160, dtype=bf16), normal(300, 40, dtype=bf16)
+    run = partial(cuda_experts.there_and_back, te, align=16)
+    given = tokens, cuda_experts.routed(300, 40), probs
+    yield "tokens to experts and back", "permute_with_mask_map", run, given
+    given = (
+        normal(37, 64, dtype=bf16),
+        normal(3, 64, 48, dtype=bf16),
+        jnp.asarray([3, 0, 29], jnp.int32),
+    )
+    run = partial(cuda_experts.multiply, te)
+    yield "matmuls of groups", "grouped_gemm_v2", run, given
+    run = lambda x: te.topk(x, 100)  # noqa: E731
+    yield "topk", "topk", run, (normal(3, 5000, dtype=bf16),)
+    qkv = tuple(normal(2, 72, heads, 32, dtype=bf16) for heads in (4, 2, 2))
+    for name, options in {
+        "attention": {},
+        "attention, causal": {"mask": CAUSAL},
+        "attention in a window": {"mask": CAUSAL, "window_size": (9, 0)},
+        "attention, padded": {"mask": 1, "lengths": (jnp.asarray([72, 9]), jnp.asarray([72, 0]))},
+        "attention with dropout": {"dropout": 0.1},
+        "attention of segments": {"mask": 3, "layout": 14},
+    }.items():
+        run = partial(attend, **options)
+        yield name, "fused_attn_forward", run, qkv
+        slopes = lambda q, k, v, run=run: jax.vjp(run, q, k, v)[1](q)  # noqa: E731
+        yield f"{name}, gradient", "fused_attn_backward", slopes, qkv
 
 
-def exercise_activations(dtype):
-    """Calls the activations' kernels, as ``exercise`` does."""
-    for names in ACTIVATIONS:
-        for rows, cols in ((67, 33), (96, 160)):
-            x = normal(rows, len(names), cols, dtype=dtype)
-            dz = normal(rows, cols, dtype=dtype)
-            act(x, names, output_amax_when_no_scaling=True)
-            act_backward(dz, x, names, output_amax_when_no_scaling=True)
-            for mode in (*MODES.values(), 3):
-                if mode == MODES["mx"] and rows != 96:
-                    continue
-                for layout in (0, 1, 2):
-                    act(x, names, scaling_mode=mode, q_layout=layout)
-                    found = act_backward(dz, x, names, scaling_mode=mode, q_layout=layout)
-                    jax.block_until_ready(found)
+def is_finite(tree):
+    """Whether no number is NaN or infinite; a byte may be anything."""
+    floats = [
+        leaf
+        for leaf in jax.tree.leaves(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 1
+    ]
+    return all(bool(jnp.isfinite(leaf).all()) for leaf in floats)
 
 
-def exercise_groups(dtype):
-    """Calls the kernels for groups, as ``exercise`` does."""
-    for sizes, cols in (([64, 0, 96], 160), ([3, 70, 1], 33), ([0], 64)):
-        x = normal(sum(sizes), cols, dtype=dtype)
-        for mode in (*MODES.values(), 3):
-            if mode == MODES["mx"] and cols == 33:
-                continue
-            for layout in (0, 1, 2):
-                jax.block_until_ready(grouped(x, sizes, mode=mode, layout=layout))
-
-
-def exercise_router(dtype):
-    """Calls the router's kernels, as ``exercise`` does."""
-    for experts in (16, 48, 96, 250, 400, 600):
-        x = normal(7, experts, dtype=dtype)
-        for score in SCORES:
-            for options in ({}, {"num_groups": 2, "group_topk": 1}, {"dense": True}):
-                given = {"score": score, "routing_map_format": experts % 3 % 2} | options
-                jax.block_until_ready(route_backward(x, x, **given))
-        if experts == 600:
-            bias = normal(experts, dtype=dtype)
-            jax.block_until_ready(route(x, score="sigmoid", expert_bias=bias))
-    for tokens in (0, 7, 300):
-        probs = normal(tokens, 100, dtype=dtype)
-        jax.block_until_ready(loss_and_slope(probs, jnp.ones((100,), jnp.int32)))
-
-
-def exercise_attention(dtype):
-    """Calls attention and its gradient, as ``exercise`` does; in float32 it's plain JAX."""
-    q, k, v = (normal(2, 72, heads, 32, dtype=dtype) for heads in (4, 2, 2))
-    offset = jnp.zeros((1, 4, 1, 1))
-    lengths = jnp.asarray([72, 9]), jnp.asarray([72, 0])
-    for options in (
-        {},
-        {"mask": CAUSAL},
-        {"mask": CAUSAL, "window_size": (9, 0)},
-        {"mask": BOTTOM_RIGHT + 1, "lengths": lengths},
-        {"mask": 1, "lengths": lengths, "softmax": 2, "softmax_offset": offset},
-        {"bias": normal(1, 4, 72, 72, dtype=dtype)},
-        {"dropout": 0.1},
-        {"mask": 3, "layout": 14},
-    ):
-        run = lambda q, k, v, options=options: attend(q, k, v, **options)  # noqa: E731
-        out, back = jax.vjp(run, q, k, v)
-        jax.block_until_ready(back(out))
+def calls():
+    """Calls each family. Prints which ran as a kernel, and returns whether none failed."""
+    good = True
+    for name, op, run, args in families():
+        start = time.perf_counter()
+        try:
+            lowered = jax.jit(run).lower(*args)
+            found = jax.block_until_ready(lowered.compile()(*args))
+            kernel = f"te_ffi_kernels.{op}" in lowered.as_text()
+            what = "kernel" if kernel else "plain JAX"
+            if not is_finite(found):
+                good, what = False, f"{what}, NOT FINITE"
+        except Exception:  # one that fails is named, and the others are called all the same
+            good, what = False, f"FAILED\n{traceback.format_exc(limit=-3)}"
+        print(f"{name:45} {time.perf_counter() - start:6.2f} s  {what}", flush=True)
+    return good
 
 
 def size_of(tree):
@@ -279,19 +263,26 @@ def size_of(tree):
 
 
 def compare(sides, args):
-    """Seconds of a call of each side: medians, sides in turn, of some calls one after the other."""
-    compiled = {name: jax.jit(fn).lower(*args).compile() for name, fn in sides.items()}
-    results = {name: jax.block_until_ready(run(*args)) for name, run in compiled.items()}
-    seconds = {name: [] for name in sides}
+    """Seconds of a call of each side: medians, sides in turn.
+
+    A program calls a side once for each of several copies of its operands: what starting a program
+    takes is divided by them, and no operand is still in a cache.
+    """
+    count = min(16, max(4, math.ceil(SPREAD / size_of(args))))
+    sets = [args, *(jax.tree.map(jnp.copy, args) for _ in range(count - 1))]
+    programs, seconds = {}, {name: [] for name in sides}
+    for name, fn in sides.items():
+        each = jax.jit(lambda sets, fn=fn: [fn(*one) for one in sets])
+        programs[name] = each.lower(sets).compile()
+        jax.block_until_ready(programs[name](sets))
     for _ in range(ROUNDS):
-        for name, run in compiled.items():
+        for name, run in programs.items():
             start = time.perf_counter()
             for _ in range(CALLS):
-                out = run(*args)
+                out = run(sets)
             jax.block_until_ready(out)
-            seconds[name].append((time.perf_counter() - start) / CALLS)
-    medians = {name: statistics.median(found) for name, found in seconds.items()}
-    return medians, size_of(args) + size_of(results["kernel"])
+            seconds[name].append((time.perf_counter() - start) / CALLS / count)
+    return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def cases(side, dtype):
@@ -382,135 +373,175 @@ def expert_cases(side, dtype):
     yield from cuda_experts.cases(side, dtype)
 
 
-def matmuls(side):
-    """(name, function of quantized values and of floats, the same in XLA, operands, operations)."""
-    floats = [normal(side, side, dtype=jnp.bfloat16) for _ in range(2)]
-    none = jnp.zeros((0,))
-
-    def in_xla(lhs, lhs_scale, rhs, rhs_scale, x, w):
-        return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
-
-    for name, mode, code in (
-        ("bf16", 0, None),
-        ("float8, tensor", 1, jnp.float8_e4m3fn),
-        ("float8, channel", 64, jnp.float8_e4m3fn),
-        ("float8, mx", 2, jnp.float8_e4m3fn),
-        ("int8, channel", 64, jnp.int8),
-    ):
-
-        def run(lhs, lhs_scale, rhs, rhs_scale, x, w, mode=mode):
-            return matmul(lhs, lhs_scale, rhs, rhs_scale, none, mode)
-
-        args = (*factors(side, side, side, mode, code), *floats)
-        # Where there is no kernel, the op is plain JAX, and not in quantized values.
-        if "te_ffi_kernels.gemm_v2" in jax.jit(run).lower(*args).as_text():
-            yield f"gemm_v2, {name}", run, in_xla, args, 2 * side**3
+def moved(run, args):
+    """Bytes of operands and results."""
+    return size_of(args) + size_of(jax.eval_shape(run, *args))
 
 
-ROWS = (1, 4, 8, 9, 16, 32, 64, 128, 129, 256, 257, 512, 1024, 2048, 4096)
-"""The rows at which ways part, and those between: limits are set from these."""
+def copying(side):
+    """A negation, which reads and writes one array."""
+    x = normal(side, side, dtype=jnp.bfloat16)
+    return {"copy": jnp.negative}, (x,), {"bytes": moved(jnp.negative, (x,))}
 
 
 def packed_matmuls(side):
-    """As `matmuls`, of rows with packed weights, and the bytes that must be read."""
+    """(label, sides of which "xla" is in bfloat16, operands, what is known) of rows with weights.
+
+    One bfloat16 weight for all sides, since drawing and multiplying it is most of the time.
+    """
     w = normal(side, side, dtype=jnp.bfloat16)
-    for run, bits in (
-        (te.gemm_w8a16, 8),
-        (te.gemv_w4, 4),
-        (te.gemm_w8a8, 8),
-        (te.gemm_w4a8, 4),
+    forms = {}
+    for bits, group, ops in (
+        (8, None, (te.gemm_w8a16, te.gemm_w8a8)),
+        (4, 128, (te.gemv_w4, te.gemm_w4a8)),
+        (4, 32, (te.gemv_w4,)),
     ):
-        for group in (0, 32, 128):
-            weight = packed(side, side, bits, side // group if group else 1)
-            for rows in ROWS:
-                x = normal(rows, side, dtype=jnp.bfloat16)
-                kernel = lambda x, weight, w, run=run: run(x, weight)  # noqa: E731
-                label = f"{run.__name__}, {rows} rows" + (f", groups of {group}" if group else "")
-                in_xla = lambda x, weight, w: x @ w  # noqa: E731
-                yield label, kernel, in_xla, (x, weight, w), 2 * rows * side**2, weight.nbytes
+        weight = packed(side, side, bits, side // group if group else 1)
+        for run in ops:
+            forms[f"{run.__name__}" + (f", groups of {group}" if group else "")] = run, weight
+    weights = {name: weight for name, (_, weight) in forms.items()}
+    for rows in ROWS:
+        x = normal(rows, side, dtype=jnp.bfloat16)
+        sides = {"xla": lambda x, w, weights: x @ w}
+        known = {}
+        for name, (run, weight) in forms.items():
+            sides[name] = lambda x, w, weights, run=run, name=name: run(x, weights[name])
+            known[name] = {"flops": 2 * rows * side**2, "read": weight.nbytes}
+        yield f"{rows} rows, ", sides, (x, w, weights), known
+
+
+def matmuls(side):
+    """The same of quantized matmuls, ours and XLA's own, beside bfloat16."""
+    x, w = (normal(side, side, dtype=jnp.bfloat16) for _ in range(2))
+    none, dims = jnp.zeros((0,)), (((1,), (1,)), ((), ()))
+    sides = {"xla": lambda x, w, given: jax.lax.dot_general(x, w, dims)}
+    given = {}
+    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+    for name, mode, codes in (
+        ("bf16", 0, (None, None)),
+        ("float8, tensor", 1, (e4m3, e4m3)),
+        ("float8 e5m2 x e4m3, tensor", 1, (e5m2, e4m3)),
+        ("float8, channel", 64, (e4m3, e4m3)),
+        ("int8, channel", 64, (jnp.int8, jnp.int8)),
+    ):
+        given[name] = factors(side, side, side, mode, codes)
+        run = lambda x, w, given, name=name, mode=mode: matmul(*given[name], none, mode)  # noqa: E731
+        # Where there is no kernel, the op is plain JAX, and not in quantized values.
+        text = jax.jit(run).lower(x, w, given).as_text()
+        label = f"gemm_v2, {name}"
+        sides[label if "te_ffi_kernels.gemm_v2" in text else f"{label} (no kernel)"] = run
+        if codes[0] is not None:
+            out = jnp.int32 if codes[0] == jnp.int8 else jnp.bfloat16
+            sides[f"XLA's own dot, {name}"] = lambda x, w, given, name=name, out=out: (
+                jax.lax.dot_general(
+                    given[name][0], given[name][2], dims, preferred_element_type=out
+                )
+            )
+    known = {name: {"flops": 2 * side**3} for name in sides}
+    return "", sides, (x, w, given), known
+
+
+def attentions(side):
+    """The same of attention beside XLA's own call of cuDNN, forward and with gradients."""
+    length, heads, size = max(side // 2, 8), 16, 128
+    on_gpu = jax.default_backend() == "gpu"
+    in_xla = partial(jax.nn.dot_product_attention, implementation="cudnn" if on_gpu else None)
+    args = tuple(normal(2, length, heads, size, dtype=jnp.bfloat16) for _ in range(3))
+    for causal in (True, False):
+        ours = partial(attend, mask=CAUSAL if causal else 0)
+        theirs = partial(in_xla, is_causal=causal)
+        # Two matmuls, of which a causal mask needs half; five more for gradients.
+        flops = 4 * 2 * heads * length**2 * size // (2 if causal else 1)
+        name = f"attention, heads of {size}{', causal' if causal else ''}"
+        yield "", {"xla": theirs, name: ours}, args, {name: {"flops": flops}}
+        both = {
+            label: jax.grad(lambda *qkv, fn=fn: jnp.sum(fn(*qkv).astype(jnp.float32)), (0, 1, 2))
+            for label, fn in (("xla", theirs), (f"{name}, with gradients", ours))
+        }
+        yield "", both, args, {f"{name}, with gradients": {"flops": flops * 7 // 2}}
 
 
 def packing(side):
     """As `cases`, of packing a weight."""
-    qvalue = jnp.asarray(np.random.default_rng().integers(-7, 8, (side, side), np.int8))
+    qvalue = jnp.ones((side, side), jnp.int8)
     scale = jnp.ones((1, side))
     for bits in MATMULS:
         run = lambda m, *given, bits=bits: getattr(m, f"pack_w{bits}")(*given)  # noqa: E731
         yield f"pack_w{bits}", run, (qvalue, scale)
 
 
-def attentions(side):
-    """As `matmuls`, beside XLA's own call of cuDNN, forward and with gradients."""
-    length, heads = max(side // 2, 8), 16
-    on_gpu = jax.default_backend() == "gpu"
-    in_xla = partial(jax.nn.dot_product_attention, implementation="cudnn" if on_gpu else None)
-    for size in (64, 128):
-        args = tuple(normal(2, length, heads, size, dtype=jnp.bfloat16) for _ in range(3))
-        for causal in (False, True):
-            ours = partial(attend, mask=CAUSAL if causal else 0)
-            theirs = partial(in_xla, is_causal=causal)
-            # Two matmuls, of which a causal mask needs half; five more for gradients.
-            flops = 4 * 2 * heads * length**2 * size // (2 if causal else 1)
-            name = f"attention, heads of {size}{', causal' if causal else ''}"
-            yield name, ours, theirs, args, flops
-            both = [
-                jax.grad(lambda *qkv, fn=fn: jnp.sum(fn(*qkv).astype(jnp.float32)), (0, 1, 2))
-                for fn in (ours, theirs)
-            ]
-            yield f"{name}, with gradients", *both, args, flops * 7 // 2
+FIRST = (
+    "quantize, tensor, by row",
+    "quantize, tensor, both ways",
+    "quantize, channel, both ways",
+    "dequantize, tensor",
+    "scaled_softmax, rows of 4096",
+    "scaled_softmax, gradient, rows of 4096",
+    "rmsnorm, rows of 4096",
+    "rmsnorm, gradient, rows of 4096",
+    "silu, linear, numbers",
+)
+"""Of the cases beside a copy, those that are measured first."""
+
+
+def of_references(side):
+    """The cases beside the ops' references in XLA: those of FIRST before the others."""
+    found = [*cases(side, jnp.bfloat16), *packing(side)]
+    # Stable: among the others the order stays.
+    for name, run, args in sorted(found, key=lambda case: case[0] not in FIRST):
+        sides = {name: partial(run, te), "xla": partial(run, reference)}
+        yield "", sides, args, {name: {"bytes": moved(sides[name], args)}}
 
 
 def measure(path, side):
-    """Writes seconds and bytes of each case and of a copy, and operations of matmuls."""
-    found = []
-    for label, dtype in DTYPES.items():
-        x = normal(side, side, dtype=dtype)
-        seconds, moved = compare({"kernel": jnp.negative}, (x,))
-        copy = moved / seconds["kernel"]
-        more = packing(side) if dtype == jnp.float32 else ()
-        for name, run, args in itertools.chain(cases(side, dtype), more):
-            sides = {"kernel": partial(run, te), "xla": partial(run, reference)}
-            seconds, moved = compare(sides, args)
-            found.append(
-                {
-                    "case": f"{name}, {label}",
-                    "seconds": seconds,
-                    "bytes": moved,
-                    "copy_bytes_per_second": copy,
-                }
+    """Writes seconds of each case and its bytes or operations, after each case."""
+    device, found = jax.devices()[0], []
+    sides, args, known = copying(side)
+    copy = known["bytes"] / compare(sides, args)["copy"]
+    print(f"a copy: {copy / 1e12:.2f} TB/s", flush=True)
+    all_cases = itertools.chain(
+        packed_matmuls(side),
+        iter([matmuls(side)]),
+        attentions(side),
+        of_references(side),
+    )
+    for prefix, sides, args, known in all_cases:
+        try:
+            seconds = compare(sides, args)
+        except Exception:  # the others are measured all the same
+            print(
+                f"{prefix}{', '.join(sides)}: FAILED\n{traceback.format_exc(limit=-2)}", flush=True
             )
-            print(found[-1], file=sys.stderr)
-    half = side // 2
-    for name, run, in_xla, args, flops, *read in itertools.chain(
-        matmuls(half), packed_matmuls(half), attentions(half)
-    ):
-        seconds, _ = compare({"kernel": run, "xla": in_xla}, args)
-        found.append({"case": name, "seconds": seconds, "flops": flops})
-        if read:
-            found[-1] |= {"read": read[0], "copy_bytes_per_second": copy}
-        print(found[-1], file=sys.stderr)
-    device = jax.devices()[0]
-    run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}
-    with open(path, "w") as file:
-        json.dump(run, file, indent=1)
+            continue
+        for name in sides:
+            if name == "xla" or name not in known:
+                continue
+            two = {"kernel": seconds[name], "xla": seconds["xla"]}
+            row = {"case": prefix + name, "seconds": two, "copy_bytes_per_second": copy}
+            found.append(row | known[name])
+            ours, theirs = two["kernel"] * 1e6, two["xla"] * 1e6
+            print(
+                f"{row['case']:60} {ours:9.1f} us, XLA {theirs:9.1f}, {theirs / ours:.2f} x",
+                flush=True,
+            )
+        run = {"device": device.device_kind, "jax": jax.__version__, "side": side, "results": found}
+        with open(path, "w") as file:
+            json.dump(run, file, indent=1)
 
 
 def main():
     """Does what the command line says."""
-    global ROUNDS, ROWS
+    global ROUNDS, ROWS, SPREAD
     parser = argparse.ArgumentParser()
-    parser.add_argument("what", choices=("exercise", "measure"))
+    parser.add_argument("what", choices=("calls", "measure"))
     parser.add_argument("out", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        ROUNDS, ROWS = 2, ROWS[:1]
-        for label in ("f32", "f16"):
-            del DTYPES[label]
-    if args.what == "exercise":
-        exercise()
-        return
-    measure(args.out, 256 if args.tiny else 16384)
+        ROUNDS, ROWS, SPREAD = 2, ROWS[:1], 0
+    if args.what == "calls":
+        sys.exit(0 if calls() else 1)
+    measure(args.out, 256 if args.tiny else 8192)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_page.py FOLDER HEAD.md PAGE.md
 
-FOLDER has found.json, and speed.json, first.json and decoder.json of the steps that ran. Of HEAD.md
-what is before the results is kept.
+FOLDER has found.json, and speed.json, first.json and decoder.json of the steps that ran. What
+HEAD.md says before the results stays.
 """
 
 import json
@@ -40,13 +40,14 @@ def matmuls(found):
 
 
 def speed(given):
-    yield f"Arrays of {given['side']} x {given['side']} numbers, JAX {given['jax']}."
-    yield from ("", *ops(given["results"]), "")
+    side = given["side"]
     yield (
-        f"Products of matrices of half that side, {given['side'] // 2}, and attention of "
-        f"{given['side'] // 4} tokens, beside XLA's own call of cuDNN."
+        f"Matmuls of a weight of {side} x {side}, and attention of {side // 2} tokens beside XLA's "
+        f"own call of cuDNN, JAX {given['jax']}."
     )
-    yield from ("", *matmuls(given["results"]))
+    yield from ("", *matmuls(given["results"]), "")
+    yield f"Arrays of {side} x {side} numbers of bfloat16 beside the ops' references in XLA."
+    yield from ("", *ops(given["results"]))
 
 
 def first(given):
@@ -84,10 +85,9 @@ def page(folder, head):
         f"Machine: {', '.join(found['gpu'])}.",
         "",
     )
-    for checks in found["steps"].values():
-        for name, good, said in checks:
-            outcome = "" if said.startswith("not run") else "passed, " if good else "FAILED, "
-            yield f"- {name}: {outcome}{said}"
+    for step, checks in found["steps"].items():
+        for name, outcome, said in checks:
+            yield f"- {name}: {outcome}, {said} ({found['seconds'][step]:.0f} s)"
     for name, section in SECTIONS.items():
         path = folder / f"{name}.json"
         if name in found["steps"] and path.exists():

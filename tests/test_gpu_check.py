@@ -1,37 +1,110 @@
-"""tools/gpu_check: what it is for is in the tests that it names."""
+"""tools/gpu_check: time limits, what is left of a run that is cut off, and its page."""
 
 import importlib.machinery
 import importlib.util
 import json
-import re
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 TOOL = ROOT / "tools" / "gpu_check"
 
 
-def module():
+@pytest.fixture(scope="module")
+def tool():
     loader = importlib.machinery.SourceFileLoader("gpu_check", str(TOOL))
     found = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_check", loader))
     loader.exec_module(found)
     return found
 
 
-def test_every_test_that_it_names_is_there():
-    tool = module()
-    assert tool.STEPS.keys() == tool.RUN.keys()
-    named = re.findall(r"(test_gpu_\w+\.py)::(test_\w+)", str(tool.STEPS["tests"]))
-    assert len(named) > 8
-    for file, test in named:
-        text = (tool.TESTS / file).read_text()
-        assert f"def {test}(" in text, f"{file}::{test}"
-        assert "pytestmark = marks" in text
+def test_each_step_has_a_method_and_its_share(tool):
+    assert all(callable(getattr(tool.Check, name)) for name in tool.STEPS)
+    assert sum(minutes for minutes, _ in tool.STEPS.values()) == pytest.approx(9)
     listed = subprocess.run(
         [sys.executable, TOOL, "--list"], capture_output=True, text=True, check=True
     ).stdout
-    assert all(text in listed for purposes in tool.STEPS.values() for text in purposes)
+    assert all(purpose in listed for _, purpose in tool.STEPS.values())
+
+
+def test_a_command_is_stopped_at_its_limit_with_what_it_started(tool, tmp_path, capfd):
+    """Its output until then is in the log."""
+    script = tmp_path / "endless.sh"
+    script.write_text("trap '' INT\nsleep 600 & echo begun $!\nwait\nsleep 600\n")
+    start = time.monotonic()
+    log = tool.Log(tmp_path / "log.txt")
+    status, lines = tool.run(log, ["bash", script], os.environ, 1)
+    assert status is None
+    assert time.monotonic() - start < 20
+    (begun,) = [line for line in lines if line.startswith("begun")]
+    assert begun in (tmp_path / "log.txt").read_text()
+    assert begun in capfd.readouterr().out
+    # Gone, or about to be: killed.
+    state = Path(f"/proc/{begun.split()[1]}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_a_program_that_does_not_exist_is_said(tool, tmp_path):
+    status, lines = tool.run(tool.Log(tmp_path / "log.txt"), ["/no/such"], os.environ, 1)
+    assert status == -1
+    assert "/no/such" in lines[0]
+
+
+def test_what_the_kernels_tests_say_is_read(tool, tmp_path, monkeypatch):
+    """Those that failed are named; so is the summary of a sanitizer."""
+    program = tmp_path / "bin" / "cuda_tests"
+    program.parent.mkdir()
+    monkeypatch.setattr(tool, "SITE", tmp_path)
+    check = tool.Check(tool.Log(tmp_path / "log.txt"), tmp_path, False)
+    assert list(check.kernels(5)) == [("kernels", tool.NOT_RUN, "cuda_tests was not built")]
+    text = "cuda_one 12 checks, 0 failed\ncuda_two 5 checks, 2 failed\n"
+    program.write_text(f"#!/bin/sh\nprintf '{text}'\nexit 1\n")
+    program.chmod(0o755)
+    assert list(check.kernels(5)) == [("kernels", tool.FAILED, "2 tests, failed: cuda_two")]
+    program.write_text("#!/bin/sh\necho 'cuda_one 12 checks, 0 failed'\nsleep 60\n")
+    assert list(check.kernels(1)) == [("kernels", tool.CUT, "1 tests, no error until then")]
+    # A tool that runs the program and then says what it found.
+    tool_of_cuda = tmp_path / "compute-sanitizer"
+    tool_of_cuda.write_text(
+        "#!/bin/sh\necho cuda_one 12 checks, 0 failed\n"
+        "echo ========= ERROR SUMMARY: 3 errors\nexit 9\n"
+    )
+    tool_of_cuda.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    said = "1 tests; ERROR SUMMARY: 3 errors"
+    names = "memcheck", "racecheck", "initcheck"
+    assert list(check.sanitizers(5)) == [(name, tool.FAILED, said) for name in names]
+
+
+def test_a_sticky_error_ends_its_worker_alone(tmp_path):
+    """The tests after it run in another, and each result is written when it's there."""
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "@pytest.mark.parametrize('i', range(6))\n"
+        "def test_one(i):\n"
+        "    if i == 2:\n"
+        "        raise RuntimeError('CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access')\n"
+        "    assert i != 4\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "pytest", "-c", "pytest.ini", "-n", "1", "-q"]
+    command += ["-p", "jaxtap_testkit.sticky", "-p", "no:jaxtap", "test_some.py"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"JAXTAP_RESULTS": str(results)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    found = [json.loads(line) for line in results.read_text().splitlines()]
+    outcomes = {line["test"].partition("[")[2]: line["outcome"] for line in found}
+    assert outcomes == {f"{i}]": "failed" if i in (2, 4) else "passed" for i in range(6)}, (
+        done.stdout
+    )
+    assert "sticky CUDA error in test_some.py::test_one[2]" in done.stderr
 
 
 def test_its_page_has_what_each_step_found(tmp_path):
@@ -39,8 +112,8 @@ def test_its_page_has_what_each_step_found(tmp_path):
     head, out = tmp_path / "head.md", tmp_path / "page.md"
     head.write_text("# Title\n\nText.\n\n<!-- results -->\n\nOld.\n")
     checks = {
-        "tests": [["tests", True, "12 passed"]],
-        "sanitizers": [["memcheck", False, "1 error"]],
+        "tests": [["tests", "passed", "12 passed"]],
+        "sanitizers": [["memcheck", "FAILED", "1 error"]],
     }
     speed = {
         "side": 64,
@@ -56,16 +129,16 @@ def test_its_page_has_what_each_step_found(tmp_path):
     first = {"results": [{"case": "softmax", "warms": False} | times]}
     for name, content in {"speed": speed, "first": first}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
-        checks[name] = [[name, True, "measured"]]
-    found = {"gpu": ["1", "a GPU"], "steps": checks}
+        checks[name] = [[name, "passed", "measured"]]
+    found = {"gpu": ["1", "a GPU"], "steps": checks, "seconds": dict.fromkeys(checks, 7.2)}
     (tmp_path / "found.json").write_text(json.dumps(found))
     script = ROOT / "benchmarks" / "cuda_page.py"
     subprocess.run([sys.executable, script, tmp_path, head, out], check=True)
     text = out.read_text()
     assert text.startswith("# Title\n\nText.\n\n<!-- results -->\n\nMachine: 1, a GPU.\n")
     assert "Old." not in text
-    assert "- tests: passed, 12 passed" in text
-    assert "- memcheck: FAILED, 1 error" in text
+    assert "- tests: passed, 12 passed (7 s)" in text
+    assert "- memcheck: FAILED, 1 error (7 s)" in text
     assert "| copy | 1.0 | 4.00 | 80% | 2.0 | 2.00 |" in text
     assert "| gemv | 2.0 | 2.0 | 50% | 3.0 | 1.50 |" in text
     assert "| softmax | no | 500.0 | 2.0 | 1.0 |" in text

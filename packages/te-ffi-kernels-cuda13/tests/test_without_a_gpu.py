@@ -14,6 +14,7 @@ from te_ffi_kernels_cuda13 import (
     _cublas,
     _cudnn,
     _doctor,
+    _gemm,
     _gpus,
     _library,
     _plugin,
@@ -38,11 +39,16 @@ class Native:
     def driver_version(self):
         return self.driver
 
+    def refused_gemm(self, device, limit, fast, m, n, k, mode, lhs, rhs, *rest):
+        return "no algorithm" if "float8_e5m2" in (lhs, rhs) else ""
+
 
 def pretend(monkeypatch, driver=None, capabilities=(), **distributions):
     for module in (_status, _gpus):
         monkeypatch.setattr(module, "built", lambda: driver is not None)
         monkeypatch.setattr(module, "native", lambda: Native(driver, capabilities))
+    monkeypatch.setattr(_gemm, "native", lambda: Native(driver, capabilities))
+    _gemm._refused.cache_clear()
     monkeypatch.setattr(_plugin, "built", lambda: driver is not None)
     names = {name.replace("_", "-"): version for name, version in distributions.items()}
     monkeypatch.setattr(_doctor, "_installed", names.get)
@@ -221,6 +227,16 @@ def test_doctor_of_a_driver_without_a_library(monkeypatch, module, found, messag
     pretend(monkeypatch, 0)
     monkeypatch.setattr(module, "loaded", lambda: found)
     assert all(result.status == "ok" for result in _doctor.cuda())
+
+
+def test_doctor_names_matmuls_that_cublaslt_refuses(monkeypatch):
+    """Of those that the GPUs can have at all; such an op would run as plain JAX without a word."""
+    said = "run as plain JAX: no algorithm"
+    for capability, refused in ((80, 0), (90, 2)):
+        pretend(monkeypatch, 13020, (capability,))
+        warned = [result for result in _doctor.cuda() if said in result.message]
+        assert len(warned) == refused
+        assert all("float8_e5m2" in result.message and result.hint for result in warned)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from interception_core import CheckResult
 
-from . import _cublas, _cudnn, _gpus, _status
+from . import _cublas, _cudnn, _gemm, _gpus, _status
 
 _PLUGIN = "jax-cuda13-plugin"
 _OTHERS = ("jax-cuda12-plugin",)
@@ -54,9 +54,25 @@ def _libraries() -> Iterator[CheckResult]:
         why = module.missing()
         if why is None:
             yield CheckResult("ok", f"{name} is {_cudnn.dotted(module.loaded()[0])}")
+            if module is _cublas:
+                yield from _matmuls()
         else:
             yield CheckResult(
                 "warn", f"{why}; {ops} run as plain JAX", f"install {package}, as jax[cuda13] does"
+            )
+
+
+def _matmuls() -> Iterator[CheckResult]:
+    """Tell which kinds of matmul cuBLASLt refuses on the GPUs here, which run as plain JAX then."""
+    capability = min(_gpus.used().values(), default=0)
+    for lhs, rhs, mode, needed in _gemm.KINDS:
+        if capability < needed:
+            continue
+        what = f"matmuls of {lhs} with {rhs}, scaling_mode {mode}"
+        why = _gemm.refused_kind(lhs, rhs, mode)
+        if why is not None:
+            yield CheckResult(
+                "warn", f"{what}, run as plain JAX: {why}", "try another version of nvidia-cublas"
             )
 
 

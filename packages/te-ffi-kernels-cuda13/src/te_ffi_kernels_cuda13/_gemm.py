@@ -15,6 +15,17 @@ CUBLASLT = 32 << 20
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
+KINDS = (
+    ("bfloat16", "bfloat16", 0, 80),
+    ("int8", "int8", 64, 80),
+    ("float8_e4m3fn", "float8_e4m3fn", 1, 89),
+    ("float8_e5m2", "float8_e4m3fn", 1, 89),
+    ("float8_e4m3fn", "float8_e5m2", 1, 89),
+    ("float8_e4m3fn", "float8_e4m3fn", 64, 89),
+    ("float8_e4m3fn", "float8_e4m3fn", 2, 100),
+)
+"""Kinds of matmul that models have: dtypes, scaling mode, and the capability that they need."""
+
 Matmul = tuple[int | str | bool, ...]
 """What the compiled part knows a matmul by."""
 
@@ -88,6 +99,17 @@ def refused(call: KernelCall) -> str | None:
     for out in _FLOATS:
         for device in _gpus.one_of_each():
             why = _refused(device, matmul(call, out), fast)
+            if why:
+                return why
+    return None
+
+
+def refused_kind(lhs: str, rhs: str, mode: int) -> str | None:
+    """Return why cuBLASLt has no algorithm for a matmul of 512 x 512; None where it has one."""
+    for out in _FLOATS:
+        for device in _gpus.one_of_each():
+            given = 512, 512, 512, mode, lhs, rhs, True, True, out, False, False
+            why = _refused(device, given, True)
             if why:
                 return why
     return None

@@ -32,8 +32,12 @@ def attend(
     if not config.heads_first:
         keys, values, *scales = (x.swapaxes(1, 2) for x in (keys, values, *scales))
     queries, positions = q.shape[1], keys.shape[2]
+    # Products of float32: GPUs would multiply them in TF32.
     logits = config.scale * jnp.einsum(
-        "btkgd,bksd->bkgts", q.astype(jnp.float32), keys.astype(jnp.float32)
+        "btkgd,bksd->bkgts",
+        q.astype(jnp.float32),
+        keys.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
     )
     if scales:
         logits = logits * scales[0][:, :, None, None]
@@ -57,6 +61,6 @@ def attend(
         weights = weights * scales[1][:, :, None, None]
     # Positions that no query sees may hold NaN, which would remain when multiplied by 0.
     floats = jnp.where(seen.any((1, 2, 3))[:, None, :, None], values.astype(jnp.float32), 0.0)
-    out = jnp.einsum("bkgts,bksd->btkgd", weights, floats)
+    out = jnp.einsum("bkgts,bksd->btkgd", weights, floats, precision=jax.lax.Precision.HIGHEST)
     total = jnp.transpose(total, (0, 3, 1, 2))[..., None]
     return jnp.where(total == 0, 0.0, out / jnp.where(total == 0, 1.0, total)).astype(q.dtype)

@@ -300,7 +300,12 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     else:
         qvalue, scale = form.weight(*weight).unpack()
     turned = reference.dequantized(qvalue, scale, form.layout.k).swapaxes(-2, -1)
-    grad = lax.ragged_dot(ct, turned, weight[2]) if grouped else ct @ turned
+    # Without it, GPUs multiply float32 in TF32, whose 11 bits are fewer than the kernels keep.
+    exact = lax.Precision.HIGHEST
+    if grouped:
+        grad = lax.ragged_dot(ct, turned, weight[2], precision=exact)
+    else:
+        grad = jnp.matmul(ct, turned, precision=exact)
     if form.rotation:
         grad = reference.rotate_back(grad, given[-1], form.rotation)
     return grad.astype(like.dtype), *(None for _ in given), *added
