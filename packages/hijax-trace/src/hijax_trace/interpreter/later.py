@@ -64,8 +64,8 @@ def restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, Arr
         return Packed((args, kwargs)), {}
     types: dict[Hashable, Any] = {}
     arrays = {number: _restored(proxy, types) for number, proxy in proxies.items()}
-    tree = jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves])
-    packed = Packed(tree, also=Later)
+    given = [arrays.get(id(leaf), leaf) for leaf in leaves]
+    packed = Packed.of_leaves(given, treedef, also=Later)
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {
         places[id(arrays[number])]: proxy.inside() if isinstance(proxy, Carrier) else proxy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
@@ -41,6 +42,16 @@ class ArrayProxy(abc.ABC):
     is_carried: ClassVar[bool] = False
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of the array's axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Return the number of the array's elements."""
+        return math.prod(self.shape)
 
     @abc.abstractmethod
     def restore(self) -> jax.Array:

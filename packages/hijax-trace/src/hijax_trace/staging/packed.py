@@ -26,7 +26,6 @@ class Packed:
         kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
             arguments, but may be constants of an operation, such as a convolution's padding.
             Python numbers count among results alone.
-        also: another such type, of the caller's own.
 
     Attributes:
         arrays: the arrays.
@@ -36,8 +35,28 @@ class Packed:
 
     __slots__ = ("_first", "_places", "arrays", "rest", "treedef")
 
-    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY, also: type | None = None):
+    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
         leaves, self.treedef = jax.tree.flatten(tree)
+        self._fill(leaves, kinds)
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Any], treedef: Any, also: type) -> Packed:
+        """Return a pytree of these leaves, taken apart without being built.
+
+        Args:
+            leaves: its leaves.
+            treedef: its structure.
+            also: another type that counts as an array, which the classes of the pytree need not
+                take.
+        """
+        self = cls.__new__(cls)
+        self.treedef = treedef
+        self._fill(leaves, NUMPY, also)
+        return self
+
+    def _fill(
+        self, leaves: Sequence[Any], kinds: tuple[type, ...], also: type | None = None
+    ) -> None:
         self.arrays: list[Any] = []
         self.rest: list[Any] = []
         self._places: list[int | None] = []

@@ -33,16 +33,29 @@ class Site:
         subject: the callable itself.
         level: "function" or "primitive".
         name: the target that it was first found by.
+        takes_arrays: whether it is a function of JAX, which takes any object for the array that
+            its ``__jax_array__`` returns.
         tap: a function that replaces it as an attribute.
         patches: the patches that tap it for all callers.
     """
 
-    __slots__ = ("__weakref__", "_attributes", "level", "name", "patches", "subject", "tap")
+    __slots__ = (
+        "__weakref__",
+        "_attributes",
+        "level",
+        "name",
+        "patches",
+        "subject",
+        "takes_arrays",
+        "tap",
+    )
 
     def __init__(self, subject: Any, name: str, original: Callable, run: Dispatch):
         self.subject = subject
         self.name = name
         self.level = "primitive" if isinstance(subject, _compat.Primitive) else "function"
+        home = str(getattr(subject, "__module__", None)).partition(".")[0]
+        self.takes_arrays = self.level == "function" and home == "jax"
         self.tap = tap_function(original, original, run, self)
         self.patches: tuple[Patch, ...] = ()
         self._attributes: dict[tuple[int, str], AttributePatch] = {}

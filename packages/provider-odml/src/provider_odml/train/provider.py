@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
 import quant_numerics as qn
-from interception_core import Interceptor, PatchEngine, get_engine
+from interception_core import Interceptor, PatchEngine, get_engine, hide_frames
 
 from ..capture.survey import survey
 from ..decide.decide import Options, decide
@@ -24,9 +23,7 @@ from .qat import Training
 from .replay import replay
 from .statistics import QuantStats, check_statistics
 
-# Operations have the source line of the program, not that of the provider.
-source_info_util.register_exclusion(str(Path(__file__).parent))
-
+hide_frames(Path(__file__).parent.parent)
 
 _MEAN = qn.MovingAverage()
 

@@ -15,6 +15,7 @@ from flax.core.scope import in_filter
 from flax.linen import transforms
 
 import quant_numerics as qn
+from interception_core import hides_frames
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
@@ -159,6 +160,7 @@ def _original(module: linen.Module) -> Any:
 
 
 def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    @hides_frames
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         quantized = getattr(self, _FIELD, None)
         if quantized is None or self.scope is None or self.is_initializing():
@@ -209,6 +211,7 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
 
 
 @linen.nowrap
+@hides_frames
 def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a method, quantized; see ``linen.Module.apply``."""
     quantized = getattr(self, _FIELD, None)

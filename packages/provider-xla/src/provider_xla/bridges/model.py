@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from interception_core import Provider, ProviderPlan, find_bridge
+from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
@@ -19,6 +19,7 @@ from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 
 
+@hides_frames
 def quantize_model(
     model: Any,
     provider: Provider,
@@ -108,6 +109,7 @@ def quantize_model(
     return with_caches(bridge, bridge.rebuild(model, stored, quantized), plan, held)
 
 
+@hides_frames
 def calibrate_model(
     model: Any,
     provider: Provider,
@@ -270,7 +272,7 @@ def _planned(
         )
         if getattr(provider, "strict", False):
             raise QuantizationError(f"{text}\n(strict=True)")
-        warnings.warn(text, QuantizationWarning, stacklevel=3)
+        warnings.warn(text, QuantizationWarning, stacklevel=4)
     return bridge, plan, held
 
 

@@ -15,6 +15,8 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from interception_core import hides_frames
+
 from .bridge import Quantized
 
 MARK = "jaxtap_original"
@@ -113,6 +115,7 @@ def by_tag(
     """
 
     def wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @hides_frames
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             tag = tag_of(self)
             if tag is not None and tag.quantized is None and tag.path:

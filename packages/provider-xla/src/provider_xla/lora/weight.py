@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,6 +44,11 @@ class AdaptedWeight:
     def ndim(self) -> int:
         """Number of its axes."""
         return len(self.form.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.form.shape)
 
     @property
     def dtype(self) -> Any:

@@ -14,7 +14,7 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
-from ..program.arrays import is_array, of_arrays
+from ..program.arrays import is_array, of_arrays, rebuilt
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
@@ -48,7 +48,7 @@ def make_plan(
     }
     leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
     kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
-    abstract = jax.tree.unflatten(params_tree, kept)
+    abstract = rebuilt(params_tree, kept)
     survey = Survey(rules, leaves)
     run_survey(survey, engine, argnum, fn, params, args, kwargs)
 

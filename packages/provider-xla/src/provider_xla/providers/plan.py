@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import quant_numerics as qn
+from interception_core import hides_frames
 
 from ..cache.use import with_caches
 from ..lora.apply import ARGUMENTS, with_adapters
@@ -64,7 +65,7 @@ class Plan(ParameterPlan):
             return run(*args, **kwargs)
 
         applied = adapted or call
-        return with_caches(self.caches, fn, applied) if self.caches else applied
+        return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
 
     def export(
         self,

@@ -10,9 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from jax.extend import source_info_util
-
-from interception_core import Interceptor, get_engine
+from interception_core import Interceptor, get_engine, hide_frames, hides_frames
 
 from ..cache.find import find_caches
 from ..cache.rule import CacheRule
@@ -28,8 +26,7 @@ from .plan import Plan
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# JAX then reports operations at the program's source lines, not at those of the provider.
-source_info_util.register_exclusion(str(Path(__file__).parent.parent))
+hide_frames(Path(__file__).parent.parent)
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
@@ -99,6 +96,7 @@ class XlaProvider(abc.ABC):
         """Return the interceptor, always the same: traces are cached under it."""
         return self._interceptor
 
+    @hides_frames
     def plan(
         self,
         fn: Callable[..., Any],
@@ -143,7 +141,8 @@ class XlaProvider(abc.ABC):
             if self.strict:
                 raise QuantizationError(f"The rules can't be followed (strict=True):\n{text}")
             message = f"Not all rules can be followed (errors with strict=True):\n{text}"
-            warnings.warn(message, QuantizationWarning, stacklevel=2)
+            # The caller of this function, which `hides_frames` wraps once.
+            warnings.warn(message, QuantizationWarning, stacklevel=3)
         return plan
 
     @property

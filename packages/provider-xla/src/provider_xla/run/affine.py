@@ -39,11 +39,6 @@ class AroundStored(ArrayProxy):
         return self.inner.dtype
 
     @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
-
-    @property
     def qtype(self) -> str:
         """Name of the quantized type."""
         return self.inner.qtype
