@@ -117,6 +117,11 @@ class PrepackedWeight(ArrayProxy):
         first = (*self.lead, *own)
         return tuple(first[axis] for axis in self.axes())
 
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.lead) + len(self.order)
+
     def axes(self) -> list[int]:
         """Return each axis's number when the leading axes are counted first."""
         lead, ndim = len(self.lead), self.ndim
