@@ -28,6 +28,22 @@ inline long& failures() {
   return count;
 }
 
+// Of CUDA kernels, where tests run them on a device.
+inline long& launches() {
+  static long count = 0;
+  return count;
+}
+
+// The test that runs, and how many checks had failed before it.
+struct Running {
+  const char* name = "no test";
+  long failures = 0;
+};
+inline Running& running() {
+  static Running now;
+  return now;
+}
+
 struct Registration {
   Registration(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
@@ -35,7 +51,10 @@ struct Registration {
 inline bool check(bool holds, const char* file, int line, const std::string& what) {
   ++checks();
   if (holds) return true;
-  if (++failures() <= 20) std::printf("%s:%d: failed: %s\n", file, line, what.c_str());
+  // Some of each test: the others say the same.
+  if (++failures() - running().failures > 20) return false;
+  std::printf("\n%s:%d: failed: %s", file, line, what.c_str());
+  std::fflush(stdout);
   return false;
 }
 

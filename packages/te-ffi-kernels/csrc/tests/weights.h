@@ -35,6 +35,7 @@ class Buffer {
   uint8_t* get() { return data_.get() + offset_; }
   const uint8_t* get() const { return data_.get() + offset_; }
   int64_t size() const { return bytes_; }
+  const uint8_t* allocation() const { return data_.get(); }
 
  private:
   std::unique_ptr<uint8_t[]> data_;

@@ -94,7 +94,7 @@ std::vector<float> numbers_of(const ActivationCase& c, Arrays& arrays) {
     dz[i] = static_cast<float>(element(arrays.dz.get(), c.dtype, static_cast<int64_t>(i)));
   }
   std::vector<float> out(static_cast<size_t>(c.rows * c.columns()));
-  float amax = 0.0f;
+  std::vector<float> amax(1);  // from the heap, as all that kernels read and write
   cuda::Activation args = arrays.args(c);
   args.dz = c.gradient ? dz.data() : nullptr;
   args.x = x.data();
@@ -103,7 +103,7 @@ std::vector<float> numbers_of(const ActivationCase& c, Arrays& arrays) {
   outputs.rows = c.rows;
   outputs.cols = c.columns();
   outputs.scaling = te::Scaling::kNone;
-  outputs.amax = outputs.updated_amax = &amax;
+  outputs.amax = outputs.updated_amax = amax.data();
   outputs.out = out.data();
   run(c, args, outputs);
   return out;

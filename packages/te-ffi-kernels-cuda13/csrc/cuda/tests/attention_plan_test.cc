@@ -69,7 +69,7 @@ struct Case {
 Buffer made(int64_t count, DType dtype, std::mt19937* random) {
   if (random != nullptr) return numbers(count, dtype, true, 1.0f, *random);
   Buffer buffer(count * bytes_of(dtype), 0);
-  std::memset(buffer.get(), 0xFF, static_cast<size_t>(buffer.size()));
+  spoil_all(buffer);
   return buffer;
 }
 
@@ -149,6 +149,8 @@ struct Run {
         (keys ? kv_at : q_at).push_back(static_cast<int32_t>(at));
       }
     }
+    // Of exactly their size, as buffers are.
+    for (std::vector<int32_t>* one : {&q_cu, &kv_cu, &q_at, &kv_at}) one->shrink_to_fit();
   }
 
   static Segment segment_of(const void* self, int64_t i) {
@@ -219,7 +221,7 @@ struct Run {
     m.v = qkv.v;
     m.bias = bias.get();
     m.sink = reinterpret_cast<float*>(sink.get());
-    m.random = kSeed;
+    m.random = seed.data();
     m.words = 2;
     m.q_cumulative = q_cu.data();
     m.kv_cumulative = kv_cu.data();
@@ -243,10 +245,11 @@ struct Run {
       const AttentionPlan plan(dnn, cuda, plans.of(dnn, cuda, 0, steps.graph), steps,
                                static_cast<size_t>(bytes(steps)));
       Buffer workspace(bytes(steps), 8);
+      spoil_all(workspace);
       AttentionMemory m = memory(workspace);
       m.out = out.get();
       m.stats = reinterpret_cast<float*>(stats.get());
-      m.state = state;
+      m.state = state.data();
       m.state_words = 8;
       plan.run(m, FakeRuntime::stream(5));
     }
@@ -254,6 +257,7 @@ struct Run {
     const AttentionPlan plan(dnn, cuda, plans.of(dnn, cuda, 0, steps.graph), steps,
                              static_cast<size_t>(bytes(steps)));
     Buffer workspace(bytes(steps), 8);
+    spoil_all(workspace);
     AttentionMemory m = memory(workspace);
     m.out = wanted_out.get();
     m.stats = reinterpret_cast<float*>(wanted_stats.get());
@@ -279,7 +283,8 @@ struct Run {
   Qkv grads{given, config, nullptr};
   Buffer bias_grad = made(bias_count(), given.dtype, nullptr);
   Buffer sink_grad = made(given.heads, DType::F32, nullptr);
-  uint32_t state[8] = {1, 1, 1, 1, 1, 1, 1, 1};
+  const std::vector<uint32_t> seed{kSeed[0], kSeed[1]};
+  std::vector<uint32_t> state = std::vector<uint32_t>(8, 1);
 };
 
 // Whether all are near. What is 0 or infinite is that exactly.
@@ -310,7 +315,7 @@ void check(const Case& c, std::mt19937& random) {
     run.on_device(dnn, cuda, plans);
     CHECK_THAT(alike(run.out, run.wanted_out, c.dtype), c.text() + ": result");
     CHECK_THAT(alike(run.stats, run.wanted_stats, DType::F32), c.text() + ": log-sum-exp");
-    for (int i = 0; i < 8; ++i) CHECK(run.state[i] == (i < 2 ? kSeed[i] : 0));
+    for (size_t i = 0; i < 8; ++i) CHECK(run.state[i] == (i < 2 ? kSeed[i] : 0));
     for (size_t i = 0; i < run.grads.arrays.size(); ++i) {
       CHECK_THAT(alike(run.grads.arrays[i], run.wanted.arrays[i], c.dtype),
                  c.text() + ": gradient of array " + std::to_string(i));
@@ -394,12 +399,14 @@ TEST(cuda_attention_segments) {
           cu[side].push_back(cu[side].back() + length);
           at[side].push_back(static_cast<int32_t>(random() % 520) - 10);
         }
+        cu[side].shrink_to_fit();
+        at[side].shrink_to_fit();
       }
       const auto count = static_cast<size_t>(segments);
       std::vector<int32_t> q_lengths(count, -1), kv_lengths(count, -1);
       std::vector<int64_t> places(5 * (count + 1), -1);
-      int64_t seed[2] = {-1, -1};
-      const uint32_t random_state[4] = {3, 0x90000000u, 11, 12};
+      std::vector<int64_t> seed = {-1, -1};
+      const std::vector<uint32_t> random_state = {3, 0x90000000u, 11, 12};
       AttentionSegments args;
       args.segments = segments;
       args.q = {cu[0].data(), packed ? at[0].data() : nullptr, most[0], tokens[0]};
@@ -408,9 +415,9 @@ TEST(cuda_attention_segments) {
       args.kv_lengths = kv_lengths.data();
       if (packed) args.places = places.data();
       for (int i = 0; i < 5; ++i) args.strides[i] = 10 + i;
-      args.random = random_state;
+      args.random = random_state.data();
       args.words = 4;
-      args.seed = seed;
+      args.seed = seed.data();
       attention_segments(args, nullptr);
       CHECK(static_cast<uint64_t>(seed[0]) == 0x9000000000000003u && seed[1] == 11);
 

@@ -56,6 +56,7 @@ void check_tokens(Tokens c, std::mt19937& random) {
     offsets.push_back(padding);
     padding += (4 - count % 4) % 4;
   }
+  offsets.shrink_to_fit();
   // Some rows too few, or some too many.
   c.rows = std::max<int64_t>(0, all + (c.padded ? padding : 0) + static_cast<int64_t>(random() % 7) - 2);
   const std::string what = c.text();

@@ -13,8 +13,8 @@
 #include "cuda/gemm/plan.h"
 #include "cuda/site.h"
 #include "cuda/tests/cublaslt_faults.h"
+#include "cuda/tests/kernels.h"
 #include "tests/check.h"
-#include "tests/weights.h"
 
 namespace {
 
@@ -113,8 +113,6 @@ TEST(site_waits_for_no_plan_that_is_made) {
 
 #if !defined(__SANITIZE_THREAD__)  // it doesn't know of the threads in software
 
-constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
-
 struct Case {
   Scaling scaling;
   DType lhs, rhs;
@@ -132,8 +130,6 @@ struct Case {
            (rhs_first ? ", rhs first" : "") + (bias ? ", bias" : "") + (gelu ? ", gelu" : "");
   }
 };
-
-int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dtype)); }
 
 // A factor and its scales.
 struct Numbers {
@@ -190,7 +186,7 @@ struct Run {
     args.gelu = c.gelu;
     if (c.bias) args.bias = bias.get();
     args.out = found.get();
-    std::memset(found.get(), 0xFF, static_cast<size_t>(found.size()));
+    spoil_all(found);
   }
 
   DType out_dtype() const { return kFloats[static_cast<int>(given.out)]; }
@@ -210,7 +206,7 @@ struct Run {
     GemmPlan plan(lt, handle, shapes, options());
     const size_t bytes = options().workspace;
     Buffer workspace(static_cast<int64_t>(bytes), 16);
-    std::memset(workspace.get(), 0xFF, bytes);
+    spoil_all(workspace);
     const auto* numbers = reinterpret_cast<const float*>(factors.get());
     plan.run(args, {numbers, numbers + 1, workspace.get(), bytes}, nullptr);
   }

@@ -6,6 +6,9 @@
 #include <limits>
 #include <random>
 
+#if defined(JAXTAP_ON_DEVICE)
+#include "cuda/tests/on_device.h"
+#endif
 #include "te/modes.h"
 #include "tests/weights.h"
 
@@ -24,6 +27,9 @@ inline int64_t odd(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); 
 // of it before it's written, even if only to be multiplied with 0, goes unnoticed.
 inline void spoil_all(Buffer& buffer) {
   std::memset(buffer.get(), 0xFF, static_cast<size_t>(buffer.size()));
+#if defined(JAXTAP_ON_DEVICE)
+  cuda::on_device::mark_unwritten(buffer.allocation());
+#endif
 }
 
 inline Buffer numbers(int64_t count, DType dtype, bool wide, float size, std::mt19937& random) {
@@ -60,8 +66,10 @@ struct Results {
                                               : 4 * (scaling == te::Scaling::kChannel ? cols : 1),
                       scaling == te::Scaling::kMx ? 1 : 4),
         sums(cols * bytes_of(dtype), odd(dtype, wide)),
-        amax(4, 4) {}
+        amax(4, 4),
+        scale(4, 4) {}
   Buffer qvalues, turned, scales, turned_scales, sums, amax;
+  Buffer scale;  // what is given, where kernels read it
 };
 
 // Whether two arrays are near: both are rounded to the dtype, from sums in another order.

@@ -79,7 +79,8 @@ void check_quantize(const Case& c, std::mt19937& random) {
   given.cols = c.cols;
   given.qtype = c.qtype;
   given.scaling = c.scaling;
-  given.scale = &scale;
+  set_element(found.scale.get(), DType::F32, 0, scale);
+  given.scale = reinterpret_cast<const float*>(found.scale.get());
   given.amax = reinterpret_cast<const float*>(found.amax.get());
   given.updated_amax = reinterpret_cast<float*>(found.amax.get());  // donated
   if (c.rowwise) {

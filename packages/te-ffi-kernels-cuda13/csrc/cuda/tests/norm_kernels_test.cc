@@ -255,12 +255,12 @@ TEST(cuda_norms_of_the_same_numbers) {
     Arrays arrays(c, random);
     Buffer found(c.rows * cols * 4, 0), out(c.rows * cols * 4, 0), wide_x(c.rows * cols * 4, 0);
     Buffer means(4 * c.rows, 0), roots(4 * c.rows, 0);
-    float amax = 0.0f;
+    std::vector<float> amax(1);  // from the heap, as all that kernels read and write
     cuda::Quantize outputs;
     outputs.rows = c.rows;
     outputs.cols = cols;
     outputs.scaling = te::Scaling::kNone;
-    outputs.amax = outputs.updated_amax = &amax;
+    outputs.amax = outputs.updated_amax = amax.data();
     outputs.out = out.get();
     cuda::Norm norm = arrays.norm(c);
     cuda::norm_forward(norm, outputs, nullptr);

@@ -56,7 +56,10 @@ inline cuda::Quantize outputs_of(const OutputsCase& c, Results& found, float bef
   given.cols = c.cols;
   given.qtype = c.qtype;
   given.scaling = c.scaling;
-  given.scale = c.scaling == te::Scaling::kDelayedTensor ? &kDelayedScale : nullptr;
+  set_element(found.scale.get(), DType::F32, 0, kDelayedScale);
+  given.scale = c.scaling == te::Scaling::kDelayedTensor
+                    ? reinterpret_cast<const float*>(found.scale.get())
+                    : nullptr;
   given.amax = reinterpret_cast<const float*>(found.amax.get());
   given.updated_amax = reinterpret_cast<float*>(found.amax.get());  // donated
   if (c.rowwise) {

@@ -49,13 +49,13 @@ TEST(cuda_pack_writes_the_bytes_of_the_cpu) {
 }
 
 TEST(cuda_pack_wraps_around_beyond_4_bits) {
-  const int8_t qvalues[8] = {8, -9, 127, -128, 7, -8, 0, 1};
-  const int8_t wrapped[8] = {-8, 7, -1, 0, 7, -8, 0, 1};
-  const float scale = 1.0f;
+  const std::vector<int8_t> qvalues = {8, -9, 127, -128, 7, -8, 0, 1};
+  const std::vector<int8_t> wrapped = {-8, 7, -1, 0, 7, -8, 0, 1};
+  const std::vector<float> scale = {1.0f};
   const PanelLayout layout = panel_layout(8, 0, 4);
   Buffer found(layout.panel_bytes(), 0), wanted(layout.panel_bytes(), 0);
-  cuda::packed_pack({qvalues, &scale, layout, 1, found.get()}, nullptr);
-  pack(wrapped, &scale, 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
+  cuda::packed_pack({qvalues.data(), scale.data(), layout, 1, found.get()}, nullptr);
+  pack(wrapped.data(), scale.data(), 1, layout, wanted.get(), 1, layout.panel_bytes(), Parallel());
   CHECK(same(found, wanted));
 }
 

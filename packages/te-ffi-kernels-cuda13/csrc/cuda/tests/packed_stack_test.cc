@@ -58,12 +58,13 @@ TEST(cuda_matmuls_with_one_of_a_stack) {
     Stack stack(3, c, random);
     PackedRun run(c, random);
     for (int32_t index : {0, 1, 2, -1, -3, 7, -9}) {
+      const std::vector<int32_t> given = {index};
       run.args.stack = {};
       run.args.weight = stack.at(index).buffer.get();
       run.on_device();
       const std::vector<uint8_t> wanted(run.found.get(), run.found.get() + run.found.size());
       spoil_all(run.found);
-      run.args.stack = {&index, 3, stack.one};
+      run.args.stack = {given.data(), 3, stack.one};
       // Several chunks of columns each find the weight.
       if (run.multiplied != 0) run.args.most = 1;
       run.args.weight = stack.buffer.get();
