@@ -50,8 +50,8 @@ def made(config, kind):
     return Generator(config, params, plan, jnp.bfloat16), size, kernels
 
 
-def measure(shape, prompt, steps, rounds):
-    """Return tokens a second of a prompt and of decoding, sides one after the other."""
+def measure(shape, prompt, steps, rounds, write):
+    """Writes tokens a second of a prompt and of decoding, sides one after the other, after each."""
     config, found = parse_config(shape), []
     for kind in KINDS:
         generator, size, kernels = made(config, kind)
@@ -63,7 +63,7 @@ def measure(shape, prompt, steps, rounds):
         medians = {name: statistics.median(rates[1:]) for name, rates in times.items()}
         found.append({"case": kind or "XLA bfloat16", "bytes": size, "kernels": kernels} | medians)
         print(found[-1], file=sys.stderr)
-    return found
+        write(found)
 
 
 def main():
@@ -75,8 +75,12 @@ def main():
     args = parser.parse_args()
     shape = SHAPES[args.shape] | (TINY if args.tiny else {})
     sizes = (8, 4, 1) if args.tiny else (512, 64, 5)
-    found = {"shape": "tiny" if args.tiny else args.shape, "results": measure(shape, *sizes)}
-    args.out.write_text(json.dumps(found, indent=1))
+
+    def write(results):
+        found = {"shape": "tiny" if args.tiny else args.shape, "results": results}
+        args.out.write_text(json.dumps(found, indent=1))
+
+    measure(shape, *sizes, write)
 
 
 if __name__ == "__main__":

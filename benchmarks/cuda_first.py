@@ -95,8 +95,8 @@ def once(name, warms):
     return times | {"gpus": jax.device_count()}
 
 
-def measure(programs):
-    """Return what each program takes, each in a fresh process."""
+def measure(programs, path):
+    """Writes what each program takes, each in a fresh process, after each."""
     found = []
     for name in programs:
         for warms in (True, False):
@@ -109,7 +109,7 @@ def measure(programs):
                 sys.exit(f"{' '.join(command)}:\n{done.stderr[-4000:]}")
             found.append({"case": name, "warms": warms} | json.loads(done.stdout.splitlines()[-1]))
             print(found[-1], file=sys.stderr)
-    return found
+            path.write_text(json.dumps({"results": found}, indent=1))
 
 
 def main():
@@ -123,9 +123,7 @@ def main():
     if args.once:
         print(json.dumps(once(args.once, not args.cold)))
         return
-    Path(args.out).write_text(
-        json.dumps({"results": measure(PROGRAMS[: 1 if args.tiny else None])}, indent=1)
-    )
+    measure(PROGRAMS[: 1 if args.tiny else None], Path(args.out))
 
 
 if __name__ == "__main__":
