@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdio>
+#include <cstdlib>
 #include <functional>
 #include <string>
 #include <vector>
@@ -34,14 +35,25 @@ inline long& launches() {
   return count;
 }
 
-// The test that runs, and how many checks had failed before it.
+// The test that runs, how many checks had failed before it, and the cases it has come to.
 struct Running {
   const char* name = "no test";
-  long failures = 0;
+  long failures = 0, cases = 0;
 };
 inline Running& running() {
   static Running now;
   return now;
+}
+
+// Whether a test shall take the case it has come to. With JAXTAP_CASES=N in the environment every
+// Nth is taken, for tools that make each one slow: of a prime, some of all sizes and dtypes. Tests
+// ask once for each case, before they allocate for it.
+inline bool takes_case() {
+  static const long every = [] {
+    const char* value = std::getenv("JAXTAP_CASES");
+    return value == nullptr || std::atol(value) < 1 ? 1 : std::atol(value);
+  }();
+  return running().cases++ % every == 0;
 }
 
 struct Registration {

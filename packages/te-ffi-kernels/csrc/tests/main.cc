@@ -13,7 +13,7 @@ using namespace jaxtap::testing;
 
 void run(const Test& test) {
   const long checked = checks(), launched = launches();
-  running() = {test.name, failures()};
+  running() = {test.name, failures(), 0};
   // Whoever ends the process before the test does leaves its name.
   std::printf("%-56s ", test.name);
   std::fflush(stdout);

@@ -43,7 +43,9 @@ struct SumsCase {
 void each_case(const std::function<void(const SumsCase&)>& check) {
   for (DType dtype : kFloats) {
     for (int64_t rows : {1, 33, 511, 512, 513, 2100}) {
-      for (int64_t cols : {1, 34, 64}) check({rows, cols, dtype});
+      for (int64_t cols : {1, 34, 64}) {
+        if (takes_case()) check({rows, cols, dtype});
+      }
     }
     check({0, 5, dtype});
     check({1000, 0, dtype});

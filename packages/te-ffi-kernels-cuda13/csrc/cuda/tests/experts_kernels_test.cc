@@ -32,6 +32,7 @@ struct Tokens {
 void clear(Buffer& buffer) { std::memset(buffer.get(), 0, static_cast<size_t>(buffer.size())); }
 
 void check_tokens(Tokens c, std::mt19937& random) {
+  if (!takes_case()) return;
   const int64_t width = 2 * c.experts + 1;
   Buffer routed(c.tokens * c.experts, 1);
   int64_t all = 0;
@@ -199,7 +200,7 @@ TEST(cuda_topk) {
     for (bool few : {false, true}) {
       for (int64_t cols : {1, 8, 255, 256, 257, 1500}) {
         for (int64_t k : {1, 2, 8, 100, 1024}) {
-          if (k <= cols) check_topk(random() % 3, cols, k, dtype, few, random);
+          if (k <= cols && takes_case()) check_topk(random() % 3, cols, k, dtype, few, random);
         }
         check_topk(1, cols, std::min<int64_t>(cols, 1024), dtype, few, random);
       }

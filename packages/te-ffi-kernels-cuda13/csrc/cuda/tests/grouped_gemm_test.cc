@@ -70,6 +70,7 @@ struct Side {
 };
 
 void check_groups(const Groups& c, std::mt19937& random) {
+  if (!takes_case()) return;
   const auto groups = static_cast<int64_t>(c.sizes.size());
   const bool rows = c.ragged == Ragged::kRows, mx = c.scaling == Scaling::kMx;
   const int64_t rest = random() % 2 == 0 ? 0 : mx ? 32 : 3;
