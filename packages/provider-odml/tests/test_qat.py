@@ -757,3 +757,28 @@ def test_a_condition_that_reads_quantized_tensors_is_refused():
     weight = jnp.abs(draw(4, 4, seed=1))
     with pytest.raises(OdmlError, match="condition of a while_loop"):
         model.calibrate(weight, [(jnp.abs(x),)])
+
+
+def test_paddings_that_can_be_read_once():
+    """JAX and flax read them; handlers, and each of several traces, read them again."""
+
+    def made(once):
+        def model(k, x):
+            y = lax.conv_general_dilated(x, k, (1, 1), once([(1, 1), (1, 1)]), None, None, NHWC)
+            return nn.max_pool(jax.nn.relu(y), (2, 2), (2, 2), once([(1, 1), (1, 0)]))
+
+        return qat(model, OdmlRule(weight_qtype="int8", act_qtype="int8"))
+
+    k, x = draw(3, 3, 2, 4), draw(2, 6, 6, 2)
+    found, plans = [], []
+    for once in (iter, tuple):
+        model = made(once)
+        plans.append(str(model.plan(k, x)))
+        stats = model.calibrate(k, [(x,)])
+        run = functools.partial(model, quant_stats=stats, update_quant_stats=False)
+        found.append(jax.jit(run)(k, x))
+    assert plans[0] == plans[1]
+    np.testing.assert_array_equal(*found)
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")

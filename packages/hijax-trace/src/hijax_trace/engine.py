@@ -158,7 +158,6 @@ class _Tapped:
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         proxies = {first + i: proxy for i, proxy in held.items()}
-        session.origin = origins
         expressions: list[Callable[[], Expression]] = [
             functools.partial(Unknown, var.aval, "a part of an array proxy", None)
             for var in jaxpr.invars
@@ -216,6 +215,7 @@ class _Tapped:
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stage the function. Return None if another mode is needed."""
         result: Packed | None = None
+        watcher.session.origin = origins
         taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
 

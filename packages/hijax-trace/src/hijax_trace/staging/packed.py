@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -108,6 +108,14 @@ def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
         return True
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
     return all(_is_array(leaf, ()) or _is_constant(leaf) for leaf in leaves)
+
+
+def is_iterator(node: Any) -> bool:
+    """Return whether a pytree's node is an iterator, for ``is_leaf``.
+
+    JAX warns of an iterator that it takes for a leaf without being told.
+    """
+    return isinstance(node, Iterator)
 
 
 def _is_object(node: Any) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 from ..call import NO_METADATA, OpCall
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
+from .settle import settle
 from .targets import Site
 
 
@@ -22,6 +23,8 @@ def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict)
     """Run a call of a site that was made in a state."""
     if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
+    if site.reads:
+        args, kwargs = settle(args), settle(kwargs)
     return _ask(site, original, state, (), args, kwargs)
 
 

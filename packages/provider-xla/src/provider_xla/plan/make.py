@@ -227,9 +227,10 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         contractions = [use for use in uses if not use.is_lookup] or deciding
         granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
         block = qn.get_qtype(first.how.qtype).block
-        if block is not None and list(granularity.tile_axes.values()) != [block]:
+        fitted = granularity if block is None else granularity.in_blocks(leaf.shape, block)
+        if fitted is None:
             survey.problems.append(
-                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
+                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along axes "
                 f"that all of its uses contract ({', '.join(u.op_id for u in contractions)})"
             )
             continue
@@ -243,7 +244,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             rule=first.rule,
             qtype=first.how.qtype,
             method=first.how.method,
-            granularity=granularity,
+            granularity=fitted,
             stepped=tuple(sorted(stepped)),
             ops=tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, contractions),
