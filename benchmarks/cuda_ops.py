@@ -11,7 +11,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import statistics
 import sys
 import time
@@ -36,8 +35,8 @@ SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 CAUSAL, BOTTOM_RIGHT = 2, 4
 ROUNDS, CALLS = 5, 3
 ROWS = (1, 8, 32, 128, 512, 4096)
-SPREAD = 256e6
-"""Bytes of operands that a program goes through, so that none are in the GPU's cache of 50 MB."""
+COPIES, MOST_BYTES = 16, 6e9
+"""Of each operand, as many as there is memory for: the GPU's cache has 50 MB."""
 
 
 def quantize(x, module=te, mode=1, layout=2, out=jnp.float8_e4m3fn, dbias=False):
@@ -262,26 +261,29 @@ def size_of(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-def compare(sides, args):
-    """Seconds of a call of each side: medians, sides in turn.
+def compare(sides):
+    """Seconds of a call of each side, a (function, operands): medians, sides in turn.
 
-    A program calls a side once for each of several copies of its operands: what starting a program
-    takes is divided by them, and no operand is still in a cache.
+    A program calls a side once for each of several copies of its operands: no operand is still in a
+    cache, and what starting a program takes (a tenth of a millisecond, where some kernels need a
+    fiftieth) is divided by their number.
     """
-    count = min(16, max(4, math.ceil(SPREAD / size_of(args))))
-    sets = [args, *(jax.tree.map(jnp.copy, args) for _ in range(count - 1))]
     programs, seconds = {}, {name: [] for name in sides}
-    for name, fn in sides.items():
-        each = jax.jit(lambda sets, fn=fn: [fn(*one) for one in sets])
-        programs[name] = each.lower(sets).compile()
-        jax.block_until_ready(programs[name](sets))
+    for name, (fn, args) in sides.items():
+        leaves, tree = jax.tree.flatten(args)
+        count = int(min(COPIES, max(2, MOST_BYTES // size_of(args))))
+        sets = [leaves, *([jnp.copy(leaf) for leaf in leaves] for _ in range(count - 1))]
+        each = jax.jit(lambda *sets, fn=fn, tree=tree: [fn(*tree.unflatten(one)) for one in sets])
+        jax.block_until_ready(each(*sets))
+        programs[name] = each, sets
     for _ in range(ROUNDS):
-        for name, run in programs.items():
+        for name, (run, sets) in programs.items():
             start = time.perf_counter()
             for _ in range(CALLS):
-                out = run(sets)
+                out = run(*sets)
             jax.block_until_ready(out)
-            seconds[name].append((time.perf_counter() - start) / CALLS / count)
+            seconds[name].append((time.perf_counter() - start) / CALLS / len(sets))
+            del out
     return {name: statistics.median(found) for name, found in seconds.items()}
 
 
@@ -378,17 +380,8 @@ def moved(run, args):
     return size_of(args) + size_of(jax.eval_shape(run, *args))
 
 
-def copying(side):
-    """A negation, which reads and writes one array."""
-    x = normal(side, side, dtype=jnp.bfloat16)
-    return {"copy": jnp.negative}, (x,), {"bytes": moved(jnp.negative, (x,))}
-
-
 def packed_matmuls(side):
-    """(label, sides of which "xla" is in bfloat16, operands, what is known) of rows with weights.
-
-    One bfloat16 weight for all sides, since drawing and multiplying it is most of the time.
-    """
+    """(label, sides of which "xla" is in bfloat16, what is known of them) of rows with weights."""
     w = normal(side, side, dtype=jnp.bfloat16)
     forms = {}
     for bits, group, ops in (
@@ -399,46 +392,40 @@ def packed_matmuls(side):
         weight = packed(side, side, bits, side // group if group else 1)
         for run in ops:
             forms[f"{run.__name__}" + (f", groups of {group}" if group else "")] = run, weight
-    weights = {name: weight for name, (_, weight) in forms.items()}
     for rows in ROWS:
         x = normal(rows, side, dtype=jnp.bfloat16)
-        sides = {"xla": lambda x, w, weights: x @ w}
-        known = {}
+        sides, known = {"xla": (jnp.matmul, (x, w))}, {}
         for name, (run, weight) in forms.items():
-            sides[name] = lambda x, w, weights, run=run, name=name: run(x, weights[name])
+            sides[name] = run, (x, weight)
             known[name] = {"flops": 2 * rows * side**2, "read": weight.nbytes}
-        yield f"{rows} rows, ", sides, (x, w, weights), known
+        yield f"{rows} rows, ", sides, known
 
 
 def matmuls(side):
     """The same of quantized matmuls, ours and XLA's own, beside bfloat16."""
     x, w = (normal(side, side, dtype=jnp.bfloat16) for _ in range(2))
     none, dims = jnp.zeros((0,)), (((1,), (1,)), ((), ()))
-    sides = {"xla": lambda x, w, given: jax.lax.dot_general(x, w, dims)}
-    given = {}
-    e4m3, e5m2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-    for name, mode, codes in (
-        ("bf16", 0, (None, None)),
-        ("float8, tensor", 1, (e4m3, e4m3)),
-        ("float8 e5m2 x e4m3, tensor", 1, (e5m2, e4m3)),
-        ("float8, channel", 64, (e4m3, e4m3)),
-        ("int8, channel", 64, (jnp.int8, jnp.int8)),
+    e4m3, e5m2, int8 = jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8
+    sides = {"xla": (partial(jax.lax.dot_general, dimension_numbers=dims), (x, w))}
+    for name, mode, codes, in_xla in (
+        ("bf16", 0, (None, None), False),
+        ("float8, tensor", 1, (e4m3, e4m3), True),
+        ("float8 e5m2 x e4m3, tensor", 1, (e5m2, e4m3), True),
+        ("float8, channel", 64, (e4m3, e4m3), False),
+        ("int8, channel", 64, (int8, int8), True),
     ):
-        given[name] = factors(side, side, side, mode, codes)
-        run = lambda x, w, given, name=name, mode=mode: matmul(*given[name], none, mode)  # noqa: E731
+        given = factors(side, side, side, mode, codes)
+        run = partial(matmul, mode=mode)
         # Where there is no kernel, the op is plain JAX, and not in quantized values.
-        text = jax.jit(run).lower(x, w, given).as_text()
+        text = jax.jit(run).lower(*given, none).as_text()
         label = f"gemm_v2, {name}"
-        sides[label if "te_ffi_kernels.gemm_v2" in text else f"{label} (no kernel)"] = run
-        if codes[0] is not None:
-            out = jnp.int32 if codes[0] == jnp.int8 else jnp.bfloat16
-            sides[f"XLA's own dot, {name}"] = lambda x, w, given, name=name, out=out: (
-                jax.lax.dot_general(
-                    given[name][0], given[name][2], dims, preferred_element_type=out
-                )
-            )
-    known = {name: {"flops": 2 * side**3} for name in sides}
-    return "", sides, (x, w, given), known
+        label += "" if "te_ffi_kernels.gemm_v2" in text else " (no kernel)"
+        sides[label] = run, (*given, none)
+        if in_xla:
+            out = jnp.int32 if codes[0] == int8 else jnp.bfloat16
+            own = partial(jax.lax.dot_general, dimension_numbers=dims, preferred_element_type=out)
+            sides[f"XLA's own dot, {name}"] = own, (given[0], given[2])
+    yield "", sides, {name: {"flops": 2 * side**3} for name in sides}
 
 
 def attentions(side):
@@ -453,12 +440,16 @@ def attentions(side):
         # Two matmuls, of which a causal mask needs half; five more for gradients.
         flops = 4 * 2 * heads * length**2 * size // (2 if causal else 1)
         name = f"attention, heads of {size}{', causal' if causal else ''}"
-        yield "", {"xla": theirs, name: ours}, args, {name: {"flops": flops}}
+        yield "", {"xla": (theirs, args), name: (ours, args)}, {name: {"flops": flops}}
+        slopes = f"{name}, with gradients"
         both = {
-            label: jax.grad(lambda *qkv, fn=fn: jnp.sum(fn(*qkv).astype(jnp.float32)), (0, 1, 2))
-            for label, fn in (("xla", theirs), (f"{name}, with gradients", ours))
+            label: (
+                jax.grad(lambda *qkv, fn=fn: fn(*qkv).astype(jnp.float32).sum(), (0, 1, 2)),
+                args,
+            )
+            for label, fn in (("xla", theirs), (slopes, ours))
         }
-        yield "", both, args, {f"{name}, with gradients": {"flops": flops * 7 // 2}}
+        yield "", both, {slopes: {"flops": flops * 7 // 2}}
 
 
 def packing(side):
@@ -489,25 +480,26 @@ def of_references(side):
     found = [*cases(side, jnp.bfloat16), *packing(side)]
     # Stable: among the others the order stays.
     for name, run, args in sorted(found, key=lambda case: case[0] not in FIRST):
-        sides = {name: partial(run, te), "xla": partial(run, reference)}
-        yield "", sides, args, {name: {"bytes": moved(sides[name], args)}}
+        sides = {name: (partial(run, te), args), "xla": (partial(run, reference), args)}
+        yield "", sides, {name: {"bytes": moved(*sides[name])}}
 
 
 def measure(path, side):
     """Writes seconds of each case and its bytes or operations, after each case."""
     device, found = jax.devices()[0], []
-    sides, args, known = copying(side)
-    copy = known["bytes"] / compare(sides, args)["copy"]
+    # A negation reads and writes one array.
+    given = jnp.negative, (normal(side, side, dtype=jnp.bfloat16),)
+    copy = moved(*given) / compare({"copy": given})["copy"]
     print(f"a copy: {copy / 1e12:.2f} TB/s", flush=True)
     all_cases = itertools.chain(
         packed_matmuls(side),
-        iter([matmuls(side)]),
+        matmuls(side),
         attentions(side),
         of_references(side),
     )
-    for prefix, sides, args, known in all_cases:
+    for prefix, sides, known in all_cases:
         try:
-            seconds = compare(sides, args)
+            seconds = compare(sides)
         except Exception:  # the others are measured all the same
             print(
                 f"{prefix}{', '.join(sides)}: FAILED\n{traceback.format_exc(limit=-2)}", flush=True
@@ -531,14 +523,14 @@ def measure(path, side):
 
 def main():
     """Does what the command line says."""
-    global ROUNDS, ROWS, SPREAD
+    global ROUNDS, ROWS, COPIES
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("calls", "measure"))
     parser.add_argument("out", nargs="?")
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     if args.tiny:
-        ROUNDS, ROWS, SPREAD = 2, ROWS[:1], 0
+        ROUNDS, ROWS, COPIES = 2, ROWS[:1], 2
     if args.what == "calls":
         sys.exit(0 if calls() else 1)
     measure(args.out, 256 if args.tiny else 8192)

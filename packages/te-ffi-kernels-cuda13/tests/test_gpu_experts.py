@@ -43,5 +43,5 @@ def test_sizes_may_change_from_call_to_call():
 @pytest.mark.parametrize("sizes", [[97, 0, 0], [-1, 3, 2]])
 def test_sizes_that_cannot_be_are_errors(sizes):
     given = jnp.ones((96, 64)), jnp.ones((3, 64, 48)), jnp.asarray(sizes, jnp.int32)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="grouped_gemm_v2: group_sizes"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"grouped_gemm_v2: .*group_sizes"):
         jax.block_until_ready(te.grouped_dense(*given))

@@ -9,6 +9,8 @@ import jax
 
 from interception_core import kernels, register_kernel
 
+from .op import has_backend
+
 
 def warmup(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> jax.stages.Compiled:
     """Compile a program and warm its kernels up, without running it.
@@ -38,8 +40,8 @@ def register() -> tuple[str, ...]:
     Raises:
         KernelError: one of them can't be registered.
     """
-    platforms = {device.platform for device in jax.devices()} | {"cpu"}
-    found = [spec for spec in kernels() if spec.platform in platforms]
+    # A device calls its platform "gpu"; kernels are for "cuda".
+    found = [spec for spec in kernels() if spec.platform == "cpu" or has_backend(spec.platform)]
     return tuple(register_kernel(spec) for spec in found)
 
 

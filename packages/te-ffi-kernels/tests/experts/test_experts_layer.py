@@ -56,9 +56,11 @@ def test_forward_and_gradient(align):
         double = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (params, x))
         wanted = jax.jit(theirs)(*double)
         expected = dense(*double)
-    np.testing.assert_allclose(jax.jit(experts, static_argnums=2)(params, x, align), expected,
-                               rtol=1e-4, atol=1e-5)  # fmt: skip
-    found = jax.jit(ours)(params, x)
+    with jax.default_matmul_precision("highest"):  # the router's, which is the test's own
+        forward = jax.jit(experts, static_argnums=2)(params, x, align)
+    np.testing.assert_allclose(forward, expected, rtol=1e-4, atol=1e-5)
+    with jax.default_matmul_precision("highest"):  # the router's, which is the test's own
+        found = jax.jit(ours)(params, x)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 

@@ -21,7 +21,8 @@ def test_values_and_indices(dtype):
                 x = np.where(np.abs(x) < 1e-38, np.copysign(0, x), x)
             x = jnp.asarray(x, dtype)
             values, indices = te.topk(x, k)
-            wanted, at = jax.lax.top_k(x, k)
+            # On GPUs XLA's own forgets the sign of NaN in bfloat16.
+            wanted, at = jax.lax.top_k(jax.device_put(x, jax.devices("cpu")[0]), k)
             assert (values.dtype, indices.dtype) == (x.dtype, jnp.int32)
             np.testing.assert_array_equal(indices, at)
             np.testing.assert_array_equal(np.float32(values), np.float32(wanted))

@@ -24,11 +24,11 @@ uint32_t grouped_alignment(const te::GroupedGemm& args) {
   const auto fit = [&](int64_t bytes) {
     while (bytes % found != 0) found /= 2;
   };
-  // Quantized values are copied to where they're aligned, unless they are.
-  if (each.scaling == te::Scaling::kNone) {
-    fit(size * (rows ? each.k : each.m));
-    fit(size * (rows ? each.k * each.n : each.n));
-  }
+  // Quantized values are copied to where they're aligned, unless they are, and so are their sums
+  // unless their columns are multiples of 16. cuBLASLt has no matmul of float8 for less.
+  if (each.scaling != te::Scaling::kNone) return found;
+  fit(size * (rows ? each.k : each.m));
+  fit(size * (rows ? each.k * each.n : each.n));
   fit(bytes_of(each.out_dtype) * (rows ? each.n : each.m * each.n));
   return found;
 }

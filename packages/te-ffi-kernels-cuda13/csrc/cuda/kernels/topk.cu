@@ -33,6 +33,11 @@ JAXTAP_DEVICE int flags_before(bool flag, int (&of_warps)[kWarps], int* all) {
   return before;
 }
 
+// Bits in whose order the numbers are. Those of 16 bits are not made float32 for it: GPUs then
+// forget the sign of NaN, by which it is the first or the last.
+JAXTAP_DEVICE uint32_t bits_in_32(uint16_t half) { return static_cast<uint32_t>(half) << 16; }
+JAXTAP_DEVICE uint32_t bits_in_32(float number) { return float_bits(number); }
+
 template <class Format>
 __global__ void __launch_bounds__(kThreads) topk_kernel(TopK args) {
   __shared__ int counts[kDigits], of_warps[kWarps];
@@ -42,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) topk_kernel(TopK args) {
   const auto* keys = static_cast<const typename Format::Type*>(args.keys) + row * args.cols;
   // In the order of unsigned integers.
   const auto bits_of = [&](int64_t at) {
-    return static_cast<uint32_t>(ranked(Format::load(keys[at]), 0).key) ^ 0x80000000u;
+    return static_cast<uint32_t>(bits_and_keys(static_cast<int>(bits_in_32(keys[at])))) ^ 0x80000000u;
   };
 
   uint32_t last = 0, known = 0;

@@ -12,6 +12,9 @@
 #include "common/convert.h"
 #include "cuda/cublaslt.h"
 #include "cuda/tests/fake_library.h"
+#if defined(JAXTAP_ON_DEVICE)
+#include "cuda/tests/on_device.h"
+#endif
 #include "te/table.h"
 
 namespace jaxtap::testing {
@@ -231,6 +234,13 @@ class FakeCublasLt : public cuda::CublasLt, public FakeLibrary {
         write(out.type, given.out, i + j * out.stride, sum);
       }
     }
+#if defined(JAXTAP_ON_DEVICE)
+    const size_t element = out.type == Type::kBF16 || out.type == Type::kF16 ? 2 : 4;
+    for (int64_t j = 0; j < out.cols; ++j) {
+      const auto* column = static_cast<const uint8_t*>(given.out) + element * (j * out.stride);
+      cuda::on_device::mark_written(column, element * static_cast<size_t>(out.rows));
+    }
+#endif
   }
 
   std::map<cuda::LtHandle, Nothing> handles;

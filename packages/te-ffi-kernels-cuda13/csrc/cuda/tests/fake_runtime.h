@@ -12,6 +12,9 @@
 #include <vector>
 
 #include "cuda/runtime.h"
+#if defined(JAXTAP_ON_DEVICE)
+#include "cuda/tests/on_device.h"
+#endif
 
 namespace jaxtap::testing {
 
@@ -119,6 +122,9 @@ class FakeRuntime : public cuda::Runtime {
         ++recorded;
       } else {
         std::memset(memory, byte, size);
+#if defined(JAXTAP_ON_DEVICE)
+        cuda::on_device::mark_written(memory, size);
+#endif
       }
       return 0;
     });

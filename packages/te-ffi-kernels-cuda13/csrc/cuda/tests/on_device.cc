@@ -3,6 +3,9 @@
 #include <cxxabi.h>
 #include <sys/mman.h>
 #include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
 
 #include <algorithm>
 #include <cstdint>
@@ -203,6 +206,14 @@ void bring(Entry& entry) {
   }
 }
 
+// Subnormal float32 numbers count as zero on the device (-ftz=true), and on the threads of XLA that
+// the CPU's kernels run on: so they do for those that the tests call.
+void flush_subnormal() {
+#if defined(__x86_64__)
+  _mm_setcsr(_mm_getcsr() | 0x8040);
+#endif
+}
+
 void begin() {
   std::printf("\non %s\n%-56s ", name_of_device().c_str(), testing::running().name);
   // As long as something is there, the driver keeps the pages of small arrays, which come and go.
@@ -266,7 +277,19 @@ void mark_unwritten(const void* address) {
   remember(entry->second, reinterpret_cast<const void*>(entry->first));
 }
 
+void mark_written(const void* address, size_t size) {
+  Entry* entry = array_at(reinterpret_cast<uintptr_t>(address));
+  if (entry == nullptr || entry->second.known == nullptr) return;
+  const auto* host = static_cast<const unsigned char*>(address);
+  unsigned char* known = entry->second.known + (reinterpret_cast<uintptr_t>(host) - entry->first);
+  for (size_t i = 0; i < size; ++i) known[i] = static_cast<unsigned char>(~host[i]);
+}
+
 namespace {
+
+#if !defined(JAXTAP_REHEARSED)
+[[maybe_unused]] const bool flushes = (flush_subnormal(), true);
+#endif
 
 void* allocated(size_t size, size_t alignment) {
   void* address = alignment <= alignof(std::max_align_t)
