@@ -15,7 +15,7 @@ from ..train.replay import replay
 from ..train.statistics import QuantStats, check_statistics
 from .collect import collect
 from .emit import Device
-from .grids import grids_of
+from .grids import checked, grids_of
 
 
 class OdmlConversionProvider(OdmlQatProvider):
@@ -59,8 +59,8 @@ class OdmlConversionProvider(OdmlQatProvider):
                 samples = jax.tree.map(_sample, tuple(full))
                 named = jax.tree.map(_sample, kwargs)
                 plan = self._plan(fn, samples, named)
-                grids = grids_of([plan], self._stats)
-                constants = collect(self._engine, fn, plan, samples, named)
+                grids = grids_of(plan, checked([plan], self._stats))
+                constants = collect(self._engine, fn, plan, grids, samples, named)
             device = Device(grids, constants, converting=False)
             return replay(self._engine, fn, plan, device)(*full, **kwargs)
 

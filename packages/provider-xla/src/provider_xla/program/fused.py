@@ -123,9 +123,7 @@ def _standardized(of: _Standardized, x: jax.Array, *given: jax.Array) -> jax.Arr
     return _norm("layernorm", x, scale, bias, of.epsilon, of.op)
 
 
-def _join(
-    of: _Standardized, primitive: str, is_row: bool, is_whole: bool
-) -> _Standardized | None:
+def _join(of: _Standardized, primitive: str, is_row: bool, is_whole: bool) -> _Standardized | None:
     # What is multiplied with the norm of one vector may differ in each row that a program maps.
     if is_whole or of.has_bias:
         return None
