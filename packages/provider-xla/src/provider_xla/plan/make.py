@@ -189,7 +189,11 @@ def _with_kernels(
         sharding = getattr(params.get(path), "sharding", None)
         packings, found = choose(weight, survey.contractions.get(path, {}), sharding, names)
         packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
-        choices.update(found)
+        for op_id, one in found.items():
+            # An operation of several weights has a kernel if each of them has.
+            before = choices.get(op_id, {})
+            lacking = {name: choice for name, choice in before.items() if choice.kernel is None}
+            choices[op_id] = one | lacking
     none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
     settled = []
     for record in records:

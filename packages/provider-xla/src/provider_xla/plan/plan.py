@@ -128,9 +128,11 @@ class PlanData:
     def in_xla(self) -> dict[str, tuple[str, ...]]:
         """The contractions of stored weights that no kernel computes: their ids, by reason."""
         found: dict[str, tuple[str, ...]] = {}
+        # Not by the weight's path: a program may join several weights, or derive one.
+        stored = {op_id for weight in self.weights.values() for op_id in weight.ops}
         for op in self.ops:
             why = op.kernel_reason
-            if op.weight in self.weights and why is not None and why != LOOKUP:
+            if op.op_id in stored and why is not None and why != LOOKUP:
                 found[why] = (*found.get(why, ()), op.op_id)
         return found
 
