@@ -64,6 +64,7 @@ from .jaxpr import (
     is_as_traced,
     is_high_type,
     is_open,
+    is_symbolic,
     label,
     labelled,
     like_closed,

@@ -97,6 +97,11 @@ def same_type(given: Any, expected: Any) -> bool:
     return core.typematch(given, expected)
 
 
+def is_symbolic(aval: Any) -> bool:
+    """Return whether a type has a size that is not a number, as in ``jax.export``."""
+    return not all(isinstance(size, int) for size in getattr(aval, "shape", ()))
+
+
 def primitive_names() -> list[str]:
     """Return the names of all primitives with a lowering rule."""
     tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
