@@ -23,7 +23,7 @@ W8A8_GROUPS = QuantizationRule(weight_qtype="int8", tile_size=64, **A8)
 W4A8 = QuantizationRule(weight_qtype="int4", tile_size=32, **A8)
 SMALL_GROUPS = QuantizationRule(weight_qtype="int4", tile_size=16)
 FEW = "weights are packed for up to 8 rows"
-BOTH = f"{FEW} and 1024 rows or more without groups"
+BOTH = f"{FEW} and 2048 rows or more without groups"
 
 CHOSEN = [
     (W8, 1, "float32", "gemv_w8"),
@@ -37,8 +37,8 @@ CHOSEN = [
     (SMALL_GROUPS, 1, "float32", "groups of 16 rows, and not a multiple of 32"),
     (W8A8, 1, "bfloat16", "gemm_w8a8"),
     (W8A8, 9, "bfloat16", BOTH),
-    (W8A8, 1023, "bfloat16", BOTH),
-    (W8A8, 1024, "bfloat16", "gemm_w8a8"),
+    (W8A8, 2047, "bfloat16", BOTH),
+    (W8A8, 2048, "bfloat16", "gemm_w8a8"),
     (W8A8_GROUPS, 8, "bfloat16", "gemm_w8a8"),
     (W8A8_GROUPS, 2048, "bfloat16", BOTH),
     (W4A8, 8, "bfloat16", "gemm_w4a8"),

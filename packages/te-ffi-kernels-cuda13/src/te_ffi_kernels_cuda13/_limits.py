@@ -1,8 +1,9 @@
 """Where plans should pack weights for GPUs: for which numbers of rows, and how that is known.
 
-Nothing of this was measured yet, so that it holds what counting bytes and products leaves no doubt
-of; everything else is left to XLA. ``tools/gpu_check`` measures the same spans: see "First" in
-docs/benchmarks/cuda.md. A weight that is packed already has kernels for all numbers of rows.
+Measured on an H200 with weights of 8192 x 8192 by ``tools/gpu_check``, beside XLA's matmul of
+bfloat16 weights (docs/benchmarks/cuda.md); what XLA takes with stored quantized values, which it
+must dequantize, was not measured. A weight that is packed already has kernels for all numbers of
+rows, which between these spans are slower than bfloat16, of 4 bits many times.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ FEW = Span(
     0,
     8,
     True,
-    "counted: tensor cores take 8 rows at least, so that up to 8 cost what one does, and the "
-    "weight is read once, at 0.5 or 1 byte a value; XLA reads 2, or writes and reads them as well",
+    "measured: 0.8 to 1.3 times as fast as XLA in bfloat16, at half or a quarter of the memory; "
+    "32 rows are at 0.25 to 0.5",
 )
 LIBRARY = Span(
-    1024,
+    2048,
     None,
     False,
-    "counted: unpacking moves 3 bytes a value, which at 3.3 TB/s is 0.9 ps; int8 in cuBLASLt, at "
-    "twice the rate of bfloat16, saves 1.4 ps a value with 1024 rows at 700 TFLOP/s",
+    "measured: 0.70 times as fast as XLA in bfloat16 with 512 rows and 1.19 with 4,096; unpacking "
+    "takes the same with any number of rows, so that they are equal at about 1,700",
 )
 WORTH: dict[str, tuple[Span, ...]] = {
     "gemv_w8": (FEW,),

@@ -276,7 +276,12 @@ TEST(cuda_matmuls_of_values_at_the_ends_of_float32) {
           set_element(run.x.get(), DType::F32, i, size * static_cast<float>(i % 9 - 4));
         }
         for (int64_t i = 0; i < 64; ++i) set_element(run.x.get(), DType::F32, i, 0.0f);
+#if defined(JAXTAP_ON_DEVICE)
+        // Of the smallest there are products that are subnormal, which a GPU makes zero one by one.
+        check_values(run, size > 1e-36f);
+#else
         check_values(run);
+#endif
       }
     }
   }
