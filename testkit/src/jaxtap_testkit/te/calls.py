@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def workspace():
-    """Return the result that some targets have on GPUs besides: memory, of which few rows need none."""
+    """Return the result that some targets have on GPUs besides: memory, unused for few rows."""
     on_gpu = jax.default_backend() == "gpu"
     return [jax.ShapeDtypeStruct((1,), jnp.uint8)] if on_gpu else []
 
