@@ -195,6 +195,14 @@ def test_types_are_those_of_the_float_program(dtype):
     assert (out.dtype, out.shape) == (dtype, (4, 8))
 
 
+@pytest.mark.parametrize("batch", [(0,), ()])
+def test_an_empty_tensor_has_no_range(batch):
+    x = jnp.zeros((0, 4))
+    out, seen = at_site(x, NOTHING, 0, how_of("int8", batch), True, True, UNSEEN)
+    assert out.shape == x.shape
+    np.testing.assert_array_equal(seen, UNSEEN)
+
+
 @pytest.mark.slow
 @examples(12)
 @given(

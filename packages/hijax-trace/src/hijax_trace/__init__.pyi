@@ -42,6 +42,7 @@ from .patterns.attention import Attention as Attention
 from .patterns.attention import attention as attention
 from .proxy.array_proxy import ArrayProxy as ArrayProxy
 from .proxy.carrier import Carrier as Carrier
+from .proxy.carrier import NotStoredError as NotStoredError
 from .proxy.move import Move as Move
 from .proxy.move import MoveError as MoveError
 from .proxy.parts import Part as Part

@@ -23,6 +23,7 @@ from .dataflow.nodes import Unknown
 from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
+from .interpreter.lacking import reinterpret_without
 from .interpreter.later import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
@@ -132,7 +133,7 @@ class _Tapped:
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
-        packed, held = restored(args, kwargs)
+        packed, held, lacking = restored(args, kwargs)
         origins = _Origins(packed, self._paths_of(args, kwargs, packed.treedef))
         watcher = Watcher(Session(self._current()))
         while (staged := self._stage(watcher, (args, kwargs), packed, held, origins)) is None:
@@ -168,8 +169,12 @@ class _Tapped:
             )
         known = {"proxies": proxies, "expressions": expressions, "consts": consts}
         frame = Frame(jaxpr, inputs, {}, "", **known)
+        values = [*consts, *packed.arrays, *leaves]
         try:
-            return build(reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
+            if lacking:
+                places = [len(consts) + i for i in lacking]
+                return build(reinterpret_without(session, frame, jaxpr, values, places))
+            return build(reinterpret(session, frame, jaxpr, values))
         finally:
             session.finish()
 

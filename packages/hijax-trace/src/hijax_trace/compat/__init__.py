@@ -81,6 +81,7 @@ from .jaxpr import (
     with_consts,
     with_shared,
     without_last_input,
+    without_unused,
 )
 from .kept import (
     batch_type,

@@ -69,6 +69,12 @@ def used_inputs(jaxpr: Any) -> list[bool]:
     return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
+def without_unused(jaxpr: Any) -> tuple[Any, list[bool]]:
+    """Return an open jaxpr without unused arguments and equations, and which arguments are used."""
+    left, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[:2]
+    return left, list(used)
+
+
 def used_equations(jaxpr: Any) -> list[bool]:
     """Return which equations of an open jaxpr are used."""
     used = {var for var in jaxpr.outvars if type(var) is not Literal}

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,21 +37,22 @@ class Constant(Expression):
     @property
     def is_zero(self) -> bool:
         """Whether all of it is zero."""
-        return not np.any(np.asarray(self.value))
+        return not is_key(self.value) and not np.any(np.asarray(self.value))
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return ValueKind("constant", closes_over=np.size(self.value) > 1)
 
     def _described(self) -> tuple:
-        value = np.asarray(self.value)
-        return "constant", str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+        return "constant", *_contents(self.value)
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
         """Return the array."""
-        return jnp.asarray(self.value)
+        return self.value if is_key(self.value) else jnp.asarray(self.value)
 
     def text(self, operands: Sequence[str]) -> str:
         """Return the number, if it is one."""
+        if is_key(self.value):
+            return "random key"
         is_number = getattr(self.aval, "shape", ()) == ()
         return str(np.asarray(self.value)) if is_number else "constant"
 
@@ -241,12 +243,47 @@ def is_zero(expression: Expression) -> bool:
     return isinstance(expression, Constant) and expression.is_zero
 
 
+def is_key(value: Any) -> bool:
+    """Return whether a value is an array of typed random keys."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _contents(value: Any) -> tuple:
+    """Return what tells an array from all others, equal in every process."""
+    kind = ""
+    if is_key(value):
+        kind = str(jax.random.key_impl(value))
+        with jax.ensure_compile_time_eval():  # asked while a program is traced
+            value = jax.random.key_data(value)
+    value = np.asarray(value)
+    return kind, str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+
+
+_WITH_VALUES = (*compat.JAXPRS, np.ndarray, jax.Array)
+
+
+def _consts_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield the values of the constants of a jaxpr and of those in it."""
+    yield from compat.consts_of(jaxpr)
+    for eqn in compat.open_of(jaxpr).eqns:
+        for value in eqn.params.values():
+            for one in value if type(value) in (tuple, list) else (value,):
+                if isinstance(one, compat.JAXPRS):
+                    yield from _consts_in(one)
+
+
 def _stable(value: Any) -> str:
     """Return a parameter as text that is equal in every process."""
     if isinstance(value, compat.JAXPRS):
-        return str(value)
+        # The text of a program names its constants. Their values are not in it.
+        consts = list(_consts_in(value))
+        return str((str(value), list(map(_stable, consts)))) if consts else str(value)
     if isinstance(value, frozenset):
         return str(sorted(map(_stable, value)))
+    if type(value) in (tuple, list) and any(isinstance(x, _WITH_VALUES) for x in value):
+        return str(list(map(_stable, value)))
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, compat.Tracer):
+        return str(_contents(value))  # its repr leaves out what is in the middle
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)

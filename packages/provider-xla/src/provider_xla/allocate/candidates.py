@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 
 from ..errors import QuantizationError
+from ..plan.beside import kept_beside
 from ..plan.make import run_survey, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
@@ -193,9 +194,11 @@ def _try(
     )
     survey = _Trial(Rules(rules, plan.rules.params), plan.leaves)
     run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    found = weights_of(survey)
+    kept = [path for path, weight in plan.weights.items() if not weight.ops]
     return {
         path: weight
-        for path, weight in weights_of(survey).items()
+        for path, weight in {**found, **kept_beside(found, kept, plan.leaves)}.items()
         if survey.refused.isdisjoint(parameters_of(weight))
     }
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
@@ -21,6 +22,7 @@ from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites, ignore
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
+from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
 from .lora import LoraPlan, check_engine
 from .plan import PlanData
@@ -89,7 +91,41 @@ def make_plan(
     if not any(weight.derived for weight in weights.values()):
         return plan
     absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
-    return dataclasses.replace(plan, absorbed=absorbed)
+    return _with_kept(plan, absorbed, has_numbers(args, kwargs), given, survey)
+
+
+def _with_kept(
+    plan: PlanData,
+    absorbed: frozenset[str],
+    with_numbers: bool,
+    given: Mapping[str, Any],
+    survey: Survey,
+) -> PlanData:
+    """Return a plan that stores parameters beside derived weights of which calls may differ."""
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    differing = [one for one in derived if may_differ(one.expression, with_numbers)]
+    used = {path for one in differing for path in one.leaves}
+    # A number or a random key of the parameters is smaller than what is derived from it.
+    kept = {path for path in absorbed if path in used or not _is_float(plan.leaves[path])}
+    stored = {
+        path: _with_scales(weight, given.get(path), survey)
+        for path, weight in kept_beside(plan.weights, sorted(kept), plan.leaves).items()
+    }
+    notes = {
+        f"{path}: stored beside {', '.join(names)}, which other calls may compute otherwise": None
+        for path in stored
+        if (names := [one.path for one in differing if path in one.leaves])
+    }
+    return dataclasses.replace(
+        plan,
+        weights={**plan.weights, **stored},
+        absorbed=absorbed - kept,
+        notes=tuple({**survey.notes, **notes}),
+    )
+
+
+def _is_float(leaf: Any) -> bool:
+    return leaf.dtype in qn.FLOAT_DTYPES
 
 
 def _kept_for_adapters(plan: PlanData) -> set[str]:
@@ -218,6 +254,13 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         if not deciding:
             continue
         first = deciding[0]
+        if leaf.dtype not in qn.FLOAT_DTYPES:
+            # Rounded to its scale, it would lose what it has: its numbers are those of a format.
+            survey.notes[
+                f"{path} stays {jnp.dtype(leaf.dtype).name}, as it is: {first.op_id} casts it and "
+                "quantizes the cast at each call"
+            ] = None
+            continue
         assert first.how is not None
         assert first.rule is not None
         for other in deciding[1:]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
@@ -140,7 +141,10 @@ class Storage:
         for base in (root, whole):
             if base is None or base.is_dynamic(self.rules.is_parameter):
                 continue
-            carriers = [path for path in carriers_of(base) if path in self.leaves]
+            full: Any = base.aval
+            if full.dtype not in qn.FLOAT_DTYPES:
+                continue  # the program casts it later
+            carriers = self._carriers(base)
             shape = self._shape_of(base)
             if not carriers or shape is None:
                 continue
@@ -168,6 +172,15 @@ class Storage:
             packs = stays_packed(view, is_stored, shape, count, gone(whole_axes))
             return Stored(path, shape, whole_axes, found, packs)
         return None
+
+    def _carriers(self, base: Expression) -> list[str]:
+        """Return the parameters that a derived weight can be stored beside, the best first."""
+        types = {path: self.leaves[path] for path in carriers_of(base) if path in self.leaves}
+        # A random key has no array of numbers to store.
+        numeric = [
+            p for p, leaf in types.items() if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        ]
+        return sorted(numeric, key=lambda path: types[path].dtype not in qn.FLOAT_DTYPES)
 
     def _name(self, base: Expression) -> str:
         """Return a name for a derived weight that no other has."""
