@@ -7,6 +7,7 @@ first used. A plugin module may therefore import its specs and `hookimpl` from h
 both folders before they bind the functions, so that no later import rebinds the names.
 """
 
+import sys
 from importlib.metadata import version
 
 from .kernels import ops as _ops  # noqa: F401
@@ -15,3 +16,7 @@ from .plugins.host import kernels, plugins  # noqa: F401
 
 __version__ = version("interception-core")
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
+
+if "jax" in sys.modules:
+    # Later, JAX would trace and compile all functions again that ran before.
+    from . import cache_key as _cache_key  # noqa: F401

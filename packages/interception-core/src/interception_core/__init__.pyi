@@ -1,5 +1,6 @@
 """The public names, and the modules that they are from."""
 
+from .cache_key import CacheKey as CacheKey
 from .call import OpCall as OpCall
 from .call import Operand as Operand
 from .call import Step as Step

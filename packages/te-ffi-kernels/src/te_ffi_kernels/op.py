@@ -14,6 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from interception_core import (
+    CacheKey,
     KernelSpec,
     explicit_mesh,
     kernel_platforms,
@@ -26,8 +27,8 @@ from interception_core import (
 from .batching import with_rule
 from .partition import Partitioned
 
-# Its value is part of the keys of JAX's caches: when it changes, jitted functions are traced again.
-_plain = jax.make_user_context(False)
+# Jitted functions are traced again when it changes.
+_plain = CacheKey(False)
 
 
 @contextlib.contextmanager

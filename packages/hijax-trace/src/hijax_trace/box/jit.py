@@ -18,6 +18,8 @@ from typing import Any
 
 import jax
 
+from interception_core import CacheKey
+
 from .. import compat
 from . import scope
 from .box import Box, collect
@@ -27,7 +29,7 @@ from .run import Repeated, Result, Run, apply, is_box
 from .types import BoxType, mut_types, record_mut_types
 
 # A part of the key of JAX's caches, so that programs do not share the traces made inside of them.
-_PROGRAM = jax.make_user_context(None)
+_PROGRAM = CacheKey()
 _NUMBERS = itertools.count(1)
 
 

@@ -25,6 +25,8 @@ _VARIABLES = {
     DEBUG: "errors have a traceback, and logs go to stderr",
     "JAXTAP_ISA": "the instruction set of te-ffi-kernels",
     "JAXTAP_CUDA": "whether a build of te-ffi-kernels-cuda13 compiles its kernels",
+    "JAXTAP_CASES": "cuda_tests of te-ffi-kernels-cuda13 take every Nth case",
+    "JAXTAP_UNWRITTEN": "cuda_tests leave memory unwritten that kernels must write",
     "JAXTAP_LLAMA_CPP": "the folder of llama.cpp's tools, for benchmarks/language_models",
 }
 # JAX reads these values of a boolean variable as false, in upper and lower case.

@@ -1,7 +1,7 @@
 """Context: the state of this thread, and its key in JAX's caches.
 
-JAX's caches keep their keys for any time. So they get a small key, and the state that it stands
-for is kept here.
+JAX's caches hold their keys for any time. So they get a small key, and the state that it stands
+for is here.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import threading
 from collections.abc import Hashable
 from typing import Any, Protocol
 
-import jax
+from ..cache_key import CacheKey
 
-_KEYS = jax.make_user_context(default_value=None)
-"""The key of the current state, or None. Public JAX API since 0.10."""
+_KEY = CacheKey()
+"""The key of the current state, or None."""
 
 
 class Keyed(Protocol):
@@ -44,7 +44,7 @@ class Current:
 
     def __init__(self, state: Keyed | None):
         self._state = state
-        self._keys = _KEYS(None if state is None else state.key)
+        self._keys = _KEY(None if state is None else state.key)
 
     def __enter__(self) -> None:
         self._keys.__enter__()

@@ -1,0 +1,35 @@
+"""The first use of a package: what ran before is not traced or compiled again."""
+
+from jaxtap_testkit.processes import run_python
+
+CODE = """
+import jax, jax.numpy as jnp
+import hijax_trace as hx, interception_core, provider_xla as xla, te_ffi_kernels as te
+
+traces = []
+def product(w, x):
+    traces.append(x.shape)
+    return x @ w
+def kernels(x):
+    traces.append(x.shape)
+    return te.softmax(te.softmax(x) * 7.0, None, 2.0)
+w, x = jnp.ones((64, 32)), jnp.ones((4, 64))
+first, second = jax.jit(product), jax.jit(kernels)
+first(w, x)
+for _ in range(3):
+    second(x)
+plan = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")).plan(
+    lambda w, x: x @ w, w, x
+)
+jax.jit(plan.apply(lambda w, x: x @ w))(plan.quantize(w), x)
+box = hx.Box(x)
+hx.jit(lambda: box.set(box.get().astype(jnp.bfloat16)))()
+xla.QtProvider(xla.QtRule(weight_qtype="int8")).apply(lambda w, x: x @ w)(w, x)
+first(w, x)
+second(x)
+print("traces:", len(traces))
+"""
+
+
+def test_functions_that_ran_before_stay_compiled():
+    assert "traces: 2\n" in run_python("-c", CODE).stdout
