@@ -41,6 +41,7 @@ from .interpreter.shared_views import shared_array as shared_array
 from .patterns.attention import Attention as Attention
 from .patterns.attention import attention as attention
 from .proxy.array_proxy import ArrayProxy as ArrayProxy
+from .proxy.array_proxy import OutsideError as OutsideError
 from .proxy.carrier import Carrier as Carrier
 from .proxy.carrier import NotStoredError as NotStoredError
 from .proxy.move import Move as Move

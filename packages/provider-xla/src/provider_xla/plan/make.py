@@ -15,7 +15,7 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
-from ..program.arrays import is_array, of_arrays, rebuilt
+from ..program.arrays import is_array, of_arrays, rebuilt, types_of
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
@@ -42,8 +42,22 @@ def make_plan(
     args: tuple,
     kwargs: Mapping[str, Any],
     kernels: bool = True,
+    scale_dtypes: Mapping[str, str | None] | None = None,
 ) -> PlanData:
-    """Make a plan: see ``XlaProvider.plan``."""
+    """Make a plan: see ``XlaProvider.plan``.
+
+    Args:
+        rules: decide.
+        engine: taps the program.
+        argnum: the position of the parameters.
+        fn: the program.
+        params: its parameters: arrays or types.
+        args: its other arguments.
+        kwargs: its keyword arguments.
+        kernels: whether kernels may run contractions.
+        scale_dtypes: those of the weights of a plan that is made again, by path; None to look at
+            the parameters' values.
+    """
     found, params_tree = jax.tree_util.tree_flatten_with_path(params)
     given = {
         rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
@@ -54,8 +68,13 @@ def make_plan(
     survey = Survey(rules, leaves)
     run_survey(survey, engine, argnum, fn, params, args, kwargs)
 
-    weights = {path: _with_scales(weight, given.get(path), survey)
-               for path, weight in weights_of(survey).items()}  # fmt: skip
+    weights = weights_of(survey)
+    if scale_dtypes is None:
+        weights = {path: _with_scales(weight, given.get(path), survey)
+                   for path, weight in weights.items()}  # fmt: skip
+    else:
+        weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
+                   for path, weight in weights.items()}  # fmt: skip
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -85,6 +104,9 @@ def make_plan(
         leaves=leaves,
         fn=fn,
         params=abstract,
+        again=functools.partial(
+            make_plan, rules, engine, argnum, fn, *types_of((params, args, kwargs)), kernels
+        ),
         lora=lora,
         notes=tuple(survey.notes),
     )

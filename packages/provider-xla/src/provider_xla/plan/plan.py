@@ -47,6 +47,8 @@ class PlanData:
         argnum: position of the argument that holds the parameters.
         leaves: shape and dtype of each parameter, by pytree path.
         fn: the function that the plan is for.
+        again: makes the plan again, from the types of the function's arguments; it can be pickled
+            if the function can.
         params: the parameters' tree, with types for arrays.
     """
 
@@ -60,6 +62,7 @@ class PlanData:
     leaves: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)
     fn: Callable[..., Any] = dataclasses.field(repr=False)
     params: Any = dataclasses.field(repr=False)
+    again: functools.partial[PlanData] = dataclasses.field(repr=False)
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)

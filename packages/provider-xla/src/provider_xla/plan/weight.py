@@ -127,7 +127,12 @@ class WeightPlan:
         return dataclasses.replace(self, scale_dtype=None) if wide else self
 
     def check(self, leaf: Any) -> None:
-        """Raise QuantizationError if a value cannot be quantized as planned."""
+        """Raise QuantizationError if a value cannot be quantized as planned.
+
+        A tracer has no value to check.
+        """
+        if isinstance(leaf, jax.core.Tracer):
+            return
         if not bool(_all_finite(leaf)):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "

@@ -15,6 +15,18 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def types_of(tree: Any) -> Any:
+    """Return a tree with the types of its arrays; other leaves stay."""
+
+    def one(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+
+    return jax.tree.map(one, tree)
+
+
 def rebuilt(treedef: Any, leaves: Sequence[Any]) -> Any:
     """Return the parameters' tree of types or of stored parameters.
 

@@ -160,6 +160,9 @@ class Rules:
         by_weight = any(rule.weight_path is not None for rule in self.rules)
         object.__setattr__(self, "_by_weight", by_weight)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rules, self.params, self.adapted)
+
     find: Callable[..., int | None] = None  # type: ignore[assignment]
     """Returns the number of the rule for an operation with these names, under a module path, of
     the parameters that ``paths`` returned."""

@@ -58,6 +58,19 @@ class Plan(ParameterPlan):
         """Return a plan with this data."""
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Expressions of derived weights hold programs: a pickle makes the plan again, by a trace.
+        scales = {path: weight.scale_dtype for path, weight in self.weights.items()}
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return _made_again, (type(self), self.again, scales, kept)
+
+    # A plan changes nothing, so it is its own copy.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` for parameters that ``quantize`` returned.
 
@@ -257,3 +270,13 @@ class Plan(ParameterPlan):
             params: what ``optimize`` returned, where the function is run with that.
         """
         return ranges.empty_statistics(self, params)
+
+
+_KEPT = ("problems", "notes", "allocation", "caches")
+"""What a plan holds beside the result of ``make_plan``."""
+
+
+def _made_again(
+    kind: type[Plan], again: Callable[..., PlanData], scales: Mapping[str, Any], kept: Any
+) -> Plan:
+    return kind.of(dataclasses.replace(again(scale_dtypes=scales), **kept))

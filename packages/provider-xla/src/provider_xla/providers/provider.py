@@ -28,6 +28,8 @@ R = TypeVar("R")
 
 hide_frames(Path(__file__).parent.parent)
 
+_MADE = ("_interceptor", "_adapted_run")
+
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
 
@@ -87,6 +89,10 @@ class XlaProvider(abc.ABC):
         self._records: dict[tuple, OpRecord] = {}
         self._used: set[int] = set()
         self._engine = get_engine(engine)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What is left out holds functions, and is made again when it is asked for.
+        return {name: value for name, value in vars(self).items() if name not in _MADE}
 
     @functools.cached_property
     def _interceptor(self) -> Interceptor:
