@@ -23,34 +23,40 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
     module = sys.modules.get(name)
     if module is not None:
         action(module)
-    else:
-        sys.meta_path.insert(0, _Finder(name, action))
+        return
+    _waiting.setdefault(name, []).append(action)
+    if _FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, _FINDER)
+
+
+_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+"""The actions that wait for a module, by its name."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds one module as the others do, and adds an action to its import."""
-
-    def __init__(self, name: str, action: Callable[[ModuleType], None]):
-        self._name, self._action = name, action
+    """Finds modules that actions wait for, as the others do."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != self._name:
+        if fullname not in _waiting:
             return None
         others = [finder for finder in sys.meta_path if finder is not self]
         found = (finder.find_spec(fullname, path, target) for finder in others)
         spec = next((one for one in found if one is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(self, spec.loader, self._action)
+            spec.loader = _Loader(spec.loader)
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    """Loads a module, then calls an action. The module has the loader that found it."""
+_FINDER = _Finder()
 
-    def __init__(self, finder: _Finder, loader: Any, action: Callable[[ModuleType], None]):
-        self._finder, self._loader, self._action = finder, loader, action
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module, then calls what waits for it. The module has the loader that found it."""
+
+    def __init__(self, loader: Any):
+        self._loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         return self._loader.create_module(spec)
@@ -61,6 +67,8 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
         # Not before: an import that failed may be tried again.
-        if self._finder in sys.meta_path:
-            sys.meta_path.remove(self._finder)
-            self._action(module)
+        actions = _waiting.pop(module.__name__, [])
+        if not _waiting and _FINDER in sys.meta_path:
+            sys.meta_path.remove(_FINDER)
+        for action in actions:
+            action(module)

@@ -157,7 +157,8 @@ def _stem(path: tuple) -> str:
 
 def _copy(model: nnx.Module, parameters: Any) -> Any:
     """Return a model of our classes with new parameters; share the rest."""
-    return _built(*nnx.split(model, _is_base, ...), parameters)
+    graph, params, rest = nnx.split(model, _is_base, ...)
+    return _built(graph, params, rest, parameters)
 
 
 def _parts(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:

@@ -142,7 +142,7 @@ def _looked_up(
     cls: type, aliases: dict[str, str], is_wrapped: Callable[[dict[str, Any]], bool]
 ) -> Callable[[Any, str], Any]:
     """Return the ``__getattribute__`` of a subclass."""
-    found = cls.__getattribute__
+    found: Any = cls.__getattribute__
 
     def attribute(self: Any, name: str) -> Any:
         alias = aliases.get(name)
@@ -158,9 +158,13 @@ def _looked_up(
 def reduced(cls: type, new: Callable[[type], Any]) -> Callable[[Any, Any], Any]:
     """Return the ``__reduce_ex__`` of a subclass, which no module has by name."""
 
+    found: Any = cls.__reduce_ex__
+
     def reduce(self: Any, protocol: Any) -> Any:
-        made = cls.__reduce_ex__(self, protocol)
-        if isinstance(made, tuple) and made[:2] == (copyreg.__newobj__, (type(self),)):
+        made = found(self, protocol)
+        # What pickle calls for an object whose class does not say how it is pickled.
+        plain = vars(copyreg)["__newobj__"], (type(self),)
+        if isinstance(made, tuple) and made[:2] == plain:
             return new, (cls,), *made[2:]
         return made
 

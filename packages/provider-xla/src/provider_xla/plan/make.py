@@ -105,7 +105,15 @@ def make_plan(
         fn=fn,
         params=abstract,
         again=functools.partial(
-            make_plan, rules, engine, argnum, fn, *types_of((params, args, kwargs)), kernels
+            make_plan,
+            rules,
+            engine,
+            argnum,
+            fn,
+            types_of(params),
+            types_of(args),
+            types_of(kwargs),
+            kernels,
         ),
         lora=lora,
         notes=tuple(survey.notes),
