@@ -3,8 +3,8 @@
 from jaxtap_testkit.processes import run_python
 
 CODE = """
-import jax, jax.numpy as jnp
 import hijax_trace as hx, interception_core, provider_xla as xla, te_ffi_kernels as te
+import jax, jax.numpy as jnp
 
 traces = []
 def product(w, x):

@@ -7,9 +7,10 @@ first used. A plugin module may therefore import its specs and `hookimpl` from h
 both folders before they bind the functions, so that no later import rebinds the names.
 """
 
-import sys
+import importlib
 from importlib.metadata import version
 
+from .imports import when_imported
 from .kernels import ops as _ops  # noqa: F401
 from .lazy import lazy_exports
 from .plugins.host import kernels, plugins  # noqa: F401
@@ -17,6 +18,5 @@ from .plugins.host import kernels, plugins  # noqa: F401
 __version__ = version("interception-core")
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
 
-if "jax" in sys.modules:
-    # Later, JAX would trace and compile all functions again that ran before.
-    from . import cache_key as _cache_key  # noqa: F401
+# As soon as jax is imported: later, JAX would trace and compile all functions again that ran before.
+when_imported("jax", lambda _: importlib.import_module(".cache_key", __name__))
