@@ -18,5 +18,5 @@ from .plugins.host import kernels, plugins  # noqa: F401
 __version__ = version("interception-core")
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
 
-# As soon as jax is imported: later, JAX would trace and compile all functions again that ran before.
+# At once with jax: later, JAX would trace and compile all functions again that ran before.
 when_imported("jax", lambda _: importlib.import_module(".cache_key", __name__))

@@ -1,8 +1,8 @@
 """Cache keys: values of a thread that are part of the keys of JAX's caches.
 
 All of them are one user context of JAX. A new one changes the keys of all functions that ran
-before, which JAX then traces and compiles again: this one is made when both jax and this package are
-imported, and not later with the first plan or kernel.
+before, which JAX then traces and compiles again: this one is made when both jax and this package
+are imported, and not later with the first plan or kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 
 if jax.__version_info__ >= (0, 12):
     # It imports Pallas there, which makes a context, too, and all our packages come to import it.
-    import jax.extend  # noqa: F401
+    import jax.extend
 
 _KEYS = jax.make_user_context(None)
 """The values that are not the defaults, as a frozenset, or None. Public JAX API since 0.10."""

@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 
-def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+def when_imported(name: str, action: Callable[[ModuleType], object]) -> None:
     """Call an action with a module once that is imported: now, or after its import.
 
     So a package registers its types with a library that the program may never use, without
@@ -29,7 +29,7 @@ def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
         sys.meta_path.insert(0, _FINDER)
 
 
-_waiting: dict[str, list[Callable[[ModuleType], None]]] = {}
+_waiting: dict[str, list[Callable[[ModuleType], object]]] = {}
 """The actions that wait for a module, by its name."""
 
 
