@@ -176,6 +176,28 @@ def test_an_error(name):
             call(stored, draw(5, 8))
 
 
+def test_a_stored_value_in_another_place():
+    """What is stored is a value like others: it may also be added, or calibrated with."""
+
+    def fn(p, x):
+        w = p["w"] + p["b"]
+        return x @ w + (0 if len(x) == 4 else w[0]), 2 * w
+
+    params = {"w": PARAMS["w"], "b": PARAMS["b"]}
+    rule = QuantizationRule(
+        weight_qtype="int8", act_qtype="int8", act_static_scale=True, act_batch_axes=()
+    )
+    plan = PtqProvider([rule], strict=True).plan(lambda *args: fn(*args)[0], params, X)
+    assert plan.absorbed
+    stored, x = plan.quantize(params), draw(5, 8)
+    ranges = plan.calibrate(plan.fn, stored, [(x,)])
+    np.testing.assert_allclose(
+        ranges["matmul:0#lhs"].upper, plan.calibrate(plan.fn, params, [(x,)])["matmul:0#lhs"].upper
+    )
+    for one, other in zip(jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x), strict=True):
+        assert error(one, np.asarray(other)) < 0.05
+
+
 KEYS = {
     "a parameter": (lambda p, x: x @ (p["w"] + noise(p["key"])), {"key": KEY}),
     "a raw parameter": (lambda p, x: x @ (p["w"] + noise(p["key"])), {"key": RAW}),

@@ -15,7 +15,9 @@ from .. import compat
 from ..dataflow.expression import Expression
 from ..proxy.carrier import Carrier, NotStoredError, proxy_of
 from .frames import Frame
+from .later import later_of
 from .numbers import join_path
+from .one_pass import Pass
 from .session import Session
 from .tasks import Do, Task
 
@@ -59,6 +61,16 @@ def reinterpret_without(
     first = [value for value, one in zip(consts, used[:count], strict=True) if one] if count else []
     closed = compat.with_consts(left, [] if count else consts)
     return compat.as_function(closed)(*first)
+
+
+def restore_derived(run: Pass, eqn: Any) -> None:
+    """Let the stored proxy of a derived value make its array, which has no operands to make it."""
+    for var in eqn.outvars:
+        held = run.frame.proxies.get(var)
+        own = proxy_of(held) if type(held) is Carrier else None
+        if own is not None and any(own is one for one in held.derived.values()):
+            run.values.pop(var, None)
+            run.values.later[var] = later_of(own, var.aval)
 
 
 def note_use(session: Session, frame: Frame, task: Task) -> None:

@@ -94,13 +94,17 @@ def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
         return proxy.restore()
     leaves, treedef = jax.tree.flatten(proxy)
     key = treedef, tuple(map(compat.typeof, leaves))
-    make = functools.partial(repeated, _restoring, (), proxy)
     aval = types.get(key)
     if aval is not None:
-        return Later(aval, make)
-    value = make()
+        return later_of(proxy, aval)
+    value = later_of(proxy, None).make()
     types[key] = compat.typeof(value)
     return value
+
+
+def later_of(proxy: ArrayProxy, aval: Any) -> Later:
+    """Return the array of a proxy, of a type, to be restored when it is used."""
+    return Later(aval, functools.partial(repeated, _restoring, (), proxy))
 
 
 @jax.jit

@@ -12,7 +12,7 @@ from .answers import Answers
 from .atoms import carry, forward
 from .frames import Frame
 from .joins import Joins
-from .lacking import note_use
+from .lacking import note_use, restore_derived
 from .one_pass import Pass
 from .session import Session
 from .tasks import Do, Task
@@ -98,6 +98,7 @@ class Interpreter(Pass):
         if self._carries:
             carry(frame, eqn)
             if self.session.lacking:
+                restore_derived(self, eqn)
                 note_use(self.session, frame, task)
 
 
