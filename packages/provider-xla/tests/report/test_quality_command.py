@@ -142,6 +142,7 @@ def test_wrong_options(file, capsys, option):
 def test_a_report_with_static_ranges(file, capsys):
     out = printed(capsys, "report", f"{file}:case", "--rules", "static", "--no-time")
     assert "int8 x int8" in out
+    assert "note: Static ranges cut off more than 10% of dense/matmul:0#lhs" in out
 
 
 @pytest.mark.slow
