@@ -74,11 +74,13 @@ def test_nothing_random_is_left(name):
     np.testing.assert_allclose(found, fn(P, X), rtol=1e-5, atol=1e-6)
 
 
-def test_constants_of_loops_that_stay_ones():
+@pytest.mark.parametrize("fn", [in_while, in_loops])
+def test_constants_of_loops_that_stay_ones(fn):
     params, kind = {"w": normal(8, 8)}, jax.ShapeDtypeStruct(X.shape, X.dtype)
-    run = computed_once(lambda x: in_while(params, x), [kind])
-    np.testing.assert_allclose(run(X)[0], in_while(params, X), rtol=1e-5)
-    assert not {e.primitive.name for e in equations_in(jax.make_jaxpr(run)(X))} & RANDOM
+    run = computed_once(lambda x: fn(params, x), [kind])
+    np.testing.assert_allclose(run(X)[0], fn(params, X), rtol=1e-5)
+    left = {eqn.primitive.name for eqn in equations_in(jax.make_jaxpr(run)(X))} & RANDOM
+    assert bool(left) == (fn is in_loops)  # whose steps draw from a key each
 
 
 def test_a_model_that_draws_constants_is_exported():

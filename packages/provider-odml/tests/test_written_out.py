@@ -164,7 +164,7 @@ def test_a_step_sees_what_it_saw_in_the_loop(name):
     stats = quantized.calibrate(params, [(X,)])
     planned = exporting._program(quantized.provider, fn, params, signature)
     one = exporting._exported(quantized.provider, "main", signature, planned, stats)
-    origins, seen, places = planned.written.origins, {}, set()
+    origins, seen, places = planned.program.origins, {}, set()
     for op_id, decision in one.plan.decisions.items():
         uses = {f"{op_id}#{slot}": use for slot, use in decision.inputs.items()}
         for place, use in (uses | {op_id: decision.output}).items():
@@ -219,6 +219,18 @@ def test_recurrent_networks_are_exported(name, rule):
     check(fn, params, rule, tolerance=0.05 if rule is W8A16 else 0.15)
 
 
+def test_the_program_for_other_converters_has_the_parameters_of_each_step(engine):
+    """Not those of one step in all of them."""
+
+    def fn(p, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x[:, 0] @ p["x"], p["stack"])[0]
+
+    stats = odml.qat(fn, W8A8, engine=engine).calibrate(P, [(X,)])
+    provider = odml.OdmlConversionProvider(W8A8, P, stats, engine=engine)
+    found, expected = provider.apply(fn)(P, X), fn(P, X)
+    assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+
+
 @pytest.mark.slow
 def test_rules_by_path_hold_in_the_steps():
     rules = [
@@ -234,7 +246,7 @@ def test_rules_by_path_hold_in_the_steps():
 def test_a_step_with_other_operations_than_the_loop_is_refused():
     quantized = odml.qat(PROGRAMS["last"], W8A8)
     other = lambda p, x: steps_of(p, jnp.tanh(x))[0] @ p["h"]  # noqa: E731
-    calls = calls_of(quantized.provider._engine, unrolled(other), (P, X))
+    calls = calls_of(quantized.provider._engine, unrolled(other), (P, X), {})
     with pytest.raises(odml.OdmlError, match="same operations in each step, got 2 of tanh") as e:
         written_out(quantized.plan(P, X), calls)
     assert "not look at the values" in str(e.value)

@@ -80,6 +80,13 @@ def _stack_of(eqn: Any) -> Any:
     return source_info_util.current_name_stack() + eqn.source_info.name_stack
 
 
+def constants_of_scan(eqn: Any) -> int:
+    """Return how many of a scan's operands are the same in each step, 0.10.2 - 0.12."""
+    if "num_consts" in eqn.params:  # 0.10.2
+        return eqn.params["num_consts"]
+    return len(eqn.params["ft_in"].unpack()[0])
+
+
 def composite_attribute(eqn: Any, name: str) -> Any:
     """Return an attribute of a composite's equation, 0.10.2 - 0.12."""
     (leaf,) = next(leaves for key, leaves, _ in eqn.params["attributes"] if key == name)

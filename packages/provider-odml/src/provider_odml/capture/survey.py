@@ -42,8 +42,8 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
     return graph
 
 
-def calls_of(engine: Engine, fn: Callable[..., Any], args: Any) -> Calls:
-    """Return the tapped calls of ``fn(*args)``. Nothing is run. See ``survey``."""
+def calls_of(engine: Engine, fn: Callable[..., Any], args: Any, kwargs: Any) -> Calls:
+    """Return the tapped calls of ``fn(*args, **kwargs)``. Nothing is run. See ``survey``."""
     found = Calls()
 
     def visit(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -52,7 +52,7 @@ def calls_of(engine: Engine, fn: Callable[..., Any], args: Any) -> Calls:
         found.add(op, call)
         return call.proceed(*args, **kwargs)
 
-    _visit(engine, fn, visit, args, {})
+    _visit(engine, fn, visit, args, kwargs)
     return found
 
 

@@ -11,9 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..capture.survey import calls_of, keeps_loops
-from ..decide.decision import ConstantUse, WeightUse
-from ..decide.plan import Plan
 from ..decide.rules import INT8, OdmlRule
 from ..errors import OdmlError, OdmlWarning
 from ..litert import Program, convert, integer_io, read
@@ -28,9 +25,8 @@ from .once import check_random
 from .program import Exported, filled, places_of
 from .report import Report
 from .signature import Signature, input_names, output_names, signatures_of
-from .unroll import unrolled
 from .verify import OutputResult, SiteResult, compare_outputs, compare_own, compare_sites
-from .written_out import WrittenOut, written_out
+from .written_out import Unrolled, planned
 
 
 def export(
@@ -85,7 +81,7 @@ def export(
     wanted = signatures_of(signatures, args)
     programs = [_program(provider, one.fn or fn, params, one) for one in wanted.values()]
     if not quantizer:  # a backend finds its own ranges
-        stats = checked([one.trained for one in programs], stats)
+        stats = checked([one.program.trained for one in programs], stats)
     exported = [
         _exported(provider, name, signature, one, None if quantizer else stats)
         for (name, signature), one in zip(wanted.items(), programs, strict=True)
@@ -110,18 +106,14 @@ class _Planned:
 
     Attributes:
         fn: the function.
-        flat: the same with its loops written out.
         args: its arguments, with the parameters.
-        trained: its plan.
-        written: the plan of ``flat``.
+        program: the same with its loops written out, and its plans.
         out: the types of its results.
     """
 
     fn: Callable[..., Any]
-    flat: Callable[..., Any]
     args: tuple
-    trained: Plan
-    written: WrittenOut
+    program: Unrolled
     out: Any
 
 
@@ -130,31 +122,14 @@ def _program(provider: OdmlQatProvider, fn: Any, params: Any, signature: Signatu
     # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
     given.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
     args = tuple(given)
-    trained = provider._plan(fn, args, {})
-    flat = unrolled(fn, keeps_loops(provider._engine))
+    program = planned(provider, fn, args, {})
     places = places_of(args, provider.params_argnum, keys=True)
     leaves = jax.tree.leaves(args)
     inputs = [leaves[place] for place in places]
-    stage = jax.make_jaxpr(lambda i: flat(*filled(args, places, i)), return_shape=True)
-    closed, out = stage(inputs)
+    run = jax.make_jaxpr(lambda i: program.fn(*filled(args, places, i)), return_shape=True)
+    closed, out = run(inputs)
     check_random(closed)
-    written = written_out(trained, calls_of(provider._engine, flat, args))
-    _check_loops(written.plan)
-    return _Planned(fn, flat, args, trained, written, out)
-
-
-def _check_loops(plan: Plan) -> None:
-    """Refuse a rolled loop whose steps read different parameters: a file has one of each."""
-    for op_id, decision in plan.decisions.items():
-        reads = [
-            use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)
-        ]
-        if reads and any(length is not None for length in decision.node.loops):
-            raise OdmlError(
-                f"A loop that reads a parameter must be one that export writes out, got {op_id} in "
-                f"a loop of {decision.node.loops} steps. Use jax.lax.scan, fori_loop or a Python "
-                "loop, called while the model runs."
-            )
+    return _Planned(fn, args, program, out)
 
 
 def _exported(
@@ -164,12 +139,13 @@ def _exported(
     one: _Planned,
     stats: QuantStats | None,
 ) -> Exported:
-    argnum, plan, full = provider.params_argnum, one.written.plan, one.args
-    grids = {} if stats is None else grids_of(plan, stats, one.written.origins)
-    constants = collect(provider._engine, one.flat, plan, grids, full, {})
+    argnum, program, full = provider.params_argnum, one.program, one.args
+    plan = program.plan
+    grids = {} if stats is None else grids_of(plan, stats, program.origins)
+    constants = collect(provider._engine, program.fn, plan, grids, full, {})
     return Exported(
         name,
-        one.flat,
+        program.fn,
         plan,
         provider._engine,
         full,

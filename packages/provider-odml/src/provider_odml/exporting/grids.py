@@ -49,21 +49,18 @@ def checked(plans: Sequence[Plan], stats: QuantStats | None) -> QuantStats:
 
 
 def grids_of(
-    plan: Plan,
-    stats: QuantStats,
-    origins: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+    plan: Plan, stats: QuantStats, origins: Mapping[str, tuple[str, tuple[int, ...]]]
 ) -> dict[str, Grid]:
     """Return the grid of every site.
 
     Args:
         plan: of the program that is exported.
         stats: those of the program as it was trained.
-        origins: see ``WrittenOut``; None for the plan that was trained.
+        origins: see ``WrittenOut``.
 
     Raises:
         ManifestError: the statistics have not seen a site.
     """
-    origins = {key: (key, ()) for key in plan.sites} if origins is None else origins
     needed = [key for key, site in plan.sites.items() if site.fixed is None]
     unseen = sorted({origins[key][0] for key in needed if not int(stats[origins[key][0]].count)})
     if unseen:

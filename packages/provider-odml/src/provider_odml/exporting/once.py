@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._compat import bind_again, place_of, where_of
+from .._compat import bind_again, constants_of_scan, place_of, where_of
 from ..capture.ops import RANDOM
 from ..errors import ConversionError
 from ..jaxprs import closed_of, evaluated, program_of
@@ -132,7 +132,7 @@ def _bodies(eqn: Any, operands: Sequence[Any]) -> dict[str, Sequence[Any]]:
         test, body = params["cond_nconsts"], params["body_nconsts"]
         return {"cond_jaxpr": operands[:test], "body_jaxpr": operands[test : test + body]}
     if name == "scan":
-        return {"jaxpr": operands[: params["num_consts"]]}
+        return {"jaxpr": operands[: constants_of_scan(eqn)]}
     return {"branches": operands[1:]} if name == "cond" else {}
 
 

@@ -6,15 +6,17 @@ k-th call of a name under a module path is the k-th of both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..capture.graph import Calls, Use
-from ..decide.decision import Decision, Site, SiteUse
+from ..capture.survey import calls_of, keeps_loops
+from ..decide.decision import ConstantUse, Decision, Site, SiteUse, WeightUse
 from ..decide.plan import Plan
 from ..errors import OdmlError
-from .unroll import first_step, scopes_of_steps
+from ..train.provider import OdmlQatProvider
+from .unroll import first_step, scopes_of_steps, unrolled
 
 Step = tuple[int, ...]
 """The number of a step in each loop that is written out, the outermost first."""
@@ -31,6 +33,55 @@ class WrittenOut:
 
     plan: Plan
     origins: Mapping[str, tuple[str, Step]]
+
+
+@dataclass(frozen=True)
+class Unrolled(WrittenOut):
+    """A program whose loops are written out, with its plan.
+
+    Attributes:
+        fn: the program.
+        trained: the plan of the program with loops.
+    """
+
+    fn: Callable[..., Any]
+    trained: Plan
+
+
+def planned(
+    provider: OdmlQatProvider, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
+) -> Unrolled:
+    """Write out a program's loops, and return it with its plan.
+
+    Args:
+        provider: plans the program as it was trained.
+        fn: the program.
+        args: its arguments, with the parameters.
+        kwargs: its keyword arguments.
+
+    Raises:
+        OdmlError: the rules can't be followed, or a loop can't be written out.
+    """
+    engine = provider._engine
+    trained = provider._plan(fn, args, kwargs)
+    flat = unrolled(fn, keeps_loops(engine))
+    found = written_out(trained, calls_of(engine, flat, args, kwargs))
+    _check_loops(found.plan)
+    return Unrolled(found.plan, found.origins, flat, trained)
+
+
+def _check_loops(plan: Plan) -> None:
+    """Refuse a rolled loop whose steps read different parameters: a file has one of each."""
+    for op_id, decision in plan.decisions.items():
+        reads = [
+            use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)
+        ]
+        if reads and any(length is not None for length in decision.node.loops):
+            raise OdmlError(
+                f"A loop that reads a parameter must be one that export writes out, got {op_id} in "
+                f"a loop of {decision.node.loops} steps. Use jax.lax.scan, fori_loop or a Python "
+                "loop, called while the model runs."
+            )
 
 
 def written_out(plan: Plan, calls: Calls) -> WrittenOut:
