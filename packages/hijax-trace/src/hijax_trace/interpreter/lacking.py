@@ -67,7 +67,9 @@ def restore_derived(run: Pass, eqn: Any) -> None:
     """Let the stored proxy of a derived value make its array, which has no operands to make it."""
     for var in eqn.outvars:
         held = run.frame.proxies.get(var)
-        own = proxy_of(held) if type(held) is Carrier else None
+        if not isinstance(held, Carrier):
+            continue
+        own = proxy_of(held)
         if own is not None and any(own is one for one in held.derived.values()):
             run.values.pop(var, None)
             run.values.later[var] = later_of(own, var.aval)
