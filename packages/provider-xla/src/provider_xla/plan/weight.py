@@ -19,8 +19,9 @@ from ..kernels.packed import PrepackedWeight, qarray_of
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
-from ..run.affine import AffineWeight
+from ..run.affine import AffineWeight, with_minimum
 from ..run.transformed import TransformedWeight
+from . import chunks
 from .derived import Derived
 
 
@@ -112,7 +113,10 @@ class WeightPlan:
         if self.scale_dtype != "float16":
             return False
         where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
-        return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
+        fits = chunks.fits_float16(leaf, self.qtype, *where, self.method)
+        return not bool(
+            _fits_float16(leaf, self.qtype, *where, self.method) if fits is None else fits
+        )
 
     def of_values(self, leaf: Any) -> WeightPlan:
         """Return this plan, with float32 scales if a value needs them.
@@ -133,7 +137,8 @@ class WeightPlan:
         """
         if isinstance(leaf, jax.core.Tracer):
             return
-        if not bool(_all_finite(leaf)):
+        held = chunks.on_host(leaf)
+        if not bool(_all_finite(leaf) if held is None else np.isfinite(held).all()):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
                 f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
@@ -152,15 +157,11 @@ class WeightPlan:
         stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
-        return _quantize(
-            leaf,
-            self.qtype,
-            self.granularity.channel_axes,
-            tiles,
-            self.method,
-            stepped,
-            self.scale_dtype,
-        )
+        where = self.granularity.channel_axes, tiles, self.method
+        found = chunks.quantized(leaf, self.qtype, *where, self.scale_dtype)
+        if found is not None:
+            return found
+        return _quantize(leaf, self.qtype, *where, stepped, self.scale_dtype)
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
@@ -203,14 +204,20 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     if packing is None or isinstance(q, PrepackedWeight):
         return q
     counts = plan.granularity.scale_shape(plan.shape)
-    if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
+    if (q.shape, q.qtype, q.scale.shape) != (plan.shape, plan.qtype, counts):
         raise QuantizationError(
             f"{plan.path} (rule {plan.rule}) is {q.qtype}{list(q.shape)} with scales of shape "
             f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
             f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
         )
     sharding = getattr(first, "sharding", None)
-    return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
+    if packing.unshardable(q.shape, sharding):
+        return q
+    if getattr(q, "zero_point", None) is None:
+        return prepack(q, packing)
+    # Kernels know no zero points. The sums of the activation know what they add.
+    held = with_minimum(qn.unpack(q) if isinstance(q, qn.PackedQArray) else q)
+    return dataclasses.replace(held, inner=prepack(held.inner, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)
