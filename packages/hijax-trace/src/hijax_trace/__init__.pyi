@@ -9,10 +9,12 @@ from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
 from .dataflow.nodes import is_cut as is_cut
 from .dataflow.replay import carriers_of as carriers_of
+from .dataflow.replay import is_chosen as is_chosen
 from .dataflow.replay import mapped_axes as mapped_axes
 from .dataflow.replay import mapped_rows as mapped_rows
 from .dataflow.replay import replay as replay
 from .dataflow.replay import root_of as root_of
+from .dataflow.scaled import scaled_inputs as scaled_inputs
 from .engine import TraceEngine as TraceEngine
 from .hi.hiprim import HiPrim as HiPrim
 from .hi.hiprim import Zero as Zero

@@ -79,6 +79,7 @@ from .jaxpr import (
     used_equations,
     used_inputs,
     with_consts,
+    with_results,
     with_shared,
     without_last_input,
     without_unused,

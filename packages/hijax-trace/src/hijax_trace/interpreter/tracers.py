@@ -13,7 +13,7 @@ from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
-from ..dataflow.nodes import Part, Unknown
+from ..dataflow.nodes import Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.follow import follow
 from .frames import Metadata
@@ -165,7 +165,11 @@ class Tracers:
             return None
         avals = [out.aval for out in eqn.outvars]
         how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
-        return follow(*how, avals, lambda i: False)[eqn.outvars.index(var)]
+
+        def uniform(i: int) -> frozenset[int]:
+            return uniform_axes(self.expression(eqn.in_tracers[i]))
+
+        return follow(*how, avals, lambda i: False, uniform)[eqn.outvars.index(var)]
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()

@@ -175,7 +175,7 @@ class _Trial(Survey):
         try:
             super().record(record, problem)
         except QuantizationError:
-            self.refused.update((record.weight or "").split(" and "))
+            self.refused.update(record.paths)
 
     def stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
         try:
@@ -219,7 +219,7 @@ def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, d
             continue
         if plan.rules.rules[record.rule].weight_qtype is None:
             continue
-        for path in (record.weight or "").split(" and "):
+        for path in record.paths:
             if path in chosen:
                 paths = deciding.setdefault(record.rule, {}).setdefault(chosen[path], [])
                 paths.append(path.removeprefix(plan.rules.params))

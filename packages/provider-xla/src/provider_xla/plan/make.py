@@ -15,6 +15,7 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
+from ..kernels.matmul import NoKernel
 from ..program.arrays import is_array, of_arrays, rebuilt, types_of
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
@@ -24,10 +25,12 @@ from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
+from .chosen import stays_packed, why_lost
 from .lora import LoraPlan, check_engine
 from .plan import PlanData
 from .quantize import carried
 from .survey import Survey, Use
+from .unused import unused_rules
 from .weight import WeightPlan
 
 _log = logger("xla")
@@ -75,6 +78,7 @@ def make_plan(
     else:
         weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
                    for path, weight in weights.items()}  # fmt: skip
+    survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -86,11 +90,7 @@ def make_plan(
         lora = survey.lora.plans()
         check_engine(engine, [*lora])
         records = [_adapted(record, lora) for record in records]
-    used = {record.rule for record in records}
-    unused = [
-        f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
-    ]
-    problems = (*survey.problems, *unused)
+    problems = (*survey.problems, *unused_rules(rules, records, [*leaves]))
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = PlanData(
@@ -228,14 +228,14 @@ def run_survey(
 
 def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
     """Return an operation's record with its adapter's rank."""
-    paths = (record.weight or "").split(" and ")
+    paths = () if record.rule is None else record.paths
     rank = next((lora[path].rank for path in paths if path in lora), None)
     return dataclasses.replace(record, rank=rank)
 
 
 def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
     """Return a lookup's record with how its parameter is stored."""
-    weight = weights.get(record.weight or "")
+    weight = next((weights[path] for path in record.paths if path in weights), None)
     if record.op_name != "take" or weight is None:
         return record
     return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
@@ -249,12 +249,25 @@ def _with_kernels(
     platform: str,
 ) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
     """Return parameters and operations with what computes them on each platform."""
-    packed, choices = {}, {}
-    names = platforms(platform)
-    for path, weight in weights.items():
-        sharding = getattr(params.get(path), "sharding", None)
-        packings, found = choose(weight, survey.contractions.get(path, {}), sharding, names)
-        packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
+    packed: dict[str, WeightPlan] = {}
+    by_path: dict[str, dict[str, dict[str, Choice]]] = {}
+    names, left = platforms(platform), list(weights)
+    while left:
+        for path in left:
+            sharding = getattr(params.get(path), "sharding", None)
+            uses = survey.contractions.get(path, {})
+            packings, by_path[path] = choose(weights[path], uses, sharding, names)
+            packed[path] = dataclasses.replace(weights[path], packings=packings, platform=platform)
+        left = []
+        # A kernel takes one layout: if alternatives differ, none of them is packed.
+        for one in survey.chosen:
+            if not all(stays_packed(one, packed, name) for name in names):
+                why = NoKernel("the program chooses among weights that are packed differently")
+                for path in one.paths:
+                    survey.contractions.setdefault(path, {})[one.op_id] = why
+                left += [path for path in one.paths if path in packed and packed[path].packings]
+    choices: dict[str, dict[str, Choice]] = {}
+    for found in by_path.values():
         for op_id, one in found.items():
             # An operation of several weights has a kernel if each of them has.
             before = choices.get(op_id, {})

@@ -118,7 +118,7 @@ class PlanData:
         """The parameters that stay float: path, bytes, and why, the largest first."""
         uses: dict[str, list[OpRecord]] = {}
         for op in self.ops:
-            for path in set((op.weight or "").split(" and ")):
+            for path in set(op.paths):
                 uses.setdefault(path, []).append(op)
         found = []
         for path, leaf in self.leaves.items():
@@ -144,8 +144,7 @@ class PlanData:
         if not ops:
             return "no matmul, convolution or lookup uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
-        why = "no rule matches" if first.rule is None else first.reason or "it can't be stored"
-        return f"{first.op_id}: {why}"
+        return f"{first.op_id}: " + (first.reason or "it can't be stored")
 
     def __str__(self) -> str:
         table = self.ops.table({path: weight.bytes for path, weight in self.weights.items()})

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Expression, Leaf, carriers_of, root_of
+from hijax_trace import Expression, Leaf, carriers_of, is_chosen, root_of
 from interception_core import OpCall
 
 from ..errors import QuantizationError
@@ -85,7 +85,7 @@ class Storage:
             return [Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
         expression = call.expression(operand)
         tiles = self._tiles(weight.shape, asked)
-        root = root_of(expression)
+        root = root_of(expression, self.rules.is_parameter)
         if isinstance(root, Leaf):
             found = self._view(root.path, self.leaves[root.path].shape, expression, tiles, asked)
             if found is not None:
@@ -105,8 +105,8 @@ class Storage:
             self._problem(
                 f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
                 "loops that it is computed in step through several parameters, or the program "
-                "joins parts of parameters that it chooses while it runs. It is quantized at each "
-                "call"
+                "joins, masks or carries parts of parameters that it chooses while it runs. It is "
+                f"made of {' and '.join(weight.paths)} and quantized at each call"
             )
         return [] if derived is None else [derived]
 
@@ -120,10 +120,14 @@ class Storage:
     ) -> Stored | None:
         """Return how a viewed parameter is stored; None if scales cannot follow."""
 
-        def is_stored(node: Expression) -> bool:
-            return isinstance(node, Leaf)
+        is_choice = is_chosen(view)
 
-        axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
+        def is_stored(node: Expression) -> bool:
+            # Values that the program joins have scales alike. Those that it chooses among need not.
+            return isinstance(node, Leaf) and (not is_choice or node.path == path)
+
+        is_whole = is_choice or isinstance(root_of(view, self.rules.is_parameter), Leaf)
+        axes = axes_in(view, is_stored, shape) if is_whole else None
         if axes is not None:
             known = of_operand(axes, shape, view.aval.shape, asked.shared, tiles)
             if known.ragged_tiles(shape) and scales_in(view, is_stored, len(shape), known) is None:

@@ -74,8 +74,11 @@ class WeightPlan:
 
     def bytes_on(self, packing: Packing | None) -> int:
         """Return the stored bytes on a platform."""
-        stored = jax.eval_shape(self._quantize, self.abstract())
-        return (stored if packing is None else abstract(stored, packing)).nbytes
+        return _form(*self._how(), self.shape, self.dtype, packing).nbytes
+
+    def form(self, packing: Packing | None = None) -> Any:
+        """Return the type of what is stored, packed or not."""
+        return _form(*self._how(), self.shape, self.dtype, packing)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -153,15 +156,18 @@ class WeightPlan:
             )
 
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
-        tiles = tuple(self.granularity.tile_axes.items())
-        stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
-        where = self.granularity.channel_axes, tiles, self.method
-        found = chunks.quantized(leaf, self.qtype, *where, self.scale_dtype)
-        if found is not None:
-            return found
-        return _quantize(leaf, self.qtype, *where, stepped, self.scale_dtype)
+        qtype, channels, tiles, method, _, scale_dtype = how = self._how()
+        found = chunks.quantized(leaf, qtype, channels, tiles, method, scale_dtype)
+        return _quantize(leaf, *how) if found is None else found
+
+    def _how(self) -> tuple[Any, ...]:
+        """Return the arguments of ``_quantize`` after the first."""
+        tiles = tuple(self.granularity.tile_axes.items())
+        stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
+        channels = tuple(self.granularity.channel_axes)
+        return self.qtype, channels, tiles, self.method, stepped, self.scale_dtype
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
@@ -223,7 +229,10 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
+_STATIC = ("qtype", "channel_axes", "tile_axes", "method", "stepped", "scale_dtype")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _quantize(
     leaf: jax.Array,
     qtype: str,
@@ -257,6 +266,33 @@ def _quantize(
         scale_dtype=scale_dtype,
     )
     return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+# Thousands of parameters have a few forms.
+@functools.lru_cache(maxsize=4096)
+def _form(
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+    stepped: tuple[int, ...],
+    scale_dtype: str | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    packing: Packing | None,
+) -> Any:
+    """Return the type of an array that is quantized, and packed."""
+    quantize = functools.partial(
+        _quantize,
+        qtype=qtype,
+        channel_axes=channel_axes,
+        tile_axes=tile_axes,
+        method=method,
+        stepped=stepped,
+        scale_dtype=scale_dtype,
+    )
+    stored = jax.eval_shape(quantize, jax.ShapeDtypeStruct(shape, dtype))
+    return stored if packing is None else abstract(stored, packing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

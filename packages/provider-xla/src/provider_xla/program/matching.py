@@ -30,7 +30,7 @@ class Weight:
     """An operand that is a parameter, a view, or a derived weight.
 
     Attributes:
-        path: the pytree path of the parameter; of several, joined by " and ".
+        path: the pytree path of the parameter; of several, joined by " and ", to be read by people.
         paths: the pytree paths of the parameters behind it.
         shape: of the operand.
         dtype: of the operand.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -128,12 +129,14 @@ class XlaProvider(abc.ABC):
             QuantizationError: a rule does not fit a parameter: it is not a float, or has an axis
                 that the tiles do not divide; or, with ``strict=True``, anything that is a warning
                 otherwise.
+            TypeError: an option of the provider is among the keyword arguments.
 
         Warns:
             QuantizationWarning: an unused rule, an operation that a rule is about and that has
                 no quantized form, a parameter that rules treat in several ways.
         """
         argnum = self.params_argnum
+        _check_options(fn, kwargs)
         found = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
             everything = [*args[:argnum], params, *args[argnum:]]
@@ -184,3 +187,26 @@ class XlaProvider(abc.ABC):
         self._records.setdefault((record.op_id, record.operands), record)
         if problem is not None and self.strict:
             raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")
+
+
+_OPTIONS = ("engine", "params_argnum", "rules", "strict")
+
+
+def _check_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if a function is given an option that the provider takes."""
+    given = [name for name in _OPTIONS if name in kwargs]
+    if not given:
+        return
+    try:
+        known = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"plan's keyword arguments must be those of the function, got {name}="
+                f"{kwargs[name]!r}, which it does not take. Give it to the provider, as in "
+                f"PtqProvider(rules, {name}={kwargs[name]!r})."
+            )
