@@ -88,7 +88,10 @@ def quantized(
     method: str,
     scale_dtype: str | None,
 ) -> qn.QArray | None:
-    """Return what ``qn.quantize`` does, bit for bit; None where chunks can't.
+    """Return what ``qn.quantize`` does; None where chunks can't.
+
+    Scales of slices with zero points may differ in the last bit, because XLA fuses a product and
+    a sum in programs of some shapes and not in those of others.
 
     Args:
         leaf: the array.
