@@ -139,6 +139,7 @@ def test_wrong_options(file, capsys, option):
     assert option[0] in refused(capsys, "report", f"{file}:case", *option, status=2)
 
 
+@pytest.mark.filterwarnings("ignore:Static ranges cut off")
 def test_a_report_with_static_ranges(file, capsys):
     out = printed(capsys, "report", f"{file}:case", "--rules", "static", "--no-time")
     assert "int8 x int8" in out
