@@ -141,6 +141,13 @@ TRANSPOSED = "jaxtap.transposed"
 """The name scope in which ``jax.linear_transpose`` traces a function."""
 
 
+def is_transposing(trace: Any) -> bool:
+    """Return whether a trace is that of a function that ``jax.linear_transpose`` transposes."""
+    if not isinstance(trace, _pe.JaxprTrace):
+        return False
+    return any(entry.name.startswith(TRANSPOSED) for entry in trace.name_stack.stack)
+
+
 def _is_ahead(trace: Any) -> bool:
     """Return whether the program evaluates a function partially.
 

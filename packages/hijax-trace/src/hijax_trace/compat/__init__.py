@@ -102,6 +102,7 @@ from .pjit import (
     in_shard_map,
     is_inlined,
     jit_p,
+    linear_solve_p,
     more_scan_consts,
     more_scan_steps,
     named_call,
@@ -150,3 +151,4 @@ from .trace import (
     traces_around,
     unmapped,
 )
+from .transposable import transposable_p

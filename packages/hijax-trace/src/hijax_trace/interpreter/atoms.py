@@ -51,6 +51,10 @@ class KnownAtoms(NamedTuple):
         """Return whether it is surely an activation."""
         return self.frame.is_activation(self.atoms[index], is_parameter)
 
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it."""
+        return self.frame.is_linear(self.atoms[index])
+
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     """Return the proxies of an equation's results, or None."""

@@ -47,6 +47,19 @@ class BodyHere:
         axes = axes_inside(kind, self._operands.avals[operand])
         return None if found is None else found.moved(axes)
 
+    def linear(self) -> frozenset[int]:
+        """Return the inputs in which the body must be linear."""
+        body, outside = self._body, self._operands.linear
+        if not outside:
+            return body.linear
+        # A loop's carry may come from any of its operands.
+        carried = any(k in outside for k in body.inputs)
+        return body.linear.union(
+            i
+            for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
+            if k in outside or (carried and kind == CHANGES)
+        )
+
     def metadata(self) -> dict[int, Metadata]:
         """Return the metadata of the inputs, by number."""
         given = self._operands.metadata
@@ -125,7 +138,8 @@ def tap_body(
     metadata = here.metadata()
     known = tuple((i, tuple(note.items())) for i, note in metadata.items())
     label = body.label or place.frame.label
-    key = (label, place.within, place.untapped, known, proxies.key(), returns, session.context)
+    linear, held = here.linear(), (proxies.key(), returns)
+    key = (label, place.within, place.untapped, known, held, linear, session.context)
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, here) if shared else None
     if found is not None:
@@ -144,6 +158,7 @@ def tap_body(
         expressions=here.expressions(),
         consts=consts,
         length=body.length,
+        linear=linear,
     )
     before = session.numbers.copy()
     new, consts, returned = stage_again(session, inner, body.jaxpr, consts, proxies, returns)

@@ -64,6 +64,7 @@ def inner_frame(
         proxies=operands.proxies,
         expressions=operands.expressions,
         consts=compat.consts_of(closed),
+        linear=operands.linear,
     )
 
 

@@ -129,7 +129,12 @@ class Pass:
             found = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
             proxies = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
+        avals, linear = [atom.aval for atom in eqn.invars], self.linear(eqn.invars)
+        return Operands(avals, origins, metadata, proxies, expressions, linear)
+
+    def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
+        """Return the numbers of the atoms in which the program must be linear."""
+        return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
 
 
 def _array_of(proxy: ArrayProxy, aval: Any) -> Any:

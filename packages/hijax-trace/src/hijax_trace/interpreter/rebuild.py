@@ -92,7 +92,11 @@ def rebuild(
     taken = [
         part if one.takes_proxies else NO_PROXIES for part, one in zip(taken, tapped, strict=True)
     ]
-    extra = [(*one.extra, *part.leading) for one, part in zip(tapped, taken, strict=True)]
+    extra = [
+        tuple(map(jax.lax.stop_gradient, given)) if i in holder.constant else given
+        for i, (one, part) in enumerate(zip(tapped, taken, strict=True))
+        for given in [(*one.extra, *part.leading)]
+    ]
     # Only a scan steps along operands, and a scan has one body.
     trailing = taken[0].trailing
     if tapped[0].is_numbered:
@@ -102,7 +106,8 @@ def rebuild(
         jaxprs, united = share(jaxprs, extra)
         extra, places = [united], places[:1]
     all_values = list(values)
-    for operand in _unused(bodies, tapped):
+    constant = {k for i in holder.constant if i < len(bodies) for k in bodies[i].inputs}
+    for operand in (constant - {None}) | _unused(bodies, tapped):
         # Its derivative is zero. A loop or branch would add up zeros as large as the array.
         all_values[operand] = jax.lax.stop_gradient(all_values[operand])
     # From the last to the first, so that an insertion does not move the places still to come.

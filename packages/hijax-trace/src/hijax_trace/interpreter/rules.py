@@ -119,7 +119,9 @@ def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_lat
     before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
     places = [i - before + first for i in range(len(opened.invars))]
     known = [k if first <= k < len(custom.operands.avals) else None for k in places]
-    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later)
+    # Its tangents come last.
+    linear = frozenset(i for i, k in enumerate(places) if k >= len(custom.operands.avals))
+    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later, linear)
     counting = session.counting(custom.numbers.copy())
     return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
 
@@ -131,8 +133,9 @@ def _rule_frame(
     sources: Sequence[int | None],
     consts: Sequence[Any],
     is_later: bool = True,
+    linear: frozenset[int] = frozenset(),
 ) -> Frame:
-    """Return the frame of a derivative rule."""
+    """Return the frame of a derivative rule that is linear in some of its inputs."""
 
     def express(var: Any, source: int | None) -> Express:
         if source is None or operands.expressions is None:
@@ -143,6 +146,7 @@ def _rule_frame(
         jaxpr,
         [None if k is None else operands.origins[k] for k in sources],
         {},
+        linear=linear,
         expressions=list(map(express, jaxpr.invars, sources)),
         consts=consts,
         is_rule=True,

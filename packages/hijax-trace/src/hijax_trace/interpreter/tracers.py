@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
+from interception_core.engine_api import is_transposing
 
 from .. import compat
 from ..dataflow.axes import dropped
@@ -266,4 +267,13 @@ class KnownTracers(NamedTuple):
 
     def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
         """Return whether it is surely an activation."""
+        return False
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it."""
+        value = self.values[index]
+        while value is not None:
+            if isinstance(value, compat.Tracer) and is_transposing(compat.trace_of(value)):
+                return True
+            value = (compat.inner_value(value) or (None,))[0]
         return False

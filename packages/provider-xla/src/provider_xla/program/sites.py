@@ -42,6 +42,7 @@ class Site:
         index: the number of that rule.
         weights: the weight that each operand is; None for activations.
         hows: how each operand is quantized; None where it stays float.
+        is_linear: whether JAX transposes the operation: no activation or gradient is quantized.
     """
 
     call: OpCall
@@ -52,6 +53,7 @@ class Site:
     index: int
     weights: tuple[Weight | None, Weight | None]
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+    is_linear: bool = False
 
     def key(self, side: int) -> str:
         """Return the key of an operand's statistics."""
@@ -67,6 +69,8 @@ Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
 
 PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
 """Why an operation stays float."""
+LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
+"""Why an operation, or its activations, stay float."""
 
 _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that call no other tapped operation."""
@@ -185,6 +189,15 @@ class Sites:
         if (index, sides) not in decisions:
             decisions[index, sides] = self._rules.decide(index, contraction, operands, sides)
         hows, remarks, why, wrong = decisions[index, sides]
+        is_linear = any(map(call.is_linear, operands))
+        if is_linear and why is None:
+            pairs = zip(hows, sides, strict=True)
+            floats = tuple(how if is_weight else None for how, is_weight in pairs)
+            if not any(floats) and (rule.rank is None or not any(sides)):
+                why = LINEAR
+            elif floats != hows:
+                remarks = (*remarks, LINEAR)
+            hows = floats
         for remark in remarks:
             self._remark(call, remark)
         if scaled and rule.weight_qtype is not None:
@@ -199,7 +212,7 @@ class Sites:
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
         self._note(op, call, operands, index, hows=hows, weights=weights)
-        site = Site(call, contraction, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
+        site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         try:
             result = self._run(site)
         except (TypeError, ValueError):

@@ -107,7 +107,9 @@ class QtProvider(XlaProvider):
             ranges = observation.calibrations(site)
         rule = site.rule
         assert isinstance(rule, QtRule)
-        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
+        backward = tuple(
+            None if site.is_linear else rule.backward(weight is not None) for weight in site.weights
+        )
         noise = None
         if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
