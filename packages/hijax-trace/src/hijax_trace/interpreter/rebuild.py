@@ -16,7 +16,13 @@ from ..dataflow.holders import Body
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy
 from .bodies import tap_body, unused_in
-from .body_proxies import NO_PROXIES, BodyProxies, proxies_of_body, proxies_of_shards
+from .body_proxies import (
+    NO_PROXIES,
+    BodyProxies,
+    proxies_of_body,
+    proxies_of_shards,
+    untrained,
+)
 from .frames import Metadata, Operands, Place
 from .hi_prims import TappedPrim
 from .memo import Tapped
@@ -73,6 +79,8 @@ def rebuild(
     before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
+    if primitive is compat.call_hi_primitive_p:
+        proxies = untrained(proxies)
     if primitive is compat.shard_map_p and proxies:
         taken = [proxies_of_shards(body, proxies, params) for body in bodies]
     else:

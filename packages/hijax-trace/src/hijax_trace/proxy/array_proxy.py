@@ -79,9 +79,13 @@ class ArrayProxy(_Operators, abc.ABC):
         dtype: the dtype of the array.
         is_carried: whether the proxy also goes where the program writes to the array, carries it
             through loops and returns it: see ``encode``.
+        is_trained: whether programs differentiate by its arrays. A function with custom derivative
+            rules then gets the array that the proxy restores: its rules return a cotangent for
+            that, and none for the proxy's arrays.
     """
 
     is_carried: ClassVar[bool] = False
+    is_trained: ClassVar[bool] = False
     shape: tuple[int, ...]
     dtype: np.dtype
 

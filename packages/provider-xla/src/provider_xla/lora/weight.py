@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +109,7 @@ class LoraWeight(ArrayProxy):
         impl: implementation of the random keys, hashable (static).
     """
 
+    is_trained: ClassVar[bool] = True
     base: Any
     a: jax.Array
     b: jax.Array
