@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
@@ -74,7 +75,7 @@ def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list
     if nonzero and first is not None and nonzero[0] >= first:
         # The derivative of a linear function is the same everywhere. Who transposes it next, as
         # ``tangent_solve`` of a root does, needs one that does not depend on where.
-        along = map(ad.instantiate_zeros, tangents[first:])
+        along = map(_ad_util.instantiate, tangents[first:])
         return results, kept_p.bind(*primals[:first], *along, function=function)
     derived = function.tangent(nonzero)
     if not nonzero or not derived.results:

@@ -18,7 +18,7 @@ from jax._src.interpreters import (
 )
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 
-from .hijax import zeros_like_aval
+from .hijax import instantiate, zeros_like_aval
 from .jaxpr import as_function, with_consts
 from .pjit import named_info
 from .trace import mapped, stage
@@ -59,7 +59,7 @@ def _transpose(cts: Sequence[Any], *values: Any, jaxpr: Any) -> list[Any]:
 
     # The derivative of a linear function is the same everywhere.
     zeros = [zeros_like_aval(values[i].aval) for i in places]
-    found = jax.vjp(along, *zeros)[1]([ad.instantiate_zeros(ct) for ct in cts])
+    found = jax.vjp(along, *zeros)[1](list(map(instantiate, cts)))
     pairs = dict(zip(places, found, strict=True))
     return [pairs.get(i) for i in range(len(values))]
 

@@ -70,7 +70,7 @@ class Original:
         self.frame = self._place.inside(
             jaxpr,
             [None if places[i] is None else functools.partial(self._origin, i) for i in inputs],
-            {i: operands.metadata[places[i]] for i in inputs if places[i] in operands.metadata},
+            {i: note for k, note in operands.metadata.items() for i in inputs if places[i] == k},
             loops=len(self._levels),
             proxies={i: proxy for i, proxy in proxies.items() if i in inputs},
             expressions=[functools.partial(self._expression, i) for i in inputs],
