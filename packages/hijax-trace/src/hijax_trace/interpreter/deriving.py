@@ -68,8 +68,10 @@ def _original(
     def again(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
         return run.session.reinterpret(frame, jaxpr, values, info)
 
-    known = (made.places, made.linear) if isinstance(made, Function) else ()
-    return Original(again, run.place(task), closed, made.levels, operands, *known)
+    place, levels = run.place(task), made.levels
+    if isinstance(made, Mapped):
+        return Original(again, place, closed, levels, operands)
+    return Original(again, place, closed, levels, operands, made.places, made.linear)
 
 
 def _finish(
