@@ -64,7 +64,6 @@ from .jaxpr import (
     is_as_traced,
     is_high_type,
     is_open,
-    is_symbolic,
     label,
     labelled,
     like_closed,
@@ -79,10 +78,8 @@ from .jaxpr import (
     used_equations,
     used_inputs,
     with_consts,
-    with_results,
     with_shared,
     without_last_input,
-    without_unused,
 )
 from .kept import (
     batch_type,
@@ -102,7 +99,6 @@ from .pjit import (
     in_shard_map,
     is_inlined,
     jit_p,
-    linear_solve_p,
     more_scan_consts,
     more_scan_steps,
     named_call,
@@ -151,4 +147,3 @@ from .trace import (
     traces_around,
     unmapped,
 )
-from .transposable import transposable_p
