@@ -188,8 +188,8 @@ def test_long_sums_of_int16_do_not_overflow(other, zero_point):
     lhs = whole_qvalue(None, rng, "int16", (2, 3000), (2, 1), zero_point)
     rhs = whole_qvalue(None, rng, other, (3000, 2), (1, 2), zero_point)
     want = value(lhs) @ value(rhs)
-    # Two int16 sides are summed in float32: roundings grow with the root of the number of terms, and
-    # with fewer lanes more of them follow each other.
+    # Two int16 sides are summed in float32: roundings grow with the root of the number of terms,
+    # of which more follow each other in fewer lanes.
     relative = 3000**0.5 * 2.0**-23 if other == "int16" else 1e-6
     bound = np.abs(value(lhs)) @ np.abs(value(rhs)) * relative
     assert np.all(np.abs(np.asarray(run(lhs, rhs)) - want) <= bound)
