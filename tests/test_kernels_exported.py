@@ -229,3 +229,81 @@ def test_other_ops_hold_for_all_sizes_without_their_kernels():
     centred = np.asarray(x, "float64") - np.asarray(x, "float64").mean(-1, keepdims=True)
     wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
     np.testing.assert_allclose(norm, wanted, atol=1e-5)
+
+
+def projected(w, x):
+    return jnp.split((x @ w).reshape(*x.shape[:2], 6, 4), 3, 2)
+
+
+def attends(**given):
+    """Attention of the framework's function, with arguments that are computed from x."""
+
+    def model(w, x):
+        options = {name: of(x) if callable(of) else of for name, of in given.items()}
+        return jax.nn.dot_product_attention(*projected(w, x), **options)
+
+    return model
+
+
+def written_out(mask):
+    def model(w, x):
+        q, k, v = projected(w, x)
+        scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / 2
+        if mask is not None:
+            scores = jnp.where(mask(x), scores, -jnp.inf)
+        return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+
+    return model
+
+
+def as_matmuls(w, x):
+    q, k, v = (part.swapaxes(1, 2) for part in projected(w, x))
+    return jax.nn.softmax(q @ k.swapaxes(2, 3) / 2) @ v
+
+
+def causal(x):
+    return jnp.tri(x.shape[1], dtype=bool)
+
+
+def looped(w, x):
+    step = lambda x, _: (x + attends()(w, x).reshape(x.shape), None)  # noqa: E731
+    return jax.lax.scan(step, x, None, 2)[0]
+
+
+ANY_SIZE = {
+    "attention": attends(),
+    "causal": attends(is_causal=True),
+    "masked": attends(mask=lambda x: (x[..., 0] > 0)[:, None, None] | causal(x)),
+    "biased": attends(bias=lambda x: jnp.zeros((1, 2, x.shape[1], x.shape[1]))),
+    "of lengths": attends(key_value_seq_lengths=lambda x: jnp.full(x.shape[0], 2, jnp.int32)),
+    "few queries": lambda w, x: jax.nn.dot_product_attention(
+        projected(w, x)[0][:, :1], *projected(w, x)[1:]
+    ),
+    "written out": written_out(None),
+    "written out, causal": written_out(causal),
+    "written out, masked": written_out(lambda x: (x[..., 0] > -9)[:, None, None]),
+    "matmuls": as_matmuls,
+    "in jit": lambda w, x: jax.jit(attends())(w, x),
+    "in a loop": looped,
+    "in vmap": lambda w, x: jax.vmap(lambda x: attends()(w, x[None])[0])(x),
+    "softmax": lambda w, x: jax.nn.softmax(x @ w, axis=1),
+    "softmax of vectors": lambda w, x: jax.vmap(jax.vmap(jax.nn.softmax))(x @ w),
+    "norm": lambda w, x: jax.nn.standardize(x @ w) * w[0] + w[1],
+    "activations": lambda w, x: jax.nn.silu(x @ w) * jax.nn.gelu(x @ w),
+}
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("name", ANY_SIZE)
+def test_fused_functions_of_any_batch_and_length(name):
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((8, 24), (2, 4, 8)))
+    rules = [xla.QuantizationRule(kernel="fused"), xla.QuantizationRule(weight_qtype="int8")]
+    plan = xla.PtqProvider(rules).plan(ANY_SIZE[name], w, x)
+    stored = plan.quantize(w)
+    run = jax.jit(plan.apply(ANY_SIZE[name]))
+    for shapes, sizes in (("b, ...", [(1, 4), (3, 4)]), ("b, t, ...", [(1, 1), (2, 9)])):
+        program = plan.export(ANY_SIZE[name], stored, x, shapes=shapes)
+        for size in sizes:
+            given = jnp.asarray(rng.normal(size=(*size, 8)), jnp.float32)
+            np.testing.assert_allclose(program(stored, given), run(stored, given), atol=1e-3)

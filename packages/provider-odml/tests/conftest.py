@@ -7,7 +7,13 @@ collect_ignore_glob = []
 if not all(importlib.util.find_spec(name) for name in ("litert_converter", "ai_edge_litert")):
     collect_ignore_glob = [
         *("test_litert_*", "test_device_*", "test_export*", "test_report*"),
-        *("test_odml_models.py", "test_engines_agree.py", "test_known_faults.py", "test_demo.py"),
+        *(
+            "test_odml_models.py",
+            "test_written_out.py",
+            "test_engines_agree.py",
+            "test_known_faults.py",
+            "test_demo.py",
+        ),
     ]
 
 

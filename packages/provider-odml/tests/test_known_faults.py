@@ -11,7 +11,7 @@ from jax import lax
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import W8A8, W8A16, exported, normal, signal_to_noise
-from provider_odml.exporting import collect, constants, emit, program
+from provider_odml.exporting import collect, constants, emit, program, written_out
 from provider_odml.exporting import export as exporting
 from provider_odml.forms import FORMS
 from provider_odml.litert import converter
@@ -85,8 +85,8 @@ def test_softmax_has_the_scale_that_its_kernel_insists_on(monkeypatch):
     stats = odml.qat(fn, [W8A8]).calibrate(params, [(X,)])
     honest = exporting.grids_of
 
-    def other(plans, stats):
-        found = honest(plans, stats)
+    def other(*args):
+        found = honest(*args)
         grid = found["softmax:0"]
         return found | {"softmax:0": type(grid)(grid.qtype, grid.scale * 0.7, grid.zero_point)}
 
@@ -116,7 +116,7 @@ def test_scans_are_written_out(monkeypatch):
 
     params = normal(3, 8, 8)
     assert exported(fn, params, X).report.float_ops == 0
-    monkeypatch.setattr(exporting, "unrolled", lambda fn: fn)
+    monkeypatch.setattr(written_out, "unrolled", lambda fn, loops: fn)
     fails(fn, params, X)
 
 

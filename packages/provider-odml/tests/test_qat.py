@@ -1,5 +1,6 @@
 """Training: values, derivatives and statistics, under every transformation."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -194,6 +195,14 @@ def test_types_are_those_of_the_float_program(dtype):
     assert (out.dtype, out.shape) == (dtype, (4, 8))
 
 
+@pytest.mark.parametrize("batch", [(0,), ()])
+def test_an_empty_tensor_has_no_range(batch):
+    x = jnp.zeros((0, 4))
+    out, seen = at_site(x, NOTHING, 0, how_of("int8", batch), True, True, UNSEEN)
+    assert out.shape == x.shape
+    np.testing.assert_array_equal(seen, UNSEEN)
+
+
 @pytest.mark.slow
 @examples(12)
 @given(
@@ -381,7 +390,7 @@ def test_calibration_sees_the_extremes_of_the_float_model(engine):
 
 
 def test_calibration_of_nothing():
-    with pytest.raises(OdmlError, match="at least one tuple of arguments, got none"):
+    with pytest.raises(OdmlError, match="at least one tuple of arguments with"):
         qat(dot, W8A8).calibrate(W, [])
 
 
@@ -389,6 +398,74 @@ def test_batches_may_differ_in_size():
     model = qat(dot, W8A8)
     stats = model.calibrate(W, [(draw(4, 6),), (draw(2, 6),)])
     assert counts(stats) == {"args[1]": 2, "dot_general:0": 2}
+
+
+def test_batches_may_differ_in_numbers():
+    model = qat(lambda w, x, factor: jnp.tanh(x * factor) @ w, W8A8)
+    factors = (1.0, 4.0, 4)
+    stats = model.calibrate(W, [(X, factor) for factor in factors])
+    expected = np.mean([spread(np.asarray(X) * factor, None) for factor in factors], 0)
+    assert_close(ranges(stats)["mul:0"], tuple(expected))
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_an_empty_batch_counts_for_nothing(engine, place):
+    model = qat(lambda w, x: (jnp.tanh(x @ w) - 1).sum(0), W8A8, engine=engine)
+    batches = [(draw(4, 6, seed=i),) for i in range(2)]
+    expected = model.calibrate(W, batches)
+    batches.insert(place, (X[:0],))
+    np.testing.assert_array_equal(model.calibrate(W, batches).state, expected.state)
+    with pytest.raises(OdmlError, match="with examples in it, got none"):
+        model.calibrate(W, [(X[:0],)])
+
+
+def test_empty_tensors_are_not_seen():
+    """Beside an array that is not empty, and in training."""
+    model = qat(lambda w, x, y: (x @ w, y @ w), W8A8)
+    stats = model.calibrate(W, [(X[:0], X), (2 * X, X)])
+    assert counts(stats) == {"args[1]": 1, "args[2]": 2, "dot_general:0": 1, "dot_general:1": 2}
+    assert_close(ranges(stats)["args[1]"], spread(2 * np.asarray(X), None))
+    before = stats["args[1]"].row
+    grad = jax.grad(lambda w: model(w, X[:0], X, quant_stats=stats)[1].sum())(W)
+    assert np.isfinite(grad).all()
+    np.testing.assert_array_equal(stats["args[1]"].row, before)
+
+
+@dataclasses.dataclass
+class Options:
+    """An argument without a hash: it can change."""
+
+    kind: str
+
+
+def test_a_plan_is_that_of_the_arguments():
+    """Objects get the ids of those before them, and numbers of several types are equal."""
+
+    def fn(w, x, options):
+        if options is True or (isinstance(options, Options) and options.kind == "tanh"):
+            return jnp.tanh(x @ w)
+        return x @ w
+
+    model, kept = qat(fn, W8A8), Options("none")
+    for kind in ("tanh", "none") * 4:
+        kept.kind = kind
+        for options in (Options(kind), kept, kind == "tanh"):
+            assert ("tanh:0" in model.plan(W, X, options).sites) == (kind == "tanh")
+        assert "tanh:0" not in model.plan(W, X, 1).sites
+
+
+def test_a_range_is_that_of_all_parts_of_a_tensor(engine):
+    """Operations read slices of an input, which have one scale in the file."""
+    parts = {"first": (0, 2), "second": (2, 4), "third": (4, 6)}
+
+    def fn(w, x):
+        return sum(x[:, a:b] @ w[a:b] for a, b in parts.values())
+
+    x = X * jnp.array([1, 1, 5, 5, 0.1, 0.1])
+    stats = qat(fn, W8A8, engine=engine).calibrate(W, [(x,), (2 * x,)])
+    expected = np.mean([spread(np.asarray(x), None), spread(2 * np.asarray(x), None)], 0)
+    assert_close(ranges(stats)["args[1]"], tuple(expected))
+    assert int(stats["args[1]"].count) == 2
 
 
 def test_batch_axes_are_those_of_the_rule():
@@ -757,3 +834,28 @@ def test_a_condition_that_reads_quantized_tensors_is_refused():
     weight = jnp.abs(draw(4, 4, seed=1))
     with pytest.raises(OdmlError, match="condition of a while_loop"):
         model.calibrate(weight, [(jnp.abs(x),)])
+
+
+def test_paddings_that_can_be_read_once():
+    """JAX and flax read them; handlers, and each of several traces, read them again."""
+
+    def made(once):
+        def model(k, x):
+            y = lax.conv_general_dilated(x, k, (1, 1), once([(1, 1), (1, 1)]), None, None, NHWC)
+            return nn.max_pool(jax.nn.relu(y), (2, 2), (2, 2), once([(1, 1), (1, 0)]))
+
+        return qat(model, OdmlRule(weight_qtype="int8", act_qtype="int8"))
+
+    k, x = draw(3, 3, 2, 4), draw(2, 6, 6, 2)
+    found, plans = [], []
+    for once in (iter, tuple):
+        model = made(once)
+        plans.append(str(model.plan(k, x)))
+        stats = model.calibrate(k, [(x,)])
+        run = functools.partial(model, quant_stats=stats, update_quant_stats=False)
+        found.append(jax.jit(run)(k, x))
+    assert plans[0] == plans[1]
+    np.testing.assert_array_equal(*found)
+
+
+NHWC = ("NHWC", "HWIO", "NHWC")

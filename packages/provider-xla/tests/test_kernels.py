@@ -123,6 +123,42 @@ def test_why_xla_computes_it(name, reason):
     assert any(reason in (why or "") for why in reasons), reasons
 
 
+MADE = {
+    "joined": lambda p, x: x @ jnp.concatenate([p["a"], p["b"]], 1),
+    "joined and turned": lambda p, x: x @ jnp.concatenate([p["a"].T, p["b"].T]).T,
+    "joined rows": lambda p, x: jnp.tile(x, 2) @ jnp.concatenate([p["a"], p["b"]]),
+    "stacked": lambda p, x: jnp.einsum("bk,skn->sbn", x, jnp.stack([p["a"], p["b"]])),
+    "joined in a scan": lambda p, x: lax.scan(
+        lambda y, _: (y[:, :6] @ jnp.concatenate([p["a"][:6], p["b"][:6]], 1), None),
+        jnp.tile(x[:, :6], 2), None, 2,
+    )[0],
+    "joined, and alone": lambda p, x: x @ jnp.hstack([p["a"], p["b"]]) + jnp.tile(x @ p["a"], 2),
+    "derived": lambda p, x: x @ (p["a"] * jnp.tanh(p["b"])),
+    "derived and joined": lambda p, x: x @ jnp.concatenate([p["a"] * p["b"], p["b"]], 1),
+    "normed": lambda p, x: x @ (p["a"] / jnp.linalg.norm(p["a"], axis=0)),
+    "cut": lambda p, x: x[:, :5] @ p["a"][:5],
+    "reversed": lambda p, x: x @ p["a"][::-1],
+    "both": lambda p, x: (x @ p["a"]) @ (p["b"].T @ p["a"]),
+}  # fmt: skip
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
+@pytest.mark.parametrize("name", MADE)
+def test_a_plan_says_what_no_kernel_computes(name, rule, kernels):  # noqa: F811
+    """Also where the program makes the weight: joins, stacks or derives it."""
+    a, b, x = draw((12, 6), (12, 6), (4, 12))
+    plan = PtqProvider(rule).plan(MADE[name], {"a": a, "b": b}, x)
+    told = {op_id for op_ids in plan.in_xla.values() for op_id in op_ids}
+    lacking = {op.op_id for op in plan.ops if op.quantized and op.kernel is None}
+    assert told == lacking
+    assert all(op.kernel or op.kernel_reason for op in plan.ops if op.quantized)
+    assert str(plan).count("in XLA: ") == len(plan.in_xla)
+    assert bool(lacking) == (name not in ("derived", "derived and joined", "normed", "both"))
+    if "joined" in name and "derived" not in name:
+        assert any("made of several parameters" in why for why in plan.in_xla)
+
+
 @pytest.mark.parametrize(
     ("rule", "reason"),
     [

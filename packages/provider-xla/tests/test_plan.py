@@ -618,3 +618,102 @@ def test_the_tied_program_needs_strictness_nowhere():
     fn, params, x = make("tied")
     assert tied is fn
     assert not PtqProvider([W8A8], strict=True).plan(fn, params, x).problems
+
+
+def test_reasons_of_parameters_that_no_rule_matched():
+    """Also of one that several operations use, and of one with a word in its name."""
+
+    def fn(p, x):
+        with jax.named_scope("encoder"):
+            x = x @ p["q and k"]
+        return x + p["bias"]
+
+    (w,) = draw((8, 8))
+    params, x = {"q and k": w, "bias": jnp.zeros(8)}, jnp.ones((2, 8))
+    rule = QuantizationRule(module_path="decoder", weight_qtype="int8")
+    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+        plan = PtqProvider(rule).plan(fn, params, x)
+    assert [(path, why) for path, _, why in plan.floats] == [
+        ("args[0]['q and k']", "encoder/matmul:0: no rule matches"),
+        ("args[0]['bias']", "no matmul, convolution or lookup uses it"),
+    ]
+    plan = PtqProvider(QuantizationRule(weight_qtype="int8", rank=2)).plan(fn, params, x)
+    assert [op.rank for op in plan.ops] == [2]
+    assert plan.ops[0].paths == ("args[0]['q and k']",)
+
+
+def test_a_parameter_of_a_pallas_kernel_says_so():
+    from jax.experimental import pallas
+
+    def kernel(x, w, out):
+        out[...] = x[...] @ w[...]
+
+    def fn(p, x):
+        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, p["a"]) @ p["b"]
+
+    a, b = draw((8, 8), (8, 8))
+    plan = PtqProvider(W8).plan(fn, {"a": a, "b": b}, jnp.ones((4, 8)))
+    ((path, _, why),) = plan.floats
+    assert path == "args[0]['a']"
+    assert why.startswith("pallas_call:")
+    assert "a Pallas kernel stays as it is written" in why
+
+
+UNUSED = {
+    "path": (
+        QuantizationRule(module_path="encodr", weight_qtype="int8"),
+        "(module_path='encodr', weight_qtype='int8'): its module_path matches no operation; the "
+        "module paths are 'decoder', 'encoder', the nearest is 'encoder'",
+    ),
+    "name": (
+        QuantizationRule(op_names=["einsum"], weight_qtype="int8"),
+        "no operation has its op_names; there are 'matmul'",
+    ),
+    "weight": (
+        QuantizationRule(weight_path=r"\['wx'\]", weight_qtype="int8"),
+        "its weight_path matches no parameter; the parameters are \"['w']\", \"['v']\"",
+    ),
+    "shadowed": (W8, "rule 0 decides about encoder/matmul:0 before it"),
+}
+
+
+@pytest.mark.parametrize("name", UNUSED)
+def test_a_rule_that_matches_nothing_says_what_there_is(name):
+    def fn(p, x):
+        with jax.named_scope("encoder"):
+            x = x @ p["w"]
+        with jax.named_scope("decoder"):
+            return x @ p["v"]
+
+    rule, text = UNUSED[name]
+    w, v = draw((8, 8), (8, 8))
+    rules = [W8, rule] if name == "shadowed" else [rule, W8]
+    with pytest.warns(QuantizationWarning) as found:
+        PtqProvider(rules).plan(fn, {"w": w, "v": v}, jnp.ones((2, 8)))
+    assert text in str(found[0].message)
+
+
+def test_options_of_the_provider_are_not_the_functions():
+    fn = lambda p, x: x @ p  # noqa: E731
+    args = jnp.ones((4, 4)), jnp.ones((2, 4))
+    with pytest.raises(TypeError, match=r"PtqProvider\(rules, strict=True\)"):
+        PtqProvider(W8).plan(fn, *args, strict=True)
+    plan = PtqProvider(W8).plan(lambda p, x, strict: x @ p, *args, strict=True)
+    assert plan.weights
+
+
+def test_equal_parameters_have_one_form():
+    """The bytes of thousands of parameters are found once for each form."""
+    from provider_xla.plan import weight
+
+    def fn(p, x):
+        for w in p:
+            x = x @ w
+        return x
+
+    params = draw(*[(8, 24), (24, 8)] * 20)
+    weight._form.cache_clear()
+    plan = PtqProvider(W8).plan(fn, params, jnp.ones((2, 8)))
+    assert "40 of 40 parameters quantized" in str(plan)
+    assert weight._form.cache_info().misses <= 4  # packed and not, for two shapes

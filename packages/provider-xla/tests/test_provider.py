@@ -344,6 +344,19 @@ def test_numpy_weights_and_numpy_padding():
     assert record.weight == "args[0]['k']"
 
 
+@pytest.mark.parametrize("act", [None, "int8"])
+def test_a_padding_that_can_be_read_once(act):
+    def model(k, x):
+        return lax.conv_general_dilated(x, k, (1, 1), zip((1, 1), (1, 1), strict=True))
+
+    x, k = draw((2, 3, 6, 6), (4, 3, 3, 3))
+    provider = PtqProvider(QuantizationRule(weight_qtype="int8", act_qtype=act))
+    found = jax.jit(provider.apply(model))(k, x)
+    np.testing.assert_allclose(found, model(k, x), atol=0.3)
+    (record,) = provider.report()
+    assert (record.weight, record.qtypes) == ("args[0]", (act, "int8"))
+
+
 def test_weights_on_the_left_and_as_another_argument():
     provider = PtqProvider([QuantizationRule(weight_qtype="int4")], params_argnum=1)
     x, w = draw((8, 4), (6, 8))

@@ -50,6 +50,15 @@ def test_values_are_those_of_inference(name, rule):
     )
 
 
+def test_a_padding_that_can_be_read_once():
+    def model(k, x):
+        return lax.conv_general_dilated(x, k, (1, 1), ((n, n) for n in (1, 1)))
+
+    x, k = draw((2, 3, 6, 6), (4, 3, 3, 3))
+    found = jax.jit(lambda k: gradients(QtProvider(QT).apply(model), k, x))(k)
+    assert distance(found, gradients(model, k, x)) < 0.1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("rule", "bound"), [(QAT, 0.15), (QT, 0.15), (FP8, 0.4)], ids=["qat", "qt", "fp8"]

@@ -1,7 +1,10 @@
 """Tiles of a contraction: flattened axes, shorter last tiles, scales in 16 bits."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -69,6 +72,61 @@ def test_a_shorter_last_tile(act, tmp_path):
     found = report.params["out"]
     assert found.scale.shape == (5, 3)
     assert np.abs(found.restore() - params["out"]).max() < 0.1
+
+
+def in_blocks(w, qtype):
+    """Round a matrix by a format's blocks along its first axis, in float64."""
+    w = np.asarray(w, np.float64)
+    element = ml_dtypes.float8_e4m3fn if qtype == "mxfp8" else ml_dtypes.float4_e2m1fn
+    qmax, block = float(ml_dtypes.finfo(element).max), 16 if qtype == "nvfp4" else 32
+    blocks = w.reshape(-1, block, w.shape[1])
+    most = np.abs(blocks).max(1, keepdims=True)
+    if qtype == "nvfp4":
+        outer = most.max() / (448 * qmax)
+        scale = (most / qmax / outer).astype(ml_dtypes.float8_e4m3fn).astype(float) * outer
+    else:
+        scale = 2.0 ** (np.floor(np.log2(most)) - np.floor(np.log2(qmax)))
+    values = np.clip(blocks / scale, -qmax, qmax).astype(np.float32).astype(element)
+    return (values.astype(np.float64) * scale).reshape(w.shape)
+
+
+@pytest.mark.parametrize(
+    ("qtype", "size"), [("mxfp8", 32), ("nvfp4", 8), ("mxfp4", 16), ("mxfp8", 8), ("nvfp4", 16)]
+)
+def test_heads_as_large_as_a_block_or_smaller(qtype, size, tmp_path):
+    """Attention's last projection, [heads, size, features], has blocks of whole heads."""
+
+    def model(p, x):
+        return jnp.einsum("bnh,nhd->bd", x, p["out"])
+
+    heads, features = 64 // size, 6
+    params, x = {"out": draw((heads, size, features))[0]}, draw((3, heads, size))[0]
+    plan = PtqProvider(QuantizationRule(weight_qtype=qtype), strict=True).plan(model, params, x)
+    assert plan.problems == ()
+    stored = plan.quantize(params)
+    expected = in_blocks(params["out"].reshape(64, features), qtype).reshape(heads, size, features)
+    close(qn.dequantize(stored["out"]), expected)
+    actual = jax.jit(plan.apply(model))(stored, x)
+    close(actual, model({"out": jnp.float32(expected)}, x))
+    xla.save(tmp_path / "file.safetensors", stored, plan)
+    loaded = xla.load(tmp_path / "file.safetensors", plan=plan)
+    np.testing.assert_array_equal(jax.jit(plan.apply(model))(loaded, x), actual)
+    trained = QtProvider(QtRule(weight_qtype=qtype, bwd_qtype="mxfp8"))
+
+    def loss(run, w, x):
+        return (run({"out": w}, x) ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, trained.apply(model)), (0, 1)))
+    value, grads = run(params["out"], x)
+    x, w = (
+        np.asarray(array, np.float64).reshape(-1, 64)
+        for array in (x, params["out"].reshape(64, -1).T)
+    )
+    y = x @ expected.reshape(64, features)
+    np.testing.assert_allclose(value, (y**2).sum(), rtol=1e-4)
+    for grad, wanted in zip(grads, (2 * x.T @ y, 2 * y @ w), strict=True):
+        difference = np.asarray(grad).reshape(wanted.shape) - wanted
+        assert np.linalg.norm(difference) < 0.06 * np.linalg.norm(wanted)
 
 
 # What a program makes of a matrix [150, 12], the rows of the activation, and the rows of the tiles

@@ -9,10 +9,12 @@ from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
 from .dataflow.nodes import is_cut as is_cut
 from .dataflow.replay import carriers_of as carriers_of
+from .dataflow.replay import is_chosen as is_chosen
 from .dataflow.replay import mapped_axes as mapped_axes
 from .dataflow.replay import mapped_rows as mapped_rows
 from .dataflow.replay import replay as replay
 from .dataflow.replay import root_of as root_of
+from .dataflow.scaled import scaled_inputs as scaled_inputs
 from .engine import TraceEngine as TraceEngine
 from .hi.hiprim import HiPrim as HiPrim
 from .hi.hiprim import Zero as Zero
@@ -41,7 +43,9 @@ from .interpreter.shared_views import shared_array as shared_array
 from .patterns.attention import Attention as Attention
 from .patterns.attention import attention as attention
 from .proxy.array_proxy import ArrayProxy as ArrayProxy
+from .proxy.array_proxy import OutsideError as OutsideError
 from .proxy.carrier import Carrier as Carrier
+from .proxy.carrier import NotStoredError as NotStoredError
 from .proxy.move import Move as Move
 from .proxy.move import MoveError as MoveError
 from .proxy.parts import Part as Part

@@ -6,11 +6,12 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from interception_core import Interceptor, TargetError
+from interception_core import Interceptor, TargetError, hide_frames, hides_frames
 from interception_core.engine_api import Taps
 from interception_core.log import logger
 
@@ -22,16 +23,18 @@ from .dataflow.nodes import Unknown
 from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
+from .interpreter.lacking import reinterpret_without
 from .interpreter.later import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.watcher import Watcher
-from .proxy.array_proxy import ArrayProxy
+from .proxy.array_proxy import ArrayProxy, is_proxy
 from .staging.packed import Packed
 from .state.carry import carry
 from .state.stacks import stacked
 
 _log = logger("trace")
+hide_frames(Path(__file__).parent)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -106,6 +109,7 @@ class TraceEngine:
         tapped = _Tapped(self, fn, interceptor)
 
         # A plain function, so that it becomes a method as an attribute of a class.
+        @hides_frames
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
             return tapped.call(args, kwargs)
 
@@ -119,6 +123,7 @@ class _Tapped:
         self._fn = fn
         self._interceptor = interceptor
         self._tapping: Tapping | None = None
+        self._paths: tuple[Any, list[str]] | None = None
         self._rewrap = functools.partial(engine.wrap, interceptor=interceptor)
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -128,9 +133,10 @@ class _Tapped:
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
-        packed, held = restored(args, kwargs)
-        origins, watcher = _Origins(packed), Watcher(Session(self._current()))
-        while (staged := self._stage(watcher, packed, held, origins)) is None:
+        packed, held, lacking = restored(args, kwargs)
+        origins = _Origins(packed, self._paths_of(args, kwargs, packed.treedef))
+        watcher = Watcher(Session(self._current()))
+        while (staged := self._stage(watcher, (args, kwargs), packed, held, origins)) is None:
             _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
             widen_mode(self._interceptor, watcher.early.met_nested)
             watcher = Watcher(Session(self._current()))
@@ -153,7 +159,6 @@ class _Tapped:
         inputs: list[Any] = [None] * len(jaxpr.invars)
         inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
         proxies = {first + i: proxy for i, proxy in held.items()}
-        session.origin = origins
         expressions: list[Callable[[], Expression]] = [
             functools.partial(Unknown, var.aval, "a part of an array proxy", None)
             for var in jaxpr.invars
@@ -164,8 +169,12 @@ class _Tapped:
             )
         known = {"proxies": proxies, "expressions": expressions, "consts": consts}
         frame = Frame(jaxpr, inputs, {}, "", **known)
+        values = [*consts, *packed.arrays, *leaves]
         try:
-            return build(reinterpret(session, frame, jaxpr, [*consts, *packed.arrays, *leaves]))
+            if lacking:
+                places = [len(consts) + i for i in lacking]
+                return build(reinterpret_without(session, frame, jaxpr, values, places))
+            return build(reinterpret(session, frame, jaxpr, values))
         finally:
             session.finish()
 
@@ -176,6 +185,18 @@ class _Tapped:
                 self._interceptor, self._rewrap, mode, _observe, reinterpret
             )
         return tapping
+
+    def _paths_of(self, args: tuple, kwargs: dict[str, Any], treedef: Any) -> list[str]:
+        """Return the pytree paths of the arguments' leaves, which equal calls share."""
+        known = self._paths
+        if known is None or known[0] != treedef:
+            # From the arguments themselves: a user's class may take nothing but arrays.
+            found, _ = jax.tree_util.tree_flatten_with_path(
+                {"args": args, "kwargs": kwargs}, is_leaf=is_proxy
+            )
+            paths = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in found]
+            known = self._paths = treedef, paths
+        return known[1]
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function, all of which must run while it is staged."""
@@ -190,10 +211,16 @@ class _Tapped:
         return value
 
     def _stage(
-        self, watcher: Watcher, packed: Packed, held: dict[int, ArrayProxy], origins: _Origins
+        self,
+        watcher: Watcher,
+        given: tuple[tuple, dict[str, Any]],
+        packed: Packed,
+        held: dict[int, ArrayProxy],
+        origins: _Origins,
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stage the function. Return None if another mode is needed."""
         result: Packed | None = None
+        watcher.session.origin = origins
         taps = watcher.session.tapping.taps
         values = [*packed.arrays, *leaves_of(list(held.values()))]
 
@@ -208,7 +235,7 @@ class _Tapped:
             return result.forget()
 
         avals = [type_of(value) for value in values]
-        info = compat.debug_info("tap", self._fn, *packed.build(packed.arrays))
+        info = compat.debug_info("tap", self._fn, *given)
         try:
             staged = compat.stage(flat, avals, info)
         except Restage as end:
@@ -246,21 +273,19 @@ def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
 
 
 class _Origins:
-    """The origins of a function's arguments, made when one is asked for."""
+    """The origins of a function's arguments.
 
-    def __init__(self, packed: Packed):
+    Args:
+        packed: the arguments.
+        paths: the pytree path of each leaf.
+    """
+
+    def __init__(self, packed: Packed, paths: Sequence[str]):
         # Arrays are not kept: rules of the program may run long after its call.
-        self._treedef = packed.treedef
-        self._leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
+        self._paths = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
         self._shapes = [getattr(array, "shape", None) for array in packed.arrays]
-        self._paths: list[str] | None = None
 
     def __call__(self, index: int) -> Origin:
-        if self._paths is None:
-            args, kwargs = jax.tree.unflatten(self._treedef, range(self._treedef.num_leaves))
-            inputs = {"args": args, "kwargs": kwargs}
-            found, _ = jax.tree_util.tree_flatten_with_path(inputs)
-            self._paths = [path[0].key + jax.tree_util.keystr(path[1:]) for path, _ in found]
         shape = self._shapes[index]
         axes = None if shape is None else identity(len(shape))
-        return Origin(self._paths[self._leaves[index]], axes)
+        return Origin(self._paths[index], axes)

@@ -241,8 +241,6 @@ def proxies(fn, params, *args):
 
 
 def has_proxy(kind, name, found):
-    if name == "a result of cond":
-        return all("cond returns it" in why for why in found)
     if name == "pad with ones":
         return all("known to be zero" in why for why in found)
     return found == [True if kind == "view" else None] * len(found)
@@ -294,6 +292,64 @@ def test_dynamic_indices(name):
     np.testing.assert_allclose(base.evaluate({"args[0]": params}), wanted(params), rtol=1e-6)
     with pytest.raises(ValueError, match=r"must be known before|must have all leaves"):
         found.evaluate({"args[0]": params})
+
+
+# Values that the program chooses among several; the branches and masks of one are views alike.
+CHOSEN = {
+    "where": lambda p, x: x @ jnp.where(x[0, 0] > 0, p["a"], p["b"]),
+    "where of a stack": lambda p, x: x @ jnp.where(x[0, 0] > 0, p["s"][0], p["s"][2])[:, :6],
+    "by column": lambda p, x: x @ jnp.where(x[0, :6] > 0, p["a"], p["b"]),
+    "select_n": lambda p, x: x @ lax.select_n(jnp.argmax(x[0, :2]), p["a"], p["b"]),
+    "zeros": lambda p, x: x @ jnp.where(x[0, 0] < 9, p["a"], 0),
+    "cond": lambda p, x: x @ lax.cond(x[0, 0] > 0, lambda: p["a"], lambda: p["b"]),
+    "cond of views": lambda p, x: (
+        x @ lax.cond(x[0, 0] > 0, lambda s: s[1].T, lambda s: s[0], p["s"])[:, :6]
+    ),
+    "switch": lambda p, x: (
+        x @ lax.switch(jnp.argmax(x[0, :3]), [lambda: p["a"], lambda: p["b"], lambda: p["a"]])
+    ),
+    "switch with a product": lambda p, x: lax.switch(
+        jnp.argmax(x[0, :2]), [lambda v=v: x @ v for v in jnp.unstack(p["s"])]
+    ),
+}
+
+
+def test_values_that_a_program_chooses_are_views():
+    params = {"a": W, "b": -W, "s": STACK}
+    for name, fn in CHOSEN.items():
+        for one in expressions(fn, params, X):
+            kind = one.judged(is_parameter)
+            assert kind.kind == "view", name
+            assert kind.is_dynamic == ("product" not in name), name
+
+
+def test_proxies_follow_choices():
+    params = {"a": coded(8, 6, axes=(1,)), "b": coded(8, 6, axes=(1,), seed=1)}
+    params["s"] = coded(3, 8, 8, axes=(0,), seed=2)
+    for name, fn in CHOSEN.items():
+        assert set(proxies(fn, params, jnp.asarray(X))) == {True}, name
+
+
+# Values that a loop or a collective moves so that no proxy can follow.
+CARRIED = {
+    "swapped": lambda p, x: (
+        x @ lax.fori_loop(0, jnp.argmax(x[0]), lambda i, c: c[::-1], (p["a"], p["b"]))[0]
+    ),
+    "in the loop": lambda p, x: lax.scan(
+        lambda c, _: (c[::-1], x @ c[0]), (p["a"], p["b"]), length=2
+    )[1],
+    "written": lambda p, x: x @ lax.dynamic_update_slice(p["a"], p["b"][:2], (jnp.argmax(x[0]), 0)),
+    "by element": lambda p, x: x @ jnp.where(x.T @ x[:, :6] > 0, p["a"], p["b"]),
+}
+
+
+def test_proxies_that_cannot_follow_a_choice():
+    params = {"a": coded(8, 6, axes=(1,)), "b": coded(8, 6, axes=(1,), seed=1)}
+    for name, fn in CARRIED.items():
+        found = expressions(fn, restored(params), X)
+        assert found[-1].is_dynamic(is_parameter), name
+        assert found[-1].kind(is_parameter) in ("view", "derived"), name
+        assert all(one is not True for one in proxies(fn, params, jnp.asarray(X))), name
 
 
 @pytest.mark.parametrize("name", DYNAMIC)

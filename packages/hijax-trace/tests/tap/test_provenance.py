@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from hijax_trace.dataflow import axes
-from interception_core import Interceptor
+from interception_core import Interceptor, PatchEngine
 from jaxtap_testkit import examples
 from jaxtap_testkit.tap_helpers import ENGINE, Log, tap
 
@@ -561,3 +561,45 @@ def test_reshape_of(before, after, expected):
         assert found is None or len(found) == len(before)
     else:
         assert found == expected
+
+
+@jax.tree_util.register_pytree_node_class
+class Variable:
+    """An object that JAX's functions take for an array, as those of Flax NNX."""
+
+    def __init__(self, value):
+        self._value = value
+
+    def __jax_array__(self):
+        return self._value
+
+    def tree_flatten(self):
+        return (self._value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+
+@pytest.mark.parametrize("engine", [ENGINE, PatchEngine()], ids=["trace", "patch"])
+def test_an_object_with_an_array_is_that_array_to_handlers(engine):
+    seen = []
+
+    def handler(call, *args, **kwargs):
+        seen.append((call.op_name, [operand.provenance for operand in call.operands]))
+        return call.proceed(*args, **kwargs)
+
+    def program(w, x):
+        v = Variable(w)
+        y = jnp.einsum("bi,ij->bj", x, v) + jnp.matmul(a=x, b=v) + jnp.dot(x, v)
+        return y + jnp.concatenate([v, v])[:2, :4] + jnp.inner(x, Variable(w.T))
+
+    targets = ["einsum", "matmul", "dot", "concatenate", "inner"]
+    handlers = {f"jax.numpy.{name}": handler for name in targets}
+    tapped = engine.wrap(program, Interceptor(handlers))
+    w, x = jnp.arange(12.0).reshape(3, 4), jnp.ones((2, 3))
+    assert (tapped(w, x) == program(w, x)).all()
+    assert [name for name, _ in seen] == targets
+    for name, paths in seen:
+        if name in ("einsum", "dot"):
+            assert paths[-2:] == ["args[1]", "args[0]"]

@@ -17,6 +17,8 @@ from .explicit import explicit_spec as explicit_spec
 from .explicit import followed_spec as followed_spec
 from .explicit import parts_of as parts_of
 from .explicit import with_auto_axes as with_auto_axes
+from .frames import hide_frames as hide_frames
+from .frames import hides_frames as hides_frames
 from .imports import when_imported as when_imported
 from .interceptor import Interceptor as Interceptor
 from .kernels.bench import Bench as Bench

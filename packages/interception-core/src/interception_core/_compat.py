@@ -21,6 +21,7 @@ from jax._src import hijax as _hijax  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
+from jax._src import traceback_util as _traceback  # 0.10.2 - 0.12
 from jax._src.interpreters import ad as _ad  # 0.10.2 - 0.12
 from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
@@ -31,8 +32,21 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
 from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
 
-# So that operations have the source line of the program, not of the tap.
-source_info_util.register_exclusion(str(Path(__file__).parent))
+
+def hide_frames(folder: str) -> None:
+    """Hide a folder's frames from the source lines of operations, and from tracebacks."""
+    source_info_util.register_exclusion(folder)
+    _traceback.register_exclusion(folder)
+
+
+hides_frames: FunctionType = _traceback.api_boundary
+"""Decorates a function, such that tracebacks of errors leave hidden frames out.
+
+The traceback starts again at the outermost of such functions. JAX's setting
+``jax_traceback_filtering`` decides how.
+"""
+
+hide_frames(str(Path(__file__).parent))
 
 PjitFunction: type = type(jax.jit(lambda: None))
 """The C++ type of every jitted function."""
@@ -125,6 +139,13 @@ AHEAD = "jaxtap.ahead"
 
 TRANSPOSED = "jaxtap.transposed"
 """The name scope in which ``jax.linear_transpose`` traces a function."""
+
+
+def is_transposing(trace: Any) -> bool:
+    """Return whether a trace is that of a function that ``jax.linear_transpose`` transposes."""
+    if not isinstance(trace, _pe.JaxprTrace):
+        return False
+    return any(entry.name.startswith(TRANSPOSED) for entry in trace.name_stack.stack)
 
 
 def _is_ahead(trace: Any) -> bool:

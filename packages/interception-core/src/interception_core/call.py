@@ -73,7 +73,7 @@ class OpCall(abc.ABC):
 
     Engines subclass it. They set the attributes and ``_args``, the positional arguments, and
     define the abstract members. Engines that follow values through a program also define
-    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``roots`` and ``steps``.
+    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``is_linear``, ``roots`` and ``steps``.
 
     Attributes:
         op_name: the last part of the target's name: ``dot``, ``Dense.__call__``, ``dot_general``.
@@ -216,6 +216,19 @@ class OpCall(abc.ABC):
         Args:
             value: an argument of this call.
             is_parameter: as for ``kind``.
+        """
+        return False
+
+    def is_linear(self, value: Any) -> bool:
+        """Return whether this call must be linear in a value.
+
+        The value is an argument of a function that JAX transposes, such as the ``matvec`` of
+        ``jax.lax.custom_linear_solve``, or the tangent in a ``custom_jvp`` rule, or is computed
+        from one. A handler's result may round other operands. What it makes of this one must be
+        linear, or the transpose is not that of the function.
+
+        Args:
+            value: an argument of this call.
         """
         return False
 

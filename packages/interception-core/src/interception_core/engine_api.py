@@ -8,7 +8,15 @@ a subclass of `interception_core.OpCall`.
 Importing this module imports JAX.
 """
 
-from ._compat import AHEAD, SETTLED, is_settled, known_ahead, settled, unknown_ahead
+from ._compat import (
+    AHEAD,
+    SETTLED,
+    is_settled,
+    is_transposing,
+    known_ahead,
+    settled,
+    unknown_ahead,
+)
 from .patch.dispatch import TappedCall
 from .patch.scope import Observer
 from .patch.taps import OnCall, Taps
@@ -21,6 +29,7 @@ __all__ = [
     "TappedCall",
     "Taps",
     "is_settled",
+    "is_transposing",
     "known_ahead",
     "settled",
     "unknown_ahead",

@@ -23,6 +23,17 @@ def equations_in(*values: Any) -> Iterator[Any]:
             yield from equations_in(*eqn.params.values())
 
 
+def program_of(eqn: Any) -> Any:
+    """Return the jaxpr of an equation that is a call of one; None for other equations."""
+    key = _CALLS.get(eqn.primitive.name)
+    return None if key is None else eqn.params.get(key)
+
+
+_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
+          "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2":
+          "jaxpr", "core_call": "call_jaxpr"}  # fmt: skip
+
+
 def evaluated(
     jaxpr: Any,
     arrays: Sequence[Any],

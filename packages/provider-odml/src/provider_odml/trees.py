@@ -6,11 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array, concrete or abstract."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def is_key(leaf: Any) -> bool:
+    """Return whether a leaf is an array of typed keys of random numbers."""
+    return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def split(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:

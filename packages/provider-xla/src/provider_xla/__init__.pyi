@@ -4,6 +4,8 @@ from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
 from .bridges.export import export_model as export_model
 from .bridges.export import model_parameters as model_parameters
+from .bridges.files import load_model as load_model
+from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
 from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan

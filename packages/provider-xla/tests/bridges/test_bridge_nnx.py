@@ -439,3 +439,44 @@ def test_threads_don_t_see_each_other():
     for thread in threads:
         thread.join()
     assert not wrong
+
+
+class Direct(nnx.Module):
+    """Gives its Params themselves to functions of JAX."""
+
+    def __init__(self):
+        key = jax.random.key(0)
+        self.table = nnx.Param(jax.random.normal(key, (8, 16)))
+        self.w = nnx.Param(jax.random.normal(key, (16, 16)))
+        self.kernel = nnx.Param(jax.random.normal(key, (3, 16, 4)))
+
+    def __call__(self, ids):
+        x = jnp.take(self.table, ids, axis=0)
+        x = jnp.einsum("bti,ij->btj", x, self.w) + jnp.dot(x, self.w) + jnp.matmul(a=x, b=self.w)
+        x = jax.vmap(lambda row: jnp.tensordot(row, self.w, 1))(x)
+        return (
+            jax.lax.conv_general_dilated(
+                x, self.kernel[...], (1,), "SAME", dimension_numbers=("NHC", "HIO", "NHC")
+            )
+            + jnp.concatenate([self.w, self.w])[:1, :4]
+        )
+
+
+def test_params_are_operands_of_jaxs_functions():
+    model, ids = Direct(), jnp.array([[0, 3, 5], [1, 1, 7]])
+    rules = [
+        QuantizationRule(op_names=("take",), weight_qtype="int8"),
+        QuantizationRule(weight_qtype="int8"),
+    ]
+    for engine in ("trace", "patch"):
+        providers = [qat(*rules[1:], engine=engine)]
+        providers += [ptq(*rules)] if engine == "trace" else []
+        for provider in providers:
+            quantized = quantize_model(model, provider, ids)
+            close(quantized(ids), model(ids), 0.03)
+            if provider is providers[-1] and engine == "trace":
+                assert {*model_plan(quantized).weights} == {
+                    "args[0]['table']",
+                    "args[0]['w']",
+                    "args[0]['kernel']",
+                }

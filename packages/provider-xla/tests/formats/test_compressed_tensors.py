@@ -385,3 +385,43 @@ def test_a_folder_that_is_there(tmp_path):
     with pytest.raises(xla.StoreError, match="act_qtype must be"):
         xla.save_compressed_tensors(tmp_path / "again", tree, act_qtype="int4")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("case", ["int8 with zero points", "int4 groups with zero points"])
+@pytest.mark.parametrize("act", [None, "int8"])
+def test_zero_points_are_packed_for_kernels(tmp_path, case, act):
+    tensors, (args, form), wanted = CASES[case]()
+    checkpoint(tmp_path / "in", {f"{NAME}.{part}": x for part, x in tensors.items()}, {"g": args},
+               form)  # fmt: skip
+    q = xla.load_compressed_tensors(tmp_path / "in", dtype="float32")[f"{NAME}.weight"]
+    x = jnp.asarray(np.random.default_rng(4).normal(size=(5, K)), jnp.float32)
+    like = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    plan = xla.PtqProvider(xla.rules_of(q, act_qtype=act)).plan(lambda w, x: x @ w.T, like, x)
+    packed = plan.prepack(q)
+    (choice,) = (one for record in plan.ops for one in record.kernels.values())
+    assert isinstance(packed, xla.AffineWeight) == (choice.kernel is not None)
+    exact = np.asarray(x, np.float64) @ wanted.T
+    bound = 1e-5 if act is None else 0.02
+    for held in (q, packed, plan.convert(packed)):
+        found = jax.jit(plan.apply(lambda w, x: x @ w.T))(held, x)
+        assert np.linalg.norm(found - exact) < bound * np.linalg.norm(exact)
+    xla.save(tmp_path / "file.safetensors", packed)
+    again = xla.load(tmp_path / "file.safetensors")
+    np.testing.assert_allclose(again.restore(), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_zero_points_of_experts():
+    w, x = (np.random.default_rng(i).normal(size=s) for i, s in enumerate([(3, 32, 8), (6, 32)]))
+    q = qn.quantize(jnp.asarray(w + 1, jnp.float32), "int8", channel_axes=(0, 2), method="minmax")
+    sizes = jnp.asarray([2, 0, 4])
+
+    def model(w, x):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    x = jnp.asarray(x, jnp.float32)
+    like = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    plan = xla.PtqProvider(xla.rules_of(q)).plan(model, like, x)
+    exact = np.asarray(q.restore(), np.float64)[[0, 0, 2, 2, 2, 2]]
+    exact = np.einsum("mk,mkn->mn", np.asarray(x, np.float64), exact)
+    for held in (q, plan.prepack(q)):
+        np.testing.assert_allclose(jax.jit(plan.apply(model))(held, x), exact, rtol=1e-4, atol=1e-4)

@@ -28,9 +28,9 @@ def blocks(kind, rows=6, seed=0):
     return found.reshape(rows, 2 * size)
 
 
-def write(path, tensors, **keys):
+def write(path, tensors, options=None, **keys):
     """Write a file with the gguf package: tensors by name, as (data, type or None)."""
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, "llama", **(options or {}))
     for add, (key, value) in keys.items():
         getattr(writer, f"add_{add}")(key, value)
     for name, (data, kind) in tensors.items():
@@ -322,3 +322,90 @@ def test_files_that_were_cut(tmp_path, model_file):
         (tmp_path / "cut.gguf").write_bytes(data[:size])
         with pytest.raises(xla.StoreError, match="must be a whole GGUF file"):
             xla.load_gguf(tmp_path / "cut.gguf")
+
+
+PLAIN = {"a": "float32", "b": "float16", "c": "int16", "d": "float64", "e": "int8"}
+
+
+def plain_tensors():
+    shapes = {"a": (3, 4), "b": (2,), "c": (5, 1), "d": (4,), "e": (2, 2, 2)}
+    return {
+        name: np.arange(np.prod(shapes[name]), dtype=dtype).reshape(shapes[name]) * 3
+        for name, dtype in PLAIN.items()
+    }
+
+
+@pytest.fixture
+def parts(tmp_path):
+    """Return the three files of a split one, of two tensors each but the last."""
+    tensors = {name: (array, None) for name, array in plain_tensors().items()}
+    options = {"split_max_tensors": 2}
+    write(tmp_path / "m.gguf", tensors, options, uint32=("llama.block_count", 2))
+    return sorted(tmp_path.glob("*.gguf"))
+
+
+@pytest.mark.parametrize("order", ["LITTLE", "BIG"])
+def test_every_part_of_a_split_file_and_every_byte_order(tmp_path, order):
+    tensors = {name: (array, None) for name, array in plain_tensors().items()}
+    options = {"split_max_tensors": 2, "endianess": gguf.GGUFEndian[order]}
+    write(tmp_path / "m.gguf", tensors, options, uint32=("llama.block_count", 2))
+    files = sorted(tmp_path.glob("*.gguf"))
+    assert [file.name[:7] for file in files] == ["m-00001", "m-00002", "m-00003"]
+    for file in files:
+        tree = xla.load_gguf(file)
+        assert tree.keys() == PLAIN.keys()
+        for name, array in plain_tensors().items():
+            np.testing.assert_array_equal(tree[name], array, strict=True)
+        metadata = xla.read_gguf_metadata(file)
+        assert metadata == {"general.architecture": "llama", "llama.block_count": np.uint32(2)}
+    # What was read from parts is written whole.
+    xla.save_gguf(tmp_path / "whole.gguf", tree, metadata=metadata)
+    same(xla.load_gguf(tmp_path / "whole.gguf"), tree)
+
+
+def test_parts_that_are_missing_or_not_those_of_their_names(parts):
+    first, second, third = parts
+    whole, cut = second.read_bytes(), second.read_bytes()[:200]
+    cases = [
+        (None, r"is one of 3 parts, .* got no m-00002-of-00003.gguf. Fetch it"),
+        (third.read_bytes(), r"m-00002.* must say that it is part 2 of 3, got split.no=2"),
+        (cut, r"m-00002-of-00003.gguf must be a whole GGUF file"),
+    ]
+    for data, message in cases:
+        second.unlink() if data is None else second.write_bytes(data)
+        for given in {first, second, third} if data else {first, third}:
+            with pytest.raises(xla.StoreError, match=message):
+                xla.load_gguf(given)
+    second.write_bytes(whole)
+    alone = first.with_name("alone.gguf")
+    alone.write_bytes(whole)
+    with pytest.raises(xla.StoreError, match=r"must be named as the part .* split.count=3"):
+        xla.load_gguf(alone)
+    with pytest.raises(xla.StoreError, match=r"got none there. Give m-00001"):
+        xla.load_gguf(first.with_name("m.gguf"))
+    unsaid = first.with_name("n-00001-of-00002.gguf")
+    write(unsaid, {"a": (np.ones(3, "f"), None)})
+    with pytest.raises(xla.StoreError, match=r"split.count=None. Give the parts their names back"):
+        xla.load_gguf(unsaid)
+    # A part of another split file, of the same number.
+    names = {name: (np.ones(3, "f"), None) for name in "acxyz"}
+    write(first.with_name("o.gguf"), names, {"split_max_tensors": 2})
+    first.with_name("o-00001-of-00003.gguf").replace(first)
+    with pytest.raises(xla.StoreError, match=r"5 tensors of different names, got 5 .4 names"):
+        xla.load_gguf(first)
+
+
+def test_big_endian_blocks_are_refused(tmp_path):
+    tensors = {"norm": (np.ones(4, "f"), None), "w": (blocks("Q8_0"), "Q8_0")}
+    write(tmp_path / "big.gguf", tensors, {"endianess": gguf.GGUFEndian.BIG})
+    with pytest.raises(xla.StoreError, match=r"w of .*float32.* from a big-endian file, got Q8_0"):
+        xla.load_gguf(tmp_path / "big.gguf")
+    like = {"norm": jax.ShapeDtypeStruct((4,), jnp.float32)}
+    np.testing.assert_array_equal(xla.load_gguf(tmp_path / "big.gguf", like=like)["norm"], 1)
+
+
+def test_keys_of_a_part_are_not_written(tmp_path):
+    for key in ("split.no", "split.count", "split.tensors.count"):
+        with pytest.raises(xla.StoreError, match=f"no keys of a part of a split file, got {key}"):
+            xla.save_gguf(tmp_path / "a.gguf", {"w": W}, metadata={key: 1})
+    assert list(tmp_path.iterdir()) == []

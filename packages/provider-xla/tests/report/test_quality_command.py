@@ -139,9 +139,11 @@ def test_wrong_options(file, capsys, option):
     assert option[0] in refused(capsys, "report", f"{file}:case", *option, status=2)
 
 
+@pytest.mark.filterwarnings("ignore:Static ranges cut off")
 def test_a_report_with_static_ranges(file, capsys):
     out = printed(capsys, "report", f"{file}:case", "--rules", "static", "--no-time")
     assert "int8 x int8" in out
+    assert "note: Static ranges cut off more than 10% of dense/matmul:0#lhs" in out
 
 
 @pytest.mark.slow
@@ -218,3 +220,58 @@ def test_the_report_of_another_provider(file, capsys, tmp_path):
     assert "--json needs as_json(), got a Another without" in refused(
         capsys, "plan", *given[1:], "--json", "-"
     )
+
+
+MODELS = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import equinox as eqx
+from flax import linen, nnx
+
+x = np.linspace(-2, 1, 64, dtype=np.float32).reshape(4, 16)
+
+class Net(nnx.Module):
+    def __init__(self):
+        self.dense = nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+
+    def __call__(self, x):
+        return self.encode(x) + 1
+
+    def encode(self, x):
+        return self.dense(x)
+
+net = Net()
+unbound = linen.Dense(8)
+bound = unbound.bind(linen.Dense(8).init(jax.random.key(0), x))
+tower = eqx.nn.MLP(16, 8, 4, 1, key=jax.random.key(0))
+row = x[0]
+
+def case():
+    return net, x
+
+def method():
+    return net.encode, x
+
+@eqx.filter_jit
+def jitted(params, x):
+    return x @ params
+"""
+
+
+def test_model_objects(tmp_path, capsys):
+    """A model holds its parameters; what follows are its inputs."""
+    for library in ("equinox", "flax"):
+        pytest.importorskip(library)
+    file = tmp_path / "reported_models.py"
+    file.write_text(MODELS)
+    op = "dense/dot_general:0", "int8", "int8"
+    for name, *inputs in (("net", "x"), ("case",), ("method",), ("net", "f32[4,16]")):
+        assert ops(capsys, f"{file}:{name}", *inputs) == [op]
+    assert len(ops(capsys, f"{file}:bound", "x")) == 1
+    assert len(ops(capsys, f"{file}:tower", "row")) == 2
+    assert len(ops(capsys, f"{file}:jitted", "f32[16,8]", "x")) == 1
+    for name, given in (("net", "x"), ("tower", "row")):
+        out = printed(capsys, "report", f"{file}:{name}", given, "--no-time")
+        assert "int8 x int8" in out
+    assert "Bind a Linen module first" in refused(capsys, "plan", f"{file}:unbound", "x")

@@ -297,6 +297,7 @@ def test_what_stays_float_and_why():
     assert report.bytes_after == report.bytes_float + 64 + 8 * 4
 
 
+@pytest.mark.filterwarnings("ignore:Static ranges cut off")
 def test_static_ranges():
     w, x = rows(0, 8, 6), rows(1, 4, 8)
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)

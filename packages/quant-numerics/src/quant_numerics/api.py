@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from jax.extend import source_info_util
-
+from interception_core import hide_frames
 from quant_numerics.array.hi import HiQArray, LeadingAxis, QArrayTy, as_hi, as_lo, from_hi
 from quant_numerics.array.moves import concatenate
 from quant_numerics.array.operand import dequantize
@@ -39,8 +38,7 @@ from quant_numerics.train.einsum import train_einsum
 from quant_numerics.train.options import Backward, HowToQuantize
 from quant_numerics.train.ragged_dot import train_ragged_dot
 
-# JAX then shows the source line of the caller's program for an operation, not a line in here.
-source_info_util.register_exclusion(str(Path(__file__).parent))
+hide_frames(Path(__file__).parent)
 
 __all__ = [
     "FLOAT_DTYPES",

@@ -298,10 +298,13 @@ def test_float64(qtype):
 
 def test_block_formats_need_their_tiles():
     x = jnp.ones((4, 64))
-    for options in ({}, {"tile_axes": {1: 16}}, {"tile_axes": {0: 4, 1: 32}}):
-        with pytest.raises(ValueError, match=r"'mxfp8' must be one tiled axis, of tile size 32"):
-            quantize(x, "mxfp8", **options)
+    for options in ({}, {1: 16}, {0: 4, 1: 32}, {0: 2, 1: 16}):
+        with pytest.raises(ValueError, match="'mxfp8' must be of 32 elements"):
+            quantize(x, "mxfp8", tile_axes=options)
     assert quantize(x, "nvfp4", tile_axes={1: 16}).scale.shape == (1, 4)
+    # Whole axes, and a part of one more.
+    assert quantize(x.reshape(8, 2, 16), "mxfp8", tile_axes={1: 2, 2: 16}).scale.shape == (1, 1, 1)
+    assert quantize(x.T, "nvfp4", tile_axes={0: 4, 1: 4}).scale.shape == (16, 1)
 
 
 @pytest.mark.slow

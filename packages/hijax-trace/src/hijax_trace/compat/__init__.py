@@ -64,6 +64,7 @@ from .jaxpr import (
     is_as_traced,
     is_high_type,
     is_open,
+    is_symbolic,
     label,
     labelled,
     like_closed,
@@ -78,8 +79,10 @@ from .jaxpr import (
     used_equations,
     used_inputs,
     with_consts,
+    with_results,
     with_shared,
     without_last_input,
+    without_unused,
 )
 from .kept import (
     batch_type,
@@ -99,6 +102,7 @@ from .pjit import (
     in_shard_map,
     is_inlined,
     jit_p,
+    linear_solve_p,
     more_scan_consts,
     more_scan_steps,
     named_call,
@@ -147,3 +151,4 @@ from .trace import (
     traces_around,
     unmapped,
 )
+from .transposable import transposable_p

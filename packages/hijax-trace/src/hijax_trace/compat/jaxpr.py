@@ -69,6 +69,12 @@ def used_inputs(jaxpr: Any) -> list[bool]:
     return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
 
 
+def without_unused(jaxpr: Any) -> tuple[Any, list[bool]]:
+    """Return an open jaxpr without unused arguments and equations, and which arguments are used."""
+    left, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[:2]
+    return left, list(used)
+
+
 def used_equations(jaxpr: Any) -> list[bool]:
     """Return which equations of an open jaxpr are used."""
     used = {var for var in jaxpr.outvars if type(var) is not Literal}
@@ -95,6 +101,11 @@ def same_type(given: Any, expected: Any) -> bool:
     Weak types may differ.
     """
     return core.typematch(given, expected)
+
+
+def is_symbolic(aval: Any) -> bool:
+    """Return whether a type has a size that is not a number, as in ``jax.export``."""
+    return not all(isinstance(size, int) for size in getattr(aval, "shape", ()))
 
 
 def primitive_names() -> list[str]:
@@ -159,21 +170,44 @@ def has_effects(params: dict[str, Any]) -> bool:
 def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
     """Return a jaxpr with the first inputs of several jaxprs.
 
-
-
     Args:
         jaxpr: the jaxpr.
         avals: the types of all first inputs.
-        places: which of them its own first inputs are.
+        places: which of them its own first inputs are; several may be the same.
     """
     opened = open_of(jaxpr)
-    first = list(map(core.gensym(), avals))
+    first: list[Any] = [None] * len(avals)
+    again: dict[Any, Any] = {}
     for place, var in zip(places, opened.invars, strict=False):
-        first[place] = var
+        if first[place] is None:
+            first[place] = var
+        else:
+            again[var] = first[place]
+    new = core.gensym()
+    first = [new(aval) if var is None else var for var, aval in zip(first, avals, strict=True)]
     invars = [*first, *opened.invars[len(places) :]]
     info = opened.debug_info._replace(arg_names=None)
     wide = opened.replace(invars=invars, debug_info=info)
-    return wide if is_open(jaxpr) else with_consts(wide, consts_of(jaxpr))
+    if again:
+
+        def renamed(atoms: Sequence[Any]) -> list[Any]:
+            return [x if type(x) is Literal else again.get(x, x) for x in atoms]
+
+        eqns = [eqn.replace(invars=renamed(eqn.invars)) for eqn in wide.eqns]
+        wide = wide.replace(eqns=eqns, outvars=renamed(wide.outvars))
+    return _closed_like(jaxpr, wide)
+
+
+def with_results(jaxpr: Any, places: Sequence[int]) -> Any:
+    """Return a jaxpr with some of its results, by number."""
+    opened = open_of(jaxpr)
+    info = opened.debug_info._replace(result_paths=None)
+    outvars = [opened.outvars[place] for place in places]
+    return _closed_like(jaxpr, opened.replace(outvars=outvars, debug_info=info))
+
+
+def _closed_like(jaxpr: Any, opened: Any) -> Any:
+    return opened if is_open(jaxpr) else with_consts(opened, consts_of(jaxpr))
 
 
 def without_last_input(jaxpr: Any, names: Any) -> Any:

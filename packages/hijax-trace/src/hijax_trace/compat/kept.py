@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
@@ -12,6 +13,8 @@ from jax._src.interpreters import (
 )
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+
+from interception_core.engine_api import is_transposing
 
 kept_p = core.Primitive("kept")
 """Calls its parameter ``function``, a ``staging.functions.Function``."""
@@ -37,17 +40,21 @@ _DERIVATIVES = (ad.JVPTrace, ad.LinearizeTrace)
 _OTHERS = (batching.BatchTrace, pe.JaxprTrace)
 
 
-def derivative_above_staging(trace: Any) -> Any:
-    """Return the trace that builds a jaxpr below a derivative.
+def derivative_above_staging(trace: Any) -> tuple[Any, bool]:
+    """Return the trace that builds a jaxpr below a derivative or transpose.
 
-    None where there is none, or something else lies between than derivatives, maps and partial
-    evaluation.
+    Returns:
+        The trace, and whether JAX transposes what is between. The trace is None where there is
+        none, or something else lies between than derivatives, transposes, maps and partial
+        evaluation.
     """
-    is_derived = False
+    is_derived = transposes = False
     while isinstance(trace, _DERIVATIVES + _OTHERS):
         is_derived |= isinstance(trace, _DERIVATIVES)
+        transposes |= is_transposing(trace)
         trace = trace.parent_trace
-    return trace if is_derived and isinstance(trace, pe.DynamicJaxprTrace) else None
+    is_found = (is_derived or transposes) and isinstance(trace, pe.DynamicJaxprTrace)
+    return (trace, transposes) if is_found else (None, False)
 
 
 @kept_p.def_impl
@@ -64,6 +71,12 @@ def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list
     results = kept_p.bind(*primals, function=function)
     zeros = [ad.Zero(tangent_type(aval)) for aval in function.out_avals]
     nonzero = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+    first = function.first_linear
+    if nonzero and first is not None and nonzero[0] >= first:
+        # The derivative of a linear function is the same everywhere. Who transposes it next, as
+        # ``tangent_solve`` of a root does, needs one that does not depend on where.
+        along = map(_ad_util.instantiate, tangents[first:])
+        return results, kept_p.bind(*primals[:first], *along, function=function)
     derived = function.tangent(nonzero)
     if not nonzero or not derived.results:
         return results, zeros

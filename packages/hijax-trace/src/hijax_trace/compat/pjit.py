@@ -23,6 +23,7 @@ from jax._src.interpreters import ad  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
+from jax._src.lax.control_flow import solves as _solves  # 0.10.2 - 0.12
 
 from .jaxpr import open_of
 
@@ -42,6 +43,7 @@ custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
 custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
 CustomVJPException = ad.CustomVJPException
 custom_vmap_p = _custom_batching.custom_vmap_p
+linear_solve_p = _solves.linear_solve_p
 shard_map_p = _shard_map.shard_map_p
 """The primitives whose programs can't be replaced by changing one parameter alone."""
 

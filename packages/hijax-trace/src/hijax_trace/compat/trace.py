@@ -80,7 +80,8 @@ def is_jax_type(value: Any) -> bool:
     """Return whether a value can be an argument of traced functions."""
     try:
         core.typeof(value)
-    except TypeError:
+    except (TypeError, ValueError):
+        # ValueError: an object with `__jax_array__`, which functions of JAX take and traces do not.
         return False
     return True
 

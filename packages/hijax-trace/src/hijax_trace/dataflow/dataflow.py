@@ -11,7 +11,8 @@ from typing import Any
 from .. import compat
 from .expression import Expression, maps_of, united
 from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
-from .nodes import VIEWS, Constant, Operation, Part, Shard, Unknown
+from .nodes import Carried, Choice, Constant, Held, Operation, Part, Shard, Unknown
+from .sources import COLLECTIVES, CONSTANT, VIEWS, chosen_outside, sources_through
 
 Express = Callable[[], Expression]
 """Finds how an input of a jaxpr is computed."""
@@ -112,6 +113,11 @@ class Dataflow:
         if self._foreign and all(var in self._foreign for var in eqn.outvars):
             return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
         opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
+        if eqn.primitive.name == "axis_index":  # no constant: each device has another
+            opaque = "the index of a device"
+        if eqn.primitive.name in COLLECTIVES:
+            own = eqn.primitive.name, operands, united(operands)
+            return [Carried(var.aval, *own) for var in eqn.outvars]
         inside = _through(eqn, operands)
         return [
             unknown(var.aval, "a handler's result", operands)
@@ -149,7 +155,7 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     if eqn.primitive in CUSTOM_CALLS:
         return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None or eqn.primitive is compat.shard_map_p:
+    if holder is None:
         return {}
     bodies = holder.bodies(eqn.params, len(operands))
     if any(None in body.inputs for body in bodies):
@@ -158,12 +164,31 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
         # The last body makes the step. The condition of a while loop comes before it.
         body = bodies[-1]
         carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
-        return {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
+        same = {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
+        return {**_moved_through(eqn, operands), **same}
+    if eqn.primitive is compat.shard_map_p:
+        return _moved_through(eqn, operands)
     first, *rest = [
         _inside(body.jaxpr, [operands[i] for i in body.inputs])  # type: ignore[index]
         for body in bodies
     ]
-    return {i: one for i, one in enumerate(first) if all(one.key == other[i].key for other in rest)}
+    return {
+        i: one
+        if all(one.key == other[i].key for other in rest)
+        else Choice(var.aval, [operands[0], one, *(other[i] for other in rest)])
+        for i, (one, var) in enumerate(zip(first, eqn.outvars, strict=True))
+    }
+
+
+def _moved_through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
+    """Return the expressions of results that a loop or ``shard_map`` only moves."""
+    found: dict[int, Expression] = {}
+    for i, one in enumerate(sources_through(eqn) or ()):
+        if one:
+            where = eqn.outvars[i].aval, eqn.primitive, eqn.params, operands, i
+            sources = [operands[k] for k in sorted(one - {CONSTANT})]
+            found[i] = Held(*where, sources, CONSTANT in one)
+    return found
 
 
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
@@ -188,8 +213,14 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
 
         def find() -> Expression:
             if kind == CHANGES or operand is None:
+                chosen = chosen_outside(body, i) if kind == CHANGES else None
+                everything = [find() for find in operands]
+                if chosen is not None:
+                    sources = [everything[k] for k in chosen[0]]
+                    how = "what a loop carries"
+                    return Carried(aval, how, sources, united(everything), chosen[1])
                 # A changing carry may come from any of the loop's operands.
-                return unknown(aval, "a loop's carry", [find() for find in operands])
+                return unknown(aval, "a loop's carry", everything)
             whole = operands[operand]()
             if kind == SLICE:
                 return Part(aval, whole, 0, depth)
@@ -200,49 +231,6 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
         return find
 
     return [resolve(i) for i in range(len(body.inputs))]
-
-
-_MOVED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
-
-
-def moved_inputs(jaxpr: Any) -> tuple[int, ...]:
-    """Return which inputs each result of a jaxpr may view.
-
-    Each item is a set of inputs, as the bits of an integer.
-    """
-    jaxpr = compat.open_of(jaxpr)
-    found = _MOVED.get(jaxpr)
-    if found is None:
-        behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
-
-        def bits(atoms: Sequence[Any]) -> list[int]:
-            return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
-
-        for eqn in jaxpr.eqns:
-            own = bits(eqn.invars)
-            if not any(own):
-                continue
-            if eqn.primitive.name in VIEWS:
-                behind.update(dict.fromkeys(eqn.outvars, functools.reduce(operator.or_, own)))
-            elif (body := _last_body(eqn)) is not None:
-                behind.update(zip(eqn.outvars, _outside(body, own), strict=False))
-        found = _MOVED[jaxpr] = tuple(bits(jaxpr.outvars))
-    return found
-
-
-def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
-    """Return which results of an equation may be views of operands.
-
-    Args:
-        eqn: the equation.
-        held: for each operand, whether views of it count.
-
-    Returns:
-        The numbers of the results.
-    """
-    body = _last_body(eqn)
-    found = [] if body is None else _outside(body, [int(mark) for mark in held])
-    return [i for i, mark in enumerate(found) if mark]
 
 
 _COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
@@ -279,26 +267,3 @@ def _computed(eqn: Any) -> Sequence[int]:
                 behind[var] = functools.reduce(operator.or_, picked, 0)
         found = _COMPUTED[called] = tuple(bits(jaxpr.outvars))
     return found
-
-
-def _last_body(eqn: Any) -> Body | None:
-    """Return the body whose results are the equation's."""
-    if eqn.primitive in CUSTOM_CALLS:
-        count = len(eqn.invars)
-        return Body(eqn.params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    holder = holder_of(eqn.primitive, eqn.params)
-    # The condition of a while loop, which comes first, returns only a boolean.
-    return None if holder is None else holder.bodies(eqn.params, len(eqn.invars))[-1]
-
-
-def _outside(body: Body, operands: Sequence[int]) -> list[int]:
-    """Return the marks of a body's results, from the operands' marks.
-
-    A mark is an integer of bits. A result has the marks of all inputs that it may be a view of.
-    """
-    inputs = [0 if i is None else operands[i] for i in body.inputs]
-    marked = [known for known in enumerate(inputs) if known[1]]
-    return [
-        functools.reduce(operator.or_, (known for i, known in marked if bits >> i & 1), 0)
-        for bits in moved_inputs(body.jaxpr)
-    ]

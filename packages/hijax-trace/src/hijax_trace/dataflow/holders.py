@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class Body:
         label: its name in op ids; "" if its operations count as the caller's.
         length: how many steps it is run for: 0 if it is not the body of a loop, None if only a run
             can tell.
+        linear: the inputs in which it must be linear whatever the operands are.
     """
 
     jaxpr: Any
@@ -36,6 +38,7 @@ class Body:
     carry: range = range(0)
     label: str = ""
     length: int | None = 0
+    linear: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class Holder:
         more_steps: ``more_steps(params, count)`` returns its parameters with ``count`` more
             trailing operands that a loop steps along.
         context: ``context(params)`` returns the context manager to trace its programs in.
+        constant: the bodies whose operands JAX never differentiates, by number.
     """
 
     bodies: Callable[[dict[str, Any], int], list[Body]]
@@ -65,6 +69,7 @@ class Holder:
     context: Callable[[dict[str, Any]], contextlib.AbstractContextManager] = lambda params: (
         contextlib.nullcontext()
     )
+    constant: frozenset[int] = frozenset()
 
 
 def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
@@ -143,6 +148,35 @@ def _shard_map_rebuild(
     return {**params, "jaxpr": jaxprs[0], "in_specs": specs}
 
 
+def _solve_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    """Return the programs of a linear solve: functions of their constants and a vector."""
+    found, first = [], 0
+    for consts, jaxpr in zip(params["const_lengths"], params["jaxprs"], strict=True):
+        if jaxpr is not None:
+            vector = range(consts, len(compat.open_of(jaxpr).invars))
+            # Each is called with vectors that no operand of the equation is.
+            inputs = (*range(first, first + consts), *[None] * len(vector))
+            kinds, label = (SAME,) * len(inputs), compat.label(jaxpr)
+            found.append(Body(jaxpr, inputs, kinds, label=label, linear=frozenset(vector)))
+        first += consts
+    return found
+
+
+def _solve_places(params: dict[str, Any]) -> list[int]:
+    lengths = params["const_lengths"]
+    starts = itertools.accumulate(lengths, initial=0)
+    return [start for start, jaxpr in zip(starts, params["jaxprs"], strict=False) if jaxpr]
+
+
+def _solve_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
+    lengths, old = params["const_lengths"], params["jaxprs"]
+    given = iter(zip(jaxprs, extra, strict=True))
+    made = [(None, 0) if jaxpr is None else next(given) for jaxpr in old]
+    counts = [count + more for count, (_, more) in zip(lengths, made, strict=True)]
+    new = type(old)(*(jaxpr for jaxpr, _ in made))
+    return {**params, "const_lengths": type(lengths)(*counts), "jaxprs": new}
+
+
 def _custom_vmap_rebuild(
     params: dict[str, Any], jaxprs: list[Any], extra: list[int]
 ) -> dict[str, Any]:
@@ -173,6 +207,10 @@ HOLDERS: dict[Any, Holder] = {
         lambda params: [0],
         hoists=True,
         context=compat.in_shard_map,
+    ),
+    # The derivative of a linear solve is made of that of ``matvec``, the first.
+    compat.linear_solve_p: Holder(
+        _solve_bodies, _solve_rebuild, _solve_places, "carry", constant=frozenset([1, 2, 3])
     ),
     compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]

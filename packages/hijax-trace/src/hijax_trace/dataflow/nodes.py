@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import MOVES, SAME
-from .expression import Expression
-
-VIEWS = SAME | MOVES
-"""Primitives that move elements and compute none, so that scales can be moved alike."""
+from ..proxy.moves import SAME
+from .expression import Expression, maps_of
+from .sources import VIEWS, data_in
 
 
 class Constant(Expression):
@@ -36,21 +35,22 @@ class Constant(Expression):
     @property
     def is_zero(self) -> bool:
         """Whether all of it is zero."""
-        return not np.any(np.asarray(self.value))
+        return not is_key(self.value) and not np.any(np.asarray(self.value))
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return ValueKind("constant", closes_over=np.size(self.value) > 1)
 
     def _described(self) -> tuple:
-        value = np.asarray(self.value)
-        return "constant", str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+        return "constant", *_contents(self.value)
 
     def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
         """Return the array."""
-        return jnp.asarray(self.value)
+        return self.value if is_key(self.value) else jnp.asarray(self.value)
 
     def text(self, operands: Sequence[str]) -> str:
         """Return the number, if it is one."""
+        if is_key(self.value):
+            return "random key"
         is_number = getattr(self.aval, "shape", ()) == ()
         return str(np.asarray(self.value)) if is_number else "constant"
 
@@ -173,44 +173,30 @@ class Operation(Expression):
         name = self.primitive.name
         if name not in VIEWS:
             return None
-        if name in ("concatenate", "stack"):
-            return list(range(len(self.operands)))
         if name == "select_n":
-            # A constant mask that keeps some elements of one value, and zeros the others.
-            which, *cases = self.operands
-            zeros = [i for i, case in enumerate(cases, 1) if is_zero(case)]
-            moved = [i for i in range(1, len(self.operands)) if i not in zeros]
-            return moved if which.is_constant and len(moved) == 1 else None
+            # Scales follow a mask that keeps elements or zeros them.
+            cases = enumerate(self.operands[1:], 1)
+            return [i for i, case in cases if not is_zero(case)] or None
         if name == "pad" and not is_zero(self.operands[1]):
             return None
-        if name == "optimization_barrier":
-            return [self.result]
-        return [0]
+        return list(data_in(name, len(self.operands), self.result))
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         moved, kinds = self.moved, {one.kind for one in found}
+        is_known = not any(one.is_dynamic or one.kind == "activation" for one in found)
+        if self.primitive.name == "select_n" and is_known and found[0].kind != "constant":
+            moved = None  # a mask of parameters makes another value, which is stored as it is
         closes_over = any(one.closes_over for one in found)
-        if moved is None:
-            if "activation" in kinds or any(one.is_dynamic for one in found):
-                return ValueKind("activation")
-            if kinds <= {"constant"}:
-                return ValueKind("constant", closes_over=closes_over)
-            paths = frozenset[str]().union(*(one.paths for one in found))
-            return ValueKind("derived", False, paths, closes_over)
-        data = [found[i] for i in moved]
-        # The other operands are indices, masks and padding.
-        indices = [one for i, one in enumerate(found) if i not in moved]
-        moved_kinds = {one.kind for one in data}
-        by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
-        if "activation" in moved_kinds or (by_program and moved_kinds == {"constant"}):
-            return ValueKind("activation")
+        if moved is not None:
+            return _judge_moved(found, moved)
+        paths = frozenset[str]().union(*(one.paths for one in found))
+        if "activation" in kinds or any(one.is_dynamic for one in found):
+            # The program may compute where it writes parts of parameters to others.
+            written = [found[i] for i in WRITTEN.get(self.primitive.name, ())]
+            return _judge_carried(written, is_mixed=True)
         if kinds <= {"constant"}:
             return ValueKind("constant", closes_over=closes_over)
-        is_dynamic = by_program or any(one.is_dynamic for one in data)
-        paths = frozenset[str]().union(*(one.paths for one in data))
-        closes_over = any(one.closes_over for one in data)
-        kind = "view" if moved_kinds == {"view"} else "derived"
-        return ValueKind(kind, is_dynamic, paths, closes_over)
+        return ValueKind("derived", False, paths, closes_over)
 
     def _described(self) -> tuple:
         params = sorted(self.params.items())
@@ -231,6 +217,144 @@ class Operation(Expression):
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
+def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
+    """Return the kind of a value that has elements of some of its operands."""
+    data = [found[i] for i in moved]
+    # The other operands are indices, masks and padding.
+    indices = [one for i, one in enumerate(found) if i not in moved]
+    kinds = {one.kind for one in data}
+    by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
+    if "activation" in kinds or (by_program and kinds == {"constant"}):
+        return ValueKind("activation")
+    if kinds == {"constant"} and all(one.kind == "constant" for one in indices):
+        closes_over = any(one.closes_over for one in found)
+        return ValueKind("constant", closes_over=closes_over)
+    is_dynamic = by_program or any(one.is_dynamic for one in data)
+    paths = frozenset[str]().union(*(one.paths for one in data))
+    closes_over = any(one.closes_over for one in data)
+    return ValueKind("view" if kinds == {"view"} else "derived", is_dynamic, paths, closes_over)
+
+
+_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
+WRITTEN = {"dynamic_update_slice": (0, 1), **dict.fromkeys(_SCATTERS, (0, 2))}
+"""Primitives that write elements to places, with the operands that hold elements."""
+
+
+class Choice(Expression):
+    """A result on which the branches of a conditional differ.
+
+    Its first operand is the number of the branch, the others are what the branches return.
+    """
+
+    __slots__ = ()
+
+    @property
+    def moved(self) -> list[int]:
+        """What the branches return."""
+        return list(range(1, len(self.operands)))
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        known = _judge_moved(found, self.moved)
+        if found[0].kind in ("view", "derived") and known.kind == "view" and not known.is_dynamic:
+            # A parameter chooses: that is known when parameters are stored.
+            paths = known.paths | found[0].paths
+            return ValueKind("derived", False, paths, known.closes_over)
+        return known
+
+    def _described(self) -> tuple:
+        return ("choice",)
+
+    def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
+        """Return the value of the branch that is chosen."""
+        which, *cases = operands
+        return jax.lax.switch(which, [lambda case=case: case for case in cases])
+
+    def text(self, operands: Sequence[str]) -> str:
+        """Return what it is chosen from."""
+        return f"one of {', '.join(operands[1:])}"
+
+
+class Carried(Expression):
+    """One of several values, moved as only the running program knows.
+
+    Attributes:
+        how: what moves it, in words.
+        is_mixed: whether it may be a constant of that, too.
+    """
+
+    __slots__ = ("how", "is_mixed")
+
+    def __init__(
+        self,
+        aval: Any,
+        how: str,
+        operands: Sequence[Expression],
+        inputs: int | None,
+        is_mixed: bool = False,
+    ):
+        super().__init__(aval, operands)
+        self.how = how
+        self.is_mixed = is_mixed
+        self.is_constant = False
+        self.inputs = inputs
+        self.maps = maps_of(operands) if inputs is not None else -1
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        return _judge_carried(found, self.is_mixed)
+
+    def _described(self) -> tuple:
+        return "carried", self.how, self.is_mixed
+
+    def text(self, operands: Sequence[str]) -> str:
+        """Return what it is chosen from."""
+        return f"{self.how} of {', '.join(operands)}"
+
+
+def _judge_carried(found: Sequence[ValueKind], is_mixed: bool) -> ValueKind:
+    """Return the kind of a value that a loop moves, from the kinds of what it moves."""
+    kinds = {one.kind for one in found}
+    if "activation" in kinds or kinds <= {"constant"}:
+        return ValueKind("activation")
+    paths = frozenset[str]().union(*(one.paths for one in found))
+    closes_over = any(one.closes_over for one in found)
+    kind = "view" if kinds == {"view"} and not is_mixed else "derived"
+    return ValueKind(kind, True, paths, closes_over)
+
+
+class Held(Operation):
+    """A result of a primitive that holds a program which moves operands, and computes nothing.
+
+    Its value is computed from all operands, so it is known before the program runs if they are.
+
+    Attributes:
+        sources: the operands whose elements it has.
+        is_mixed: whether it may have constants of the program, too.
+    """
+
+    __slots__ = ("is_mixed", "sources")
+
+    def __init__(
+        self,
+        aval: Any,
+        primitive: Any,
+        params: Mapping[str, Any],
+        operands: Sequence[Expression],
+        result: int,
+        sources: Sequence[Expression],
+        is_mixed: bool,
+    ):
+        super().__init__(aval, primitive, params, operands, result)
+        self.sources = sources
+        self.is_mixed = is_mixed
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        known = super()._judge(found, is_parameter)
+        if known.kind != "activation":
+            return known
+        kinds = {id(node): one for node, one in zip(self.operands, found, strict=True)}
+        return _judge_carried([kinds[id(node)] for node in self.sources], self.is_mixed)
+
+
 def is_zero(expression: Expression) -> bool:
     """Return whether a value is known to be all zeros."""
     while isinstance(expression, Operation) and expression.primitive.name in (
@@ -241,12 +365,87 @@ def is_zero(expression: Expression) -> bool:
     return isinstance(expression, Constant) and expression.is_zero
 
 
+def is_key(value: Any) -> bool:
+    """Return whether a value is an array of typed random keys."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
+def _contents(value: Any) -> tuple:
+    """Return what tells an array from all others, equal in every process."""
+    kind = ""
+    if is_key(value):
+        kind = str(jax.random.key_impl(value))
+        with jax.ensure_compile_time_eval():  # asked while a program is traced
+            value = jax.random.key_data(value)
+    value = np.asarray(value)
+    return kind, str(value.dtype), value.shape, hashlib.blake2b(value.tobytes()).digest()
+
+
+_WITH_VALUES = (*compat.JAXPRS, np.ndarray, jax.Array)
+
+
+def _consts_in(jaxpr: Any) -> Iterator[Any]:
+    """Yield the values of the constants of a jaxpr and of those in it."""
+    yield from compat.consts_of(jaxpr)
+    for eqn in compat.open_of(jaxpr).eqns:
+        for value in eqn.params.values():
+            for one in value if type(value) in (tuple, list) else (value,):
+                if isinstance(one, compat.JAXPRS):
+                    yield from _consts_in(one)
+
+
 def _stable(value: Any) -> str:
     """Return a parameter as text that is equal in every process."""
     if isinstance(value, compat.JAXPRS):
-        return str(value)
+        # The text of a program names its constants. Their values are not in it.
+        consts = list(_consts_in(value))
+        return str((str(value), list(map(_stable, consts)))) if consts else str(value)
     if isinstance(value, frozenset):
         return str(sorted(map(_stable, value)))
+    if type(value) in (tuple, list) and any(isinstance(x, _WITH_VALUES) for x in value):
+        return str(list(map(_stable, value)))
+    if isinstance(value, np.ndarray | jax.Array) and not isinstance(value, compat.Tracer):
+        return str(_contents(value))  # its repr leaves out what is in the middle
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     return repr(value)
+
+
+def uniform_axes(expression: Expression) -> frozenset[int]:
+    """Return the axes along which all elements of a value are known to be equal."""
+    aval: Any = expression.aval
+    every = frozenset(range(len(aval.shape)))
+    own = frozenset(axis for axis in every if aval.shape[axis] == 1)
+    if not isinstance(expression, Operation):
+        return own
+    name, params, operands = expression.primitive.name, expression.params, expression.operands
+    if name == "broadcast_in_dim":
+        inside = uniform_axes(operands[0])
+        places = enumerate(map(int, params["broadcast_dimensions"]))
+        return every - {place for axis, place in places if axis not in inside}
+    if name == "transpose":
+        inside = uniform_axes(operands[0])
+        return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in inside)
+    shapes: list[Any] = [x.aval.shape for x in operands if hasattr(x.aval, "shape")]
+    if name not in _ELEMENTWISE or len(shapes) < len(operands):
+        return own
+    found = every
+    for operand, shape in zip(operands, shapes, strict=True):
+        if shape:  # a scalar is the same for all elements
+            found &= uniform_axes(operand) if shape == aval.shape else own
+    return found | own
+
+
+_ELEMENTWISE = SAME | {
+    "convert_element_type",
+    "not",
+    "and",
+    "or",
+    "eq",
+    "ne",
+    "ge",
+    "gt",
+    "le",
+    "lt",
+}
+"""Primitives whose element of a mask depends on the same elements of their operands alone."""

@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.form import form_of
 from ..proxy.move import MoveError
-from ..proxy.moves import SAME
+from ..proxy.moves import SAME, narrowed
 from ..proxy.parts import is_shared
 from .expression import Expression, Leaf
-from .nodes import Constant, Operation, Part, is_zero
+from .nodes import Choice, Constant, Operation, Part, is_zero, uniform_axes
 
 
 def replay(
@@ -28,7 +29,7 @@ def replay(
     Args:
         expression: the view, a chain of moves.
         stands_for: returns the proxy of a node, or None. Nodes before one with a proxy are not
-            asked.
+            asked. Inputs without one are left out where the program chooses among several.
 
     Raises:
         MoveError: a proxy does not follow a move, or the expression does more than move elements.
@@ -46,16 +47,58 @@ def replay(
             continue
         stack.pop()
         if id(node) not in found:
-            found[id(node)] = _moved(node, [found[id(x)] for x in _data(node)], results)
+            data = _chosen(node, [found[id(x)] for x in _data(node)])
+            found[id(node)] = None if data is None else _moved(node, data, results)
+    if found[id(expression)] is None:
+        raise MoveError(f"nothing of {expression} has a proxy")
     return found[id(expression)]
 
 
-def root_of(expression: Expression) -> Expression:
-    """Return the input, or computed or joined value, of a view."""
+def _chosen(node: Expression, data: list[ArrayProxy | None]) -> list[ArrayProxy] | None:
+    """Return proxies for all that a node moves; None for an input without one and its views."""
+    known = [one for one in data if one is not None]
+    if isinstance(node, Leaf) or (data and not known):
+        return None
+    if len(known) == len(data):
+        return known
+    if not _chooses(node):
+        raise MoveError(f"{node} joins values with and without proxies")
+    # Another value that may be chosen instead has the same form, or can't be chosen.
+    return [known[0] if one is None else one for one in data]
+
+
+def _chooses(node: Expression) -> bool:
+    name = node.primitive.name if isinstance(node, Operation) else ""
+    return isinstance(node, Choice) or name == "select_n"
+
+
+def root_of(expression: Expression, is_parameter: Callable[[str], bool]) -> Expression:
+    """Return the input, or computed or joined value, of a view.
+
+    Args:
+        expression: the view.
+        is_parameter: whether the input of a pytree path is a parameter.
+    """
     node = expression
     while len(data := _data(node)) == 1:
+        # Parameters may mask a view: the result is computed, not moved.
+        if (node.kind(is_parameter), data[0].kind(is_parameter)) == ("derived", "view"):
+            break
         (node,) = data
     return node
+
+
+def is_chosen(expression: Expression) -> bool:
+    """Return whether a view is one of several values of its shape, and joins none."""
+    stack, several = [expression], False
+    while stack:
+        node = stack.pop()
+        data = _data(node)
+        if len(data) > 1 and not _chooses(node):
+            return False
+        several |= len(data) > 1
+        stack += data
+    return several
 
 
 def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
@@ -136,7 +179,7 @@ def carriers_of(expression: Expression) -> list[str]:
 
 def _data(node: Expression) -> list[Expression]:
     """Return the operands whose elements a node has."""
-    if isinstance(node, Operation) and node.moved is not None:
+    if isinstance(node, Operation | Choice) and node.moved is not None:
         return [node.operands[i] for i in node.moved]
     return [*node.operands] if isinstance(node, Part) else []
 
@@ -147,6 +190,10 @@ def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) 
         if isinstance(steps, Lost):
             raise MoveError(steps.why)
         return jax.tree.map(lambda x: x.value if is_shared(x) else x[0], steps, is_leaf=is_shared)
+    if isinstance(node, Choice):
+        if len(set(map(form_of, data))) > 1:
+            raise MoveError("branches that return weights in several forms")
+        return data[0]
     if not isinstance(node, Operation) or node.moved is None:
         raise MoveError(f"{node} is not a view")
     name = node.primitive.name
@@ -159,6 +206,8 @@ def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) 
             proxies[i] if i in proxies else _value(operand)
             for i, operand in enumerate(node.operands)
         ]
+        if name == "select_n":
+            operands[0] = narrowed(operands[0], uniform_axes(node.operands[0]))
         results[key] = data[0].moved(name, node.params, operands)
     return results[key][node.result]
 

@@ -75,6 +75,10 @@ class Watched:
         self.told["is_activation", index, is_parameter] = found
         return found
 
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it: then nothing is done again."""
+        return self._known.is_linear(index)
+
 
 class WatchedCall(TraceCall):
     """A call that remembers what its handler looked at."""
@@ -263,6 +267,8 @@ class Answers:
             return None
         if any(type(atom) is compat.Literal or atom in run.changed for atom in eqn.invars):
             return None
+        if any(map(frame.is_linear, eqn.invars)):
+            return None  # its result is one equation that JAX can transpose
         for atom in eqn.invars:
             proxy = frame.proxies.get(atom)
             if proxy is None:

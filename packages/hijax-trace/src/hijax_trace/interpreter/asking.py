@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.marker import Marker, check_result, check_value
+from ..staging.kept import can_keep
+from ..staging.mapped import Staged
+from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .answers import Watched, WatchedCall
 from .atoms import KnownAtoms, computed, variable
@@ -29,24 +31,28 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         _let_run(run, task, values, info, frame.within)
         return
     proceed = functools.partial(_proceed, run, task, info)
-    atoms = eqn.invars
-    call = _call(run, name, "primitive", tuple(values), eqn.params, task, values, atoms, proceed)
-    with compat.at(info), eqn.ctx.manager:
-        result = handler(call, *values, **eqn.params)
-    _annotate(run, call, atoms, values)
-    if result is NotImplemented:
-        if not (frame.proxies and follow_moves(run, task, values, info)):
-            _let_run(run, task, values, info, frame.within | {name})
-        return
-    results = list(result) if eqn.primitive.multiple_results else [result]
-    if len(results) != len(eqn.outvars):
-        raise TargetError(
-            f"The handler of {call.op_id} must return {len(eqn.outvars)} results, as "
-            f"{eqn.primitive.name} does, got {len(results)}. Return one value for each result."
-        )
-    for value, var in zip(results, eqn.outvars, strict=True):
-        check_value(call, value, var.aval)
-    _replace(run, call, eqn, results, call.is_own(result))
+    params, atoms = eqn.params, eqn.invars
+
+    def given(values: list[Any]) -> tuple[TraceCall, Any]:
+        call = _call(run, name, "primitive", tuple(values), params, task, values, atoms, proceed)
+        with compat.at(info), eqn.ctx.manager:
+            return call, handler(call, *values, **params)
+
+    def checked(call: TraceCall, result: Any) -> list[Any]:
+        results = list(result) if eqn.primitive.multiple_results else [result]
+        if len(results) != len(eqn.outvars):
+            raise TargetError(
+                f"The handler of {call.op_id} must return {len(eqn.outvars)} results, as "
+                f"{eqn.primitive.name} does, got {len(results)}. Return one value for each result."
+            )
+        for value, var in zip(results, eqn.outvars, strict=True):
+            check_value(call, value, var.aval)
+        return results
+
+    if not _ask(run, task, Asked(given, checked), atoms, values, info) and not (
+        frame.proxies and follow_moves(run, task, values, info)
+    ):
+        _let_run(run, task, values, info, frame.within | {name})
 
 
 def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None:
@@ -59,21 +65,24 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
         return
     _, handler = entry
     arrays, atoms = values[marker.extra :], eqn.invars[marker.extra :]
-    args, kwargs = marker.packed.build(arrays)
     proceed = functools.partial(_proceed_call, run, task, marker, values, info)
-    call = _call(run, marker.op_name, "function", args, kwargs, task, arrays, atoms, proceed)
     before = 0 if run.answers is None else compat.staged_count(run.trace)
-    with compat.at(info), eqn.ctx.manager:
-        result = handler(call, *args, **kwargs)
-    _annotate(run, call, atoms, arrays)
-    if result is NotImplemented:
+
+    def given(arrays: list[Any]) -> tuple[TraceCall, Any]:
+        args, kwargs = marker.packed.build(arrays)
+        call = _call(run, marker.op_name, "function", args, kwargs, task, arrays, atoms, proceed)
+        with compat.at(info), eqn.ctx.manager:
+            return call, handler(call, *args, **kwargs)
+
+    def checked(call: TraceCall, result: Any) -> list[Any]:
+        avals = [var.aval for var in eqn.outvars]
+        results = check_result(call, result, marker.results, avals)
+        if run.answers is not None and isinstance(call, WatchedCall):
+            run.answers.keep(task, info, call, results, before)
+        return results
+
+    if not _ask(run, task, Asked(given, checked), atoms, arrays, info):
         inline(run, task, eqn.params["jaxpr"], values, info, within | {marker.op_name})
-        return
-    avals = [var.aval for var in eqn.outvars]
-    results = check_result(call, result, marker.results, avals)
-    if run.answers is not None and isinstance(call, WatchedCall):
-        run.answers.keep(task, info, call, results, before)
-    _replace(run, call, eqn, results, call.is_own(result))
 
 
 def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
@@ -89,17 +98,80 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         def proceed(*values: Any, written: Any, also_used: Any) -> Any:
             return written(*values)
 
-        name, args = group.name, tuple(arrays)
-        call = _call(run, name, "function", args, params, task, arrays, group.inputs, proceed)
-        with compat.at(info), eqn.ctx.manager:
-            result = entry[1](call, *arrays, **params)
-        _annotate(run, call, group.inputs, arrays)
-        if result is not NotImplemented:
+        def given(arrays: list[Any]) -> tuple[TraceCall, Any]:
+            name, args = group.name, tuple(arrays)
+            call = _call(run, name, "function", args, params, task, arrays, group.inputs, proceed)
+            with compat.at(info), eqn.ctx.manager:
+                return call, entry[1](call, *arrays, **params)
+
+        def checked(call: TraceCall, result: Any) -> list[Any]:
             check_value(call, result, eqn.outvars[0].aval)
-            _replace(run, call, eqn, [result], is_own=False)
+            return [result]
+
+        if _ask(run, task, Asked(given, checked), group.inputs, arrays, info):
             return
     for one in gathered.tasks:
         run.run(one)
+
+
+class Asked(NamedTuple):
+    """How the handler of an operation is asked.
+
+    Attributes:
+        handler: asks it about the operation of some operands. Returns the call, and its answer.
+        checked: returns the results that the answer gives, flat.
+    """
+
+    handler: Callable[[list[Any]], tuple[TraceCall, Any]]
+    checked: Callable[[TraceCall, Any], list[Any]]
+
+
+def _ask(
+    run: Pass, task: Task, asked: Asked, atoms: Sequence[Any], values: list[Any], info: Any
+) -> bool:
+    """Ask a handler, and continue with its results. Return whether it gave any.
+
+    Args:
+        run: the pass.
+        task: the operation's task.
+        asked: asks the handler.
+        atoms: the operands in the program.
+        values: their values.
+        info: the source of the operation.
+    """
+    linear = sorted(run.linear(atoms))
+    if not linear:
+        call, answer = asked.handler(values)
+        _annotate(run, call, atoms, values)
+        if answer is NotImplemented:
+            return False
+        _replace(run, call, task.eqn, asked.checked(call, answer), call.is_own(answer))
+        return True
+    # JAX transposes what it finds here. So a handler's results are staged as one equation, whose
+    # transpose is that of their derivative.
+    call, answer, inner = None, None, list(values)
+
+    def flat(*given: Any) -> list[Any]:
+        nonlocal call, answer
+        for i, value in zip(linear, given, strict=True):
+            inner[i] = value
+        call, answer = asked.handler(inner)
+        return [] if answer is NotImplemented else asked.checked(call, answer)
+
+    own = [values[i] for i in linear]
+    types = [compat.typeof(value) for value in own]
+    staged = Staged(*hoisted(*compat.stage(flat, types, compat.named_info("linear"))))
+    assert call is not None
+    _annotate(run, call, atoms, inner)
+    if answer is NotImplemented:
+        return False
+    with compat.at(info):
+        if call.is_own(answer) or not can_keep(staged):
+            results = compat.as_function(staged.jaxpr)(*staged.more, *own)
+        else:
+            results = compat.transposable_p.bind(*staged.more, *own, jaxpr=staged.jaxpr)
+    _replace(run, call, task.eqn, results, call.is_own(answer))
+    return True
 
 
 def _let_run(run: Pass, task: Task, values: list[Any], info: Any, within: frozenset[str]) -> None:

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 from interception_core import ValueKind
 
 from .. import compat
-from ..dataflow.dataflow import returned_views
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, forwarded
-from ..dataflow.nodes import VIEWS, is_zero
+from ..dataflow.nodes import is_zero, uniform_axes
+from ..dataflow.sources import VIEWS, returned_views
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
 from ..proxy.follow import follow
@@ -51,6 +51,10 @@ class KnownAtoms(NamedTuple):
         """Return whether it is surely an activation."""
         return self.frame.is_activation(self.atoms[index], is_parameter)
 
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it."""
+        return self.frame.is_linear(self.atoms[index])
+
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     """Return the proxies of an equation's results, or None."""
@@ -61,8 +65,11 @@ def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     def is_known_zero(i: int) -> bool:
         return is_zero(frame.expression(eqn.invars[i]))
 
+    def uniform(i: int) -> frozenset[int]:
+        return uniform_axes(frame.expression(eqn.invars[i]))
+
     avals = [var.aval for var in eqn.outvars]
-    return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero)
+    return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero, uniform)
 
 
 def computed(

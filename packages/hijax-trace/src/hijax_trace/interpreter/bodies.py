@@ -47,6 +47,19 @@ class BodyHere:
         axes = axes_inside(kind, self._operands.avals[operand])
         return None if found is None else found.moved(axes)
 
+    def linear(self) -> frozenset[int]:
+        """Return the inputs in which the body must be linear."""
+        body, outside = self._body, self._operands.linear
+        if not outside:
+            return body.linear
+        # A loop's carry may come from any of its operands.
+        carried = any(k in outside for k in body.inputs)
+        return body.linear.union(
+            i
+            for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
+            if k in outside or (carried and kind == CHANGES)
+        )
+
     def metadata(self) -> dict[int, Metadata]:
         """Return the metadata of the inputs, by number."""
         given = self._operands.metadata
@@ -104,6 +117,7 @@ def tap_body(
     proxies: BodyProxies,
     shared: bool = True,
     hoists: bool = False,
+    returns: tuple[int, ...] = (),
 ) -> Tapped:
     """Return a body with its operations tapped: from the memo, or re-interpreted.
 
@@ -115,15 +129,17 @@ def tap_body(
         proxies: the array proxies of operands that the body can take.
         shared: whether a result from the memo may be used, if handlers would see the same.
         hoists: whether the body's constants must become operands.
+        returns: the results whose array proxies it returns, too.
     """
     jaxpr = compat.open_of(body.jaxpr)
-    if not session.tapping.tasks.wants(jaxpr):
+    if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
     here = BodyHere(session, place, body, operands)
     metadata = here.metadata()
     known = tuple((i, tuple(note.items())) for i, note in metadata.items())
     label = body.label or place.frame.label
-    key = (label, place.within, place.untapped, known, proxies.key(), session.context)
+    linear, held = here.linear(), (proxies.key(), returns)
+    key = (label, place.within, place.untapped, known, held, linear, session.context)
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, here) if shared else None
     if found is not None:
@@ -142,9 +158,10 @@ def tap_body(
         expressions=here.expressions(),
         consts=consts,
         length=body.length,
+        linear=linear,
     )
     before = session.numbers.copy()
-    new, consts = stage_again(session, inner, body.jaxpr, consts, proxies)
+    new, consts, returned = stage_again(session, inner, body.jaxpr, consts, proxies, returns)
     is_numbered = bool(body.length) and inner.steps_were_read and compat.used_inputs(new)[-1]
     if body.length and not is_numbered:
         new = compat.without_last_input(new, jaxpr.debug_info.arg_names)
@@ -165,8 +182,9 @@ def tap_body(
         foreign=bool(inner.foreign),
         counted=counted,
         takes_proxies=proxies is not NO_PROXIES,
-        unused=_unused_in(new, len(jaxpr.invars), proxies, is_numbered),
+        unused=unused_in(new, len(jaxpr.invars), proxies, is_numbered),
         is_numbered=is_numbered,
+        returned=returned,
         seen=here.seen(inner, list(counted), before),
     )
     # A tracer is of this call alone, and so is an expression that a handler has seen.
@@ -197,7 +215,9 @@ def _as_before(
     )
 
 
-def _unused_in(jaxpr: Any, count: int, proxies: BodyProxies, is_numbered: bool) -> tuple[int, ...]:
+def unused_in(
+    jaxpr: Any, count: int, proxies: BodyProxies, is_numbered: bool = False
+) -> tuple[int, ...]:
     """Return which inputs with array proxies a body does not use."""
     if proxies is NO_PROXIES:
         return ()

@@ -11,6 +11,7 @@ import jax
 from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
 from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.carrier import proxy_of
 from ..proxy.move import MoveError
 from ..proxy.parts import is_shared
 from ..proxy.shards import Placed, placed
@@ -90,6 +91,12 @@ class BodyProxies:
 
 
 NO_PROXIES = BodyProxies()
+
+
+def untrained(proxies: Mapping[int, ArrayProxy]) -> dict[int, ArrayProxy]:
+    """Return the array proxies that a function with custom derivative rules can take."""
+    held = {i: proxy_of(proxy) for i, proxy in proxies.items()}
+    return {i: proxy for i, proxy in proxies.items() if not getattr(held[i], "is_trained", False)}
 
 
 def proxies_of_shards(

@@ -43,6 +43,9 @@ class Known(Protocol):
     def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
         """Return whether it is surely an activation."""
 
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it."""
+
 
 class TraceCall(OpCall):
     """One tapped operation of a staged program.
@@ -149,6 +152,10 @@ class TraceCall(OpCall):
     def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
         index = self._index(value)
         return index is not None and self._known.is_activation(index, is_parameter)
+
+    def is_linear(self, value: Any) -> bool:
+        index = self._index(value)
+        return index is not None and self._known.is_linear(index)
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)

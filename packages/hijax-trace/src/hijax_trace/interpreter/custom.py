@@ -18,7 +18,7 @@ from .. import compat
 from ..dataflow.holders import SAME, Body
 from ..staging.marker import hoisted
 from .bodies import tap_body
-from .body_proxies import proxies_of_body
+from .body_proxies import proxies_of_body, untrained
 from .frames import Operands, Place
 from .rebuild import Rebuilt, share
 from .rules import CustomRule, tap_rule, tapped_rule
@@ -60,7 +60,7 @@ def rebuild_custom(
     first, count = params["num_consts"], len(values)
     custom = CustomRule(params[name], place, operands, first, session.numbers.copy())
     body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
-    taken = proxies_of_body(body, operands.proxies)
+    taken = proxies_of_body(body, untrained(operands.proxies))
     tapped = tap_body(session, place, body, operands, taken)
     new["call_jaxpr"] = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))

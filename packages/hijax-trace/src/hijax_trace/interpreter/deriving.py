@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from ..staging.mapped import Level, mapped_in
+from ..staging.functions import Function
+from ..staging.mapped import Mapped, mapped_in
 from .atoms import metadata_of
 from .entering import inline
 from .frames import Frame, Operands
@@ -20,7 +20,7 @@ def make_mapped(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     eqn, operands = task.eqn, run.operands(task.eqn)
     mapped = mapped_in(eqn.primitive, eqn.params)
     assert mapped is not None
-    original = _original(run, task, mapped.jaxpr, mapped.levels, operands, info)
+    original = _original(run, task, mapped.jaxpr, operands, info, mapped)
     with compat.at(info), eqn.ctx.manager:
         results = mapped.run(original.run, values, operands.proxies)
     _finish(run, eqn, original.frame, results, mapped.jaxpr)
@@ -44,10 +44,9 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     # A derivative in a nested jaxpr finds the original of one around it in the session.
     kept = derivatives.program(eqn) or run.session.kept.get(program)
     once = kept if made is None else made.once
-    if once is None or not function.is_derived:
-        is_known = function.places == list(range(len(function.places)))
-        levels, closed = function.levels, program.jaxpr
-        once = Once(_original(run, task, closed, levels, operands, info, is_known))
+    # A transpose of the program itself has its own operands, and no operation before it.
+    if once is None or not function.is_derived or (function.linear and made is None):
+        once = Once(_original(run, task, program.jaxpr, operands, info, function))
         run.session.kept[program] = once
         derivatives.keep_program(eqn, once)
     with compat.at(info), eqn.ctx.manager:
@@ -62,20 +61,17 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
 
 
 def _original(
-    run: Pass,
-    task: Task,
-    closed: Any,
-    levels: Sequence[Level],
-    operands: Operands,
-    info: Any,
-    is_known: bool = True,
+    run: Pass, task: Task, closed: Any, operands: Operands, info: Any, made: Function | Mapped
 ) -> Original:
-    """Return the program of an equation before JAX transformed it."""
+    """Return the program of an equation before JAX made it into ``made``."""
 
     def again(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
         return run.session.reinterpret(frame, jaxpr, values, info)
 
-    return Original(again, run.place(task), closed, levels, operands, is_known)
+    place, levels = run.place(task), made.levels
+    if isinstance(made, Mapped):
+        return Original(again, place, closed, levels, operands)
+    return Original(again, place, closed, levels, operands, made.places, made.linear)
 
 
 def _finish(

@@ -20,6 +20,7 @@ from interception_core.engine_api import settled
 
 from .. import compat
 from ..staging.marker import Marker, check_result, marker_in
+from ..staging.packed import is_iterator
 from .call import TraceCall
 from .frames import Frame, Operands, Place
 from .numbers import Numbers, join_path
@@ -92,7 +93,8 @@ class Early:
         where = self._where(compat.current_trace(), call.module_path)
         if where is None:
             return NotImplemented
-        values = [leaf for leaf in jax.tree.leaves((args, kwargs)) if hasattr(leaf, "dtype")]
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_iterator)
+        values = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
         name, within = call.op_name, call.within
         asked = self._call(name, "function", args, kwargs, where, within, values, call.proceed)
         with settled():

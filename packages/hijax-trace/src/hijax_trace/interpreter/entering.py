@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .. import compat
-from ..dataflow.dataflow import returned_views
 from ..dataflow.flow import forwarded
+from ..dataflow.sources import returned_views
 from ..staging.marker import Marker, MarkerName
 from .atoms import variable
 from .custom import rebuild_custom
@@ -64,6 +64,7 @@ def inner_frame(
         proxies=operands.proxies,
         expressions=operands.expressions,
         consts=compat.consts_of(closed),
+        linear=operands.linear,
     )
 
 

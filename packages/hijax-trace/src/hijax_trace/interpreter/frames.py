@@ -41,6 +41,7 @@ class Frame:
         length: how many steps of a loop it is run for; see ``Body``.
         is_rule: whether it is a derivative rule.
         is_later: whether it is staged when the loops around have ended.
+        linear: the inputs in which JAX needs it to be linear; see ``OpCall.is_linear``.
 
     Attributes:
         index: the step's number, while the frame is staged as the body of a loop.
@@ -57,6 +58,8 @@ class Frame:
         "_flow",
         "_inputs",
         "_jaxpr",
+        "_linear",
+        "_linear_count",
         "_parent",
         "_path",
         "depth",
@@ -96,6 +99,7 @@ class Frame:
         length: int | None = 0,
         is_rule: bool = False,
         is_later: bool = False,
+        linear: frozenset[int] = frozenset(),
     ):
         self._jaxpr = jaxpr
         self._expressions = expressions
@@ -105,6 +109,8 @@ class Frame:
         self.length = length
         self.is_rule = is_rule
         self.is_later = is_later
+        self._linear = {} if jaxpr is None else dict.fromkeys(jaxpr.invars[i] for i in linear)
+        self._linear_count = 0
         self.index: Any = None
         self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._inputs = inputs
@@ -189,6 +195,18 @@ class Frame:
             return False  # most likely a parameter
         flow = self._own_flow()
         return flow is not None and flow.is_activation(atom, is_parameter)
+
+    def is_linear(self, atom: Any) -> bool:
+        """Return whether the program must be linear in a variable or literal."""
+        if not self._linear or type(atom) is compat.Literal:
+            return False
+        # The results of a program in an equation may each depend on any of its operands.
+        while self._linear_count < len(self._jaxpr.eqns):
+            eqn = self._jaxpr.eqns[self._linear_count]
+            self._linear_count += 1
+            if any(type(x) is not compat.Literal and x in self._linear for x in eqn.invars):
+                self._linear.update(dict.fromkeys(eqn.outvars))
+        return atom in self._linear
 
     def read_kinds(self, is_parameter: Callable[[str], bool]) -> None:
         """Record that handlers depend on the kinds of inputs."""
@@ -289,6 +307,7 @@ class Operands(NamedTuple):
         metadata: their metadata, by number.
         proxies: their array proxies, by number.
         expressions: finds the expression of each; None where they are not known.
+        linear: the operands in which the program must be linear, by number.
     """
 
     avals: Sequence[Any]
@@ -296,3 +315,4 @@ class Operands(NamedTuple):
     metadata: Mapping[int, Metadata]
     proxies: Mapping[int, ArrayProxy]
     expressions: Sequence[Express] | None = None
+    linear: frozenset[int] = frozenset()

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
-from ..dataflow.nodes import VIEWS
+from ..dataflow.sources import VIEWS
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.follow import follow
 
@@ -47,7 +47,7 @@ def moved_proxy(value: Any, operands: Mapping[int, ArrayProxy]) -> ArrayProxy | 
         return None
     avals = [out.aval for out in eqn.outvars]
     where = (eqn.primitive.name, eqn.params, eqn.in_tracers, held, avals)
-    found = follow(*where, lambda i: False)
+    found = follow(*where, lambda i: False, lambda i: frozenset())
     return next((one for out, one in zip(eqn.outvars, found, strict=True) if out is var), None)
 
 

@@ -106,7 +106,7 @@ class Joins:
 def _fits(eqn: Any, atom: Any) -> bool:
     """Return whether all operands may be reshaped as one of them is."""
     aval = eqn.outvars[0].aval
-    if not all(isinstance(size, int) for size in aval.shape):  # symbolic ones can't be compared
+    if compat.is_symbolic(aval):  # such sizes can't be compared
         return False
     alike = all(x.aval.ndim == aval.ndim and x.aval.dtype == aval.dtype for x in eqn.invars)
     return alike and atom.aval.shape == aval.shape and atom in eqn.invars

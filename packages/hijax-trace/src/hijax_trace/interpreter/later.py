@@ -51,41 +51,60 @@ def type_of(value: Any) -> Any:
     return value.aval if type(value) is Later else compat.typeof(value)
 
 
-def restored(args: tuple, kwargs: dict[str, Any]) -> tuple[Packed, dict[int, ArrayProxy]]:
+def restored(
+    args: tuple, kwargs: dict[str, Any]
+) -> tuple[Packed, dict[int, ArrayProxy], list[int]]:
     """Return arguments with an array for each array proxy, and the proxies by array.
 
     Proxies of one structure and equal types have arrays of one type: the first is restored here,
     the others when they are used.
+
+    Returns:
+        The arguments; the proxies by the number of their array; the numbers of the arrays of which
+        nothing is stored: the program must not use them.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
     # A proxy that is passed twice becomes one array, as an array that is passed twice is one.
     proxies = {id(leaf): leaf for leaf in leaves if is_proxy(leaf)}
     if not proxies:
-        return Packed((args, kwargs)), {}
+        return Packed((args, kwargs)), {}, []
     types: dict[Hashable, Any] = {}
     arrays = {number: _restored(proxy, types) for number, proxy in proxies.items()}
-    tree = jax.tree.unflatten(treedef, [arrays.get(id(leaf), leaf) for leaf in leaves])
-    packed = Packed(tree, also=Later)
+    given = [arrays.get(id(leaf), leaf) for leaf in leaves]
+    packed = Packed.of_leaves(given, treedef, also=Later)
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {
         places[id(arrays[number])]: proxy.inside() if isinstance(proxy, Carrier) else proxy
         for number, proxy in proxies.items()
     }
-    return packed, dict(sorted(by_place.items()))
+    lacking = [
+        places[id(arrays[number])] for number, proxy in proxies.items() if _is_lacking(proxy)
+    ]
+    return packed, dict(sorted(by_place.items())), sorted(lacking)
+
+
+def _is_lacking(proxy: ArrayProxy) -> bool:
+    return isinstance(proxy, Carrier) and proxy.own is None
 
 
 def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
+    if _is_lacking(proxy):
+        return Later(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
     if isinstance(proxy, Carrier):
         return proxy.restore()
     leaves, treedef = jax.tree.flatten(proxy)
     key = treedef, tuple(map(compat.typeof, leaves))
-    make = functools.partial(repeated, _restoring, (), proxy)
     aval = types.get(key)
     if aval is not None:
-        return Later(aval, make)
-    value = make()
+        return later_of(proxy, aval)
+    value = later_of(proxy, None).make()
     types[key] = compat.typeof(value)
     return value
+
+
+def later_of(proxy: ArrayProxy, aval: Any) -> Later:
+    """Return the array of a proxy, of a type, to be restored when it is used."""
+    return Later(aval, functools.partial(repeated, _restoring, (), proxy))
 
 
 @jax.jit

@@ -73,6 +73,7 @@ class Tapped:
         takes_proxies: whether it takes the array proxies of its operands.
         unused: the inputs that it takes an array proxy for and does not use themselves.
         is_numbered: whether its last input is the number of the step.
+        returned: the structures of the array proxies that it returns after its results, by result.
         seen: what its handlers looked at.
     """
 
@@ -85,6 +86,7 @@ class Tapped:
     takes_proxies: bool = False
     unused: tuple[int, ...] = ()
     is_numbered: bool = False
+    returned: Mapping[int, Any] = field(default_factory=dict)
     seen: Seen = field(default_factory=Seen)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
+from ..proxy.array_proxy import ArrayProxy
 from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
 from .later import Later, Values
@@ -89,6 +90,14 @@ class Pass:
             self.frame.metadata[eqn.outvars[i]] = note
         mark_replaced(self.frame, eqn, new)
         again = eqn.replace(params=new.params)
+        if new.results is not None:
+            results = compat.rebind(again, new.values, info)
+            self.write([eqn.outvars[i] for i in new.results], results[: len(new.results)])
+            for i, proxy in new.returned(results).items():
+                var = eqn.outvars[i]
+                self.frame.proxies[var] = proxy
+                self.write([var], [Later(var.aval, functools.partial(_array_of, proxy, var.aval))])
+            return
         if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self.again(task, again, new.values, info)
         else:
@@ -120,7 +129,17 @@ class Pass:
             found = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
             proxies = {i: held for i, held in enumerate(found) if held is not None}
         expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
-        return Operands([atom.aval for atom in eqn.invars], origins, metadata, proxies, expressions)
+        avals, linear = [atom.aval for atom in eqn.invars], self.linear(eqn.invars)
+        return Operands(avals, origins, metadata, proxies, expressions, linear)
+
+    def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
+        """Return the numbers of the atoms in which the program must be linear."""
+        return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
+
+
+def _array_of(proxy: ArrayProxy, aval: Any) -> Any:
+    """Return the array of a proxy as an array of a type."""
+    return proxy.restore().astype(aval.dtype)
 
 
 def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:

@@ -11,10 +11,9 @@ import jax
 
 from .. import compat
 from ..dataflow.axes import dropped
-from ..dataflow.dataflow import Express
 from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin, Resolve
-from ..dataflow.nodes import Part
+from ..dataflow.flow import Origin
+from ..dataflow.nodes import Part, Unknown
 from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
 from ..staging.mapped import Level
@@ -31,7 +30,9 @@ class Original:
         program: its closed jaxpr.
         levels: the maps around it, outermost first.
         operands: what is known of the equation's operands.
-        is_known: whether the first operands are the program's.
+        places: for each input of the program, the number of the operand that it is, or None; by
+            default the first operands are the program's.
+        linear: the inputs that a transpose is by.
 
     Attributes:
         frame: the frame of its last run; None before.
@@ -44,14 +45,16 @@ class Original:
         program: Any,
         levels: Sequence[Level],
         operands: Operands,
-        is_known: bool = True,
+        places: Sequence[int | None] | None = None,
+        linear: frozenset[int] = frozenset(),
     ):
         self._reinterpret = reinterpret
         self._place = place
         self._program = program
         self._levels = levels
         self._operands = operands
-        self._is_known = is_known
+        self._places = range(len(operands.avals)) if places is None else places
+        self._linear = linear
         self.frame: Frame | None = None
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
@@ -63,30 +66,25 @@ class Original:
         """
         operands = self._operands
         jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
-        places = range(len(jaxpr.invars))
-        origins: list[Resolve | None] = [None] * len(places)
-        expressions: list[Express] | None = None
-        metadata = {}
-        if self._is_known:
-            origins = [functools.partial(self._origin, i) for i in places]
-            metadata = {i: note for i, note in operands.metadata.items() if i in places}
-            if operands.expressions is not None:
-                expressions = [functools.partial(self._expression, i) for i in places]
+        inputs, places = range(len(jaxpr.invars)), self._places
         self.frame = self._place.inside(
             jaxpr,
-            origins,
-            metadata,
+            [None if places[i] is None else functools.partial(self._origin, i) for i in inputs],
+            {i: note for k, note in operands.metadata.items() for i in inputs if places[i] == k},
             loops=len(self._levels),
-            proxies={i: proxy for i, proxy in proxies.items() if self._is_known and i in places},
-            expressions=expressions,
+            proxies={i: proxy for i, proxy in proxies.items() if i in inputs},
+            expressions=[functools.partial(self._expression, i) for i in inputs],
             consts=consts,
+            linear=self._linear.union(i for i in inputs if places[i] in operands.linear),
         )
         return self._reinterpret(self.frame, jaxpr, [*consts, *values])
 
     def _origin(self, index: int) -> Origin | None:
         """Return the origin of an operand inside of the maps."""
-        found = self._operands.origins[index]()
-        rank = len(getattr(self._operands.avals[index], "shape", ()))
+        place = self._places[index]
+        assert place is not None
+        found = self._operands.origins[place]()
+        rank = len(getattr(self._operands.avals[place], "shape", ()))
         for level in self._levels:
             axis = level.ins[index]
             if found is not None and axis is not None:
@@ -95,8 +93,11 @@ class Original:
 
     def _expression(self, index: int) -> Expression:
         """Return the expression of an operand inside of the maps."""
-        assert self._operands.expressions is not None
-        found = self._operands.expressions[index]()
+        place, outside = self._places[index], self._operands.expressions
+        if place is None or outside is None:
+            aval = compat.open_of(self._program).invars[index].aval
+            return Unknown(aval, "a value of a derivative", None)
+        found = outside[place]()
         for inner, level in enumerate(self._levels):
             axis = level.ins[index]
             if axis is not None:

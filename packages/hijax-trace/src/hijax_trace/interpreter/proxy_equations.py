@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
-from ..dataflow.dataflow import returned_views
+from ..dataflow.sources import returned_views
 from ..proxy.array_proxy import Lost
 from ..state.restoring import restored_proxy
 from .atoms import computed, followed, variable
-from .entering import inline
+from .entering import enter, inline
 from .one_pass import Pass
 from .tasks import Do, Task
 
@@ -29,6 +29,9 @@ def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
         return False
     if task.inlined or _is_view(run, eqn, held):
         inline(run, task, eqn.params["jaxpr"], values, info)
+        return True
+    if eqn.primitive is compat.cond_p and returned_views(eqn, [one is not None for one in held]):
+        enter(run, task, values, info)
         return True
     return follow_moves(run, task, values, info) or compute(run, task, values, info)
 

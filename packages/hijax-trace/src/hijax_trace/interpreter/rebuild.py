@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,8 +13,16 @@ from interception_core import JaxtapError
 
 from .. import compat
 from ..dataflow.holders import Body
-from .bodies import tap_body
-from .body_proxies import NO_PROXIES, proxies_of_body, proxies_of_shards
+from ..dataflow.sources import sources_of
+from ..proxy.array_proxy import ArrayProxy
+from .bodies import tap_body, unused_in
+from .body_proxies import (
+    NO_PROXIES,
+    BodyProxies,
+    proxies_of_body,
+    proxies_of_shards,
+    untrained,
+)
 from .frames import Metadata, Operands, Place
 from .hi_prims import TappedPrim
 from .memo import Tapped
@@ -30,6 +39,9 @@ class Rebuilt(NamedTuple):
         metadata: the metadata of its results, by number.
         replaced: whether a handler replaced any operation in it.
         foreign: whether any of those values was not the operation's own result.
+        results: which of the equation's results it has, the first ones of the new equation; None
+            for all.
+        returned: builds the array proxies of the others, by number, from all new results.
     """
 
     params: dict[str, Any]
@@ -37,6 +49,8 @@ class Rebuilt(NamedTuple):
     metadata: Mapping[int, Metadata]
     replaced: bool
     foreign: bool
+    results: Sequence[int] | None = None
+    returned: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]] = lambda results: {}
 
 
 def rebuild(
@@ -65,22 +79,32 @@ def rebuild(
     before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
+    if primitive is compat.call_hi_primitive_p:
+        proxies = untrained(proxies)
     if primitive is compat.shard_map_p and proxies:
         taken = [proxies_of_shards(body, proxies, params) for body in bodies]
     else:
         taken = [proxies_of_body(body, proxies) for body in bodies]
     # A call that JAX would inline is not a function to a reader: each call is asked about.
     shared = not compat.is_inlined(primitive, params)
+    returns = _returned_by_branches(bodies, proxies) if holder.results == "branches" else ()
     with holder.context(params):
         tapped = [
-            tap_body(session, place, body, operands, part, shared, holder.hoists)
+            tap_body(session, place, body, operands, part, shared, holder.hoists, returns)
             for body, part in zip(bodies, taken, strict=True)
         ]
+    kept, results = None, ()
+    if returns:
+        tapped, kept, results = _agreed(bodies, tapped, taken)
     jaxprs = [one.jaxpr for one in tapped]
     taken = [
         part if one.takes_proxies else NO_PROXIES for part, one in zip(taken, tapped, strict=True)
     ]
-    extra = [(*one.extra, *part.leading) for one, part in zip(tapped, taken, strict=True)]
+    extra = [
+        tuple(map(jax.lax.stop_gradient, given)) if i in holder.constant else given
+        for i, (one, part) in enumerate(zip(tapped, taken, strict=True))
+        for given in [(*one.extra, *part.leading)]
+    ]
     # Only a scan steps along operands, and a scan has one body.
     trailing = taken[0].trailing
     if tapped[0].is_numbered:
@@ -90,7 +114,8 @@ def rebuild(
         jaxprs, united = share(jaxprs, extra)
         extra, places = [united], places[:1]
     all_values = list(values)
-    for operand in _unused(bodies, tapped):
+    constant = [k for i in holder.constant if i < len(bodies) for k in bodies[i].inputs]
+    for operand in _unused(bodies, tapped).union(k for k in constant if k is not None):
         # Its derivative is zero. A loop or branch would add up zeros as large as the array.
         all_values[operand] = jax.lax.stop_gradient(all_values[operand])
     # From the last to the first, so that an insertion does not move the places still to come.
@@ -116,7 +141,94 @@ def rebuild(
         rule = prim_rule(session, place, operands, before)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
-    return Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, foreign)
+    found = Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, foreign)
+    if not results:
+        return found
+    # What all branches return of their operands as it is need not be a result, which XLA copies.
+    first, *others = [compat.open_of(jaxpr) for jaxpr in jaxprs]
+    start, count = len(kept or ()), len(first.outvars)
+    places = {var: i for i, var in enumerate(first.invars)}
+    same = {
+        i: place
+        for i in range(start, count)
+        if type(first.outvars[i]) is not compat.Literal
+        and (place := places.get(first.outvars[i])) is not None
+        and all(one.outvars[i] is one.invars[place] for one in others)
+    }
+    left = [i for i in range(count) if i not in same]
+    new["branches"] = tuple(compat.with_results(jaxpr, left) for jaxpr in jaxprs)
+
+    def returned(values: Sequence[Any]) -> dict[int, ArrayProxy]:
+        known = dict(zip(left, values, strict=True))
+        known |= {i: all_values[1 + place] for i, place in same.items()}
+        leaves = iter([known[i] for i in range(start, count)])
+        return {
+            i: jax.tree.unflatten(tree, [next(leaves) for _ in range(tree.num_leaves)])
+            for i, tree in results
+        }
+
+    return found._replace(params=new, results=kept, returned=returned)
+
+
+def _returned_by_branches(
+    bodies: Sequence[Body], proxies: Mapping[int, ArrayProxy]
+) -> tuple[int, ...]:
+    """Return the results that are views of operands with array proxies in all branches."""
+    found: set[int] | None = None
+    for body in bodies:
+        sources = enumerate(sources_of(body.jaxpr))
+        # Branches that return one operand as it is need no care: see ``forwarded``.
+        views = {
+            i
+            for i, one in sources
+            if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
+        }
+        found = views if found is None else found & views
+    same = {i for i, column in enumerate(zip(*(_inputs_of(body) for body in bodies), strict=True))
+            if column[0] is not None and len(set(column)) == 1}  # fmt: skip
+    return tuple(sorted((found or set()) - same))
+
+
+def _inputs_of(body: Body) -> list[int | None]:
+    """Return for each result of a body the input that it is."""
+    jaxpr = compat.open_of(body.jaxpr)
+    places = {var: i for i, var in enumerate(jaxpr.invars)}
+    return [None if type(x) is compat.Literal else places.get(x) for x in jaxpr.outvars]
+
+
+def _agreed(
+    bodies: Sequence[Body], tapped: Sequence[Tapped], taken: Sequence[BodyProxies]
+) -> tuple[list[Tapped], list[int], list[tuple[int, Any]]]:
+    """Let branches return array proxies where all return one in the same form.
+
+    Returns:
+        The branches, which results they still return as arrays, and the structures of the array
+        proxies that they return after those, with the number of the result.
+    """
+    count = len(compat.open_of(bodies[0].jaxpr).outvars)
+    forms: list[dict[int, tuple[Any, list[int], list[Any]]]] = []
+    for one in tapped:
+        place, avals = count, [var.aval for var in compat.open_of(one.jaxpr).outvars]
+        forms.append({})
+        for i, tree in one.returned.items():
+            places = list(range(place, place + tree.num_leaves))
+            forms[-1][i] = tree, places, [avals[k] for k in places]
+            place += tree.num_leaves
+    first, *others = forms
+    agreed = [
+        i
+        for i, (tree, _, avals) in first.items()
+        if all(i in form and (form[i][0], form[i][2]) == (tree, avals) for form in others)
+    ]
+    kept = [i for i in range(count) if i not in agreed]
+    found = []
+    for body, one, form, part in zip(bodies, tapped, forms, taken, strict=True):
+        results = [*kept, *(k for i in agreed for k in form[i][1])]
+        jaxpr = compat.with_results(one.jaxpr, results)
+        inputs = len(compat.open_of(body.jaxpr).invars)
+        unused = unused_in(compat.open_of(jaxpr), inputs, part)
+        found.append(dataclasses.replace(one, jaxpr=jaxpr, unused=unused))
+    return found, kept, [(i, first[i][0]) for i in agreed]
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:

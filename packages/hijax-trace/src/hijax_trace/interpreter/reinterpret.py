@@ -12,6 +12,7 @@ from .answers import Answers
 from .atoms import carry, forward
 from .frames import Frame
 from .joins import Joins
+from .lacking import note_use, restore_derived
 from .one_pass import Pass
 from .session import Session
 from .tasks import Do, Task
@@ -96,6 +97,9 @@ class Interpreter(Pass):
             forward(frame, eqn)
         if self._carries:
             carry(frame, eqn)
+            if self.session.lacking:
+                restore_derived(self, eqn)
+                note_use(self.session, frame, task)
 
 
 _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {

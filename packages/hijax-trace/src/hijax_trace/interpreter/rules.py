@@ -6,11 +6,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from .. import compat
 from ..dataflow.dataflow import Express
 from ..dataflow.nodes import Unknown
+from ..proxy.array_proxy import Lost
+from ..proxy.carrier import proxy_of
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Operands, Place
 from .hi_prims import Rule, staged_rule
@@ -24,7 +27,8 @@ def stage_again(
     jaxpr: Any,
     consts: Sequence[Any],
     proxies: BodyProxies = NO_PROXIES,
-) -> tuple[Any, list[Any]]:
+    returns: Sequence[int] = (),
+) -> tuple[Any, list[Any], dict[int, Any]]:
     """Stage the re-interpretation of a jaxpr.
 
     Args:
@@ -33,16 +37,19 @@ def stage_again(
         jaxpr: the jaxpr, open or closed.
         consts: the values of its constants.
         proxies: the array proxies that it takes.
+        returns: the results whose array proxies it returns, too, after all results.
 
     Returns:
-        The new open jaxpr and the values of its constants. The body of a loop of known length has
-        one more input, the last: the number of the step.
+        The new open jaxpr, the values of its constants, and the structures of the array proxies
+        that it returns, by result. The body of a loop of known length has one more input, the
+        last: the number of the step.
     """
     jaxpr = compat.open_of(jaxpr)
     own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
     before, after = proxies.avals()
     start, end = len(before), len(before) + len(own)
     number = [compat.typeof(np.int32(0))] if frame.length else []
+    returned: dict[int, Any] = {}
 
     def flat(*args: Any) -> list[Any]:
         if number:
@@ -50,11 +57,20 @@ def stage_again(
         for i, proxy in proxies.inside(args[:start], args[end:]).items():
             frame.proxies[jaxpr.invars[i]] = proxy
         try:
-            return session.reinterpret(frame, jaxpr, [*consts, *args[start:end]])
+            results = session.reinterpret(frame, jaxpr, [*consts, *args[start:end]])
         finally:
             frame.index = None  # a tracer of the trace that ends here
+        for i in returns:
+            atom = jaxpr.outvars[i]
+            held = None if type(atom) is compat.Literal else proxy_of(frame.proxies.get(atom))
+            if held is not None and not isinstance(held, Lost):
+                leaves, returned[i] = jax.tree.flatten(held)
+                results = [*results, *leaves]
+        return results
 
-    return compat.stage(flat, [*before, *own, *after, *number], jaxpr.debug_info)
+    info = jaxpr.debug_info._replace(result_paths=None) if returns else jaxpr.debug_info
+    new, constants = compat.stage(flat, [*before, *own, *after, *number], info)
+    return new, constants, returned
 
 
 class CustomRule(NamedTuple):
@@ -103,9 +119,11 @@ def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_lat
     before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
     places = [i - before + first for i in range(len(opened.invars))]
     known = [k if first <= k < len(custom.operands.avals) else None for k in places]
-    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later)
+    # Its tangents come last.
+    linear = frozenset(i for i, k in enumerate(places) if k >= len(custom.operands.avals))
+    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later, linear)
     counting = session.counting(custom.numbers.copy())
-    return (*stage_again(counting, inner, jaxpr, consts), *rest)
+    return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
 
 
 def _rule_frame(
@@ -115,8 +133,9 @@ def _rule_frame(
     sources: Sequence[int | None],
     consts: Sequence[Any],
     is_later: bool = True,
+    linear: frozenset[int] = frozenset(),
 ) -> Frame:
-    """Return the frame of a derivative rule."""
+    """Return the frame of a derivative rule that is linear in some of its inputs."""
 
     def express(var: Any, source: int | None) -> Express:
         if source is None or operands.expressions is None:
@@ -127,6 +146,7 @@ def _rule_frame(
         jaxpr,
         [None if k is None else operands.origins[k] for k in sources],
         {},
+        linear=linear,
         expressions=list(map(express, jaxpr.invars, sources)),
         consts=consts,
         is_rule=True,

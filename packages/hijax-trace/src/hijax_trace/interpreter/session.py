@@ -128,6 +128,9 @@ class Session:
         asked: operations whose handlers were asked early: how many equations the program had
             then, and the operation's key and number.
         kept: what was made of each program that meets a derivative; see ``staging.kept``.
+        lacking: the pytree paths of inputs of which nothing is stored; see ``lacking``.
+        uses_of_lacking: the operations that take values of such inputs: the id, whether a handler
+            knows it by that, and the expression of the value.
     """
 
     def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
@@ -139,6 +142,8 @@ class Session:
         self.origin: Callable[[int], Origin] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
         self.kept: dict[Any, Any] = {}
+        self.lacking: frozenset[str] = frozenset()
+        self.uses_of_lacking: list[tuple[str, bool, Any]] = []
 
     @property
     def interceptor(self) -> Interceptor:
@@ -176,6 +181,7 @@ class Session:
         """Return a session with other numbers, for a derivative rule."""
         session = Session(self.tapping, numbers)
         session.kept = self.kept
+        session.lacking, session.uses_of_lacking = self.lacking, self.uses_of_lacking
         return session
 
     def finish(self) -> None:

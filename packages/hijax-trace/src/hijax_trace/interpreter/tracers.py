@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
+from interception_core.engine_api import is_transposing
 
 from .. import compat
 from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
-from ..dataflow.nodes import Part, Unknown
+from ..dataflow.nodes import Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.follow import follow
 from .frames import Metadata
@@ -165,7 +166,11 @@ class Tracers:
             return None
         avals = [out.aval for out in eqn.outvars]
         how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
-        return follow(*how, avals, lambda i: False)[eqn.outvars.index(var)]
+
+        def uniform(i: int) -> frozenset[int]:
+            return uniform_axes(self.expression(eqn.in_tracers[i]))
+
+        return follow(*how, avals, lambda i: False, uniform)[eqn.outvars.index(var)]
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()
@@ -262,4 +267,13 @@ class KnownTracers(NamedTuple):
 
     def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
         """Return whether it is surely an activation."""
+        return False
+
+    def is_linear(self, index: int) -> bool:
+        """Return whether the operation must be linear in it."""
+        value = self.values[index]
+        while value is not None:
+            if isinstance(value, compat.Tracer) and is_transposing(compat.trace_of(value)):
+                return True
+            value = (compat.inner_value(value) or (None,))[0]
         return False

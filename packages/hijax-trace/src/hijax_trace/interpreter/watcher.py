@@ -14,7 +14,7 @@ from .. import compat
 from ..staging.kept import can_keep, keep, keeps
 from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
 from ..staging.marker import key_of
-from ..staging.packed import NUMBERS, NUMPY, Packed, is_plain
+from ..staging.packed import NUMBERS, NUMPY, Packed, is_iterator, is_plain
 from ..staging.repeated import appended
 from .early import Early
 from .session import Session
@@ -73,7 +73,7 @@ class Watcher:
                 found = self._staged(call, packed)
                 if can_keep(found):
                     return found.results.build(keep(found, packed.arrays))
-        if any(map(unknown_ahead, jax.tree.leaves((args, kwargs)))):
+        if any(map(unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
 

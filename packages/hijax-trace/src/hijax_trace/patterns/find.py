@@ -98,6 +98,8 @@ class _Walk:
             return self._inside(body, operands) if contractions(eqn) < _MANY else nothing
         if eqn.primitive.name == "dot_general":
             return [self._contraction(eqn, operands)]
+        if tracked and any(compat.is_symbolic(x.aval) for x in (*eqn.invars, *eqn.outvars)):
+            return nothing
         if not tracked:
             return [_operation(eqn, operands, i) for i in range(len(eqn.outvars))]
         value = follow(eqn, operands)  # type: ignore[arg-type]
@@ -133,6 +135,9 @@ class _Walk:
     def _contraction(self, eqn: Any, operands: Sequence[Value]) -> Value:
         (aval,), dims = (var.aval for var in eqn.outvars), eqn.params["dimension_numbers"]
         if not all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars):
+            return None
+        # Labels are told apart by their sizes, and symbolic ones can't be compared.
+        if any(compat.is_symbolic(x.aval) for x in (*eqn.invars, *eqn.outvars)):
             return None
         tracked = [side for side in (0, 1) if isinstance(operands[side], Tracked)]
         if not tracked:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from interception_core import JaxtapError
 
 from .front import leading
 from .move import Move, MoveError
@@ -20,7 +23,47 @@ from .shards import Shards, sliced
 from .updates import UPDATES, Update, axes_of, written
 
 
-class ArrayProxy(abc.ABC):
+class OutsideError(JaxtapError, TypeError):
+    """An array proxy was computed with where no wrapped function runs."""
+
+
+_OPERATORS = (
+    *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
+    *("and", "or", "xor", "lshift", "rshift", "divmod"),
+)
+_UNARY = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")
+
+
+class _Operators:
+    """The operators of an array. Those of an array proxy say what to do instead."""
+
+    def __jax_array__(self) -> Any:
+        """Raise: functions of JAX outside of a wrapped function call this."""
+        raise _outside(self)
+
+
+def _outside(proxy: Any) -> OutsideError:
+    kind = type(proxy).__name__
+    return OutsideError(
+        f"A {kind} of shape {proxy.shape} must be an argument of a function that TraceEngine "
+        "wraps, such as plan.apply(fn), to be computed with; got it in a function that is not "
+        "wrapped. Wrap that function, or compute with the array that restore() returns."
+    )
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operator(self: Any, *_: Any) -> Any:
+        raise _outside(self)
+
+    operator.__name__ = operator.__qualname__ = f"__{name}__"
+    return operator
+
+
+for _name in (*_OPERATORS, *(f"r{name}" for name in _OPERATORS), *_UNARY):
+    setattr(_Operators, f"__{_name}__", _operator(_name))
+
+
+class ArrayProxy(_Operators, abc.ABC):
     """Base class of pytrees that stand for one array.
 
     An argument of a function wrapped by TraceEngine may hold proxies where the function expects
@@ -36,11 +79,25 @@ class ArrayProxy(abc.ABC):
         dtype: the dtype of the array.
         is_carried: whether the proxy also goes where the program writes to the array, carries it
             through loops and returns it: see ``encode``.
+        is_trained: whether programs differentiate by its arrays. A function with custom derivative
+            rules then gets the array that the proxy restores: its rules return a cotangent for
+            that, and none for the proxy's arrays.
     """
 
     is_carried: ClassVar[bool] = False
+    is_trained: ClassVar[bool] = False
     shape: tuple[int, ...]
     dtype: np.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Return the number of the array's axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Return the number of the array's elements."""
+        return math.prod(self.shape)
 
     @abc.abstractmethod
     def restore(self) -> jax.Array:
@@ -235,7 +292,7 @@ class ArrayProxy(abc.ABC):
         """
         return None
 
-    def left(self, why: str) -> None:  # noqa: B027
+    def left(self, why: str) -> None:
         """Learn why the program continues with the array.
 
         Args:

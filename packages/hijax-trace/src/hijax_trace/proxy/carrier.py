@@ -7,10 +7,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from interception_core import JaxtapError
+
 from .array_proxy import ArrayProxy, Lost
+
+
+class NotStoredError(JaxtapError):
+    """A program needs an input of which only derived values are stored.
+
+    Attributes:
+        op_id: the operation that needs it.
+        paths: the pytree paths of such inputs.
+        met: the value that the operation needs, in words.
+    """
+
+    def __init__(self, op_id: str, paths: Sequence[str], met: str):
+        self.op_id, self.paths, self.met = op_id, tuple(paths), met
+        super().__init__(
+            f"{op_id} must use values of {' and '.join(paths)} that are stored, got {met}, and "
+            "only other values computed from it are stored. Call the program as it was planned, "
+            "or plan for this call."
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -44,10 +63,13 @@ class Carrier(ArrayProxy):
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
 
     def restore(self) -> jax.Array:
-        """Return the input, or NaNs if nothing of it is stored."""
+        """Return the input.
+
+        Raises:
+            NotStoredError: nothing of it is stored.
+        """
         if self.own is None:
-            # A use that a plan did not expect must show in the results.
-            return jnp.full(self.shape, jnp.nan, self.dtype)
+            raise NotStoredError("An operation", ["a parameter"], "the parameter")
         return self.own.restore() if isinstance(self.own, ArrayProxy) else self.own
 
     def inside(self) -> Carrier:

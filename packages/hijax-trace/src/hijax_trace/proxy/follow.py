@@ -10,7 +10,7 @@ import numpy as np
 
 from .array_proxy import ArrayProxy, Lost, is_proxy
 from .move import MoveError
-from .moves import MOVES, SAME, data_of
+from .moves import MOVES, SAME, data_of, narrowed
 from .placing import placed
 
 
@@ -21,6 +21,7 @@ def follow(
     held: Sequence[ArrayProxy | None],
     avals: Sequence[Any],
     is_known_zero: Callable[[int], bool],
+    uniform: Callable[[int], frozenset[int]],
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
 
@@ -31,6 +32,7 @@ def follow(
         held: the proxy of each operand, or None.
         avals: the types of its results.
         is_known_zero: whether the operand of a number is known to be all zeros.
+        uniform: the axes along which the elements of that operand are known to be equal.
 
     Returns:
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
@@ -52,6 +54,8 @@ def follow(
             for i, value in enumerate(values):
                 if operands[i] is value and is_known_zero(i):
                     operands[i] = np.zeros(np.shape(value), value.dtype)
+        if primitive == "select_n":
+            operands[0] = narrowed(values[0], uniform(0))
         try:
             return list(moved[0].moved(primitive, params, operands))
         except MoveError as error:

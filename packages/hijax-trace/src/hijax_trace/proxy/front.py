@@ -10,6 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from .move import Move, MoveError, numbers_of
 
 
@@ -30,6 +33,8 @@ def leading(how: Move, count: int) -> Move:
     operands = how.operands
     if how.primitive == "dynamic_slice":
         operands = operands[: 1 + count]
+    if how.primitive == "select_n" and np.ndim(operands[0]):
+        operands = [jnp.reshape(operands[0], operands[0].shape[:count]), *operands[1:]]
     shapes = [shape[:count] for shape in how.shapes]
     tiles = {axis: tile for axis, tile in how.tiles.items() if axis < count}
     params = {**how.params, **params}
@@ -105,6 +110,12 @@ def _leading_reps(how: Move, count: int) -> dict[str, Any] | None:
     return {"reps": reps[:count]} if all(n == 1 for n in reps[count:]) else None
 
 
+def _leading_select(how: Move, count: int) -> dict[str, Any] | None:
+    # Zeros have no known form after the first axes.
+    alike = len(how.data) == len(how.operands) - 1
+    return {} if alike and all(n == 1 for n in np.shape(how.operands[0])[count:]) else None
+
+
 _LEADING: dict[str, Callable[[Move, int], dict[str, Any] | None]] = {
     "broadcast_in_dim": _leading_broadcast,
     "concatenate": _first("dimension"),
@@ -112,6 +123,7 @@ _LEADING: dict[str, Callable[[Move, int], dict[str, Any] | None]] = {
     "dynamic_slice": _leading_dynamic_slice,
     "gather": _leading_gather,
     "reshape": _leading_reshape,
+    "select_n": _leading_select,
     "rev": _leading_dimensions,
     "slice": _leading_slice,
     "split": _first("axis"),

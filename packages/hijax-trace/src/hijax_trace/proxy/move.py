@@ -24,7 +24,8 @@ class Move(NamedTuple):
     Attributes:
         primitive: the name of its primitive.
         params: its parameters.
-        operands: its operands. Arrays known to be zero are NumPy arrays.
+        operands: its operands. Arrays known to be zero are NumPy arrays. The mask of ``select_n``
+            has one element along the axes where all of them are known to be equal.
         data: the numbers of the operands that are moved. The others are indices, masks, padding.
         shapes: the shapes of the operands that are moved.
         tiles: by axis, the number of elements of a tile, for axes whose last tile is shorter.

@@ -8,7 +8,8 @@ factor, stay last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -167,19 +168,49 @@ def _pad(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
     return [lax.pad(x, jnp.asarray(zero, x.dtype), config)]
 
 
+def narrowed(mask: Any, uniform: Set[int]) -> Any:
+    """Return a mask with one element along the axes where all of them are equal."""
+    if not np.ndim(mask) or not uniform:
+        return mask
+    sizes = [min(n, 1) if axis in uniform else n for axis, n in enumerate(mask.shape)]
+    return mask if list(mask.shape) == sizes else lax.slice(mask, [0] * len(sizes), sizes)
+
+
 def _select(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
     which, *cases = how.operands
-    if len(arrays) > 1 or not all(
-        is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data
+    if not all(is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data):
+        raise MoveError("select_n of a weight and something that is neither a weight nor zero")
+    if len(arrays) == 1 and not is_whole:
+        return [arrays[0]]
+    rank, rest = len(how.shape), rest_of(how, arrays[0])
+    mask = jnp.reshape(which, (1,) * rank) if np.ndim(which) == 0 else which
+    sizes = [max(x.shape[axis] for x in arrays) for axis in range(rank)]
+    # Where the mask differs, each element needs a separate scale.
+    sizes = [n if m == 1 else full for n, m, full in zip(sizes, mask.shape, how.shape, strict=True)]
+    if sizes == list(how.shape) and any(
+        math.prod(x.shape[:rank]) * 2 <= math.prod(sizes) for x in arrays
     ):
-        raise MoveError("select_n of anything but one value and zeros")
-    (x,) = arrays
-    if not is_whole:
-        return [x]
-    others = jnp.full_like(x, zero)
-    return [
-        lax.select_n(which, *(x if i in how.data else others for i in range(1, len(cases) + 1)))
-    ]
+        raise MoveError("select_n element by element, of elements that share scales")
+    wide = {i: _spread(how, x, sizes) for i, x in zip(how.data, arrays, strict=True)}
+    full = (*sizes, *(arrays[0].shape[axis] for axis in rest))
+    mask = lax.broadcast_in_dim(mask, full, range(rank))
+    zeros = jnp.full(full, zero, arrays[0].dtype)
+    return [lax.select_n(mask, *(wide.get(i, zeros) for i in range(1, len(cases) + 1)))]
+
+
+def _spread(how: Move, x: jax.Array, sizes: Sequence[int]) -> jax.Array:
+    """Repeat scales along axes where there must be more of them."""
+    for axis, size in enumerate(sizes):
+        count, full = x.shape[axis], how.shape[axis]
+        if count == size:
+            continue
+        if size == full:
+            x = lax.slice_in_dim(jnp.repeat(x, tile_of(how, x, axis), axis), 0, size, axis=axis)
+        elif size % count or full % size or axis in how.tiles:
+            raise MoveError(f"select_n of {count} and {size} scales along axis {axis}")
+        else:
+            x = jnp.repeat(x, size // count, axis)
+    return x
 
 
 def is_zero(value: Any) -> bool:

@@ -39,9 +39,12 @@ class Function:
 
     Attributes:
         program: the program that it is made of.
-        levels: the maps around the program, outermost first.
+        levels: the maps around the program, outermost first, with the axes of its arguments.
         places: for each argument of the program, the number of this function's argument that it
             is; None if it is not an argument.
+        linear: the numbers of the program's arguments that a transpose is by.
+        first_linear: the number of the argument from which on it is linear in all; None if it is
+            not linear.
         key: equal for equal functions.
         base: the function that it is a derivative of, if it takes the same arguments first.
         is_derived: whether it returns derivatives, not the program's results.
@@ -51,6 +54,8 @@ class Function:
     program: Program
     levels: Sequence[Level] = ()
     places: list[int | None]
+    linear: frozenset[int] = frozenset()
+    first_linear: int | None = None
     key: Hashable
     base: Base | None = None
     is_derived = False
@@ -152,9 +157,11 @@ class Batched(Function):
         outs = [compat.batch_type(level.axis, 0, aval) for aval in inner.out_avals]
         super().__init__(ins, outs)
         self._inner, self._level = inner, level
-        self.program, self.places = inner.program, inner.places
-        self.levels = [level, *inner.levels]
+        self.program, self.places, self.linear = inner.program, inner.places, inner.linear
+        own = tuple(None if place is None else level.ins[place] for place in inner.places)
+        self.levels = [level._replace(ins=own), *inner.levels]
         self.is_derived, self.is_backward = inner.is_derived, inner.is_backward
+        self.first_linear = inner.first_linear
         self.key = self._key(inner.key, level.ins)
         if (base := inner.base) is not None:
             ins = level.ins[: base.count]
@@ -218,6 +225,7 @@ class Derivative(Function):
         super().__init__([*inner.in_avals, *more], out_avals)
         self.inner, self.nonzero, self.results = inner, tuple(nonzero), tuple(results)
         self.program, self.levels, self.places = inner.program, inner.levels, inner.places
+        self.linear, self.first_linear = inner.linear, len(inner.in_avals)
         self.key = type(self), inner.key, self.nonzero, self.results
         self.base = Base(inner.key, len(inner.in_avals))
 
@@ -312,19 +320,22 @@ class Transposed(Function):
         cotangents = [compat.cotangent_type(inner.out_avals[i]) for i in given]
         outs = [compat.cotangent_type(inner.in_avals[i]) for i in linear]
         super().__init__([*(inner.in_avals[i] for i in known), *cotangents], outs)
-        self._inner, self._known = inner, known
+        self._inner, self._known, self.first_linear = inner, known, len(known)
         self._linear, self._given = tuple(linear), tuple(given)
         self.program, self.levels = inner.program, inner.levels
         self.places = [known.index(i) if i in known else None for i in inner.places]
+        own = (i for i, place in enumerate(inner.places) if place in self._linear)
+        self.linear = inner.linear.union(own)
         self.key = "transposed", inner.key, self._linear, self._given
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
         """Return the cotangents."""
         known = dict(zip(self._known, values, strict=False))
+        held = {i: proxies[k] for k, i in enumerate(self._known) if k in proxies}
 
         def fn(*given: Any) -> list[Any]:
             whole = {**known, **dict(zip(self._linear, given, strict=True))}
-            found = self._inner.run(run, [whole[i] for i in range(len(whole))], {})
+            found = self._inner.run(run, [whole[i] for i in range(len(whole))], held)
             return [found[i] for i in self._given]
 
         types = [self._inner.in_avals[i] for i in self._linear]

@@ -1,4 +1,4 @@
-"""Kept: operations that meet a derivative in a nested function.
+"""Kept: operations that meet a derivative in a nested function, or a transpose.
 
 JAX takes the derivative while it traces the part, and stages only the derivative's operations. A
 handler is to be asked about the operation before that, and can't be asked yet: where the operands
@@ -32,9 +32,12 @@ def keeps(trace: Any, program: Any) -> bool:
     # Forward and backward would each compute the operation, with its collectives.
     if jax.sharding.get_abstract_mesh().manual_axes:
         return False
-    staging = compat.derivative_above_staging(trace)
+    staging, transposes = compat.derivative_above_staging(trace)
     # A settled operation is the result of an engine inside, not a part of the program.
-    return staging is not None and staging is not program and not is_settled()
+    if staging is None or is_settled():
+        return False
+    # JAX transposes what it traces here, and a handler's result has no transpose.
+    return transposes or staging is not program
 
 
 def can_keep(call: Staged) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,7 +26,6 @@ class Packed:
         kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
             arguments, but may be constants of an operation, such as a convolution's padding.
             Python numbers count among results alone.
-        also: another such type, of the caller's own.
 
     Attributes:
         arrays: the arrays.
@@ -36,8 +35,28 @@ class Packed:
 
     __slots__ = ("_first", "_places", "arrays", "rest", "treedef")
 
-    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY, also: type | None = None):
+    def __init__(self, tree: Any, kinds: tuple[type, ...] = NUMPY):
         leaves, self.treedef = jax.tree.flatten(tree)
+        self._fill(leaves, kinds)
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Any], treedef: Any, also: type) -> Packed:
+        """Return a pytree of these leaves, taken apart without being built.
+
+        Args:
+            leaves: its leaves.
+            treedef: its structure.
+            also: another type that counts as an array, which the classes of the pytree need not
+                take.
+        """
+        self = cls.__new__(cls)
+        self.treedef = treedef
+        self._fill(leaves, NUMPY, also)
+        return self
+
+    def _fill(
+        self, leaves: Sequence[Any], kinds: tuple[type, ...], also: type | None = None
+    ) -> None:
         self.arrays: list[Any] = []
         self.rest: list[Any] = []
         self._places: list[int | None] = []
@@ -89,6 +108,14 @@ def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:
         return True
     leaves = jax.tree.leaves((args, kwargs), is_leaf=_is_object)
     return all(_is_array(leaf, ()) or _is_constant(leaf) for leaf in leaves)
+
+
+def is_iterator(node: Any) -> bool:
+    """Return whether a pytree's node is an iterator, for ``is_leaf``.
+
+    JAX warns of an iterator that it takes for a leaf without being told.
+    """
+    return isinstance(node, Iterator)
 
 
 def _is_object(node: Any) -> bool:

@@ -11,6 +11,7 @@ from .. import compat
 from ..dataflow.holders import CUSTOM_CALLS, holder_of
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.follow import follow
+from ..proxy.form import form_of
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
 from ..proxy.placing import PLACES, placed
@@ -18,7 +19,6 @@ from ..proxy.updates import UPDATES
 from ..staging.mapped import map_call, mapped_in, staged
 from ..staging.marker import marker_of
 from . import loops
-from .form import form_of
 from .restage import Restaged, Restaging
 from .restoring import stage_restoring
 
@@ -153,7 +153,8 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
             return None
     held = [operand if is_proxy(operand) else None for operand in operands]
     avals = [var.aval for var in eqn.outvars]
-    found = follow(name, eqn.params, operands, held, avals, lambda i: False)
+    nothing = (lambda i: False), (lambda i: frozenset[int]())
+    found = follow(name, eqn.params, operands, held, avals, *nothing)
     proxy = next((one for one in found if one is not None), None)
     if isinstance(proxy, Lost):
         next(one for one in held if one is not None).left(proxy.why)

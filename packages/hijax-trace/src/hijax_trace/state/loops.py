@@ -14,7 +14,7 @@ from jax import lax
 
 from .. import compat
 from ..proxy.array_proxy import Lost, is_proxy
-from .form import form_of
+from ..proxy.form import form_of
 from .restoring import stage_restoring
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..errors import TargetError
+from ..frames import hides_frames
 from ..interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
 from .coroutines import disguised, run_in
@@ -72,6 +73,7 @@ class PatchEngine:
             )
         taps = Taps(interceptor, disable_jit=self.disable_jit)
 
+        @hides_frames
         def call(*args: P.args, **kwargs: P.kwargs) -> Any:
             if taps.holds():
                 return fn(*args, **kwargs)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
+import jax
+
 from .. import _compat
 from ..errors import TargetError, unknown_name
 from ..interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
@@ -33,16 +35,33 @@ class Site:
         subject: the callable itself.
         level: "function" or "primitive".
         name: the target that it was first found by.
+        reads: whether it reads an iterable argument to its end. Functions of JAX and flax do;
+            others may take from an iterator, and leave the rest to their caller.
+        takes_arrays: whether it is a function of JAX, which takes any object for the array that
+            its ``__jax_array__`` returns.
         tap: a function that replaces it as an attribute.
         patches: the patches that tap it for all callers.
     """
 
-    __slots__ = ("__weakref__", "_attributes", "level", "name", "patches", "subject", "tap")
+    __slots__ = (
+        "__weakref__",
+        "_attributes",
+        "level",
+        "name",
+        "patches",
+        "reads",
+        "subject",
+        "takes_arrays",
+        "tap",
+    )
 
     def __init__(self, subject: Any, name: str, original: Callable, run: Dispatch):
         self.subject = subject
         self.name = name
         self.level = "primitive" if isinstance(subject, _compat.Primitive) else "function"
+        home = str(getattr(subject, "__module__", None)).partition(".")[0]
+        self.reads = self.level == "function" and _reads(subject)
+        self.takes_arrays = self.level == "function" and home == "jax"
         self.tap = tap_function(original, original, run, self)
         self.patches: tuple[Patch, ...] = ()
         self._attributes: dict[tuple[int, str], AttributePatch] = {}
@@ -56,6 +75,16 @@ class Site:
 
     def __repr__(self) -> str:
         return f"<site {self.name}>"
+
+
+def _reads(subject: Any) -> bool:
+    if isinstance(subject, _compat.PjitFunction):
+        subject = _compat.traced_function(subject)
+    elif isinstance(subject, jax.custom_jvp):
+        subject = subject.fun
+    module = getattr(subject, "__globals__", {}).get("__name__", "")
+    is_method = "." in getattr(subject, "__qualname__", "")
+    return module.split(".")[0] in ("jax", "flax") and not is_method
 
 
 class CallSites(dict[int, Site]):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .ops import Op
+from interception_core import OpCall
+
+from .ops import Op, Passage
 
 WEIGHT, ACTIVATION, INSIDE, CONSTANT = "weight", "activation", "inside", "constant"
 
@@ -25,6 +26,7 @@ class Fact:
         channels: of what a contraction of a parameter has made, the axes that are the parameter's
             channels, in its order.
         path: of what is computed from one parameter alone, the parameter's pytree path.
+        is_part: whether it is a part of the tensor.
     """
 
     role: str
@@ -32,6 +34,7 @@ class Fact:
     begin: str | None = None
     channels: tuple[int, ...] = ()
     path: str | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Use:
         scalar: its value, if it is a constant number.
         channels: see ``Fact``.
         path: see ``Fact``.
+        is_part: see ``Fact``.
     """
 
     slot: int | str
@@ -57,6 +61,7 @@ class Use:
     scalar: float | None = None
     channels: tuple[int, ...] = ()
     path: str | None = None
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,17 +102,38 @@ class Node:
 
 
 @dataclass
+class Calls:
+    """The tapped calls of a program, also those of parameters alone.
+
+    Attributes:
+        places: by op id, in the program's order: the module path and the name. Without views.
+        functions: the targets that were called and are functions: what they consist of has no
+            numbers.
+    """
+
+    places: dict[str, tuple[str, str]] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
+
+    def add(self, op: Op, call: OpCall) -> None:
+        """Note a call. A second visit changes nothing."""
+        if not op.is_primitive:
+            self.functions.add(op.target)
+        # Programs that are written out alone have marks where values are joined.
+        if op.kind not in (Passage.JOINED, Passage.VIEW):
+            self.places.setdefault(call.op_id, (call.module_path, call.op_name))
+
+
+@dataclass
 class Graph:
     """The operations in their order, and who reads each tensor.
 
     Attributes:
         nodes: by op id.
-        functions: the targets that were called and are functions, also those of parameters
-            alone: what they consist of has no numbers.
+        calls: see ``Calls``.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    functions: set[str] = field(default_factory=set)
+    calls: Calls = field(default_factory=lambda: Calls())
 
     def add(self, node: Node) -> None:
         """Add an operation. A second visit replaces the first."""
@@ -121,29 +147,3 @@ class Graph:
                 if use.tensor is not None:
                     found.setdefault(use.tensor, []).append((node, use))
         return found
-
-
-def rolled(key: str) -> str:
-    """Return the op id in the rolled loop of an operation of a step.
-
-    There it has the label of its innermost loop or branch, behind all scopes.
-    """
-    *scopes, name = key.split("/")
-    steps = [scope for scope in scopes if _STEP.search(scope)]
-    if not steps:
-        return key
-    others = [scope for scope in scopes if not _STEP.search(scope)]
-    if others and _LABEL.fullmatch(others[-1]):
-        return "/".join([*others, name])
-    return "/".join([*others, _STEP.sub("", steps[-1]), name])
-
-
-def steps_in(key: str) -> tuple[int, ...]:
-    """Return the numbers of the written-out steps around an operation."""
-    found = (_STEP.search(scope) for scope in key.split("/"))
-    numbers = (one.group()[1:-1] for one in found if one is not None)
-    return tuple(int(number) for number in numbers if number != "if")
-
-
-_STEP = re.compile(r"(?<=\))\[(\d+|if)\]$")
-_LABEL = re.compile(r"(cond|switch|while|scan|map|fori_loop)\(.*\)")

@@ -17,7 +17,7 @@ from .._compat import is_mapped
 from ..errors import OdmlError
 from ..trees import is_array, split
 from .channels import channels_of, output_channels
-from .graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Fact, Graph, Node, Use
+from .graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Calls, Fact, Graph, Node, Use
 from .module_calls import bracketed, model_output
 from .ops import MARKS, RANDOM, Op, Passage, Scales, is_float, methods, ops
 from .vmapped import lifted
@@ -37,8 +37,33 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
         kwargs: keyword arguments.
     """
     graph = Graph()
-    visitor = _Visitor(graph, params, getattr(engine, "follows_values", False))
-    handlers = {target: functools.partial(visitor.visit, op) for target, op in ops().items()}
+    visitor = _Visitor(graph, params, keeps_loops(engine))
+    _visit(engine, fn, visitor.visit, args, kwargs)
+    return graph
+
+
+def calls_of(engine: Engine, fn: Callable[..., Any], args: Any, kwargs: Any) -> Calls:
+    """Return the tapped calls of ``fn(*args, **kwargs)``. Nothing is run. See ``survey``."""
+    found = Calls()
+
+    def visit(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        if op.kind is Passage.NAME:
+            return NotImplemented
+        found.add(op, call)
+        return call.proceed(*args, **kwargs)
+
+    _visit(engine, fn, visit, args, kwargs)
+    return found
+
+
+def keeps_loops(engine: Engine) -> bool:
+    """Return whether loops stay loops in what an engine taps; or run step by step, JIT off."""
+    return getattr(engine, "follows_values", False)
+
+
+def _visit(engine: Engine, fn: Callable[..., Any], visit: Any, args: Any, kwargs: Any) -> None:
+    """Run a program on abstract values, and show every tapped call to a handler."""
+    handlers = {target: functools.partial(visit, op) for target, op in ops().items()}
     wrapped = engine.wrap(prepared(fn), Interceptor(handlers))
     arrays, rebuild = split((args, kwargs))
 
@@ -47,7 +72,6 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
         wrapped(*args, **kwargs)
 
     jax.eval_shape(run, arrays)
-    return graph
 
 
 def prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,8 +99,7 @@ class _Visitor:
         """Handle one operation."""
         if op.kind is Passage.NAME:
             return NotImplemented
-        if not op.is_primitive:
-            self._graph.functions.add(op.target)
+        self._graph.calls.add(op, call)
         if op.name in RANDOM:
             out = call.proceed(*args, **kwargs)
             _attach(call, out, Fact(CONSTANT))
@@ -125,10 +148,7 @@ class _Visitor:
         """Take an operation on activations."""
         active = next((f for _, f, _ in operands if f is not None and f.role == ACTIVATION), None)
         first = jax.tree.leaves(out)[0]
-        if op.kind is Passage.LOOP:
-            # As in the rolled loop: one tensor for all steps, which is made in none of them.
-            _attach(call, out, Fact(ACTIVATION))
-        elif op.kind is Passage.BEGIN and active is not None:
+        if op.kind is Passage.BEGIN and active is not None:
             fact = inside or Fact(INSIDE, active.tensor, call.op_id, active.channels)
             _attach(call, out, fact)
         elif op.kind is Passage.VIEW:
@@ -137,7 +157,8 @@ class _Visitor:
             elif active is not None:
                 before = next(value for _, fact, value in operands if fact is active)
                 channels = _moved(active.channels, call, before, first)
-                _attach(call, out, Fact(ACTIVATION, active.tensor, channels=channels))
+                part = active.is_part or first.size < before.size
+                _attach(call, out, Fact(ACTIVATION, active.tensor, None, channels, None, part))
         else:
             begin = None
             if inside is not None:
@@ -246,5 +267,8 @@ def _use(slot: int | str, fact: Fact | None, value: Any) -> Use:
     scalar = None
     if fact is None and not isinstance(value, jax.core.Tracer) and np.size(value) == 1:
         scalar = float(np.asarray(value, np.float64).reshape(()))
-    channels, path = ((), None) if fact is None else (fact.channels, fact.path)
-    return Use(slot, role, tensor, tuple(value.shape), str(value.dtype), scalar, channels, path)
+    shape, dtype = tuple(value.shape), str(value.dtype)
+    if fact is None:
+        return Use(slot, role, tensor, shape, dtype, scalar)
+    known = fact.channels, fact.path, fact.is_part
+    return Use(slot, role, tensor, shape, dtype, scalar, *known)

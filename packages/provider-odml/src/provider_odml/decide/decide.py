@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..capture.graph import ACTIVATION, Graph, Node
 from ..capture.ops import NoKernel, Passage, Scales
@@ -34,6 +34,9 @@ class Options:
     strict: bool = True
 
 
+_AT_THE_INPUTS_SCALE = frozenset({Scales.CLAMP, Scales.PICK, Scales.AVERAGE, Scales.LOOKUP})
+
+
 def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
     """Return where the tensors of a program are quantized.
 
@@ -49,7 +52,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
         decisions,
         decider.placed.sites,
         tuple(rules),
-        frozenset(graph.functions),
+        graph.calls,
         (*decider.problems, *idle),
     )
 
@@ -97,7 +100,12 @@ class _Decider:
         fused = self._fusion.into(node)
         inputs = self._inputs.of(node, rule, fused)
         head = self._fusion.join(node, rule, fused)
-        return Decision(node, index, inputs, self._outputs.of(node, rule), fused=fused, head=head)
+        reads = self._inputs.scale_of_product(node, inputs)
+        output = self._outputs.of(node, rule)
+        if output is not None:
+            # What is joined has the scale of the output, which may be that of its reader.
+            inputs = {slot: _at(use, node.op_id, output.site) for slot, use in inputs.items()}
+        return Decision(node, index, inputs, output, fused=fused, head=head, reads=reads)
 
     def _weights_alone(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
         """An operation whose rule has no static range: contractions alone have more."""
@@ -139,7 +147,12 @@ class _Decider:
         if rule.act_qtype == "int16":
             output = SiteUse(self.placed.add_output(node, rule), observe=True)
             return Decision(node, index, inputs, output, is_float=True, reason=NO_INT16)
-        self.placed.made[node.op_id] = "", "int8"
+        kinds = {reader.op.kind for reader, _ in self.program.readers.get(node.op_id, ())}
+        if kinds & _AT_THE_INPUTS_SCALE:
+            # Whose output has the scale of a site.
+            output = SiteUse(self.placed.add_output(node, rule), observe=True)
+            return Decision(node, index, inputs, output)
+        self.placed.made[node.op_id] = f"{node.op_id}#0", "int8"
         return Decision(node, index, inputs)
 
     def _float(self, node: Node, index: int | None) -> Decision:
@@ -158,3 +171,8 @@ class _Decider:
             inputs |= self._inputs.weights(node, rule)
         output = SiteUse(self.placed.add_output(node, rule), observe=True)
         return Decision(node, index, inputs, output, is_float=True, reason=why)
+
+
+def _at(use: Quantize, old: str, new: str) -> Quantize:
+    """Return how an operand is quantized, at another site instead of one."""
+    return replace(use, site=new) if isinstance(use, SiteUse) and use.site == old else use

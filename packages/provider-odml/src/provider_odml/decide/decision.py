@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..capture.graph import Node
+from ..capture.graph import Calls, Node
 from .rules import OdmlRule
 
 
@@ -54,11 +54,13 @@ class SiteUse:
         observe: whether what is quantized here is what the range is about.
         device_only: whether training does nothing here: the value is on the grid anyhow, or
             gets there in the next operation.
+        is_part: whether what is quantized is a part of a tensor that others may read, too.
     """
 
     site: str
     observe: bool = False
     device_only: bool = False
+    is_part: bool = False
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ class Decision:
         reason: why it stays float, if a rule is about it.
         fused: whether it is a part of the contraction before it.
         head: that contraction's op id, where it is an affine function of the contraction's output.
+        reads: of a contraction of a parameter with a static range, what has the scale of the
+            activation: a site, or the place of a table that it is a row of.
     """
 
     node: Node
@@ -126,6 +130,7 @@ class Decision:
     reason: str | None = None
     fused: bool = False
     head: str | None = None
+    reads: str | None = None
 
     @property
     def is_active(self) -> bool:
@@ -143,5 +148,5 @@ class Decisions:
     decisions: Mapping[str, Decision]
     sites: Mapping[str, Site]
     rules: tuple[OdmlRule, ...]
-    functions: frozenset[str]
+    calls: Calls
     problems: tuple[str, ...] = ()

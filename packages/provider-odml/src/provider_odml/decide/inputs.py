@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from ..capture.channels import channel_axes
 from ..capture.graph import ACTIVATION, Node, Use
@@ -72,6 +73,22 @@ class Inputs:
             found[use.slot] = DynamicUse(axes)
         return found
 
+    def scale_of_product(self, node: Node, inputs: Mapping[int | str, Quantize]) -> str | None:
+        """Return what has the scale of a contraction's one activation: see ``Decision.reads``.
+
+        Args:
+            node: the operation.
+            inputs: how its operands are quantized.
+        """
+        if node.op.kind is not Scales.CONTRACTION or len(node.activations) != 1:
+            return None
+        use = node.activations[0]
+        read = inputs.get(use.slot)
+        if isinstance(read, SiteUse):
+            return read.site
+        made = self.placed.made.get(use.tensor or "")
+        return None if made is None else made[0]
+
     def activation(self, node: Node, use: Use, rule: OdmlRule) -> SiteUse | None:
         """Return how an activation is quantized where it is read, or None."""
         qtype, placed = str(rule.act_qtype), self.placed
@@ -93,10 +110,12 @@ class Inputs:
         joined = kind is Scales.JOIN or (kind is Scales.CLAMP and len(activations) > 1)
         found: dict[int | str, Quantize] = {}
         for use in activations:
-            placed = self.activation(node, use, rule)
-            if placed is None and joined and use.tensor in self.placed.made:
-                # Others may read it at its own scale.
-                placed = SiteUse(node.op_id, device_only=True)
+            if joined:
+                # Others may read it at another scale.
+                is_there = use.tensor in self.placed.shared
+                placed = None if is_there else SiteUse(node.op_id, device_only=True)
+            else:
+                placed = self.activation(node, use, rule)
             if placed is not None:
                 found[use.slot] = placed
         return found
@@ -111,8 +130,13 @@ class Inputs:
         if known is None:
             is_input = tensor.startswith(("args[", "kwargs["))
             self.placed.add(key, node, rule, use.shape, self.fixed if is_input else None, tensor)
-        # Of several branches one alone is run: the tensor is observed in each.
-        return SiteUse(key, observe=known is None or "cond(" in node.op_id)
+            if use.is_part:
+                sites[key] = replace(sites[key], is_joined=True)
+                self.placed.parts.add(key)
+        # Of several branches one alone is run: the tensor is observed in each. So it is where
+        # operations read parts of it.
+        observe = known is None or "cond(" in node.op_id or key in self.placed.parts
+        return SiteUse(key, observe=observe, is_part=use.is_part)
 
 
 def _others(node: Node) -> list[Use]:

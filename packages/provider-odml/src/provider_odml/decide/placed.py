@@ -19,8 +19,10 @@ class Placed:
     Attributes:
         graph: the program.
         sites: the tensors with a static range, by key.
-        made: by tensor that is quantized where it is made: the key of its site, and the qtype.
+        made: by tensor that is quantized where it is made: the key of its site, or the place of the
+            table that it is a row of; and the qtype.
         shared: tensors that are on the scale of the one operation that reads them.
+        parts: the sites of tensors of which the first operation that reads them reads a part.
         masked: tensors with constants in them that no integer range should hold, such as -1e9.
     """
 
@@ -28,6 +30,7 @@ class Placed:
     sites: dict[str, Site] = field(default_factory=dict)
     made: dict[str, tuple[str, str]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
     masked: set[str] = field(default_factory=set)
 
     def add(

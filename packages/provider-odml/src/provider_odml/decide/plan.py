@@ -17,8 +17,8 @@ class Plan(Decisions):
         decisions: by op id, in the program's order.
         sites: by key.
         rules: the rules.
-        functions: the targets that are functions: also those where nothing is done are tapped,
-            so that what they consist of is numbered as it was.
+        calls: every tapped call. Also functions where nothing is done are tapped, so that what
+            they consist of is numbered as it was.
         problems: where rules can't be followed.
     """
 

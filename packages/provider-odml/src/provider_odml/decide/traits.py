@@ -6,7 +6,7 @@ import hashlib
 import math
 import re
 
-from ..capture.graph import ACTIVATION, Node, Use, rolled
+from ..capture.graph import ACTIVATION, Node, Use
 
 
 def is_relu(node: Node) -> bool:
@@ -30,8 +30,7 @@ def per_channel(use: Use, other: Use) -> bool:
 def fingerprint(node: Node) -> str:
     """Return what tells apart operations of one id, but for the batch."""
     reads = [
-        (use.slot, use.role, _COUNTER.sub("", rolled(use.tensor or "")), _size(use))
-        for use in node.uses
+        (use.slot, use.role, _COUNTER.sub("", use.tensor or ""), _size(use)) for use in node.uses
     ]
     text = repr((node.op.name, len(node.shape), reads))
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()

@@ -40,14 +40,20 @@ class Collected:
 
 
 def collect(
-    engine: Engine, fn: Callable[..., Any], plan: Plan, args: tuple, kwargs: Mapping[str, Any]
+    engine: Engine,
+    fn: Callable[..., Any],
+    plan: Plan,
+    grids: Mapping[str, Grid],
+    args: tuple,
+    kwargs: Mapping[str, Any],
 ) -> Collected:
-    """Run a program and keeps its constants.
+    """Run a program and keep its constants.
 
     Args:
         engine: runs it.
         fn: the function.
         plan: its plan.
+        grids: by site; empty if another quantizer finds them.
         args: arrays.
         kwargs: arrays.
     """
@@ -76,16 +82,30 @@ def collect(
         offset, far = (_channels(seen[at][head], node) for at in (0.0, _FAR))
         folds[head] = Fold((far - offset) / _FAR, offset)
     emitted = {}
-    for where, found in values.items():
-        op_id, _, slot = where.rpartition("#")
-        node, use = plan.decisions[op_id].node, uses[where]
-        found = np.asarray(found, np.float32)
-        if isinstance(use, WeightUse):
-            emitted[where] = product_constant(node, int(slot), found, use, folds.get(op_id))
-        else:
+    for where, use in uses.items():
+        if isinstance(use, ConstantUse):
+            found = values[where].astype(np.float32)
             found = 1 / found if use.inverted else found
             emitted[where] = found, constant_grid(found, use)
+    for where, use in uses.items():
+        if isinstance(use, WeightUse):
+            op_id, _, slot = where.rpartition("#")
+            decision = plan.decisions[op_id]
+            scale = _scale_of(decision.reads, grids, emitted)
+            emitted[where] = product_constant(
+                decision.node, int(slot), values[where].astype(np.float32), use, folds.get(op_id),
+                scale,
+            )  # fmt: skip
     return Collected(emitted, folds)
+
+
+def _scale_of(
+    reads: str | None, grids: Mapping[str, Grid], tables: Mapping[str, tuple[np.ndarray, Grid]]
+) -> float | None:
+    """Return the scale of a contraction's activation, if it is known. See ``Decision.reads``."""
+    if reads in grids:
+        return float(grids[reads].scale)
+    return float(tables[reads][1].scale) if reads in tables else None
 
 
 def _channels(values: np.ndarray, node: Node) -> np.ndarray:

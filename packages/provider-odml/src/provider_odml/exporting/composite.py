@@ -12,6 +12,7 @@ import numpy as np
 
 import quant_numerics as qn
 
+from .._compat import composite_attribute
 from ..decide.decision import Site
 
 _CODES = {"int16": ("i16", -32768, 32767), "int8": ("i8", -128, 127), "int4": ("i4", -8, 7),
@@ -102,6 +103,11 @@ def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
         return x if converting else grid.round(x)
 
     return composite(x, **grid.attributes())
+
+
+def is_dynamic(eqn: Any) -> bool:
+    """Return whether an equation is what ``dynamic`` makes: one without a scale."""
+    return not np.size(composite_attribute(eqn, "scale"))
 
 
 def dynamic(x: jax.Array, channel_axes: tuple[int, ...]) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,27 +17,41 @@ from .composite import Grid
 from .fold import Fold
 
 _LEAST_SCALE = 1e-30
+_MOST_STEPS_OF_BIAS = 2.0**30
 
 
 def product_constant(
-    node: Node, slot: int, values: np.ndarray, use: WeightUse, fold: Fold | None
+    node: Node,
+    slot: int,
+    values: np.ndarray,
+    use: WeightUse,
+    fold: Fold | None,
+    input_scale: float | None,
 ) -> tuple[np.ndarray, Grid]:
     """Return a contraction's parameter as it is emitted, and its grid.
 
     That of a matmul is a matrix, of the contracted axes and the others: LiteRT's
     parameters have scales along one axis.
+
+    Args:
+        node: the contraction.
+        slot: which operand the parameter is.
+        values: the parameter.
+        use: how it is quantized.
+        fold: what follows and is folded into it.
+        input_scale: the scale of the other operand; None where the device finds it, or floats.
     """
     params = node.params
     if "rows" in params:
-        return weight_on_grid(values, use, 0, None)
+        return weight_on_grid(values, use, 0)
     if "features" in params:
-        return weight_on_grid(values, use, params["features"][1], fold)
+        return weight_on_grid(values, use, params["features"][1], fold, input_scale)
     if params["batched"]:
-        return weight_on_grid(values, use, None, None)
+        return weight_on_grid(values, use, None)
     inner, free = weight_axes(node, slot, values.ndim)
     size = int(np.prod([values.shape[a] for a in inner]))
     matrix = values.transpose([*inner, *free]).reshape(size, -1)
-    return weight_on_grid(matrix, use, 1 if use.channel_axes else None, fold)
+    return weight_on_grid(matrix, use, 1 if use.channel_axes else None, fold, input_scale)
 
 
 def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]:
@@ -47,11 +62,16 @@ def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]
 
 
 def weight_on_grid(
-    values: np.ndarray, use: WeightUse, axis: int | None, fold: Fold | None
+    values: np.ndarray,
+    use: WeightUse,
+    axis: int | None,
+    fold: Fold | None = None,
+    input_scale: float | None = None,
 ) -> tuple[np.ndarray, Grid]:
     """Return a contraction's parameter, scaled by what follows, and its grid.
 
-    The quantized values are those of training: the parameter's own ranges are scaled with it.
+    The quantized values are those of training: the parameter's own ranges are scaled with it. See
+    ``_fine_enough`` for channels whose bias is far greater than their products.
     """
     if not use.channel_axes:
         axis_of_range: tuple[int, ...] = ()
@@ -59,22 +79,53 @@ def weight_on_grid(
         axis_of_range = () if axis is None else (axis,)
     alone = WeightUse(use.qtype, axis_of_range, use.method)
     rounded, scale = jax.device_get(_rounded(jnp.asarray(values), alone))
-    scale = _live(scale.reshape(-1)) if alone.channel_axes else scale.reshape(())
-    slope = None if fold is None or np.all(fold.slope == 1) else fold.slope
-    if slope is None:
-        return rounded, Grid(use.qtype, scale, None, axis if scale.ndim else None, True)
-    axis = int(axis) if axis is not None else rounded.ndim - 1
-    if slope.size == 1:
-        scale = np.asarray(scale * abs(float(slope.reshape(-1)[0])), np.float32)
-        slope = np.full(rounded.shape[axis], slope.reshape(-1)[0])
-    else:
-        scale = np.asarray(np.broadcast_to(scale, slope.shape) * np.abs(slope), np.float32)
-    scale = _live(scale) if scale.ndim else scale
+    scale = scale.reshape(-1) if alone.channel_axes else scale.reshape(())
+    last = int(axis) if axis is not None else rounded.ndim - 1
     shape = [1] * rounded.ndim
-    shape[axis] = -1
-    grid = Grid(use.qtype, scale, None, axis if scale.ndim else None, True)
-    scaled = (rounded.astype(np.float64) * slope.reshape(shape)).astype(np.float32)
-    return scaled, grid
+    shape[last] = -1
+    slope = None if fold is None or np.all(fold.slope == 1) else fold.slope
+    if slope is not None and slope.size == 1:
+        scale = np.asarray(scale * abs(float(slope.reshape(-1)[0])), np.float32)
+    elif slope is not None:
+        scale = np.asarray(np.broadcast_to(scale, slope.shape) * np.abs(slope), np.float32)
+    if slope is not None:
+        rounded = (rounded.astype(np.float64) * slope.reshape(shape)).astype(np.float32)
+    if fold is not None and input_scale is not None:
+        rounded, scale = _fine_enough(rounded, scale, np.abs(fold.offset) / input_scale, shape)
+    scale = _live(scale) if scale.ndim else scale
+    return rounded, Grid(use.qtype, scale, None, last if scale.ndim else None, True)
+
+
+def _fine_enough(
+    values: np.ndarray, scale: np.ndarray, bias: np.ndarray, shape: Sequence[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return a parameter with scales that leave room for the bias in the int32 accumulator.
+
+    The device adds the bias in steps of the input's scale times the channel's. A channel whose
+    weights are almost zero, as a folded BatchNorm makes them, has steps so small that its bias
+    does not fit. With half of the int32 for the bias, the other half holds the products of 33,000
+    int8 weights.
+
+    Training rounds to the finer scale, and computes the same: a weight moves by half of its new
+    scale at most, and an output of n products by n * 255 * bias / 2**31. That is 0.03 steps for
+    1,000 products, since a step of the output is at least the bias over 255.
+
+    Args:
+        values: the parameter on its grid.
+        scale: of the channels, or one.
+        bias: its magnitude over the scale of the input, by channel, or one.
+        shape: of something with a value per channel, to be broadcast to the parameter.
+    """
+    least = bias.reshape(-1) / _MOST_STEPS_OF_BIAS
+    least = np.broadcast_to(least, scale.shape) if scale.ndim else least.max(initial=0.0)
+    coarse = scale < least
+    if not np.any(coarse):
+        return values, scale
+    scale = np.where(coarse, least, scale).astype(np.float32)
+    steps = scale.reshape(shape) if scale.ndim else scale
+    on_grid = (np.round(values.astype(np.float64) / steps) * steps).astype(np.float32)
+    coarse = coarse.reshape(shape) if scale.ndim else coarse
+    return np.where(coarse, on_grid, values), scale
 
 
 @functools.partial(jax.jit, static_argnums=(1,))

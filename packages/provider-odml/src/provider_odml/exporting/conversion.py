@@ -15,7 +15,8 @@ from ..train.replay import replay
 from ..train.statistics import QuantStats, check_statistics
 from .collect import collect
 from .emit import Device
-from .grids import grids_of
+from .grids import checked, grids_of
+from .written_out import planned
 
 
 class OdmlConversionProvider(OdmlQatProvider):
@@ -58,11 +59,12 @@ class OdmlConversionProvider(OdmlQatProvider):
                 # A tracer is not a sample; the constants don't depend on what the program is given.
                 samples = jax.tree.map(_sample, tuple(full))
                 named = jax.tree.map(_sample, kwargs)
-                plan = self._plan(fn, samples, named)
-                grids = grids_of([plan], self._stats)
-                constants = collect(self._engine, fn, plan, samples, named)
+                one = planned(self, fn, samples, named)
+                stats = checked([one.trained], self._stats)
+                grids = grids_of(one.plan, stats, one.origins)
+                constants = collect(self._engine, one.fn, one.plan, grids, samples, named)
             device = Device(grids, constants, converting=False)
-            return replay(self._engine, fn, plan, device)(*full, **kwargs)
+            return replay(self._engine, one.fn, one.plan, device)(*full, **kwargs)
 
         return call
 

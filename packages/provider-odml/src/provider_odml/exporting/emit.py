@@ -46,8 +46,9 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        if is_operand and not site.tensor.startswith(("args[", "kwargs[")):
-            # Made in float, or on another grid: that is not to be changed.
+        is_input = site.tensor.startswith(("args[", "kwargs[")) and not use.is_part
+        if is_operand and not is_input:
+            # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)
 
@@ -67,9 +68,9 @@ class Device(Runtime):
         self._held[decision.node.op_id] = x
         return walled(x) if decision.is_float else x
 
-    def taken(self, call: OpCall, args: tuple) -> jax.Array:
-        """Emit the choice of a branch in float: results have different scales."""
-        return walled(call.proceed(args[0], *map(walled, args[1:])))
+    def joined(self, call: OpCall, args: tuple) -> jax.Array:
+        """Emit what joins steps or branches in float: their values have different scales."""
+        return walled(call.proceed(*(walled(a) if is_float(a) else a for a in args)))
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Emit one operation."""

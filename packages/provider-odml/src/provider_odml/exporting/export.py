@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..decide.decision import ConstantUse, WeightUse
-from ..decide.plan import Plan
 from ..decide.rules import INT8, OdmlRule
 from ..errors import OdmlError, OdmlWarning
 from ..litert import Program, convert, integer_io, read
@@ -20,14 +19,14 @@ from ..train.statistics import QuantStats, check_statistics
 from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
 from .collect import collect
-from .composite import Grid
-from .grids import grids_of
+from .grids import checked, grids_of
 from .mismatch import check_outputs, check_sites
+from .once import check_random
 from .program import Exported, filled, places_of
 from .report import Report
 from .signature import Signature, input_names, output_names, signatures_of
-from .unroll import unrolled
 from .verify import OutputResult, SiteResult, compare_outputs, compare_own, compare_sites
+from .written_out import Unrolled, planned
 
 
 def export(
@@ -80,12 +79,12 @@ def export(
     quantizer = find_backend(backend)
     provider = OdmlQatProvider(rules, **options)
     wanted = signatures_of(signatures, args)
-    plans = _plans(provider, fn, params, wanted)
-    # A backend finds its own ranges.
-    grids = {} if quantizer else grids_of([plan for _, _, plan in plans.values()], stats)
+    programs = [_program(provider, one.fn or fn, params, one) for one in wanted.values()]
+    if not quantizer:  # a backend finds its own ranges
+        stats = checked([one.program.trained for one in programs], stats)
     exported = [
-        _exported(provider, name, wanted[name], own, full, plan, grids)
-        for name, (own, full, plan) in plans.items()
+        _exported(provider, name, signature, one, None if quantizer else stats)
+        for (name, signature), one in zip(wanted.items(), programs, strict=True)
     ]
     if quantizer:
         return export_with(quantizer, exported, provider.rules, io, timeout)
@@ -101,61 +100,60 @@ def export(
     return Artifact(model, report)
 
 
-def _plans(
-    provider: OdmlQatProvider, fn: Any, params: Any, wanted: Mapping[str, Signature]
-) -> dict[str, tuple[Any, tuple, Plan]]:
-    found = {}
-    for name, one in wanted.items():
-        own = one.fn or fn
-        full = list(one.args)
-        # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
-        full.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
-        flat = unrolled(own)
-        found[name] = own, tuple(full), provider._plan(flat, tuple(full), {})
-        _check_loops(found[name][2])
-    return found
+@dataclass(frozen=True)
+class _Planned:
+    """The function of a signature.
+
+    Attributes:
+        fn: the function.
+        args: its arguments, with the parameters.
+        program: the same with its loops written out, and its plans.
+        out: the types of its results.
+    """
+
+    fn: Callable[..., Any]
+    args: tuple
+    program: Unrolled
+    out: Any
 
 
-def _check_loops(plan: Plan) -> None:
-    """Refuse a rolled loop whose steps read different parameters: a file has one of each."""
-    for op_id, decision in plan.decisions.items():
-        reads = [
-            use for use in decision.inputs.values() if isinstance(use, WeightUse | ConstantUse)
-        ]
-        if reads and any(length is not None for length in decision.node.loops):
-            raise OdmlError(
-                f"A loop that reads a parameter must be one that export writes out, got {op_id} in "
-                f"a loop of {decision.node.loops} steps. Use jax.lax.scan, fori_loop or a Python "
-                "loop, called while the model runs."
-            )
+def _program(provider: OdmlQatProvider, fn: Any, params: Any, signature: Signature) -> _Planned:
+    given = list(signature.args)
+    # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
+    given.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
+    args = tuple(given)
+    program = planned(provider, fn, args, {})
+    places = places_of(args, provider.params_argnum, keys=True)
+    leaves = jax.tree.leaves(args)
+    inputs = [leaves[place] for place in places]
+    run = jax.make_jaxpr(lambda i: program.fn(*filled(args, places, i)), return_shape=True)
+    closed, out = run(inputs)
+    check_random(closed)
+    return _Planned(fn, args, program, out)
 
 
 def _exported(
     provider: OdmlQatProvider,
     name: str,
     signature: Signature,
-    own: Any,
-    full: tuple,
-    plan: Plan,
-    grids: Mapping[str, Grid],
+    one: _Planned,
+    stats: QuantStats | None,
 ) -> Exported:
-    flat, argnum = unrolled(own), provider.params_argnum
-    constants = collect(provider._engine, flat, plan, full, {})
-    places = places_of(full, argnum)
-    leaves = jax.tree.leaves(full)
-    inputs = [leaves[place] for place in places]
-    out = jax.eval_shape(lambda inputs: own(*filled(full, places, inputs)), inputs)
+    argnum, program, full = provider.params_argnum, one.program, one.args
+    plan = program.plan
+    grids = {} if stats is None else grids_of(plan, stats, program.origins)
+    constants = collect(provider._engine, program.fn, plan, grids, full, {})
     return Exported(
         name,
-        flat,
+        program.fn,
         plan,
         provider._engine,
         full,
-        places,
-        {key: grids[key] for key in plan.sites if key in grids},
+        places_of(full, argnum),
+        grids,
         constants,
-        input_names(own, signature, argnum),
-        output_names(signature, out),
+        input_names(one.fn, signature, argnum),
+        output_names(signature, one.out),
     )
 
 

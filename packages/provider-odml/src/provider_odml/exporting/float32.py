@@ -10,13 +10,9 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..jaxprs import equations_in, evaluated
+from ..jaxprs import equations_in, evaluated, program_of
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
-_CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
-          "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2":
-          "jaxpr", "core_call": "call_jaxpr"}  # fmt: skip
-"""Primitives that are calls of a program, with the parameter that holds it."""
 
 
 def widened(x: Any) -> Any:
@@ -51,8 +47,9 @@ def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
 
 def _bind(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     name, params = eqn.primitive.name, dict(eqn.params)
-    if name in _CALLS and _CALLS[name] in params:
-        return _run(params[_CALLS[name]], operands)
+    program = program_of(eqn)
+    if program is not None:
+        return _run(program, operands)
     if name == "composite":
         key = "jaxpr" if "jaxpr" in params else "call_jaxpr"  # 0.10.2; 0.12
         body = params[key]

@@ -19,11 +19,12 @@ from ..decide.decision import Quantize, Site, SiteUse
 from ..decide.plan import Plan
 from ..litert import Program
 from ..train.replay import Runtime, replay
-from ..trees import is_array
+from ..trees import is_array, is_key
 from .collect import Collected
 from .composite import Grid
 from .emit import Device
 from .float32 import in_float32, widened
+from .once import computed_once
 
 PROBE = "site_"
 """Begins the names of the outputs that are sites."""
@@ -106,8 +107,9 @@ class Exported:
             run: the function, of flat inputs and results.
             outputs: a name for each result.
         """
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.samples]
+        run = computed_once(run, types)
         run.__name__ = self.name.replace(" ", "_")
-        types = (jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.samples)
         exported = jax.export.export(jax.jit(run, keep_unused=True), platforms=["cpu"])(*types)
         return Program(self.name, exported.mlir_module_serialized, self.inputs, outputs)
 
@@ -273,12 +275,18 @@ def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def places_of(args: tuple, argnum: int) -> tuple[int, ...]:
-    """Return which leaves of the arguments are arrays, and not parameters."""
+def places_of(args: tuple, argnum: int, keys: bool = False) -> tuple[int, ...]:
+    """Return which leaves of the arguments are inputs: arrays that are no parameters.
+
+    Args:
+        args: the arguments.
+        argnum: which of them holds the parameters.
+        keys: whether typed keys of random numbers are inputs; a file has none.
+    """
     found, count = [], 0
     for number, arg in enumerate(args):
         for leaf in jax.tree.leaves(arg):
-            if number != argnum and is_array(leaf):
+            if number != argnum and is_array(leaf) and (keys or not is_key(leaf)):
                 found.append(count)
             count += 1
     return tuple(found)

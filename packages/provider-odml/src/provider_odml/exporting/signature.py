@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from ..errors import OdmlError
-from ..trees import is_array
+from ..trees import is_array, is_key
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def input_names(fn: Callable[..., Any], signature: Signature, argnum: int) -> tu
         OdmlError: another number of names was given.
     """
     paths, _ = jax.tree_util.tree_flatten_with_path(tuple(signature.args))
-    arrays = [path for path, leaf in paths if is_array(leaf)]
+    arrays = [path for path, leaf in paths if is_array(leaf) and not is_key(leaf)]
     if signature.inputs is not None:
         if len(signature.inputs) != len(arrays):
             raise OdmlError(

@@ -4,37 +4,68 @@ are computed, and one result is taken."""
 
 from __future__ import annotations
 
+import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from interception_core import Interceptor, OpCall, PatchEngine, untapped
 
+from .._compat import label_of
 from ..capture import module_calls
 from ..capture.ops import is_float
+from ..forms import wall
 
 
-def unrolled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``fn`` with its scans and fixed loops written out.
+def unrolled(fn: Callable[..., Any], loops: bool = True) -> Callable[..., Any]:
+    """Return ``fn`` with its scans, fixed loops and branches written out.
 
-    Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``: its operations have the
-    ids that they had in the rolled scan, but for that. So it is with branches, which are all
-    computed, and ``cond(branch)[if]``: see ``BRANCH``.
+    Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``. So it is with branches,
+    which are all computed, and ``cond(branch)[if]``: see ``BRANCH``. Nothing else is added to what
+    is tapped, so that the calls of a step are those of the loop: ``written_out`` relies on it.
+
+    Args:
+        fn: the function.
+        loops: whether loops are written out; or branches alone, where JAX runs loops step by step.
     """
-    handlers = {
-        "jax.lax.scan": _scan,
-        "jax.lax.fori_loop": _fori_loop,
-        "jax.lax.cond": _cond,
-        "jax.lax.switch": _switch,
+    handlers: dict[str, Any] = {
+        "jax.lax.cond": functools.partial(_cond, loops),
+        "jax.lax.switch": functools.partial(_switch, loops),
     }
-    interceptor = Interceptor(handlers, key="odml unroll", path_key=module_calls.anywhere)
+    if loops:
+        # A fori_loop whose bounds are known, and a map, call it.
+        handlers["jax.lax.scan"] = _scan
+    key = ("odml unroll", loops)
+    interceptor = Interceptor(handlers, key=key, path_key=module_calls.anywhere)
     return PatchEngine().wrap(fn, interceptor)
 
 
 BRANCH = "[if]"
 """Ends the name scope of a branch."""
+
+_STEP = re.compile(r"(?<=\))\[(\d+|if)\]$")
+
+
+def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
+    """Return a module path without the scopes of steps and branches, and the steps' numbers."""
+    others, steps = [], []
+    for scope in path.split("/"):
+        step = _STEP.search(scope)
+        if step is None:
+            others.append(scope)
+        elif step[1] != "if":
+            steps.append(int(step[1]))
+    return "/".join(others), tuple(steps)
+
+
+def first_step(path: str) -> str:
+    """Return a module path as it is in the first step of each loop."""
+    return "/".join(re.sub(r"(?<=\))\[\d+\]$", "[0]", scope) for scope in path.split("/"))
 
 
 def _scan(
@@ -50,36 +81,37 @@ def _scan(
     count = leaves[0].shape[0] if leaves else length
     if not count:
         return NotImplemented
-    carry, found, step = init, [], unrolled(f)
+    # Also numbers: the body computes with them as with arrays.
+    carry, xs = jax.tree.map(_as_array, (init, xs))
+    found, step, label = [], unrolled(f), label_of("scan", f)
     for i in reversed(range(count)) if reverse else range(count):
-        with jax.named_scope(f"scan({_name(f)})[{i}]"):
-            carry, y = step(_between(carry), jax.tree.map(lambda x, i=i: jnp.asarray(x)[i], xs))
+        with jax.named_scope(f"{label}[{i}]"):
+            carry, y = step(carry, jax.tree.map(lambda x, i=i: _row(x, i), xs))
         found.append(y)
     if reverse:
         found.reverse()
-    return _between(carry), jax.tree.map(lambda *ys: jnp.stack(ys), *found)
+    return carry, jax.tree.map(_stacked, *found)
 
 
-def _fori_loop(
-    call: OpCall,
-    lower: Any,
-    upper: Any,
-    body_fun: Callable[..., Any],
-    init_val: Any,
-    **options: Any,
-) -> Any:
-    try:
-        steps = range(int(lower), int(upper))
-    except (TypeError, jax.errors.ConcretizationTypeError):
-        return NotImplemented
-    value, step = init_val, unrolled(body_fun)
-    for place, i in enumerate(steps):
-        with jax.named_scope(f"fori_loop({_name(body_fun)})[{place}]"):
-            value = step(i, _between(value))
-    return _between(value)
+def _as_array(x: Any) -> Any:
+    return jnp.asarray(x) if isinstance(x, int | float | complex | np.ndarray | np.generic) else x
+
+
+@untapped
+def _row(x: jax.Array, i: int) -> jax.Array:
+    # The converter would give all rows, and what else reads the array, the scale of one of them.
+    return lax.index_in_dim(wall(x) if is_float(x) else x, i, keepdims=False)
+
+
+def _stacked(*steps: Any) -> jax.Array:
+    steps = tuple(map(jnp.asarray, steps))
+    # Looked up at each call: it is tapped there. Integers don't have a range.
+    stack = module_calls.stacked_value
+    return stack(*steps) if is_float(steps[0]) else untapped(stack)(*steps)
 
 
 def _cond(
+    loops: bool,
     call: OpCall,
     pred: Any,
     true_fun: Callable[..., Any],
@@ -87,14 +119,18 @@ def _cond(
     *operands: Any,
     **options: Any,
 ) -> Any:
-    if options:
+    if "operand" in options:
+        operands = (*operands, options.pop("operand"))
+    if options or not callable(true_fun):
         return NotImplemented
+    pred = jnp.asarray(pred)
+    index = (pred if pred.dtype == bool else pred != 0).astype(jnp.int32)
     # In the order that JAX has them in.
-    index = jnp.asarray(pred).astype(bool).astype(jnp.int32)
-    return _taken("cond", index, (false_fun, true_fun), operands)
+    return _taken("cond", loops, index, (false_fun, true_fun), operands)
 
 
 def _switch(
+    loops: bool,
     call: OpCall,
     index: Any,
     branches: Sequence[Callable[..., Any]],
@@ -103,31 +139,20 @@ def _switch(
 ) -> Any:
     if options:
         return NotImplemented
-    index = jnp.clip(jnp.asarray(index), 0, len(branches) - 1).astype(jnp.int32)
-    return _taken("switch", index, branches, operands)
+    index = lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), np.int32(len(branches) - 1))
+    return _taken("switch", loops, index, branches, operands)
 
 
-def _taken(kind: str, index: jax.Array, branches: Sequence[Any], operands: Any) -> Any:
+def _taken(kind: str, loops: bool, index: jax.Array, branches: Sequence[Any], operands: Any) -> Any:
     """Return the result of one of several computed branches."""
     found = []
     for branch in branches:
-        with jax.named_scope(f"{kind}({_name(branch)}){BRANCH}"):
-            found.append(unrolled(branch)(*operands))
+        with jax.named_scope(f"{label_of(kind, branch)}{BRANCH}"):
+            found.append(unrolled(branch, loops)(*operands))
     return jax.tree.map(lambda *results: _one_of(index, results), *found)
 
 
 def _one_of(index: jax.Array, results: Sequence[Any]) -> jax.Array:
     results = [jnp.asarray(one) for one in results]
-    if is_float(results[0]):
-        return module_calls.branch_value(index, *results)
-    # Integers don't have a range.
-    return untapped(module_calls.branch_value)(index, *results)
-
-
-def _name(f: Callable[..., Any]) -> str:
-    return getattr(f, "__name__", type(f).__name__)
-
-
-def _between(carry: Any) -> Any:
-    # Looked up at each call: it is tapped there.
-    return jax.tree.map(lambda x: module_calls.loop_value(x) if is_float(x) else x, carry)
+    take = module_calls.branch_value
+    return (take if is_float(results[0]) else untapped(take))(index, *results)

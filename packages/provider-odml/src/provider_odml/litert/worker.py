@@ -21,6 +21,8 @@ passmanager: Any = importlib.import_module("litert_converter.mlir.passmanager")
 func: Any = importlib.import_module("litert_converter.mlir.dialects.func")
 stablehlo: Any = importlib.import_module("litert_converter.mlir.dialects.stablehlo")
 
+OURS = ("stablehlo.optimization_barrier", "stablehlo.composite", "quantfork.stats")
+"""Operations that no program has of its own: what tells the converter of scales."""
 CONSTANTS = ("arith.constant", "tfl.pseudo_const", "tfl.pseudo_qconst")
 
 
@@ -133,6 +135,8 @@ def left_over(module: Any) -> list[str]:
         dialect = op.name.partition(".")[0]
         if dialect not in ("tfl", "func", "builtin") and op.name not in CONSTANTS:
             kind = re.sub(r"^vhlo\.(\w+)_v\d+$", r"stablehlo.\1", op.name)
+            if kind in OURS:
+                return ir.WalkResult.ADVANCE
             where = name_of(op.location)
             found[f"{kind} (at {where})" if where else kind] = None
         return ir.WalkResult.ADVANCE

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.extend import source_info_util
 
 import quant_numerics as qn
-from interception_core import Interceptor, PatchEngine, get_engine
+from interception_core import Interceptor, PatchEngine, get_engine, hide_frames
 
 from ..capture.survey import survey
 from ..decide.decide import Options, decide
@@ -24,9 +23,7 @@ from .qat import Training
 from .replay import replay
 from .statistics import QuantStats, check_statistics
 
-# Operations have the source line of the program, not that of the provider.
-source_info_util.register_exclusion(str(Path(__file__).parent))
-
+hide_frames(Path(__file__).parent.parent)
 
 _MEAN = qn.MovingAverage()
 
@@ -144,12 +141,9 @@ class QatModel:
         Raises:
             OdmlError: with ``strict=True``, the rules can't be followed.
         """
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        types = tuple(
-            (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else _hashable(leaf)
-            for leaf in leaves
-        )
-        key = treedef, types
+        key = _key(args, kwargs)
+        if key is None:
+            return self._provider._plan(self._fn, args, kwargs)
         if key not in self._plans:
             self._plans[key] = self._provider._plan(self._fn, args, kwargs)
         return self._plans[key]
@@ -225,7 +219,7 @@ class QatModel:
         Args:
             params: the parameters: a pytree of arrays.
             batches: for each batch the other arguments of a call, as a tuple. A bar shows how
-                far it is.
+                far it is. One whose arrays hold nothing counts for nothing.
 
         Returns:
             The statistics, for ``export`` or as the start of training.
@@ -241,16 +235,19 @@ class QatModel:
 
         def run(args: tuple, stats: QuantStats) -> Any:
             arrays, rebuild = split(args)
-            key = jax.tree.structure(args)
-            if key not in compiled:
-                compiled[key] = jax.jit(
+            key = _key(args, {})
+            step = None if key is None else compiled.get(key)
+            if step is None:
+                step = jax.jit(
                     lambda arrays, stats: self.run(
                         Training(stats, calibrating=True), rebuild(arrays), {}
                     )
                 )
+            if key is not None:
+                compiled[key] = step
             # JAX finds it out when it lowers the program, so that here alone it can be said.
             try:
-                return compiled[key](arrays, stats)
+                return step(arrays, stats)
             except NotImplementedError as error:
                 if "both cond and body" in str(error):
                     raise OdmlError(
@@ -268,12 +265,16 @@ class QatModel:
                     "Each of batches must be a tuple of the arguments after the parameters, got a "
                     f"{type(batch).__name__}. Pass [(x,), ...]."
                 )
+            if _is_empty(batch):
+                continue
             args = list(batch)
             args.insert(self._provider.params_argnum, params)
             stats = self.init(*args) if stats is None else stats
             jax.block_until_ready(run(tuple(args), stats))
         if stats is None:
-            raise OdmlError("batches must have at least one tuple of arguments, got none.")
+            raise OdmlError(
+                "batches must have at least one tuple of arguments with examples in it, got none."
+            )
         return stats
 
     def run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -305,12 +306,31 @@ def qat(
     return OdmlQatProvider(rules, **options).apply(fn)
 
 
-def _hashable(leaf: Any) -> Any:
+def _key(args: tuple, kwargs: Mapping[str, Any]) -> Any:
+    """Return what says that another call has the same plan, or None if nothing can.
+
+    A value that has no hash can change, and another one can get its id when it is gone.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    # Numbers that are equal may be of different types.
+    key = (
+        treedef,
+        tuple(
+            (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else (type(leaf), leaf)
+            for leaf in leaves
+        ),
+    )
     try:
-        hash(leaf)
+        hash(key)
     except TypeError:
-        return id(leaf)
-    return leaf
+        return None
+    return key
+
+
+def _is_empty(batch: Sequence[Any]) -> bool:
+    """Return whether a batch has arrays, and none of them holds anything."""
+    shapes = [leaf.shape for leaf in jax.tree.leaves(batch) if is_array(leaf) and leaf.shape]
+    return bool(shapes) and all(0 in shape for shape in shapes)
 
 
 def _range(name: str, given: Any) -> tuple[float, float] | None:

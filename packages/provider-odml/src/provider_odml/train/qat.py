@@ -77,8 +77,8 @@ class Training(Runtime):
         self, x: jax.Array, use: SiteUse, site: Site, where: str, call: OpCall
     ) -> jax.Array:
         """Return a tensor on the grid of its site."""
-        if use.device_only:
-            return x
+        if use.device_only or not x.size:
+            return x  # of an empty batch: there is nothing to see
         stats = self._stats
         if stats is None or site.fixed is not None:
             if self._calibrating:

@@ -147,6 +147,8 @@ def at_site(
     Returns:
         The tensor; and the bounds that this call has seen, with its own if it is observed.
     """
+    if not x.size:
+        return x, seen  # an empty tensor has no range
     axes = how.axes_of(x.ndim)
     fused = fused_op() if quantize and how.is_fused(axes, x.dtype) else None
     if fused is not None:

@@ -52,8 +52,8 @@ class Runtime(abc.ABC):
         """Return the input of a marked operation, as its body gets it."""
         return x
 
-    def taken(self, call: OpCall, args: tuple) -> jax.Array:
-        """Return the result of the branch that is taken: its number and all results are given."""
+    def joined(self, call: OpCall, args: tuple) -> jax.Array:
+        """Return what becomes one value of those of several steps or branches."""
         return call.proceed(*args)
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -72,7 +72,7 @@ def replay(
         target: functools.partial(handler, op)
         for target, op in ops().items()
         # What functions consist of must not be seen, whether anything is done to them or not.
-        if target in active or target in begins or target in plan.functions
+        if target in active or target in begins or target in plan.calls.functions
     }
     if not handlers:
         return fn
@@ -98,8 +98,8 @@ class _Handler:
         )
 
     def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        if op.kind is Passage.LOOP:
-            return args[0] if len(args) == 1 else self._runtime.taken(call, args)
+        if op.kind is Passage.JOINED:
+            return self._runtime.joined(call, args)
         if op.kind is Passage.BEGIN:
             decision = self._begins.get(call.op_id)
             if decision is None:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 
 from ..errors import QuantizationError
+from ..plan.beside import kept_beside
 from ..plan.make import run_survey, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
@@ -174,7 +175,7 @@ class _Trial(Survey):
         try:
             super().record(record, problem)
         except QuantizationError:
-            self.refused.update((record.weight or "").split(" and "))
+            self.refused.update(record.paths)
 
     def stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
         try:
@@ -193,9 +194,11 @@ def _try(
     )
     survey = _Trial(Rules(rules, plan.rules.params), plan.leaves)
     run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    found = weights_of(survey)
+    kept = [path for path, weight in plan.weights.items() if not weight.ops]
     return {
         path: weight
-        for path, weight in weights_of(survey).items()
+        for path, weight in {**found, **kept_beside(found, kept, plan.leaves)}.items()
         if survey.refused.isdisjoint(parameters_of(weight))
     }
 
@@ -216,7 +219,7 @@ def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, d
             continue
         if plan.rules.rules[record.rule].weight_qtype is None:
             continue
-        for path in (record.weight or "").split(" and "):
+        for path in record.paths:
             if path in chosen:
                 paths = deciding.setdefault(record.rule, {}).setdefault(chosen[path], [])
                 paths.append(path.removeprefix(plan.rules.params))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,15 +23,29 @@ class Quantized:
 
     Attributes:
         provider: the provider.
-        plan: the provider's plan for the model; None if there were no example inputs.
+        made: the plan, or what makes it again in the process that a pickle was loaded in.
         methods: names of the methods that are quantized.
         statistics: the ranges of activations with a static one, or None.
     """
 
     provider: Provider
-    plan: ProviderPlan | None
+    made: ProviderPlan | functools.partial[ProviderPlan] | None
     methods: tuple[str, ...]
     statistics: Mapping[str, Any] | None = None
+
+    @functools.cached_property
+    def plan(self) -> ProviderPlan | None:
+        """The provider's plan for the model; None if there were no example inputs."""
+        return self.made() if isinstance(self.made, functools.partial) else self.made
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = vars(self).get("plan", self.made)
+        if hasattr(made, "again"):
+            # Many processes that get a model never look at its plan, which takes a trace to make.
+            function, args = made.__reduce__()
+            made = functools.partial(function, *args)
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"made": made}
 
     def __repr__(self) -> str:
         return f"Quantized({type(self.provider).__name__})"
@@ -118,6 +133,23 @@ class Bridge(abc.ABC):
             caches: the tree of ``caches``, of which leaves may be a ``CacheArray``.
         """
         raise NotImplementedError(f"{type(self).__name__} must implement with_caches().")
+
+    def rest(self, model: Any) -> Any:
+        """Return what a model holds beside its parameters, for ``save_model``; None without any.
+
+        Returns:
+            A tree of arrays, or of their types.
+        """
+        return None
+
+    def with_rest(self, model: Any, rest: Any) -> Any:
+        """Return a model that ``rebuild`` or ``restore`` returned, with another rest.
+
+        Args:
+            model: the model, which may be changed.
+            rest: the tree of ``rest``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must implement with_rest().")
 
     def quantized(self, model: Any) -> Quantized | None:
         """Return how a model is quantized; None if it is float."""

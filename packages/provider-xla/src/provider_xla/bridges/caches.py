@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -47,19 +47,27 @@ def planned_function(
     signature = _signature(getattr(model, method))
     own = bridge.caches(model)
     if own is None:
-        run = _named(fn)
-        held = {}
-    else:
-        name = next(one for one in NAMES if one not in {*given, *signature.parameters})
-        step = bridge.step(model, method)
+        return _Method(fn, None, signature), {}
+    name = next(one for one in NAMES if one not in {*given, *signature.parameters})
+    return _Method(bridge.step(model, method), name, signature), {name: own}
 
-        def run(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            caches = kwargs.pop(name)
-            return step(parameters, caches, *args, **kwargs)
 
-        held = {name: own}
-    run.__signature__ = signature  # type: ignore[attr-defined]
-    return run, held
+@dataclasses.dataclass(eq=False)
+class _Method:
+    """A method with the names of its arguments. It can be pickled.
+
+    Attributes:
+        run: the method as a function of parameters, and of caches where there is a name for them.
+        caches: the name of the argument that holds caches, or None.
+    """
+
+    run: Callable[..., Any]
+    caches: str | None
+    __signature__: inspect.Signature
+
+    def __call__(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        first = () if self.caches is None else (kwargs.pop(self.caches),)
+        return self.run(parameters, *first, *args, **kwargs)
 
 
 def check_planned(model: Any, provider: Provider) -> None:
@@ -90,11 +98,6 @@ def with_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) 
         if any(one.path.startswith(prefix_of(name)) for one in carried):
             model = bridge.with_caches(model, plan.quantize_cache(caches, name))
     return model
-
-
-def _named(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that has attributes, whatever the bridge returned."""
-    return functools.wraps(fn)(lambda *args, **kwargs: fn(*args, **kwargs))
 
 
 def _signature(method: Callable[..., Any]) -> inspect.Signature:

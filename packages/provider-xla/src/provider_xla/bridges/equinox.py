@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ import equinox as eqx
 import jax
 
 from .bridge import Bridge, Quantized, path_of
-from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
+from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 
 _TAG = "jaxtap_tag"
 
@@ -25,10 +26,7 @@ class EquinoxBridge(Bridge):
     def function(self, model: eqx.Module, method: str) -> Callable[..., Any]:
         """Return a method as a function of the model."""
 
-        def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            return getattr(_tagged(parameters, None), method)(*args, **kwargs)
-
-        return fn
+        return _Run(method)
 
     def rebuild(self, model: eqx.Module, parameters: Any, quantized: Quantized) -> eqx.Module:
         """Return a model of the same structure."""
@@ -41,6 +39,20 @@ class EquinoxBridge(Bridge):
     def restore(self, model: eqx.Module, parameters: Any) -> eqx.Module:
         """Return a model of the classes that it had."""
         return _mapped(parameters, lambda module, path: _original(module))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """A method as a function of the model. It can be pickled.
+
+    Attributes:
+        method: its name.
+    """
+
+    method: str
+
+    def __call__(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(_tagged(model, None), self.method)(*args, **kwargs)
 
 
 def _original(module: eqx.Module) -> Any:
@@ -170,6 +182,11 @@ def _plain(cls: type, method: Any) -> Any:
     return getattr(method, "__wrapped__", method) if own and inspect.isfunction(method) else method
 
 
+def _new(cls: type) -> Any:
+    # Not the class's __new__, after which Equinox waits for __init__.
+    return object.__new__(_subclasses.of(cls))
+
+
 _NORMS = (eqx.nn.LayerNorm, eqx.nn.RMSNorm)
 _subclasses = Subclasses(
     by_tag(_tag_of, _scoped, _quantized),
@@ -177,4 +194,6 @@ _subclasses = Subclasses(
     unchanged=_UNCHANGED,
     namespace=_namespace,
     unwrap=_plain,
+    new=_new,
+    is_wrapped=is_tagged(_TAG),
 )

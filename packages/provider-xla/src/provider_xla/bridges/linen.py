@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import flax
@@ -12,15 +12,16 @@ import jax
 from flax import linen
 from flax.core import DenyList, lift
 from flax.core.scope import in_filter
+from flax.errors import ScopeParamShapeError
 from flax.linen import transforms
+from jax.tree_util import DictKey
 
-import quant_numerics as qn
+from hijax_trace import OutsideError
+from interception_core import hides_frames
 
-from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight
 from ..lora.weight import AdaptedWeight, is_adapted
-from .bridge import Bridge, Quantized, holds_kept, is_kept, path_of
-from .scopes import MARK, Subclasses, is_ours
+from .bridge import Bridge, Quantized, holds_kept, is_kept
+from .scopes import MARK, NotNamedError, Subclasses, is_ours, reduced
 
 _FIELD = "jaxtap_quantized"
 _CACHE = "cache"
@@ -40,16 +41,8 @@ class LinenBridge(Bridge):
 
     def function(self, model: linen.Module, method: str) -> Callable[..., Any]:
         """Return a method as a function of the variables, discarding its updates."""
-        module, rngs = _original(model.unbind()[0]), _rngs(model)
-        mutable = _scope(model).mutable
-
-        def fn(variables: Any, *args: Any, **kwargs: Any) -> Any:
-            result = module.apply(
-                variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs
-            )
-            return result if mutable is False else result[0]
-
-        return fn
+        module = _original(model.unbind()[0])
+        return _Run(module, _rngs(model), _scope(model).mutable, method)
 
     def caches(self, model: linen.Module) -> Any:
         """Return a bound module's collection ``"cache"``, if it is mutable."""
@@ -59,17 +52,8 @@ class LinenBridge(Bridge):
 
     def step(self, model: linen.Module, method: str) -> Callable[..., Any]:
         """Return a method, and what it makes of the collection ``"cache"``."""
-        module, rngs = _original(model.unbind()[0]), _rngs(model)
-        mutable = _scope(model).mutable
-
-        def fn(variables: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
-            variables = {**variables, _CACHE: caches}
-            result, changed = module.apply(
-                variables, *args, rngs=rngs, mutable=mutable, method=method, **kwargs
-            )
-            return result, changed[_CACHE]
-
-        return fn
+        module = _original(model.unbind()[0])
+        return _Step(module, _rngs(model), _scope(model).mutable, method)
 
     def with_caches(self, model: linen.Module, caches: Any) -> linen.Module:
         """Return the module, bound to variables with other caches."""
@@ -96,18 +80,56 @@ class LinenBridge(Bridge):
         return getattr(model, _FIELD) if is_ours(type(model)) else None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A method as a function of the variables. It can be pickled.
+
+    Attributes:
+        module: the module, not bound.
+        rngs: its random keys.
+        mutable: the collections that it may change.
+        method: the name of the method.
+    """
+
+    module: linen.Module
+    rngs: dict[str, jax.Array]
+    mutable: Any
+    method: str
+
+    def __call__(self, variables: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {"rngs": self.rngs, "mutable": self.mutable, "method": self.method}
+        result = self.module.apply(variables, *args, **options, **kwargs)
+        return result if self.mutable is False else result[0]
+
+
+class _Step(_Run):
+    """A method as a function of variables and caches, which returns the caches, too."""
+
+    def __call__(self, variables: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
+        options = {"rngs": self.rngs, "mutable": self.mutable, "method": self.method}
+        variables = {**variables, _CACHE: caches}
+        result, changed = self.module.apply(variables, *args, **options, **kwargs)
+        return result, changed[_CACHE]
+
+
 def _apart(variables: Any) -> dict[str, Any]:
     """Return variables with adapters in separate collections, such as ``"lora"``."""
     found: dict[str, Any] = {}
     for name, group in variables.items():
         found[name] = jax.tree.map(lambda x: x.base if is_adapted(x) else x, group, is_leaf=is_kept)
-        for path, leaf in flax.traverse_util.flatten_dict(group).items():
+        for keys, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_kept):
             if isinstance(leaf, AdaptedWeight):
                 held = found.setdefault(_collection(name), {})
-                for key in path[:-1]:
+                *above, last = _names(keys)
+                for key in above:
                     held = held.setdefault(key, {})
-                held[path[-1]] = dataclasses.replace(leaf, base=None)
+                held[last] = dataclasses.replace(leaf, base=None)
     return found
+
+
+def _names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return a variable's names in its collection, without the box that holds its metadata."""
+    return tuple(key.key for key in keys if isinstance(key, DictKey))
 
 
 def _joined(variables: Any) -> dict[str, Any]:
@@ -117,13 +139,14 @@ def _joined(variables: Any) -> dict[str, Any]:
         own = _collection(name)
         if own not in variables:
             continue
-        flat: dict[Any, Any] = flax.traverse_util.flatten_dict(
-            variables[name], keep_empty_nodes=True
-        )
-        for path, leaf in flax.traverse_util.flatten_dict(variables.pop(own)).items():
-            if path in flat and isinstance(leaf, AdaptedWeight):
-                flat[path] = dataclasses.replace(leaf, base=flat[path])
-        variables[name] = flax.traverse_util.unflatten_dict(flat)
+        adapters = flax.traverse_util.flatten_dict(variables.pop(own))
+
+        def one(keys: tuple[Any, ...], leaf: Any, adapters: dict = adapters) -> Any:
+            adapter = adapters.get(_names(keys))
+            is_one = isinstance(adapter, AdaptedWeight)
+            return dataclasses.replace(adapter, base=leaf) if is_one else leaf
+
+        variables[name] = jax.tree_util.tree_map_with_path(one, variables[name], is_leaf=is_kept)
     return variables
 
 
@@ -158,14 +181,23 @@ def _original(module: linen.Module) -> Any:
     return _recast(module, _class_of(module)) if is_ours(type(module)) else module
 
 
-def _wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap(methods: Collection[str], name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+    @hides_frames
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         quantized = getattr(self, _FIELD, None)
         if quantized is None or self.scope is None or self.is_initializing():
             return run(self, *args, **kwargs)
-        return _lifted(quantized, name, self, args, kwargs)
+        if name in methods:
+            return _lifted(quantized, name, self, args, kwargs)
+        try:
+            return run(self, *args, **kwargs)
+        except (OutsideError, NotNamedError, ScopeParamShapeError) as error:
+            if not any(map(holds_kept, self.variables.values())):
+                raise
+            raise NotNamedError.of(self, name, quantized) from error
 
-    return method
+    # Linen opens a name scope for each method that it wraps: that of the original is enough.
+    return method if name in methods else linen.nowrap(method)
 
 
 def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dict) -> Any:
@@ -209,6 +241,7 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
 
 
 @linen.nowrap
+@hides_frames
 def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     """Apply a method, quantized; see ``linen.Module.apply``."""
     quantized = getattr(self, _FIELD, None)
@@ -223,37 +256,35 @@ def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
     return quantized.apply(plain.apply)(variables, *args, **kwargs)
 
 
+@linen.nowrap
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Return how a module is pickled: a bound one by its variables."""
+    if self.scope is None:
+        new = functools.partial(_new, getattr(self, _FIELD).methods)
+        return reduced(_class_of(self), new)(self, protocol)
+    module, variables = self.unbind()
+    return _bound, (module, variables, _rngs(self), _scope(self).mutable)
+
+
+def _bound(module: Any, variables: Any, rngs: Any, mutable: Any) -> Any:
+    return module.bind(variables, rngs=rngs, mutable=mutable)
+
+
+def _new(methods: tuple[str, ...], cls: type) -> Any:
+    return object.__new__(_subclasses(methods).of(cls))
+
+
 def _namespace() -> dict[str, Any]:
-    return {"__annotations__": {_FIELD: Any}, _FIELD: None, "apply": _apply}
+    annotations = {"__annotations__": {_FIELD: Any}, _FIELD: None}
+    return annotations | {"apply": _apply, "__reduce_ex__": _reduce}
 
 
 @functools.cache
 def _subclasses(methods: tuple[str, ...]) -> Subclasses:
-    # Wrap only these methods: each wrapped method opens a name scope.
-    return Subclasses(_wrap, linen.Module, namespace=_namespace, only=methods)
-
-
-def _to_state(value: Any) -> dict[str, Any]:
-    """Return a stored parameter, or an adapter, as flax.serialization writes it."""
-    found, _ = jax.tree_util.tree_flatten_with_path(value)
-    return {
-        "qtype": getattr(value, "qtype", "adapter"),
-        **{path_of(keys): leaf for keys, leaf in found},
-    }
-
-
-def _from_state(target: Any, state: dict[str, Any]) -> Any:
-    """Return the written parameter in the place of a similar one."""
-    expected = _to_state(target)
-    if expected.keys() != state.keys() or expected["qtype"] != state["qtype"]:
-        raise QuantizationError(
-            f"A parameter was saved as {state.get('qtype')} with {sorted(state)}, and is to be "
-            f"loaded in the place of {expected['qtype']} with {sorted(expected)}. Load it into a "
-            "model that is quantized by the same rules."
-        )
-    found, treedef = jax.tree_util.tree_flatten_with_path(target)
-    return jax.tree.unflatten(treedef, [state[path_of(keys)] for keys, _ in found])
-
-
-for _stored in (qn.QArray, qn.PackedQArray, PrepackedWeight, AdaptedWeight):
-    flax.serialization.register_serialization_state(_stored, _to_state, _from_state, override=True)
+    return Subclasses(
+        functools.partial(_wrap, methods),
+        linen.Module,
+        namespace=_namespace,
+        new=functools.partial(_new, methods),
+        is_wrapped=None,
+    )

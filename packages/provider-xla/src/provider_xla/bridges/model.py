@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from interception_core import Provider, ProviderPlan, find_bridge
+from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
@@ -19,6 +19,7 @@ from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 
 
+@hides_frames
 def quantize_model(
     model: Any,
     provider: Provider,
@@ -50,7 +51,9 @@ def quantize_model(
         model: an NNX module, a Linen module (bound to its variables where they are to be stored:
             ``net.bind(variables)``), an Equinox module, or an object of another framework that a
             plugin has a bridge for. A model that was quantized for training is quantized again
-            from its parameters.
+            from its parameters. The parameters may be types (``nnx.eval_shape``,
+            ``jax.eval_shape``), and the call may be traced: then so are the stored parameters, to
+            be loaded or restored (``load_model``).
         provider: a ``PtqProvider``, a ``QtProvider``, or any ``interception_core.Provider``. Its
             rules name modules by the framework's own paths.
         args: example inputs of the first of ``methods``, or their types
@@ -81,7 +84,7 @@ def quantize_model(
         QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
             followed to where they are used. Errors with ``strict=True``.
     """
-    bridge, plan, held = _planned(model, provider, args, methods, kwargs)
+    bridge, plan, held = planned(model, provider, args, methods, kwargs)
     parameters = bridge.parameters(model)
     if not keeps_floats(provider) and parameters is not None:
         if plan is None:
@@ -91,14 +94,19 @@ def quantize_model(
                 "quantize_model(model, provider, x). Types are enough (jax.ShapeDtypeStruct)."
             )
         options = {} if prepack else {"prepack": False}
-        stored = plan.quantize(parameters, **options)
+        is_abstract = _is_abstract(parameters)
+        quantize = plan.quantized_types if is_abstract else plan.quantize
+        stored = quantize(parameters, **options)
         if getattr(plan, "lora", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
-            stored = adapted(plan, stored, plan.init_adapters(key))
+            init = plan.init_adapters
+            adapters = jax.eval_shape(init, key) if is_abstract else init(key)
+            stored = adapted(plan, stored, adapters)
     else:
         stored = parameters
     ranges = getattr(plan, "ranges", ())
-    if ranges and statistics is None:
+    # A model without values is to be loaded, with its ranges.
+    if ranges and statistics is None and _has_values(parameters):
         raise QuantizationError(
             f"{len(ranges)} activations have a static range (act_static_scale=True), and "
             "there are no statistics. Measure them: statistics = calibrate_model(model, "
@@ -108,6 +116,18 @@ def quantize_model(
     return with_caches(bridge, bridge.rebuild(model, stored, quantized), plan, held)
 
 
+def _is_abstract(parameters: Any) -> bool:
+    """Return whether parameters are types alone."""
+    return any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(parameters))
+
+
+def _has_values(parameters: Any) -> bool:
+    """Return whether parameters are neither types nor those of a trace."""
+    kinds = jax.ShapeDtypeStruct | jax.core.Tracer
+    return not any(isinstance(leaf, kinds) for leaf in jax.tree.leaves(parameters))
+
+
+@hides_frames
 def calibrate_model(
     model: Any,
     provider: Provider,
@@ -134,7 +154,7 @@ def calibrate_model(
     batches = list(batches)
     if not batches:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
-    bridge, plan, _ = _planned(model, provider, batches[0], methods, {})
+    bridge, plan, _ = planned(model, provider, batches[0], methods, {})
     if plan is None:
         raise QuantizationError(
             "This model holds no parameters to calibrate with. Bind a Linen module first: "
@@ -207,7 +227,7 @@ def merge_model(model: Any) -> Any:
     return bridge.restore(model, merged(parameters, "args[0]"))
 
 
-def _planned(
+def planned(
     model: Any,
     provider: Provider,
     args: Sequence[Any],
@@ -216,7 +236,8 @@ def _planned(
 ) -> tuple[Any, Any, Mapping[str, Any]]:
     """Check the arguments; return the bridge, the plan (or None) and the caches.
 
-    The caches are those that the model holds, by the name of the plan's argument for them.
+    Arguments: see ``quantize_model``. The caches are those that the model holds, by the name of the
+    argument that the plan has for them.
     """
     if isinstance(model, type):
         raise TypeError(
@@ -270,7 +291,7 @@ def _planned(
         )
         if getattr(provider, "strict", False):
             raise QuantizationError(f"{text}\n(strict=True)")
-        warnings.warn(text, QuantizationWarning, stacklevel=3)
+        warnings.warn(text, QuantizationWarning, stacklevel=4)
     return bridge, plan, held
 
 

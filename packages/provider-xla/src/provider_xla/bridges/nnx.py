@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from ..cache.find import is_cache
 from ..lora.weight import AdaptedWeight, is_adapted
 from ..run.stored import is_stored
 from .bridge import Bridge, Quantized, is_kept, path_of
-from .scopes import MARK, Subclasses, Tag, by_tag, is_ours
+from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 
 _TAG = "jaxtap_tag"
 _CONTEXT = "jaxtap"
@@ -35,31 +36,29 @@ class NnxBridge(Bridge):
     def function(self, model: nnx.Module, method: str) -> Callable[..., Any]:
         """Return a method that changes a copy of the model only."""
 
-        def fn(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-            copy = _copy(model, parameters, of_rest=_concrete)
-            _tag(copy, None)
-            return getattr(copy, method)(*args, **kwargs)
-
-        return fn
+        return _Run(*_parts(model), method)
 
     def caches(self, model: nnx.Module) -> Any:
         """Return the values of the model's ``nnx.Cache``."""
-        return nnx.to_pure_dict(nnx.state(model, nnx.Cache)) or None
+        return _caches(model)
 
     def step(self, model: nnx.Module, method: str) -> Callable[..., Any]:
         """Return a method of a model copy, and the caches after it."""
 
-        def fn(parameters: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
-            copy = _copy(model, parameters, of_rest=_concrete)
-            _tag(copy, None)
-            self.with_caches(copy, caches)
-            return getattr(copy, method)(*args, **kwargs), self.caches(copy)
-
-        return fn
+        return _Step(*_parts(model), method)
 
     def with_caches(self, model: nnx.Module, caches: Any) -> nnx.Module:
         """Return the model, whose Variables hold other caches."""
-        nnx.update(model, _replaced(nnx.state(model, nnx.Cache), caches))
+        _set_caches(model, caches)
+        return model
+
+    def rest(self, model: nnx.Module) -> Any:
+        """Return the values of the other variables, but for caches and intermediates."""
+        return nnx.to_pure_dict(_rest(model)) or None
+
+    def with_rest(self, model: nnx.Module, rest: Any) -> nnx.Module:
+        """Return the model with other such values."""
+        nnx.update(model, _replaced(_rest(model), rest))
         return model
 
     def rebuild(self, model: nnx.Module, parameters: Any, quantized: Quantized) -> nnx.Module:
@@ -86,6 +85,12 @@ class NnxBridge(Bridge):
     def quantized(self, model: nnx.Module) -> Quantized | None:
         """Return how a model is quantized."""
         return _tag_of(model).quantized if is_ours(type(model)) else None
+
+
+def _rest(model: nnx.Module) -> nnx.State:
+    passing = nnx.Any(nnx.Cache, nnx.Intermediate)
+    *_, rest = nnx.state(model, nnx.Any(_is_base, _is_adapter), passing, ...)
+    return rest
 
 
 def _add_adapters(model: nnx.Module, parameters: Any) -> None:
@@ -150,18 +155,74 @@ def _stem(path: tuple) -> str:
     return "_".join(map(str, path))
 
 
-def _copy(
-    model: nnx.Module, parameters: Any, of_rest: Callable[[Any], Any] = lambda leaf: leaf
-) -> Any:
+def _copy(model: nnx.Module, parameters: Any) -> Any:
     """Return a model of our classes with new parameters; share the rest."""
     graph, params, rest = nnx.split(model, _is_base, ...)
-    rest = jax.tree.map(of_rest, rest)
+    return _built(graph, params, rest, parameters)
+
+
+def _parts(model: nnx.Module) -> tuple[Any, nnx.State, nnx.State]:
+    """Return a model's structure, the types of its parameters, and the rest with values."""
+    graph, params, rest = nnx.split(model, _is_base, ...)
+    types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    return graph, types, jax.tree.map(_settled, rest)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Run:
+    """A method of a model as a function of its parameters. It can be pickled.
+
+    Attributes:
+        graph: the model's structure.
+        params: the types of its parameters.
+        rest: its other variables.
+        method: the name of the method.
+    """
+
+    graph: Any
+    params: nnx.State
+    rest: nnx.State
+    method: str
+
+    def __call__(self, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = _built(self.graph, self.params, jax.tree.map(_concrete, self.rest), parameters)
+        _tag(copy, None)
+        return getattr(copy, self.method)(*args, **kwargs)
+
+
+class _Step(_Run):
+    """A method as a function of parameters and caches, which returns the caches, too."""
+
+    def __call__(self, parameters: Any, caches: Any, *args: Any, **kwargs: Any) -> Any:
+        copy = _built(self.graph, self.params, jax.tree.map(_concrete, self.rest), parameters)
+        _tag(copy, None)
+        _set_caches(copy, caches)
+        return getattr(copy, self.method)(*args, **kwargs), _caches(copy)
+
+
+def _caches(model: nnx.Module) -> Any:
+    return nnx.to_pure_dict(nnx.state(model, nnx.Cache)) or None
+
+
+def _set_caches(model: nnx.Module, caches: Any) -> None:
+    nnx.update(model, _replaced(nnx.state(model, nnx.Cache), caches))
+
+
+def _built(graph: Any, params: nnx.State, rest: nnx.State, parameters: Any) -> Any:
+    """Return a new model of our classes."""
     copy = nnx.merge(graph, _replaced(params, parameters), rest, copy=True)
     for _, module in nnx.iter_modules(copy):
         if not is_ours(type(module)):
             module.__class__ = _subclasses.of(type(module))
             setattr(module, _TAG, Tag(None, ""))
     return copy
+
+
+def _settled(leaf: Any) -> Any:
+    """Return a leaf that outlives the trace that a model is quantized in."""
+    if isinstance(leaf, jax.core.Tracer):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
 
 
 def _concrete(leaf: Any) -> Any:
@@ -315,8 +376,14 @@ def _values(state: nnx.State) -> dict[tuple, Any]:
     return {where: _value(variable) for where, variable in nnx.to_flat_state(state)}
 
 
+def _new(cls: type) -> Any:
+    return object.__new__(_subclasses.of(cls))
+
+
 _subclasses = Subclasses(
     by_tag(lambda self: vars(self).get(_TAG), _scoped, _quantized),
     nnx.Module,
     options=lambda cls: {"pytree": cls._pytree__is_pytree},
+    new=_new,
+    is_wrapped=is_tagged(_TAG),
 )

@@ -1,20 +1,29 @@
-"""Subclasses of a model's classes, whose methods are wrapped.
+"""Subclasses of a model's classes, whose objects have wrapped methods.
 
 Linen opens a name scope for each module; NNX and Equinox don't. A quantized model consists of
 objects of such subclasses, each with a Tag, which opens the scope. The framework's and the user's
 classes are never changed. Jitted methods (``nnx.jit``, ``eqx.filter_jit``) stay as they are inside
 the scope, so that equal blocks share a trace.
+
+A subclass overrides no method, since frameworks ask ``type(self).update is not Base.update`` to
+find out what a user has overridden. Objects look their methods up under other names instead.
 """
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from hijax_trace import OutsideError
+from interception_core import hides_frames
+
+from ..errors import QuantizationError
 from .bridge import Quantized
 
 MARK = "jaxtap_original"
@@ -48,7 +57,10 @@ class Subclasses:
         namespace: returns further attributes of a subclass.
         options: takes a class; returns the keyword arguments of its subclass's definition.
         unwrap: takes a class and its method; returns the function to wrap.
-        only: the names of the methods that are wrapped; None for all.
+        new: a global function that takes a class and returns an empty object of its subclass.
+            Pickles name it.
+        is_wrapped: takes an object's attributes; returns whether its methods are wrapped now. None
+            for a framework whose models never see the subclass: it overrides the methods.
     """
 
     def __init__(
@@ -60,7 +72,8 @@ class Subclasses:
         namespace: Callable[[], dict[str, Any]] = dict,
         options: Callable[[type], dict[str, Any]] = lambda cls: {},
         unwrap: Callable[[type, Any], Any] = lambda cls, method: method,
-        only: Collection[str] | None = None,
+        new: Callable[[type], Any],
+        is_wrapped: Callable[[dict[str, Any]], bool] | None,
     ):
         self._wrap = wrap
         self._base = base
@@ -68,7 +81,8 @@ class Subclasses:
         self._namespace = namespace
         self._options = options
         self._unwrap = unwrap
-        self._only = only
+        self._new = new
+        self._is_wrapped = is_wrapped
         # Never freed: JAX's registry of pytrees holds the classes anyway.
         self._made: dict[type, type] = {}
         self._lock = threading.Lock()
@@ -83,18 +97,90 @@ class Subclasses:
             return self._made[cls]
 
     def _make(self, cls: type) -> type:
-        namespace = {
+        namespace: dict[str, Any] = {
             "__module__": cls.__module__,
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             MARK: cls,
         } | self._namespace()
+        aliases: dict[str, str] = {}
         for name in methods_of(cls, self._base):
-            if self._only is not None and name not in self._only:
-                continue
             method = self._unwrap(cls, inspect.getattr_static(cls, name))
-            namespace[name] = wrapped(cls, name, method, self._wrap)
-        return type(cls)(cls.__name__, (cls,), namespace, **self._options(cls))
+            aliases[name] = name if self._is_wrapped is None else f"{_ALIAS}{name}"
+            namespace[aliases[name]] = wrapped(cls, name, method, self._wrap)
+        if self._is_wrapped is not None:
+            if "__call__" in aliases:
+                namespace["__call__"] = _Called(cls, namespace[aliases["__call__"]])
+            namespace["__getattribute__"] = _looked_up(cls, aliases, self._is_wrapped)
+        namespace.setdefault("__reduce_ex__", reduced(cls, self._new))
+        kind = _pickled(type(cls), self)
+        return kind(cls.__name__, (cls,), namespace, **self._options(cls))
+
+
+_ALIAS = "jaxtap_method_"
+"""What the name begins with under which a subclass has a wrapped method."""
+
+
+class _Called:
+    """The ``__call__`` of a subclass: Python looks that up in the class.
+
+    Args:
+        cls: the original class, whose ``__call__`` the subclass seems to have.
+        method: what calls of its objects run.
+    """
+
+    def __init__(self, cls: type, method: Callable[..., Any]):
+        self._cls, self._method = cls, method
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self._cls.__call__
+        return types.MethodType(self._method, instance)
+
+
+def _looked_up(
+    cls: type, aliases: dict[str, str], is_wrapped: Callable[[dict[str, Any]], bool]
+) -> Callable[[Any, str], Any]:
+    """Return the ``__getattribute__`` of a subclass."""
+    found: Any = cls.__getattribute__
+
+    def attribute(self: Any, name: str) -> Any:
+        alias = aliases.get(name)
+        if alias is None:
+            return found(self, name)
+        held = object.__getattribute__(self, "__dict__")
+        # Attributes of an object hide methods of its class.
+        return found(self, name if name in held or not is_wrapped(held) else alias)
+
+    return attribute
+
+
+def reduced(cls: type, new: Callable[[type], Any]) -> Callable[[Any, Any], Any]:
+    """Return the ``__reduce_ex__`` of a subclass, which no module has by name."""
+
+    found: Any = cls.__reduce_ex__
+
+    def reduce(self: Any, protocol: Any) -> Any:
+        made = found(self, protocol)
+        # What pickle calls for an object whose class does not say how it is pickled.
+        plain = vars(copyreg)["__newobj__"], (type(self),)
+        if isinstance(made, tuple) and made[:2] == plain:
+            return new, (cls,), *made[2:]
+        return made
+
+    return reduce
+
+
+@functools.cache
+def _pickled(kind: type, subclasses: Subclasses) -> type:
+    """Return a metaclass whose classes are pickled as subclasses of the originals."""
+    own = type(kind.__name__, (kind,), {})
+    copyreg.pickle(own, lambda cls: (_of, (subclasses._new, vars(cls)[MARK])))  # type: ignore[arg-type]
+    return own
+
+
+def _of(new: Callable[[type], Any], cls: type) -> type:
+    return type(new(cls))
 
 
 def by_tag(
@@ -113,17 +199,52 @@ def by_tag(
     """
 
     def wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        @hides_frames
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
             tag = tag_of(self)
             if tag is not None and tag.quantized is None and tag.path:
                 return scoped(tag.path, run, self, args, kwargs)
             if tag is not None and tag.quantized is not None and name in tag.quantized.methods:
                 return quantized(tag, name, self, args, kwargs)
-            return run(self, *args, **kwargs)
+            try:
+                return run(self, *args, **kwargs)
+            except (OutsideError, NotNamedError) as error:
+                if tag is None or tag.quantized is None:
+                    raise
+                raise NotNamedError.of(self, name, tag.quantized) from error
 
         return method
 
     return wrap
+
+
+class NotNamedError(QuantizationError):
+    """A method that is not quantized uses stored parameters."""
+
+    @classmethod
+    def of(cls, model: Any, name: str, quantized: Quantized) -> NotNamedError:
+        """Return the error of a model's method."""
+        methods = (*quantized.methods, name)
+        return cls(
+            f"{type(model).__name__}.{name} must be one of the quantized methods to use stored "
+            f"parameters, got methods={quantized.methods!r}. Name it, too: quantize_model(model, "
+            f"provider, ..., methods={methods!r})."
+        )
+
+
+def is_tagged(name: str) -> Callable[[dict[str, Any]], bool]:
+    """Return an ``is_wrapped`` for ``Subclasses`` that looks at an object's tag.
+
+    Args:
+        name: of the attribute that holds the tag.
+    """
+
+    def is_wrapped(held: dict[str, Any]) -> bool:
+        tag = held.get(name)
+        # Within its scope, a module of a traced copy has the methods of its class.
+        return tag is not None and (tag.quantized is not None or bool(tag.path))
+
+    return is_wrapped
 
 
 def is_ours(cls: type) -> bool:
@@ -153,7 +274,8 @@ def methods_of(cls: type, base: type) -> Iterator[str]:
     """Yield the methods that ``cls`` has beyond those of ``base``.
 
     ``__call__`` counts. Other names with two underscores don't, nor do properties, static and
-    class methods, fields, abstract methods, generators and what is asynchronous.
+    class methods, fields, abstract methods, generators, what is asynchronous, and Linen's
+    ``setup``.
     """
     fields: Collection[str] = getattr(cls, "__dataclass_fields__", ())
     above = set(base.__mro__)
@@ -168,7 +290,7 @@ def methods_of(cls: type, base: type) -> Iterator[str]:
 
 
 def _is_method(name: str, value: Any) -> bool:
-    if name.startswith("__") and name != "__call__":
+    if (name.startswith("__") and name != "__call__") or name == "setup":
         return False
     if isinstance(value, type | staticmethod | classmethod | property | functools.cached_property):
         return False

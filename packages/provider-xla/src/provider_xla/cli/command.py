@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from interception_core import JaxtapError
 
+from ..errors import QuantizationWarning
 from ..report.quality import write
 from ..report.results import ORDERS
 from .options import configure, make_plan, told
@@ -91,12 +93,16 @@ def run_report(args: argparse.Namespace) -> int:
         _check_has(plan, "report", "jaxtap report")
         if not isinstance(plan, Plan):
             return _report_of_another(args, plan, params, batch)
-        statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
+        with warnings.catch_warnings(record=True) as notes:
+            warnings.simplefilter("always", QuantizationWarning)
+            statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
         report = plan.report(params, *batch, statistics=statistics, time=not args.no_time)
     if args.json == "-":
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))
     else:
         print(report.text(args.sort, args.top))
+        for note in notes:
+            print(f"note: {note.message}")
         if args.json is not None:
             _written(args.json, report.save_json)
     if args.html is not None:

@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from interception_core import JaxtapError, Provider, get_provider
+from interception_core import JaxtapError, Provider, UnknownNameError, find_bridge, get_provider
 from interception_core.cli import find_function, read_argument
 
 _DESCRIPTION = """
 FUNCTION is the function to quantize, and each ARG one of its arguments, the parameters first: an
 expression on what FILE defines, or a type such as 'f32[8,64]'. Without any ARG, FUNCTION is called
-and returns them all: (function, parameters, *other arguments).
+and returns them all: (function, parameters, *other arguments). Instead of a function and its
+parameters there may be a model object of Flax or Equinox, or a method of one: (model, *inputs).
 """
 
 
@@ -66,6 +67,9 @@ def make_plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
                 f"A {type(provider).__name__} makes no plans: it has no method plan. See "
                 "interception_core.Provider."
             )
+    model, method = _model_of(fn)
+    if model is not None:
+        return _planned_model(args, model, method, provider, values)
     at = getattr(provider, "params_argnum", 0)
     if at >= len(values):
         raise JaxtapError(
@@ -78,6 +82,35 @@ def make_plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
         # The plan lists them as problems, which are printed with it.
         warnings.simplefilter("ignore", QuantizationWarning)
         return provider.plan(fn, params, *values), params, tuple(values)
+
+
+def _model_of(fn: Any) -> tuple[Any, str]:
+    """Return the model object that a function is, or is a method of, and the method's name.
+
+    The model is None for other functions.
+    """
+    owner = getattr(fn, "__self__", fn)
+    # Equinox's jitted functions are objects of its Module, too.
+    if owner is fn and hasattr(fn, "__wrapped__"):
+        return None, ""
+    try:
+        find_bridge(owner)
+    except UnknownNameError:
+        return None, ""
+    return owner, "__call__" if owner is fn else fn.__name__
+
+
+def _planned_model(
+    args: argparse.Namespace, model: Any, method: str, provider: Any, inputs: list[Any]
+) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return the plan of a model object, its parameters, and the inputs."""
+    from ..bridges.model import planned
+    from ..errors import QuantizationWarning
+
+    with told(f"{args.function} can't be planned"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", QuantizationWarning)
+        bridge, plan, _ = planned(model, provider, inputs, (method,), {})
+        return plan, bridge.parameters(model), tuple(inputs)
 
 
 def _returned(given: str, fn: Callable[..., Any]) -> tuple[Any, ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import re
 import struct
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +24,10 @@ from . import blocks
 from .blocks import BlockType, Groups
 from .names import Targets, load_tree, tensors_of
 
+_PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+"""The name of a part of a split file, as llama.cpp's gguf-split gives it."""
+_SPLIT = "split."
+"""Begins the keys of a part."""
 _ARCHITECTURE = "general.architecture"
 _ALIGNMENT = "general.alignment"
 _FLOATS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "float64": "F64"}
@@ -40,7 +47,7 @@ def load_gguf(
     JAX would cut 64 bits to 32).
 
     Args:
-        path: of the file.
+        path: of the file; of a split one, that of any part: all are read.
         like: a tree of arrays or types, such as ``plan.params``, that says the structure, shapes
             and dtypes; None for a dictionary by the names of tensors.
         names: with ``like``, which tensors make each of its leaves, as for ``quantize_file``; a
@@ -52,21 +59,28 @@ def load_gguf(
         it for kernels.
 
     Raises:
-        StoreError: ``path`` is not a whole GGUF file; or a tensor is missing, has another shape, or
-            is of a type that can't be read.
+        StoreError: ``path`` is not a whole GGUF file, or a part of one whose other parts are
+            missing or don't fit; or a tensor is missing, has another shape, or is of a type that
+            can't be read (from a big-endian file: another than float32, float16, float64 and
+            integers).
         MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
     """
-    reader = _reader(Path(path))
-    found = {tensor.name: tensor for tensor in reader.tensors}
+    found = {
+        tensor.name: (part.path, tensor, part.is_swapped)
+        for part in _parts(Path(path))
+        for tensor in part.reader.tensors
+    }
 
     def tensor(name: str) -> Any:
-        return _read(Path(path), found[name], dtype)
+        return _read(*found[name], dtype)
 
     return load_tree(str(path), found, tensor, like, names)
 
 
 def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Return what a GGUF file says beside its tensors, for ``save_gguf``.
+
+    The first part of a split file says it for all.
 
     Returns:
         By key: text, bool, a NumPy number of the file's type, an array of these, or a list of text.
@@ -75,8 +89,8 @@ def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
         StoreError, MissingExtraError: as ``load_gguf``.
     """
     found = {}
-    for key, field in _reader(Path(path)).fields.items():
-        if key.startswith("GGUF."):
+    for key, field in _parts(Path(path))[0].reader.fields.items():
+        if key.startswith(("GGUF.", _SPLIT)):
             continue
         kind, value = field.types[-1].name.lower(), field.contents()
         is_list = field.types[0].name == "ARRAY"
@@ -108,7 +122,8 @@ def save_gguf(
             or several. GGML's matrices are [out, in]: ``Target("blk.0.ffn_up.weight", lambda w:
             w.T)``. None for the names of the leaves.
         metadata: keys of the file, such as "general.architecture", as ``read_gguf_metadata``
-            returns them; Python's ints are uint32 and floats float32.
+            returns them; Python's ints are uint32 and floats float32. Keys of a part of a split
+            file ("split.count") are refused: one whole file is written.
         overwrite: whether to replace what is there.
 
     Raises:
@@ -117,6 +132,12 @@ def save_gguf(
     """
     library = require("gguf", "gguf")
     metadata = dict(metadata or {})
+    for key in metadata:
+        if key.startswith(_SPLIT):
+            raise StoreError(
+                f"metadata must have no keys of a part of a split file, got {key}: one whole file "
+                "is written. Leave it out."
+            )
     tensors = tensors_of(params, names)
     kinds = library.GGMLQuantizationType
     with appearing(Path(path), overwrite) as new:
@@ -142,10 +163,73 @@ def save_gguf(
             writer.close()
 
 
+class _Part(NamedTuple):
+    """A file, whole or a part of a split one."""
+
+    path: Path
+    reader: Any
+
+    def says(self, key: str) -> Any:
+        """Return what the file says of its part, or None."""
+        field = self.reader.fields.get(_SPLIT + key)
+        return None if field is None else field.contents()
+
+    @property
+    def is_swapped(self) -> bool:
+        """Return whether numbers are in another byte order than this machine's."""
+        return self.reader.endianess.name.lower() != sys.byteorder
+
+
+def _parts(path: Path) -> list[_Part]:
+    """Return all parts of a file, in order; one if it isn't split.
+
+    Raises:
+        StoreError: a part is missing, or is not the one that its name says.
+    """
+    given = _Part(path, _reader(path))
+    named, count = _PART_NAME.fullmatch(path.name), given.says("count")
+    of = 1 if named is None else int(named[3])
+    if count in (None, 0, 1) and of <= 1:
+        return [given]
+    if named is None or of != count:
+        raise StoreError(
+            f"{path} must be named as the part of a split file that it says it is, such as "
+            f"model-00001-of-00003.gguf, got one that says split.no={given.says('no')} and "
+            f"split.count={count}. Give the parts their names back, or join them by llama.cpp's "
+            "llama-gguf-split --merge."
+        )
+    found = []
+    for i in range(count):
+        of_part = path.with_name(f"{named[1]}-{i + 1:05d}-of-{count:05d}.gguf")
+        if not of_part.is_file():
+            raise StoreError(
+                f"{path} is one of {count} parts, which must all be in its folder, got no "
+                f"{of_part.name}. Fetch it, too."
+            )
+        part = given if of_part == path else _Part(of_part, _reader(of_part))
+        if (part.says("no"), part.says("count")) != (i, count):
+            raise StoreError(
+                f"{of_part} must say that it is part {i + 1} of {count}, got split.no="
+                f"{part.says('no')} and split.count={part.says('count')}. Take another copy, under "
+                "the name that it had."
+            )
+        found.append(part)
+    names = [tensor.name for part in found for tensor in part.reader.tensors]
+    total = given.says("tensors.count")
+    if len(set(names)) < len(names) or total not in (None, len(names)):
+        raise StoreError(
+            f"the {count} parts of {path} must have {total} tensors of different names, got "
+            f"{len(names)} ({len(set(names))} names). Take copies of one split file."
+        )
+    return found
+
+
 def _reader(path: Path) -> Any:
     library = require("gguf", "gguf")
     if not path.is_file():
-        raise StoreError(f"{path} must be a GGUF file, got none there.")
+        parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-00001-of-*.gguf"))
+        hint = f" Give {parts[0].name}, the first part of a split file." if parts else ""
+        raise StoreError(f"{path} must be a GGUF file, got none there.{hint}")
     try:
         return library.GGUFReader(path)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
@@ -155,12 +239,21 @@ def _reader(path: Path) -> Any:
         ) from error
 
 
-def _read(path: Path, tensor: Any, dtype: Any) -> Any:
+def _read(path: Path, tensor: Any, is_swapped: bool, dtype: Any) -> Any:
     """Return a tensor: a QArray, an AffineWeight or a NumPy array."""
     name, kind = tensor.name, tensor.tensor_type.name
     shape = tuple(int(n) for n in reversed(tensor.shape))
+    data = np.asarray(tensor.data)
+    # The reader knows the byte order of NumPy's types. Of others it returns bytes, which gguf and
+    # llama.cpp write in different orders to a big-endian file.
+    if is_swapped and data.dtype == np.uint8:
+        raise StoreError(
+            f"{name} of {path} must be float32, float16, float64 or integers to be read from a "
+            f"big-endian file, got {kind}. Convert the file by the gguf package's "
+            "gguf-convert-endian."
+        )
     if kind in _PLAIN.values():
-        data = np.asarray(tensor.data)
+        data = data.astype(data.dtype.newbyteorder("="), copy=False)
         return data.view(jnp.bfloat16).reshape(shape) if kind == "BF16" else data.reshape(shape)
     if kind not in blocks.TYPES:
         raise StoreError(
@@ -169,7 +262,7 @@ def _read(path: Path, tensor: Any, dtype: Any) -> Any:
             "llama-quantize --allow-requantize."
         )
     form = blocks.TYPES[kind]
-    groups = blocks.read(form, np.asarray(tensor.data), shape)
+    groups = blocks.read(form, data, shape)
     stored = qn.get_qtype(form.qtype).storage_dtype
     q = qn.qarray(
         jnp.asarray(groups.values).astype(stored), jnp.asarray(groups.scale), form.qtype, dtype

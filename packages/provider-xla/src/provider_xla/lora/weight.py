@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,11 @@ class AdaptedWeight:
     def ndim(self) -> int:
         """Number of its axes."""
         return len(self.form.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of its elements."""
+        return math.prod(self.form.shape)
 
     @property
     def dtype(self) -> Any:
@@ -103,6 +109,7 @@ class LoraWeight(ArrayProxy):
         impl: implementation of the random keys, hashable (static).
     """
 
+    is_trained: ClassVar[bool] = True
     base: Any
     a: jax.Array
     b: jax.Array

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..errors import QuantizationError
+from ..errors import QuantizationError, QuantizationWarning
 from ..plan.plan import PlanData
 from ..program.arrays import of_arrays
 from ..program.matching import follows_values
@@ -36,7 +38,7 @@ def calibrate(
     stored = follows_values(plan.engine)
 
     def measured(*args: Any) -> Any:
-        observation = Observation(statistics)
+        observation = Observation(statistics, tells_cuts=True)
 
         def run(site: Site) -> Any:
             observation.observe(site)
@@ -45,18 +47,50 @@ def calibrate(
         sites = Sites(plan.rules, run, ignore, keyed=False)
         result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
         observation.finish()
-        return result
+        cuts = observation.cuts()
+        return result, [cuts[key] for key in statistics]
 
-    jitted = None
+    jitted, cuts = None, []
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
         args = list(batch)
         args.insert(plan.argnum, params)
         call, arrays = of_arrays(measured, args, {})
         jitted = jitted or jax.jit(call)
-        jax.block_until_ready(jitted(arrays))
+        found = jitted(arrays)
+        cuts.append([float(cut) for cut in found[len(found) - len(statistics) :]])
     if jitted is None:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
+    _warn(statistics, np.mean(cuts, axis=0))
     return {key: one.calibration() for key, one in statistics.items()}
+
+
+MOST_CUT = 0.1
+"""``calibrate`` warns about ranges that cut off a larger share of an activation's magnitude."""
+
+
+def _warn(statistics: Statistics, cuts: np.ndarray) -> None:
+    """Warn about activations that no batch reached, and about ranges that are too small."""
+    missed = [key for key, one in statistics.items() if not int(one.count)]
+    if missed:
+        warnings.warn(
+            f"No batch reached {', '.join(missed)}: there is no static range for what these "
+            "operations read. Calibrate with batches that reach them; QuantizationRule."
+            "unseen_range says what happens otherwise.",
+            QuantizationWarning,
+            stacklevel=4,
+        )
+    small = [
+        f"{key} ({cut:.0%})" for key, cut in zip(statistics, cuts, strict=True) if cut > MOST_CUT
+    ]
+    if small:
+        warnings.warn(
+            f"Static ranges cut off more than {MOST_CUT:.0%} of {', '.join(small)}: they are the "
+            "mean over act_batch_axes of the largest magnitudes. If the first axis is not one of "
+            "examples (nodes, positions, steps), give the rule act_batch_axes=(), or calibrate "
+            "with more of the data.",
+            QuantizationWarning,
+            stacklevel=4,
+        )
 
 
 def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statistics]:

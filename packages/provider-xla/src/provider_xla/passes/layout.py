@@ -210,9 +210,7 @@ def _settled(
     others += [
         record.op_id
         for record in plan.ops
-        if path in (record.weight or "").split(" and ")
-        and record.op_id not in uses
-        and record.op_id not in computed
+        if path in record.paths and record.op_id not in uses and record.op_id not in computed
     ]
     if others:
         return f"{others[0]} uses it too, and is not a contraction that a pass can change"

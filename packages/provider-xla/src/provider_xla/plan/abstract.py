@@ -10,6 +10,7 @@ from jax.sharding import NamedSharding
 from interception_core import followed_spec
 
 from ..kernels.packing import abstract, of_panels
+from ..program.arrays import rebuilt
 from .quantize import carried, check_parameters
 from .weight import WeightPlan
 
@@ -33,7 +34,7 @@ def quantized_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any
         weight = plan.weights.get(path)
         stored = leaf if weight is None else _stored_type(weight, leaf, prepack)
         leaves.append(carried(plan, path, leaf, stored, derived))
-    return jax.tree.unflatten(treedef, leaves)
+    return rebuilt(treedef, leaves)
 
 
 def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:

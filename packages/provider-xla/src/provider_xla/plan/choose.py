@@ -93,6 +93,8 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
+    if axes is None and len(weight.paths) > 1:
+        raise NoKernel("its weight is made of several parameters while the program runs")
     if axes is None:
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:

@@ -8,24 +8,29 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
-from ..program.arrays import is_array, of_arrays
+from ..kernels.matmul import NoKernel
+from ..program.arrays import is_array, of_arrays, rebuilt, types_of
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites, ignore
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
+from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
+from .chosen import stays_packed, why_lost
 from .lora import LoraPlan, check_engine
 from .plan import PlanData
 from .quantize import carried
 from .survey import Survey, Use
+from .unused import unused_rules
 from .weight import WeightPlan
 
 _log = logger("xla")
@@ -40,20 +45,40 @@ def make_plan(
     args: tuple,
     kwargs: Mapping[str, Any],
     kernels: bool = True,
+    scale_dtypes: Mapping[str, str | None] | None = None,
 ) -> PlanData:
-    """Make a plan: see ``XlaProvider.plan``."""
+    """Make a plan: see ``XlaProvider.plan``.
+
+    Args:
+        rules: decide.
+        engine: taps the program.
+        argnum: the position of the parameters.
+        fn: the program.
+        params: its parameters: arrays or types.
+        args: its other arguments.
+        kwargs: its keyword arguments.
+        kernels: whether kernels may run contractions.
+        scale_dtypes: those of the weights of a plan that is made again, by path; None to look at
+            the parameters' values.
+    """
     found, params_tree = jax.tree_util.tree_flatten_with_path(params)
     given = {
         rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
     }
     leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
     kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
-    abstract = jax.tree.unflatten(params_tree, kept)
+    abstract = rebuilt(params_tree, kept)
     survey = Survey(rules, leaves)
     run_survey(survey, engine, argnum, fn, params, args, kwargs)
 
-    weights = {path: _with_scales(weight, given.get(path), survey)
-               for path, weight in weights_of(survey).items()}  # fmt: skip
+    weights = weights_of(survey)
+    if scale_dtypes is None:
+        weights = {path: _with_scales(weight, given.get(path), survey)
+                   for path, weight in weights.items()}  # fmt: skip
+    else:
+        weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
+                   for path, weight in weights.items()}  # fmt: skip
+    survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -65,11 +90,7 @@ def make_plan(
         lora = survey.lora.plans()
         check_engine(engine, [*lora])
         records = [_adapted(record, lora) for record in records]
-    used = {record.rule for record in records}
-    unused = [
-        f"rule {i} decides nothing: {rule}" for i, rule in enumerate(rules.rules) if i not in used
-    ]
-    problems = (*survey.problems, *unused)
+    problems = (*survey.problems, *unused_rules(rules, records, [*leaves]))
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = PlanData(
@@ -83,13 +104,58 @@ def make_plan(
         leaves=leaves,
         fn=fn,
         params=abstract,
+        again=functools.partial(
+            make_plan,
+            rules,
+            engine,
+            argnum,
+            fn,
+            types_of(params),
+            types_of(args),
+            types_of(kwargs),
+            kernels,
+        ),
         lora=lora,
         notes=tuple(survey.notes),
     )
     if not any(weight.derived for weight in weights.values()):
         return plan
     absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
-    return dataclasses.replace(plan, absorbed=absorbed)
+    return _with_kept(plan, absorbed, has_numbers(args, kwargs), given, survey)
+
+
+def _with_kept(
+    plan: PlanData,
+    absorbed: frozenset[str],
+    with_numbers: bool,
+    given: Mapping[str, Any],
+    survey: Survey,
+) -> PlanData:
+    """Return a plan that stores parameters beside derived weights of which calls may differ."""
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    differing = [one for one in derived if may_differ(one.expression, with_numbers)]
+    used = {path for one in differing for path in one.leaves}
+    # A number or a random key of the parameters is smaller than what is derived from it.
+    kept = {path for path in absorbed if path in used or not _is_float(plan.leaves[path])}
+    stored = {
+        path: _with_scales(weight, given.get(path), survey)
+        for path, weight in kept_beside(plan.weights, sorted(kept), plan.leaves).items()
+    }
+    notes = {
+        f"{path}: stored beside {', '.join(names)}, which other calls may compute otherwise": None
+        for path in stored
+        if (names := [one.path for one in differing if path in one.leaves])
+    }
+    return dataclasses.replace(
+        plan,
+        weights={**plan.weights, **stored},
+        absorbed=absorbed - kept,
+        notes=tuple({**survey.notes, **notes}),
+    )
+
+
+def _is_float(leaf: Any) -> bool:
+    return leaf.dtype in qn.FLOAT_DTYPES
 
 
 def _kept_for_adapters(plan: PlanData) -> set[str]:
@@ -162,14 +228,14 @@ def run_survey(
 
 def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
     """Return an operation's record with its adapter's rank."""
-    paths = (record.weight or "").split(" and ")
+    paths = () if record.rule is None else record.paths
     rank = next((lora[path].rank for path in paths if path in lora), None)
     return dataclasses.replace(record, rank=rank)
 
 
 def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
     """Return a lookup's record with how its parameter is stored."""
-    weight = weights.get(record.weight or "")
+    weight = next((weights[path] for path in record.paths if path in weights), None)
     if record.op_name != "take" or weight is None:
         return record
     return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
@@ -183,13 +249,30 @@ def _with_kernels(
     platform: str,
 ) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
     """Return parameters and operations with what computes them on each platform."""
-    packed, choices = {}, {}
-    names = platforms(platform)
-    for path, weight in weights.items():
-        sharding = getattr(params.get(path), "sharding", None)
-        packings, found = choose(weight, survey.contractions.get(path, {}), sharding, names)
-        packed[path] = dataclasses.replace(weight, packings=packings, platform=platform)
-        choices.update(found)
+    packed: dict[str, WeightPlan] = {}
+    by_path: dict[str, dict[str, dict[str, Choice]]] = {}
+    names, left = platforms(platform), list(weights)
+    while left:
+        for path in left:
+            sharding = getattr(params.get(path), "sharding", None)
+            uses = survey.contractions.get(path, {})
+            packings, by_path[path] = choose(weights[path], uses, sharding, names)
+            packed[path] = dataclasses.replace(weights[path], packings=packings, platform=platform)
+        left = []
+        # A kernel takes one layout: if alternatives differ, none of them is packed.
+        for one in survey.chosen:
+            if not all(stays_packed(one, packed, name) for name in names):
+                why = NoKernel("the program chooses among weights that are packed differently")
+                for path in one.paths:
+                    survey.contractions.setdefault(path, {})[one.op_id] = why
+                left += [path for path in one.paths if path in packed and packed[path].packings]
+    choices: dict[str, dict[str, Choice]] = {}
+    for found in by_path.values():
+        for op_id, one in found.items():
+            # An operation of several weights has a kernel if each of them has.
+            before = choices.get(op_id, {})
+            lacking = {name: choice for name, choice in before.items() if choice.kernel is None}
+            choices[op_id] = one | lacking
     none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
     settled = []
     for record in records:
@@ -214,6 +297,13 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         if not deciding:
             continue
         first = deciding[0]
+        if leaf.dtype not in qn.FLOAT_DTYPES:
+            # Rounded to its scale, it would lose what it has: its numbers are those of a format.
+            survey.notes[
+                f"{path} stays {jnp.dtype(leaf.dtype).name}, as it is: {first.op_id} casts it and "
+                "quantizes the cast at each call"
+            ] = None
+            continue
         assert first.how is not None
         assert first.rule is not None
         for other in deciding[1:]:
@@ -227,9 +317,10 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         contractions = [use for use in uses if not use.is_lookup] or deciding
         granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
         block = qn.get_qtype(first.how.qtype).block
-        if block is not None and list(granularity.tile_axes.values()) != [block]:
+        fitted = granularity if block is None else granularity.in_blocks(leaf.shape, block)
+        if fitted is None:
             survey.problems.append(
-                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along one axis "
+                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along axes "
                 f"that all of its uses contract ({', '.join(u.op_id for u in contractions)})"
             )
             continue
@@ -243,7 +334,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             rule=first.rule,
             qtype=first.how.qtype,
             method=first.how.method,
-            granularity=granularity,
+            granularity=fitted,
             stepped=tuple(sorted(stepped)),
             ops=tuple(dict.fromkeys(use.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, contractions),

@@ -47,6 +47,8 @@ class PlanData:
         argnum: position of the argument that holds the parameters.
         leaves: shape and dtype of each parameter, by pytree path.
         fn: the function that the plan is for.
+        again: makes the plan again, from the types of the function's arguments; it can be pickled
+            if the function can.
         params: the parameters' tree, with types for arrays.
     """
 
@@ -60,6 +62,7 @@ class PlanData:
     leaves: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)
     fn: Callable[..., Any] = dataclasses.field(repr=False)
     params: Any = dataclasses.field(repr=False)
+    again: functools.partial[PlanData] = dataclasses.field(repr=False)
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
@@ -115,7 +118,7 @@ class PlanData:
         """The parameters that stay float: path, bytes, and why, the largest first."""
         uses: dict[str, list[OpRecord]] = {}
         for op in self.ops:
-            for path in set((op.weight or "").split(" and ")):
+            for path in set(op.paths):
                 uses.setdefault(path, []).append(op)
         found = []
         for path, leaf in self.leaves.items():
@@ -128,9 +131,11 @@ class PlanData:
     def in_xla(self) -> dict[str, tuple[str, ...]]:
         """The contractions of stored weights that no kernel computes: their ids, by reason."""
         found: dict[str, tuple[str, ...]] = {}
+        # Not by the weight's path: a program may join several weights, or derive one.
+        stored = {op_id for weight in self.weights.values() for op_id in weight.ops}
         for op in self.ops:
             why = op.kernel_reason
-            if op.weight in self.weights and why is not None and why != LOOKUP:
+            if op.op_id in stored and why is not None and why != LOOKUP:
                 found[why] = (*found.get(why, ()), op.op_id)
         return found
 
@@ -139,8 +144,7 @@ class PlanData:
         if not ops:
             return "no matmul, convolution or lookup uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
-        why = "no rule matches" if first.rule is None else first.reason or "it can't be stored"
-        return f"{first.op_id}: {why}"
+        return f"{first.op_id}: " + (first.reason or "it can't be stored")
 
     def __str__(self) -> str:
         table = self.ops.table({path: weight.bytes for path, weight in self.weights.items()})

@@ -13,7 +13,7 @@ from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..program.arrays import is_array
+from ..program.arrays import is_array, rebuilt
 from ..program.sites import short
 from ..run.stored import is_stored
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
@@ -50,7 +50,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
                 leaf.delete()
             leaves.append(stored)
             bar.update(size)
-    return jax.tree.unflatten(treedef, leaves)
+    return rebuilt(treedef, leaves)
 
 
 def check_parameters(plan: PlanData, given: Mapping[str, Any], *, are_types: bool = False) -> None:

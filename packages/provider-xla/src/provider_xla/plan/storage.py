@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Expression, Leaf, carriers_of, root_of
+from hijax_trace import Expression, Leaf, carriers_of, is_chosen, root_of
 from interception_core import OpCall
 
 from ..errors import QuantizationError
@@ -84,7 +85,7 @@ class Storage:
             return [Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
         expression = call.expression(operand)
         tiles = self._tiles(weight.shape, asked)
-        root = root_of(expression)
+        root = root_of(expression, self.rules.is_parameter)
         if isinstance(root, Leaf):
             found = self._view(root.path, self.leaves[root.path].shape, expression, tiles, asked)
             if found is not None:
@@ -104,8 +105,8 @@ class Storage:
             self._problem(
                 f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
                 "loops that it is computed in step through several parameters, or the program "
-                "joins parts of parameters that it chooses while it runs. It is quantized at each "
-                "call"
+                "joins, masks or carries parts of parameters that it chooses while it runs. It is "
+                f"made of {' and '.join(weight.paths)} and quantized at each call"
             )
         return [] if derived is None else [derived]
 
@@ -119,10 +120,14 @@ class Storage:
     ) -> Stored | None:
         """Return how a viewed parameter is stored; None if scales cannot follow."""
 
-        def is_stored(node: Expression) -> bool:
-            return isinstance(node, Leaf)
+        is_choice = is_chosen(view)
 
-        axes = axes_in(view, is_stored, shape) if isinstance(root_of(view), Leaf) else None
+        def is_stored(node: Expression) -> bool:
+            # Values that the program joins have scales alike. Those that it chooses among need not.
+            return isinstance(node, Leaf) and (not is_choice or node.path == path)
+
+        is_whole = is_choice or isinstance(root_of(view, self.rules.is_parameter), Leaf)
+        axes = axes_in(view, is_stored, shape) if is_whole else None
         if axes is not None:
             known = of_operand(axes, shape, view.aval.shape, asked.shared, tiles)
             if known.ragged_tiles(shape) and scales_in(view, is_stored, len(shape), known) is None:
@@ -140,7 +145,10 @@ class Storage:
         for base in (root, whole):
             if base is None or base.is_dynamic(self.rules.is_parameter):
                 continue
-            carriers = [path for path in carriers_of(base) if path in self.leaves]
+            full: Any = base.aval
+            if full.dtype not in qn.FLOAT_DTYPES:
+                continue  # the program casts it later
+            carriers = self._carriers(base)
             shape = self._shape_of(base)
             if not carriers or shape is None:
                 continue
@@ -168,6 +176,15 @@ class Storage:
             packs = stays_packed(view, is_stored, shape, count, gone(whole_axes))
             return Stored(path, shape, whole_axes, found, packs)
         return None
+
+    def _carriers(self, base: Expression) -> list[str]:
+        """Return the parameters that a derived weight can be stored beside, the best first."""
+        types = {path: self.leaves[path] for path in carriers_of(base) if path in self.leaves}
+        # A random key has no array of numbers to store.
+        numeric = [
+            p for p, leaf in types.items() if not jnp.issubdtype(leaf.dtype, jax.dtypes.extended)
+        ]
+        return sorted(numeric, key=lambda path: types[path].dtype not in qn.FLOAT_DTYPES)
 
     def _name(self, base: Expression) -> str:
         """Return a name for a derived weight that no other has."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import quant_numerics as qn
+from hijax_trace import is_chosen, scaled_inputs
 from interception_core import OpCall
 
 from ..errors import QuantizationError
@@ -20,10 +21,11 @@ from ..program.granularity import (
 )
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
-from ..program.sites import Site, short
+from ..program.sites import Site, short, unstorable
 from ..run.lookup import looked_up
 from ..run.static import StaticRange, is_static, measure, steps_of
 from .choose import LOOKUP, MatrixUse, RowsUse, use_of
+from .chosen import Chosen
 from .derived import Derived
 from .lora_survey import LoraSurvey
 from .storage import Asked, Storage, Stored, gone
@@ -69,6 +71,7 @@ class Survey:
         ranges: the activations with a static range, by site and side.
         contractions: by weight and operation, what a kernel would have to do, or why none can.
         notes: what is done that no rule says, as the keys.
+        chosen: the weights that the program chooses among several.
         lora: collects adapters; None if no rule has a rank.
     """
 
@@ -81,6 +84,7 @@ class Survey:
         self.ranges: dict[str, StaticRange] = {}
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
+        self.chosen: list[Chosen] = []
         self._storage = Storage(rules, leaves, self.problems.append)
         self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
@@ -97,13 +101,13 @@ class Survey:
                 tiles don't divide.
         """
         self.records.setdefault((record.op_id, record.operands), record)
-        if not record.quantized:
-            for path in filter(None, (record.weight or "").split(" and ")):
+        if not record.quantized and record.rule is not None:
+            for path in record.paths:
                 self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
             return
         rule = self.rules.rules[record.rule]
-        for path in filter(None, (record.weight or "").split(" and ")):
+        for path in record.paths:
             leaf = self.leaves.get(path)
             if leaf is not None and leaf.dtype not in qn.FLOAT_DTYPES:
                 raise QuantizationError(
@@ -146,7 +150,9 @@ class Survey:
             shared = site.contraction.shared(side, ndim)
             along = site.contraction.sparse_axis(side, ndim)
             asked = Asked(op_id, site.index, how, shared, along)
-            for stored in self.stored(site.call, site.operands[side], weight, asked):
+            found = self.stored(site.call, site.operands[side], weight, asked)
+            self._choose(site.call, site.operands[side], found, asked)
+            for stored in found:
                 self._use(stored, asked, weight)
                 axes = stored.axes if stored.packs else None
                 try:
@@ -160,7 +166,8 @@ class Survey:
         """Record a lookup in a parameter."""
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found
-        if weight is None or weight.is_dynamic:
+        if weight is None:
+            self._lookup_of_scaled(call, operand, indices)
             return NotImplemented
         index = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
         rule = None if index is None else self.rules.rules[index]
@@ -179,12 +186,16 @@ class Survey:
             index,
             None if how is not None else "no rule names it",
             weight.path,
+            paths=weight.paths,
+            module_path=call.module_path,
         )
         self.record(record, None)
         asked = Asked(record.op_id, index, how, shared, None, is_lookup=True)
         axes = looked_up_axes(params, operand.shape) or ()
         is_mapped = any(call.expression(x).maps for x in (operand, indices))
-        for stored in self.stored(call, operand, weight, asked):
+        found = self.stored(call, operand, weight, asked)
+        self._choose(call, operand, found, asked)
+        for stored in found:
             self._use(stored, asked, weight)
             use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else LOOKUP)
             where = stored.axes or ()
@@ -196,9 +207,35 @@ class Survey:
             self.lora.lookup(call, operand, index, weight, along)
         return NotImplemented
 
+    def _lookup_of_scaled(self, call: OpCall, operand: Any, indices: Any) -> None:
+        """Record a lookup in parameters that the program multiplies or joins with others."""
+        found = scaled_inputs(call.expression(operand), self.rules.is_parameter)
+        below = tuple(path.removeprefix(self.rules.params) for path in found)
+        index = self.rules.find(("take",), call.module_path, below, True) if found else None
+        if index is not None and self.rules.rules[index].weight_qtype is not None:
+            text = unstorable(found)
+            record = OpRecord(
+                call.op_id.replace("gather:", "take:"),
+                "take",
+                (short(operand), short(indices)),
+                (None, None),
+                index,
+                text,
+                " and ".join(found),
+                paths=found,
+                module_path=call.module_path,
+            )
+            self.record(record, text)
+
     def stored(self, call: OpCall, operand: Any, weight: Weight, asked: Asked) -> list[Stored]:
         """Return what to store for an operand: see ``Storage.of``."""
         return self._storage.of(call, operand, weight, asked)
+
+    def _choose(self, call: OpCall, operand: Any, found: Sequence[Stored], asked: Asked) -> None:
+        """Record a weight that the program chooses among several."""
+        if len(found) > 1 and is_chosen(expression := call.expression(operand)):
+            paths = tuple(one.path for one in found)
+            self.chosen.append(Chosen(asked.op_id, asked.rule, expression, paths))
 
     def _contraction(self, path: str, op_id: str, use: MatrixUse | RowsUse | NoKernel) -> None:
         """Record what a kernel would have to do with a parameter."""

@@ -19,8 +19,9 @@ from ..kernels.packed import PrepackedWeight, qarray_of
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
-from ..run.affine import AffineWeight
+from ..run.affine import AffineWeight, with_minimum
 from ..run.transformed import TransformedWeight
+from . import chunks
 from .derived import Derived
 
 
@@ -73,8 +74,11 @@ class WeightPlan:
 
     def bytes_on(self, packing: Packing | None) -> int:
         """Return the stored bytes on a platform."""
-        stored = jax.eval_shape(self._quantize, self.abstract())
-        return (stored if packing is None else abstract(stored, packing)).nbytes
+        return _form(*self._how(), self.shape, self.dtype, packing).nbytes
+
+    def form(self, packing: Packing | None = None) -> Any:
+        """Return the type of what is stored, packed or not."""
+        return _form(*self._how(), self.shape, self.dtype, packing)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -112,7 +116,10 @@ class WeightPlan:
         if self.scale_dtype != "float16":
             return False
         where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
-        return not bool(_fits_float16(leaf, self.qtype, *where, self.method))
+        fits = chunks.fits_float16(leaf, self.qtype, *where, self.method)
+        return not bool(
+            _fits_float16(leaf, self.qtype, *where, self.method) if fits is None else fits
+        )
 
     def of_values(self, leaf: Any) -> WeightPlan:
         """Return this plan, with float32 scales if a value needs them.
@@ -127,8 +134,14 @@ class WeightPlan:
         return dataclasses.replace(self, scale_dtype=None) if wide else self
 
     def check(self, leaf: Any) -> None:
-        """Raise QuantizationError if a value cannot be quantized as planned."""
-        if not bool(_all_finite(leaf)):
+        """Raise QuantizationError if a value cannot be quantized as planned.
+
+        A tracer has no value to check.
+        """
+        if isinstance(leaf, jax.core.Tracer):
+            return
+        held = chunks.on_host(leaf)
+        if not bool(_all_finite(leaf) if held is None else np.isfinite(held).all()):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
                 f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
@@ -143,19 +156,18 @@ class WeightPlan:
             )
 
     def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
-        tiles = tuple(self.granularity.tile_axes.items())
-        stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
-        return _quantize(
-            leaf,
-            self.qtype,
-            self.granularity.channel_axes,
-            tiles,
-            self.method,
-            stepped,
-            self.scale_dtype,
-        )
+        qtype, channels, tiles, method, _, scale_dtype = how = self._how()
+        found = chunks.quantized(leaf, qtype, channels, tiles, method, scale_dtype)
+        return _quantize(leaf, *how) if found is None else found
+
+    def _how(self) -> tuple[Any, ...]:
+        """Return the arguments of ``_quantize`` after the first."""
+        tiles = tuple(self.granularity.tile_axes.items())
+        stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
+        channels = tuple(self.granularity.channel_axes)
+        return self.qtype, channels, tiles, self.method, stepped, self.scale_dtype
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
@@ -198,20 +210,29 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     if packing is None or isinstance(q, PrepackedWeight):
         return q
     counts = plan.granularity.scale_shape(plan.shape)
-    if (q.shape, q.qtype, q.scale.shape, q.zero_point) != (plan.shape, plan.qtype, counts, None):
+    if (q.shape, q.qtype, q.scale.shape) != (plan.shape, plan.qtype, counts):
         raise QuantizationError(
             f"{plan.path} (rule {plan.rule}) is {q.qtype}{list(q.shape)} with scales of shape "
             f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
             f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
         )
     sharding = getattr(first, "sharding", None)
-    return q if packing.unshardable(q.shape, sharding) else prepack(q, packing)
+    if packing.unshardable(q.shape, sharding):
+        return q
+    if getattr(q, "zero_point", None) is None:
+        return prepack(q, packing)
+    # Kernels know no zero points. The sums of the activation know what they add.
+    held = with_minimum(qn.unpack(q) if isinstance(q, qn.PackedQArray) else q)
+    return dataclasses.replace(held, inner=prepack(held.inner, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5, 6))
+_STATIC = ("qtype", "channel_axes", "tile_axes", "method", "stepped", "scale_dtype")
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def _quantize(
     leaf: jax.Array,
     qtype: str,
@@ -245,6 +266,33 @@ def _quantize(
         scale_dtype=scale_dtype,
     )
     return qn.pack(q) if qn.get_qtype(qtype).packable else q
+
+
+# Thousands of parameters have a few forms.
+@functools.lru_cache(maxsize=4096)
+def _form(
+    qtype: str,
+    channel_axes: tuple[int, ...],
+    tile_axes: tuple[tuple[int, int], ...],
+    method: str,
+    stepped: tuple[int, ...],
+    scale_dtype: str | None,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    packing: Packing | None,
+) -> Any:
+    """Return the type of an array that is quantized, and packed."""
+    quantize = functools.partial(
+        _quantize,
+        qtype=qtype,
+        channel_axes=channel_axes,
+        tile_axes=tile_axes,
+        method=method,
+        stepped=stepped,
+        scale_dtype=scale_dtype,
+    )
+    stored = jax.eval_shape(quantize, jax.ShapeDtypeStruct(shape, dtype))
+    return stored if packing is None else abstract(stored, packing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

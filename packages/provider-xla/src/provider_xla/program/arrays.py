@@ -7,10 +7,41 @@ from typing import Any
 
 import jax
 
+from ..errors import QuantizationError
+
 
 def is_array(leaf: Any) -> bool:
     """Return whether a leaf is an array, or the type of one."""
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def types_of(tree: Any) -> Any:
+    """Return a tree with the types of its arrays; other leaves stay."""
+
+    def one(leaf: Any) -> Any:
+        if not is_array(leaf):
+            return leaf
+        weak = getattr(leaf, "weak_type", False)
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+
+    return jax.tree.map(one, tree)
+
+
+def rebuilt(treedef: Any, leaves: Sequence[Any]) -> Any:
+    """Return the parameters' tree of types or of stored parameters.
+
+    Raises:
+        QuantizationError: a class of the tree takes no such leaves.
+    """
+    try:
+        return jax.tree.unflatten(treedef, leaves)
+    except Exception as error:
+        kinds = sorted({type(leaf).__name__ for leaf in leaves if is_array(leaf)})
+        raise QuantizationError(
+            f"A class of the parameters must take any object with a shape and a dtype in its "
+            f"tree_unflatten, as JAX asks of pytree classes; got {error!r} for {', '.join(kinds)}. "
+            "Check its arrays by shape and dtype alone, or not there; or keep parameters in a dict."
+        ) from error
 
 
 def of_arrays(

@@ -60,6 +60,9 @@ class FusedOp:
         except TypeError as error:  # a wrong call: the function itself raises the clearest error
             raise StaysFloat(str(error)) from error
         bound.apply_defaults()
+        given = jax.tree.leaves(dict(bound.arguments))
+        if any(not isinstance(size, int) for x in given for size in getattr(x, "shape", ())):
+            raise StaysFloat("a size is a symbol, and kernels are called for numbers")
         arrays, run, *other = self.reader(bound.arguments)
         for array in arrays:
             if not hasattr(array, "dtype") or array.dtype not in _FLOATS:

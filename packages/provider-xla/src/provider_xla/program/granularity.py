@@ -36,6 +36,20 @@ class Granularity:
         channels = tuple(sorted(axis for axis, size in tiles.items() if size == 1))
         return Granularity(channels, {a: size for a, size in sorted(tiles.items()) if size > 1})
 
+    def in_blocks(self, shape: Sequence[int], block: int) -> Granularity | None:
+        """Return the same in tiles of a format's blocks; None if these are other tiles.
+
+        Args:
+            shape: of the array.
+            block: how many elements share a scale.
+        """
+        # A block may hold whole axes, such as a head that is smaller than it.
+        rest = (*self.channel_axes, *self.tile_axes)
+        whole = {axis: n for axis, n in enumerate(shape) if axis not in rest and n > 1}
+        tiles = dict(sorted({**self.tile_axes, **whole}.items()))
+        found = math.prod(tiles.values())
+        return Granularity(self.channel_axes, tiles) if found == block else None
+
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the scales of an array."""
         tiles = self.tile_axes

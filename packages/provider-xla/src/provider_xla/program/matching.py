@@ -30,7 +30,7 @@ class Weight:
     """An operand that is a parameter, a view, or a derived weight.
 
     Attributes:
-        path: the pytree path of the parameter; of several, joined by " and ".
+        path: the pytree path of the parameter; of several, joined by " and ", to be read by people.
         paths: the pytree paths of the parameters behind it.
         shape: of the operand.
         dtype: of the operand.
@@ -159,6 +159,9 @@ class Rules:
         object.__setattr__(self, "is_parameter", Under(self.params))
         by_weight = any(rule.weight_path is not None for rule in self.rules)
         object.__setattr__(self, "_by_weight", by_weight)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.rules, self.params, self.adapted)
 
     find: Callable[..., int | None] = None  # type: ignore[assignment]
     """Returns the number of the rule for an operation with these names, under a module path, of

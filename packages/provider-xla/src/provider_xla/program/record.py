@@ -77,9 +77,12 @@ class OpRecord:
         qtypes: qtype of both operands; None where it stays float.
         rule: index of the rule that decided, or None.
         reason: why the operation stays float; None if it is quantized.
-        weight: pytree path of the parameter among the operands, where it is known.
+        weight: pytree path of the parameter among the operands, where it is known; of several,
+            joined by " and ".
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
+        paths: pytree paths of the parameters behind the operands.
+        module_path: the name stack around it, which rules match.
     """
 
     op_id: str
@@ -91,6 +94,8 @@ class OpRecord:
     weight: str | None
     kernels: Mapping[str, Choice] = field(default_factory=dict)
     rank: int | None = None
+    paths: tuple[str, ...] = ()
+    module_path: str = ""
 
     @property
     def kernel(self) -> str | None:
@@ -156,8 +161,11 @@ class Report(tuple[OpRecord, ...]):
         if sizes is not None:
             headers.append("bytes")
             for record, row in zip(self, rows, strict=True):
-                size = sizes.get(record.weight or "") if record.quantized else None
-                row.append("" if size is None else f"{size[0]:,} -> {size[1]:,}")
+                own = [sizes[path] for path in record.paths if path in sizes]
+                before, after = (
+                    (sum(column) for column in zip(*own, strict=True)) if own else (0, 0)
+                )
+                row.append(f"{before:,} -> {after:,}" if own and record.quantized else "")
         if fold:
             rows = fold_rows(rows, (0, headers.index("weight or reason")))
         count = sum(record.quantized for record in self)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import Attention, attention
+from hijax_trace import Attention, attention, scaled_inputs
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
@@ -42,6 +42,7 @@ class Site:
         index: the number of that rule.
         weights: the weight that each operand is; None for activations.
         hows: how each operand is quantized; None where it stays float.
+        is_linear: whether JAX transposes the operation: no activation or gradient is quantized.
     """
 
     call: OpCall
@@ -52,6 +53,7 @@ class Site:
     index: int
     weights: tuple[Weight | None, Weight | None]
     hows: tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
+    is_linear: bool = False
 
     def key(self, side: int) -> str:
         """Return the key of an operand's statistics."""
@@ -67,6 +69,8 @@ Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
 
 PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
 """Why an operation stays float."""
+LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
+"""Why an operation, or its activations, stay float."""
 
 _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that call no other tapped operation."""
@@ -113,6 +117,8 @@ class Sites:
             target: functools.partial(self._handle, op) for target, op in OPS.items()
         }
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
+        if lookup is not None:  # in all sites: the same targets share JAX's traces
+            handlers["primitive:pallas_call"] = self._note_kernel
         if lookup is not None:
             handlers["primitive:gather"] = lookup
         # By the last part of the target, which is what `call.within` of operations inside has.
@@ -161,8 +167,17 @@ class Sites:
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
         contraction, operands, extras = reading
+        scaled = self._scaled(call, operands) if self._surveys and not has_weight else ()
         if rule is None or index is None:
-            self._note(op, call, operands, None, reason="no rule matches")
+            self._note(
+                op,
+                call,
+                operands,
+                None,
+                reason="no rule matches",
+                weights=among.found,
+                scaled=scaled,
+            )
             if self._leave is not None and op.name in _WHOLE:
                 self._leave(call, contraction, operands, extras)
             return NotImplemented
@@ -174,8 +189,22 @@ class Sites:
         if (index, sides) not in decisions:
             decisions[index, sides] = self._rules.decide(index, contraction, operands, sides)
         hows, remarks, why, wrong = decisions[index, sides]
+        is_linear = any(map(call.is_linear, operands))
+        if is_linear and why is None:
+            pairs = zip(hows, sides, strict=True)
+            floats = tuple(how if is_weight else None for how, is_weight in pairs)
+            if not any(floats) and (rule.rank is None or not any(sides)):
+                why = LINEAR
+            elif floats != hows:
+                remarks = (*remarks, LINEAR)
+            hows = floats
         for remark in remarks:
             self._remark(call, remark)
+        if scaled and rule.weight_qtype is not None:
+            text = unstorable(scaled)
+            why = why if any(hows) else text
+            known: dict[str, Any] = {"problem": text, "scaled": scaled}
+            self._note(op, call, operands, index, hows=hows, reason=why, **known)
         if why is not None:
             self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
             if self._leave is not None:
@@ -183,7 +212,7 @@ class Sites:
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
         self._note(op, call, operands, index, hows=hows, weights=weights)
-        site = Site(call, contraction, operands, extras, rule, index, weights, hows)  # type: ignore[arg-type]
+        site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         try:
             result = self._run(site)
         except (TypeError, ValueError):
@@ -245,6 +274,32 @@ class Sites:
             return NotImplemented
         return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
+    def _note_kernel(self, call: OpCall, *operands: Any, **params: Any) -> Any:
+        """Record which parameters a Pallas kernel reads."""
+        if not self._surveys:
+            return NotImplemented
+        found = [self._rules.weights(call, (x,)).found[0] for x in operands if is_array(x)]
+        paths = tuple(path for weight in found if weight is not None for path in weight.paths)
+        record = OpRecord(
+            call.op_id,
+            "pallas_call",
+            tuple(short(x) for x in operands if is_array(x)),
+            (None, None),
+            None,
+            "a Pallas kernel stays as it is written",
+            " and ".join(paths) or None,
+            paths=paths,
+            module_path=call.module_path,
+        )
+        self._record(record, None)
+        return NotImplemented
+
+    def _scaled(self, call: OpCall, operands: Sequence[Any]) -> tuple[str, ...]:
+        """Return parameters that operands are, up to factors that the program computes."""
+        expressions = [one for x in operands if (one := call.expression(x)) is not None]
+        found = [scaled_inputs(one, self._rules.is_parameter) for one in expressions]
+        return tuple(dict.fromkeys(path for paths in found for path in paths))
+
     def _is_fused_around(self, call: OpCall) -> bool:
         """Return whether a rule matches a function around this operation.
 
@@ -266,19 +321,39 @@ class Sites:
         weights: Sequence[Weight | None] = (),
         reason: str | None = None,
         wrong: bool = False,
+        problem: str | None = None,
+        scaled: tuple[str, ...] = (),
     ) -> None:
         if self._record is ignore:
             return
         shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
         qtypes = tuple(None if how is None else how.qtype for how in hows)
-        weight = " and ".join(w.path for w in weights if w is not None) or None
-        record = OpRecord(call.op_id, op.name, shapes, qtypes, index, reason, weight)  # type: ignore[arg-type]
-        self._record(record, reason if wrong else None)
+        weight = " and ".join([*(w.path for w in weights if w is not None), *scaled]) or None
+        record = OpRecord(
+            call.op_id,
+            op.name,
+            shapes,
+            qtypes,  # type: ignore[arg-type]
+            index,
+            reason,
+            weight,
+            paths=(*(path for w in weights if w is not None for path in w.paths), *scaled),
+            module_path=call.module_path,
+        )
+        self._record(record, reason if wrong else problem)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     """Leave a Pallas kernel as written: it manages blocks of memory."""
     return untapped(call.proceed(*args, **kwargs))
+
+
+def unstorable(paths: Sequence[str]) -> str:
+    """Return why parameters with computed factors stay float."""
+    return (
+        f"{' and '.join(paths)} can't be stored: the program multiplies or joins it with what it "
+        "computes at each call"
+    )
 
 
 def short(x: Any) -> str:

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
+import jax
+
 import quant_numerics as qn
+from interception_core import hides_frames
 
 from ..cache.use import with_caches
+from ..errors import QuantizationWarning
 from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
+from ..plan.beside import telling_planned
 from ..plan.plan import PlanData
 from ..run.infer import infer
 from ..run.static import Statistics
+from ..run.stored import is_stored
 from .parameters import ParameterPlan
 
 if TYPE_CHECKING:
@@ -23,6 +30,20 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+def _holds_stored(params: Any) -> bool:
+    return any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+
+
+def _tell_floats(count: int) -> None:
+    warnings.warn(
+        f"The parameters must be what plan.quantize(params) returns, got arrays: {count} weights "
+        "that the plan stores are quantized at each call, which takes many times as long. Pass "
+        "plan.quantize(params).",
+        QuantizationWarning,
+        stacklevel=3,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +58,19 @@ class Plan(ParameterPlan):
         """Return a plan with this data."""
         return cls(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Expressions of derived weights hold programs: a pickle makes the plan again, by a trace.
+        scales = {path: weight.scale_dtype for path, weight in self.weights.items()}
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return _made_again, (type(self), self.again, scales, kept)
+
+    # A plan changes nothing, so it is its own copy.
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` for parameters that ``quantize`` returned.
 
@@ -50,21 +84,27 @@ class Plan(ParameterPlan):
         and for training ``dropout_key``, a random key that is new at each step. Without a key
         nothing is dropped.
         """
-        plain = infer(self.engine, self.rules, fn, statistics)
+        plain, told = infer(self.engine, self.rules, fn, statistics), not self.weights
         adapted = with_adapters(self, fn, plain, statistics) if self.rules.adapts else None
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            nonlocal told
+            given = args[self.argnum : self.argnum + 1]
+            if not told and given and not _holds_stored(given):
+                told = True
+                _tell_floats(len(self.weights))
             # Adapters without a rule for them are an error, which `with_adapters` raises.
             run = (
                 plain
                 if ARGUMENTS.isdisjoint(kwargs)
                 else with_adapters(self, fn, plain, statistics)
             )
-            return run(*args, **kwargs)
+            with telling_planned(self.weights):
+                return run(*args, **kwargs)
 
         applied = adapted or call
-        return with_caches(self.caches, fn, applied) if self.caches else applied
+        return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
 
     def export(
         self,
@@ -230,3 +270,13 @@ class Plan(ParameterPlan):
             params: what ``optimize`` returned, where the function is run with that.
         """
         return ranges.empty_statistics(self, params)
+
+
+_KEPT = ("problems", "notes", "allocation", "caches")
+"""What a plan holds beside the result of ``make_plan``."""
+
+
+def _made_again(
+    kind: type[Plan], again: Callable[..., PlanData], scales: Mapping[str, Any], kept: Any
+) -> Plan:
+    return kind.of(dataclasses.replace(again(scale_dtypes=scales), **kept))

@@ -5,14 +5,13 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from jax.extend import source_info_util
-
-from interception_core import Interceptor, get_engine
+from interception_core import Interceptor, get_engine, hide_frames, hides_frames
 
 from ..cache.find import find_caches
 from ..cache.rule import CacheRule
@@ -28,8 +27,9 @@ from .plan import Plan
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# JAX then reports operations at the program's source lines, not at those of the provider.
-source_info_util.register_exclusion(str(Path(__file__).parent.parent))
+hide_frames(Path(__file__).parent.parent)
+
+_MADE = ("_interceptor", "_adapted_run")
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
@@ -91,6 +91,10 @@ class XlaProvider(abc.ABC):
         self._used: set[int] = set()
         self._engine = get_engine(engine)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is left out holds functions, and is made again when it is asked for.
+        return {name: value for name, value in vars(self).items() if name not in _MADE}
+
     @functools.cached_property
     def _interceptor(self) -> Interceptor:
         return self._sites(self._run).interceptor
@@ -99,6 +103,7 @@ class XlaProvider(abc.ABC):
         """Return the interceptor, always the same: traces are cached under it."""
         return self._interceptor
 
+    @hides_frames
     def plan(
         self,
         fn: Callable[..., Any],
@@ -124,12 +129,14 @@ class XlaProvider(abc.ABC):
             QuantizationError: a rule does not fit a parameter: it is not a float, or has an axis
                 that the tiles do not divide; or, with ``strict=True``, anything that is a warning
                 otherwise.
+            TypeError: an option of the provider is among the keyword arguments.
 
         Warns:
             QuantizationWarning: an unused rule, an operation that a rule is about and that has
                 no quantized form, a parameter that rules treat in several ways.
         """
         argnum = self.params_argnum
+        _check_options(fn, kwargs)
         found = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
             everything = [*args[:argnum], params, *args[argnum:]]
@@ -143,7 +150,8 @@ class XlaProvider(abc.ABC):
             if self.strict:
                 raise QuantizationError(f"The rules can't be followed (strict=True):\n{text}")
             message = f"Not all rules can be followed (errors with strict=True):\n{text}"
-            warnings.warn(message, QuantizationWarning, stacklevel=2)
+            # The caller of this function, which `hides_frames` wraps once.
+            warnings.warn(message, QuantizationWarning, stacklevel=3)
         return plan
 
     @property
@@ -179,3 +187,26 @@ class XlaProvider(abc.ABC):
         self._records.setdefault((record.op_id, record.operands), record)
         if problem is not None and self.strict:
             raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")
+
+
+_OPTIONS = ("engine", "params_argnum", "rules", "strict")
+
+
+def _check_options(fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError if a function is given an option that the provider takes."""
+    given = [name for name in _OPTIONS if name in kwargs]
+    if not given:
+        return
+    try:
+        known = inspect.signature(fn).parameters
+    except (TypeError, ValueError):  # a built-in function has no signature
+        return
+    if any(one.kind is one.VAR_KEYWORD for one in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"plan's keyword arguments must be those of the function, got {name}="
+                f"{kwargs[name]!r}, which it does not take. Give it to the provider, as in "
+                f"PtqProvider(rules, {name}={kwargs[name]!r})."
+            )

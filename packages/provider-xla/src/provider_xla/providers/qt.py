@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from hijax_trace import repeated
-from interception_core import JaxtapError
+from interception_core import JaxtapError, hides_frames
 
 from ..program.sites import Site
 from ..rules.qt_rule import QtRule
@@ -53,6 +53,7 @@ class QtProvider(XlaProvider):
             ``bwd_stochastic_rounding`` need: pass a new one at each step.
         """
 
+        @hides_frames
         @functools.wraps(fn)
         def call(*args: Any, quant_key: jax.Array | None = None, **kwargs: Any) -> Any:
             if quant_key is None and statistics is None:
@@ -106,7 +107,9 @@ class QtProvider(XlaProvider):
             ranges = observation.calibrations(site)
         rule = site.rule
         assert isinstance(rule, QtRule)
-        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
+        backward = tuple(
+            None if site.is_linear else rule.backward(weight is not None) for weight in site.weights
+        )
         noise = None
         if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:

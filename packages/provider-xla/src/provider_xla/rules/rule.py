@@ -74,6 +74,9 @@ class QuantizationRule:
         static_range: whether the steps of a loop have a static range each (``"step"``), or one
             that holds those of all (``"joined"``). None is a range for each step of at most
             ``MOST_STEPS``. Loops whose number of steps only a run can tell have joined ranges.
+        unseen_range: what an operation does whose static range no calibration batch has reached,
+            such as one in a branch that was never taken: ``"dynamic"`` measures its activation at
+            each call, with a warning, and ``"error"`` raises one.
         weight_calibration_method: how the range of a parameter is found: ``"absmax"``,
             ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
             ``quant_numerics.calibrate``.
@@ -107,6 +110,7 @@ class QuantizationRule:
     weights_only: bool = False
     act_static_scale: bool | None = None
     static_range: Literal["step", "joined"] | None = None
+    unseen_range: Literal["dynamic", "error"] = "dynamic"
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] = (0,)
@@ -142,6 +146,10 @@ class QuantizationRule:
             raise self._error("static_range", "None, 'step' or 'joined'")
         if self.static_range is not None and not self.act_static_scale:
             raise self._error("static_range", "None where act_static_scale is not True")
+        if self.unseen_range not in ("dynamic", "error"):
+            raise self._error("unseen_range", "'dynamic' or 'error'")
+        if self.unseen_range != "dynamic" and not self.act_static_scale:
+            raise self._error("unseen_range", "'dynamic' where act_static_scale is not True")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
         self._check_sparsity()
         if self.kernel not in (None, "fused"):

@@ -13,7 +13,7 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Move, MoveError, Part
 
-from ..program.contractions import Contraction, Matmul
+from ..program.contractions import Contraction, Matmul, RaggedMatmul
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,11 +37,6 @@ class AroundStored(ArrayProxy):
     def dtype(self) -> np.dtype:
         """Float dtype of the parameter."""
         return self.inner.dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of axes."""
-        return len(self.shape)
 
     @property
     def qtype(self) -> str:
@@ -119,16 +114,20 @@ class AffineWeight(AroundStored):
         """Return it for a parameter of another float dtype."""
         return dataclasses.replace(self, inner=self.inner.astype(dtype))
 
-    def correction(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
+    def correction(
+        self, contraction: Contraction, side: int, x: jax.Array, extras: Sequence[Any] = ()
+    ) -> jax.Array:
         """Return what the contraction lacks without minimum and shift, in float32.
 
         Args:
             contraction: one that ``takes_minimum`` allows.
             side: which operand the parameter is, 0 or 1.
             x: the other operand, a float array.
+            extras: the contraction's other arrays.
         """
-        assert isinstance(contraction, Matmul)
-        w_axes, x_axes = (contraction.dims[0][i] for i in (side, 1 - side))
+        assert isinstance(contraction, Matmul | RaggedMatmul)
+        w_axes = contraction.shared(side, self.ndim)
+        x_axes = contraction.shared(1 - side, x.ndim)
         scale = _scale_of(self.inner, self.minimum.shape)
         lacks = self.minimum.astype(jnp.float32) + scale.astype(jnp.float32) * self.shift
         for axis, size in enumerate(self.shape):
@@ -140,22 +139,32 @@ class AffineWeight(AroundStored):
             shape = (*sums.shape[:x_axis], lacks.shape[axis], -1, *sums.shape[x_axis + 1 :])
             sums = sums.reshape(shape).sum(x_axis + 1)
         wide = dataclasses.replace(contraction, preferred_element_type=jnp.dtype(jnp.float32))
-        return wide.run(*((lacks, sums) if side == 0 else (sums, lacks)))
+        return wide.run(*((lacks, sums) if side == 0 else (sums, lacks)), *extras)
+
+
+def with_minimum(q: qn.QArray) -> AffineWeight:
+    """Return an array with zero points as one with minima, which kernels take."""
+    assert q.zero_point is not None
+    points = q.zero_point.astype(jnp.float32)
+    inner = dataclasses.replace(q, zero_point=None)
+    return AffineWeight(inner, -points * q.scale.astype(jnp.float32), 0)
 
 
 def takes_minimum(contraction: Contraction) -> bool:
     """Return whether a contraction with a minimum is a matmul of sums."""
-    return isinstance(contraction, Matmul)
+    # Groups of rows have sums of columns, groups of columns would not.
+    is_grouped = isinstance(contraction, RaggedMatmul) and contraction.trains
+    return isinstance(contraction, Matmul) or is_grouped
 
 
 def without_minimum(
-    contraction: Contraction, operands: Sequence[Any]
+    contraction: Contraction, operands: Sequence[Any], extras: Sequence[Any] = ()
 ) -> tuple[list[Any], jax.Array | None]:
     """Return operands without minima, and what the result then lacks."""
     found, lacks = list(operands), None
     for side, held in enumerate(operands):
         if isinstance(held, AffineWeight):
-            lacks = held.correction(contraction, side, operands[1 - side])
+            lacks = held.correction(contraction, side, operands[1 - side], extras)
             found[side] = held.inner
     return found, lacks
 

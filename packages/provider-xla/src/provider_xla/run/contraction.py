@@ -176,7 +176,7 @@ def quantized_contraction(
 
     # The activation is transformed exactly, and so are its derivatives.
     lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
-    (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs))
+    (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs), extras)
     stored = any(isinstance(x, Stored) for x in (lhs, rhs))
     # The backward pass dequantizes again. Otherwise JAX would save a float array for each step of
     # a scan, which is the float model.

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
-from interception_core import Engine
+from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
 from ..program.matching import Rules, follows_values
@@ -93,6 +93,7 @@ def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
             )
         return unpacked_leaf(leaf, kernels=True)
 
+    @hides_frames
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         args, kwargs = jax.tree.map(one, (args, kwargs), is_leaf=is_stored)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import quant_numerics as qn
 from hijax_trace import Box
 from interception_core import JaxtapError, Step
 
+from ..errors import QuantizationError, QuantizationWarning
 from ..program.sites import SIDES, Site
 from ..rules.rule import MOST_STEPS
 from .stored import beside
@@ -72,15 +74,45 @@ def measure(site: Site, side: int) -> qn.Calibration:
         site: the operation.
         side: which operand the activation is, 0 or 1.
     """
-    how, x = site.hows[side], jax.lax.stop_gradient(site.operands[side])
-    assert how is not None
-    held = beside(site, side)
-    x = x if held is None else held.activation(site.contraction, 1 - side, x)
-    batch = {a % x.ndim for a in site.rule.act_batch_axes if -x.ndim <= a < x.ndim}
-    shared = site.contraction.shared(side, x.ndim)
-    axes = tuple(sorted(batch - set(shared)))
-    found = qn.calibrate(x, how.qtype, channel_axes=axes, method=how.method)
+    x, axes = _activation(site, side), _examples(site, side)
+    found = _extremes(site, side, x, axes)
     return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)
+
+
+def _activation(site: Site, side: int) -> jax.Array:
+    """Return what is quantized for an operand, without its derivative."""
+    x, held = jax.lax.stop_gradient(site.operands[side]), beside(site, side)
+    return x if held is None else held.activation(site.contraction, 1 - side, x)
+
+
+def _examples(site: Site, side: int) -> tuple[int, ...]:
+    """Return the axes of an operand of which the mean of the ranges is taken."""
+    ndim = site.operands[side].ndim
+    batch = {a % ndim for a in site.rule.act_batch_axes if -ndim <= a < ndim}
+    return tuple(sorted(batch - set(site.contraction.shared(side, ndim))))
+
+
+def _extremes(site: Site, side: int, x: jax.Array, axes: tuple[int, ...]) -> qn.Calibration:
+    how = site.hows[side]
+    assert how is not None
+    return qn.calibrate(x, how.qtype, channel_axes=axes, method=how.method)
+
+
+def _cut_off(site: Site, side: int, bounds: qn.Calibration) -> jax.Array:
+    """Return the share of an activation's magnitude that bounds cut off, float32.
+
+    A count of the numbers outside would say more of small activations: the mean of the largest
+    magnitudes is below about half of these, by little.
+    """
+    x, how = _activation(site, side), site.hows[side]
+    assert how is not None
+    method = qn.parse_calibration_method(how.method)
+    if method.clips and method.name != "percentile":
+        return jnp.zeros((), np.float32)  # as its rule says
+    lower = -bounds.upper if bounds.lower is None else bounds.lower
+    x = x.astype(np.float32)
+    lost = jnp.abs(x - jnp.clip(x, lower, bounds.upper)).mean()
+    return _mean(lost / jnp.maximum(jnp.abs(x).mean(), np.finfo(np.float32).tiny))
 
 
 @custom_vmap
@@ -103,10 +135,12 @@ class Observation:
 
     Args:
         statistics: ``quant_numerics.Statistics`` by site and side, to which the call is added.
+        tells_cuts: whether ``cuts`` can be asked for.
     """
 
-    def __init__(self, statistics: Statistics):
+    def __init__(self, statistics: Statistics, tells_cuts: bool = False):
         self._statistics = statistics
+        self._cuts: dict[str, Box] | None = {} if tells_cuts else None
         self._seen: dict[str, Box] = {}
         for key, one in statistics.items():
             shape = one.state.total.upper.shape
@@ -117,13 +151,21 @@ class Observation:
             self._seen[key] = seen = box.beside(nothing)
             # A compiled program has the same Box in each call, so each call begins with these.
             seen.set(nothing)
+            if self._cuts is not None:
+                self._cuts[key] = box.beside(np.zeros((), np.float32))
+                self._cuts[key].set(np.zeros((), np.float32))
 
     def observe(self, site: Site) -> None:
         """Record the ranges of a site's static activations."""
         for side in (0, 1):
-            if is_static(site, side):
-                seen = self._seen[_key(self._statistics, site, side)]
+            # An empty batch has no range.
+            if is_static(site, side) and site.operands[side].size:
+                key = _key(self._statistics, site, side)
+                seen = self._seen[key]
                 before, found = seen.get(), measure(site, side)
+                if self._cuts is not None:
+                    cut = self._cuts[key]
+                    cut.set(jnp.maximum(cut.get(), _cut_off(site, side, found)))
                 place = _Place.of(site, side, before)
                 old, lower = place.take(before), None
                 if found.lower is not None and old.lower is not None:
@@ -147,6 +189,11 @@ class Observation:
             return place.joined(average.get(average.update(state, seen)))
 
         return one(0), one(1)
+
+    def cuts(self) -> dict[str, jax.Array]:
+        """Return the largest share of each activation that its range cuts off, by key."""
+        assert self._cuts is not None
+        return {key: box.get() for key, box in self._cuts.items()}
 
     def finish(self) -> None:
         """Add the call to the statistics."""
@@ -252,9 +299,56 @@ def calibrations(
         found = _of(statistics, site, side)
         found = found if isinstance(found, qn.Calibration) else found.calibration()
         place = _Place.of(site, side, found)
-        return place.joined(place.take(found))
+        range_, unseen = place.joined(place.take(found)), is_unseen(found)
+        if not isinstance(unseen, np.ndarray):  # the ranges are arguments of the program
+            return _or_own(range_, site, side)
+        if unseen.all():
+            _tell_unseen(site, side)
+            return None
+        return _or_own(range_, site, side) if unseen.any() else range_
 
     return one(0), one(1)
+
+
+def is_unseen(bounds: qn.Calibration) -> Any:
+    """Return where bounds hold nothing but 0: no data was seen there, or zeros alone.
+
+    Returns:
+        A bool array like the bounds; a NumPy array if they are known.
+    """
+    lower, upper = bounds
+    if any(isinstance(x, jax.core.Tracer) for x in bounds):
+        return ~(upper > 0) if lower is None else ~((upper > 0) | (lower < 0))
+    upper = np.asarray(upper)
+    return ~(upper > 0) if lower is None else ~((upper > 0) | (np.asarray(lower) < 0))
+
+
+def _or_own(bounds: qn.Calibration, site: Site, side: int) -> qn.Calibration:
+    """Return bounds, or those of the activation where they hold nothing but 0."""
+    if not site.operands[side].size:
+        return bounds
+
+    def own() -> qn.Calibration:
+        found = _extremes(site, side, _activation(site, side), ())
+        return jax.tree.map(lambda x, like: x.astype(like.dtype).reshape(like.shape), found, bounds)
+
+    return lax.cond(is_unseen(bounds).all(), own, lambda: bounds)
+
+
+def _tell_unseen(site: Site, side: int) -> None:
+    text = (
+        f"No calibration batch reached {site.call.op_id}, or its {SIDES[side]} was 0 in all of "
+        "them, so that there is no static range for it."
+    )
+    if site.rule.unseen_range == "error":
+        raise QuantizationError(
+            f"{text} Calibrate with batches that reach it, or give its rule unseen_range='dynamic'."
+        )
+    warnings.warn(
+        f"{text} It has a dynamic one. Calibrate with batches that reach it.",
+        QuantizationWarning,
+        stacklevel=2,
+    )
 
 
 def key_of(key: str, transformed: bool) -> str:

@@ -40,9 +40,16 @@ def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
     # Orbax can't store arrays of size 0: the manifest, which has their shapes, is enough.
     arrays = {name: _widened(array) for name, array in tensors.items() if array.size}
     if arrays:
-        with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
-            item = ocp.args.PyTreeSave(arrays)
-            checkpointer.save(path.absolute(), ocp.args.Composite(**{_ITEM: item}))
+        try:
+            with ocp.Checkpointer(ocp.CompositeCheckpointHandler()) as checkpointer:
+                item = ocp.args.PyTreeSave(arrays)
+                checkpointer.save(path.absolute(), ocp.args.Composite(**{_ITEM: item}))
+        except Exception as error:
+            # A full disk is a ValueError of tensorstore, and other errors in other versions.
+            raise StoreError(
+                f"orbax can't write {path.parent}: {error}. Make space or choose another folder; "
+                "what was there is as it was."
+            ) from error
     else:
         path.mkdir()
     digests = {str(file.relative_to(path).as_posix()): _digest(file) for file in _files(path)}

@@ -57,11 +57,6 @@ class PackedQArray(ArrayProxy):
         return (*self.planes.shape[:-2], self.last)
 
     @property
-    def ndim(self) -> int:
-        """Return the number of axes."""
-        return self.planes.ndim - 1
-
-    @property
     def nbytes(self) -> int:
         """Return the bytes of its arrays, with sub-byte dtypes packed."""
         return stored_bytes(self)

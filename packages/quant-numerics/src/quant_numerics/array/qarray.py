@@ -1,7 +1,6 @@
 """QArray: quantized values with scales, as a pytree."""
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -74,16 +73,6 @@ class QArray(ArrayProxy):
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the array that this stands for."""
         return self.qvalue.shape
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of axes."""
-        return self.qvalue.ndim
-
-    @property
-    def size(self) -> int:
-        """Return the number of elements."""
-        return math.prod(self.shape)
 
     def restore(self) -> jax.Array:
         """Return the dequantized array; see ``dequantize``."""

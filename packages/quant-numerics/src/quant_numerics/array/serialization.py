@@ -11,6 +11,8 @@ import jax.export
 import numpy as np
 from jax.typing import DTypeLike
 
+from quant_numerics.array.flax_state import register_state
+
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -19,7 +21,7 @@ def register_serialization(
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
 ) -> None:
-    """Let ``jax.export`` save trees with nodes of a registered dataclass.
+    """Let ``jax.export`` and ``flax.serialization`` save trees with nodes of a dataclass.
 
     The static fields are written as JSON: numbers, text, dtypes and tuples of these.
 
@@ -31,6 +33,7 @@ def register_serialization(
     Raises:
       ValueError: the class is registered already.
     """
+    register_state(node)
     fields = dataclasses.fields(node)
     static = [field.name for field in fields if field.metadata.get("static")]
     arrays = [field.name for field in fields if not field.metadata.get("static")]

@@ -182,6 +182,19 @@ def contraction_tiles(
     return tiles
 
 
+def whole_tiles(
+    shape: Sequence[int], contracting: Sequence[int], tile: int
+) -> dict[int, int] | None:
+    """Return ``contraction_tiles`` with the axes that lie within a tile.
+
+    The product of all sizes is then that of a tile, which is what block formats ask for.
+    """
+    tiles = contraction_tiles(shape, contracting, tile)
+    if tiles is None:
+        return None
+    return {axis: shape[axis] for axis in contracting if shape[axis] > 1} | tiles
+
+
 def dot_granularity(
     shape: tuple[int, ...],
     contracting: Sequence[int],
@@ -204,24 +217,28 @@ def dot_granularity(
     sizes = [shape[a] for a in contracting]
     total = math.prod(sizes)
     each = _tile_size((total,), 0, tile)
-    tiles = contraction_tiles(shape, contracting, each)
+    tiles = whole_tiles(shape, contracting, each)
     if tiles is None:
         raise ValueError(
             f"tile_size must be a divisor or a multiple of contracted sizes, the last first, got "
             f"{tile} for {sizes}. Choose another."
         )
-    alone = [a for a, each in tiles.items() if each == 1 and len(tiles) > 1]
+    alone = [a for a, each in tiles.items() if each == 1 < len(tiles)]
     return channels + alone, {a: each for a, each in tiles.items() if a not in alone}
 
 
 def check_block(kind: QType, cut: Slices) -> None:
-    """Raise a ValueError for other tiles than those of a block format."""
-    if kind.block is None or list(cut.tiles.values()) == [kind.block]:
+    """Raise a ValueError for other tiles than those of a block format.
+
+    They are of one axis, or hold whole axes and a part of one more.
+    """
+    parts = [axis for axis, tile in cut.tiles.items() if 1 < tile < cut.shape[axis]]
+    if kind.block is None or (math.prod(cut.tiles.values()) == kind.block and len(parts) <= 1):
         return
     raise ValueError(
-        f"the tiles of qtype {kind.name!r} must be one tiled axis, of tile size {kind.block}, got "
-        f"{dict(cut.tiles)} (axis: size) for shape {cut.shape}. Pass e.g. tile_axes={{-1: "
-        f"{kind.block}}}, or choose a qtype without blocks."
+        f"the tiles of qtype {kind.name!r} must be of {kind.block} elements, along one axis or "
+        f"with whole other axes, got {dict(cut.tiles)} (axis: size) for shape {cut.shape}. Pass "
+        f"e.g. tile_axes={{-1: {kind.block}}}, or choose a qtype without blocks."
     )
 
 

@@ -186,6 +186,9 @@ class _Linear(HiPrimitive):
         return [None] * n + list(used)
 
     def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[list, list]:
+        if all(dim is None for dim in dims):  # what no example changes must stay unmapped
+            results = self.bind(*args, **params)
+            return results, [None] * len(results)
         pair, turned = params["pair"], params["turned"]
         res_tree, in_tree, out_tree = (params[f"{kind}_tree"] for kind in ("res", "in", "out"))
         n = res_tree.num_leaves

@@ -65,7 +65,11 @@ class _WithTangent(HiPrimitive):
             return out, lax.full_like(out, 0)
         return out, parts[0] if len(parts) == 1 else lax.add(*parts)
 
-    def batch(self, axis_data: Any, args: tuple, dims: tuple, **params: Any) -> tuple[Any, int]:
+    def batch(
+        self, axis_data: Any, args: tuple, dims: tuple, **params: Any
+    ) -> tuple[Any, int | None]:
+        if all(dim is None for dim in dims):  # what no example changes must stay unmapped
+            return self.bind(*args, **params), None
         pair, res_tree, in_tree = (params[name] for name in ("pair", "res_tree", "in_tree"))
         n = res_tree.num_leaves
         axis, values, flat = mapped_at_front(axis_data, args, dims)

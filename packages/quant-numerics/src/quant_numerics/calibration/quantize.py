@@ -80,8 +80,9 @@ def quantize(
 
     Raises:
       ValueError: an unknown qtype or method; an axis that is out of range or named twice; a tile
-        that is not positive; other tiles than one tiled axis with the format's own tile size for
-        mxfp8, mxfp4 (32) and nvfp4 (16); a `scale_dtype` that the format can't have.
+        that is not positive; for mxfp8, mxfp4 (32) and nvfp4 (16) other tiles than the format's
+        own, of one axis or of whole axes and a part of another; a `scale_dtype` that the format
+        can't have.
       TypeError: `x` is not of a supported float dtype.
     """
     kind = get_qtype(qtype).with_scales(scale_dtype)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 
 from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
+from quant_numerics.array.tiles import whole_tiles
 from quant_numerics.calibration.quantize import quantize
 from quant_numerics.formats.dtypes import compute_dtype
-from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.qtypes import QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
 from quant_numerics.train.options import Backward, HowToQuantize
 
@@ -31,10 +32,8 @@ class Cotangent:
     def quantize(
         self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray:
-        """Quantize the cotangent `g`, tiled along the last axis in `contracting`."""
+        """Quantize the cotangent `g`, tiled along `contracting`."""
         kind = get_qtype(self.backward.qtype)
-        tile = kind.block if self.backward.tile_size is None else self.backward.tile_size
-        tiles = {contracting[-1]: tile} if contracting and tile is not None else {}
         rounding = None
         if self.key is not None and self.backward.stochastic_rounding is not None:
             rounding = StochasticRounding(
@@ -44,7 +43,7 @@ class Cotangent:
             g,
             kind.name,
             channel_axes=channel_axes if self.backward.channelwise else (),
-            tile_axes=tiles,
+            tile_axes=_tiles(g, contracting, kind, self.backward.tile_size),
             method=self.backward.method,
             rounding=rounding,
         )
@@ -54,12 +53,11 @@ class Cotangent:
     ) -> QArray:
         """Quantize a residual whose scales don't suit the contraction."""
         kind = get_qtype(self.backward.qtype)
-        tiles = {contracting[-1]: kind.block} if contracting and kind.block is not None else {}
         return quantize(
             x,
             kind.name,
             channel_axes=channel_axes if self.backward.channelwise else (),
-            tile_axes=tiles,
+            tile_axes=_tiles(x, contracting, kind),
         )
 
     def residual(
@@ -69,14 +67,26 @@ class Cotangent:
         how = self.backward.residual
         if not isinstance(how, HowToQuantize):
             return x
-        tile = get_qtype(how.qtype).block if how.tile_size is None else how.tile_size
         return quantize(
             x,
             how.qtype,
             channel_axes=channel_axes if how.channelwise else (),
-            tile_axes={contracting[-1]: tile} if contracting and tile is not None else {},
+            tile_axes=_tiles(x, contracting, get_qtype(how.qtype), how.tile_size),
             method=how.method,
         )
+
+
+def _tiles(
+    x: jax.Array, contracting: Sequence[int], kind: QType, tile: int | float | None = None
+) -> Mapping[int, int | float]:
+    """Return tiles of contracted axes; a format's blocks, or those of a rule along the last."""
+    if not contracting:
+        return {}
+    if tile is not None:
+        return {contracting[-1]: tile}
+    if kind.block is None:
+        return {}
+    return whole_tiles(x.shape, contracting, kind.block) or {contracting[-1]: kind.block}
 
 
 def unit_scaled(q: QArray) -> QArray:

@@ -267,18 +267,31 @@ def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
     return of_weight | form.rotated | form.added
 
 
-def _batch(run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *weight: Any) -> Any:
+def _batch(
+    run: Any, form: Form, size: int, in_batched: Any, x: jax.Array, *operands: jax.Array
+) -> Any:
     """Merge the mapped axis into the rows."""
-    *others, of_residual = in_batched if form.has_residual else (*in_batched, False)
-    if any(others[1:]) or not others[0] or form.picks == "groups":
+    weight, added = form.parted(operands)
+    is_rows, *mapped = in_batched
+    of_weight, of_added = form.parted(mapped)
+    if any(of_weight) or form.picks == "groups":
         return NotImplemented
-    if form.has_residual:
-        *before, residual = weight
-        if not of_residual:
-            residual = jnp.broadcast_to(residual, (size, *residual.shape))
-        weight = (*before, residual.reshape(size * x.shape[1], form.n))
-    y = run(form, x.reshape(size * x.shape[1], x.shape[2]), *weight)
-    return y.reshape(size, x.shape[1], form.n), True
+    # As [size or 1, rows or 1, n].
+    added = [x if mapped else x[None] for x, mapped in zip(added, of_added, strict=True)]
+    if form.has_bias:
+        added[0] = added[0][:, None]
+    plain = dataclasses.replace(form, has_bias=False, has_residual=False)
+    if not is_rows:  # only what is added differs: multiply once
+        return functools.reduce(jnp.add, added, run(plain, x, *weight)[None]), True
+    # A bias that is mapped is a residual of all rows. A kernel adds one of these.
+    count = form.has_bias and not of_added[0]
+    whole = (size, x.shape[1], form.n)
+    bias = [x.reshape(form.n) for x in added[:count]]
+    residuals = [jnp.broadcast_to(x, whole).reshape(-1, form.n) for x in added[count:]]
+    joined = dataclasses.replace(plain, has_bias=count, has_residual=len(residuals) > 0)
+    rows = x.reshape(size * x.shape[1], x.shape[2])
+    y = run(joined, rows, *weight, *bias, *residuals[:1])
+    return functools.reduce(jnp.add, residuals[1:], y).reshape(whole), True
 
 
 def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:

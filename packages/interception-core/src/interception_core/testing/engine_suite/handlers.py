@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import collections
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -43,6 +44,16 @@ CALLS: dict[str, tuple[Callable, tuple, dict]] = {
         {"w": (3, 3), "bias": (2, 3), "mode": "relu"},
     ),
 }
+
+PAIRS: dict[str, Callable[[], Any]] = {
+    "generator": lambda: (pair for pair in ((1, 1), (1, 1))),
+    "zip": lambda: zip((1, 1), (1, 1), strict=True),
+    "iterators in an iterator": lambda: map(iter, ((1, 1), (1, 1))),
+    "iterators in a list": lambda: [iter((1, 1)), iter((1, 1))],
+    "values of a dictionary": lambda: {"height": (1, 1), "width": (1, 1)}.values(),
+    "deque": lambda: collections.deque([(1, 1), (1, 1)]),
+}
+"""The padding of a convolution, as JAX takes it."""
 
 RESULTS: dict[str, tuple[Callable, Callable]] = {
     "another value": (lambda call, x, w: x - 1, lambda x, w: x - 1),
@@ -119,6 +130,36 @@ class HandlerSuite(Suite):
         x, w = arrays((2, 3), (3, 3))
         same(outer(self.wrap(fn, {AFFINE: handler}))(x, w), fn(x, w))
         assert log[0] == (args, kwargs)
+
+    @eager_and_jitted
+    def test_handlers_and_jax_both_read_an_iterable(self, outer: Callable) -> None:
+        log: list[Any] = []
+
+        def handler(call: Any, *args: Any, padding: Any) -> Any:
+            log.append([tuple(pair) for pair in padding])
+            return NotImplemented
+
+        x, w = arrays((1, 1, 3, 3), (1, 1, 3, 3))
+        expected = lax.conv_general_dilated(x, w, (1, 1), [(1, 1), (1, 1)])
+        for make in PAIRS.values():
+
+            def body(x: Any, w: Any, make: Callable = make) -> Any:
+                return lax.conv_general_dilated(x, w, (1, 1), padding=make())
+
+            same(outer(self.wrap(body, {"jax.lax.conv_general_dilated": handler}))(x, w), expected)
+        assert log == [[(1, 1), (1, 1)]] * len(PAIRS)
+
+    def test_functions_that_are_not_jax_s_get_the_iterator_itself(self) -> None:
+        def handler(call: Any, x: Any, w: Any) -> Any:
+            assert isinstance(w, Iterator)
+            return x * next(w)
+
+        def body(x: Any) -> Any:
+            numbers = iter((2.0, 3.0))
+            return targets.step(x, numbers) + next(numbers)
+
+        (x,) = arrays((2,))
+        same(self.wrap(body, {STEP: handler})(x), x * 2 + 3)
 
     @eager_and_jitted
     def test_a_call_says_what_it_is(self, outer: Callable) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 
 import jax
 
-from ..proxy.array_proxy import ArrayProxy
+from .array_proxy import ArrayProxy
 
 
 def form_of(proxy: ArrayProxy) -> Hashable:

@@ -1,0 +1,220 @@
+"""Sources: the values that a jaxpr's results only move, or choose among."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .. import compat
+from ..proxy.moves import MOVES, SAME
+from .holders import CUSTOM_CALLS, Body, holder_of
+from .holders import SAME as UNCHANGED
+
+VIEWS = SAME | MOVES
+"""Primitives that move elements and compute none, so that scales can be moved alike."""
+
+COLLECTIVES = frozenset(
+    ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "ppermute")
+)
+"""Primitives that move elements between devices. No array proxy follows them."""
+
+CONSTANT = -1
+"""The source of elements that are constants of a jaxpr."""
+
+Sources = frozenset[int]
+"""The numbers of the inputs whose elements a value has, and perhaps ``CONSTANT``."""
+
+_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Sources | None, ...]] = weakref.WeakKeyDictionary()
+
+
+def sources_of(jaxpr: Any) -> tuple[Sources | None, ...]:
+    """Return for each result of a jaxpr the inputs whose elements it has.
+
+    None for a result with an element that the jaxpr computes. Indices, masks and predicates are no
+    sources: they choose elements.
+    """
+    jaxpr = compat.open_of(jaxpr)
+    found = _KNOWN.get(jaxpr)
+    if found is None:
+        known: dict[Any, Sources | None] = {
+            var: frozenset([i]) for i, var in enumerate(jaxpr.invars)
+        }
+        for var in compat.inputs_of(jaxpr):
+            known.setdefault(var, frozenset([CONSTANT]))
+        for eqn in jaxpr.eqns:
+            # Most equations compute something.
+            if (results := sources_through(eqn, known)) is not None:
+                known.update(zip(eqn.outvars, results, strict=True))
+        found = _KNOWN[jaxpr] = tuple(_known(atom, known) for atom in jaxpr.outvars)
+    return found
+
+
+def _known(atom: Any, known: Mapping[Any, Sources | None]) -> Sources | None:
+    return frozenset([CONSTANT]) if isinstance(atom, compat.Literal) else known.get(atom)
+
+
+def sources_through(
+    eqn: Any, known: Mapping[Any, Sources | None] | None = None
+) -> Sequence[Sources | None] | None:
+    """Return the sources of an equation's results; None if it computes all of them.
+
+    Args:
+        eqn: the equation.
+        known: the sources of its operands; by default each operand is one, by its number.
+    """
+
+    def own(i: int) -> Sources | None:
+        return _own(i) if known is None else _known(eqn.invars[i], known)
+
+    name = eqn.primitive.name
+    if name in VIEWS or name in COLLECTIVES:
+        return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
+    if eqn.primitive in CUSTOM_CALLS:
+        count = len(eqn.invars)
+        body = Body(eqn.params["call_jaxpr"], tuple(range(count)), (UNCHANGED,) * count)
+        return _outside(body, sources_of(body.jaxpr), own)
+    holder = holder_of(eqn.primitive, eqn.params)
+    if holder is None:
+        return None
+    bodies = holder.bodies(eqn.params, len(eqn.invars))
+    if holder.results != "carry":
+        columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
+        return [_united(column) for column in columns]
+    # The last body makes the step. The condition of a while loop comes before it.
+    body = bodies[-1]
+    carried = carried_sources(body)
+    inside = [
+        carried[body.carry[i]] if i < len(body.carry) else _through_carry(one, carried)
+        for i, one in enumerate(sources_of(body.jaxpr))
+    ]
+    return _outside(body, inside, own)
+
+
+_CARRIED: weakref.WeakKeyDictionary[Any, dict[range, dict[int, Sources | None]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def carried_sources(body: Body) -> Mapping[int, Sources | None]:
+    """Return the sources of what a loop carries, in any step: inputs of its body.
+
+    Args:
+        body: the body of the loop.
+
+    Returns:
+        By number of the carried input; None if a step computes it.
+    """
+    known = _CARRIED.setdefault(compat.open_of(body.jaxpr), {})
+    if body.carry not in known:
+        results = sources_of(body.jaxpr)
+        found: dict[int, Sources | None] = {k: frozenset([k]) for k in body.carry}
+        after: dict[int, Sources | None] = {}
+        # A step may pass one carry to another: go on until no step adds a source.
+        while after != found:
+            found = after or found
+            after = {
+                k: _united((found[k], _through_carry(results[i], found)))
+                for i, k in enumerate(body.carry)
+            }
+        known[body.carry] = found
+    return known[body.carry]
+
+
+def _through_carry(one: Sources | None, carried: Mapping[int, Sources | None]) -> Sources | None:
+    if one is None:
+        return None
+    return _united([carried.get(i, frozenset([i])) for i in one])
+
+
+def data_in(name: str, count: int, result: int) -> Sequence[int]:
+    """Return the operands of a view whose elements one of its results has.
+
+    Args:
+        name: the name of its primitive.
+        count: how many operands it has.
+        result: the number of the result.
+    """
+    if name in ("concatenate", "stack"):
+        return range(count)
+    if name == "select_n":
+        return range(1, count)
+    return [result] if name in SAME and result < count else [0]
+
+
+def _outside(
+    body: Body, inside: Sequence[Sources | None], own: Callable[[int], Sources | None]
+) -> list[Sources | None]:
+    """Return the sources of an equation's results, from those of its body's results."""
+
+    def one(i: int) -> Sources | None:
+        if i == CONSTANT:
+            return frozenset([CONSTANT])
+        operand = body.inputs[i]
+        return None if operand is None else own(operand)
+
+    return [None if found is None else _joined(one, found) for found in inside]
+
+
+def _joined(
+    of: Callable[[int], Sources | None], numbers: Sequence[int] | Sources
+) -> Sources | None:
+    return _united([of(i) for i in numbers])
+
+
+def _united(parts: Sequence[Sources | None]) -> Sources | None:
+    if any(part is None for part in parts):
+        return None
+    return frozenset[int]().union(*parts)  # type: ignore[arg-type]
+
+
+def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
+    """Return the operands of a loop that a carried input of its body is a choice of.
+
+    Args:
+        body: the body of the loop.
+        index: the number of the input.
+
+    Returns:
+        The numbers of the operands, and whether it may be a constant of the body, too. None if a
+        step computes it.
+    """
+    found = carried_sources(body).get(index)
+    if found is None:
+        return None
+    operands = [body.inputs[i] for i in sorted(found - {CONSTANT})]
+    return None if None in operands else (operands, CONSTANT in found)  # type: ignore[return-value]
+
+
+def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
+    """Return which results of a call, branch or loop may be views of operands.
+
+    Args:
+        eqn: the equation.
+        held: for each operand, whether views of it count.
+
+    Returns:
+        The numbers of the results.
+    """
+    if not compat.holds_jaxprs(eqn):
+        return []
+    columns = [sources_through(eqn) or ()]
+    if eqn.primitive is compat.cond_p:
+        bodies = _bodies_of(eqn)
+        columns = [_outside(body, sources_of(body.jaxpr), _own) for body in bodies]
+    found = {
+        i
+        for column in columns
+        for i, one in enumerate(column)
+        if one and any(k >= 0 and held[k] for k in one)
+    }
+    return sorted(found)
+
+
+def _own(operand: int) -> Sources:
+    return frozenset([operand])
+
+
+def _bodies_of(eqn: Any) -> Sequence[Body]:
+    holder = holder_of(eqn.primitive, eqn.params)
+    return () if holder is None else holder.bodies(eqn.params, len(eqn.invars))

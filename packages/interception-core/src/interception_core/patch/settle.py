@@ -1,0 +1,50 @@
+"""Settle: arguments that can be read more than once.
+
+JAX takes any iterable of numbers for a padding or a shape, such as a generator, and reads it once.
+A handler reads it as well, and an engine may call the function again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, MappingView, Sequence
+from typing import Any
+
+import jax
+
+_FIXED = (tuple, list, str, bytes, bytearray, memoryview)
+
+
+def settle(value: Any) -> Any:
+    """Return an argument with its iterators and unusual sequences as tuples.
+
+    Args:
+        value: the argument. Tuples, lists and dictionaries are searched; a sequence of another
+            type that is a pytree stays as it is.
+    """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        found = [settle(part) for part in value]
+        return value if _are_same(found, value) else kind(found)
+    if kind is dict:
+        named = {name: settle(part) for name, part in value.items()}
+        return value if _are_same(named.values(), value.values()) else named
+    if not _is_read_once(kind) and not (_is_unusual(kind) and jax.tree_util.all_leaves([value])):
+        return value
+    return tuple(map(settle, value))
+
+
+def _are_same(found: Any, given: Any) -> bool:
+    return all(one is other for one, other in zip(found, given, strict=True))
+
+
+# By type, because asking an abstract base class costs more than the rest of a tapped call's look.
+@functools.lru_cache(maxsize=512)
+def _is_read_once(kind: type) -> bool:
+    return issubclass(kind, Iterator)
+
+
+@functools.lru_cache(maxsize=512)
+def _is_unusual(kind: type) -> bool:
+    """Return whether a type is a sequence that neither JAX nor a key of calls knows."""
+    return issubclass(kind, Sequence | MappingView) and not issubclass(kind, _FIXED)

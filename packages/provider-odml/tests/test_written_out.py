@@ -1,0 +1,252 @@
+"""Loops at export: each step has what was decided for the loop, whatever it looks like there."""
+
+import functools
+
+import equinox as eqx
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import provider_odml as odml
+from jaxtap_testkit.odml_exports import DYNAMIC, W8A8, W8A16, WEIGHTS, normal
+from provider_odml.capture.survey import calls_of
+from provider_odml.decide.decision import SiteUse
+from provider_odml.exporting import export as exporting
+from provider_odml.exporting.unroll import unrolled
+from provider_odml.exporting.written_out import written_out
+
+P = {"x": normal(6, 4) / 2, "h": normal(4, 4, seed=1) / 2, "b": normal(4, seed=2)}
+P |= {"stack": normal(3, 4, 4, seed=3) / 2}
+X = normal(2, 3, 6, seed=4)
+
+
+def cell(p, h, x):
+    return jnp.tanh(x @ p["x"] + h @ p["h"] + p["b"])
+
+
+def steps_of(p, x, reverse=False, **options):
+    """Scan over the rows of an input: the last state, and all."""
+
+    def step(h, x):
+        h = cell(p, h, x)
+        return h, h
+
+    return lax.scan(step, jnp.zeros((2, 4)), x.swapaxes(0, 1), reverse=reverse, **options)
+
+
+def partial_body(p, x):
+    step = functools.partial(lambda p, h, x: (cell(p, h, x), None), p)
+    return lax.scan(step, jnp.zeros((2, 4)), x.swapaxes(0, 1), unroll=2)[0]
+
+
+def carried_along(p, x):
+    """JAX makes a constant of what a loop carries without a change."""
+
+    def step(carry, x):
+        h, w, first = carry
+        return (jnp.tanh(x @ p["x"] + h @ w + first), w, first), None
+
+    carry = jnp.zeros((2, 4)), p["h"], x[:, 0] @ p["x"]
+    return lax.scan(step, carry, x.swapaxes(0, 1))[0]
+
+
+def by_index(p, x):
+    """The index is added to, multiplied with, and picks rows of an input and of a parameter."""
+
+    def body(i, h):
+        y = lax.dynamic_index_in_dim(x, i, 1, keepdims=False) @ p["x"]
+        return jnp.tanh(h @ p["stack"][i] + y * (i + 1) / 3)
+
+    return lax.fori_loop(0, 3, body, jnp.zeros((2, 4)))
+
+
+def loop_in_loop(p, x):
+    """One function at two depths."""
+
+    def layer(h, w):
+        return jnp.tanh(h @ w), None
+
+    def step(h, x):
+        return lax.scan(layer, h + x @ p["x"], p["stack"])[0], None
+
+    h = lax.scan(step, jnp.zeros((2, 4)), x.swapaxes(0, 1))[0]
+    return lax.scan(layer, h, p["stack"][:2])[0]
+
+
+def in_scopes(p, x):
+    def step(h, x):
+        with jax.named_scope("cell"):
+            return cell(p, h, x), None
+
+    with jax.named_scope("layer"):
+        h = lax.scan(jax.checkpoint(step), jnp.zeros((2, 4)), x.swapaxes(0, 1))[0]
+    return jax.jit(lambda h: h @ p["h"])(h)
+
+
+def with_branches(p, x):
+    def step(h, ix):
+        i, x = ix
+        return lax.cond(i % 2 == 0, lambda: cell(p, h, x), lambda: jnp.tanh(h @ p["h"])), i
+
+    return lax.scan(step, jnp.zeros((2, 4)), (jnp.arange(3), x.swapaxes(0, 1)))
+
+
+def while_in_loop(p, x):
+    def step(h, x):
+        body = lambda s: (s[0] + 1, jnp.tanh(s[1] @ p["h"]))  # noqa: E731
+        return lax.while_loop(lambda s: s[0] < 2, body, (0, cell(p, h, x)))[1], None
+
+    return lax.scan(step, jnp.zeros((2, 4)), x.swapaxes(0, 1))[0]
+
+
+PROGRAMS = {
+    "last": lambda p, x: steps_of(p, x)[0] @ p["h"],
+    "all": lambda p, x: steps_of(p, x)[1] @ p["h"],
+    "backwards": lambda p, x: steps_of(p, x, reverse=True),
+    "both ways": lambda p, x: steps_of(p, x)[0] + steps_of(p, x, reverse=True)[0],
+    "stacked": lambda p, x: lax.scan(lambda h, x: (jnp.tanh(h @ p["h"] + x), h), 0.0,
+                                     steps_of(p, x)[1])[1],
+    "a number as the first state": lambda p, x: lax.scan(
+        lambda h, x: ((h + x @ p["x"]), None), 0.0, x.swapaxes(0, 1))[0],
+    "of examples": lambda p, x: jax.vmap(lambda x: lax.scan(
+        lambda h, x: (cell(p, h, x), None), jnp.zeros(4), x)[0])(x),
+    "map": lambda p, x: lax.map(lambda x: jnp.tanh(x @ p["x"]) + 1, x).sum(0),
+    "partial": partial_body, "carried along": carried_along, "by index": by_index,
+    "loop in loop": loop_in_loop, "in scopes": in_scopes, "branches": with_branches,
+    "while": while_in_loop,
+}  # fmt: skip
+
+
+def flax_rnn(cell, **options):
+    net = nn.RNN(cell(4), **options)
+    variables = net.init(jax.random.key(0), X)
+    return lambda v, x: net.apply(v, x), variables
+
+
+def flax_both_ways():
+    net = nn.Bidirectional(nn.RNN(nn.OptimizedLSTMCell(4)), nn.RNN(nn.GRUCell(4)))
+    variables = net.init(jax.random.key(0), X)
+    return lambda v, x: net.apply(v, x).mean(1), variables
+
+
+def equinox_gru():
+    gru, static = eqx.partition(eqx.nn.GRUCell(6, 4, key=jax.random.key(0)), eqx.is_array)
+
+    def fn(params, x):
+        model = eqx.combine(params, static)
+        one = lambda x: lax.scan(lambda h, x: (model(x, h), None), jnp.zeros(4), x)[0]  # noqa: E731
+        return jax.vmap(one)(x)
+
+    return fn, gru
+
+
+NETWORKS = {
+    "SimpleCell": lambda: flax_rnn(nn.SimpleCell),
+    "GRUCell": lambda: flax_rnn(nn.GRUCell, reverse=True, keep_order=True),
+    "LSTMCell": lambda: flax_rnn(nn.LSTMCell),
+    "OptimizedLSTMCell": lambda: flax_rnn(nn.OptimizedLSTMCell, unroll=3),
+    "MGUCell": lambda: flax_rnn(nn.MGUCell, return_carry=True),
+    "Bidirectional": flax_both_ways,
+    "equinox.GRUCell": equinox_gru,
+}
+CASES = {name: lambda fn=fn: (fn, P) for name, fn in PROGRAMS.items()} | NETWORKS
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sees_what_it_saw_in_the_loop(name):
+    """The ranges of calibration, which keeps loops, are those of the written-out steps' values."""
+    fn, params = CASES[name]()
+    quantized, signature = odml.qat(fn, W8A8), odml.Signature((X,))
+    stats = quantized.calibrate(params, [(X,)])
+    planned = exporting._program(quantized.provider, fn, params, signature)
+    one = exporting._exported(quantized.provider, "main", signature, planned, stats)
+    origins, seen, places = planned.program.origins, {}, set()
+    for op_id, decision in one.plan.decisions.items():
+        uses = {f"{op_id}#{slot}": use for slot, use in decision.inputs.items()}
+        for place, use in (uses | {op_id: decision.output}).items():
+            if not isinstance(use, SiteUse) or one.plan.sites[use.site].fixed is not None:
+                continue
+            key, step = origins[use.site]
+            places.add(key)
+            # Of a branch one alone is seen in the loop, of what stays a loop the first step here.
+            if use.observe and "[if]" not in place and not decision.node.loops:
+                row = key, step[: len(stats.steps(key))]
+                seen.setdefault(row, []).append(one.in_float[place])
+    assert places == set(stats)
+    assert seen
+    for (key, step), values in seen.items():
+        found = stats[key].at(step).calibration()
+        extremes = min(0, *(v.min() for v in values)), max(0, *(v.max() for v in values))
+        np.testing.assert_allclose((found.lower, found.upper), extremes, rtol=1e-5, atol=1e-6)
+    for key in stats:
+        rows = {step for other, step in seen if other == key}
+        assert not rows or len(rows) == stats[key].row[..., 0].size
+
+
+def check(fn, params, rule=W8A8, x=X, tolerance=0.1):
+    """Export, which compares each step with JAX, and compare the results with the float program."""
+    stats = odml.qat(fn, rule).calibrate(params, [(x,)]) if rule.is_static else None
+    artifact = odml.export(fn, params, stats, rule, x)
+    results = zip(artifact.run(x=x).values(), jax.tree.leaves(fn(params, x)), strict=True)
+    for found, expected in results:
+        difference = np.float64(found) - np.float64(expected)
+        assert np.linalg.norm(difference) <= tolerance * np.linalg.norm(expected)
+    return artifact
+
+
+def test_a_recurrent_network_is_exported():
+    """It reads a part of its input besides, at another scale than the steps do."""
+
+    def fn(p, x):
+        h, ys = steps_of(p, x)
+        return ys @ p["h"], h + jnp.tanh(x[:, 0] @ p["x"])
+
+    report = check(fn, P, x=X[:, :2]).report
+    places = {one.place for one in report.sites}
+    assert {"scan(step)[0]/dot_general:0#0", "scan(step)[1]/dot_general:0#0"} <= places
+    assert report.warnings == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", [W8A8, W8A16, DYNAMIC, WEIGHTS], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_recurrent_networks_are_exported(name, rule):
+    fn, params = CASES[name]()
+    check(fn, params, rule, tolerance=0.05 if rule is W8A16 else 0.15)
+
+
+def test_the_program_for_other_converters_has_the_parameters_of_each_step(engine):
+    """Not those of one step in all of them."""
+
+    def fn(p, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x[:, 0] @ p["x"], p["stack"])[0]
+
+    stats = odml.qat(fn, W8A8, engine=engine).calibrate(P, [(X,)])
+    provider = odml.OdmlConversionProvider(W8A8, P, stats, engine=engine)
+    found, expected = provider.apply(fn)(P, X), fn(P, X)
+    assert np.linalg.norm(found - expected) < 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.slow
+def test_rules_by_path_hold_in_the_steps():
+    rules = [
+        odml.OdmlRule(module_path="layer/cell"),
+        odml.OdmlRule(weight_qtype="int8", act_qtype="int8"),
+    ]
+    fn = PROGRAMS["in scopes"]
+    stats = odml.qat(fn, rules).calibrate(P, [(X,)])
+    report = odml.export(fn, P, stats, rules, X).report
+    assert len(report.sites) == 2  # of the last product
+
+
+def test_a_step_with_other_operations_than_the_loop_is_refused():
+    quantized = odml.qat(PROGRAMS["last"], W8A8)
+    other = lambda p, x: steps_of(p, jnp.tanh(x))[0] @ p["h"]  # noqa: E731
+    calls = calls_of(quantized.provider._engine, unrolled(other), (P, X), {})
+    with pytest.raises(odml.OdmlError, match="same operations in each step, got 2 of tanh") as e:
+        written_out(quantized.plan(P, X), calls)
+    assert "not look at the values" in str(e.value)

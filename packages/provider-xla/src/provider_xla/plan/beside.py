@@ -1,0 +1,131 @@
+"""Beside: parameters that stay stored beside the weights derived from them.
+
+A derived weight is a value of the call that was planned. Another call may compute another value:
+of another length, number or static argument. It is computed from the parameters, so they stay
+stored where the expression shows that it may differ. Where it shows nothing of the kind
+(``w + a @ b``), a copy would double the size for nothing, and a call that needs it is an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import jax
+
+import quant_numerics as qn
+from hijax_trace import Expression, NotStoredError
+
+from ..errors import QuantizationError
+from ..program.arrays import is_array
+from ..program.granularity import Granularity
+from .weight import WeightPlan
+
+_CUTS = ("dynamic_slice", "gather", "pad", "slice")
+
+
+def has_numbers(args: tuple, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a call has arguments that are not arrays: numbers, flags, names."""
+    leaves = jax.tree.leaves((args, dict(kwargs)))
+    return any(isinstance(leaf, bool | int | float | complex | str) for leaf in leaves)
+
+
+def may_differ(expression: Expression, with_numbers: bool) -> bool:
+    """Return whether another call may compute another value at the same place.
+
+    Args:
+        expression: the value.
+        with_numbers: whether the call has arguments that are not arrays: a number may be part of
+            the value, a flag may choose another one.
+    """
+    return with_numbers or any(map(_is_of_call, expression.nodes()))
+
+
+def _is_of_call(node: Expression) -> bool:
+    aval: Any = node.aval
+    if not node.operands and node.is_constant:
+        # One may be as long as an activation, the other the state of a model.
+        is_number = math.prod(getattr(aval, "shape", ())) == 1
+        return not is_number or isinstance(getattr(node, "value", None), jax.Array)
+    name = getattr(getattr(node, "primitive", None), "name", None)
+    if name is None:
+        return False
+    if not node.operands:
+        return True  # iota and others that are made of sizes alone
+    if name not in _CUTS:
+        return False
+    full: Any = node.operands[0].aval
+    # One index of an axis is a choice among parts. Several, but not all, are a length.
+    if len(aval.shape) != len(full.shape):
+        return False
+    return any(1 < n != whole for n, whole in zip(aval.shape, full.shape, strict=True))
+
+
+def kept_beside(
+    weights: Mapping[str, WeightPlan], paths: Collection[str], leaves: Mapping[str, Any]
+) -> dict[str, WeightPlan]:
+    """Return how parameters are stored that only derived weights use.
+
+    Each has the format of the derived weight that it is in, and a scale for each slice along its
+    longest axis, or for each tile of that. Parameters smaller than the derived weight, such as the
+    factors of a product or a vector of gains, have no entry: they stay as they are.
+
+    Args:
+        weights: the derived weights, among others.
+        paths: the parameters.
+        leaves: the types of all parameters, by path.
+    """
+    found = {}
+    for path in paths:
+        leaf = leaves[path]
+        users = [one for one in weights.values() if one.derived and path in one.derived.leaves]
+        if not users or leaf.dtype not in qn.FLOAT_DTYPES or not is_array(leaf):
+            continue
+        first = users[0]
+        if leaf.size < math.prod(first.shape) or not leaf.size:
+            continue
+        along = max(range(len(leaf.shape)), key=lambda axis: leaf.shape[axis])
+        tile = next(iter(first.granularity.tile_axes.values()), None)
+        fits = tile is not None and leaf.shape[along] % tile == 0
+        if qn.get_qtype(first.qtype).block is not None and not fits:
+            continue
+        channels = tuple(axis for axis in range(len(leaf.shape)) if axis != along)
+        tiles = {along: tile} if fits and tile is not None else {}
+        found[path] = dataclasses.replace(
+            first,
+            path=path,
+            shape=tuple(leaf.shape),
+            dtype=leaf.dtype,
+            granularity=Granularity(channels, tiles),
+            stepped=(),
+            ops=(),
+            packings={},
+            sparsity=None,
+            derived=None,
+        )
+    return found
+
+
+@contextlib.contextmanager
+def telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
+    """Name the planned values in the error of a program that needs others.
+
+    Args:
+        weights: the weights of the plan.
+    """
+    try:
+        yield
+    except NotStoredError as error:
+        planned = [
+            f"{one.path} of shape {tuple(one.shape)}"
+            for one in weights.values()
+            if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
+        ]
+        raise QuantizationError(
+            f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, got "
+            f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
+            "function with the lengths, numbers and flags of the plan, or make a plan for these."
+        ) from error

@@ -1,0 +1,205 @@
+"""Weights that a program chooses among several: all are stored, or a problem says why not."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from provider_xla import PtqProvider, QuantizationError, QuantizationRule, QuantizationWarning
+
+W8 = QuantizationRule(weight_qtype="int8")
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+PARAMS = {
+    "live": normal(0, 16, 8),
+    "ema": normal(1, 16, 8),
+    "turned": normal(2, 8, 16),
+    "experts": normal(3, 3, 16, 8),
+}
+X = normal(4, 4, 16)
+
+# The program, which takes a flag and an index, and the parameters that it chooses among.
+STORED = {
+    "where": (lambda p, x, c, i: x @ jnp.where(c, p["live"], p["ema"]), "live ema"),
+    "of a transpose": (
+        lambda p, x, c, i: x @ jnp.where(c, p["live"], p["turned"].T),
+        "live turned",
+    ),
+    "of slices": (lambda p, x, c, i: x @ jnp.where(c, p["experts"][0], p["experts"][2]), "experts"),
+    "by column": (
+        lambda p, x, c, i: x @ jnp.where(jnp.arange(8) < i, p["live"], p["ema"]),
+        "live ema",
+    ),
+    "select_n": (
+        lambda p, x, c, i: x @ lax.select_n(i, p["live"], p["ema"], p["experts"][1]),
+        "live ema experts",
+    ),
+    "zeros": (lambda p, x, c, i: x @ jnp.where(c, p["live"], 0), "live"),
+    "cond": (
+        lambda p, x, c, i: x @ lax.cond(c, lambda: p["ema"], lambda: p["live"]),
+        "live ema",
+    ),
+    "cond of views": (
+        lambda p, x, c, i: x @ lax.cond(c, lambda: p["experts"][i], lambda: p["turned"].T),
+        "experts turned",
+    ),
+    "switch": (
+        lambda p, x, c, i: (
+            x @ lax.switch(i, [lambda: p["live"], lambda: p["ema"], lambda: p["experts"][0]])
+        ),
+        "live ema experts",
+    ),
+    "cond in jit": (
+        lambda p, x, c, i: (
+            x @ jax.jit(lambda a, b: lax.cond(c, lambda: a, lambda: b))(p["live"], p["ema"])
+        ),
+        "live ema",
+    ),
+    "cond in scan": (
+        lambda p, x, c, i: lax.scan(
+            lambda h, w: (h + x @ lax.cond(c, lambda: w, lambda: p["live"]), None),
+            jnp.zeros((4, 8)),
+            p["experts"],
+        )[0],
+        "experts live",
+    ),
+    "vmapped flags": (
+        lambda p, x, c, i: jax.vmap(lambda c: x @ jnp.where(c, p["live"], p["ema"]))(
+            jnp.stack([c, ~c])
+        ),
+        "live ema",
+    ),
+    "switch over slices": (
+        lambda p, x, c, i: lax.switch(i, [lambda h, w=p["experts"][k]: h @ w for k in range(3)], x),
+        "experts",
+    ),
+    "switch over unstack": (
+        lambda p, x, c, i: lax.switch(
+            i, [lambda h, w=w: h @ w for w in jnp.unstack(p["experts"])], x
+        ),
+        "experts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.sample(6)
+def test_alternatives_are_stored(name):
+    fn, names = STORED[name]
+    plan = PtqProvider(W8, strict=True).plan(fn, PARAMS, X, jnp.array(True), jnp.array(1))
+    paths = {f"args[0]['{name}']" for name in names.split()}
+    assert set(plan.weights) == paths
+    for weight in plan.weights.values():  # one scale for each column, and each expert
+        shape = weight.shape
+        count = int(np.prod(weight.granularity.scale_shape(shape)))
+        assert count == 8 * (3 if len(shape) == 3 else 1)
+    assert paths.isdisjoint(path for path, *_ in plan.floats)
+    tapped, stored = jax.jit(plan.apply(fn)), plan.quantize(PARAMS)
+    for flag in (True, False):
+        for index in (0, 2):
+            args = X, jnp.array(flag), jnp.array(index)
+            wanted = fn(PARAMS, *args)
+            error = jnp.abs(tapped(stored, *args) - wanted).max()
+            assert error <= 0.02 * jnp.abs(wanted).max()
+
+
+def gathered(p, x, c, i):
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def body(a, b):
+        whole = [lax.all_gather(w, "d", tiled=True) for w in (a, b)]
+        return x @ jnp.where(c, *whole)
+
+    specs = {"in_specs": (P("d"), P("d")), "out_specs": P(), "check_vma": False}
+    return jax.shard_map(body, mesh=mesh, **specs)(p["live"], p["ema"])
+
+
+SAID = {
+    "by row": lambda p, x, c, i: x @ jnp.where((jnp.arange(16) < i)[:, None], p["live"], p["ema"]),
+    "ones": lambda p, x, c, i: x @ jnp.where(c, p["live"], 1.0),
+    "computed": lambda p, x, c, i: x @ lax.cond(c, lambda: p["live"] * 2, lambda: p["ema"]),
+    "swapped": lambda p, x, c, i: (
+        x @ lax.fori_loop(0, i, lambda _, w: w[::-1], (p["live"], p["ema"]))[0]
+    ),
+    "carried": lambda p, x, c, i: lax.scan(
+        lambda w, _: (w[::-1], x @ w[0]), (p["live"], p["ema"]), length=2
+    )[1],
+    "rolled": lambda p, x, c, i: lax.scan(
+        lambda w, _: (jnp.roll(w, 1, 0), x @ w), p["live"], length=2
+    )[1],
+    "written": lambda p, x, c, i: x @ lax.dynamic_update_slice(p["live"], p["ema"][:2], (i, 0)),
+    "all_gather": gathered,
+    "a factor": lambda p, x, c, i: x @ (p["live"] * jnp.where(c, 1.0, 2.0)),
+    "a key": lambda p, x, c, i: (
+        x @ (p["live"] * jax.random.bernoulli(jax.random.key(i), 0.5, (16, 8)).astype(x.dtype))
+    ),
+    "a prefix": lambda p, x, c, i: x @ jnp.concatenate([p["live"][:8], x.T[8:] @ x[:, :8]]),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+@pytest.mark.sample(6)
+def test_what_no_form_can_follow_is_a_problem(name):
+    args = PARAMS, X, jnp.array(True), jnp.array(1)
+    with pytest.warns(QuantizationWarning):
+        plan = PtqProvider(W8).plan(SAID[name], *args)
+    assert not plan.weights
+    (problem,) = (text for text in plan.problems if "matmul:" in text)
+    assert "args[0]['live']" in problem
+    reasons = {path: why for path, _, why in plan.floats}
+    assert "matmul:" in reasons["args[0]['live']"]
+    with pytest.raises(QuantizationError, match="matmul:"):
+        PtqProvider(W8, strict=True).plan(SAID[name], *args)
+    np.testing.assert_allclose(
+        jax.jit(plan.apply(SAID[name]))(*args), SAID[name](*args), rtol=0.05, atol=0.5
+    )
+
+
+def test_what_a_step_computes_is_no_choice():
+    """A state that starts as a parameter is an activation."""
+
+    def fn(p, x):
+        return lax.scan(
+            lambda h, _: (jnp.tanh(h @ p["live"]) @ p["turned"], None), p["start"], length=2
+        )
+
+    params = {**PARAMS, "start": X}
+    plan = PtqProvider(W8, strict=True).plan(fn, params, X)
+    assert set(plan.weights) == {"args[0]['live']", "args[0]['turned']"}
+
+
+def test_alternatives_in_several_forms():
+    """A branch returns one form: another use of one alternative may forbid it."""
+
+    def fn(p, x, c):
+        chosen = lax.cond(c, lambda: p["live"], lambda: p["ema"])
+        return x @ chosen, x[:, :8] @ p["live"].T
+
+    with pytest.warns(QuantizationWarning, match="stored in several forms"):
+        plan = PtqProvider(W8).plan(fn, PARAMS, X, jnp.array(True))
+    for flag in (True, False):
+        args = X, jnp.array(flag)
+        found = jax.jit(plan.apply(fn))(plan.quantize(PARAMS), *args)
+        for one, wanted in zip(found, fn(PARAMS, *args), strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0.1, atol=0.2)
+
+
+def test_lookups_in_a_chosen_table():
+    rules = [QuantizationRule(op_names=["take"], weight_qtype="int8")]
+    ids = jnp.array([3, 0, 9])
+
+    def fn(p, c, i):
+        return jnp.where(c, p["live"], p["ema"])[ids], p["experts"][i][ids]
+
+    plan = PtqProvider(rules, strict=True).plan(fn, PARAMS, jnp.array(True), jnp.array(1))
+    assert set(plan.weights) == {f"args[0]['{name}']" for name in ("live", "ema", "experts")}
+    args = jnp.array(False), jnp.array(2)
+    found = jax.jit(plan.apply(fn))(plan.quantize(PARAMS), *args)
+    for one, wanted in zip(found, fn(PARAMS, *args), strict=True):
+        np.testing.assert_allclose(one, wanted, atol=0.03)

@@ -1,0 +1,120 @@
+"""Programs whose contractions JAX transposes: linear solves, implicit derivatives, rules."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
+
+W, X = np.asarray(jax.random.normal(jax.random.key(0), (2, 8, 8))) / 9
+B = np.arange(1.0, 9.0, dtype=np.float32)
+STAYS = "JAX transposes it, so that it must be linear: its activations stay float"
+
+
+def solve(params, x):
+    return jnp.linalg.solve(jnp.eye(8) + x @ params["w"], B)
+
+
+def custom(params, x):
+    def inverse(turn):
+        return lambda matvec, b: jnp.linalg.solve(turn(jnp.eye(8) + params["w"]), b)
+
+    def matvec(v):
+        return v + v @ params["w"]
+
+    return lax.custom_linear_solve(matvec, x[0], inverse(jnp.transpose), inverse(lambda a: a))
+
+
+def transposed(params, x):
+    return jax.linear_transpose(lambda v: v @ params["w"], x)(x)[0]
+
+
+@jax.custom_jvp
+def dense(x, w):
+    return jnp.tanh(x @ w)
+
+
+@dense.defjvp
+def _rule(primals, tangents):
+    (x, w), (dx, dw) = primals, tangents
+    y = dense(x, w)
+    return y, (1 - y * y) * (dx @ w + x @ dw)
+
+
+def ruled(params, x):
+    return dense(x, params["w"])
+
+
+PROGRAMS = {"solve": solve, "custom": custom, "transposed": transposed, "ruled": ruled}
+
+
+def near(actual, expected, bound=0.02):
+    actual, expected = (np.asarray(a, np.float64) for a in (actual, expected))
+    assert np.linalg.norm(actual - expected) <= bound * np.linalg.norm(expected)
+
+
+def reference(name, w, x):
+    """Return what a program computes, in float64 NumPy."""
+    w, x, eye = w.astype(np.float64), x.astype(np.float64), np.eye(8)
+    if name == "solve":
+        return np.linalg.solve(eye + x @ w, B)
+    if name == "custom":
+        return np.linalg.solve((eye + w).T, x[0])
+    return x @ w.T if name == "transposed" else np.tanh(x @ w)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("act_qtype", ["int8", None])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_stored_weights_go_into_programs_that_jax_transposes(name, act_qtype):
+    fn, params = PROGRAMS[name], {"w": W}
+    rule = QuantizationRule(weight_qtype="int8", act_qtype=act_qtype)
+    plan = PtqProvider(rule).plan(fn, params, X)
+    stored = plan.quantize(params)
+    assert not plan.problems
+    assert plan.weights
+
+    @jax.jit
+    def everything(stored, x):
+        run = plan.apply(fn)
+        by_x = jax.grad(lambda x: jnp.sum(jnp.sin(run(stored, x))))(x)
+        mapped = jax.vmap(lambda x: run(stored, x))(jnp.stack([x, x / 2]))
+        return run(stored, x), by_x, mapped
+
+    value, by_x, mapped = everything(stored, X)
+    near(value, reference(name, W, X))
+    near(by_x, jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x))))(X), 0.05)
+    near(mapped, np.stack([reference(name, W, X), reference(name, W, X / 2)]))
+
+
+@pytest.mark.parametrize(("name", "is_stored"), [("transposed", True), ("solve", False)])
+def test_plans_say_that_activations_stay_float(name, is_stored):
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    plan = PtqProvider(rule).plan(PROGRAMS[name], {"w": W}, X)
+    said = [line for line in str(plan).splitlines() if STAYS in line]
+    assert len(said) == 1 if is_stored else said
+    assert (plan.ops[0].qtypes == (None, "int8")) is is_stored
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("static", [None, True])
+@pytest.mark.parametrize("bwd_qtype", [None, "int8"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype, static):
+    fn, params = PROGRAMS[name], {"w": jnp.asarray(W)}
+    qtypes = {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": bwd_qtype}
+    provider = QtProvider(QtRule(**qtypes, act_static_scale=static, act_batch_axes=()))
+    statistics = provider.init_statistics(fn, params, X)
+    if static:
+        provider.apply(fn, statistics)(params, X)
+    trained = provider.apply(fn, statistics, update=False)
+
+    def gradients(fn):
+        return jax.grad(lambda params, x: jnp.sum(jnp.sin(fn(params, x))), (0, 1))
+
+    near(trained(params, X), reference(name, W, X))
+    ours, right = jax.jit(gradients(trained))(params, X), gradients(fn)(params, X)
+    for one, other in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
+        near(one, other, 0.06)

@@ -1,0 +1,284 @@
+"""Every op under ``vmap``, with each of its operands mapped or not, in all combinations.
+
+The calls are those that ``jaxtap ops`` reads signatures off, in tiny sizes, and a few with the
+operands that these lack. Each op that such a call reaches is called with its operands as they are.
+"""
+
+import contextlib
+import functools
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import te_ffi_kernels as te
+from te_ffi_kernels import _bench, _bench_others
+from te_ffi_kernels.op import Op
+
+MATMULS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "gemm_w4a8")
+KINDS = ("", "_stack", "_groups", "_added", "_stack_added")
+ROWS, K, N = 8, 64, 48
+SIZES = {2: (64, 32), 4: (2, 8, 2, 16)}
+"""By number of axes: small sizes of what ``_bench_others`` calls."""
+
+
+def normal(rng, *shape):
+    return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def rotated(rng):
+    weight = _bench._packed(8, K, N)
+    signs = jnp.asarray(rng.choice([-1, 1], K), jnp.int8)
+    given = {"bias": normal(rng, N), "residual": normal(rng, ROWS, N)}
+    te.gemm_w8a8(normal(rng, ROWS, K), weight, signs=signs, rotation=32, **given)
+
+
+def rows_of_experts(rng):
+    stack = jax.tree.map(lambda one: jnp.stack([one] * 3), _bench._packed(8, K, N))
+    index, sizes = (jnp.asarray(rng.permutation(x), jnp.int32) for x in ([0, 2], [3, 5]))
+    te.gemm_w8a8(normal(rng, ROWS, K), stack, index=index, group_sizes=sizes)
+
+
+def looked_up_rows(rng):
+    te.packed_take(_bench._packed(4, K, N), jnp.asarray(rng.integers(0, K, 5), jnp.int32), axis=0)
+
+
+def cached(rng, stacked, per_sequence):
+    lead = (3,) if stacked else ()
+    cache = (*lead, 2, 2, 8, 16)
+    keys, values = (jnp.asarray(rng.integers(-127, 128, cache), jnp.int8) for _ in "kv")
+    scales = [jnp.asarray(rng.uniform(0.01, 0.1, cache[:-1]), jnp.float32) for _ in "kv"]
+    mask = jnp.asarray(rng.random((2 if per_sequence else 1, 1, 8)) < 0.8)
+    length = jnp.asarray(rng.integers(3, 8, (2,) if per_sequence else ()), jnp.int32)
+    index = jnp.int32(rng.integers(3)) if stacked else None
+    te.decode_attention(
+        normal(rng, 2, 2, 4, 16), keys, values, length,
+        key_scale=scales[0], value_scale=scales[1], mask=mask, index=index,
+    )  # fmt: skip
+
+
+def attention(rng, softmax, *, padded):
+    kinds = te.AttnBiasType.POST_SCALE_BIAS, te.AttnMaskType.NO_MASK
+    sequences = None
+    if padded:
+        kinds = kinds[0], te.AttnMaskType.PADDING_MASK
+        lengths = [jnp.asarray(rng.integers(2, 9, 2), jnp.int32) for _ in "qk"]
+        sequences = te.SequenceDescriptor.from_seqlens(tuple(lengths))
+    qkv = tuple(normal(rng, 2, 8, 2, 16) for _ in range(3))
+    offset = None if softmax == "VANILLA_SOFTMAX" else normal(rng, 1, 2, 1, 1)
+
+    def run(qkv, bias, offset):
+        layout, softmax_type = te.QKVLayout.BSHD_BSHD_BSHD, te.AttnSoftmaxType[softmax]
+        given = qkv, bias, sequences, None, *kinds, layout, softmax_type, 0.25, 0.0, True
+        return te.fused_attn(*given, softmax_offset=offset)
+
+    out, back = jax.vjp(run, qkv, normal(rng, 1, 2, 8, 8), offset)
+    back(normal(rng, *out.shape))
+
+
+def quantized(rng, mode, layout):
+    given = "int8", te.ScalingMode[mode], te.QuantizeLayout[layout]
+    one, scale = jnp.ones(8), jnp.asarray(rng.uniform(1, 2, 1), jnp.float32)
+    x, amax = normal(rng, 16, 8), jnp.asarray(rng.uniform(0, 3, 1), jnp.float32)
+    te.normalization_fwd(x, one, one, False, 1e-5, "layernorm", *given, scale, amax)
+    te.act_lu(x[:, None], ("gelu",), None, *given, scale, amax)
+    te.quantize_dact_dbias(x[::-1], x[:, None], ("gelu",), True, None, *given, scale, amax)
+    nothing = jnp.zeros(0, jnp.float32)
+    te.dbias_quantize(
+        x, scale, amax, nothing.astype(jnp.uint32), nothing, nothing, *given, is_dbias=True
+    )
+
+
+def scaled_matmul(rng):
+    lhs, rhs = (jnp.asarray(rng.normal(size=s), jnp.float8_e4m3fn) for s in ((16, 32), (8, 32)))
+    scales = [jnp.asarray(rng.uniform(0.5, 2, 1), jnp.float32) for _ in range(4)]
+    te.gemm_v2(
+        lhs, scales[0], rhs, scales[1], normal(rng, 8), scales[2], 0 * scales[3], "float32",
+        ((1,), (1,)), te.ScalingMode.CURRENT_TENSOR_SCALING,
+    )  # fmt: skip
+
+
+def routed(rng):
+    te.fused_topk_with_score_function(
+        normal(rng, 16, 8), 2, score_function="sigmoid", expert_bias=normal(rng, 8)
+    )
+
+
+MORE = {
+    "rotated": rotated,
+    "rows of experts": rows_of_experts,
+    "looked up rows": looked_up_rows,
+    **{
+        f"cached {stacked} {each}": functools.partial(cached, stacked=stacked, per_sequence=each)
+        for stacked in (False, True)
+        for each in (False, True)
+    },
+    **{
+        f"attention {softmax} {padded}": functools.partial(
+            attention, softmax=softmax, padded=padded
+        )
+        for softmax in ("VANILLA_SOFTMAX", "LEARNABLE_SOFTMAX")
+        for padded in (False, True)
+    },
+    **{
+        f"quantized {mode} {layout}": functools.partial(quantized, mode=mode, layout=layout)
+        for mode in ("DELAYED_TENSOR_SCALING", "CURRENT_TENSOR_SCALING")
+        for layout in ("ROWWISE", "ROWWISE_COLWISE")
+    },
+    "scaled matmul": scaled_matmul,
+    "routed": routed,
+}
+
+
+def benched(op):
+    make, sizes = _bench_others._CALLS[op]
+    return make("float32", SIZES[len(sizes[0])])
+
+
+CALLS = {
+    **{f"{op}{kind}": lambda rng, name=f"{op}{kind}": run_matmul(name)
+       for op in MATMULS for kind in KINDS},
+    **{op: lambda rng, op=op: (lambda fn, given: fn(*given))(*benched(op))
+       for op in _bench_others._CALLS},
+    **MORE,
+}  # fmt: skip
+
+
+OF_ALL = "fake_quantize"
+"""Under ``vmap`` of its rows it has one range for all, as its own tests of ``vmap`` say."""
+
+
+def run_matmul(name):
+    fn, given = _bench._more(name, "float32", K, N, ROWS)
+    fn(*given)
+
+
+FOUND = []
+
+
+def record(op, config, *operands):
+    FOUND.append((op, config, operands))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_caches():
+    """A function that was traced before records nothing, and one that is traced here would."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+def ops_of(call, seed):
+    """Return the ops that a call reaches, each with its config and operands."""
+    run, generator = Op.__call__, np.random.default_rng
+
+    def recorded(self, config, *operands):
+        # Operands of a gradient are known where it runs, not where it is traced.
+        jax.debug.callback(functools.partial(record, self, config), *operands)
+        with jax.disable_jit(False):
+            return run(self, config, *operands)
+
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Op, "__call__", recorded)
+        # Other numbers for each seed.
+        patch.setattr(np.random, "default_rng", lambda of=0: generator([seed, of]))
+        _bench._packed.cache_clear()
+        stack.enter_context(jax.disable_jit())
+        stack.callback(_bench._packed.cache_clear)
+        FOUND.clear()
+        call(np.random.default_rng(9))
+        jax.effects_barrier()
+    return FOUND[:]
+
+
+def varied(x, y):
+    """Return two operands that differ, where the call has the same twice."""
+    x, y = jnp.asarray(x), jnp.asarray(y)
+    if jnp.issubdtype(x.dtype, jnp.floating) and (x == y).all():
+        y = (1.5 * y).astype(y.dtype)
+    return jnp.stack([x, y])
+
+
+def in_scan(fn):
+    def looped(*operands):
+        found = lax.scan(lambda carry, _: (carry, fn(*operands)), 0, None, length=1)[1]
+        return jax.tree.map(lambda x: x[0], found)
+
+    return looped
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in scan"])
+@pytest.mark.parametrize("name", [name for name in CALLS if name != OF_ALL])
+@pytest.mark.sample(2)
+def test_all_combinations(name, nested):
+    first, second = (ops_of(CALLS[name], seed) for seed in (0, 1))
+    assert [call[:2] for call in first] == [call[:2] for call in second]
+    assert first
+    seen = set()
+    for (op, config, one), (_, _, other) in zip(first, second, strict=True):
+        shapes = tuple((x.shape, str(x.dtype)) for x in map(jnp.asarray, one))
+        if (id(op), config, shapes) not in seen:
+            seen.add((id(op), config, shapes))
+            check(functools.partial(op, config), one, other, nested)
+
+
+def check(fn, one, other, nested):
+    # What is empty stands for an operand that a call lacks.
+    whole = [i for i, x in enumerate(one) if np.size(x)]
+    stacks = {i: varied(one[i], other[i]) for i in whole}
+
+    def given(places):
+        return [stacks[i][places[i]] if i in stacks else jnp.asarray(x) for i, x in enumerate(one)]
+
+    # Of more operands than six, one is mapped, or all, or all but one.
+    single = jax.jit(fn)
+    results = {}
+    for which in itertools.product((0, 1), repeat=len(whole)):
+        if len(whole) <= 6 or min(sum(which), len(whole) - sum(which)) <= 1:
+            found = single(*given(dict(zip(whole, which, strict=True))))
+            results[which] = jax.tree.map(as_floats, found)
+    maps = [which for which in results if any(which)]
+    run = in_scan(fn) if nested else fn
+
+    @jax.jit
+    def mapped(stacks):
+        found = []
+        for which in maps:
+            is_mapped = dict(zip(whole, which, strict=True))
+            axes = [0 if is_mapped.get(i) else None for i in range(len(one))]
+            operands = [
+                (stacks[i] if is_mapped[i] else stacks[i][0]) if i in stacks else jnp.asarray(x)
+                for i, x in enumerate(one)
+            ]
+            found.append(jax.vmap(run, axes)(*operands))
+        return found
+
+    for which, found in zip(maps, mapped(stacks), strict=True):
+        for place, wanted in ((0, results[(0,) * len(whole)]), (1, results[which])):
+            for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+                x = as_floats(x[place])
+                assert x.shape == y.shape, which
+                # Few rows of floats have more bits in kernels than many.
+                near = 1e-4 * np.abs(np.nan_to_num(y, posinf=0, neginf=0)).max(initial=0)
+                np.testing.assert_allclose(x, y, 1e-4, near, err_msg=str((which, place)))
+
+
+def as_floats(x):
+    return np.asarray(x).astype(np.float64)
+
+
+@pytest.mark.slow
+def test_no_op_is_left_out():
+    reached = {id(op) for call in CALLS.values() for op, *_ in ops_of(call, 0)}
+    ours = {
+        f"{module.__name__}.{name}": value
+        for module in list(sys.modules.values())
+        if module.__name__.startswith("te_ffi_kernels")
+        for name, value in vars(module).items()
+        if isinstance(value, Op)
+    }
+    assert not [name for name, op in ours.items() if id(op) not in reached]
