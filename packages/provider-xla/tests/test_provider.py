@@ -519,6 +519,8 @@ def test_report_as_table_and_json():
         "weight": "args[0]['w']",
         "kernels": {},
         "rank": None,
+        "paths": ("args[0]['w']",),
+        "module_path": "first",
     }
     provider.apply(two_layers)(*layer_inputs())
     assert len(provider.report()) == 2

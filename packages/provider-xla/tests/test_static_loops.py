@@ -123,7 +123,7 @@ def trained(program, rule=STATIC, w=W, x=X, updates=True):
 
 
 # Written out, each step has both branches, of which it takes one.
-@pytest.mark.filterwarnings("ignore:No batch reached")
+@pytest.mark.filterwarnings("ignore:No (calibration )?batch reached")
 @pytest.mark.parametrize("name", ["scan", "scan in jit in scan", "cond in scan"])
 def test_errors_are_those_of_steps_written_out(name):
     check(name)

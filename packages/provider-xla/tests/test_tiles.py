@@ -153,7 +153,8 @@ def test_a_shorter_last_tile_follows_what_cuts_a_parameter(case):
     plan = PtqProvider(rule).plan(lambda w, x: x[:, rows] @ cut(w), w, x)
     lost = [note for note in plan.notes if "can't be followed back" in note]
     assert len(lost) == (tile == 150), plan.notes
-    (weight,) = plan.weights.values()
+    # A parameter may be stored beside what is computed from it, for calls that compute otherwise.
+    (weight,) = (one for one in plan.weights.values() if one.ops)
     assert weight.granularity.tile_axes == ({} if tile == 150 else {0: 32})
     y = jax.jit(plan.apply(lambda w, x: x[:, rows] @ cut(w)))(plan.quantize(w), x)
     expected = np.asarray(cut(jnp.float32(by_tiles(w, tile, 7))), np.float64)

@@ -78,7 +78,7 @@ class EquinoxNet(EquinoxLayer):
     w: jax.Array
 
     def update(self, x):
-        return self.encode(jax.vmap(self.linear)(x)) @ jnp.tril(self.w)
+        return self.encode(jax.vmap(self.linear)(x)) @ jnp.square(self.w)
 
     def encode(self, x):
         return self._project(x)
@@ -96,7 +96,7 @@ class LinenNet(linen.Module):
         self.w = self.param("w", lambda key: weight(1))
 
     def __call__(self, x):
-        return self.encode(self.linear(x)) @ jnp.tril(self.w)
+        return self.encode(self.linear(x)) @ jnp.square(self.w)
 
     def encode(self, x):
         return self._project(x)

@@ -238,4 +238,5 @@ def test_calls_that_are_wrong(case):
         run(w=w, x=x, adapters=adapters)
     # Without ranks they are the function's own.
     other = PtqProvider(QuantizationRule(weight_qtype="int8")).plan(dense, w, x)
-    assert other.apply(lambda w, x, adapters: x @ w + adapters)(w, x, adapters=1.0).shape == (4, 6)
+    added = other.apply(lambda w, x, adapters: x @ w + adapters)
+    assert added(other.quantize(w), x, adapters=1.0).shape == (4, 6)

@@ -148,6 +148,8 @@ def move_of(
         if holder is None:
             return None
         bodies, results = holder.bodies(params, len(ins)), holder.results
+    if results == "none":
+        return None
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         return _unchanged(bodies[-1], ins, result)
@@ -181,7 +183,7 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
         Pairs of the number of a result and that of an operand.
     """
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    if holder is None or holder.results == "none":
         return []
     bodies = holder.bodies(eqn.params, len(eqn.invars))
     if holder.results == "carry":

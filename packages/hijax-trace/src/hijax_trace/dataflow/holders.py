@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Body:
         length: how many steps it is run for: 0 if it is not the body of a loop, None if only a run
             can tell.
         linear: the inputs in which it must be linear whatever the operands are.
+        step: the program that computes the next carry; None if it does itself.
     """
 
     jaxpr: Any
@@ -39,6 +41,7 @@ class Body:
     label: str = ""
     length: int | None = 0
     linear: frozenset[int] = frozenset()
+    step: Body | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Holder:
         places: ``places(params)`` returns, for each program, where the operands for those inputs
             are inserted; -1 if the primitive can't take more operands.
         results: which results are known from its programs: "same", all; "branches", those on which
-            all programs agree; "carry", the carry that the loop does not change.
+            all programs agree; "carry", the carry that the loop does not change; "none".
         hoists: whether its programs can't have constants, only operands.
         more_steps: ``more_steps(params, count)`` returns its parameters with ``count`` more
             trailing operands that a loop steps along.
@@ -121,7 +124,8 @@ def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
         inputs, carried = (*consts, *carry), range(count, count + len(carry))
         return Body(jaxpr, inputs, (SAME,) * count + kinds, carried, compat.label(jaxpr), None)
 
-    return [part("cond_jaxpr", range(cond)), part("body_jaxpr", range(cond, cond + body))]
+    step = part("body_jaxpr", range(cond, cond + body))
+    return [dataclasses.replace(part("cond_jaxpr", range(cond)), step=step), step]
 
 
 def _while_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
@@ -210,7 +214,7 @@ HOLDERS: dict[Any, Holder] = {
     ),
     # The derivative of a linear solve is made of that of ``matvec``, the first.
     compat.linear_solve_p: Holder(
-        _solve_bodies, _solve_rebuild, _solve_places, "carry", constant=frozenset([1, 2, 3])
+        _solve_bodies, _solve_rebuild, _solve_places, "none", constant=frozenset([1, 2, 3])
     ),
     compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]

@@ -75,7 +75,7 @@ def sources_through(
         body = Body(eqn.params["call_jaxpr"], tuple(range(count)), (UNCHANGED,) * count)
         return _outside(body, sources_of(body.jaxpr), own)
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    if holder is None or holder.results == "none":
         return None
     bodies = holder.bodies(eqn.params, len(eqn.invars))
     if holder.results != "carry":
@@ -100,7 +100,7 @@ def carried_sources(body: Body) -> Mapping[int, Sources | None]:
     """Return the sources of what a loop carries, in any step: inputs of its body.
 
     Args:
-        body: the body of the loop.
+        body: the body of the loop, which returns what it carries first.
 
     Returns:
         By number of the carried input; None if a step computes it.
@@ -179,6 +179,8 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
         The numbers of the operands, and whether it may be a constant of the body, too. None if a
         step computes it.
     """
+    if body.step is not None:
+        return chosen_outside(body.step, index - body.carry.start + body.step.carry.start)
     found = carried_sources(body).get(index)
     if found is None:
         return None

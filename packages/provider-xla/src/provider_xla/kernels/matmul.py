@@ -18,9 +18,8 @@ from interception_core import get_op
 from ..program.contractions import Contraction, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
 from ..program.record import choice
-from .added import NOTHING, Added
-from .mapped import mapped_contraction
 from .packed import PrepackedWeight
+from .products import NOTHING, Added, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 

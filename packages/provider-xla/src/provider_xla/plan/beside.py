@@ -8,18 +8,16 @@ stored where the expression shows that it may differ. Where it shows nothing of 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
 
 import quant_numerics as qn
-from hijax_trace import Expression, NotStoredError
+from hijax_trace import Expression
 
-from ..errors import QuantizationError
 from ..program.arrays import is_array
 from ..program.granularity import Granularity
 from .weight import WeightPlan
@@ -107,25 +105,3 @@ def kept_beside(
             derived=None,
         )
     return found
-
-
-@contextlib.contextmanager
-def telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
-    """Name the planned values in the error of a program that needs others.
-
-    Args:
-        weights: the weights of the plan.
-    """
-    try:
-        yield
-    except NotStoredError as error:
-        planned = [
-            f"{one.path} of shape {tuple(one.shape)}"
-            for one in weights.values()
-            if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
-        ]
-        raise QuantizationError(
-            f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, got "
-            f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
-            "function with the lengths, numbers and flags of the plan, or make a plan for these."
-        ) from error

@@ -22,7 +22,6 @@ from ..program.contractions import Matmul, RaggedMatmul
 from ..program.granularity import Axes
 from ..program.record import Choice, choice
 from ..program.sites import Site
-from ..run.static import is_static
 from .weight import WeightPlan
 
 LOOKUP = "a lookup"
@@ -99,7 +98,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
-    static = is_static(site, 1 - side)
+    static = site.is_static(1 - side)
     cuts = _cuts(site, side, axes, shape, weight.shape)
     shape = [n // m for n, m in zip(shape, cuts, strict=True)] if cuts else shape
     if isinstance(site.contraction, RaggedMatmul):

@@ -30,7 +30,7 @@ from .lora import LoraPlan, check_engine
 from .plan import PlanData
 from .quantize import carried
 from .survey import Survey, Use
-from .unused import unused_rules
+from .unused import why_unused
 from .weight import WeightPlan
 
 _log = logger("xla")
@@ -90,7 +90,12 @@ def make_plan(
         lora = survey.lora.plans()
         check_engine(engine, [*lora])
         records = [_adapted(record, lora) for record in records]
-    problems = (*survey.problems, *unused_rules(rules, records, [*leaves]))
+    deciding = {record.rule for record in records}
+    unused = [i for i in range(len(rules.rules)) if i not in deciding]
+    problems = (
+        *survey.problems,
+        *(why_unused(i, rules, records, [*leaves]) for i in unused),
+    )
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = PlanData(

@@ -23,7 +23,7 @@ from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
 from ..program.sites import Site, short, unstorable
 from ..run.lookup import looked_up
-from ..run.static import StaticRange, is_static, measure, steps_of
+from ..run.static import StaticRange, measure, steps_of
 from .choose import LOOKUP, MatrixUse, RowsUse, use_of
 from .chosen import Chosen
 from .derived import Derived
@@ -140,7 +140,7 @@ class Survey:
                     self._contraction(path, op_id, NoKernel("its parameter stays float"))
                 continue
             if weight is None:
-                if is_static(site, side):
+                if site.is_static(side):
                     found = measure(site, side)
                     steps = tuple(step.length or 0 for step in steps_of(site))
                     of = StaticRange(found.upper.ndim, found.lower is None, steps)
@@ -213,7 +213,7 @@ class Survey:
         below = tuple(path.removeprefix(self.rules.params) for path in found)
         index = self.rules.find(("take",), call.module_path, below, True) if found else None
         if index is not None and self.rules.rules[index].weight_qtype is not None:
-            text = unstorable(found)
+            text, problem = unstorable(found)
             record = OpRecord(
                 call.op_id.replace("gather:", "take:"),
                 "take",
@@ -222,10 +222,10 @@ class Survey:
                 index,
                 text,
                 " and ".join(found),
-                paths=found,
+                paths=tuple(found),
                 module_path=call.module_path,
             )
-            self.record(record, text)
+            self.record(record, problem)
 
     def stored(self, call: OpCall, operand: Any, weight: Weight, asked: Asked) -> list[Stored]:
         """Return what to store for an operand: see ``Storage.of``."""

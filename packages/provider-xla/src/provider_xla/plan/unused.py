@@ -15,20 +15,18 @@ from ..rules.rule import QuantizationRule
 _SHOWN = 5
 
 
-def unused_rules(rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]) -> list[str]:
-    """Return a sentence for each rule that decides nothing.
+def why_unused(index: int, rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]) -> str:
+    """Return a sentence on a rule that decides nothing.
 
     Args:
+        index: its number.
         rules: the rules.
         records: the operations of the program.
         leaves: the pytree paths of its parameters.
     """
-    used = {record.rule for record in records}
-    return [
-        f"rule {i} decides nothing: {_shown(rule)}: {_why(i, rule, rules, records, leaves)}"
-        for i, rule in enumerate(rules.rules)
-        if i not in used
-    ]
+    rule = rules.rules[index]
+    why = _why(index, rule, rules, records, leaves)
+    return f"rule {index} decides nothing: {_shown(rule)}: {why}"
 
 
 def _shown(rule: QuantizationRule) -> str:

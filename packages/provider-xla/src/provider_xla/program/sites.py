@@ -59,6 +59,11 @@ class Site:
         """Return the key of an operand's statistics."""
         return f"{self.call.op_id}#{SIDES[side]}"
 
+    def is_static(self, side: int) -> bool:
+        """Return whether an operand has a static range."""
+        activation = self.weights[side] is None and self.hows[side] is not None
+        return activation and bool(self.rule.act_static_scale)
+
 
 Record = Callable[[OpRecord, str | None], None]
 """Takes an operation's record, and why its rule can't be followed; None if it can."""
@@ -167,7 +172,7 @@ class Sites:
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
         contraction, operands, extras = reading
-        scaled = self._scaled(call, operands) if self._surveys and not has_weight else ()
+        scaled = self._scaled(call, operands) if self._surveys and not has_weight else {}
         if rule is None or index is None:
             self._note(
                 op,
@@ -176,7 +181,7 @@ class Sites:
                 None,
                 reason="no rule matches",
                 weights=among.found,
-                scaled=scaled,
+                scaled=tuple(scaled),
             )
             if self._leave is not None and op.name in _WHOLE:
                 self._leave(call, contraction, operands, extras)
@@ -201,9 +206,9 @@ class Sites:
         for remark in remarks:
             self._remark(call, remark)
         if scaled and rule.weight_qtype is not None:
-            text = unstorable(scaled)
+            text, problem = unstorable(scaled)
             why = why if any(hows) else text
-            known: dict[str, Any] = {"problem": text, "scaled": scaled}
+            known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
             self._note(op, call, operands, index, hows=hows, reason=why, **known)
         if why is not None:
             self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
@@ -294,11 +299,11 @@ class Sites:
         self._record(record, None)
         return NotImplemented
 
-    def _scaled(self, call: OpCall, operands: Sequence[Any]) -> tuple[str, ...]:
-        """Return parameters that operands are, up to factors that the program computes."""
+    def _scaled(self, call: OpCall, operands: Sequence[Any]) -> dict[str, bool]:
+        """Return what ``scaled_inputs`` does, for all operands."""
         expressions = [one for x in operands if (one := call.expression(x)) is not None]
         found = [scaled_inputs(one, self._rules.is_parameter) for one in expressions]
-        return tuple(dict.fromkeys(path for paths in found for path in paths))
+        return {path: is_written for paths in found for path, is_written in paths.items()}
 
     def _is_fused_around(self, call: OpCall) -> bool:
         """Return whether a rule matches a function around this operation.
@@ -348,12 +353,16 @@ def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     return untapped(call.proceed(*args, **kwargs))
 
 
-def unstorable(paths: Sequence[str]) -> str:
-    """Return why parameters with computed factors stay float."""
-    return (
-        f"{' and '.join(paths)} can't be stored: the program multiplies or joins it with what it "
-        "computes at each call"
-    )
+def unstorable(paths: Mapping[str, bool]) -> tuple[str, str | None]:
+    """Return why parameters that ``scaled_inputs`` names stay float, and the problem.
+
+    A program that writes into a parameter uses it as a state, which is no problem.
+    """
+    text = " and ".join(paths) + " can't be stored: the program "
+    if all(paths.values()):
+        return text + "writes into it at each call, as into a cache", None
+    text += "multiplies or joins it with what it computes at each call"
+    return text, text
 
 
 def short(x: Any) -> str:

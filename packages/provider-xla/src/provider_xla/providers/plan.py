@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, TypeVar
 
 import jax
 
 import quant_numerics as qn
+from hijax_trace import NotStoredError
 from interception_core import hides_frames
 
 from ..cache.use import with_caches
-from ..errors import QuantizationWarning
+from ..errors import QuantizationError, QuantizationWarning
 from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
-from ..plan.beside import telling_planned
 from ..plan.plan import PlanData
+from ..plan.weight import WeightPlan
 from ..run.infer import infer
 from ..run.static import Statistics
 from ..run.stored import is_stored
@@ -44,6 +46,28 @@ def _tell_floats(count: int) -> None:
         QuantizationWarning,
         stacklevel=3,
     )
+
+
+@contextlib.contextmanager
+def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
+    """Name the planned values in the error of a program that needs others.
+
+    Args:
+        weights: the weights of the plan.
+    """
+    try:
+        yield
+    except NotStoredError as error:
+        planned = [
+            f"{one.path} of shape {tuple(one.shape)}"
+            for one in weights.values()
+            if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
+        ]
+        raise QuantizationError(
+            f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, got "
+            f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
+            "function with the lengths, numbers and flags of the plan, or make a plan for these."
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +124,7 @@ class Plan(ParameterPlan):
                 if ARGUMENTS.isdisjoint(kwargs)
                 else with_adapters(self, fn, plain, statistics)
             )
-            with telling_planned(self.weights):
+            with _telling_planned(self.weights):
                 return run(*args, **kwargs)
 
         applied = adapted or call

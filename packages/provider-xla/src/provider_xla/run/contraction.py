@@ -11,9 +11,9 @@ import jax
 import quant_numerics as qn
 from hijax_trace import repeated
 
-from ..kernels.added import NOTHING, Added
 from ..kernels.matmul import NoKernel, can_add, multiply
 from ..kernels.packed import PrepackedWeight
+from ..kernels.products import NOTHING, Added
 from ..program.contractions import Contraction
 from ..program.contractions import fits as scales_fit
 from ..program.joining import Joining

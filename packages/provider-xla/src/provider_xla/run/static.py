@@ -45,12 +45,6 @@ class StaticRange(NamedTuple):
         return (*self.steps, *(1,) * self.ndim)
 
 
-def is_static(site: Site, side: int) -> bool:
-    """Return whether an operand has a static range."""
-    activation = site.weights[side] is None and site.hows[side] is not None
-    return activation and bool(site.rule.act_static_scale)
-
-
 def steps_of(site: Site) -> tuple[Step, ...]:
     """Return the loops around a site whose steps have a range each."""
     found = tuple(step for step in site.call.steps or () if step.length is not None)
@@ -159,7 +153,7 @@ class Observation:
         """Record the ranges of a site's static activations."""
         for side in (0, 1):
             # An empty batch has no range.
-            if is_static(site, side) and site.operands[side].size:
+            if site.is_static(side) and site.operands[side].size:
                 key = _key(self._statistics, site, side)
                 seen = self._seen[key]
                 before, found = seen.get(), measure(site, side)
@@ -177,7 +171,7 @@ class Observation:
         """Return the ranges of both operands so far, this call included."""
 
         def one(side: int) -> qn.Calibration | None:
-            if not is_static(site, side):
+            if not site.is_static(side):
                 return None
             key = _key(self._statistics, site, side)
             found = self._statistics[key]
@@ -294,7 +288,7 @@ def calibrations(
     """
 
     def one(side: int) -> qn.Calibration | None:
-        if not is_static(site, side):
+        if not site.is_static(side):
             return None
         found = _of(statistics, site, side)
         found = found if isinstance(found, qn.Calibration) else found.calibration()

@@ -135,8 +135,11 @@ def _percentile(magnitudes: jax.Array, cut: Slices, p: float) -> jax.Array:
         is_enough = count(middle) > below
         return lax.select(is_enough, low, middle + 1), lax.select(is_enough, middle, high)
 
-    steps = 8 * magnitudes.dtype.itemsize - 1
-    _, low = lax.fori_loop(0, steps, halve, (jnp.zeros(shape, bits.dtype), jnp.full(shape, most)))
+    # Begin at the least and the greatest: in `shard_map` these vary over devices, as steps do.
+    ends = [
+        lax.expand_dims(end(bits, reduced), reduced) for end in (lax.reduce_min, lax.reduce_max)
+    ]
+    _, low = lax.fori_loop(0, 8 * magnitudes.dtype.itemsize - 1, halve, tuple(ends))
     following = lax.reduce_min(lax.select(bits > low, bits, lax.full_like(bits, most)), reduced)
     high = lax.select(count(low) > above, low, lax.expand_dims(following, reduced))
     low, high = (lax.bitcast_convert_type(x, magnitudes.dtype) for x in (low, high))
