@@ -1,10 +1,15 @@
-"""What each tier runs of tests that say so: see testkit's plugin."""
+"""What each tier runs of tests that say so, and what it costs: see testkit's plugin and budget."""
+
+import json
 
 import pytest
+
+from jaxtap_testkit import budget
 
 pytest_plugins = ["pytester"]
 
 FILE = """
+import time
 import pytest
 from hypothesis import given, strategies as st
 from jaxtap_testkit import examples
@@ -14,7 +19,9 @@ DRAWN = []
 def test_plain(): pass
 
 @pytest.mark.slow
-def test_slow(): pass
+def test_slow():
+    start = time.process_time()
+    while time.process_time() - start < 0.5: pass
 
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("i", range(9))
@@ -35,7 +42,7 @@ def test_count():
 def run(pytester):
     pytester.makepyfile(test_it=FILE)
     options = ("-n0", "-sv", "-p", "no:cacheprovider")
-    return lambda *words: pytester.runpytest_subprocess(*options, *words)
+    return lambda *words: pytester.runpytest_subprocess(*options, *words, "--cpu-file=cpu.json")
 
 
 def test_the_default_tier_has_some_of_each(run):
@@ -46,9 +53,15 @@ def test_the_default_tier_has_some_of_each(run):
 
 
 @pytest.mark.slow
-def test_the_full_tier_has_everything(run):
-    result = run("--full")
+def test_the_full_tier_has_everything(run, pytester):
+    """Workers tell how long each test took, and how long they took to start."""
+    result = run("--full", "-n2")
     result.assert_outcomes(passed=13)
+    found = json.loads((pytester.path / "cpu.json").read_text())
+    assert len(found["tests"]) == 13
+    assert 0.5 <= found["tests"]["test_it.py::test_slow"] < 5
+    assert found["starting"] > 0.2  # both import JAX
+    result.stdout.fnmatch_lines(["CPU seconds: * to start, test_it.py *"])
     assert "drawn 80." in result.stdout.str()
 
 
@@ -63,3 +76,26 @@ def test_the_rest_is_what_the_default_tier_left_out(run):
 def test_a_test_that_is_named_runs_whole(run):
     run("test_it.py::test_slow").assert_outcomes(passed=1)
     run("test_it.py::test_cases").assert_outcomes(passed=9)
+
+
+def test_budgets_are_judged_by_package():
+    tests = {
+        "packages/quant-numerics/tests/test_one.py::test_a": 1.2 * budget.BUDGETS["quant-numerics"],
+        "packages/hijax-trace/tests/test_one.py::test_b": 1.0 * budget.BUDGETS["hijax-trace"],
+        "packages/hijax-trace/tests/test_one.py::test_c": 0.6 * budget.BUDGETS["hijax-trace"],
+        "tests/test_one.py::test_d": 4.9,
+        "packages/new/tests/test_one.py::test_e": 0.1,
+    }
+    remarks, wrong = budget.judge(tests)
+    assert len(remarks) == 4  # the three tests of quant-numerics and hijax-trace are over 5 s
+    assert "quant-numerics is over its budget" in remarks[-1]
+    assert len(wrong) == 2
+    assert "tests of hijax-trace must take" in wrong[0]
+    assert "new must have a budget" in wrong[1]
+    assert "quant-numerics 72/60" in budget.summary(3.0, tests, full=False)[0]
+
+
+def test_each_package_has_a_budget(pytestconfig):
+    """Or its tests would count for nothing."""
+    packages = {path.parent.name for path in pytestconfig.rootpath.glob("packages/*/tests")}
+    assert {*budget.BUDGETS} == packages | {"tests"}

@@ -18,7 +18,7 @@ CASES = {
     "tiles": ("int4", "absmax", (1,), ((0, 16),), "bfloat16", (48, 6)),
     "tiles between channels": ("int4", "absmax,0.9", (0, 2), ((1, 8),), "float32", (2, 24, 3)),
     "zero points": ("int8", "minmax", (0,), (), "float32", (9, 70)),
-    "fixed": ("float8_e4m3fn", "fixed,1.5", (0,), (), "float16", (4, 9)),
+    "float8": ("float8_e4m3fn", "absmax", (0,), (), "float16", (4, 9)),
     "blocks": ("mxfp4", "absmax", (1,), ((0, 32),), "float32", (64, 5)),
     "blocks of whole axes": ("mxfp8", "absmax", (2,), ((0, 2), (1, 16)), "float32", (4, 16, 3)),
     "a codebook": ("nf4", "absmax", (1,), ((0, 16),), "float32", (32, 5)),

@@ -664,7 +664,7 @@ UNUSED = {
     "path": (
         QuantizationRule(module_path="encodr", weight_qtype="int8"),
         "(module_path='encodr', weight_qtype='int8'): its module_path matches no operation; the "
-        "module paths are 'decoder', 'encoder', the nearest is 'encoder'",
+        "module paths are 'encoder', 'decoder', the nearest is 'encoder'",
     ),
     "name": (
         QuantizationRule(op_names=["einsum"], weight_qtype="int8"),

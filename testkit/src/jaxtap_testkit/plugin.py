@@ -17,7 +17,7 @@ import pytest
 from filelock import FileLock
 from hypothesis import HealthCheck, settings
 
-from . import tiers
+from . import budget, tiers
 
 DEVICES = 8
 MODULES = itertools.count(1)
@@ -25,9 +25,13 @@ MODULES = itertools.count(1)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full tier of the tests")
+    parser.addoption(
+        "--cpu-file", metavar="FILE", help="write the CPU seconds of each test, as JSON"
+    )
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(budget.Recorder(config), "jaxtap-budget")
     # JAX makes hundreds of thousands of objects that stay: Python would look at them all the time.
     gc.set_threshold(20_000, 20, 20)
     config.addinivalue_line("filterwarnings", "error")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import jax
 import jax.numpy as jnp
 
 from .expression import Expression, Leaf
@@ -13,7 +14,6 @@ from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, Unkno
 _SCALES = frozenset(("convert_element_type", "div", "mul", "neg"))
 _SUMS = frozenset(("add", "sub"))
 _CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
-_RANDOM = frozenset(("random_bits", "random_gamma", "random_unwrap", "threefry2x32"))
 
 
 def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -> dict[str, bool]:
@@ -48,11 +48,11 @@ def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -
             into, *updates = (node.operands[i] for i in WRITTEN[node.primitive.name])
             stack += [(into, True), *((update, is_written) for update in updates)]
         else:
-            stack += [(operand, is_written) for operand in _elements(node)]
+            stack += [(operand, is_written) for operand in _elements(node, is_parameter)]
     return found
 
 
-def _elements(node: Expression) -> Sequence[Expression]:
+def _elements(node: Expression, is_parameter: Callable[[str], bool]) -> Sequence[Expression]:
     """Return the operands whose elements a value has, up to factors and noise."""
     if isinstance(node, Carried | Part | Shard):
         return node.operands
@@ -69,25 +69,29 @@ def _elements(node: Expression) -> Sequence[Expression]:
         return [node.operands[i] for i in node.moved]
     if name not in _SCALES and name not in _SUMS:
         return ()
-    found = node.operands
+    found, size = node.operands, _size(node)
     return [
         one
         for i, one in enumerate(found)
         if all(
-            _is_minor(other, name in _SUMS, _size(node)) for j, other in enumerate(found) if j != i
+            _is_minor(other, name in _SUMS, size, is_parameter)
+            for other in (*found[:i], *found[i + 1 :])
         )
     ]
 
 
-def _is_minor(node: Expression, is_term: bool, size: int) -> bool:
+def _is_minor(
+    node: Expression, is_term: bool, size: int, is_parameter: Callable[[str], bool]
+) -> bool:
     """Return whether a factor or term leaves the other one what it is, in a value of ``size``.
 
-    A factor does that is a mask, that is drawn at random, or that is repeated along an axis. Of
-    terms only noise does: what is repeated and added to an activation is a bias of it.
+    A factor does that is repeated along an axis, and factors and terms that depend on no
+    activation: masks, what is drawn at random, and parameters. What is repeated and added to an
+    activation is a bias of it.
     """
     if not is_term and (_size(node) < size or _is_repeated(node)):
         return True
-    return _is_drawn(node) or (not is_term and _is_mask(node))
+    return not _depends_on_activations(node, is_parameter)
 
 
 def _is_repeated(node: Expression) -> bool:
@@ -99,39 +103,30 @@ def _is_repeated(node: Expression) -> bool:
     return is_broadcast and _size(node) > _size(node.operands[0])
 
 
-def _is_mask(node: Expression) -> bool:
-    """Return whether a value is made of flags or whole numbers, up to a constant factor."""
-    while not _is_discrete(node):
-        if not isinstance(node, Operation) or node.primitive.name not in _SCALES:
-            return False
-        rest = [one for one in node.operands if not one.is_constant]
-        if len(rest) != 1:
-            return False
-        (node,) = rest
-    return True
-
-
-def _is_discrete(node: Expression) -> bool:
-    dtype = getattr(node.aval, "dtype", None)
-    return dtype is not None and jnp.dtype(dtype).kind in "biu"
-
-
-def _is_drawn(node: Expression) -> bool:
-    """Return whether a value is drawn at random and depends on no activation."""
-    is_random, seen, stack = False, set[int](), [node]
+def _depends_on_activations(node: Expression, is_parameter: Callable[[str], bool]) -> bool:
+    """Return whether a value is computed from floats that are given at each call."""
+    seen, stack = set[int](), [node]
     while stack:
         one = stack.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        name = one.primitive.name if isinstance(one, Operation) else ""
-        if name in _RANDOM:
-            is_random = True  # what it is drawn with is a key
-        elif name in _CONTRACTIONS or isinstance(one, Leaf | Unknown):
-            return False
+        if isinstance(one, Unknown):
+            return True
+        if isinstance(one, Leaf):
+            if not is_parameter(one.path) and _is_float(one):
+                return True
+        # What comes out of a contraction is an activation, whatever it is made of.
+        elif isinstance(one, Operation) and one.primitive.name in _CONTRACTIONS:
+            return True
         else:
             stack += one.operands
-    return is_random
+    return False
+
+
+def _is_float(node: Expression) -> bool:
+    dtype = getattr(node.aval, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jnp.inexact)
 
 
 def _shape(node: Expression) -> tuple[int, ...]:

@@ -29,7 +29,7 @@ MOST = 2**24
 _NARROWEST, _STEP = 32, 4
 """Rows have 32, 128, 512, ... elements."""
 
-_METHODS = ("absmax", "minmax", "fixed")
+_METHODS = ("absmax", "minmax")
 """The calibration methods that zeros in a slice don't change."""
 
 Tiles = Sequence[tuple[int, int]]

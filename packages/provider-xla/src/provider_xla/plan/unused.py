@@ -44,19 +44,19 @@ def _why(
     records: Sequence[OpRecord],
     leaves: Sequence[str],
 ) -> str:
-    paths = {record.module_path for record in records}
+    paths = dict.fromkeys(record.module_path for record in records)  # in the program's order
     below = [path.removeprefix(rules.params) for path in leaves]
     if not records:
         return "the program has no operation that rules can match"
     if not any(matches_path(rule.module_path, path) for path in paths):
         known = (
             "no operation has a module path"
-            if paths == {""}
+            if [*paths] == [""]
             else _known("the module paths are", rule.module_path, paths)
         )
         return f"its module_path matches no operation; {known}"
     if rule.op_names is not None and not {record.op_name for record in records} & {*rule.op_names}:
-        names = {record.op_name for record in records}
+        names = dict.fromkeys(record.op_name for record in records)
         return (
             f"no operation has its op_names; {_known('there are', ' '.join(rule.op_names), names)}"
         )

@@ -1,0 +1,144 @@
+"""CPU seconds: what each test costs, and what a package's tests may cost together.
+
+The clock tells what else a machine does. CPU seconds are those of the process of the tests, all its
+threads and the processes that it waited for. Every run prints them.
+
+``pytest --cpu-file FILE`` writes those of each test, and ``python -m jaxtap_testkit.budget FILE``
+judges a run of the default tier: it names the tests over 5 CPU seconds and the packages over their
+budget, and fails where one takes one and a half times its budget.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BUDGETS = {
+    "hijax-trace": 90,
+    "interception-core": 30,
+    "provider-odml": 90,
+    "provider-odml-aeq": 10,
+    "provider-xla": 200,
+    "quant-numerics": 60,
+    "te-ffi-kernels": 60,
+    "te-ffi-kernels-cuda13": 60,
+    "tests": 150,
+}
+"""CPU seconds for the default tier of each package's tests; ``tests`` are those of several."""
+
+MOST = 5.0
+"""CPU seconds above which a test of the default tier is named."""
+
+
+def used() -> float:
+    """Return the CPU seconds of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
+def package_of(nodeid: str) -> str:
+    """Return the package that a test belongs to; ``tests`` for those of several."""
+    first, _, rest = nodeid.partition("::")[0].partition("/")
+    return rest.partition("/")[0] if first == "packages" else first
+
+
+class Recorder:
+    """Counts CPU seconds where tests run, and adds them up where they are reported."""
+
+    def __init__(self, config: pytest.Config):
+        self._config = config
+        self._before = used()
+        self.tests: Counter[str] = Counter()
+        self.starting = 0.0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self) -> Any:
+        """Note what a step of a test took, with what pytest did since the last one."""
+        report = yield
+        now = used()
+        report.cpu = now - self._before  # xdist sends all attributes of a report
+        self._before = now
+        return report
+
+    def pytest_collection_finish(self) -> None:
+        """Count imports and collection as no test's."""
+        now = used()
+        self.starting = now - self._before
+        self._before = now
+        if hasattr(self._config, "workeroutput"):
+            self._config.workeroutput["starting"] = self.starting
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Add what a worker took to start."""
+        self.starting += getattr(node, "workeroutput", {}).get("starting", 0.0)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Add a step of a test."""
+        self.tests[report.nodeid] += getattr(report, "cpu", 0.0)
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Print the seconds of each package."""
+        path = self._config.option.cpu_file
+        if path:
+            found = {"starting": self.starting, "tests": dict(self.tests)}
+            Path(path).write_text(json.dumps(found, indent=1))
+        for line in summary(self.starting, self.tests, self._config.option.full):
+            terminalreporter.write_line(line)
+
+
+def by_package(tests: dict[str, float]) -> Counter[str]:
+    """Return the CPU seconds of each package's tests."""
+    found: Counter[str] = Counter()
+    for nodeid, seconds in tests.items():
+        found[package_of(nodeid)] += seconds
+    return found
+
+
+def summary(starting: float, tests: dict[str, float], full: bool) -> list[str]:
+    """Return one line on the CPU seconds of a run, with the budgets of the default tier."""
+    parts = [
+        f"{name} {seconds:.0f}" + ("" if full or name not in BUDGETS else f"/{BUDGETS[name]}")
+        for name, seconds in sorted(by_package(tests).items())
+    ]
+    total = starting + sum(tests.values())
+    return [f"CPU seconds: {total:.0f} = {starting:.0f} to start, {', '.join(parts)}"]
+
+
+def judge(tests: dict[str, float]) -> tuple[list[str], list[str]]:
+    """Return what a run of the default tier shows: remarks, and what must be mended.
+
+    Args:
+        tests: CPU seconds by test.
+    """
+    slow = sorted(tests.items(), key=lambda one: -one[1])
+    remarks = [f"{seconds:5.1f} s  {name}" for name, seconds in slow if seconds > MOST]
+    wrong = []
+    for name, seconds in sorted(by_package(tests).items()):
+        allowed = BUDGETS.get(name)
+        if allowed is None:
+            wrong.append(f"{name} must have a budget in jaxtap_testkit.budget. Add one.")
+        elif seconds > 1.5 * allowed:
+            wrong.append(
+                f"The default tests of {name} must take {allowed} CPU seconds, got {seconds:.0f}. "
+                "Make them cheaper, or move bulk to the full tier."
+            )
+        elif seconds > allowed:
+            remarks.append(f"{name} is over its budget: {seconds:.0f} of {allowed} CPU seconds")
+    return remarks, wrong
+
+
+def main(path: str) -> int:
+    """Print what a run shows, and return 1 if something must be mended."""
+    remarks, wrong = judge(json.loads(Path(path).read_text())["tests"])
+    print("\n".join([*remarks, *wrong]) or "All tests and packages are within their budgets.")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
