@@ -80,6 +80,7 @@ def close(actual, expected, rule):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=off * scale)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)
 def test_a_mapped_weight_is_one_matmul(program, rule):
     w, x = arguments(PROGRAMS[program])

@@ -122,6 +122,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("name", DECODERS)

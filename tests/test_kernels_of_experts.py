@@ -55,6 +55,7 @@ def written_out(params, x, sizes):
     return x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.optimized
 @pytest.mark.parametrize("program", [scanned, written_out])
 def test_experts_run_in_kernels(rule, program):

@@ -72,7 +72,7 @@ def close(actual, expected, tolerance=1e-4):
     jax.tree.map(same, actual, expected)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranges", RULES)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_train_step_with_remat(name, ranges):
@@ -122,7 +122,7 @@ by_vjp.defvjp(lambda x: (jnp.tanh(x * 1.5), x), lambda x, ct: (ct * jnp.cos(x),)
 ACTIVATIONS = {"relu": jax.nn.relu, "custom_jvp": by_jvp, "custom_vjp": by_vjp}
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("ranges", RULES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_train_step_with_custom_rules(activation, ranges):

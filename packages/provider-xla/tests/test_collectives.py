@@ -79,7 +79,7 @@ def compiled(name, rule, kernels, mesh):
     return plain, quantized, lambda: run(stored, x), plain(params, x)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kernels", [False, True])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [place[0] for place in PLACES])

@@ -34,6 +34,7 @@ def relative(actual, expected):
     return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_stored(name, rule):
@@ -52,6 +53,7 @@ def test_stored(name, rule):
         assert relative(run(stored, X), expected) < 0.015
 
 
+@pytest.mark.sample(15)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_trained_as_it_is_stored(name, rule):

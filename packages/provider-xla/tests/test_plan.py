@@ -672,7 +672,8 @@ UNUSED = {
     ),
     "weight": (
         QuantizationRule(weight_path=r"\['wx'\]", weight_qtype="int8"),
-        "its weight_path matches no parameter; the parameters are \"['w']\", \"['v']\"",
+        "its weight_path matches no parameter; the parameters are \"['v']\", "
+        "\"['w']\", the nearest is \"['w']\"",
     ),
     "shadowed": (W8, "rule 0 decides about encoder/matmul:0 before it"),
 }

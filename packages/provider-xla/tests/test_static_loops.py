@@ -123,6 +123,7 @@ def trained(program, rule=STATIC, w=W, x=X, updates=True):
 
 
 # Written out, each step has both branches, of which it takes one.
+@pytest.mark.sample(2)
 @pytest.mark.filterwarnings("ignore:No (calibration )?batch reached")
 @pytest.mark.parametrize("name", ["scan", "scan in jit in scan", "cond in scan"])
 def test_errors_are_those_of_steps_written_out(name):
@@ -130,6 +131,7 @@ def test_errors_are_those_of_steps_written_out(name):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:No (calibration )?batch reached")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_errors_of_all_loops_are_those_of_steps_written_out(name):
     check(name)

@@ -87,6 +87,7 @@ class Recorder:
         path = self._config.option.cpu_file
         if path:
             found = {"starting": self.starting, "tests": dict(self.tests)}
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(found, indent=1))
         for line in summary(self.starting, self.tests, self._config.option.full):
             terminalreporter.write_line(line)

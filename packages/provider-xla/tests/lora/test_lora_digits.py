@@ -69,6 +69,7 @@ def in_full(digits, base):
     return accuracy(lambda x: MODEL.apply(params, x), digits)
 
 
+@pytest.mark.slow
 def test_learns_as_well_as_in_full(digits, base, in_full):
     rule = QuantizationRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.02)
     plan = PtqProvider(rule).plan(MODEL.apply, base, digits.train_images[:BATCH])

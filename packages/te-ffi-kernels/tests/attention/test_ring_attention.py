@@ -216,6 +216,7 @@ def test_gradients_of_gradients_of_a_sharded_sequence():
         np.testing.assert_allclose(second(fn, q), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("queries", "keys", "mask", "window", "ways"),
     [

@@ -114,8 +114,7 @@ def rebuild(
         jaxprs, united = share(jaxprs, extra)
         extra, places = [united], places[:1]
     all_values = list(values)
-    constant = [k for i in holder.constant if i < len(bodies) for k in bodies[i].inputs]
-    for operand in _unused(bodies, tapped).union(k for k in constant if k is not None):
+    for operand in _unused(bodies, tapped):
         # Its derivative is zero. A loop or branch would add up zeros as large as the array.
         all_values[operand] = jax.lax.stop_gradient(all_values[operand])
     # From the last to the first, so that an insertion does not move the places still to come.

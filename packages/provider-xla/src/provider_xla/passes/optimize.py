@@ -98,7 +98,8 @@ def optimize(
         if donate and isinstance(leaf, jax.Array) and not any(one is leaf for one in kept):
             leaf.delete()
         leaves.append(prepacked(plan, path, q) if prepack else q)
-    report = PassReport(rows[path] for path in plan.weights)
+    # No operation uses a parameter that is stored beside what is computed from it.
+    report = PassReport(rows[path] for path, weight in plan.weights.items() if weight.ops)
     return Optimized(jax.tree.unflatten(treedef, leaves), report)
 
 

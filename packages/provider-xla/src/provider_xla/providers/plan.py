@@ -21,6 +21,7 @@ from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
 from ..plan.plan import PlanData
 from ..plan.weight import WeightPlan
+from ..program.matching import follows_values
 from ..run.infer import infer
 from ..run.static import Statistics
 from ..run.stored import is_stored
@@ -108,7 +109,9 @@ class Plan(ParameterPlan):
         and for training ``dropout_key``, a random key that is new at each step. Without a key
         nothing is dropped.
         """
-        plain, told = infer(self.engine, self.rules, fn, statistics), not self.weights
+        plain = infer(self.engine, self.rules, fn, statistics)
+        # The patch engine takes arrays alone.
+        told = not self.weights or not follows_values(self.engine)
         adapted = with_adapters(self, fn, plain, statistics) if self.rules.adapts else None
 
         @functools.wraps(fn)
