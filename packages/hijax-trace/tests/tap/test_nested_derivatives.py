@@ -8,6 +8,7 @@ from jax import lax
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
+from jaxtap_testkit.coded import coded
 from jaxtap_testkit.tap_helpers import Log, stablehlo, tap, times
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(4, 3)), jnp.float32)
@@ -128,6 +129,42 @@ def test_each_operation_is_asked_about_once(name):
     log = Log()
     tap(jax.jit(PROGRAMS[name]), log, DOT)(W, X)
     assert len(log.ids) == len(set(log.ids)) <= 2
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("part", ["jit", *SLOW])
+def test_the_derivative_by_an_array_proxy_is_that_by_its_array(name, part):
+    """A handler that computes from the codes has a result that no array decides."""
+    weight, found = coded(*W.shape), []
+
+    def handler(call, x, w, **params):
+        held = call.proxy(w)
+        found.append(held is not None)
+        return call.proceed(x, w if held is None else held.restore(), **params)
+
+    fn = PARTS[part](PROGRAMS[name])
+    tapped = TraceEngine().wrap(fn, Interceptor({DOT: handler}))
+    assert_equal(jax.jit(tapped)(weight, X), fn(weight.restore(), X))
+    if part == "jit":
+        assert any(found) == (WEIGHTS.get(name) != {None})
+
+
+def test_a_rule_without_the_array_proxy_that_its_call_has():
+    """The derivative of the loop calls tanh's rule, which gets arrays."""
+
+    def fn(w, x):
+        def looped(w):
+            return lax.fori_loop(0, 3, lambda i, x: jnp.tanh(x @ w), x)
+
+        return jax.jit(lambda w: jax.jvp(looped, (w,), (w,)))(w)
+
+    def handler(call, x, w, **params):
+        held = call.proxy(w)
+        return call.proceed(x, w if held is None else held.restore(), **params)
+
+    weight = coded(4, 4)
+    tapped = TraceEngine().wrap(fn, Interceptor({DOT: handler}))
+    assert_equal(tapped(weight, X), fn(weight.restore(), X))
 
 
 def test_each_call_of_one_trace_has_its_own_weight():

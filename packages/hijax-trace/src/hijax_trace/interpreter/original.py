@@ -110,6 +110,8 @@ class Once:
     """An original whose handlers are asked at its first run alone.
 
     Its result is staged then, and later runs call that: an operation and its derivative share it.
+    Runs with other array proxies than those before ask again: a rule of a nested trace may have
+    none, where the operation around has some.
 
     Args:
         original: the program.
@@ -117,17 +119,18 @@ class Once:
 
     def __init__(self, original: Original):
         self._original = original
-        self._made: tuple[Callable[..., list[Any]], list[Any]] | None = None
+        self._made: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = {}
 
     @property
     def frame(self) -> Frame | None:
-        """The frame of its first run; None before."""
+        """The frame of its last run that asked handlers; None before."""
         return self._original.frame
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
         """Run it; see ``Original.run``."""
         leaves, treedef = jax.tree.flatten(dict(proxies))
-        if self._made is None:
+        key = treedef, tuple(map(compat.typeof, leaves))
+        if key not in self._made:
 
             def flat(*args: Any) -> list[Any]:
                 held = jax.tree.unflatten(treedef, args[len(values) :])
@@ -136,8 +139,8 @@ class Once:
             avals = [compat.typeof(value) for value in (*values, *leaves)]
             info = compat.named_info("kept")
             jaxpr, more = hoisted(*compat.stage(flat, avals, info))
-            self._made = compat.as_function(jaxpr), more
-        call, more = self._made
+            self._made[key] = compat.as_function(jaxpr), more
+        call, more = self._made[key]
         return call(*more, *values, *leaves)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
-from .linear import Call, mapped_call, pulled, pushed
+from .linear import Call, mapped_call, merged, pulled, pushed, summed
 from .mapped import Level, mapped_over, stepped
 
 Proxies = Mapping[int, ArrayProxy]
@@ -80,8 +80,7 @@ class Function:
 
     def __call__(self, *values: Any) -> list[Any]:
         """Return its results."""
-        call = compat.as_function(self.program.jaxpr)
-        return self.run(lambda values, proxies: call(*values), values, {})
+        return self.run(self.program.run_plain, values, {})
 
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
         """Return its derivative along some of its arguments.
@@ -136,6 +135,10 @@ class Program(Function):
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
         """Return its results."""
         return run(values, proxies)
+
+    def run_plain(self, values: Sequence[Any], proxies: Proxies) -> list[Any]:
+        """Run the program as it was written, without proxies."""
+        return compat.as_function(self.jaxpr)(*values)
 
     def __repr__(self) -> str:
         return str(self.jaxpr)
@@ -234,19 +237,47 @@ class Derivative(Function):
         count = len(self.inner.in_avals)
         return self.split(run, values[:count], proxies)[1](list(values[count:]))
 
-    def _along(
-        self, run: Run, values: Sequence[Any], proxies: Proxies
-    ) -> tuple[Callable[..., tuple[list[Any], list[Any]]], list[Any]]:
-        """Return a function of the arguments to differentiate by, and their values."""
+    def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
+        """Return the results of ``inner``, and the linear function.
+
+        What ``run`` computes from an argument's proxy does not depend on the argument, so that its
+        derivative is zero. By these arguments the program is differentiated as it was written, at
+        the arrays that the proxies restore: straight through the rounding of what they store.
+        """
+        places = range(len(self.nonzero))
+        held = [k for k in places if self.nonzero[k] in proxies]
+        if not held:
+            return self._split(run, values, proxies, places)
+        free = [k for k in places if k not in held]
+        _, by_held = self._split(self.program.run_plain, values, {}, held)
+        if not free:
+            return self.inner.run(run, values, proxies), by_held
+        results, by_free = self._split(run, values, proxies, free)
+        return results, self._joined(by_free, by_held, free, held)
+
+    def _split(
+        self, run: Run, values: Sequence[Any], proxies: Proxies, places: Sequence[int]
+    ) -> tuple[list[Any], Call]:
+        """Do ``split`` for some of the arguments to differentiate by, by place in ``nonzero``."""
 
         def fn(*given: Any) -> tuple[list[Any], list[Any]]:
             whole = list(values)
-            for i, value in zip(self.nonzero, given, strict=True):
-                whole[i] = value
+            for k, value in zip(places, given, strict=True):
+                whole[self.nonzero[k]] = value
             found = self.inner.run(run, whole, proxies)
             return [found[i] for i in self.results], found
 
-        return fn, [values[i] for i in self.nonzero]
+        return self._derived(fn, [values[self.nonzero[k]] for k in places])
+
+    def _derived(
+        self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
+    ) -> tuple[list[Any], Call]:
+        """Return what ``fn`` returns second, and the linear function of what it returns first."""
+        raise NotImplementedError
+
+    def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
+        """Return the linear function of all arguments from two of some, at ``places``."""
+        raise NotImplementedError
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.inner!r}, {self.nonzero}, {self.results})"
@@ -266,11 +297,14 @@ class Tangent(Derivative):
         outs = [compat.tangent_type(inner.out_avals[i]) for i in results]
         super().__init__(inner, nonzero, results, tangents, outs)
 
-    def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
-        """Return the results of the function, and its derivative."""
-        fn, given = self._along(run, values, proxies)
+    def _derived(
+        self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
+    ) -> tuple[list[Any], Call]:
         _, linear, results = jax.linearize(fn, *given, has_aux=True)
         return results, pushed(linear)
+
+    def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
+        return summed(first, second, places)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
         """Return its transpose; by all tangents, that is the ``Cotangent``."""
@@ -295,11 +329,14 @@ class Cotangent(Derivative):
         outs = [compat.cotangent_type(inner.in_avals[i]) for i in tangent.nonzero]
         super().__init__(inner, tangent.nonzero, results, cotangents, outs)
 
-    def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
-        """Return the results of the function, and the transpose of its derivative."""
-        fn, given = self._along(run, values, proxies)
+    def _derived(
+        self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
+    ) -> tuple[list[Any], Call]:
         _, pullback, results = jax.vjp(fn, *given, has_aux=True)
         return results, pulled(pullback)
+
+    def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
+        return merged(first, second, places)
 
 
 class Transposed(Function):

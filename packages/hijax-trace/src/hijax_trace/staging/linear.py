@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -31,6 +31,31 @@ def pulled(pullback: Callable[[list[Any]], Any]) -> Call:
 
 def _pulled(pullback: Callable[[list[Any]], Any], cotangents: list[Any]) -> list[Any]:
     return list(pullback(cotangents))
+
+
+def summed(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
+    """Return the function of all tangents from two, each of the tangents at its ``places``."""
+    return Partial(functools.partial(_summed, places), first, second)
+
+
+def _summed(
+    places: Sequence[Sequence[int]], first: Call, second: Call, tangents: list[Any]
+) -> list[Any]:
+    some = [[tangents[i] for i in part] for part in places]
+    return [a + b for a, b in zip(first(some[0]), second(some[1]), strict=True)]
+
+
+def merged(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
+    """Return the function with all results from two, each with the results at its ``places``."""
+    return Partial(functools.partial(_merged, places), first, second)
+
+
+def _merged(
+    places: Sequence[Sequence[int]], first: Call, second: Call, cotangents: list[Any]
+) -> list[Any]:
+    found = dict(zip(places[0], first(cotangents), strict=True))
+    found.update(zip(places[1], second(cotangents), strict=True))
+    return [found[i] for i in range(len(found))]
 
 
 def mapped_call(
