@@ -7,6 +7,7 @@ from .box.types import mut_types as mut_types
 from .compat.jaxpr import used_inputs as used_inputs
 from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
+from .dataflow.nodes import is_counted as is_counted
 from .dataflow.nodes import is_cut as is_cut
 from .dataflow.replay import carriers_of as carriers_of
 from .dataflow.replay import is_chosen as is_chosen

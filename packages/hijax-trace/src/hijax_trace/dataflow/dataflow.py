@@ -10,8 +10,8 @@ from typing import Any
 
 from .. import compat
 from .expression import Expression, maps_of, united
-from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
-from .nodes import Carried, Choice, Constant, Held, Operation, Part, Shard, Unknown
+from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of, is_counter
+from .nodes import Carried, Choice, Constant, Counter, Held, Operation, Part, Shard, Unknown
 from .sources import COLLECTIVES, CONSTANT, VIEWS, chosen_outside, sources_through
 
 Express = Callable[[], Expression]
@@ -220,6 +220,9 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
                     how = "what a loop carries"
                     return Carried(aval, how, sources, united(everything), chosen[1])
                 # A changing carry may come from any of the loop's operands.
+                if operand is not None and is_counter(body, i):
+                    start = everything[operand]
+                    return Counter(aval, start, united(everything), maps_of(everything))
                 return unknown(aval, "a loop's carry", everything)
             whole = operands[operand]()
             if kind == SLICE:

@@ -88,6 +88,20 @@ def _carried(jaxpr: Any, consts: int, carry: int) -> tuple[str, ...]:
     )
 
 
+def is_counter(body: Body, place: int) -> bool:
+    """Return whether a loop's step adds a constant to the carry of an input, and no more."""
+    if place not in body.carry:
+        return False
+    number, step = place - body.carry.start, body.step or body
+    jaxpr = compat.open_of(step.jaxpr)
+    before, after = jaxpr.invars[step.carry.start + number], jaxpr.outvars[number]
+    made = next((eqn for eqn in reversed(jaxpr.eqns) if after in eqn.outvars), None)
+    if made is None or made.primitive.name != "add":
+        return False
+    others = [atom for atom in made.invars if atom is not before]
+    return len(others) == 1 and type(others[0]) is compat.Literal
+
+
 def _jit_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
     (more,) = extra
     unspecified = compat.UNSPECIFIED

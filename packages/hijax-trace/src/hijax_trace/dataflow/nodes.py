@@ -14,7 +14,7 @@ from interception_core import ValueKind
 
 from .. import compat
 from ..proxy.moves import SAME
-from .expression import Expression, maps_of
+from .expression import Expression, Leaf, maps_of
 from .sources import VIEWS, data_in
 
 
@@ -81,6 +81,20 @@ class Unknown(Expression):
         return self.why
 
 
+class Counter(Unknown):
+    """A carry to which each step of a loop adds the same constant.
+
+    Attributes:
+        start: its value before the first step.
+    """
+
+    __slots__ = ("start",)
+
+    def __init__(self, aval: Any, start: Expression, inputs: int | None, maps: int):
+        super().__init__(aval, "a loop's counter", inputs, maps)
+        self.start = start
+
+
 class Part(Expression):
     """One step of a loop or ``vmap`` along an axis.
 
@@ -136,6 +150,20 @@ class Shard(Expression):
     def text(self, operands: Sequence[str]) -> str:
         """Return a call of ``shard``."""
         return f"shard({operands[0]})"
+
+
+def is_counted(expression: Expression) -> bool:
+    """Return whether a value is constant, or one that loops count from constants.
+
+    An example of a ``vmap`` over constants is not: the program has all of them at once.
+    """
+    for node in expression.nodes():
+        if isinstance(node, Counter):
+            if not is_counted(node.start):
+                return False
+        elif isinstance(node, Leaf | Unknown | Carried) or getattr(node, "is_mapped", False):
+            return False
+    return True
 
 
 def is_cut(expression: Expression) -> bool:

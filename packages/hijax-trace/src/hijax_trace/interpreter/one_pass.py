@@ -96,7 +96,7 @@ class Pass:
             for i, proxy in new.returned(results).items():
                 var = eqn.outvars[i]
                 self.frame.proxies[var] = proxy
-                self.write([var], [Later(var.aval, functools.partial(_array_of, proxy, var.aval))])
+                self.write([var], [later_array(proxy, var.aval)])
             return
         if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self.again(task, again, new.values, info)
@@ -137,9 +137,9 @@ class Pass:
         return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
 
 
-def _array_of(proxy: ArrayProxy, aval: Any) -> Any:
-    """Return the array of a proxy as an array of a type."""
-    return proxy.restore().astype(aval.dtype)
+def later_array(proxy: ArrayProxy, aval: Any) -> Later:
+    """Return the array of a proxy as an array of a type, to be restored when it is used."""
+    return Later(aval, lambda: proxy.restore().astype(aval.dtype))
 
 
 def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:

@@ -11,8 +11,10 @@ from ..proxy.array_proxy import Lost
 from ..state.restoring import restored_proxy
 from .atoms import computed, followed, variable
 from .entering import enter, inline
-from .one_pass import Pass
+from .one_pass import Pass, later_array
 from .tasks import Do, Task
+
+_LOOKUPS = ("dynamic_slice", "gather")
 
 
 def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
@@ -47,11 +49,13 @@ def follow_moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
         found = followed(frame, eqn, values)
         if found is None:
             return False
-        looked_up = found[0] if eqn.primitive.name == "gather" else None
+        looked_up = found[0] if eqn.primitive.name in _LOOKUPS else None
         is_array = looked_up is not None and not isinstance(looked_up, Lost)
         if is_array:
-            # Only the rows that are looked up are restored, not the whole table.
-            run.write(eqn.outvars, [looked_up.restore().astype(eqn.outvars[0].aval.dtype)])
+            # Only the rows that are looked up are restored, not the whole table. What a slice
+            # takes may be a weight, which nothing restores.
+            array = later_array(looked_up, eqn.outvars[0].aval)
+            run.write(eqn.outvars, [array.make() if eqn.primitive.name == "gather" else array])
     if not is_array:
         run.again(task, eqn, values, info)
     pairs = zip(eqn.outvars, found, strict=True)

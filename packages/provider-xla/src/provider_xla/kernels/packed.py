@@ -19,7 +19,7 @@ from interception_core import get_op
 
 from ..errors import QuantizationError
 from .cuts import shards_of
-from .rows import Rows, rows_of
+from .rows import Rows, row_of, rows_of
 
 
 @jax.tree_util.register_dataclass
@@ -262,6 +262,10 @@ class PrepackedWeight(ArrayProxy):
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
+        if primitive == "dynamic_slice" and not (lead or self.gone or self.pieces):
+            row = row_of(self, operands[1:], params["slice_sizes"])
+            if row is not None:
+                return [Rows(row)]
         weights = [x for x in operands if isinstance(x, PrepackedWeight)]
         # Weights that are joined with others no longer lie in one stack.
         is_joined = len(weights) > 1

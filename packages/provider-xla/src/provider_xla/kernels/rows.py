@@ -61,6 +61,37 @@ def looked_up_axes(params: Mapping[str, Any], shape: Sequence[int]) -> tuple[int
     return along if list(map(int, params["slice_sizes"])) == sizes else None
 
 
+def sliced_axis(sizes: Sequence[int], shape: Sequence[int]) -> int | None:
+    """Return the axis along which a slice takes one row of many, all of it; None without."""
+    cut = [axis for axis, (size, n) in enumerate(zip(sizes, shape, strict=True)) if size != n]
+    return cut[0] if len(cut) == 1 and sizes[cut[0]] == 1 else None
+
+
+def row_of(weight: Any, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array | None:
+    """Return a ``lax.dynamic_slice_p`` that takes one row of a packed parameter.
+
+    Args:
+        weight: see ``rows_of``.
+        starts: where the slice begins along each axis.
+        sizes: its sizes.
+
+    Returns:
+        The slice, dequantized; None if it is not one row, or the packages can't look it up.
+    """
+    axis = sliced_axis(sizes, weight.shape)
+    if axis is None:
+        return None
+    # The batch of the lookup is one index. It is the axis of size 1.
+    offsets = tuple(other for other in range(len(sizes)) if other != axis)
+    params = {
+        "dimension_numbers": jax.lax.GatherDimensionNumbers(offsets, (axis,), (axis,)),
+        "slice_sizes": tuple(sizes),
+        "mode": GatherScatterMode.CLIP,
+        "fill_value": None,
+    }
+    return rows_of(weight, jnp.asarray(starts[axis]).reshape(1, 1), params)
+
+
 def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.Array | None:
     """Return a ``lax.gather_p`` of a packed parameter without unpacking all of it.
 

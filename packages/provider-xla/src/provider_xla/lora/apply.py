@@ -202,9 +202,10 @@ def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site
     return y
 
 
-def _lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+def _lookup(call: Any, operand: Any, indices: Any, *starts: Any, **params: Any) -> Any:
     held = call.proxy(operand)
-    if not isinstance(held, LoraWeight):
+    # A slice takes the factors' rows as it takes those of the parameter.
+    if not isinstance(held, LoraWeight) or call.op_name != "gather":
         return NotImplemented
     delta = adapter_rows(held, indices, params)
     base = held.base.unpacked() if isinstance(held.base, PrepackedWeight) else held.base

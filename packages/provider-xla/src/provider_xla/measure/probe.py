@@ -21,6 +21,7 @@ from ..program.arrays import of_arrays
 from ..program.contractions import Contraction
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
+from ..run.lookup import lookup_id
 from .numbered import numbered, step_of, stored_by
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def probe(
     if first is None:
         raise QuantizationError("There is nothing to measure from: batches is empty.")
     traces = follows_values(plan.engine)
+    lookups = {op.op_id for op in plan.ops if op.op_name == "take"}
     moving = numbered(plan, params, stored) if traces else params
 
     def tapped(take: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,13 +122,16 @@ def probe(
             take(site.call.op_id, site.call, site.operands, lambda: visit(site))
             return NotImplemented
 
-        def run_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+        def run_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
             (weight,) = plan.rules.weights(call, (operand,)).found
             if lookup is None or weight is None or weight.path not in plan.weights:
                 return NotImplemented
+            op_id = lookup_id(call)
+            if op_id not in lookups:  # a slice that takes a weight out of a stack
+                return NotImplemented
             found = Lookup(
-                call.op_id.replace("gather:", "take:"),
-                lambda table: call.proceed(table, indices, **params),
+                op_id,
+                lambda table: call.proceed(table, *indices, **params),
                 operand,
                 stored_by(call.proxy(operand)),
                 weight.path,

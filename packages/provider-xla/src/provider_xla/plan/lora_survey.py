@@ -17,6 +17,7 @@ from ..program.contractions import Matmul, RaggedMatmul
 from ..program.matching import Rules, Weight
 from ..program.sites import Site
 from ..rules.rule import QuantizationRule
+from ..run.lookup import lookup_id
 from .lora import LoraPlan
 from .views import places_in
 
@@ -103,8 +104,17 @@ class LoraSurvey:
             along: the axes of the operand that it indexes.
         """
         if index is not None and self._rules.rules[index].rank is not None:
-            op_id = call.op_id.replace("gather:", "take:")
+            op_id = lookup_id(call)
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
+
+    def forget(self, gone: Collection[str]) -> None:
+        """Forget the lookups with these ids."""
+        for path, uses in list(self._uses.items()):
+            self._uses[path] = [use for use in uses if use.op_id not in gone]
+            if not self._uses[path]:
+                del self._uses[path]
+        computed = self._computed.items()
+        self._computed = {key: one for key, one in computed if key[0] not in gone}
 
     def plans(self) -> dict[str, LoraPlan]:
         """Return the adapters, by the path of their parameter.

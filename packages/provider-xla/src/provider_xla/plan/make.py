@@ -229,6 +229,7 @@ def run_survey(
     everything = list(args)
     everything.insert(argnum, params)
     jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
+    survey.settle()
 
 
 def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:

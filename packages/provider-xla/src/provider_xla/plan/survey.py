@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import quant_numerics as qn
-from hijax_trace import is_chosen, scaled_inputs
+from hijax_trace import is_chosen, is_counted, scaled_inputs
 from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
-from ..kernels.rows import looked_up_axes
+from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.granularity import (
     Granularity,
     fitted,
@@ -22,7 +22,7 @@ from ..program.granularity import (
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
 from ..program.sites import Site, short, unstorable
-from ..run.lookup import looked_up
+from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, measure, steps_of
 from .choose import LOOKUP, MatrixUse, RowsUse, use_of
 from .chosen import Chosen
@@ -85,6 +85,7 @@ class Survey:
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
         self.chosen: list[Chosen] = []
+        self._sliced: dict[str, tuple[str, ...]] = {}
         self._storage = Storage(rules, leaves, self.problems.append)
         self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
 
@@ -162,16 +163,30 @@ class Survey:
                 self._contraction(stored.path, op_id, use)
         return NotImplemented
 
-    def lookup(self, call: Any, operand: Any, indices: Any, **params: Any) -> Any:
-        """Record a lookup in a parameter."""
+    def lookup(self, call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
+        """Record a lookup in a parameter: a gather, or a slice of one row at an index."""
+        if call.op_name == "dynamic_slice":
+            axis = sliced_axis(params["slice_sizes"], operand.shape)
+            if axis is None or operand.ndim < 2:
+                return NotImplemented
+            index, along, axes, count = indices[axis], (axis,), (axis,), 1
+        else:
+            (index,) = indices
+            along, axes = looked_up(params), looked_up_axes(params, operand.shape) or ()
+            count = math.prod(index.shape[:-1])
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found
         if weight is None:
-            self._lookup_of_scaled(call, operand, indices)
+            self._lookup_of_scaled(call, operand, index)
             return NotImplemented
-        index = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
-        rule = None if index is None else self.rules.rules[index]
-        along = looked_up(params)
+        number = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
+        why = "no rule names it"
+        if call.op_name == "dynamic_slice":
+            self._sliced[call.op_id] = weight.paths
+            # A loop over layers takes their biases and gains by its counter: these are no tables.
+            if is_counted(call.expression(index)):
+                number, why = None, "a loop counts the index: it takes the rows in turn"
+        rule = None if number is None else self.rules.rules[number]
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
         how = None if rule is None else self.rules.how(rule, True)
         if how is not None and rule is not None:
@@ -179,20 +194,21 @@ class Survey:
             if remark is not None:
                 self.remark(call, remark)
         record = OpRecord(
-            call.op_id.replace("gather:", "take:"),
+            lookup_id(call),
             "take",
-            (short(operand), short(indices)),
+            (short(operand), short(index)),
             (None if how is None else how.qtype, None),
-            index,
-            None if how is not None else "no rule names it",
+            number,
+            None if how is not None else why,
             weight.path,
             paths=weight.paths,
             module_path=call.module_path,
         )
         self.record(record, None)
-        asked = Asked(record.op_id, index, how, shared, None, is_lookup=True)
-        axes = looked_up_axes(params, operand.shape) or ()
-        is_mapped = any(call.expression(x).maps for x in (operand, indices))
+        asked = Asked(record.op_id, number, how, shared, None, is_lookup=True)
+        # A slice under vmap is mapped when it is made; then its indices are a batch.
+        parts = (operand, index) if call.op_name == "gather" else (operand,)
+        is_mapped = any(call.expression(x).maps for x in parts)
         found = self.stored(call, operand, weight, asked)
         self._choose(call, operand, found, asked)
         for stored in found:
@@ -200,12 +216,33 @@ class Survey:
             use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else LOOKUP)
             where = stored.axes or ()
             if axes and not is_mapped and set(axes) <= {*where}:
-                count = math.prod(indices.shape[:-1])
                 use = RowsUse(tuple(map(where.index, axes)), count)
             self._contraction(stored.path, record.op_id, use)
         if self.lora is not None:
-            self.lora.lookup(call, operand, index, weight, along)
+            self.lora.lookup(call, operand, number, weight, along)
         return NotImplemented
+
+    def settle(self) -> None:
+        """Forget slices of parameters that a contraction reads, once all operations are known.
+
+        Such a slice takes one weight of a stack, or a row of a table that is stored anyway.
+        """
+        others = (record for record in self.records.values() if record.op_name != "take")
+        contracted = {path for record in others for path in record.paths}
+        gone = {op for op, paths in self._sliced.items() if not contracted.isdisjoint(paths)}
+        if not gone:
+            return
+        kept = lambda text: text.split(": ")[0].split(" of ")[0] not in gone  # noqa: E731
+        self.records = {key: one for key, one in self.records.items() if one.op_id not in gone}
+        self.uses = [use for use in self.uses if use.op_id not in gone]
+        self.chosen = [one for one in self.chosen if one.op_id not in gone]
+        self.notes = {text: None for text in self.notes if kept(text)}
+        self.problems[:] = filter(kept, self.problems)
+        for uses in self.contractions.values():
+            for op_id in gone & uses.keys():
+                del uses[op_id]
+        if self.lora is not None:
+            self.lora.forget(gone)
 
     def _lookup_of_scaled(self, call: OpCall, operand: Any, indices: Any) -> None:
         """Record a lookup in parameters that the program multiplies or joins with others."""
@@ -215,7 +252,7 @@ class Survey:
         if index is not None and self.rules.rules[index].weight_qtype is not None:
             text, problem = unstorable(found)
             record = OpRecord(
-                call.op_id.replace("gather:", "take:"),
+                lookup_id(call),
                 "take",
                 (short(operand), short(indices)),
                 (None, None),

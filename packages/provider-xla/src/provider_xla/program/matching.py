@@ -244,6 +244,11 @@ class Rules:
         return any(rule.rank is not None for rule in self.rules)
 
     @property
+    def looks_up(self) -> bool:
+        """Return whether any rule names lookups."""
+        return any("take" in (rule.op_names or ()) for rule in self.rules)
+
+    @property
     def is_static(self) -> bool:
         """Return whether any activation has a static range."""
         return any(rule.act_static_scale for rule in self.rules)

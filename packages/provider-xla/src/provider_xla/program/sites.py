@@ -89,7 +89,8 @@ class Sites:
         run: called with a Site; returns the result of the operation, or NotImplemented to let
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
-        lookup: the handler of lookups of parameters, or None.
+        lookup: the handler of gathers and of slices that begin at an index, which may be lookups
+            of parameters; or None.
         leave: called for each contraction that stays float, or None. An operation that calls
             another one, which is visited separately, doesn't count.
         remark: called with a call, and what is done with it that its rule does not say.
@@ -124,8 +125,9 @@ class Sites:
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:  # in all sites: the same targets share JAX's traces
             handlers["primitive:pallas_call"] = self._note_kernel
-        if lookup is not None:
             handlers["primitive:gather"] = lookup
+            if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice
+                handlers["primitive:dynamic_slice"] = lookup
         # By the last part of the target, which is what `call.within` of operations inside has.
         self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):

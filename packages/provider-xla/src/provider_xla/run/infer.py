@@ -60,7 +60,7 @@ def sites_of(
     return Sites(rules, run, record, lookup=taps, keyed=keyed, is_pure=is_pure)
 
 
-def leave_lookup(call: Any, operand: Any, indices: Any, **params: Any) -> Any:
+def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
     """Leave a lookup to the engine, which gathers stored rows."""
     return NotImplemented
 

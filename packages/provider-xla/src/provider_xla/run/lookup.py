@@ -10,6 +10,12 @@ import numpy as np
 from jax import lax
 
 import quant_numerics as qn
+from interception_core import OpCall
+
+
+def lookup_id(call: OpCall) -> str:
+    """Return the id of a lookup, which a gather shows under the name that rules have for it."""
+    return call.op_id.replace("gather:", "take:")
 
 
 def looked_up(params: dict[str, Any]) -> tuple[int, ...]:
