@@ -328,3 +328,49 @@ def test_allocation_with_scales_in_float16():
     ]
     stored = found.quantize(params)
     assert {name: stored[name].nbytes for name in "ab"} == {"a": 64 * 32 + 128, "b": 32 * 32 + 128}
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_pointwise_convolutions_of_quantized_inputs_keep_their_tiles(static):
+    """Others have one scale per channel, and the plan says so."""
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def model(p, x):
+        x = jax.lax.conv_general_dilated(x, p["in"], (1, 1), "SAME", dimension_numbers=numbers)
+        return jax.lax.conv_general_dilated(x, p["out"], (2, 2), "SAME", dimension_numbers=numbers)
+
+    first, last, x = draw((3, 3, 4, 32), (1, 1, 32, 8), (3, 6, 6, 4))
+    # Input features of very different sizes: one scale has no bits for the small ones.
+    params = {"in": first, "out": last * 4.0 ** -(np.arange(32)[:, None] // 8)}
+    rule = QuantizationRule(
+        weight_qtype="int4", act_qtype="int8", tile_size=8, act_static_scale=static
+    )
+    plan = PtqProvider(rule).plan(model, params, x)
+    (note,) = plan.notes
+    assert "one scale per channel" in note
+    assert "1x1 convolutions" in note
+    stored = plan.quantize(params)
+    assert stored["in"].scale.shape == (1, 1, 1, 32)
+    assert stored["out"].scale.shape == (1, 1, 4, 8)
+    statistics = plan.calibrate(model, params, [(x,)]) if static else None
+    found = jax.jit(plan.apply(model, statistics))(stored, x)
+    exact = model({name: stored[name].restore() for name in params}, x)
+    assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)
+    # The tiles are four bits of their own range.
+    tiled = np.asarray(params["out"], np.float64).reshape(4, 8, 8)
+    scale = np.abs(tiled).max(1, keepdims=True) / 7
+    close(stored["out"].restore().reshape(4, 8, 8), np.round(tiled / scale) * scale)
+
+
+def test_training_with_tiles_of_pointwise_convolutions():
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def model(w, x):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    w, x = draw((1, 1, 32, 8), (3, 4, 4, 32))
+    rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=8)
+    loss = lambda fn: jax.grad(lambda w, x: (fn(w, x) ** 2).sum(), (0, 1))  # noqa: E731
+    found = jax.jit(loss(QtProvider(rule).apply(model)))(w, x)
+    for one, exact in zip(found, loss(model)(w, x), strict=True):
+        assert np.linalg.norm(one - exact) < 0.03 * np.linalg.norm(exact)

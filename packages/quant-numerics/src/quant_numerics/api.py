@@ -30,6 +30,7 @@ from quant_numerics.ops.conv import conv_general_dilated
 from quant_numerics.ops.dot import dot_general
 from quant_numerics.ops.einsum import einsum, einsum_dimension_numbers
 from quant_numerics.ops.matmul import dot, matmul
+from quant_numerics.ops.pointwise import is_pointwise
 from quant_numerics.ops.ragged_dot import ragged_dot, ragged_dot_general
 from quant_numerics.ops.take import take
 from quant_numerics.train.conv import train_conv_general_dilated
@@ -72,6 +73,7 @@ __all__ = [
     "from_hi",
     "get_qtype",
     "has_normal_scales",
+    "is_pointwise",
     "linear_with_transpose",
     "matmul",
     "pack",

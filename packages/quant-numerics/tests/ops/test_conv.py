@@ -15,6 +15,7 @@ from quant_numerics import (
     conv_general_dilated,
     dequantize,
     get_qtype,
+    is_pointwise,
     qarray,
     quantize,
     quantize_for_conv,
@@ -412,3 +413,41 @@ def test_a_kernel_with_tiles_is_dequantized():
     assert quantize_for_conv(w, "mxfp4", "rhs", (2, 1, 0)).scale.shape == (3, 2, 5)
     with pytest.raises(ValueError, match="input of a convolution must have no blocks or tiles"):
         quantize_for_conv(x, "int8", "lhs", (0, 2, 1), tile_size=8)
+
+
+POINTWISE = {
+    "images": (("NHWC", "HWIO", "NHWC"), (3, 5, 4, 12), (1, 1, 12, 6), (1, 1), "SAME"),
+    "strides": (("NCHW", "OIHW", "NCHW"), (3, 12, 5, 4), (6, 12, 1, 1), (2, 3), "VALID"),
+    "other axes": (("WNC", "WOI", "NCW"), (7, 3, 12), (1, 6, 12), (2,), [(0, 0)]),
+    "result first": (("CN", "IO", "CN"), (12, 3), (12, 6), (), []),
+}
+
+
+@pytest.mark.parametrize("case", POINTWISE)
+def test_a_pointwise_kernel_keeps_its_tiles(case, primitives):
+    layout, shape_l, shape_r, strides, padding = POINTWISE[case]
+    lhs = coarse(shape_l, layout[0].index("N"), 0)
+    tiles = [{"I": 3, "O": 6}.get(name, 1) for name in layout[1]]
+    scale = 2.0 ** np.random.default_rng(1).integers(-1, 2, tiles)
+    values = coarse(shape_r, 0, 2, "int4").qvalue
+    rhs = qarray(values, jnp.asarray(scale, "float32"), "int4", jnp.float32)
+    convolve = functools.partial(
+        conv_general_dilated, window_strides=strides, padding=padding, dimension_numbers=layout
+    )
+    exact = reference(lhs, rhs, strides, padding, dimension_numbers=layout)
+    np.testing.assert_array_equal(jax.jit(convolve)(lhs, rhs), exact)
+    used = {name for name, *_ in primitives(convolve, lhs, rhs)}
+    assert "dot_general" in used
+    assert "conv_general_dilated" not in used
+
+
+def test_what_is_pointwise():
+    dn = lax.conv_dimension_numbers((1, 8, 8, 4), (1, 1, 4, 4), ("NHWC", "HWIO", "NHWC"))
+    ask = functools.partial(is_pointwise, (1, 1, 4, 4), dn)
+    assert ask(padding="SAME")
+    assert ask(padding=((0, 0), (0, 0)), window_strides=(2, 2), rhs_dilation=(3, 3))
+    assert not ask(padding=((0, 0), (0, 1)))
+    assert not ask(lhs_dilation=(1, 2))
+    assert not ask(feature_group_count=2)
+    assert not ask(batch_group_count=2)
+    assert not is_pointwise((1, 3, 4, 4), dn)

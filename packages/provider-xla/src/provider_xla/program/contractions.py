@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 from jax import lax
@@ -18,13 +19,11 @@ Side = jax.Array | qn.QArray
 
 
 class Contraction(abc.ABC):
-    """A bilinear operation of two float arrays, without them. Hashable.
+    """A bilinear operation of two float arrays, without them. Hashable."""
 
-    Attributes:
-        takes_tiles: whether scales may differ along contracted axes.
-    """
-
-    takes_tiles: ClassVar[bool] = True
+    def takes_tiles(self, side: int, shape: Sequence[int]) -> bool:
+        """Return whether scales of operand 0 or 1, of a shape, may differ along summed axes."""
+        return True
 
     @property
     def trains(self) -> bool:
@@ -49,7 +48,7 @@ class Contraction(abc.ABC):
             for side, shape in enumerate(shapes)
         }
         # An einsum may broadcast an axis of size 1.
-        return sizes.pop() if self.takes_tiles and len(sizes) == 1 else ()
+        return sizes.pop() if len(sizes) == 1 else ()
 
     def sparse_axis(self, side: int, ndim: int) -> int | None:
         """Return the axis of operand 0 or 1 that N:M sparsity follows."""
@@ -132,7 +131,9 @@ class Convolution(Contraction):
     numbers: lax.ConvDimensionNumbers
     arguments: tuple[tuple[str, Any], ...]
 
-    takes_tiles = False
+    def takes_tiles(self, side: int, shape: Sequence[int]) -> bool:
+        """Return whether it is the kernel of a matmul: see ``Contraction.takes_tiles``."""
+        return side == 1 and qn.is_pointwise(shape, self.numbers, **dict(self.arguments))
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Return the axes that share a scale: see ``Contraction.shared``."""
@@ -142,10 +143,16 @@ class Convolution(Contraction):
     def tiled_sizes(
         self, shapes: Sequence[tuple[int, ...]], hows: Sequence[qn.HowToQuantize | None]
     ) -> tuple[int, ...]:
-        """Return those of the kernel, if the input is float: see ``Contraction.tiled_sizes``."""
+        """Return those of the kernel, if the input is float, or the convolution a matmul.
+
+        See ``Contraction.tiled_sizes``.
+        """
         kernel = shapes[1]
-        axes = self.shared(1, len(kernel)) if hows[0] is None else ()
-        return tuple(kernel[axis] for axis in axes)
+        # Formats with blocks want them in both operands, and the input has none.
+        blocks = any(how is not None and qn.get_qtype(how.qtype).block for how in hows)
+        if hows[0] is not None and (blocks or not self.takes_tiles(1, kernel)):
+            return ()
+        return tuple(kernel[axis] for axis in self.shared(1, len(kernel)))
 
     def sparse_axis(self, side: int, ndim: int) -> int | None:
         """Return the axis of N:M sparsity: see ``Contraction.sparse_axis``."""
@@ -161,7 +168,7 @@ class Convolution(Contraction):
             method=how.method,
             channelwise=how.channelwise,
             scale_dtype=how.scale_dtype,
-            tile_size=how.tile_size,
+            tile_size=how.tile_size if side else None,
         )
 
     def run(self, lhs: Side, rhs: Side, *extras: Any) -> jax.Array:
@@ -172,6 +179,8 @@ class Convolution(Contraction):
 
     def train(self, lhs: jax.Array, rhs: jax.Array, *extras: Any, **options: Any) -> jax.Array:
         """Return the result with quantized gradients: see ``Contraction.train``."""
+        if (how := options["lhs_how"]) is not None:  # the kernel alone has tiles
+            options["lhs_how"] = dataclasses.replace(how, tile_size=None)
         return qn.train_conv_general_dilated(
             lhs, rhs, dimension_numbers=self.numbers, **dict(self.arguments), **options
         )
@@ -252,4 +261,5 @@ def fits(
     shared = contraction.shared(side, len(shape))
     sums = math.prod(scale_shape[axis] for axis in shared)
     # One scale for each contracted index would take a separate contraction for each.
-    return sums == 1 or (contraction.takes_tiles and sums < math.prod(shape[a] for a in shared))
+    fewer = sums < math.prod(shape[axis] for axis in shared)
+    return sums == 1 or (fewer and contraction.takes_tiles(side, shape))

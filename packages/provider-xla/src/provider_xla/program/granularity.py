@@ -181,7 +181,7 @@ def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = 
         fallback: "padded" where the last tile may be shorter.
     """
     if not sizes:
-        return "tile_size is for matmuls, and convolutions of float inputs"
+        return "tile_size is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
     tiles = tiles_of(sizes, tile_size)
     even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
     if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):

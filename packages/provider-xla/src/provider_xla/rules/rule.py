@@ -59,7 +59,8 @@ class QuantizationRule:
         act_qtype: qtype of every other operand; None leaves it float.
         tile_size: elements that share a scale along the contracted axes (subchannel), as if they
             were one, or, as a float, one over the number of tiles; None for one scale per channel.
-            Convolutions of quantized activations have one scale per channel.
+            Convolutions of quantized activations have one scale per channel, but for those with
+            a window of one element, which are matmuls. ``plan.notes`` says so.
         tile_fallback: what to do if `tile_size` does not divide an operation's contracted axes:
             ``"divisor"`` takes the largest tile below it that does, ``"channel"`` one scale per
             channel, ``"padded"`` a shorter last tile (XLA computes it); None raises an error.

@@ -236,7 +236,7 @@ def quantize_for_conv(
       channelwise: False for one scale for the whole array.
       scale_dtype: as in ``quantize``.
       tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
-        the kernel of a float input only.
+        the kernel of a float input, or of a pointwise convolution, only.
 
     Raises:
       ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.

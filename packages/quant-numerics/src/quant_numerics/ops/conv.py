@@ -26,6 +26,7 @@ from quant_numerics.ops.arithmetic import (
     output_dtype,
 )
 from quant_numerics.ops.cpu_conv import int_conv
+from quant_numerics.ops.pointwise import is_pointwise, pointwise_conv
 
 
 def conv_general_dilated(
@@ -54,9 +55,12 @@ def conv_general_dilated(
 
     The lhs may have one scale, or one per batch element; the rhs one scale, or one per output
     feature: these factor out of every sum. A rhs with other scales, such as tiles, is dequantized;
-    the lhs must then be a float array. A non-finite value makes its slice non-finite: if a batch
-    element (or kernel feature) has one, all outputs of that batch element (feature) are non-finite,
-    also those whose window does not touch it.
+    the lhs must then be a float array, or the convolution pointwise: with a window of one element,
+    and without padding, groups and input dilation it is a matmul (``dot_general``).
+
+    A non-finite value makes its slice non-finite: if a batch element (or kernel feature) has one,
+    all outputs of that batch element (feature) are non-finite, also those whose window does not
+    touch it.
 
     int32 never overflows: sums of more products (window elements times input features) than
     ``(2**31 - 1) // (max_lhs * max_rhs)``, 131071 for int8 by int8, are taken in groups of input
@@ -100,8 +104,22 @@ def conv_general_dilated(
         batch_group_count=batch_group_count,
     )
     groups = feature_group_count, batch_group_count
+    both = isinstance(lhs, QArray) and isinstance(rhs, QArray)
+    if both and _is_tiled(rhs, dn) and is_pointwise(rhs.shape, dn, **plain.keywords):
+
+        def multiply(left: QArray, right: QArray, out_sharding: Any) -> jax.Array:
+            _channel_scale(left, dn.lhs_spec[0], "lhs", "batch element")  # refuses others
+            given = left, right, dn, window_strides, precision, preferred_element_type
+            return pointwise_conv(*given)
+
+        return sharded_as(multiply, plain, (lhs, rhs), out_sharding)
     run = functools.partial(_conv, plain, dn, groups, precision, preferred_element_type)
     return sharded_as(run, plain, (lhs, rhs), out_sharding)
+
+
+def _is_tiled(rhs: QArray, dn: lax.ConvDimensionNumbers) -> bool:
+    """Return whether scales differ within a sum, so that they don't factor out of it."""
+    return math.prod(n for a, n in enumerate(rhs.scale.shape) if a != dn.rhs_spec[0]) > 1
 
 
 def _conv(
@@ -117,9 +135,7 @@ def _conv(
     """Convolve with `plain`, which convolves arrays and has the other arguments."""
     feature_group_count, batch_group_count = groups
     if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
-        # Scales that differ within a sum don't factor out of it.
-        summed = [n for a, n in enumerate(rhs.scale.shape) if a != dn.rhs_spec[0]]
-        rhs = dequantize(rhs) if math.prod(summed) > 1 else rhs
+        rhs = dequantize(rhs) if _is_tiled(rhs, dn) else rhs
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     how, values_l, values_r = _values(lhs, rhs, precision, dtype)
     run = functools.partial(plain, out_sharding=out_sharding)

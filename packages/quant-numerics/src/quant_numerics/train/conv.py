@@ -17,6 +17,7 @@ from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.conv import conv_general_dilated, lhs_scale, rhs_scale
+from quant_numerics.ops.pointwise import is_pointwise
 from quant_numerics.train.cotangent import Cotangent, can_shift, unit_scaled
 from quant_numerics.train.options import (
     Backward,
@@ -85,22 +86,31 @@ def train_conv_general_dilated(
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
     gradients = both_gradients(backward, key)
+    numbers = lax.conv_dimension_numbers(operands[0].shape, operands[1].shape, dimension_numbers)
     # A float input takes any scales of the kernel, which is dequantized for it.
-    strict = hows if lhs_how is not None else ()
-    sizes = [how.tile_size for how in strict if how is not None]
-    qtypes = [how.qtype for how in strict if how is not None]
+    strict = [how for how in hows if how is not None] if lhs_how is not None else []
+    pointwise = is_pointwise(
+        operands[1].shape,
+        numbers,
+        padding=padding,
+        lhs_dilation=lhs_dilation,
+        feature_group_count=feature_group_count,
+        batch_group_count=batch_group_count,
+    )
+    sizes = [how.tile_size for how in strict if how is lhs_how or not pointwise]
+    qtypes = [how.qtype for how in strict]
     has_tiles = any(one is not None and one.has_tiles for one in gradients or ())
     has_tiles = has_tiles or any(size is not None for size in sizes)
     if has_tiles or any(get_qtype(q).block for q in qtypes):
         raise ValueError(
             "the formats of a convolution must have no tiles or blocks, but for the kernel of a "
-            "float input, got "
+            "float input, and tiles of a pointwise kernel, got "
             f"{hows} and {backward}. Use a qtype without blocks and no tile sizes."
         )
     if not isinstance(padding, str):
         padding = tuple((int(low), int(high)) for low, high in padding)
     op = ConvOp(
-        lax.conv_dimension_numbers(operands[0].shape, operands[1].shape, dimension_numbers),
+        numbers,
         tuple(map(int, window_strides)),
         padding,
         None if lhs_dilation is None else tuple(map(int, lhs_dilation)),
