@@ -15,7 +15,7 @@ from typing import Any
 from ..call import NO_METADATA, OpCall
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
-from .settle import settle
+from .settle import settled_call
 from .targets import Site
 
 
@@ -23,8 +23,6 @@ def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict)
     """Run a call of a site that was made in a state."""
     if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
-    if site.reads:
-        args, kwargs = settle(args), settle(kwargs)
     return _ask(site, original, state, (), args, kwargs)
 
 
@@ -37,14 +35,14 @@ def _ask(
     kwargs: dict,
 ) -> Any:
     """Ask a scope and those outside, then run the original."""
+    if site.home is not None:
+        args, kwargs = settled_call(args, kwargs, site.home == "jax")
     while level is not None:
         entry = level.activation.table.get(site)
         if entry is None or site in level.within:
             kept = (*kept, level)
         else:
             op_name, handler = entry
-            if site.takes_arrays:
-                args, kwargs = in_arrays(args, kwargs)
             call = TappedCall(op_name, site, original, level, kept, args, kwargs)
             outer = level.parent
             with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
@@ -60,33 +58,6 @@ def _ask(
         return original(*args, **kwargs)
     with Entered(state):
         return original(*args, **kwargs)
-
-
-def in_arrays(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return arguments with the array of each object that JAX asks for one.
-
-    Such an object, for example a variable of Flax NNX, has ``__jax_array__``. JAX's functions call
-    it first of all, so that handlers see the operands that the function computes with.
-    """
-    if not any(map(_holds_object, (*args, *kwargs.values()))):
-        return args, kwargs
-    return tuple(map(_in_array, args)), {name: _in_array(value) for name, value in kwargs.items()}
-
-
-def _holds_object(value: Any) -> bool:
-    kind = type(value)
-    if kind is list or kind is tuple:
-        return any(map(_holds_object, value))
-    # Tracers have the attribute, too: it is None unless their type has an array.
-    return hasattr(kind, "__jax_array__") and value.__jax_array__ is not None
-
-
-def _in_array(value: Any) -> Any:
-    if not _holds_object(value):
-        return value
-    if isinstance(value, list | tuple):
-        return type(value)(map(_in_array, value))
-    return value.__jax_array__()
 
 
 class TappedCall(OpCall):

@@ -1,7 +1,9 @@
-"""Settle: arguments that can be read more than once.
+"""Settle: arguments as a function of JAX reads them, first of all.
 
 JAX takes any iterable of numbers for a padding or a shape, such as a generator, and reads it once.
-A handler reads it as well, and an engine may call the function again.
+A handler reads it as well, and an engine may call the function again. JAX also takes an object with
+``__jax_array__``, such as a variable of Flax NNX, for the array which that returns: a handler sees
+the operands that the function computes with.
 """
 
 from __future__ import annotations
@@ -15,20 +17,31 @@ import jax
 _FIXED = (tuple, list, str, bytes, bytearray, memoryview)
 
 
-def settle(value: Any) -> Any:
+def settled_call(args: tuple, kwargs: dict, takes_arrays: bool) -> tuple[tuple, dict]:
+    """Return the arguments of a call, each settled; see ``settle``."""
+    named = {name: settle(value, takes_arrays) for name, value in kwargs.items()}
+    same = _are_same(named.values(), kwargs.values())
+    return settle(args, takes_arrays), kwargs if same else named
+
+
+def settle(value: Any, takes_arrays: bool = False) -> Any:
     """Return an argument with its iterators and unusual sequences as tuples.
 
     Args:
         value: the argument. Tuples, lists and dictionaries are searched; a sequence of another
             type that is a pytree stays as it is.
+        takes_arrays: whether objects, but for those in dictionaries, become their arrays.
     """
     kind = type(value)
     if kind is tuple or kind is list:
-        found = [settle(part) for part in value]
+        found = [settle(part, takes_arrays) for part in value]
         return value if _are_same(found, value) else kind(found)
     if kind is dict:
         named = {name: settle(part) for name, part in value.items()}
         return value if _are_same(named.values(), value.values()) else named
+    # Tracers have the attribute, too: it is None unless their type has an array.
+    if takes_arrays and _may_have_array(kind) and value.__jax_array__ is not None:
+        return value.__jax_array__()
     if not _is_read_once(kind) and not (_is_unusual(kind) and jax.tree_util.all_leaves([value])):
         return value
     return tuple(map(settle, value))
@@ -39,6 +52,11 @@ def _are_same(found: Any, given: Any) -> bool:
 
 
 # By type, because asking an abstract base class costs more than the rest of a tapped call's look.
+@functools.lru_cache(maxsize=512)
+def _may_have_array(kind: type) -> bool:
+    return hasattr(kind, "__jax_array__")
+
+
 @functools.lru_cache(maxsize=512)
 def _is_read_once(kind: type) -> bool:
     return issubclass(kind, Iterator)

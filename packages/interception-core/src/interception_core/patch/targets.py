@@ -12,8 +12,6 @@ from collections.abc import Callable, Iterable
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any
 
-import jax
-
 from .. import _compat
 from ..errors import TargetError, unknown_name
 from ..interceptor import PRIMITIVE_PREFIX, Handler, Interceptor
@@ -35,10 +33,8 @@ class Site:
         subject: the callable itself.
         level: "function" or "primitive".
         name: the target that it was first found by.
-        reads: whether it reads an iterable argument to its end. Functions of JAX and flax do;
-            others may take from an iterator, and leave the rest to their caller.
-        takes_arrays: whether it is a function of JAX, which takes any object for the array that
-            its ``__jax_array__`` returns.
+        home: "jax" or "flax" for a function of theirs, which reads an iterable argument to its end.
+            None for others, which may take from an iterator, and leave the rest to their caller.
         tap: a function that replaces it as an attribute.
         patches: the patches that tap it for all callers.
     """
@@ -46,12 +42,11 @@ class Site:
     __slots__ = (
         "__weakref__",
         "_attributes",
+        "home",
         "level",
         "name",
         "patches",
-        "reads",
         "subject",
-        "takes_arrays",
         "tap",
     )
 
@@ -59,9 +54,7 @@ class Site:
         self.subject = subject
         self.name = name
         self.level = "primitive" if isinstance(subject, _compat.Primitive) else "function"
-        home = str(getattr(subject, "__module__", None)).partition(".")[0]
-        self.reads = self.level == "function" and _reads(subject)
-        self.takes_arrays = self.level == "function" and home == "jax"
+        self.home = _home(subject) if self.level == "function" else None
         self.tap = tap_function(original, original, run, self)
         self.patches: tuple[Patch, ...] = ()
         self._attributes: dict[tuple[int, str], AttributePatch] = {}
@@ -77,14 +70,10 @@ class Site:
         return f"<site {self.name}>"
 
 
-def _reads(subject: Any) -> bool:
-    if isinstance(subject, _compat.PjitFunction):
-        subject = _compat.traced_function(subject)
-    elif isinstance(subject, jax.custom_jvp):
-        subject = subject.fun
-    module = getattr(subject, "__globals__", {}).get("__name__", "")
+def _home(subject: Any) -> str | None:
+    home = str(getattr(subject, "__module__", None)).partition(".")[0]
     is_method = "." in getattr(subject, "__qualname__", "")
-    return module.split(".")[0] in ("jax", "flax") and not is_method
+    return home if home == "jax" or (home == "flax" and not is_method) else None
 
 
 class CallSites(dict[int, Site]):
