@@ -752,3 +752,23 @@ def test_primitive_names_are_targets():
     }
     engine.wrap(lambda x: x + x, Interceptor(handlers))(jnp.ones(2))
     assert seen == ["add:0"]
+
+
+def test_a_handler_may_proceed_with_an_iterator():
+    """It is read once: the next handler and the function have its items."""
+    seen = []
+
+    def inner(call, x, axes):
+        return call.proceed(x, iter(axes))
+
+    def outer(call, x, axes):
+        seen.append(axes)
+        return call.proceed(x, axes)
+
+    target = "jax.numpy.transpose"
+    tapped = ENGINE.wrap(
+        ENGINE.wrap(lambda x: jnp.transpose(x, (1, 0)), Interceptor({target: inner})),
+        Interceptor({target: outer}),
+    )
+    assert tapped(jnp.ones((2, 3))).shape == (3, 2)
+    assert seen == [(1, 0)]

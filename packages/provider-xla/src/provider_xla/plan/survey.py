@@ -167,25 +167,27 @@ class Survey:
         """Record a lookup in a parameter: a gather, or a slice of one row at an index."""
         if call.op_name == "dynamic_slice":
             axis = sliced_axis(params["slice_sizes"], operand.shape)
-            if axis is None or operand.ndim < 2:
+            if axis is None or operand.ndim < 2 or operand.dtype not in qn.FLOAT_DTYPES:
                 return NotImplemented
             index, along, axes, count = indices[axis], (axis,), (axis,), 1
         else:
             (index,) = indices
             along, axes = looked_up(params), looked_up_axes(params, operand.shape) or ()
             count = math.prod(index.shape[:-1])
+        # A loop over layers takes their biases and gains by its counter: these are no tables.
+        counts = call.op_name == "dynamic_slice" and is_counted(call.expression(index))
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found
         if weight is None:
-            self._lookup_of_scaled(call, operand, index)
+            if not counts:
+                self._lookup_of_scaled(call, operand, index)
             return NotImplemented
         number = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
         why = "no rule names it"
         if call.op_name == "dynamic_slice":
             self._sliced[call.op_id] = weight.paths
-            # A loop over layers takes their biases and gains by its counter: these are no tables.
-            if is_counted(call.expression(index)):
-                number, why = None, "a loop counts the index: it takes the rows in turn"
+        if counts:
+            number, why = None, "a loop counts the index: it takes the rows in turn"
         rule = None if number is None else self.rules.rules[number]
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
         how = None if rule is None else self.rules.how(rule, True)
@@ -232,7 +234,10 @@ class Survey:
         gone = {op for op, paths in self._sliced.items() if not contracted.isdisjoint(paths)}
         if not gone:
             return
-        kept = lambda text: text.split(": ")[0].split(" of ")[0] not in gone  # noqa: E731
+
+        def kept(text: str) -> bool:
+            return not any(text.startswith(f"{op}: ") or f" from {op} (rule" in text for op in gone)
+
         self.records = {key: one for key, one in self.records.items() if one.op_id not in gone}
         self.uses = [use for use in self.uses if use.op_id not in gone]
         self.chosen = [one for one in self.chosen if one.op_id not in gone]
