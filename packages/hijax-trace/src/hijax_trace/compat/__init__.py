@@ -151,4 +151,17 @@ from .trace import (
     traces_around,
     unmapped,
 )
+from .traced_prims import (
+    custom_with,
+    is_custom_prim,
+    is_jvp_prim,
+    more_flags,
+    prim_program,
+    prim_rule_of,
+    prim_with_program,
+    rule_arguments,
+    rule_types,
+    rule_values,
+    undifferentiated,
+)
 from .transposable import transposable_p

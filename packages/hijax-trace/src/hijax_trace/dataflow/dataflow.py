@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import compat
 from .expression import Expression, maps_of, united
-from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of, is_counter
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter
 from .nodes import Carried, Choice, Constant, Counter, Held, Operation, Part, Shard, Unknown
 from .sources import COLLECTIVES, CONSTANT, VIEWS, chosen_outside, sources_through
 
@@ -152,8 +152,10 @@ def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """Return the expressions of results that an equation's programs tell."""
-    if eqn.primitive in CUSTOM_CALLS:
-        return dict(enumerate(_inside(eqn.params["call_jaxpr"], operands)))
+    custom = custom_body(eqn.primitive, eqn.params, len(operands))
+    if custom is not None:
+        given = [operands[i] for i in custom.inputs]  # type: ignore[index]
+        return dict(enumerate(_inside(custom.jaxpr, given)))
     holder = holder_of(eqn.primitive, eqn.params)
     if holder is None:
         return {}
@@ -249,8 +251,10 @@ def _computed(eqn: Any) -> Sequence[int]:
         return [0] * len(eqn.outvars)
     if eqn.primitive is compat.jit_p:
         called = eqn.params["jaxpr"]
-    elif eqn.primitive in CUSTOM_CALLS:
-        called = eqn.params["call_jaxpr"]
+    elif (custom := custom_body(eqn.primitive, eqn.params, len(eqn.invars))) is not None:
+        if custom.inputs != tuple(range(len(eqn.invars))):
+            return [0] * len(eqn.outvars)
+        called = custom.jaxpr
     elif compat.holds_jaxprs(eqn):
         return [0] * len(eqn.outvars)
     else:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .. import compat
 from .axes import MOVES, Axes, compose, dropped, identity
-from .holders import CHANGES, CUSTOM_CALLS, SAME, SLICE, Body, holder_of
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of
 
 
 class Source(NamedTuple):
@@ -139,10 +139,9 @@ def move_of(
             return None
         axes = move(params, before, after)
         return None if axes is None else (operand, axes)
-    if primitive in CUSTOM_CALLS:
-        jaxpr = params["call_jaxpr"]
-        count = len(ins)
-        bodies, results = [Body(jaxpr, tuple(range(count)), (SAME,) * count)], "same"
+    custom = custom_body(primitive, params, len(ins))
+    if custom is not None:
+        bodies, results = [custom], "same"
     else:
         holder = holder_of(primitive, params)
         if holder is None:

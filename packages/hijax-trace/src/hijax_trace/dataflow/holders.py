@@ -241,8 +241,38 @@ _KEPT = Holder(
     lambda params: [-1],
 )
 
-CUSTOM_CALLS = (compat.custom_jvp_call_p, compat.custom_vjp_call_p)
-"""Hold a program in ``call_jaxpr``, and derivative rules; see ``rebuild.rebuild_custom``."""
+CUSTOM_CALLS = frozenset([compat.custom_jvp_call_p, compat.custom_vjp_call_p])
+
+
+def custom_body(primitive: Any, params: dict[str, Any], operands: int) -> Body | None:
+    """Return the function of a call with custom derivative rules; None for other equations.
+
+    It is no ``Holder``, because its rules belong to the program as well; see ``custom``.
+    """
+    if primitive in CUSTOM_CALLS:
+        jaxpr, inputs = params["call_jaxpr"], tuple(range(operands))
+    elif primitive is compat.call_hi_primitive_p and compat.is_custom_prim(params["_prim"]):
+        jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
+    else:
+        return None
+    return Body(jaxpr, inputs, (SAME,) * len(inputs))
+
+
+
+def _prim_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
+    return [Body(jaxpr, inputs, (SAME,) * len(inputs))]
+
+
+_PRIM = Holder(
+    _prim_bodies,
+    lambda params, jaxprs, extra: {
+        "_prim": compat.prim_with_program(params["_prim"], jaxprs[0], extra[0])
+    },
+    lambda params: [0],
+    hoists=True,
+)
+"""Of the HiPrims that JAX makes of ``jax.checkpoint``."""
 
 _KERNELS = frozenset(
     {
@@ -255,14 +285,13 @@ _KERNELS = frozenset(
         "reduce_window",
         "select_and_scatter",
         "sort",
-        "call_hi_primitive",
         "call_hi_primitive_linearized",
     }
 )
 """Primitives whose jaxprs tell how they are computed, and are not a part of the program."""
 
 
-_TAKE_MORE = frozenset({"remat2", "checkpoint", "closed_call", "core_call"})
+_TAKE_MORE = frozenset({"remat2", "checkpoint", "closed_call", "core_call", "eval_jaxpr"})
 """Primitives that need no other parameters for more leading operands of their body."""
 
 Slot = tuple[str, int | None]
@@ -294,6 +323,8 @@ def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
 
     def rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
         params = dict(params)
+        if "prevent_cse" in params:
+            params["prevent_cse"] = compat.more_flags(params["prevent_cse"], extra[0])
         for (name, place), jaxpr in zip(slots, jaxprs, strict=True):
             if place is None:
                 params[name] = jaxpr
@@ -316,6 +347,10 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     if primitive is compat.kept_p:
         # Only a Program is a part of the program, not its derivatives and maps.
         return _KEPT if hasattr(params["function"], "jaxpr") else None
+    if primitive is compat.call_hi_primitive_p:
+        prim = params["_prim"]
+        held = None if compat.is_custom_prim(prim) else compat.prim_program(prim)
+        return None if held is None else _PRIM
     if primitive in CUSTOM_CALLS or primitive.name in _KERNELS or "scatter" in primitive.name:
         return None
     slots = _slots(params)

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import compat
 from ..proxy.moves import MOVES, SAME
-from .holders import CUSTOM_CALLS, Body, holder_of
+from .holders import Body, custom_body, holder_of
 from .holders import SAME as UNCHANGED
 
 VIEWS = SAME | MOVES
@@ -70,9 +70,8 @@ def sources_through(
     name = eqn.primitive.name
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
-    if eqn.primitive in CUSTOM_CALLS:
-        count = len(eqn.invars)
-        body = Body(eqn.params["call_jaxpr"], tuple(range(count)), (UNCHANGED,) * count)
+    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
+    if body is not None:
         return _outside(body, sources_of(body.jaxpr), own)
     holder = holder_of(eqn.primitive, eqn.params)
     if holder is None or holder.results == "none":

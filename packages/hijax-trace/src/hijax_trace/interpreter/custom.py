@@ -12,16 +12,19 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.holders import SAME, Body
+from ..dataflow.holders import SAME, Body, custom_body
 from ..staging.marker import hoisted
+from ..staging.packed import NUMBERS, NUMPY, Packed
 from .bodies import tap_body
 from .body_proxies import proxies_of_body, untrained
 from .frames import Operands, Place
 from .rebuild import Rebuilt, share
-from .rules import CustomRule, tap_rule, tapped_rule
+from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
 from .session import Session
 
 
@@ -55,6 +58,8 @@ def rebuild_custom(
         values: its operands.
         operands: what is known of them.
     """
+    if "_prim" in params:
+        return _rebuild_prim(session, place, params["_prim"], values, operands)
     new = dict(params)
     name = "jvp_jaxpr_fun" if "jvp_jaxpr_fun" in params else "fwd_jaxpr_thunk"
     first, count = params["num_consts"], len(values)
@@ -101,6 +106,68 @@ def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> _Sta
     return _Staged(jaxpr, tuple(extra), rest)
 
 
+def _rebuild_prim(
+    session: Session, place: Place, prim: Any, values: Sequence[Any], operands: Operands
+) -> Rebuilt:
+    """Return the same for a call that is a HiPrim."""
+    numbers = session.numbers.copy()
+    body = custom_body(compat.call_hi_primitive_p, {"_prim": prim}, len(values))
+    assert body is not None
+    taken = proxies_of_body(body, untrained(operands.proxies))
+    tapped = tap_body(session, place, body, operands, taken)
+    jaxpr = tapped.jaxpr
+    leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
+
+    def run(args: tuple, is_later: bool) -> Any:
+        rule, fn = prim_rule(session, place, operands, numbers, is_later), compat.prim_rule_of(prim)
+        if compat.is_jvp_prim(prim):
+            return rule(fn, 0, args, len(jax.tree.leaves(args[1])))
+        return rule(fn, len(operands.avals), args, 0)
+
+    def call(extra: Sequence[Any], args: tuple) -> Any:
+        return run(args, is_later=True)
+
+    # As for other calls: see ``rebuild_custom``.
+    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_in_rule:
+        staged = _staged_prim(prim, functools.partial(run, is_later=False))
+        if staged is not None and staged.extra:
+            (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.extra])
+            call = _given(prim, compat.as_function(rule), *staged.rest)
+    hidden = list(map(compat.typeof, leading))
+    made = compat.custom_with(prim, jaxpr, hidden, call, _refuse)
+    new, all_values = {"_prim": made}, [*leading, *values]
+    return Rebuilt(new, all_values, tapped.metadata, tapped.replaced, tapped.foreign)
+
+
+def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> _Staged | None:
+    """Stage the rule of a HiPrim with its function. Return None if it raises."""
+    result: Packed | None = None
+
+    def flat(*values: Any) -> list[Any]:
+        nonlocal result
+        result = Packed(run(compat.rule_arguments(prim, values)), NUMPY + NUMBERS)
+        return result.forget()
+
+    try:
+        info = compat.named_info("rule")
+        jaxpr, consts = compat.stage(flat, compat.rule_types(prim), info)
+    except Exception:
+        return None
+    jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
+    return _Staged(jaxpr, tuple(extra), [result])
+
+
+def _given(
+    prim: Any, rule: Callable[..., list[Any]], result: Packed
+) -> Callable[[Sequence[Any], tuple], Any]:
+    """Return the rule that was staged as ``rule``, of the handlers' values and its arguments."""
+
+    def call(extra: Sequence[Any], args: tuple) -> Any:
+        return result.build(rule(*extra, *compat.rule_values(prim, args)))
+
+    return call
+
+
 Hidden = tuple[int, int]
 """How many operands come before a function's own: of handlers, and the call's constants."""
 
@@ -108,11 +175,15 @@ Hidden = tuple[int, int]
 def _check_hidden(varies: Sequence[bool], hidden: Hidden) -> None:
     """Raise JaxtapError if a handler's value is differentiated."""
     if any(varies[: hidden[0]]):
-        raise JaxtapError(
-            "A handler must use only its arguments and values without derivatives in a function "
-            "with custom derivative rules, got a value from around it that is differentiated. Use "
-            "jax.lax.stop_gradient(value), or tap the function as a whole."
-        )
+        _refuse()
+
+
+def _refuse() -> None:
+    raise JaxtapError(
+        "A handler must use only its arguments and values without derivatives in a function "
+        "with custom derivative rules, got a value from around it that is differentiated. Use "
+        "jax.lax.stop_gradient(value), or tap the function as a whole."
+    )
 
 
 def _jvp_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:

@@ -19,9 +19,11 @@ import jax
 from interception_core.engine_api import settled
 
 from .. import compat
+from ..dataflow.holders import custom_body
 from ..staging.marker import Marker, check_result, marker_in
 from ..staging.packed import is_iterator
 from .call import TraceCall
+from .custom import rebuild_custom
 from .frames import Frame, Operands, Place
 from .numbers import Numbers, join_path
 from .rebuild import rebuild
@@ -254,7 +256,11 @@ class Early:
     ) -> Any:
         with self._counting():
             operands = self._operands(values)
-            new = rebuild(self._session, place, primitive, params, values, operands)
+            where = self._session, place
+            if custom_body(primitive, params, len(values)) is not None:
+                new = rebuild_custom(*where, params, values, operands)
+            else:
+                new = rebuild(*where, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
         if new.foreign:
             for value in jax.tree.leaves(result):

@@ -23,9 +23,9 @@ from ..staging.packed import NUMBERS, NUMPY, Packed
 
 Run = Callable[[Callable[..., Any], tuple], Any]
 """Calls a function with a tuple of arguments, while the targets are tapped."""
-Rule = Callable[[Callable[..., Any], int, tuple], Any]
-"""``rule(fn, first, args)`` calls a rule with its operations tapped. The leaves of ``args`` from
-``first`` on are the HiPrim's operands."""
+Rule = Callable[[Callable[..., Any], int, tuple, int], Any]
+"""``rule(fn, first, args, linear)`` calls a rule with its operations tapped. The leaves of ``args``
+from ``first`` on are the HiPrim's operands; it is linear in the last ``linear`` leaves."""
 
 
 class Expansion:
@@ -109,6 +109,9 @@ def _forget(expansions: weakref.ref[Expansions], number: int, _: Any) -> None:
 
 
 def _can_expand(prim: Any) -> bool:
+    # Of a function with custom rules the rules are tapped, too; see ``custom``.
+    if compat.is_custom_prim(prim):
+        return False
     # custom_root's linear map is a derivative that JAX made, not a part of the program.
     if not compat.expands(prim) or type(prim) in (TappedPrim, MappedPrim, compat.ROOT_DERIVATIVE):
         return False
@@ -160,15 +163,16 @@ class TappedPrim(compat.HiPrimBase):
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         """Return the results and their tangents."""
-        return self._program.rule(self.prim.jvp, 0, (primals[1:], tangents[1:]))
+        args = primals[1:], tangents[1:]
+        return self._program.rule(self.prim.jvp, 0, args, len(jax.tree.leaves(args[1])))
 
     def lin(self, nzs_in: Any, *primals: Any) -> Any:
         """Return the results, and the residuals of ``linearized``."""
-        return self._program.rule(self.prim.lin, self._count, (nzs_in[1:], *primals[1:]))
+        return self._program.rule(self.prim.lin, self._count, (nzs_in[1:], *primals[1:]), 0)
 
     def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
         """Return the results, and the residuals of ``vjp_bwd``."""
-        return self._program.rule(self.prim.vjp_fwd, self._count, (nzs_in[1:], *primals[1:]))
+        return self._program.rule(self.prim.vjp_fwd, self._count, (nzs_in[1:], *primals[1:]), 0)
 
     def linearized(self, *given: Any) -> Any:
         """Return the tangents of the results."""
@@ -177,7 +181,8 @@ class TappedPrim(compat.HiPrimBase):
         return self._linearized(*residuals, *tangents)
 
     def _linearized(self, *given: Any) -> Any:
-        return self._program.rule(self.prim.linearized, -1, given)
+        tangents = len(jax.tree.leaves(given[-len(self.prim.in_avals) :]))
+        return self._program.rule(self.prim.linearized, -1, given, tangents)
 
     def vjp_bwd(self, *given: Any) -> Any:
         """Add the cotangents of the operands to their accumulators."""

@@ -12,7 +12,7 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.holders import Body
+from ..dataflow.holders import Body, holder_of
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy
 from .bodies import tap_body, unused_in
@@ -79,7 +79,8 @@ def rebuild(
     before = session.numbers.copy()
     bodies = holder.bodies(params, len(values))
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
-    if primitive is compat.call_hi_primitive_p:
+    expands = primitive is compat.call_hi_primitive_p and holder_of(primitive, params) is None
+    if expands:
         proxies = untrained(proxies)
     if primitive is compat.shard_map_p and proxies:
         taken = [proxies_of_shards(body, proxies, params) for body in bodies]
@@ -136,7 +137,7 @@ def rebuild(
         new["in_specs"] = (*specs[:given], *taken[0].specs, *last)
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
-    if primitive is compat.call_hi_primitive_p:
+    if expands:
         rule = prim_rule(session, place, operands, before)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)

@@ -154,7 +154,9 @@ def _rule_frame(
     )
 
 
-def prim_rule(session: Session, place: Place, operands: Operands, numbers: Numbers) -> Rule:
+def prim_rule(
+    session: Session, place: Place, operands: Operands, numbers: Numbers, is_later: bool = True
+) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
     Args:
@@ -162,16 +164,21 @@ def prim_rule(session: Session, place: Place, operands: Operands, numbers: Numbe
         place: where the HiPrim's application is.
         operands: what is known of its operands.
         numbers: the numbers from which the rule's operations count.
+        is_later: whether the loops around will have ended.
     """
 
-    def rule(fn: Callable[..., Any], first: int, args: tuple) -> Any:
+    def rule(fn: Callable[..., Any], first: int, args: tuple, linear: int) -> Any:
         packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
         if not session.tapping.tasks.wants(jaxpr):
             return fn(*args)
-        leaves = [packed.leaf_of(i) - first for i in range(len(packed.arrays))]
-        known = [k if first >= 0 and 0 <= k < len(operands.avals) else None for k in leaves]
-        places = [*[None] * (len(jaxpr.invars) - len(known)), *known]
-        inner = _rule_frame(jaxpr, place, operands, places, consts)
+        leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
+        own = range(first, first + len(operands.avals)) if first >= 0 else ()
+        known = [leaf - first if leaf in own else None for leaf in leaves]
+        before = len(jaxpr.invars) - len(known)
+        places = [*[None] * before, *known]
+        tangents = len(jax.tree.leaves(args)) - linear
+        along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
+        inner = _rule_frame(jaxpr, place, operands, places, consts, is_later, along)
         counting = session.counting(numbers.copy())
         return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 

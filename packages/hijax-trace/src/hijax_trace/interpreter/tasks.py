@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from interception_core.engine_api import AHEAD
 
 from .. import compat
-from ..dataflow.holders import CUSTOM_CALLS, Holder, holder_of
+from ..dataflow.holders import CUSTOM_CALLS, Body, Holder, custom_body, holder_of
 from ..patterns.find import FINDERS, contractions
 from ..patterns.group import Group
 from ..staging.mapped import mapped_in
@@ -133,8 +133,9 @@ class Tasks:
 
     def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
         """Return the holder of an equation, or None."""
-        if primitive is not compat.call_hi_primitive_p:
-            return holder_of(primitive, params)
+        found = holder_of(primitive, params)
+        if found is not None or primitive is not compat.call_hi_primitive_p:
+            return found
         expansion = self._expansions.of(params["_prim"])
         return None if expansion is None else expansion.holder()
 
@@ -142,6 +143,9 @@ class Tasks:
         """Return whether a primitive holds a program that ``wants`` is true for."""
         if primitive is compat.jit_p:
             return self.wants(params["jaxpr"])
+        custom = custom_body(primitive, params, operands)
+        if custom is not None:
+            return self.wants(custom.jaxpr)
         holder = self.holder(primitive, params)
         if holder is None:
             return False
@@ -176,11 +180,15 @@ class Tasks:
         mapped = mapped_in(eqn.primitive, eqn.params)
         if mapped is not None:
             yield mapped.jaxpr, ""
-        elif eqn.primitive in CUSTOM_CALLS:
-            yield eqn.params["call_jaxpr"], ""
+        elif (custom := self._custom(eqn)) is not None:
+            yield custom.jaxpr, ""
         elif (holder := self.holder(eqn.primitive, eqn.params)) is not None:
             for body in holder.bodies(eqn.params, compat.operand_count(eqn)):
                 yield body.jaxpr, body.label
+
+    def _custom(self, eqn: Any) -> Body | None:
+        """Return the function of an equation with custom rules, staged or being staged."""
+        return custom_body(eqn.primitive, eqn.params, compat.operand_count(eqn))
 
     def _plan(self, jaxpr: Any) -> tuple[list[Task], bool]:
         jaxpr = compat.open_of(jaxpr)
@@ -238,7 +246,7 @@ class Tasks:
             do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
         elif primitive in self._primitives:
             do = Do.ASK
-        elif primitive in CUSTOM_CALLS:
+        elif self._custom(eqn) is not None:
             do = Do.CUSTOM
         elif self.enters(primitive, params, compat.operand_count(eqn)):
             do = Do.ENTER

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..dataflow.expression import Expression, Leaf
-from ..dataflow.holders import CUSTOM_CALLS, holder_of
+from ..dataflow.holders import custom_body, holder_of
 from ..dataflow.nodes import Constant, Operation
 from .attention import RESULT, Attention, attention
 from .group import Group, uses
@@ -177,7 +177,8 @@ def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
     if eqn.primitive is compat.jit_p:
         return eqn.params["jaxpr"]
-    return eqn.params["call_jaxpr"] if eqn.primitive in CUSTOM_CALLS else None
+    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
+    return None if body is None else body.jaxpr
 
 
 def _name(value: Value, eqn: Any) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..dataflow.holders import CUSTOM_CALLS, holder_of
+from ..dataflow.holders import custom_body, holder_of
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.follow import follow
 from ..proxy.form import form_of
@@ -164,12 +164,11 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
-    if eqn.primitive in CUSTOM_CALLS:
-        return eqn.params["call_jaxpr"]
+    custom = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None or eqn.primitive is compat.kept_p:
+    if (custom or holder) is None or eqn.primitive is compat.kept_p:
         return None
-    bodies = holder.bodies(eqn.params, len(eqn.invars))
+    bodies = [custom] if custom else holder.bodies(eqn.params, len(eqn.invars))
     if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
         return None
     return bodies[0].jaxpr
