@@ -78,6 +78,25 @@ functions, too. Code of the program runs inside of them only in the rules of ``c
 ``custom_jvp`` and ``custom_vmap``.
 """
 
+_CUSTOM_PRIMS: tuple[type, ...] = tuple(
+    getattr(_hijax, name)
+    for name in ("CustomJVPTraced", "CustomVJPTraced")
+    if hasattr(_hijax, "vmap_rule")  # 0.12
+)
+
+
+def runs_custom_rule(trace: Any, primitive: Any, params: Any) -> bool:
+    """Return whether a primitive's derivative is a rule of the program, and nothing else.
+
+    JAX 0.12 has such primitives with its flags ``jax_custom_jvp3`` and ``jax_custom_vjp3``.
+    """
+    if primitive is not _hijax.call_hi_primitive_p or not isinstance(trace, _DERIVATIVES):
+        return False
+    return isinstance(params["_prim"], _CUSTOM_PRIMS)
+
+
+_DERIVATIVES = (_ad.JVPTrace, _ad.LinearizeTrace)
+
 backward_pass: FunctionType = _ad.backward_pass3
 """Runs the transpose rules. See ``rule_runners``."""
 

@@ -101,7 +101,7 @@ class Box:
             if current.type == type_:
                 current = box._used()
             if current.type == type_ and current.values is None:
-                current.write(leaves, box._passed)
+                current.write(leaves, box._passed, box._weak_types_change())
             else:
                 box._change(leaves, type_)
         except jax.errors.UnexpectedTracerError as error:
@@ -172,6 +172,12 @@ class Box:
             self._fixed_by = label
         return contents
 
+    def _weak_types_change(self) -> bool:
+        """Return whether a write here decides which leaves are weak: not in a nested trace."""
+        home, here = self._home_trace(), compat.current_trace()
+        at_home = compat.is_eval(here) if home is None else here is home
+        return at_home and self._fixed_by is None
+
     def _change(self, leaves: list, type_: BoxType) -> None:
         """Give the Box contents of another type."""
         home = self._home_trace()
@@ -216,23 +222,27 @@ class Box:
 
 
 class _Structure:
-    """The static part of a Box as a pytree node: its structure.
+    """The static part of a Box as a pytree node: its structure, and which leaves are weak.
 
     The Box is kept weakly, so that ``jax.tree.map(lambda x: x, box)`` returns the same Box. It does
     not count for equality.
     """
 
-    __slots__ = ("owner", "treedef")
+    __slots__ = ("owner", "treedef", "weak")
 
-    def __init__(self, treedef: Any, owner: Box):
+    def __init__(self, treedef: Any, owner: Box, weak: tuple[bool, ...] = ()):
         self.treedef = treedef
         self.owner = weakref.ref(owner)
+        self.weak = weak
+
+    def _key(self) -> tuple:
+        return self.treedef, self.weak
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Structure) and self.treedef == other.treedef
+        return isinstance(other, _Structure) and self._key() == other._key()
 
     def __hash__(self) -> int:
-        return hash(self.treedef)
+        return hash(self._key())
 
     def __repr__(self) -> str:
         return f"Box[{self.treedef}]"
@@ -250,7 +260,8 @@ def _flatten(box: Box) -> tuple[tuple, _Structure]:
     contents = box._current()
     if contents.values is not None:
         contents = box._used()
-    return contents.refs, _Structure(contents.treedef, box)
+    refs = contents.refs
+    return refs, _Structure(contents.treedef, box, contents.weak)
 
 
 def _flatten_with_keys(box: Box) -> tuple[tuple, _Structure]:
@@ -268,7 +279,7 @@ def _unflatten(structure: _Structure, refs: Any) -> Box:
         if same and (refs or scope.home_trace() is None):
             return owner
     box = object.__new__(Box)
-    box._set_up(Contents(structure.treedef, refs), passed=True)
+    box._set_up(Contents(structure.treedef, refs, weak=structure.weak), passed=True)
     return box
 
 

@@ -27,9 +27,20 @@ class Contents:
         refs: a reference for each leaf; None for pending contents.
         type_: the type, if it is known.
         constant: whether programs that make it may not differentiate it, if it is known.
+        weak: whether each leaf counts as a Python number, as what was set where the Box was made.
+            References have no weak types. Programs that were traced keep this.
     """
 
-    __slots__ = ("__weakref__", "_constant", "_refs", "_type", "pending", "treedef", "values")
+    __slots__ = (
+        "__weakref__",
+        "_constant",
+        "_refs",
+        "_type",
+        "pending",
+        "treedef",
+        "values",
+        "weak",
+    )
 
     def __init__(
         self,
@@ -37,7 +48,9 @@ class Contents:
         refs: tuple | None,
         type_: BoxType | None = None,
         constant: bool | None = None,
+        weak: tuple[bool, ...] = (),
     ):
+        self.weak = weak
         self.treedef = treedef
         self._refs = refs
         self._type = type_
@@ -49,7 +62,7 @@ class Contents:
     def of(cls, leaves: list, type_: BoxType, constant: bool) -> Contents:
         """Return contents with new references, made in the current trace."""
         refs = tuple(compat.new_ref(leaf, constant) for leaf in leaves)
-        return cls(type_.treedef, refs, type_, constant)
+        return cls(type_.treedef, refs, type_, constant, _weak(leaves))
 
     @classmethod
     def to_come(cls, leaves: list, type_: BoxType) -> Contents:
@@ -64,7 +77,7 @@ class Contents:
         if self._refs is None:
             assert self.values is not None
             self._refs = tuple(compat.new_ref(value, self.constant) for value in self.values)
-            self.values = None
+            self.values, self.weak = None, _weak(self.values)
         return self._refs
 
     @property
@@ -95,25 +108,33 @@ class Contents:
         """Read each reference."""
         if self.values is not None:
             return list(self.values)
-        return [ref[...] for ref in self.refs]
+        pairs = zip(self.refs, self.weak, strict=True)
+        return [compat.with_weak_type(ref[...], weak) for ref, weak in pairs]
 
     def read(self) -> Any:
         """Return the value."""
         return jax.tree.unflatten(self.treedef, self.leaves())
 
-    def write(self, leaves: list, passed: bool) -> None:
+    def write(self, leaves: list, passed: bool, decides: bool = True) -> None:
         """Write values of the same types to the references.
 
         Args:
             leaves: the values.
             passed: whether the Box is an argument.
+            decides: whether the values decide which leaves are weak.
         """
         refs = self.refs
         traced = not compat.is_eval(compat.current_trace())
+        if decides:
+            self.weak = _weak(leaves)
         for ref, leaf in zip(refs, leaves, strict=True):
             if traced and (passed or self.constant or compat.trace_of(ref) is None):
                 leaf = guard.written.bind(leaf, ref)
             ref[...] = leaf
+
+
+def _weak(leaves: list) -> tuple[bool, ...]:
+    return tuple(getattr(jax.typeof(leaf), "weak_type", False) for leaf in leaves)
 
 
 def _place(value: Any) -> Any:

@@ -127,7 +127,8 @@ class Run:
             if not is_box(x):
                 return x
             box = object.__new__(Box)
-            box._set_up(Contents(x._contents.treedef, x._contents.refs), passed=True)
+            given = x._contents
+            box._set_up(Contents(given.treedef, given.refs, weak=given.weak), passed=True)
             self.arguments.append(box)
             self.initial.append(box._contents)
             return box

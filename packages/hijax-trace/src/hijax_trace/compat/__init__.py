@@ -88,6 +88,7 @@ from .kept import (
     batch_type,
     cotangent_type,
     derivative_above_staging,
+    is_derivative,
     kept_p,
     tangent_type,
 )
@@ -117,7 +118,7 @@ from .pjit import (
     with_zeros,
     wrap_fun,
 )
-from .refs import is_constant_ref, is_ref, new_ref, register_discharge_to_first
+from .refs import is_constant_ref, is_ref, new_ref, register_discharge_to_first, with_weak_type
 from .trace import (
     Tracer,
     axis_of,

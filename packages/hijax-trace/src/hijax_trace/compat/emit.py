@@ -11,7 +11,7 @@ from jax._src import dtypes as _dtypes  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
-from .jaxpr import consts_of, open_of
+from .jaxpr import consts_of, holds_jaxprs, open_of
 from .pjit import _EARLY, SharedParams, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
 
@@ -106,6 +106,10 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
     variables = [trace.frame.newvar(var.aval) for var in eqn.outvars]
+    if holds_jaxprs(eqn) and not trace.frame.is_high:
+        # Else nothing would expand a HiPrim in it.
+        avals = [tracer.aval for tracer in tracers]
+        trace.frame.is_high = eqn.primitive.is_high(*avals, **eqn.params)
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
     trace.frame.add_eqn(made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]

@@ -40,6 +40,11 @@ _DERIVATIVES = (ad.JVPTrace, ad.LinearizeTrace)
 _OTHERS = (batching.BatchTrace, pe.JaxprTrace)
 
 
+def is_derivative(trace: Any) -> bool:
+    """Return whether a trace takes a derivative."""
+    return isinstance(trace, _DERIVATIVES)
+
+
 def derivative_above_staging(trace: Any) -> tuple[Any, bool]:
     """Return the trace that builds a jaxpr below a derivative or transpose.
 

@@ -10,6 +10,7 @@ from jax._src import (
     ad_util,  # 0.10.2 - 0.12
     core,  # 0.10.2 - 0.12
 )
+from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
 from jax._src.custom_derivatives import custom_jvp_call_p  # 0.10.2 - 0.12
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
@@ -56,7 +57,17 @@ def new_ref(value: Any, constant: bool) -> Any:
         constant: whether programs that make it do not differentiate it. Such a reference is
             written once where ``jax.checkpoint`` computes the value twice.
     """
+    # Since 0.11 references have no weak types.
+    value = with_weak_type(value, False)
     return jax.new_ref(value, kind=_CONSTANT if constant else None)
+
+
+def with_weak_type(value: Any, weak: bool) -> Any:
+    """Return a value with the type of a Python number, or with another one."""
+    aval = core.typeof(value)
+    if getattr(aval, "weak_type", weak) == weak:
+        return value
+    return _lax._convert_element_type(value, aval.dtype, weak_type=weak)
 
 
 def is_constant_ref(ref: Any) -> bool:

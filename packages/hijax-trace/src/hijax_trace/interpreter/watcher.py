@@ -11,6 +11,7 @@ import jax
 from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ahead
 
 from .. import compat
+from ..dataflow.holders import custom_body
 from ..staging.kept import can_keep, keep, keeps
 from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
 from ..staging.marker import key_of
@@ -170,6 +171,8 @@ class Watcher:
             return NotImplemented
         if any(map(unknown_ahead, values)):
             return NotImplemented
+        if compat.is_derivative(trace) and custom_body(primitive, params, len(values)) is not None:
+            return NotImplemented  # its rule runs now, a part of the program
         is_mapped = can_map(trace, values)
         if not is_mapped and not keeps(trace, self.early.tracers.base()):
             return self.early.bind(path, trace, primitive, values, params)

@@ -70,6 +70,9 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
                 if result is not NotImplemented:
                     return result
             level = outer
+        trace, primitive, _, params = args
+        if _compat.runs_custom_rule(trace, primitive, params):
+            return original(*args, **kwargs)
     return _rules(site, original, state, args, kwargs)
 
 
