@@ -52,6 +52,46 @@ def test_reading_does_not_alias():
     np.testing.assert_allclose(before, X)
 
 
+def test_a_number_counts_as_one_wherever_it_is_read():
+    """A Python number takes the dtype of what it meets, as JAX's own Box had it."""
+    x = jnp.ones(2, jnp.bfloat16)
+
+    def product(box):
+        return (box.get() * x).dtype.name
+
+    def step(carry, _):
+        box.set(box.get() + 1.0)
+        return carry * box.get(), None
+
+    def loss(x):
+        box.set(3.0)
+        return (x * box.get()).sum()
+
+    box = Box(2.0)
+    assert product(box) == jax.jit(lambda x: box.get() * x)(x).dtype.name == "bfloat16"
+    assert jax.jit(lambda box, x: box.get() * x)(box, x).dtype.name == "bfloat16"
+    assert lax.scan(step, x, length=3)[0].dtype.name == "bfloat16"
+    assert jax.jit(lambda x: lax.scan(step, x, length=3)[0])(x).dtype.name == "bfloat16"
+    assert jax.grad(loss)(x).dtype.name == product(box) == "bfloat16"
+    holds(box, 3.0)
+    assert (Box(2).get() * jnp.ones(2, jnp.int8)).dtype.name == "int8"
+
+
+def test_what_is_set_decides_whether_it_counts_as_a_number():
+    x = jnp.ones(2, jnp.bfloat16)
+    read = jax.jit(lambda box, x: box.get() * x)
+    box = Box(2.0)
+    for value, expected in ((jnp.float32(3), "float32"), (3.0, "bfloat16"), (np.float32(3), "float32")):
+        box.set(value)
+        assert (box.get() * x).dtype.name == read(box, x).dtype.name == expected
+    # Programs keep what they were traced for.
+    box = Box(2.0)
+    closed = jax.jit(lambda x: box.get() * x)
+    assert closed(x).dtype.name == "bfloat16"
+    box.set(jnp.float32(3))
+    assert (box.get() * x).dtype.name == closed(x).dtype.name == "bfloat16"
+
+
 @ALL
 def test_closed_over(jit):
     box = Box(1.0)
