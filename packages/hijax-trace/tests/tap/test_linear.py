@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.custom_derivatives import linear_call
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
@@ -155,6 +156,27 @@ def test_handlers_learn_in_which_operands_an_operation_is_linear(name, expected)
     TraceEngine().wrap(PROGRAMS[name], Interceptor({DOT: rounding(log)}))(W, X)
     expected = [one or [(None, True), (None, False)] for one in expected]
     assert log == expected
+
+
+def test_a_linear_call_is_linear_in_its_linear_operands():
+    def program(w, x):
+        turned = lambda w, ct: dot(ct, w.T)  # noqa: E731
+        return linear_call(lambda w, v: dot(v, w), turned, w, x)
+
+    log = []
+
+    def tapped(w, x, factor):
+        def handler(call, x, w, *args, **params):
+            log.append([(call.operand(v).provenance, call.is_linear(v)) for v in (x, w)])
+            return call.proceed(x, w, *args, **params) * factor
+
+        return TraceEngine().wrap(program, Interceptor({DOT: handler}))(w, x)
+
+    found, pull = jax.vjp(lambda x: jax.jit(tapped)(W, x, jnp.float32(2)), X)
+    assert log[0] == [("args[1]", True), ("args[0]", False)]
+    np.testing.assert_allclose(found, 2 * np.asarray(X) @ W, 1e-5, 1e-6)
+    # Its derivative is the program's rule.
+    np.testing.assert_allclose(pull(X)[0], np.asarray(X) @ W.T, 1e-5, 1e-6)
 
 
 def test_the_programs_of_a_linear_solve_know_their_weights():

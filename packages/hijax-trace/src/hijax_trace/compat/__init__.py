@@ -103,6 +103,7 @@ from .pjit import (
     in_shard_map,
     is_inlined,
     jit_p,
+    linear_call_p,
     linear_solve_p,
     more_scan_consts,
     more_scan_steps,

@@ -41,6 +41,7 @@ while_p = _loops.while_p
 cond_p = _conditionals.cond_p
 custom_jvp_call_p = _custom_derivatives.custom_jvp_call_p
 custom_vjp_call_p = _custom_derivatives.custom_vjp_call_p
+linear_call_p = _custom_derivatives.linear_call_p
 CustomVJPException = ad.CustomVJPException
 custom_vmap_p = _custom_batching.custom_vmap_p
 linear_solve_p = _solves.linear_solve_p

@@ -195,6 +195,19 @@ def _solve_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) 
     return {**params, "const_lengths": type(lengths)(*counts), "jaxprs": new}
 
 
+def _linear_call_bodies(params: dict[str, Any], operands: int) -> list[Body]:
+    body = _all_same(params["callee"], 0)
+    linear = range(params["num_callee_consts"] + params["num_res"], operands)
+    return [dataclasses.replace(body, linear=frozenset(linear))]
+
+
+def _linear_call_rebuild(
+    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
+) -> dict[str, Any]:
+    count = params["num_callee_consts"] + extra[0]
+    return {**params, "callee": jaxprs[0], "num_callee_consts": count}
+
+
 def _custom_vmap_rebuild(
     params: dict[str, Any], jaxprs: list[Any], extra: list[int]
 ) -> dict[str, Any]:
@@ -230,6 +243,8 @@ HOLDERS: dict[Any, Holder] = {
     compat.linear_solve_p: Holder(
         _solve_bodies, _solve_rebuild, _solve_places, "none", constant=frozenset([1, 2, 3])
     ),
+    # The rule that transposes it stays, as the backward rule of a ``custom_vjp`` does.
+    compat.linear_call_p: Holder(_linear_call_bodies, _linear_call_rebuild, lambda params: [0]),
     compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
     ),
