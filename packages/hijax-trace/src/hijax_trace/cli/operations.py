@@ -41,6 +41,7 @@ _CALLS = frozenset(
         "jit",
         "closed_call",
         "core_call",
+        "eval_jaxpr",
         "remat2",
         "checkpoint",
         "custom_jvp_call",
@@ -133,10 +134,12 @@ def operations(
         return f"{kind}: {expression}" if kind in ("view", "derived") else None
 
     def look(call: OpCall, *args: Any, **kwargs: Any) -> Any:
+        prim = kwargs.get("_prim")
+        if prim is not None and compat.prim_program(prim) is not None:
+            return NotImplemented  # only calls a program, too
         values = [leaf for leaf in jax.tree.leaves(args) if _is_value(leaf)]
         types = [compat.typeof(value) for value in values]
         operands = [call.operand(value) for value in values]
-        prim = kwargs.get("_prim")
         found.append(
             Operation(
                 call.op_id,

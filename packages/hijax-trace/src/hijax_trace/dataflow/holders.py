@@ -273,7 +273,6 @@ def custom_body(primitive: Any, params: dict[str, Any], operands: int) -> Body |
     return Body(jaxpr, inputs, (SAME,) * len(inputs))
 
 
-
 def _prim_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
     return [Body(jaxpr, inputs, (SAME,) * len(inputs))]
