@@ -92,7 +92,7 @@ def test_handlers_see_and_replace_what_is_in_them(place):
 def test_the_derivative_is_that_of_what_handlers_return():
     """That of a custom rule's function is the rule's."""
     for name, fn in functions().items():
-        factor = 3.0 if "checkpoint" == name or name == "names" else 1.0
+        factor = 3.0 if name in ("checkpoint", "names") else 1.0
         expected = jax.grad(lambda x, w, k=factor: (plain(k)(x, w) * X @ W).sum(), (0, 1))(X, W)
         tapped = tap(fn, times(3.0), DOT)
         found = jax.jit(jax.grad(lambda x, w, f=tapped: (f(x, w) * X @ W).sum(), (0, 1)))(X, W)

@@ -10,9 +10,9 @@ from jax._src import (
     ad_util,  # 0.10.2 - 0.12
     core,  # 0.10.2 - 0.12
 )
-from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
 from jax._src.custom_derivatives import custom_jvp_call_p  # 0.10.2 - 0.12
 from jax._src.interpreters import ad, batching  # 0.10.2 - 0.12
+from jax._src.lax import lax as _lax  # 0.10.2 - 0.12
 from jax._src.state import discharge as _discharge  # 0.10.2 - 0.12
 from jax._src.state import primitives as _state_primitives  # 0.10.2 - 0.12
 from jax._src.state import types as _state  # 0.10.2 - 0.12

@@ -9,7 +9,6 @@ from typing import Any
 from .. import compat
 from ..proxy.moves import MOVES, SAME
 from .holders import Body, custom_body, holder_of
-from .holders import SAME as UNCHANGED
 
 VIEWS = SAME | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
