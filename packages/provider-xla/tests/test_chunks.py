@@ -52,7 +52,8 @@ def test_kernels_of_many_shapes_need_few_programs():
     )
     compiled = chunks._quantized._cache_size()
     stored = plan.quantize(params)
-    assert chunks._quantized._cache_size() - compiled <= 2  # up to 32 and up to 128 elements
+    # Up to 32, 64 and 128 elements.
+    assert chunks._quantized._cache_size() - compiled <= 3
     for k, q in zip(params, stored, strict=True):
         scale = np.abs(np.asarray(k)).max((1, 2, 3), keepdims=True) / np.float32(127)
         np.testing.assert_allclose(q.scale, scale, rtol=1e-6)

@@ -158,7 +158,8 @@ def custom_with(
     _, in_tree = _registry.flatten((([*extra, *given[0]], *given[1:]), named))
     params = {**old._params, "jaxpr": jaxpr}
     source = old._fun_sourceinfo
-    traced = _stages.Traced(list(jaxpr.in_avals), params, in_tree, old.out_tree, [], source)
+    parts = list(jaxpr.in_avals), params, in_tree, old.out_tree, [], source
+    traced = _stages.Traced(*parts)  # pyrefly: ignore[bad-argument-count]  # 0.12 takes the source
 
     def own(args: Sequence[Any]) -> tuple[Any, ...]:
         return (list(args[0][count:]), *args[1:])

@@ -165,10 +165,13 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
     custom = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    holder = holder_of(eqn.primitive, eqn.params)
-    if (custom or holder) is None or eqn.primitive is compat.kept_p:
-        return None
-    bodies = [custom] if custom else holder.bodies(eqn.params, len(eqn.invars))
+    if custom is not None:
+        bodies = [custom]
+    else:
+        holder = holder_of(eqn.primitive, eqn.params)
+        if holder is None or eqn.primitive is compat.kept_p:
+            return None
+        bodies = holder.bodies(eqn.params, len(eqn.invars))
     if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
         return None
     return bodies[0].jaxpr

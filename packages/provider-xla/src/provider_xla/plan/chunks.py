@@ -26,8 +26,8 @@ CHUNK = 2**18
 MOST = 2**24
 """Elements of an array up to which compiling for its shape costs more than moving it."""
 
-_NARROWEST, _STEP = 32, 4
-"""Rows have 32, 128, 512, ... elements."""
+_NARROWEST = 32
+"""Rows have 32, 64, 128, ... elements."""
 
 _METHODS = ("absmax", "minmax")
 """The calibration methods that zeros in a slice don't change."""
@@ -158,13 +158,14 @@ def _in_chunks(
     if width is None:
         width = _NARROWEST
         while width < elements:
-            width *= _STEP
+            width *= 2
     height = max(CHUNK // width, 1)
     found = []
     for start in range(0, count, height):
-        part = rows[start : start + height]
-        chunk = np.zeros((height, width), rows.dtype)
-        chunk[: len(part), :elements] = part
+        part = chunk = rows[start : start + height]
+        if part.shape != (height, width):
+            chunk = np.zeros((height, width), rows.dtype)
+            chunk[: len(part), :elements] = part
         # Also while a program is traced, in which the array is a constant.
         with jax.ensure_compile_time_eval():
             results = run(jax.device_put(chunk))
