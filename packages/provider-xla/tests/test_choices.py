@@ -203,3 +203,54 @@ def test_lookups_in_a_chosen_table():
     found = jax.jit(plan.apply(fn))(plan.quantize(PARAMS), *args)
     for one, wanted in zip(found, fn(PARAMS, *args), strict=True):
         np.testing.assert_allclose(one, wanted, atol=0.03)
+
+
+def dropped(key, p):
+    return jax.random.bernoulli(key, 0.5, p.shape).astype(p.dtype)
+
+
+def noise(key, p):
+    return 0.1 * jax.random.normal(key, p.shape)
+
+
+# What a program computes with a square parameter p, an activation of its shape and a random key.
+JOINED = {
+    "dropout": lambda p, x, key: x @ (p * dropped(key, p)),
+    "noise": lambda p, x, key: x @ (p + noise(key, p)),
+    "factors of noise": lambda p, x, key: x @ (p * (1 + noise(key, p))),
+    "in a jitted function": lambda p, x, key: jax.jit(lambda p: x @ (p + noise(key, p)))(p),
+    "style": lambda p, x, key: x @ (p * x[0][:, None]),
+    "temperature": lambda p, x, key: x @ (p * x[0, 0]),
+    "normalized": lambda p, x, key: x @ (p / jnp.linalg.norm(x)),
+    "prefix": lambda p, x, key: x @ jnp.concatenate([p, x]).T,
+}
+STATES = {
+    "rows": lambda p, x, key: x @ p.at[key.ndim].set(x[0]),
+    "cache": lambda p, x, key: x @ lax.dynamic_update_slice(p, x[:1], (key.ndim, 0)).T,
+}
+GAINS = {
+    "gain": lambda p, x, key: x @ (x * p),
+    "gain of a product": lambda p, x, key: x @ (x.T @ x * p),
+    "bias": lambda p, x, key: x @ (x + p),
+    "bias of a product": lambda p, x, key: x @ (x.T @ x + p),
+    "gain and a row": lambda p, x, key: (x[:1] * p[:1]) @ x,
+}
+
+
+@pytest.mark.parametrize("name", [*JOINED, *STATES, *GAINS])
+def test_what_is_computed_with_a_parameter(name):
+    """A weight with factors or noise can't be stored. States and gains are not weights."""
+    fn = {**JOINED, **STATES, **GAINS}[name]
+    p, x, provider = normal(7, 16, 16), normal(8, 16, 16), PtqProvider(W8)
+    if name in JOINED:
+        with pytest.warns(
+            QuantizationWarning, match="multiplies or joins it with what it computes"
+        ):
+            plan = provider.plan(fn, p, x, jax.random.key(0))
+    else:
+        plan = PtqProvider(W8, strict=True).plan(fn, p, x, jax.random.key(0))
+    assert not plan.weights
+    ((path, _, why),) = plan.floats
+    assert path == "args[0]"
+    assert ("writes into it at each call" in why) == (name in STATES)
+    assert ("no matmul" in why) == (name in GAINS)

@@ -597,8 +597,10 @@ def test_tree_map_gives_back_the_same_box():
 def test_a_box_is_a_pytree_of_its_leaves():
     box = Box({"a": X, "b": 1.0})
     assert len(jax.tree.leaves(box)) == 2
-    assert jax.tree.structure(box) == jax.tree.structure(Box({"a": 0, "b": 0}))
-    assert jax.tree.structure(box) != jax.tree.structure(Box({"a": 0, "c": 0}))
+    assert jax.tree.structure(box) == jax.tree.structure(Box({"a": jnp.ones((2, 2), int), "b": 0}))
+    assert jax.tree.structure(box) != jax.tree.structure(Box({"a": X, "c": 0}))
+    # A Python number makes another program than an array, so jit must tell them apart.
+    assert jax.tree.structure(box) != jax.tree.structure(Box({"a": X, "b": jnp.ones(())}))
     assert len(jax.tree_util.tree_leaves_with_path({"x": box})) == 2
     jax.tree.map(lambda leaf: "anything", box)
 
