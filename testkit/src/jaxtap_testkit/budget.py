@@ -20,17 +20,21 @@ from typing import Any
 import pytest
 
 BUDGETS = {
-    "hijax-trace": 90,
-    "interception-core": 30,
-    "provider-odml": 90,
-    "provider-odml-aeq": 10,
-    "provider-xla": 200,
-    "quant-numerics": 60,
-    "te-ffi-kernels": 60,
-    "te-ffi-kernels-cuda13": 60,
-    "tests": 150,
+    "hijax-trace": 240,
+    "interception-core": 65,
+    "provider-odml": 280,
+    "provider-odml-aeq": 20,
+    "provider-xla": 520,
+    "quant-numerics": 180,
+    "te-ffi-kernels": 290,
+    "te-ffi-kernels-cuda13": 10,
+    "tests": 370,
 }
-"""CPU seconds for the default tier of each package's tests; ``tests`` are those of several."""
+"""CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
+
+What two cores of an AMD EPYC (Zen 3) take today. The aim is 600 in all: lower them with each
+package whose tests become cheaper.
+"""
 
 MOST = 5.0
 """CPU seconds above which a test of the default tier is named."""

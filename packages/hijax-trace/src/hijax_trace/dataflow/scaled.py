@@ -39,7 +39,7 @@ def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -
         seen.add(id(node))
         kind = node.judged(is_parameter)
         if kind.kind in ("view", "derived"):
-            # One row, such as a gain or a bias, is no weight that is contracted.
+            # One row, such as a gain or a bias, is not a weight that is contracted.
             if sum(size > 1 for size in _shape(node)) > 1:
                 for path in sorted(kind.paths):
                     found[path] = found.get(path, True) and is_written

@@ -57,7 +57,7 @@ def reinterpret_without(
     count = len(used) - len(places)
     if any(used[count:]):
         raise _not_stored(session, frame, variables, places, used[count:])
-    # Since 0.11 constants are the first arguments; before, they have variables of their own.
+    # Since 0.11 constants are the first arguments; before, they have variables.
     first = [value for value, one in zip(consts, used[:count], strict=True) if one] if count else []
     closed = compat.with_consts(left, [] if count else consts)
     return compat.as_function(closed)(*first)

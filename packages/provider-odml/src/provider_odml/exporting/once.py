@@ -175,7 +175,7 @@ def _depends(eqn: Any, operands: list[bool]) -> Sequence[bool]:
         raise ConversionError(
             "Random numbers must depend on no input, since LiteRT makes none, got some that do at "
             f"{where_of(eqn)}. Export the function as it is for inference, without dropout, or "
-            "pass the numbers as an input. From a key that is no argument they are constants."
+            "pass the numbers as an input. From a key that is not an argument they are constants."
         )
     program = program_of(eqn)
     with place_of(eqn):

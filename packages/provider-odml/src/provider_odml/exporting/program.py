@@ -276,7 +276,7 @@ def filled(args: tuple, places: Sequence[int], inputs: Sequence[Any]) -> Any:
 
 
 def places_of(args: tuple, argnum: int, keys: bool = False) -> tuple[int, ...]:
-    """Return which leaves of the arguments are inputs: arrays that are no parameters.
+    """Return which leaves of the arguments are inputs: arrays that are not parameters.
 
     Args:
         args: the arguments.

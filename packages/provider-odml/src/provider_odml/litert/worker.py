@@ -22,7 +22,7 @@ func: Any = importlib.import_module("litert_converter.mlir.dialects.func")
 stablehlo: Any = importlib.import_module("litert_converter.mlir.dialects.stablehlo")
 
 OURS = ("stablehlo.optimization_barrier", "stablehlo.composite", "quantfork.stats")
-"""Operations that no program has of its own: what tells the converter of scales."""
+"""Operations that no program has: what tells the converter of scales."""
 CONSTANTS = ("arith.constant", "tfl.pseudo_const", "tfl.pseudo_qconst")
 
 

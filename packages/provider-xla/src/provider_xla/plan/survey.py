@@ -174,7 +174,7 @@ class Survey:
             (index,) = indices
             along, axes = looked_up(params), looked_up_axes(params, operand.shape) or ()
             count = math.prod(index.shape[:-1])
-        # A loop over layers takes their biases and gains by its counter: these are no tables.
+        # A loop over layers takes their biases and gains by its counter: these are not tables.
         counts = call.op_name == "dynamic_slice" and is_counted(call.expression(index))
         among = self.rules.weights(call, (operand,))
         (weight,) = among.found

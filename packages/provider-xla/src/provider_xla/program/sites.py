@@ -358,7 +358,7 @@ def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
 def unstorable(paths: Mapping[str, bool]) -> tuple[str, str | None]:
     """Return why parameters that ``scaled_inputs`` names stay float, and the problem.
 
-    A program that writes into a parameter uses it as a state, which is no problem.
+    A program that writes into a parameter uses it as a state, which is not a problem.
     """
     text = " and ".join(paths) + " can't be stored: the program "
     if all(paths.values()):
