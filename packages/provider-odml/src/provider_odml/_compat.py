@@ -80,11 +80,12 @@ def _stack_of(eqn: Any) -> Any:
     return source_info_util.current_name_stack() + eqn.source_info.name_stack
 
 
-def constants_of_scan(eqn: Any) -> int:
-    """Return how many of a scan's operands are the same in each step, 0.10.2 - 0.12."""
+def parts_of_scan(eqn: Any) -> tuple[int, int]:
+    """Return how many of a scan's operands stay the same, and how many it carries."""
     if "num_consts" in eqn.params:  # 0.10.2
-        return eqn.params["num_consts"]
-    return len(eqn.params["ft_in"].unpack()[0])
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, *_ = eqn.params["ft_in"].unpack()  # 0.11.2 - 0.12
+    return len(consts), len(carry)
 
 
 def composite_attribute(eqn: Any, name: str) -> Any:

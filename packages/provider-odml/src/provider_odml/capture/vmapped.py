@@ -17,12 +17,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 
 from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
 from .._compat import bind_again, define_batching, name_of, scopes_of
+from ..bodies import cond_again, while_again
 from ..jaxprs import equations_in, evaluated
 from ..trees import split
 from .module_calls import anywhere, bracketed
@@ -111,7 +111,7 @@ def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     with contextlib.ExitStack() as scopes:
         for name in scopes_of(eqn):
             scopes.enter_context(jax.named_scope(name))
-        return (again or bind_again)(eqn, operands)
+        return bind_again(eqn, operands) if again is None else again(eqn, operands, _function)
 
 
 def _function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -124,38 +124,16 @@ def _function(jaxpr: Any) -> Callable[..., list[Any]]:
     return fn
 
 
-def _checkpoint(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
+def _checkpoint(
+    eqn: Any, operands: Sequence[jax.Array], function: Callable[[Any], Callable[..., list[Any]]]
+) -> list[Any]:
     params = eqn.params
-    fn = _function(params["jaxpr"])
     options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
-    return jax.checkpoint(fn, **options)(*operands)
+    return jax.checkpoint(function(params["jaxpr"]), **options)(*operands)
 
 
-def _cond(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
-    index, *operands = operands
-    branches = list(map(_function, eqn.params["branches"]))
-    if len(branches) == 2:
-        return lax.cond(index, *branches[::-1], *operands)
-    return lax.switch(index, branches, *operands)
-
-
-def _while(eqn: Any, operands: Sequence[jax.Array]) -> list[Any]:
-    first = eqn.params["cond_nconsts"]
-    last = first + eqn.params["body_nconsts"]
-    test, body = _function(eqn.params["cond_jaxpr"]), _function(eqn.params["body_jaxpr"])
-
-    @functools.wraps(test)
-    def condition(carry: Sequence[jax.Array]) -> jax.Array:
-        return test(*operands[:first], *carry)[0]
-
-    @functools.wraps(body)
-    def step(carry: Sequence[jax.Array]) -> list[Any]:
-        return body(*operands[first:last], *carry)
-
-    return lax.while_loop(condition, step, list(operands[last:]))
-
-
-_AGAIN = {"checkpoint": _checkpoint, "remat2": _checkpoint, "cond": _cond, "while": _while}
+_AGAIN = {"checkpoint": _checkpoint, "remat2": _checkpoint, "cond": cond_again,
+          "while": while_again}  # fmt: skip
 """By primitive, how an equation that holds kept calls is made again. JAX runs others as functions,
 and with JIT off it has written out scans and jitted functions."""
 

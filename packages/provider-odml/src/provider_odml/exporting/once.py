@@ -13,7 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._compat import bind_again, constants_of_scan, place_of, where_of
+from .._compat import bind_again, name_of, parts_of_scan, place_of, where_of
+from ..bodies import cond_again, scan_again, while_again
 from ..capture.ops import RANDOM
 from ..errors import ConversionError
 from ..jaxprs import closed_of, evaluated, program_of
@@ -93,8 +94,14 @@ def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     with place_of(eqn):
         if program is not None:
             return evaluated(program, operands, _made)
-        operands = list(map(_operand, operands))
-        return bind_again(eqn.replace(params=_inside(eqn, operands)), operands)
+        again = _HELD.get(eqn.primitive.name)
+        if again is not None:
+            return again(eqn, _but_same(eqn, operands), _function)
+        return bind_again(eqn, list(map(_operand, operands)))
+
+
+_HELD = {"cond": cond_again, "scan": scan_again, "while": while_again}
+"""By primitive, how an equation is made whose programs have what is computed once as constants."""
 
 
 def _tells_of_scales(eqn: Any) -> bool:
@@ -114,15 +121,14 @@ def _operand(value: Any) -> Any:
     return _now(value)
 
 
-def _inside(eqn: Any, operands: Sequence[Any]) -> dict[str, Any]:
-    """Return an equation's parameters, with constants in bodies that stay ones computed once."""
-    params = dict(eqn.params)
-    for key, first in _bodies(eqn, operands).items():
-        if isinstance(params[key], tuple):
-            params[key] = tuple(_body(one, first) for one in params[key])
-        else:
-            params[key] = _body(params[key], first)
-    return params
+def _function(jaxpr: Any) -> Callable[..., list[Any]]:
+    """Return a body as a function, with what it computes of constants computed once."""
+
+    def fn(*args: Any) -> list[Any]:
+        return list(map(_now, evaluated(jaxpr, args, _made)))
+
+    fn.__name__ = name_of(jaxpr)
+    return fn
 
 
 def _bodies(eqn: Any, operands: Sequence[Any]) -> dict[str, Sequence[Any]]:
@@ -132,22 +138,16 @@ def _bodies(eqn: Any, operands: Sequence[Any]) -> dict[str, Sequence[Any]]:
         test, body = params["cond_nconsts"], params["body_nconsts"]
         return {"cond_jaxpr": operands[:test], "body_jaxpr": operands[test : test + body]}
     if name == "scan":
-        return {"jaxpr": operands[: constants_of_scan(eqn)]}
+        return {"jaxpr": operands[: parts_of_scan(eqn)[0]]}
     return {"branches": operands[1:]} if name == "cond" else {}
 
 
-def _body(jaxpr: Any, first: Sequence[Any]) -> Any:
-    """Return a body whose first arguments are constants, where those are known."""
-    closed = closed_of(jaxpr)
-
-    def run(*args: Any) -> list[Any]:
-        given = list(args)
-        for place, value in enumerate(first):
-            if not isinstance(value, jax.core.Tracer):
-                given[place] = value
-        return list(map(_now, evaluated(closed, given, _made)))
-
-    return jax.make_jaxpr(run)(*closed.in_avals)
+def _but_same(eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return operands, computed but for those that are the same in all steps or branches."""
+    if eqn.primitive.name == "cond":
+        return [_operand(operands[0]), *operands[1:]]
+    count = sum(map(len, _bodies(eqn, operands).values()))
+    return [*operands[:count], *map(_operand, operands[count:])]
 
 
 def check_random(closed: ClosedJaxpr) -> None:
