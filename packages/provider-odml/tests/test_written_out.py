@@ -89,7 +89,8 @@ def in_scopes(p, x):
 def with_branches(p, x):
     def step(h, ix):
         i, x = ix
-        return lax.cond(i % 2 == 0, lambda: cell(p, h, x), lambda: jnp.tanh(h @ p["h"])), i
+        h = lax.cond(i % 2 == 0, lambda: cell(p, h, x), lambda: jnp.tanh(h @ p["h"]))
+        return jnp.tanh(h + x @ p["x"]), i
 
     return lax.scan(step, jnp.zeros((2, 4)), (jnp.arange(3), x.swapaxes(0, 1)))
 
@@ -107,10 +108,10 @@ PROGRAMS = {
     "all": lambda p, x: steps_of(p, x)[1] @ p["h"],
     "backwards": lambda p, x: steps_of(p, x, reverse=True),
     "both ways": lambda p, x: steps_of(p, x)[0] + steps_of(p, x, reverse=True)[0],
-    "stacked": lambda p, x: lax.scan(lambda h, x: (jnp.tanh(h @ p["h"] + x), h), 0.0,
+    "stacked": lambda p, x: lax.scan(lambda h, x: (jnp.tanh(h @ p["h"] + x), h), jnp.zeros((2, 4)),
                                      steps_of(p, x)[1])[1],
-    "a number as the first state": lambda p, x: lax.scan(
-        lambda h, x: ((h + x @ p["x"]), None), 0.0, x.swapaxes(0, 1))[0],
+    "a number as the first state": lambda p, x: steps_of(p, x)[0] + lax.scan(
+        lambda h, x: (h + x[0, 0], None), 0.0, x.swapaxes(0, 1))[0],
     "of examples": lambda p, x: jax.vmap(lambda x: lax.scan(
         lambda h, x: (cell(p, h, x), None), jnp.zeros(4), x)[0])(x),
     "map": lambda p, x: lax.map(lambda x: jnp.tanh(x @ p["x"]) + 1, x).sum(0),
