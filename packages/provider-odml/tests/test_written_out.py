@@ -223,7 +223,7 @@ def test_recurrent_networks_are_exported(name, rule):
 @pytest.mark.slow
 def test_a_while_loop_with_products_beside_it_is_refused():
     """The converter shares what stands for a missing bias between a loop and what is around it."""
-    with pytest.raises(odml.ConversionError, match="'tfl.while' op operand .* but got 'none'"):
+    with pytest.raises(odml.ConversionError, match=r"'tfl.while' op operand .* but got 'none'"):
         check(*CASES["while"]())
 
 
