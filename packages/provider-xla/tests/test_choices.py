@@ -223,6 +223,8 @@ JOINED = {
     "temperature": lambda p, x, key: x @ (p * x[0, 0]),
     "normalized": lambda p, x, key: x @ (p / jnp.linalg.norm(x)),
     "prefix": lambda p, x, key: x @ jnp.concatenate([p, x]).T,
+    "prefix and a state": lambda p, x, key: x @ jnp.concatenate([p, p.at[key.ndim].set(x[0])]).T,
+    "a state and a prefix": lambda p, x, key: x @ jnp.concatenate([p.at[key.ndim].set(x[0]), p]).T,
 }
 STATES = {
     "rows": lambda p, x, key: x @ p.at[key.ndim].set(x[0]),

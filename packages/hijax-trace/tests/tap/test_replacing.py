@@ -7,9 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
 from jax.sharding import PartitionSpec as P
 
-from interception_core import TargetError
+from interception_core import JaxtapError, TargetError
 from jaxtap_testkit.tap_helpers import Log, assert_close, assert_same, tap, times
 
 pytestmark = pytest.mark.sample(2)
@@ -577,3 +578,18 @@ def test_closed_over_tracer_in_a_linear_solve():
         return tap(fn, handler, "primitive:exp")(w)
 
     np.testing.assert_allclose(outer(W, 2.0), 2 * np.exp(W[0]), rtol=1e-5)
+
+
+def test_closed_over_tracer_where_it_can_not_be_given_teaches():
+    """A primitive that nobody knows may hold a program, and have no place for more operands."""
+    held = Primitive("holds_a_program")
+    held.def_abstract_eval(lambda x, program: program.out_avals[0])
+    program = jax.make_jaxpr(jnp.exp)(W[0])
+
+    @jax.jit
+    def outer(w, scale):
+        handler = lambda call, x, **params: call.proceed(x, **params) * scale  # noqa: E731
+        return tap(lambda x: held.bind(x, program=program), handler, "primitive:exp")(w)
+
+    with pytest.raises(JaxtapError, match=r"holds_a_program.*can't take more operands"):
+        outer.trace(W[0], 2.0)

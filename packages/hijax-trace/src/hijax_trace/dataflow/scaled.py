@@ -31,12 +31,13 @@ def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -
         such as a cache.
     """
     found: dict[str, bool] = {}
-    seen, stack = set[int](), [(expression, False)]
+    # A value may be written into at one place, and read as it is at another.
+    seen, stack = set[tuple[int, bool]](), [(expression, False)]
     while stack:
         node, is_written = stack.pop()
-        if id(node) in seen:
+        if (id(node), is_written) in seen:
             continue
-        seen.add(id(node))
+        seen.add((id(node), is_written))
         kind = node.judged(is_parameter)
         if kind.kind in ("view", "derived"):
             # One row, such as a gain or a bias, is not a weight that is contracted.
