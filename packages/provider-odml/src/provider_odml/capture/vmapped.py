@@ -21,8 +21,8 @@ from jax.extend.core import Primitive
 
 from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
-from .._compat import bind_again, define_batching, name_of, scopes_of
-from ..bodies import cond_again, while_again
+from .._compat import bind_again, define_batching, scopes_of
+from ..bodies import checkpoint_again, cond_again, while_again
 from ..jaxprs import equations_in, evaluated
 from ..trees import split
 from .module_calls import anywhere, bracketed
@@ -111,29 +111,15 @@ def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
     with contextlib.ExitStack() as scopes:
         for name in scopes_of(eqn):
             scopes.enter_context(jax.named_scope(name))
-        return bind_again(eqn, operands) if again is None else again(eqn, operands, _function)
+        return bind_again(eqn, operands) if again is None else again(eqn, operands, _evaluated)
 
 
-def _function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Return a program as a function, with its name."""
-
-    def fn(*arrays: jax.Array) -> list[Any]:
-        return _evaluated(jaxpr, arrays)
-
-    fn.__name__ = name_of(jaxpr)
-    return fn
-
-
-def _checkpoint(
-    eqn: Any, operands: Sequence[jax.Array], function: Callable[[Any], Callable[..., list[Any]]]
-) -> list[Any]:
-    params = eqn.params
-    options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
-    return jax.checkpoint(function(params["jaxpr"]), **options)(*operands)
-
-
-_AGAIN = {"checkpoint": _checkpoint, "remat2": _checkpoint, "cond": cond_again,
-          "while": while_again}  # fmt: skip
+_AGAIN = {
+    "checkpoint": checkpoint_again,
+    "remat2": checkpoint_again,
+    "cond": cond_again,
+    "while": while_again,
+}
 """By primitive, how an equation that holds kept calls is made again. JAX runs others as functions,
 and with JIT off it has written out scans and jitted functions."""
 

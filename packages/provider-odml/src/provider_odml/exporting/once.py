@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._compat import bind_again, name_of, parts_of_scan, place_of, where_of
+from .._compat import bind_again, parts_of_scan, place_of, where_of
 from ..bodies import cond_again, scan_again, while_again
 from ..capture.ops import RANDOM
 from ..errors import ConversionError
@@ -35,9 +35,14 @@ def computed_once(fn: Callable[..., Any], types: Sequence[Any]) -> Callable[...,
     closed = jax.make_jaxpr(fn)(*types)
 
     def run(*inputs: Any) -> list[Any]:
-        return [_now(value) for value in evaluated(closed, inputs, _made)]
+        return _results(closed, inputs)
 
     return run
+
+
+def _results(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+    """Return the results of a program, with what depends on no argument computed once."""
+    return list(map(_now, evaluated(jaxpr, arrays, _made)))
 
 
 class _Later:
@@ -96,7 +101,7 @@ def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
             return evaluated(program, operands, _made)
         again = _HELD.get(eqn.primitive.name)
         if again is not None:
-            return again(eqn, _but_same(eqn, operands), _function)
+            return again(eqn, _but_same(eqn, operands), _results)
         return bind_again(eqn, list(map(_operand, operands)))
 
 
@@ -119,16 +124,6 @@ def _operand(value: Any) -> Any:
             found = bind_again(eqn, list(map(_operand, value.of.operands)))
             return found[value.index]
     return _now(value)
-
-
-def _function(jaxpr: Any) -> Callable[..., list[Any]]:
-    """Return a body as a function, with what it computes of constants computed once."""
-
-    def fn(*args: Any) -> list[Any]:
-        return list(map(_now, evaluated(jaxpr, args, _made)))
-
-    fn.__name__ = name_of(jaxpr)
-    return fn
 
 
 def _bodies(eqn: Any, operands: Sequence[Any]) -> dict[str, Sequence[Any]]:
