@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxtap_testkit.xla_samples import dense
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 
 W, X = np.asarray(jax.random.normal(jax.random.key(0), (2, 8, 8))) / 9
@@ -29,18 +30,6 @@ def custom(params, x):
 
 def transposed(params, x):
     return jax.linear_transpose(lambda v: v @ params["w"], x)(x)[0]
-
-
-@jax.custom_jvp
-def dense(x, w):
-    return jnp.tanh(x @ w)
-
-
-@dense.defjvp
-def _rule(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    y = dense(x, w)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
 
 
 def ruled(params, x):

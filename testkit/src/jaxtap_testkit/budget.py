@@ -93,8 +93,8 @@ class Recorder:
             found = {"starting": self.starting, "tests": dict(self.tests)}
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             Path(path).write_text(json.dumps(found, indent=1))
-        for line in summary(self.starting, self.tests, self._config.option.full):
-            terminalreporter.write_line(line)
+        line = summary(self.starting, self.tests, self._config.option.full)
+        terminalreporter.write_line(line)
 
 
 def by_package(tests: dict[str, float]) -> Counter[str]:
@@ -105,14 +105,14 @@ def by_package(tests: dict[str, float]) -> Counter[str]:
     return found
 
 
-def summary(starting: float, tests: dict[str, float], full: bool) -> list[str]:
+def summary(starting: float, tests: dict[str, float], full: bool) -> str:
     """Return one line on the CPU seconds of a run, with the budgets of the default tier."""
     parts = [
         f"{name} {seconds:.0f}" + ("" if full or name not in BUDGETS else f"/{BUDGETS[name]}")
         for name, seconds in sorted(by_package(tests).items())
     ]
     total = starting + sum(tests.values())
-    return [f"CPU seconds: {total:.0f} = {starting:.0f} to start, {', '.join(parts)}"]
+    return f"CPU seconds: {total:.0f} = {starting:.0f} to start, {', '.join(parts)}"
 
 
 def judge(tests: dict[str, float]) -> tuple[list[str], list[str]]:

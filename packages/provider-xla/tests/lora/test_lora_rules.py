@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxtap_testkit.xla_samples import dense
 from provider_xla import PtqProvider, QuantizationRule
 
 W = jax.random.normal(jax.random.key(0), (16, 8)) / 4
@@ -19,18 +20,6 @@ def head(x, w):
 
 
 head.defvjp(lambda x, w: (x @ w, (x, w)), lambda r, g: (g @ r[1].T, r[0].T @ g))
-
-
-@jax.custom_jvp
-def dense(x, w):
-    return jnp.tanh(x @ w)
-
-
-@dense.defjvp
-def _rule(primals, tangents):
-    (x, w), (dx, dw) = primals, tangents
-    y = dense(x, w)
-    return y, (1 - y * y) * (dx @ w + x @ dw)
 
 
 def expert(w, x):

@@ -74,11 +74,11 @@ class WeightPlan:
 
     def bytes_on(self, packing: Packing | None) -> int:
         """Return the stored bytes on a platform."""
-        return _form(*self._how(), self.shape, self.dtype, packing).nbytes
+        return _form(self._how(), self.shape, self.dtype, packing).nbytes
 
     def form(self, packing: Packing | None = None) -> Any:
         """Return the type of what is stored, packed or not."""
-        return _form(*self._how(), self.shape, self.dtype, packing)
+        return _form(self._how(), self.shape, self.dtype, packing)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -271,27 +271,18 @@ def _quantize(
 # Thousands of parameters have a few forms.
 @functools.lru_cache(maxsize=4096)
 def _form(
-    qtype: str,
-    channel_axes: tuple[int, ...],
-    tile_axes: tuple[tuple[int, int], ...],
-    method: str,
-    stepped: tuple[int, ...],
-    scale_dtype: str | None,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    packing: Packing | None,
+    how: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, packing: Packing | None
 ) -> Any:
-    """Return the type of an array that is quantized, and packed."""
-    quantize = functools.partial(
-        _quantize,
-        qtype=qtype,
-        channel_axes=channel_axes,
-        tile_axes=tile_axes,
-        method=method,
-        stepped=stepped,
-        scale_dtype=scale_dtype,
-    )
-    stored = jax.eval_shape(quantize, jax.ShapeDtypeStruct(shape, dtype))
+    """Return the type of an array that is quantized, and packed.
+
+    Args:
+        how: the arguments of ``_quantize`` after the first.
+        shape: of the array.
+        dtype: of the array.
+        packing: how it is packed; None if it is not.
+    """
+    leaf = jax.ShapeDtypeStruct(shape, dtype)
+    stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
     return stored if packing is None else abstract(stored, packing)
 
 
