@@ -12,11 +12,11 @@ pytestmark = pytest.mark.sample(2)
 class TestPatchEngine(TieredConformance):
     engine = PatchEngine()
     labels_jit = True
-    examples = count(300)
+    examples = count(110)
 
 
 class TestPatchEngineWithoutJit(TieredConformance):
     engine = PatchEngine(disable_jit=True)
     primitives = True
     disables_jit = True
-    examples = count(88)  # the programs are the same ones: four of each form
+    examples = count(44)  # the programs are the same ones: two of each form

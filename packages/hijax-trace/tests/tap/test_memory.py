@@ -75,13 +75,13 @@ def trace(program, outer=lambda fn: fn):
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("outer", [lambda fn: fn, jax.grad], ids=["forward", "gradient"])
 def test_nothing_is_kept_of_a_trace(name, outer):
-    assert objects_kept(lambda: trace(PROGRAMS[name], outer), 10) <= 5
+    assert objects_kept(lambda: trace(PROGRAMS[name], outer), 5) <= 5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "raises"])
-def test_nothing_is_kept_of_a_thousand_traces(name):
-    assert objects_kept(lambda: trace(PROGRAMS[name]), 1000) <= 5
+def test_nothing_is_kept_of_many_traces(name):
+    assert objects_kept(lambda: trace(PROGRAMS[name]), 200) <= 1
 
 
 def test_nothing_is_kept_of_a_trace_whose_handler_raises():

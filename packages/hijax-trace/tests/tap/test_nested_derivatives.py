@@ -89,7 +89,16 @@ PARTS = {
         lambda w, x: sum(jnp.sum(y**2) for y in jax.tree.leaves(jax.jit(f)(w, x)))
     ),
 }
-SLOW = [pytest.param(part, marks=pytest.mark.slow) for part in PARTS if part != "jit"]
+PAIRS = [
+    pytest.param(name, part, marks=[pytest.mark.slow] if part != "jit" else [])
+    for part in PARTS
+    for name in PROGRAMS
+]
+
+
+def shared(test):
+    """Return the pairs of a test that shares those beside jit with another: every second one."""
+    return [pair for i, pair in enumerate(PAIRS) if pair.values[1] == "jit" or i % 2 == test]
 
 
 def assert_equal(actual, expected):
@@ -97,8 +106,7 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("part", ["jit", *SLOW])
+@pytest.mark.parametrize(("name", "part"), shared(0))
 def test_nothing_changes_where_all_is_let_run(name, part):
     fn, log = PARTS[part](PROGRAMS[name]), Log()
     assert_equal(jax.jit(tap(fn, log, DOT))(W, X), fn(W, X))
@@ -107,8 +115,7 @@ def test_nothing_changes_where_all_is_let_run(name, part):
         assert found == WEIGHTS.get(name, {"args[0]"})
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("part", ["jit", *SLOW])
+@pytest.mark.parametrize(("name", "part"), PAIRS)
 def test_the_derivative_is_that_of_what_handlers_return(name, part):
     tapped = tap(PARTS[part](PROGRAMS[name]), times(2.0), DOT)
     assert_equal(jax.jit(tapped)(W, X), PARTS[part](DOUBLED[name])(W, X))
@@ -131,8 +138,7 @@ def test_each_operation_is_asked_about_once(name):
     assert len(log.ids) == len(set(log.ids)) <= 2
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.parametrize("part", ["jit", *SLOW])
+@pytest.mark.parametrize(("name", "part"), shared(1))
 def test_the_derivative_by_an_array_proxy_is_that_by_its_array(name, part):
     """A handler that computes from the codes has a result that no array decides."""
     weight, found = coded(*W.shape), []

@@ -12,4 +12,4 @@ pytestmark = pytest.mark.sample(2)
 class TestTraceEngine(TieredConformance):
     engine = TraceEngine()
     primitives = True
-    examples = count(300)
+    examples = count(110)
