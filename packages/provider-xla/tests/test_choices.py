@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxtap_testkit.meshes import line
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule, QuantizationWarning
 
 W8 = QuantizationRule(weight_qtype="int8")
@@ -256,3 +257,22 @@ def test_what_is_computed_with_a_parameter(name):
     assert path == "args[0]"
     assert ("writes into it at each call" in why) == (name in STATES)
     assert ("no matmul" in why) == (name in GAINS)
+
+
+@pytest.mark.parametrize("by", ["input", "weight"])
+def test_a_shard_map_that_the_program_differentiates(by):
+    """JAX makes its derivative while it traces the function of a device."""
+    split = {"in_specs": (P(), P("d")), "out_specs": P("d")}
+    product = jax.shard_map(lambda w, x: x @ w, mesh=line(size=2), **split)
+
+    def model(product):
+        def loss(w, x):
+            return jnp.tanh(product(w, x)).sum()
+
+        return lambda p, x: jax.jit(jax.grad(loss, by == "input"))(p["live"], x)
+
+    with pytest.warns(QuantizationWarning, match=r"Put jax\.jit around the shard_map"):
+        plan = PtqProvider(W8).plan(model(product), {"live": PARAMS["live"]}, X)
+    assert "is known to use it" in plan.floats[0][2]
+    plan = PtqProvider(W8, strict=True).plan(model(jax.jit(product)), {"live": PARAMS["live"]}, X)
+    assert plan.floats == ()

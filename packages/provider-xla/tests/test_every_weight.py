@@ -250,7 +250,7 @@ def test_generated_programs(seed):
     assert silent(programs, plan) == []
     for path, _, why in plan.floats:
         i, name = int(path.split("[")[2][:-1]), path.split("'")[1]
-        assert why != "no matmul, convolution or lookup uses it" or name not in programs[i].reads()
+        assert not why.startswith("no matmul") or name not in programs[i].reads()
     stored, tapped, plain = plan.quantize(params), jax.jit(plan.apply(fn)), jax.jit(fn)
     for flags in (2, 5):  # and another length than the plan's
         g = given(3, flags)

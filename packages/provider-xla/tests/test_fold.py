@@ -78,7 +78,7 @@ def test_a_plan_of_many_layers(planned):
     assert len(text.splitlines()) < 15, text
     assert len(plan.ops.table(fold=False).splitlines()) > 3 * COUNT
     (kept,) = {why for path, _, why in plan.floats if "scale" in path}
-    assert kept == "no matmul, convolution or lookup uses it"
+    assert kept == "no matmul, convolution or gather uses it"
     whys = [why for path, _, why in plan.floats if "skip" in path]
     assert len(set(whys)) == COUNT
 

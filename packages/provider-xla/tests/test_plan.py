@@ -528,7 +528,7 @@ def test_what_stays_float_is_told():
     assert first == "1 of 3 parameters quantized: 0.01 MiB -> 0.01 MiB"
     assert second.startswith("0.01 MiB of parameters stay float: args[0]['table'] 0.01 MiB (")
     assert "take:0: no rule" in second
-    assert "args[0]['scale'] 0.00 MiB (no matmul, convolution or lookup uses it)" in second
+    assert "args[0]['scale'] 0.00 MiB (no matmul, convolution or gather uses it)" in second
 
 
 def test_integers_and_scalars_are_no_problem():
@@ -635,7 +635,7 @@ def test_reasons_of_parameters_that_no_rule_matched():
         plan = PtqProvider(rule).plan(fn, params, x)
     assert [(path, why) for path, _, why in plan.floats] == [
         ("args[0]['q and k']", "encoder/matmul:0: no rule matches"),
-        ("args[0]['bias']", "no matmul, convolution or lookup uses it"),
+        ("args[0]['bias']", "no matmul, convolution or gather uses it"),
     ]
     plan = PtqProvider(QuantizationRule(weight_qtype="int8", rank=2)).plan(fn, params, x)
     assert [op.rank for op in plan.ops] == [2]

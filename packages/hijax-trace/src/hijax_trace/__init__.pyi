@@ -9,6 +9,7 @@ from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
 from .dataflow.nodes import is_counted as is_counted
 from .dataflow.nodes import is_cut as is_cut
+from .dataflow.nodes import is_followed as is_followed
 from .dataflow.replay import carriers_of as carriers_of
 from .dataflow.replay import is_chosen as is_chosen
 from .dataflow.replay import mapped_axes as mapped_axes

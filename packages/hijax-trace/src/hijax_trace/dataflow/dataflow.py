@@ -11,7 +11,18 @@ from typing import Any
 from .. import compat
 from .expression import Expression, maps_of, united
 from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter
-from .nodes import Carried, Choice, Constant, Counter, Held, Operation, Part, Shard, Unknown
+from .nodes import (
+    OTHER_TRACE,
+    Carried,
+    Choice,
+    Constant,
+    Counter,
+    Held,
+    Operation,
+    Part,
+    Shard,
+    Unknown,
+)
 from .sources import COLLECTIVES, CONSTANT, VIEWS, chosen_outside, sources_through
 
 Express = Callable[[], Expression]
@@ -89,9 +100,7 @@ class Dataflow:
         if atom not in self._known:
             resolve = self._inputs.get(atom)
             self._known[atom] = (
-                Unknown(atom.aval, "a value of another trace", None)
-                if resolve is None
-                else resolve()
+                Unknown(atom.aval, OTHER_TRACE, None) if resolve is None else resolve()
             )
         return self._known[atom]
 

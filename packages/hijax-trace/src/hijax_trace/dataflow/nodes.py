@@ -81,6 +81,20 @@ class Unknown(Expression):
         return self.why
 
 
+OTHER_TRACE = "a value of another trace"
+"""Why an ``Unknown`` is one: it is asked about in a trace whose inputs nobody follows."""
+
+
+def is_followed(expression: Expression) -> bool:
+    """Return whether all that a value is computed from is known, up to what only a run knows.
+
+    It is not inside of a ``shard_map`` that the program differentiates: a handler is asked there
+    while JAX traces the function of one device.
+    """
+    nodes = expression.nodes()
+    return not any(isinstance(one, Unknown) and one.why == OTHER_TRACE for one in nodes)
+
+
 class Counter(Unknown):
     """A carry to which each step of a loop adds the same constant.
 

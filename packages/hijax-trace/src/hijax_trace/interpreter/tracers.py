@@ -14,7 +14,7 @@ from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, Express, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
-from ..dataflow.nodes import Part, Unknown, uniform_axes
+from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.follow import follow
 from .frames import Metadata
@@ -131,7 +131,7 @@ class Tracers:
         if not isinstance(value, compat.Tracer):
             return constant(value)
         if not self._is_here(value):
-            return Unknown(compat.typeof(value), "a value of another trace", None)
+            return Unknown(compat.typeof(value), OTHER_TRACE, None)
         staged = _Staged(value, self.base())
         inputs = [self._express(var) for var in staged.invars]
         flow = Dataflow(staged, inputs, staged.consts, self._foreign)
@@ -141,7 +141,7 @@ class Tracers:
         def find() -> Expression:
             index = self._variables.get(var)
             if index is None or self._origins is None:
-                return Unknown(var.aval, "a value of another trace", None)
+                return Unknown(var.aval, OTHER_TRACE, None)
             return Leaf(var.aval, index, self._origins(index).path)
 
         return find

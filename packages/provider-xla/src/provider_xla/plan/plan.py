@@ -15,6 +15,7 @@ from ..cache.plan import CachePlan
 from ..program.fold import fold_lines
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report
+from ..program.sites import UNFOLLOWED
 from ..run.static import StaticRange
 from .choose import LOOKUP
 from .weight import WeightPlan
@@ -139,10 +140,13 @@ class PlanData:
                 found[why] = (*found.get(why, ()), op.op_id)
         return found
 
-    @staticmethod
-    def _why_float(ops: Sequence[OpRecord]) -> str:
+    def _why_float(self, ops: Sequence[OpRecord]) -> str:
         if not ops:
-            return "no matmul, convolution or lookup uses it"
+            if any(op.reason == UNFOLLOWED for op in self.ops):
+                return "no matmul, convolution or lookup is known to use it"
+            # Rows at one index are slices, which are looked at only where a rule names lookups.
+            lookup = "lookup" if self.rules.looks_up else "gather"
+            return f"no matmul, convolution or {lookup} uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
         return f"{first.op_id}: " + (first.reason or "it can't be stored")
 

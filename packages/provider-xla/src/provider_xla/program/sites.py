@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import Attention, attention, scaled_inputs
+from hijax_trace import Attention, attention, is_followed, scaled_inputs
 from interception_core import Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
@@ -207,11 +207,12 @@ class Sites:
             hows = floats
         for remark in remarks:
             self._remark(call, remark)
-        if scaled and rule.weight_qtype is not None:
-            text, problem = unstorable(scaled)
-            why = why if any(hows) else text
-            known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
-            self._note(op, call, operands, index, hows=hows, reason=why, **known)
+        if self._surveys and not has_weight and rule.weight_qtype is not None:
+            text, problem = unstorable(scaled) if scaled else _unfollowed(call, operands)
+            if text is not None:
+                why = why if any(hows) else text
+                known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
+                self._note(op, call, operands, index, hows=hows, reason=why, **known)
         if why is not None:
             self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
             if self._leave is not None:
@@ -365,6 +366,20 @@ def unstorable(paths: Mapping[str, bool]) -> tuple[str, str | None]:
         return text + "writes into it at each call, as into a cache", None
     text += "multiplies or joins it with what it computes at each call"
     return text, text
+
+
+UNFOLLOWED = (
+    "the program differentiates a shard_map around it, where no operand is known as a parameter. "
+    "Put jax.jit around the shard_map"
+)
+
+
+def _unfollowed(call: OpCall, operands: Sequence[Any]) -> tuple[str | None, str | None]:
+    """Return why no operand can be known as a parameter, and the problem; None where it can."""
+    found = [call.expression(operand) for operand in operands]
+    if all(one is None or is_followed(one) for one in found):
+        return None, None
+    return UNFOLLOWED, UNFOLLOWED
 
 
 def short(x: Any) -> str:
