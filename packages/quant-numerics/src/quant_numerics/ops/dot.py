@@ -17,7 +17,7 @@ from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
-from quant_numerics.ops.cpu_gemv import int_dot_general
+from quant_numerics.ops.cpu_dot import int_dot_general
 from quant_numerics.ops.dot_sides import (
     Side,
     chunked,
