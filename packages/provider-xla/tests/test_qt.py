@@ -99,6 +99,27 @@ def test_backward_contractions_are_of_integers(name):
     assert len(found) >= (1 if "experts" in name else 3)
 
 
+def test_backward_contractions_in_float8_multiply_both_formats():
+    """The usual recipe: gradients in E5M2, activations and weights in E4M3."""
+    (w,), (x,), (g,) = draw((64, 32)), draw((16, 64), seed=1), draw((16, 32), seed=2)
+
+    def both(w, x):
+        y, pull = jax.vjp(QtProvider(FP8).apply(jnp.dot), x, w)
+        return y, *pull(g)
+
+    for platform in ("cpu", "cuda"):
+        text = jax.jit(both).trace(w, x).lower(lowering_platforms=(platform,)).as_text()
+        dots = [line for line in text.splitlines() if "dot_general" in line]
+        kinds = [sorted(set(re.findall(r"f8E\w+", line))) for line in dots]
+        assert kinds == [["f8E4M3FN"], ["f8E4M3FN", "f8E5M2"], ["f8E4M3FN", "f8E5M2"]]
+        assert all(line.endswith("xf32>") for line in dots)
+    y, dx, dw = jax.jit(both)(w, x)
+    w, x, g = (np.asarray(one, np.float64) for one in (w, x, g))
+    assert distance(y, x @ w) < 0.06
+    assert distance(dx, g @ w.T) < 0.06
+    assert distance(dw, x.T @ g) < 0.06
+
+
 def test_without_bwd_qtype_gradients_are_straight_through():
     (w,), x = draw((8, 6)), draw((4, 8), seed=1)[0]
     ours = jax.grad(lambda w: QtProvider([QAT]).apply(jnp.dot)(x, w).sum())(w)

@@ -95,7 +95,8 @@ def test_all_formats_with_a_float_side(dtype, side):
         ("int16", "int16", "float32", "float32"),
         ("float8_e4m3fn", "mxfp8", "float8_e4m3fn", "float32"),
         ("float8_e5m2", "float8_e5m2", "float8_e5m2", "float32"),
-        ("float8_e5m2", "float8_e4m3fn", "float32", "float32"),
+        ("float8_e5m2", "float8_e4m3fn", "float8_e5m2 float8_e4m3fn", "float32"),
+        ("mxfp8", "float8_e5m2", "float8_e4m3fn float8_e5m2", "float32"),
         ("float4_e2m1fn", "float4_e2m1fn", "float32", "float32"),
         ("int8", "float8_e4m3fn", "float32", "float32"),
         ("int16", "float8_e4m3fn", "float32", "float32"),
@@ -105,7 +106,8 @@ def test_all_formats_with_a_float_side(dtype, side):
 def test_what_the_products_are_taken_in(primitives, lhs, rhs, dtype, sums):
     pair = operand(lhs, "lhs"), operand(rhs, "rhs")
     eqns = primitives(lambda a, b: dot_general(a, b, MATMUL), *pair)
-    assert [e for e in eqns if e[0] == "dot_general"] == [("dot_general", [dtype, dtype], [sums])]
+    sides = (2 * dtype.split())[:2]
+    assert [e for e in eqns if e[0] == "dot_general"] == [("dot_general", sides, [sums])]
 
 
 @pytest.mark.parametrize(

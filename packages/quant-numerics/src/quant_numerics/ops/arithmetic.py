@@ -17,6 +17,9 @@ from quant_numerics.formats.dtypes import compute_dtype, float_dtype, promote_fl
 from quant_numerics.formats.encoding import decode
 
 INT32_MAX = 2**31 - 1
+_MIXED = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
+"""Dtypes that a contraction multiplies as they are: those of FP8 training, where activations and
+weights have more digits than gradients. XLA passes both to cuBLASLt."""
 _LEAST_CHUNK = 64
 """Integer sums of fewer terms than this are not worth the rescaling of each."""
 
@@ -32,12 +35,19 @@ class Arithmetic:
       sums: dtype of the sums, int32 or a float.
       precision: the ``precision`` of the op of ``lax``.
       limit: how many products an int32 sum may have; None for float sums.
+      own: the dtypes of lhs and rhs where a contraction can take two; None where it takes `dtype`.
     """
 
     dtype: np.dtype
     sums: np.dtype
     precision: Any
     limit: int | None = None
+    own: tuple[np.dtype, np.dtype] | None = None
+
+    @property
+    def sides(self) -> tuple[np.dtype, np.dtype]:
+        """Return the dtypes in which ``lax.dot_general`` gets lhs and rhs."""
+        return self.own or (self.dtype, self.dtype)
 
 
 def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any) -> Arithmetic:
@@ -66,9 +76,11 @@ def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any)
             return Arithmetic(jnp.dtype(jnp.int32), jnp.dtype(jnp.int32), None, limit)
     if fine:
         return Arithmetic(float32, float32, lax.Precision.HIGHEST)
-    storage = {k.storage_dtype for k in kinds}
-    if len(storage) == 1 and kinds[0].kind == "float" and kinds[0].bits == 8:
-        return Arithmetic(storage.pop(), float32, None)
+    left, right = (k.storage_dtype for k in kinds)
+    if left == right and kinds[0].kind == "float" and kinds[0].bits == 8:
+        return Arithmetic(left, float32, None)
+    if {left, right} == _MIXED:
+        return Arithmetic(float32, float32, None, own=(left, right))
     # Up to 9 binary digits, which matrix units keep at the default precision. Not bfloat16: XLA's
     # CPU backend can't sum all products of that in float32.
     return Arithmetic(float32, float32, None)

@@ -182,8 +182,9 @@ def _scaled_dot(
     """Contract in the compute dtype; at least one side is a QArray."""
     (lc, rc), (lb, rb) = dims
     tiles = contracted_tiles(lhs, rhs, lc, rc)
-    side_l = side_of(lhs, how.dtype, lc, lb, {a: t for (a, _), t in tiles.items()})
-    side_r = side_of(rhs, how.dtype, rc, rb, {a: t for (_, a), t in tiles.items()})
+    left, right = how.sides
+    side_l = side_of(lhs, left, lc, lb, {a: t for (a, _), t in tiles.items()})
+    side_r = side_of(rhs, right, rc, rb, {a: t for (_, a), t in tiles.items()})
     length = math.prod(side_l.values.shape[a] for a in side_l.contract)
     n = len(side_l.batch) + len(side_l.tiles)
     if how.limit is None or length <= how.limit:
