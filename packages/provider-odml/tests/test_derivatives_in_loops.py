@@ -86,6 +86,7 @@ def test_a_train_step_with_remat(name, ranges):
     """It has the values of the forward pass, and the slopes of the program without remat."""
     plain, stats, _ = quantized(name, lambda part: part, RULES[ranges])
     loss, _, tapped = quantized(name, jax.checkpoint, RULES[ranges])
+
     @jax.jit  # all of it is one program: to compile each part costs more
     def step(state):
         expected = slopes_of(plain)(PARAMS, X, state)

@@ -56,6 +56,7 @@ def check(cases, rule):
         assert off[..., 0].max() <= 2 * step, name  # the channel is its bias, to a step
 
 
+@pytest.mark.slow
 def test_a_dead_channel_is_its_bias():
     """In a network: a folded BatchNorm, a depthwise convolution and a dense layer."""
     w = [normal(*shape, seed=i) / 3 for i, (_, shape) in enumerate(KINDS.values())]
