@@ -2,24 +2,22 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
+from interception_core.cli import main
 from jaxtap_testkit.processes import run_python
 
 HAS_LITERT = all(map(importlib.util.find_spec, ("litert_converter", "ai_edge_litert")))
 
 
-def jaxtap(*words, code="from interception_core.cli import main"):
-    """Runs the command line in a process of its own, after some code."""
-    code = f"import sys\n{code}\nsys.exit(main(sys.argv[1:]))"
-    return run_python("-c", code, *words, strict=False, check=False)
-
-
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory):
     file = tmp_path_factory.mktemp("demo") / "demo.json"
-    run = jaxtap("demo", "--provider", "odml", "--json", str(file), "--seed", "3")
+    code = "import sys\nfrom interception_core.cli import main\nsys.exit(main(sys.argv[1:]))"
+    words = "demo", "--provider", "odml", "--json", str(file), "--seed", "3"
+    run = run_python("-c", code, *words, strict=False, check=False)
     assert run.returncode == 0, run.stderr
     assert [path.name for path in file.parent.iterdir()] == ["demo.json"]
     return run, json.loads(file.read_text())
@@ -53,39 +51,29 @@ class TestWithLitert:
             assert text in run.stdout
         assert "training" not in run.stderr, "progress bars are for terminals"
 
-    def test_nowhere_to_write_is_said_before_the_work(self, tmp_path):
+    def test_nowhere_to_write_is_said_before_the_work(self, tmp_path, capsys):
         path = tmp_path / "missing" / "demo.json"
-        run = jaxtap("demo-odml", "--json", str(path))
-        assert run.returncode == 1
-        assert "must be in a folder that exists" in run.stderr
-        assert "training" not in run.stderr
+        assert main(["demo-odml", "--json", str(path)]) == 1
+        error = capsys.readouterr().err
+        assert "must be in a folder that exists" in error
+        assert "training" not in error
 
 
-def test_a_missing_extra_is_said_before_the_work():
-    extras = {
-        "litert_converter": "[litert]",
-        "ai_edge_litert": "[litert]",
-        "optax": "[litert,demo]",
-    }
-    # One process for all three: to start one takes longer than anything else here.
-    each = (
-        "import importlib.abc\n"
-        "class Hidden(importlib.abc.MetaPathFinder):\n"
-        "    module = ''\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name.partition('.')[0] == self.module:\n"
-        "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
-        "hidden = Hidden()\n"
-        "sys.meta_path.insert(0, hidden)\n"
-        "from interception_core.cli import main\n"
-        f"for hidden.module in {[*extras]}:\n"
-        "    sys.modules.pop(hidden.module, None)\n"
-        "    assert main(sys.argv[1:]) == 1\n"
-    )
-    run = jaxtap("demo", "--provider", "odml", code=each)
-    errors = [line for line in run.stderr.splitlines() if line.startswith("jaxtap: error:")]
-    assert len(errors) == len(extras) + 1  # the last is told again, as the result of the process
-    for line, (module, extra) in zip(errors, extras.items(), strict=False):
-        assert module in line
-        assert extra in line
-    assert "training" not in run.stderr
+@pytest.mark.parametrize(
+    ("module", "extra"),
+    [
+        ("litert_converter", "[litert]"),
+        ("ai_edge_litert", "[litert]"),
+        ("optax", "[litert,demo]"),
+    ],
+)
+def test_a_missing_extra_is_said_before_the_work(monkeypatch, capsys, module, extra):
+    for name in [module, *sys.modules]:
+        if name.partition(".")[0] == module:
+            monkeypatch.setitem(sys.modules, name, None)
+    assert main(["demo", "--provider", "odml"]) == 1
+    error = capsys.readouterr().err
+    (line,) = [line for line in error.splitlines() if line.startswith("jaxtap: error:")]
+    assert module in line
+    assert extra in line
+    assert "training" not in error

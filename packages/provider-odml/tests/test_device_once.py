@@ -8,7 +8,15 @@ import pytest
 from jax import lax
 
 import provider_odml as odml
-from jaxtap_testkit.odml_exports import DYNAMIC, W8A8, WEIGHTS, exported, normal
+from jaxtap_testkit.odml_exports import (
+    DYNAMIC,
+    W8A8,
+    WEIGHTS,
+    exported,
+    normal,
+    results_of,
+    together,
+)
 from provider_odml.capture.ops import RANDOM
 from provider_odml.exporting.once import check_random, computed_once
 from provider_odml.exporting.unroll import unrolled
@@ -18,6 +26,7 @@ P, X = {"w": normal(16, 4)}, normal(3, 8)
 
 
 def fourier(p, x):
+    """Joined sines and cosines have one scale."""
     angles = x[:, :1] * jax.random.normal(jax.random.PRNGKey(42), (8,))
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1) @ p["w"]
 
@@ -83,21 +92,13 @@ def test_constants_of_loops_that_stay_ones(fn):
     assert bool(left) == (fn is in_loops)  # whose steps draw from a key each
 
 
-def test_a_model_that_draws_constants_is_exported():
-    """Joined sines and cosines have one scale."""
-    artifact = exported(fourier, P, X)
-    expected = np.asarray(fourier(P, X))
-    found = artifact.run(x=X)["output_0"]
-    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [W8A8, DYNAMIC, WEIGHTS], ids=str)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_that_draw_constants_are_exported(name, rule):
-    fn = PROGRAMS[name]
-    found, expected = exported(fn, P, X, rule=rule).run(x=X)["output_0"], np.asarray(fn(P, X))
-    assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected)
+def test_programs_that_draw_constants_are_exported(rule):
+    cases = {name: (fn, P, (X,)) for name, fn in PROGRAMS.items()}
+    artifact = exported(*together(cases), rule=rule)
+    for name, (found, expected) in results_of(artifact, cases).items():
+        assert np.linalg.norm(found - expected) < 0.05 * np.linalg.norm(expected), name
 
 
 class Dropping(nn.Module):

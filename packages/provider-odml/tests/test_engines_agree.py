@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.odml_samples import MLP, W8A8, avg_pool, draw, mlp, nnx_block
-from provider_odml import export, qat
+from provider_odml import Signature, qat
+from provider_odml.exporting import export as exporting
 from provider_odml.litert import read
 
 
@@ -22,25 +23,31 @@ def conv():
     return model.apply, jax.jit(model.init)(jax.random.key(0), x), x
 
 
-MODELS = {"conv": conv, "norm": nnx_block, "plain": lambda: (mlp, MLP, draw(4, 6))}
 ENGINES = ("trace", "patch")
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def both(request):
-    """Of each engine: the plan, the statistics of two batches, the file."""
+@pytest.fixture(scope="module")
+def both():
+    """Of each engine: the plan and the statistics of three models as one program; the files."""
+    models = [conv(), nnx_block(), (mlp, MLP, draw(4, 6))]
+
+    def fn(params, *inputs):
+        return [model[0](p, x) for model, p, x in zip(models, params, inputs, strict=True)]
+
+    params, inputs = [model[1] for model in models], [model[2] for model in models]
+    found, files = [], []
     with jax.numpy_dtype_promotion("standard"):  # a fixture of a module is made outside of _strict
-        fn, params, x = MODELS[request.param]()
-        found = []
         for engine in ENGINES:
-            stats = qat(fn, W8A8, engine=engine).calibrate(params, [(x,), (2 * x,)])
-            plan = qat(fn, W8A8, engine=engine).plan(params, x)
-            found.append((plan, stats))
-        # The same statistics for both: ranges may differ in the last bit.
-        models = [
-            export(fn, params, found[0][1], W8A8, x, engine=engine).model for engine in ENGINES
-        ]
-    return found, models
+            model = qat(fn, W8A8, engine=engine)
+            batches = [[scale * x for x in inputs] for scale in (1, 2)]
+            found.append((model.plan(params, *inputs), model.calibrate(params, batches)))
+            # The same statistics for both: ranges may differ in the last bit. What is exported is
+            # not compared with JAX again: the files are compared.
+            signature = Signature(inputs)
+            planned = exporting._program(model.provider, fn, params, signature)
+            one = exporting._exported(model.provider, "main", signature, planned, found[0][1])
+            files.append(exporting._converted([one], 600.0, probing=False))
+    return found, files
 
 
 @pytest.mark.slow

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,10 +16,13 @@ from jaxtap_testkit.odml_exports import (
     W8A8,
     W8A16,
     WEIGHTS,
+    decibels,
     exported,
     normal,
-    signal_to_noise,
+    results_of,
+    together,
 )
+from provider_odml.exporting import verify
 from provider_odml.litert import read
 
 pytestmark = pytest.mark.sample(2)
@@ -107,35 +112,38 @@ CASES = {
 }
 
 
+def export_of(names, rule=W8A8):
+    """Export programs as one. Return the artifact, and signal to noise of each."""
+    cases = {name: CASES[name] for name in names}
+    artifact = exported(*together(cases), rule=rule)
+    found = {name: decibels(*both) for name, both in results_of(artifact, cases).items()}
+    return artifact, found
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_static_int8(name):
-    fn, params, args = CASES[name]
-    artifact = exported(fn, params, *args)
-    assert artifact.report.sites
+def test_static_int8():
+    artifact, found = export_of(CASES)
     assert max(site.lsb for site in artifact.report.sites) <= 1.01
-    assert signal_to_noise(fn, params, args, artifact) > 15
+    assert min(found.values()) > 15, found
 
 
-@pytest.mark.parametrize("name", ["scan", "heads", "convolutions", "one axis"])
-def test_static_int16(name):
-    fn, params, args = CASES[name]
-    artifact = exported(fn, params, *args, rule=W8A16)
+def test_static_int16():
+    artifact, found = export_of(["scan", "heads", "convolutions", "one axis"], W8A16)
     assert {site.qtype for site in artifact.report.sites} == {"int16"}
     # Step i of a loop has the range of all steps.
-    assert signal_to_noise(fn, params, args, artifact) > (15 if name == "scan" else 30)
+    assert found.pop("scan") > 15
+    assert min(found.values()) > 30, found
 
 
-@pytest.mark.parametrize("name", ["heads", "one axis", "lookups"])
 @pytest.mark.parametrize("rule", [DYNAMIC, WEIGHTS], ids=["dynamic", "weight-only"])
-def test_without_static_ranges(name, rule):
-    fn, params, args = CASES[name]
-    artifact = exported(fn, params, *args, rule=rule)
+def test_without_static_ranges(rule):
+    names = "heads", "one axis", "lookups"
+    artifact, found = export_of(names, rule)
     assert not artifact.report.sites
     assert artifact.report.bytes_by_dtype["int8"] >= sum(
-        leaf.size for leaf in jax.tree.leaves(params) if leaf.ndim > 2
+        leaf.size for leaf in jax.tree.leaves([CASES[name][1] for name in names]) if leaf.ndim > 2
     )
-    assert signal_to_noise(fn, params, args, artifact) > 20
+    assert min(found.values()) > 20, found
 
 
 def test_a_lookup_in_a_table_that_stays_float():
@@ -149,10 +157,22 @@ def test_a_lookup_in_a_table_that_stays_float():
 
 @pytest.mark.slow
 def test_parameters_of_four_and_two_bits_are_stored_packed():
-    fn, params, args = CASES["heads"]
+    _, params, args = CASES["heads"]
+
+    def fn(params, x):
+        with jax.named_scope("four"):
+            x = heads(params["four"], x)
+        with jax.named_scope("two"):
+            return heads(params["two"], x)
+
+    rules = [
+        odml.OdmlRule(module_path=f"{name}.*", weight_qtype=qtype, act_qtype="int8")
+        for name, qtype in (("four", "int4"), ("two", "int2"))
+    ]
+    both = {"four": params, "two": params}
+    stats = odml.qat(fn, rules).calibrate(both, [args])
+    report = odml.export(fn, both, stats, rules, *args).report
     for qtype, bits in (("int4", 4), ("int2", 2)):
-        rule = odml.OdmlRule(weight_qtype=qtype, act_qtype="int8")
-        report = exported(fn, params, *args, rule=rule).report
         assert report.bytes_by_dtype[qtype] == 2 * 8 * 8 * bits // 8
 
 
@@ -179,8 +199,16 @@ def test_integer_inputs_and_outputs():
     assert {t.dtype for t in (*signature.inputs.values(), *signature.outputs.values())} == {"int8"}
 
 
+@functools.cache
+def exported_heads():
+    """Return the statistics of one program, and its artifact."""
+    fn, params, args = CASES["heads"]
+    stats = odml.qat(fn, [W8A8]).calibrate(params, [args])
+    return stats, odml.export(fn, params, stats, [W8A8], *args)
+
+
 def test_a_file_is_written_whole(tmp_path):
-    artifact = exported(*(CASES["heads"][:2]), *CASES["heads"][2])
+    _, artifact = exported_heads()
     path = artifact.save(tmp_path / "m.tflite")
     assert path.read_bytes() == artifact.model
     assert list(tmp_path.iterdir()) == [path]
@@ -188,8 +216,7 @@ def test_a_file_is_written_whole(tmp_path):
 
 def test_a_difference_is_an_error_that_names_the_operation(monkeypatch):
     """A grid that JAX and the file don't share, as a wrong kernel would make it."""
-    from provider_odml.exporting import verify
-
+    stats, _ = exported_heads()
     honest = verify.run
 
     def wrong(model, one):
@@ -199,7 +226,7 @@ def test_a_difference_is_an_error_that_names_the_operation(monkeypatch):
     monkeypatch.setattr(verify, "run", wrong)
     fn, params, args = CASES["heads"]
     with pytest.raises(odml.MismatchError, match=r"dot_general:0"):
-        exported(fn, params, *args)
+        odml.export(fn, params, stats, [W8A8], *args)
 
 
 @pytest.mark.parametrize(
@@ -234,10 +261,9 @@ def test_static_ranges_need_statistics():
 def test_the_program_of_a_converter_of_ones_own():
     """OdmlConversionProvider's function is what the file computes."""
     fn, params, args = CASES["heads"]
-    stats = odml.qat(fn, [W8A8]).calibrate(params, [args])
+    stats, artifact = exported_heads()
     provider = odml.OdmlConversionProvider([W8A8], params, stats)
     found = jax.jit(provider.apply(fn))(params, *args)
-    artifact = odml.export(fn, params, stats, [W8A8], *args)
     (device,) = artifact.run(x=np.asarray(args[0])).values()
     assert np.abs(np.asarray(found)).max() > 0
     step = artifact.report.sites[-1].scale

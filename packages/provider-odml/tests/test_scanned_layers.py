@@ -30,7 +30,7 @@ class Stack(nn.Module):
         return layers(name="layers")(x, None)[0]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("remat", [False, True])
 def test_scanned_layers(remat):
     model = Stack(remat)

@@ -27,8 +27,42 @@ def exported(fn, params, *args, rule=W8A8, **options) -> odml.Artifact:
 
 def signal_to_noise(fn, params, args, artifact) -> float:
     """Return the signal-to-noise ratio of the first output, in decibels."""
-    expected = np.asarray(jax.tree.leaves(fn(params, *args))[0], np.float64)
+    expected = np.float64(jax.tree.leaves(fn(params, *args))[0])
     names = artifact.report.signatures[0].inputs
     found = artifact.run(**dict(zip(names, map(np.asarray, args), strict=True)))
-    error = np.asarray(next(iter(found.values())), np.float64) - expected
-    return 10 * float(np.log10(np.sum(expected**2) / max(np.sum(error**2), 1e-30)))
+    return decibels(np.float64(next(iter(found.values()))), expected)
+
+
+def together(cases: dict):
+    """Return programs as one, that is traced and converted once.
+
+    Args:
+        cases: by name, a function, its parameters, and its arguments.
+
+    Returns:
+        A function of all parameters and all arguments, by name, and those.
+    """
+
+    def fn(params, args):
+        return [case[0](params[name], *args[name]) for name, case in cases.items()]
+
+    return fn, {name: case[1] for name, case in cases.items()}, {n: c[2] for n, c in cases.items()}
+
+
+def results_of(artifact, cases: dict) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return the first result of each of the programs, in LiteRT and in float."""
+    fn, params, args = together(cases)
+    names = artifact.report.signatures[0].inputs
+    inputs = zip(names, map(np.asarray, jax.tree.leaves(args)), strict=True)
+    found, count, results = artifact.run(**dict(inputs)), 0, {}
+    for name, out in zip(cases, fn(params, args), strict=True):
+        leaves = jax.tree.leaves(out)
+        results[name] = np.float64(found[f"output_{count}"]), np.float64(leaves[0])
+        count += len(leaves)
+    return results
+
+
+def decibels(found: np.ndarray, expected: np.ndarray) -> float:
+    """Return the signal-to-noise ratio of a result."""
+    noise = max(np.sum((found - expected) ** 2), 1e-30)
+    return 10 * float(np.log10(np.sum(expected**2) / noise))

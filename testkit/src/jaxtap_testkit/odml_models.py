@@ -53,7 +53,7 @@ class Cnn(linen.Module):
 
 
 class Residual(linen.Module):
-    """A convolutional net with two residual blocks."""
+    """A convolutional net with a residual block."""
 
     @linen.compact
     def __call__(self, x, train=False):
@@ -62,13 +62,10 @@ class Residual(linen.Module):
         )
         x = linen.relu(norm()(linen.Conv(8, (3, 3), use_bias=False)(x)))
         x = linen.max_pool(x, (2, 2), (2, 2))
-        for features in (8, 16):
-            y = linen.relu(norm()(linen.Conv(features, (3, 3), use_bias=False)(x)))
-            y = norm()(linen.Conv(features, (3, 3), use_bias=False)(y))
-            if x.shape != y.shape:
-                x = norm(name="norm_of_projection")(linen.Conv(features, (1, 1), name="proj")(x))
-            x = linen.relu(x + y)
-        return linen.Dense(CLASSES)(jnp.mean(x, axis=(1, 2)))
+        y = linen.relu(norm()(linen.Conv(16, (3, 3), use_bias=False)(x)))
+        y = norm()(linen.Conv(16, (3, 3), use_bias=False)(y))
+        x = norm(name="norm_of_projection")(linen.Conv(16, (1, 1), name="proj")(x))
+        return linen.Dense(CLASSES)(jnp.mean(linen.relu(x + y), axis=(1, 2)))
 
 
 class MobileNet(linen.Module):
@@ -81,9 +78,7 @@ class MobileNet(linen.Module):
             x = linen.BatchNorm(use_running_average=not train, momentum=0.9)(x)
             return jax.nn.relu6(x) if relu6 else x
 
-        x = layer(x, 8, (3, 3))
-        x = layer(x, 8, (3, 3), feature_group_count=8)
-        x = layer(x, 16, relu6=False)
+        x = layer(x, 16, (3, 3))
         y = layer(x, 32)
         y = layer(y, 32, (3, 3), feature_group_count=32)
         x = x + layer(y, 16, relu6=False)
