@@ -25,9 +25,10 @@ from ..forms import wall
 def unrolled(fn: Callable[..., Any], loops: bool = True) -> Callable[..., Any]:
     """Return ``fn`` with its scans, fixed loops and branches written out.
 
-    Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``. So it is with branches,
-    which are all computed, and ``cond(branch)[if]``: see ``BRANCH``. Nothing else is added to what
-    is tapped, so that the calls of a step are those of the loop: ``written_out`` relies on it.
+    Step i of ``scan(body)`` is under the name scope ``scan(body)[i]``, of another loop of that name
+    under ``scan(body)~1[i]``. So it is with branches, which are all computed, and
+    ``cond(branch)[if]``: see ``BRANCH``. Nothing else is added to what is tapped, so that the calls
+    of a step are those of the loop: ``written_out`` relies on it.
 
     Args:
         fn: the function.
@@ -48,7 +49,7 @@ def unrolled(fn: Callable[..., Any], loops: bool = True) -> Callable[..., Any]:
 BRANCH = "[if]"
 """Ends the name scope of a branch."""
 
-_STEP = re.compile(r"(?<=\))\[(\d+|if)\]$")
+_STEP = re.compile(r"(?<=\))(?P<which>(?:~\d+)?)\[(?P<step>\d+|if)\]$")
 
 
 def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
@@ -58,14 +59,27 @@ def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
         step = _STEP.search(scope)
         if step is None:
             others.append(scope)
-        elif step[1] != "if":
-            steps.append(int(step[1]))
+        elif step["step"] != "if":
+            steps.append(int(step["step"]))
     return "/".join(others), tuple(steps)
 
 
 def first_step(path: str) -> str:
     """Return a module path as it is in the first step of each loop."""
-    return "/".join(re.sub(r"(?<=\))\[\d+\]$", "[0]", scope) for scope in path.split("/"))
+    scopes = path.split("/")
+    return "/".join(_STEP.sub(r"\g<which>[0]", one) if BRANCH not in one else one for one in scopes)
+
+
+def _which(call: OpCall, of: int = 1, i: int = 0) -> str:
+    """Return what tells apart loops or branches of one name: equal steps would be one place.
+
+    Args:
+        call: of the loop, or of the choice.
+        of: how many branches of this name the choice has.
+        i: which one of them it is.
+    """
+    number = int(call.op_id.rpartition(":")[2]) * of + i
+    return f"~{number}" if number else ""
 
 
 def _scan(
@@ -83,9 +97,9 @@ def _scan(
         return NotImplemented
     # Also numbers: the body computes with them as with arrays.
     carry, xs = jax.tree.map(_as_array, (init, xs))
-    found, step, label = [], unrolled(f), label_of("scan", f)
+    found, step, label, which = [], unrolled(f), label_of("scan", f), _which(call)
     for i in reversed(range(count)) if reverse else range(count):
-        with jax.named_scope(f"{label}[{i}]"):
+        with jax.named_scope(f"{label}{which}[{i}]"):
             carry, y = step(carry, jax.tree.map(lambda x, i=i: _row(x, i), xs))
         found.append(y)
     if reverse:
@@ -126,7 +140,7 @@ def _cond(
     pred = jnp.asarray(pred)
     index = (pred if pred.dtype == bool else pred != 0).astype(jnp.int32)
     # In the order that JAX has them in.
-    return _taken("cond", loops, index, (false_fun, true_fun), operands)
+    return _taken("cond", loops, call, index, (false_fun, true_fun), operands)
 
 
 def _switch(
@@ -140,14 +154,18 @@ def _switch(
     if options:
         return NotImplemented
     index = lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), np.int32(len(branches) - 1))
-    return _taken("switch", loops, index, branches, operands)
+    return _taken("switch", loops, call, index, branches, operands)
 
 
-def _taken(kind: str, loops: bool, index: jax.Array, branches: Sequence[Any], operands: Any) -> Any:
+def _taken(
+    kind: str, loops: bool, call: OpCall, index: jax.Array, branches: Sequence[Any], operands: Any
+) -> Any:
     """Return the result of one of several computed branches."""
     found = []
-    for branch in branches:
-        with jax.named_scope(f"{label_of(kind, branch)}{BRANCH}"):
+    labels = [label_of(kind, branch) for branch in branches]
+    for i, (label, branch) in enumerate(zip(labels, branches, strict=True)):
+        which = _which(call, labels.count(label), labels[:i].count(label))
+        with jax.named_scope(f"{label}{which}{BRANCH}"):
             found.append(unrolled(branch, loops)(*operands))
     return jax.tree.map(lambda *results: _one_of(index, results), *found)
 
