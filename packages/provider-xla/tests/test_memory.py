@@ -12,7 +12,7 @@ from provider_xla import PtqProvider, QtProvider, QuantizationRule
 RULE = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 PARAMS = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
 X = jnp.ones((2, 4))
-TIMES = pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
+TIMES = pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.slow)])
 
 
 def model(params, x):
