@@ -9,7 +9,7 @@ import provider_xla as xla
 from jaxtap_testkit.cached_decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
 
 # Each compiles a decoder or two.
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 FLOAT = xla.QuantizationRule(weight_qtype=None, act_qtype=None)
 STEPS = 9
 
@@ -182,8 +182,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", ["carry", "unrolled", "vmapped_step"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("name", "rule"), [*zip(["carry", "unrolled", "vmapped_step"], RULES, strict=True)]
+)
 def test_with_quantized_weights(name, rule):
     """The same operations are quantized as with a float cache, with the same parameters."""
     params = parameters()
