@@ -109,6 +109,7 @@ def test_what_is_closed_over_is_not_a_parameter(rule):
     assert not plan.problems
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("suffix", [".safetensors", ""])
 @pytest.mark.parametrize("name", ["index", "concatenate", "weight norm", "low rank", "steps"])
 def test_saved_and_loaded(name, suffix, tmp_path):
