@@ -14,8 +14,6 @@ from jaxtap_testkit.meshes import put
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PtqProvider, QuantizationRule
 
-pytestmark = pytest.mark.optimized  # the compiled text is the subject
-
 BOTH = ("data", "model")
 
 
@@ -111,6 +109,7 @@ def test_no_more_bytes_than_in_float(name, rule, kernels, mesh):
     assert apart < (0.2 if "int4" in rule else 0.03) * np.linalg.norm(wanted)
 
 
+@pytest.mark.optimized  # the compiled text is the subject
 @pytest.mark.parametrize("name", ["both, rows shared out", "fsdp by rows", "fsdp and both"])
 def test_what_is_gathered_of_int8_is_int8(name, mesh):
     wanted, found, _, _ = compiled(name, "int8 by int8", False, mesh)

@@ -12,14 +12,10 @@ from provider_xla.demo.models import MODELS
 from provider_xla.demo.training import train
 
 SEED = 0
-CASES = zip(
-    MODELS,
-    [
-        (QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"), 0.01),
-        (QtRule(weight_qtype="int4", act_qtype="int8"), 0.02),
-    ],
-    strict=True,
-)
+RULES = [
+    (QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8"), 0.01),
+    (QtRule(weight_qtype="int4", act_qtype="int8"), 0.02),
+]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +31,7 @@ def accuracy(model, digits):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "rule"), CASES)
+@pytest.mark.parametrize(("model", "rule"), [*zip(MODELS, RULES, strict=True)])
 def test_converges(model, rule, digits):
     rule, points = rule
     quantized = dataclasses.replace(model, apply=QtProvider([rule]).apply(model.apply))

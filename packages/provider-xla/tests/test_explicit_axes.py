@@ -52,7 +52,7 @@ def assert_near(found, wanted, tolerance, case):
     assert error <= tolerance * np.abs(wanted).max(), (case, error)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_inference(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
@@ -95,7 +95,7 @@ def test_adapters(place):
         assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_training(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
@@ -115,7 +115,7 @@ def test_training(place):
                 assert apart <= 0.1 * np.linalg.norm(wanted[name]), case
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["column and row", "fsdp"])
 def test_reports_and_passes(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)

@@ -142,7 +142,7 @@ MADE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_says_what_no_kernel_computes(name, rule, kernels):  # noqa: F811

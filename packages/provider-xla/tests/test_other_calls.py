@@ -107,7 +107,8 @@ def error(found, expected):
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), zip(CALLS, itertools.cycle(RULES), strict=False)  # each rule in turn
+    ("name", "rule"),
+    [*zip(CALLS, itertools.cycle(RULES), strict=False)],  # each rule in turn
 )
 @pytest.mark.sample(4)
 def test_right(name, rule):
