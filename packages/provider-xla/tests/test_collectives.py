@@ -109,6 +109,7 @@ def test_no_more_bytes_than_in_float(name, rule, kernels, mesh):
     assert apart < (0.2 if "int4" in rule else 0.03) * np.linalg.norm(wanted)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.optimized  # the compiled text is the subject
 @pytest.mark.parametrize("name", ["both, rows shared out", "fsdp by rows", "fsdp and both"])
 def test_what_is_gathered_of_int8_is_int8(name, mesh):

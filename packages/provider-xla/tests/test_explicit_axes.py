@@ -72,7 +72,7 @@ def test_inference(place):
             assert gradient(x).sharding.is_equivalent_to(x.sharding, 3), name
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["column and row", "fsdp"])
 def test_adapters(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
@@ -95,7 +95,7 @@ def test_adapters(place):
         assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(gradients))
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_training(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)

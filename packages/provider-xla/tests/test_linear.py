@@ -87,7 +87,7 @@ def test_plans_say_that_activations_stay_float(name, is_stored):
     assert (plan.ops[0].qtypes == (None, "int8")) is is_stored
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bwd_qtype", [None, "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype):

@@ -110,7 +110,7 @@ def error(found, expected):
     ("name", "rule"),
     [*zip(CALLS, itertools.cycle(RULES), strict=False)],  # each rule in turn
 )
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_right(name, rule):
     fn, params, planned, other = CALLS[name]
     plan = PtqProvider([RULES[rule]], strict=True).plan(fn, params, *planned)

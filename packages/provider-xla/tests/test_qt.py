@@ -335,6 +335,7 @@ def gradients_of(fn, w, x, g):
     return jax.vjp(fn, w, x)[1](g)
 
 
+@pytest.mark.slow
 def test_either_contraction_of_the_backward_pass_has_a_format_of_its_own():
     """A rule is a Backward for each gradient."""
     w, x, g = draw((16, 8), (6, 16), (6, 8))
@@ -430,6 +431,7 @@ RAGGED_RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", RAGGED_RULES)
 def test_grouped_contractions_in_small_formats(kind):
     """Values are float64 sums of the dequantized operands."""

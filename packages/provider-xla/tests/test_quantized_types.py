@@ -38,6 +38,7 @@ def type_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+@pytest.mark.slow
 def test_types_are_those_of_what_is_stored():
     mesh, x = grid((2, 4), ("data", "model")), jnp.ones((4, 64))
     for i, rule in enumerate(RULES):

@@ -385,6 +385,7 @@ def test_ranges_by_step_are_saved_and_loaded(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_report_shows_the_ranges_of_steps():
     def program(w, x):
         return stack(lax.scan, w, x), x @ w[0]

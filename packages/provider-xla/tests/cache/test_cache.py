@@ -51,6 +51,7 @@ def test_decoders_with_rounded_rows(name):
         np.testing.assert_allclose(one.restore(), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["carry", "unrolled"])
 def test_float_cache_becomes_quantized(name):
     step, cache = DECODERS[name](keep)
@@ -209,6 +210,7 @@ def test_with_quantized_weights(name, rule):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=atol)
 
 
+@pytest.mark.slow
 def test_eager_and_mapped_and_differentiated():
     """What ``apply`` returns is an ordinary JAX function of values, scales and parameters."""
     params = parameters()

@@ -66,6 +66,7 @@ def test_linen():
     assert held["Block_0"]["attention"]["cache_index"] == LENGTH
 
 
+@pytest.mark.slow
 def test_linen_variables_in_one_argument():
     """A cache beside the parameters, in the argument that holds them."""
     model = Model()
@@ -127,6 +128,7 @@ def bound_model():
     return model.bind(variables, mutable=["cache"])
 
 
+@pytest.mark.slow
 def test_linen_model():
     """A bound module keeps its collection quantized, and writes to it."""
     model = bound_model()

@@ -25,6 +25,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("program", "qtype"),
     [("plain", "int8"), ("transposed", "int4"), ("scan", "int8"), ("scan", "int4")],

@@ -325,6 +325,7 @@ def test_the_report():
     assert list(twice[0].after or twice[1].after) == ["Hadamard", "Hadamard 2"]
 
 
+@pytest.mark.slow
 def test_sharded_parameters():
     mesh = line()
     x, w = draw((16, 64), (64, 32))

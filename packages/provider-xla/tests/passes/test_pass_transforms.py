@@ -20,6 +20,7 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("block", "k"), [(1, 3), (2, 6), (8, 8), (64, 192), (256, 512)])
 def test_hadamard_is_sylvesters(block, k):
     x = normal(0, 3, k)
@@ -28,6 +29,7 @@ def test_hadamard_is_sylvesters(block, k):
     np.testing.assert_allclose(found, x @ blocks, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_large_hadamard_is_its_own_inverse():
     x = normal(0, 2, 4096)
     turned = hadamard(jnp.asarray(x), 2048)

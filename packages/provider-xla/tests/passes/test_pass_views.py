@@ -62,6 +62,7 @@ def test_every_idiom(name):
         assert after < 0.8 * rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [SmoothQuant(), Awq(), Hadamard()], ids=lambda p: p.name)
 def test_the_parts_of_a_transformed_parameter(step):
     """Each part gives what the whole gives."""

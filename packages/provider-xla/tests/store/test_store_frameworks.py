@@ -94,6 +94,7 @@ def trained(tree):
     return jax.tree.map(lambda x: x + 0.25 if getattr(x, "shape", ())[-2:].count(2) else x, tree)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [of_equinox, of_linen, of_nnx])
 def test_models_with_adapters(tmp_path, make):
     model, tree, run, names = make()

@@ -25,6 +25,7 @@ def stack(params, x):
     return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["ws"])[0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "file"), [("scaled", "a.safetensors"), ("rotated", "a")])
 def test_transformed_weights(tmp_path, name, file):
     path = tmp_path / file
