@@ -53,12 +53,14 @@ class TestNnx(OfAFramework):
         return nnx.Sequential(nnx.Linear(32, 64, rngs=rngs), nnx.relu, nnx.Linear(64, 8, rngs=rngs))
 
 
+@pytest.mark.slow
 class TestLinen(OfAFramework):
     def model(self):
         net = linen.Sequential([linen.Dense(64), linen.relu, linen.Dense(8)])
         return net.bind(net.init(jax.random.key(0), *self.inputs()))
 
 
+@pytest.mark.slow
 class TestEquinox(OfAFramework):
     def model(self):
         return eqx.nn.MLP(32, 8, 64, 1, key=jax.random.key(0))

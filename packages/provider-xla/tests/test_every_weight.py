@@ -19,7 +19,7 @@ from provider_xla import PtqProvider, QuantizationRule, QuantizationWarning
 N = 8  # all matrices are [N, N], so that each weight fits each place
 STEPS = 3
 PROGRAMS = 10
-SEEDS = 20  # with 200, which take a quarter of an hour of a core, 2,000 programs
+SEEDS = 8  # with 200, which take a quarter of an hour of a core, 2,000 programs
 MASK = np.random.default_rng(0).random((N, N)) < 0.5
 FACTORS = MASK.astype(np.float32)
 ORDER = np.random.default_rng(1).permutation(N)
@@ -239,10 +239,10 @@ def silent(programs, plan):
     return found
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_generated_programs(seed):
-    """Two thousand programs, ten at a time: with one scale for each column, and with tiles."""
+    """Ten programs at a time: with one scale for each column, and with tiles."""
     rng = np.random.default_rng(seed)
     programs = [program(rng) for _ in range(PROGRAMS)]
     params = [signs(seed * PROGRAMS + i) for i in range(PROGRAMS)]

@@ -50,6 +50,7 @@ def test_arguments_in_every_format(qtype):
     assert (q.qtype, q.dtype, q.shape) == (qtype, stored.dtype, stored.shape)
 
 
+@pytest.mark.slow
 def test_derived_and_transformed_weights():
     rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")
     plan = xla.PtqProvider(rule).plan(model, PARAMS, X)

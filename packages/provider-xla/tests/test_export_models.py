@@ -61,7 +61,7 @@ def raised(x):
     return x + 0.25
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 2])
 def test_fresh_processes_serve_models(tmp_path, rank):
     for name, (model, x) in models().items():

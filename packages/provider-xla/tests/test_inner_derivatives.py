@@ -133,7 +133,7 @@ def assert_near(found, wanted, bound):
         assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other)
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_derivative_is_that_at_the_stored_values(name):
     fn, params, x = PROGRAMS[name]
@@ -141,8 +141,13 @@ def test_the_derivative_is_that_at_the_stored_values(name):
         "dot_general", "conv_general_dilated", "take"))).plan(fn, params, x)  # fmt: skip
     assert plan.weights
     stored = plan.quantize(params)
-    exact = fn(params if name in COARSE else restored(stored), x)
-    assert_near(jax.jit(plan.apply(fn))(stored, x), exact, COARSE.get(name, 1e-4))
+
+    @jax.jit
+    def run(params, stored):
+        exact = fn(params if name in COARSE else restored(stored), x)
+        return plan.apply(fn)(stored, x), exact
+
+    assert_near(*run(params, stored), COARSE.get(name, 1e-4))
 
 
 def forms():

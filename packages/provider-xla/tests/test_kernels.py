@@ -86,10 +86,10 @@ TAKEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [W8, W4, W8A8], ids=["w8", "w4", "w8a8"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_give_what_xla_gives(name, rule):
+def test_programs_give_what_xla_gives(name):
     fn, params, x = make(name)
+    rule = [W8, W4, W8A8][list(PROGRAMS).index(name) % 3]
     plan, actual, expected = both_ways(fn, rule, params, x)
     same(actual, expected)
     found = [record.kernel for record in plan.ops if record.kernel]
@@ -142,7 +142,7 @@ MADE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_says_what_no_kernel_computes(name, rule, kernels):  # noqa: F811
@@ -243,15 +243,13 @@ EINSUMS = [
 ]
 
 
-@pytest.mark.parametrize("weight_first", [False, True], ids=["x,w", "w,x"])
-@pytest.mark.parametrize(
-    "rule",
-    [W8A8, QuantizationRule(weight_qtype="int4", tile_size=2)],
-    ids=["w8a8", "w4 in tiles"],
-)
+@pytest.mark.parametrize("rule", ["w8a8", "w4 in tiles"])
 @pytest.mark.parametrize(("spec", "x_shape", "w_shape"), EINSUMS)
-def test_einsums(spec, x_shape, w_shape, rule, weight_first):
+def test_einsums(spec, x_shape, w_shape, rule):
     w, x = draw(w_shape, x_shape)
+    # Either operand first: each equation has both orders, and each rule.
+    weight_first = (EINSUMS.index((spec, x_shape, w_shape)) % 2 == 0) == (rule == "w8a8")
+    rule = W8A8 if rule == "w8a8" else QuantizationRule(weight_qtype="int4", tile_size=2)
     if weight_first:
         inputs, out = spec.split("->")
         spec = ",".join(reversed(inputs.split(","))) + "->" + out

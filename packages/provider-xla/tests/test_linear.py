@@ -74,7 +74,7 @@ def test_stored_weights_go_into_programs_that_jax_transposes(name, act_qtype):
 
     value, by_x, mapped = everything(stored, X)
     near(value, reference(name, W, X))
-    near(by_x, jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x))))(X), 0.05)
+    near(by_x, jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x)))))(X), 0.05)
     near(mapped, np.stack([reference(name, W, X), reference(name, W, X / 2)]))
 
 
@@ -87,11 +87,12 @@ def test_plans_say_that_activations_stay_float(name, is_stored):
     assert (plan.ops[0].qtypes == (None, "int8")) is is_stored
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("static", [None, True])
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bwd_qtype", [None, "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype, static):
+def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype):
+    # Each program, and each format, has dynamic and static ranges.
+    static = True if (list(PROGRAMS).index(name) % 2 == 0) == (bwd_qtype is None) else None
     fn, params = PROGRAMS[name], {"w": jnp.asarray(W)}
     qtypes = {"weight_qtype": "int8", "act_qtype": "int8", "bwd_qtype": bwd_qtype}
     provider = QtProvider(QtRule(**qtypes, act_static_scale=static, act_batch_axes=()))
@@ -103,7 +104,9 @@ def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype, sta
     def gradients(fn):
         return jax.grad(lambda params, x: jnp.sum(jnp.sin(fn(params, x))), (0, 1))
 
-    near(trained(params, X), reference(name, W, X))
-    ours, right = jax.jit(gradients(trained))(params, X), gradients(fn)(params, X)
+    value, ours, right = jax.jit(
+        lambda *args: (trained(*args), gradients(trained)(*args), gradients(fn)(*args))
+    )(params, X)
+    near(value, reference(name, W, X))
     for one, other in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
         near(one, other, 0.06)

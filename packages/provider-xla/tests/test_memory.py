@@ -12,7 +12,7 @@ from provider_xla import PtqProvider, QtProvider, QuantizationRule
 RULE = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 PARAMS = {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
 X = jnp.ones((2, 4))
-TIMES = pytest.mark.parametrize("count", [10, pytest.param(1000, marks=pytest.mark.slow)])
+TIMES = 30
 
 
 def model(params, x):
@@ -24,26 +24,23 @@ def raising(params, x):
     raise ZeroDivisionError
 
 
-@TIMES
 @pytest.mark.parametrize("fn", [model, raising])
-def test_nothing_is_kept_of_a_plan(fn, count):
+def test_nothing_is_kept_of_a_plan(fn):
     def plan():
         with contextlib.suppress(ZeroDivisionError):
             PtqProvider(RULE).plan(fn, PARAMS, X)
 
-    assert objects_kept(plan, count) <= 5
+    assert objects_kept(plan, TIMES) <= 5
 
 
-@TIMES
-def test_nothing_is_kept_of_a_trace(count):
+def test_nothing_is_kept_of_a_trace():
     plan = PtqProvider(RULE).plan(model, PARAMS, X)
     stored = plan.quantize(PARAMS)
-    assert objects_kept(lambda: jax.make_jaxpr(plan.apply(model))(stored, X), count) <= 5
+    assert objects_kept(lambda: jax.make_jaxpr(plan.apply(model))(stored, X), TIMES) <= 5
 
 
-@TIMES
 @pytest.mark.parametrize("inside", [False, True])
-def test_nothing_is_kept_of_a_training_step(inside, count):
+def test_nothing_is_kept_of_a_training_step(inside):
     def loss(params):
         return jnp.sum(model(params, X))
 
@@ -52,4 +49,4 @@ def test_nothing_is_kept_of_a_training_step(inside, count):
         step = apply(jax.grad(loss)) if inside else jax.grad(apply(loss))
         jax.make_jaxpr(step)(PARAMS)
 
-    assert objects_kept(trace, count) <= 5
+    assert objects_kept(trace, TIMES) <= 5

@@ -78,18 +78,23 @@ integer_dots = functools.partial(contractions, results=True)
 
 
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
-def test_every_op_equals_the_grid_in_float64(op, transform):
-    fn, x_shape, w_shape, x_axes, w_axes = op
-    x, w = draw(x_shape, w_shape, seed=0)
+def test_every_op_equals_the_grid_in_float64(transform):
+    operands = {name: draw(*shapes, seed=0) for name, (_, *shapes, _, _) in OPS.items()}
     provider = PtqProvider([INT8])
-    actual = transform(provider.apply(fn))(x, w)
+    taps = {name: provider.apply(fn) for name, (fn, *_) in OPS.items()}
+    found = transform(lambda given: {name: taps[name](*given[name]) for name in OPS})(operands)
+    grids = {
+        name: [int8_grid(x, axes) for x, axes in zip(operands[name], OPS[name][3:], strict=True)]
+        for name in OPS
+    }
     with jax.enable_x64(True):
-        expected = fn(jnp.asarray(int8_grid(x, x_axes)), jnp.asarray(int8_grid(w, w_axes)))
-    assert actual.dtype == jnp.float32
-    actual, expected = np.asarray(actual), np.asarray(expected)
-    # Quantized values may differ where float32 and float64 round a tie apart: one scale's worth.
-    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=0.05)
-    assert np.mean(np.abs(actual - expected) < 1e-4) > 0.9
+        exact = jax.jit(lambda given: {name: OPS[name][0](*given[name]) for name in OPS})(grids)
+    for name in OPS:
+        assert found[name].dtype == jnp.float32, name
+        actual, expected = np.asarray(found[name]), np.asarray(exact[name])
+        # Quantized values may differ where float32 and float64 round a tie apart, by a scale.
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=0.05, err_msg=name)
+        assert np.mean(np.abs(actual - expected) < 1e-4) > 0.9, name
     assert provider.get_unused_rules() == []
 
 
@@ -105,7 +110,7 @@ def test_every_op_runs_in_int8_with_int32_sums(op):
 def test_result_has_the_dtype_of_the_float_op(op, dtype):
     fn, x_shape, w_shape, *_ = op
     x, w = draw(x_shape, w_shape, dtype=dtype)
-    result, expected = PtqProvider().apply(fn)(x, w), fn(x, w)
+    result, expected = (jax.eval_shape(f, x, w) for f in (PtqProvider().apply(fn), fn))
     assert result.dtype == expected.dtype
     assert result.shape == expected.shape
 
@@ -116,20 +121,26 @@ def test_preferred_element_type_is_kept():
     assert fn(x, w).dtype == jnp.float32
 
 
-def test_gradients_are_those_of_the_float_op(op):
-    fn, x_shape, w_shape, *_ = op
-    x, w = draw(x_shape, w_shape)
+def test_gradients_are_those_of_the_float_op():
+    operands = {name: draw(*shapes) for name, (_, *shapes, _, _) in OPS.items()}
+    provider = PtqProvider()
 
-    def gradients(fn):
+    def gradients(fn, x, w):
         return jax.grad(lambda x, w: jnp.sum(fn(x, w)), (0, 1))(x, w)
 
-    quantized = PtqProvider().apply(fn)
-    for ours in (gradients(quantized), gradients(jax.jit(quantized))):
-        jax.tree.map(
-            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5),
-            ours,
-            gradients(fn),
-        )
+    def all_of(given, wrap):
+        return {name: gradients(wrap(OPS[name][0]), *given[name]) for name in given}
+
+    eager = {name: operands[name] for name in ("einsum, attention", "conv")}
+    expected = jax.jit(lambda given: all_of(given, lambda fn: fn))(operands)
+    for ours in (
+        all_of(eager, provider.apply),
+        jax.jit(lambda given: all_of(given, provider.apply))(operands),
+        jax.jit(lambda given: all_of(given, lambda fn: jax.jit(provider.apply(fn))))(operands),
+    ):
+        for name, found in ours.items():
+            for a, b in zip(found, expected[name], strict=True):
+                np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize("side", [0, 1], ids=["lhs", "rhs"])

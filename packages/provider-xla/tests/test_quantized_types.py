@@ -38,10 +38,11 @@ def type_of(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
+@pytest.mark.slow
 def test_types_are_those_of_what_is_stored():
     mesh, x = grid((2, 4), ("data", "model")), jnp.ones((4, 64))
-    for rule in RULES:
-        for spec in SPECS:
+    for i, rule in enumerate(RULES):
+        for spec in SPECS[i % 2 :: 2]:
             params = params_of(mesh, spec)
             types = jax.tree.map(type_of, params)
             plan = PtqProvider(rule).plan(model, types, x)

@@ -48,6 +48,7 @@ def rounded(w):
     return np.round(w / scale) * scale
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", TAKEN)
 def test_whole_weights_of_a_stack_stay_packed(kernels, case):  # noqa: F811
     take, expected = TAKEN[case]

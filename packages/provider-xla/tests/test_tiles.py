@@ -36,6 +36,7 @@ def close(actual, expected):
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("act", [None, "int8"])
 def test_a_shorter_last_tile(act, tmp_path):
     def model(p, x):
@@ -90,6 +91,7 @@ def in_blocks(w, qtype):
     return (values.astype(np.float64) * scale).reshape(w.shape)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("qtype", "size"), [("mxfp8", 32), ("nvfp4", 8), ("mxfp4", 16), ("mxfp8", 8), ("nvfp4", 16)]
 )
@@ -145,6 +147,7 @@ CUTS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("case", CUTS)
 def test_a_shorter_last_tile_follows_what_cuts_a_parameter(case):
     cut, rows, tile = CUTS[case]

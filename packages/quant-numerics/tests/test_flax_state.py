@@ -30,7 +30,8 @@ def test_another_format_is_an_error():
         serialization.from_state_dict(stored("int4"), state)
 
 
-@pytest.mark.parametrize("flax_first", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("flax_first", [True, False])
 def test_the_order_of_imports_does_not_matter(flax_first):
     imports = ["import flax.serialization as fs", "import quant_numerics as qn, jax.numpy as jnp"]
     code = """

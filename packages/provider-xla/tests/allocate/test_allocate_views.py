@@ -18,8 +18,8 @@ def allocated(fn, params, bits, **options):
 
 def measured(plan, fn, params):
     """Return the stored program's squared error over the squared norm."""
-    found = np.asarray(jax.jit(plan.apply(fn))(plan.quantize(params), X), np.float64)
-    expected = np.asarray(fn(params, X), np.float64)
+    run = jax.jit(lambda stored, params: (plan.apply(fn)(stored, X), fn(params, X)))
+    found, expected = (np.asarray(y, np.float64) for y in run(plan.quantize(params), params))
     return ((found - expected) ** 2).sum() / (expected**2).sum()
 
 
@@ -35,8 +35,8 @@ def check(plan, fn, params):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", IDIOMS)
-def test_every_idiom(name):
+@pytest.mark.parametrize("name", list(IDIOMS)[::3])  # plans and passes have tests with all
+def test_idioms(name):
     fn, params = IDIOMS[name]
     params = jax.tree.map(jnp.asarray, params)
     check(allocated(fn, params, 12, qtypes=["int4", "int8"]), fn, params)

@@ -184,6 +184,7 @@ def test_a_jitted_method_with_a_vmap_inside():
     assert count_stored(quantize_model(net, ptq(), ROW)) == 13
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [eqx.filter_checkpoint, eqx.filter_jit, lambda f: f])
 def test_a_vmap_in_a_part(part):
     class Net(eqx.Module):

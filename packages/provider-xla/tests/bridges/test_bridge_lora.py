@@ -101,6 +101,7 @@ def test_parts_of_an_nnx_model_run_with_their_adapters():
     close(model.blocks[1](x), merged.blocks[1](x), 2e-5)
 
 
+@pytest.mark.slow
 def test_a_tied_table_has_one_adapter():
     class Tied(nnx.Module):
         def __init__(self, rngs):
@@ -121,6 +122,7 @@ def test_a_tied_table_has_one_adapter():
     close(model(TOKENS), merge_model(model)(TOKENS), 1e-4)
 
 
+@pytest.mark.slow
 def test_lists_of_parameters_and_stacks_of_modules():
     class Block(nnx.Module):
         def __init__(self, rngs):

@@ -64,6 +64,7 @@ MODELS = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_values(name):
     model = MODELS[name]()

@@ -1,6 +1,7 @@
 """Quantized models as Python objects: their classes, methods, copies and pickles."""
 
 import copy
+import importlib
 import pickle
 
 import jax
@@ -206,21 +207,20 @@ def test_plans_are_pickled():
 
 
 @pytest.mark.slow
-def test_another_process_runs_a_pickled_model(tmp_path):
-    (tmp_path / "net.py").write_text(
+def test_another_process_runs_a_pickled_model(tmp_path, monkeypatch):
+    (tmp_path / "pickled_net.py").write_text(
         "import equinox as eqx\n"
         "class Net(eqx.Module):\n"
         "    linear: eqx.nn.Linear\n"
         "    def __call__(self, x): return self.linear(x)\n"
     )
-    write = """if True:
-        import pickle, sys, jax, equinox as eqx, provider_xla as xla, net
-        model = net.Net(eqx.nn.Linear(16, 4, key=jax.random.key(0)))
-        rule = xla.QuantizationRule(weight_qtype="int8")
-        quantized = xla.quantize_model(model, xla.PtqProvider(rule), jax.numpy.ones(16))
-        with open("model.pkl", "wb") as file:
-            pickle.dump((quantized, quantized(jax.numpy.ones(16))), file)
-    """
+    monkeypatch.syspath_prepend(tmp_path)
+    net = importlib.import_module("pickled_net")
+    model = net.Net(eqx.nn.Linear(16, 4, key=jax.random.key(0)))
+    rule = xla.QuantizationRule(weight_qtype="int8")
+    quantized = xla.quantize_model(model, xla.PtqProvider(rule), jnp.ones(16))
+    with (tmp_path / "model.pkl").open("wb") as file:
+        pickle.dump((quantized, quantized(jnp.ones(16))), file)
     read = """if True:
         import pickle, jax, provider_xla as xla
         with open("model.pkl", "rb") as file:
@@ -228,5 +228,4 @@ def test_another_process_runs_a_pickled_model(tmp_path):
         assert (model(jax.numpy.ones(16)) == want).all()
         assert len(xla.model_plan(model).weights) == 1
     """
-    for code in (write, read):
-        run_python("-c", code, cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    run_python("-c", read, cwd=tmp_path, PYTHONPATH=str(tmp_path))

@@ -9,7 +9,7 @@ import provider_xla as xla
 from jaxtap_testkit.cached_decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
 
 # Each compiles a decoder or two.
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(2)
 FLOAT = xla.QuantizationRule(weight_qtype=None, act_qtype=None)
 STEPS = 9
 
@@ -51,6 +51,7 @@ def test_decoders_with_rounded_rows(name):
         np.testing.assert_allclose(one.restore(), whole, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["carry", "unrolled"])
 def test_float_cache_becomes_quantized(name):
     step, cache = DECODERS[name](keep)
@@ -182,8 +183,9 @@ RULES = {
 }
 
 
-@pytest.mark.parametrize("name", ["carry", "unrolled", "vmapped_step"])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("name", "rule"), [*zip(["carry", "unrolled", "vmapped_step"], RULES, strict=True)]
+)
 def test_with_quantized_weights(name, rule):
     """The same operations are quantized as with a float cache, with the same parameters."""
     params = parameters()
@@ -208,6 +210,7 @@ def test_with_quantized_weights(name, rule):
         np.testing.assert_allclose(found, expected, rtol=2e-4, atol=atol)
 
 
+@pytest.mark.slow
 def test_eager_and_mapped_and_differentiated():
     """What ``apply`` returns is an ordinary JAX function of values, scales and parameters."""
     params = parameters()

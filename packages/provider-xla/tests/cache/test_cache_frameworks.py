@@ -14,6 +14,7 @@ import provider_xla as xla
 from jaxtap_testkit.cached_decoders import rounded
 
 HEADS, SIZE, LENGTH, BATCH = 4, 32, 12, 2
+STEPS = 4
 FLOAT = xla.QuantizationRule(weight_qtype=None, act_qtype=None)
 
 
@@ -65,6 +66,7 @@ def test_linen():
     assert held["Block_0"]["attention"]["cache_index"] == LENGTH
 
 
+@pytest.mark.slow
 def test_linen_variables_in_one_argument():
     """A cache beside the parameters, in the argument that holds them."""
     model = Model()
@@ -126,16 +128,17 @@ def bound_model():
     return model.bind(variables, mutable=["cache"])
 
 
+@pytest.mark.slow
 def test_linen_model():
     """A bound module keeps its collection quantized, and writes to it."""
     model = bound_model()
     quantized = xla.quantize_model(model, float_caches(), inputs(1)[0])
     assert len(xla.model_plan(quantized).caches) == 4
-    for x in inputs(LENGTH):
+    for x in inputs(STEPS):
         assert_near(quantized(x), model(x))
     held = quantized.variables["cache"]["Block_1"]["attention"]
     assert held["cached_value"].qvalue.dtype == jnp.int8
-    assert held["cache_index"] == LENGTH
+    assert held["cache_index"] == STEPS
     whole = model.variables["cache"]["Block_1"]["attention"]["cached_value"]
     assert_near(held["cached_value"].restore(), whole)
 
@@ -172,7 +175,7 @@ def test_nnx_model():
     eager, jitted = (xla.quantize_model(model, float_caches(), inputs(1)[0]) for _ in range(2))
     assert len(xla.model_plan(eager).caches) == 2
     run = nnx.jit(lambda model, x: model(x))
-    for x in inputs(LENGTH):
+    for x in inputs(STEPS):
         expected = model(x)
         found = run(jitted, x)
         assert_near(found, expected)
@@ -181,7 +184,7 @@ def test_nnx_model():
         assert one.cached_key.get_raw_value().qvalue.dtype == jnp.int8
         whole = model.cached_key.get_raw_value()
         assert_near(one.cached_key.get_raw_value().restore(), whole)
-        assert one.cache_index.get_raw_value() == LENGTH
+        assert one.cache_index.get_raw_value() == STEPS
 
 
 def attend(row, x, cache, position):

@@ -194,6 +194,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_contractions_with_a_minimum(name):
     program, shape, x_shape = PROGRAMS[name]

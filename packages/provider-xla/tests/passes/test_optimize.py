@@ -54,8 +54,9 @@ def test_every_program(name):
     fn, params, x = make(name)
     plan = PtqProvider(W8A8).plan(fn, params, x)
     stored, report = plan.optimize(params, [(x,)], [Hadamard(), SmoothQuant(), Gptq()])
-    expected, plain = fn(params, x), jax.jit(plan.apply(fn))(plan.quantize(params), x)
-    result = jax.jit(plan.apply(fn))(stored, x)
+    run = plan.apply(fn)
+    found = jax.jit(lambda p, *stored: [fn(p, x), *(run(one, x) for one in stored)])
+    expected, plain, result = found(params, plan.quantize(params), stored)
     assert relative(result, expected) < max(0.02, 2 * relative(plain, expected))
     assert [row.path for row in report] == list(plan.weights)
     reasons = [row.reasons.get("", "") for row in report]
@@ -324,6 +325,7 @@ def test_the_report():
     assert list(twice[0].after or twice[1].after) == ["Hadamard", "Hadamard 2"]
 
 
+@pytest.mark.slow
 def test_sharded_parameters():
     mesh = line()
     x, w = draw((16, 64), (64, 32))

@@ -30,7 +30,7 @@ def matmul(w, x):
     return x @ w
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [matmul, stack])
 @pytest.mark.parametrize(
     ("rule", "op"),

@@ -42,9 +42,10 @@ def errors_of(fn, params, passes, x=X):
     params = jax.tree.map(jnp.asarray, params)
     plan = PtqProvider(RULE).plan(fn, params, x, kernels=False)
     stored, report = plan.optimize(params, [(x,)], passes)
-    run, expected = jax.jit(plan.apply(fn)), np.asarray(fn(params, x))
-    after = relative(run(stored, x), expected)
-    return stored, report, after, relative(run(plan.quantize(params), x), expected)
+    run = plan.apply(fn)
+    found = jax.jit(lambda *given: [fn(given[0], x), *(run(one, x) for one in given[1:])])
+    expected, after, rounded = map(np.asarray, found(params, stored, plan.quantize(params)))
+    return stored, report, relative(after, expected), relative(rounded, expected)
 
 
 @pytest.mark.slow
@@ -61,6 +62,7 @@ def test_every_idiom(name):
         assert after < 0.8 * rounded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [SmoothQuant(), Awq(), Hadamard()], ids=lambda p: p.name)
 def test_the_parts_of_a_transformed_parameter(step):
     """Each part gives what the whole gives."""

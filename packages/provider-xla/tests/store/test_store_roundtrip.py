@@ -10,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 import provider_xla as xla
 import quant_numerics as qn
+from jaxtap_testkit import examples
 from jaxtap_testkit.store_samples import (
     BITS,
     DTYPES,
@@ -174,9 +175,9 @@ trees = st.recursive(
 SETTINGS = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
+@examples(60, **SETTINGS)
 @given(tree=trees)
 @example(tree=jnp.asarray(-1, "int2"))
-@settings(max_examples=60, **SETTINGS)
 def test_any_tree_in_a_file(tmp_path, tree):
     path = tmp_path / "any.safetensors"
     xla.save(path, tree, overwrite=True)
@@ -184,8 +185,8 @@ def test_any_tree_in_a_file(tmp_path, tree):
     safetensors.numpy.load_file(path)
 
 
+@examples(8, **SETTINGS)
 @given(tree=trees)
-@settings(max_examples=8, **SETTINGS)
 def test_any_tree_in_a_checkpoint(tmp_path, tree):
     xla.save(tmp_path / "any", tree, overwrite=True)
     same(xla.load(tmp_path / "any"), tree)

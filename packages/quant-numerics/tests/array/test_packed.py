@@ -3,6 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtap_testkit.programs import as_program
 from quant_numerics import (
     PackedQArray,
     dequantize,
@@ -16,6 +17,8 @@ from quant_numerics import (
 
 pytestmark = pytest.mark.sample(2)
 
+dequantize, pack, quantize, unpack = map(as_program, (dequantize, pack, quantize, unpack))
+
 PACKABLE = ["int3", "int5", "int6", "int7"]
 
 
@@ -26,12 +29,12 @@ PACKABLE = ["int3", "int5", "int6", "int7"]
 def test_qvalue_come_back(qtype, shape, method):
     rng = np.random.default_rng(0)
     q = quantize(rng.normal(size=shape).astype(np.float32), qtype, method=method)
-    p = jax.jit(pack)(q)
+    p = pack(q)
     kind = get_qtype(qtype)
     assert p.planes.dtype == jnp.uint8
     assert p.planes.shape == (*shape[:-1], kind.bits, -(-shape[-1] // 8))
     assert (p.shape, p.ndim, p.dtype) == (q.shape, q.ndim, q.dtype)
-    back = jax.jit(unpack)(p)
+    back = unpack(p)
     assert jax.tree.structure(back) == jax.tree.structure(q)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(q), strict=True):
         assert a.dtype == b.dtype

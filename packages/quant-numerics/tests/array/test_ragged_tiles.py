@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 
 from hijax_trace import MoveError
+from jaxtap_testkit.programs import as_program
 from quant_numerics import (
     QArray,
     as_hi,
@@ -32,6 +33,8 @@ from quant_numerics.calibration.calibrate import calibrate
 from quant_numerics.train.options import HowToQuantize
 
 MATMUL = (((1,), (0,)), ((), ()))
+dequantize, quantize, quantize_for_dot = map(as_program, (dequantize, quantize, quantize_for_dot))
+dot_general, einsum, ragged_dot = map(as_program, (dot_general, einsum, ragged_dot))
 
 
 def weight(rows=72, columns=5, seed=0):
@@ -208,7 +211,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_primitives_are_followed(name):
     q, fn = tiled(weight(72, 6)), FOLLOWED[name]
-    expected = jax.tree.leaves(fn(jnp.float32(value(q))))
+    expected = jax.tree.leaves(jax.jit(fn)(jnp.float32(value(q))))
     for found, want in zip(followed(q, fn), expected, strict=True):
         np.testing.assert_allclose(dequantize(found), want, rtol=1e-6)
 
@@ -236,7 +239,7 @@ def test_transformations():
     q = quantize(x, "int4", channel_axes=(0, 2), tile_axes={1: 32})
     full = np.asarray(dequantize(q))
     np.testing.assert_array_equal(jax.vmap(dequantize)(q), full)
-    mapped = jax.vmap(lambda x: tiled(x, "int4"))(x)
+    mapped = jax.jit(jax.vmap(lambda x: tiled(x, "int4")))(x)
     np.testing.assert_array_equal(mapped.qvalue, q.qvalue)
     y = np.ones((2, 72), np.float32)
 
@@ -265,10 +268,10 @@ def test_gradients():
 
     left = np.asarray(x, np.float64)
     np.testing.assert_allclose(
-        jax.grad(loss)(w), left.T @ (2 * left @ value(q)), rtol=1e-4, atol=1e-3
+        jax.jit(jax.grad(loss))(w), left.T @ (2 * left @ value(q)), rtol=1e-4, atol=1e-3
     )
     half = {"channel_axes": (1,), "tile_axes": {0: 32}, "method": "absmax,0.5"}
-    clipped = jax.grad(lambda w: fake_quant(w, "int8", **half).sum())(w)
+    clipped = jax.jit(jax.grad(lambda w: fake_quant(w, "int8", **half).sum()))(w)
     tiles = [w[i : i + 32] for i in (0, 32, 64)]
     bound = np.concatenate([np.broadcast_to(abs(x).max(0) / 2, x.shape) for x in tiles])
     np.testing.assert_array_equal(clipped, (np.abs(w) <= bound).astype(np.float32))

@@ -11,8 +11,11 @@ import pytest
 import interception_core as core
 import quant_numerics as qn
 from interception_core.testing import installed_plugins
+from jaxtap_testkit.programs import as_program
 from quant_numerics.formats.check import formats
 
+# Not for a name that means another format in each test.
+dequantize, pack, quantize, take = map(as_program, (qn.dequantize, qn.pack, qn.quantize, qn.take))
 BOOK = (-2.0, -1.0, 0.0, 0.5, 3.0)
 
 
@@ -64,17 +67,17 @@ def test_a_ternary_format_multiplies_in_integers(plugin, primitives):
 def test_a_codebook_with_blocks_packs_and_moves(plugin):
     x = np.random.default_rng(1).normal(size=(6, 24)).astype("f")
     with installed_plugins(plugin(halves=halves)):
-        q = qn.quantize(x, "halves", channel_axes=(0,), tile_axes={1: 8})
+        q = quantize(x, "halves", channel_axes=(0,), tile_axes={1: 8})
         scale = np.abs(x.reshape(6, 3, 8)).max(-1, keepdims=True) / np.float32(3)
         ratio = np.clip(x.reshape(6, 3, 8) / scale, -3, 3)
         index = np.abs(ratio[..., None] - np.asarray(BOOK)).argmin(-1)
         expected = (np.asarray(BOOK)[index] * scale).reshape(x.shape)
-        np.testing.assert_allclose(qn.dequantize(q), expected, rtol=1e-6)
-        packed = qn.pack(q)
+        np.testing.assert_allclose(dequantize(q), expected, rtol=1e-6)
+        packed = pack(q)
         assert packed.planes.shape == (6, 3, 3)
-        np.testing.assert_allclose(qn.dequantize(packed), expected, rtol=1e-6)
-        np.testing.assert_allclose(qn.dequantize(q.T[8:16]), expected.T[8:16], rtol=1e-6)
-        rows = qn.take(packed, jnp.array([4, 0]))
+        np.testing.assert_allclose(dequantize(packed), expected, rtol=1e-6)
+        np.testing.assert_allclose(dequantize(q.T[8:16]), expected.T[8:16], rtol=1e-6)
+        rows = take(packed, jnp.array([4, 0]))
         np.testing.assert_allclose(rows, expected[[4, 0]], rtol=1e-6)
         with pytest.raises(ValueError, match=r"tiles of qtype .* must be of 8 elements"):
             qn.quantize(x, "halves", channel_axes=(0,))
@@ -83,12 +86,12 @@ def test_a_codebook_with_blocks_packs_and_moves(plugin):
 def test_scales_of_scales_survive_packing(plugin):
     x = np.random.default_rng(2).normal(size=(4, 32)).astype("f")
     with installed_plugins(plugin(twice=scaled_twice)):
-        q = qn.quantize(x, "twice", channel_axes=(0,), tile_axes={1: 16})
+        q = quantize(x, "twice", channel_axes=(0,), tile_axes={1: 16})
         assert q.global_scale is not None
-        np.testing.assert_allclose(qn.dequantize(q), x, atol=np.abs(x).max() / 12)
-        np.testing.assert_array_equal(qn.dequantize(qn.pack(q)), qn.dequantize(q))
-        taken = qn.take(qn.pack(q), jnp.array([3, 1]))
-        np.testing.assert_array_equal(taken, np.asarray(qn.dequantize(q))[[3, 1]])
+        np.testing.assert_allclose(dequantize(q), x, atol=np.abs(x).max() / 12)
+        np.testing.assert_array_equal(dequantize(pack(q)), dequantize(q))
+        taken = take(pack(q), jnp.array([3, 1]))
+        np.testing.assert_array_equal(taken, np.asarray(dequantize(q))[[3, 1]])
 
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])

@@ -403,7 +403,9 @@ def test_a_kernel_with_tiles_is_dequantized():
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((2, 7, 40), (3, 40, 5)))
     layout = ("NHC", "HIO", "NHC")
     for tile, scales in ((32, (3, 2, 5)), (40, (3, 1, 5))):
-        q = quantize_for_conv(w, "int4", "rhs", (2, 1, 0), tile_size=tile)
+        q = jax.jit(
+            lambda w, tile=tile: quantize_for_conv(w, "int4", "rhs", (2, 1, 0), tile_size=tile)
+        )(w)
         assert q.scale.shape == scales
         got = run(x, q, (1,), "SAME", dimension_numbers=layout)
         want = reference(x, dequantize(q), (1,), "SAME", dimension_numbers=layout)

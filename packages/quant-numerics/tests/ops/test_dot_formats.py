@@ -297,11 +297,12 @@ SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((2, 3), (3, 4)), ((5, 2
 def test_dot_and_matmul_have_jnps_shapes(which):
     for a_shape, b_shape in SHAPES:
         a, b = normal(*a_shape), normal(*b_shape, seed=1)
-        qa, qb = quantize(a, "int8"), quantize(b, "int8")
+        qa, qb = jax.jit(lambda *ab: [quantize(one, "int8") for one in ab])(a, b)
         a, qa = (a, a) if which == "rhs" else (value(qa).astype(np.float32), qa)
         b, qb = (b, b) if which == "lhs" else (value(qb).astype(np.float32), qb)
-        np.testing.assert_allclose(matmul(qa, qb), jnp.matmul(a, b), rtol=1e-4, atol=1e-5)
-        np.testing.assert_allclose(dot(qa, qb), jnp.dot(a, b), rtol=1e-4, atol=1e-5)
+        found = jax.jit(lambda a, b: (matmul(a, b), dot(a, b)))(qa, qb)
+        for one, wanted in zip(found, (np.matmul(a, b), np.dot(a, b)), strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=1e-4, atol=1e-5)
     batched = normal(5, 1, 2, 3), normal(7, 3, 4, seed=1)
     out = matmul(quantize(batched[0], "int8"), quantize(batched[1], "int8"))
     assert out.shape == (5, 7, 2, 4)

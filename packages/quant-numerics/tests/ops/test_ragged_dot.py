@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.programs import as_program
 from jaxtap_testkit.qarray_samples import value
 from quant_numerics import (
     Backward,
@@ -28,6 +29,7 @@ from quant_numerics import (
 pytestmark = pytest.mark.sample(2)
 
 SIZES = np.array([2, 0, 3, 1], np.int32)
+dequantize, quantize, quantize_for_dot = map(as_program, (dequantize, quantize, quantize_for_dot))
 
 
 def coarse(shape, groups, seed=0, qtype="int8", zero_point=False):
@@ -235,7 +237,6 @@ def relative(a, b):
 
 
 @pytest.mark.slow
-@pytest.mark.optimized  # the bits of two programs are compared
 @pytest.mark.parametrize(
     "how",
     [
@@ -255,12 +256,13 @@ def test_training(how, backward):
     )
     out, gx, gw = grads(f)
 
+    @jax.jit
     def ptq(x, w):
         lhs = quantize_for_dot(x, (1,), how.qtype, how.tile_size, method=how.method)
         rhs = quantize_for_dot(w, (1,), how.qtype, how.tile_size, method=how.method)
         return ragged_dot(lhs, rhs, ROWS)
 
-    np.testing.assert_array_equal(out, jax.jit(ptq)(X, W))
+    np.testing.assert_array_equal(out, ptq(X, W))
     groups = np.repeat(np.arange(4), ROWS)
     want_x, want_w = np.zeros_like(X), np.zeros_like(W)
     want_x[:23] = np.einsum("mn,mkn->mk", G[:23], W[groups])
@@ -333,7 +335,7 @@ def test_training_in_small_formats(how, backward, near):
     out, gx, gw = grads(f)
     lhs = quantize_for_dot(X, (1,), how.qtype, how.tile_size)
     rhs = quantize_for_dot(W, (1,), how.qtype, how.tile_size)
-    np.testing.assert_allclose(out, ragged_dot(lhs, rhs, ROWS), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(out, run(lhs, rhs, ROWS), rtol=1e-5, atol=1e-5)
     want_x, want_w = float_gradients()
     assert relative(gx, want_x) < near
     assert relative(gw, want_w) < near
@@ -380,9 +382,10 @@ def test_tiles_along_kept_axes(groups, lhs_groups):
     x, w = coarse((6, 8), lhs_groups, 1), coarse((4, 8, 6), groups, 2)
     if 8 in groups and 2 in lhs_groups:
         x = coarse((6, 8), (3, 8), 1)
-    np.testing.assert_array_equal(ragged_dot(x, w, SIZES), reference(x, w, SIZES))
     floats = np.asarray(value(x), np.float32)
-    np.testing.assert_array_equal(ragged_dot(floats, w, SIZES), reference(x, w, SIZES))
+    both = jax.jit(lambda *lhs: [ragged_dot(one, w, SIZES) for one in lhs])(x, floats)
+    for found in both:
+        np.testing.assert_array_equal(found, reference(x, w, SIZES))
 
 
 @pytest.mark.parametrize("qtype", ["float8_e4m3fn", "float8_e5m2", "int4", "mxfp4", "nf4"])
@@ -395,7 +398,7 @@ def test_operands_of_other_formats(qtype, both):
     lhs = quantize(x, qtype, channel_axes=(0,), tile_axes={1: block}) if both else x
     left = np.asarray(dequantize(lhs)).astype("d") if both else x
     expected = reference(left, np.asarray(dequantize(qw)).astype("d"), SIZES)
-    np.testing.assert_allclose(ragged_dot(lhs, qw, SIZES), expected, rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(run(lhs, qw), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
