@@ -17,7 +17,7 @@ from provider_odml.capture.survey import calls_of
 from provider_odml.decide.decision import SiteUse
 from provider_odml.exporting import export as exporting
 from provider_odml.exporting.unroll import unrolled
-from provider_odml.exporting.written_out import written_out
+from provider_odml.exporting.written_out import planned, written_out
 
 P = {"x": normal(6, 4) / 2, "h": normal(4, 4, seed=1) / 2, "b": normal(4, seed=2)}
 P |= {"stack": normal(3, 4, 4, seed=3) / 2}
@@ -214,6 +214,33 @@ def test_a_recurrent_network_is_exported():
     places = {one.place for one in report.sites}
     assert {"scan(step)[0]/dot_general:0#0", "scan(step)[1]/dot_general:0#0"} <= places
     assert report.warnings == ()
+
+
+def test_loops_of_one_name_and_of_other_lengths():
+    """Step 2 of the longer ones was taken for a step of the loop before it."""
+
+    def many(weights, x):
+        return lax.scan(lambda h, w: (jnp.tanh(h @ w), None), x, weights)[0]
+
+    def nested(p, x):
+        return lax.scan(lambda h, w: (many(p["three"], many(p["two"], h)), None), x, p["two"])[0]
+
+    def chosen(p, x):
+        branches = [lambda h: many(p["two"], h), lambda h: many(p["three"], h)]
+        return lax.cond(x[0, 0] > 0, *branches, x) + lax.switch(1, branches[::-1], x)
+
+    def fn(p, x):
+        return many(p["two"], x), many(p["three"], 9 * x), nested(p, x), chosen(p, x)
+
+    params, x = {"two": normal(2, 4, 4), "three": normal(3, 4, 4)}, normal(2, 4)
+    found = planned(odml.qat(fn, W8A8).provider, fn, (params, x), {})
+    steps = {}
+    for rolled, step in found.origins.values():
+        steps.setdefault(rolled, set()).add(step)
+    lengths = {key: site.steps for key, site in found.trained.sites.items()}
+    for key, seen in steps.items():
+        assert seen == {*np.ndindex(*lengths[key])}, key
+    assert sorted(map(len, steps.values()))[-3:] == [6, 6, 6]
 
 
 REPEATED = "last", "all", "both ways", "of examples"  # as in "backwards", "flax" and "equinox"
