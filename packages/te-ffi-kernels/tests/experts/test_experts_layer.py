@@ -46,6 +46,7 @@ def dense(params, x):
     return jnp.einsum("te,teh->th", weights, made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("align", [None, ALIGN])
 def test_forward_and_gradient(align):
     params = parameters()

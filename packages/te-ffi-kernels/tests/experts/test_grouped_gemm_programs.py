@@ -96,6 +96,7 @@ def scaled(lhs, lhs_scale, rhs, rhs_scale, mode, dims, axis, module):
     return module.grouped_gemm_v2(*given, "float32", dims, mode, axis)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", [1, 64])
 @pytest.mark.parametrize("rows", [True, False])
 def test_gradients_of_scales_and_float8(mode, rows):

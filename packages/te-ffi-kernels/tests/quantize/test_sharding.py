@@ -122,6 +122,7 @@ def test_what_is_contracted_is_gathered(mesh):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_shard_map(mesh):
     lhs, _, rhs, _ = operands(0, MATMUL)
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}

@@ -43,6 +43,7 @@ def made(op, pack, bits, m=7, groups=1, dtype=jnp.float32):
     return x, signs, matrix(qvalue, scale), pack(jnp.asarray(qvalue), jnp.asarray(scale))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("op", "pack", "bits"), OPS)
 def test_beside_float64(op, pack, bits):
     for dtype, m, groups, block in (

@@ -44,6 +44,7 @@ def assert_near(y, x, full, groups):
     assert (np.abs(np.asarray(y, np.float64) - wide @ full) <= bound).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_beside_float64(case):
     groups = CASES[case][-1]
