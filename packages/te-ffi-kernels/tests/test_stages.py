@@ -11,6 +11,7 @@ from jaxtap_testkit.processes import run_python
 TARGET = "te_ffi_kernels.gemm_w8a8"
 HEAD = """
 import sys
+from pathlib import Path
 import jax, jax.export, jax.numpy as jnp, numpy as np
 import te_ffi_kernels as te
 
@@ -34,7 +35,7 @@ y = jax.jit(two_sites)(x, w)
 jax.block_until_ready(jax.jit(two_sites)(x, w))
 print(count(), sum("cache_hits" in hit for hit in hits) > 0, float(y.sum()))
 # An export that is loaded again.
-program = jax.export.deserialize(bytearray(open(folder + "/exported", "rb").read()))
+program = jax.export.deserialize(bytearray(Path(folder, "exported").read_bytes()))
 before = count()
 call = jax.jit(program.call)
 y = call(x, w.buffer)

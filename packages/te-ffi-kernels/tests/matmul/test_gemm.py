@@ -71,7 +71,7 @@ def problems(draw):
 
 
 @pytest.mark.slow
-@examples(40)
+@examples(20)
 @given(problems())
 def test_against_reference_and_numpy(problem):
     mode, out, (lhs, lhs_scale, left), (rhs, rhs_scale, right), bias, alpha, dims, gelu = problem
@@ -95,7 +95,7 @@ def test_against_reference_and_numpy(problem):
 
 
 @pytest.mark.slow
-@examples(20)
+@examples(10)
 @given(
     SIZES.filter(bool),
     SIZES.filter(bool),
