@@ -35,6 +35,7 @@ def three(*before, seed=0):
     return [normal(*before, 2, 12, 2, 8, seed=seed + i) for i in range(3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("bias_shape", "dropout", "mapped"),
     [

@@ -151,6 +151,7 @@ def test_one_of_a_stack(cache):
         )
 
 
+@pytest.mark.slow
 def test_stacks_mapped_and_differentiated():
     q, keys, values, _ = made(s=20)
     stacks = [jnp.stack([x, -x]) for x in (keys, values)]

@@ -57,6 +57,7 @@ def masked(lhs, rhs, alpha):
     return jnp.einsum("gt,tm,tn->gmn", masks.astype(lhs.dtype), lhs, rhs) * alpha[:, None, None]
 
 
+@pytest.mark.slow
 def test_gradients_of_rows():
     operands = normal(LENGTH, K), normal(GROUPS, K, N, seed=1), normal(GROUPS, N, seed=2), ALPHA
     wanted = in_double(ragged, *operands)

@@ -106,6 +106,7 @@ def dense(x, probs, weight, routed, align):
     return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("align", [None, 4])
 def test_gradients(align):
     operands, routed = (

@@ -43,6 +43,7 @@ def assert_same_bytes(found, wanted, case):
     np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8), err_msg=str(case))
 
 
+@pytest.mark.slow
 def test_quantizing(mesh):
     x = jax.random.normal(jax.random.key(0), (256, 256))
     for mode, layout, spec, block in QUANTIZED:

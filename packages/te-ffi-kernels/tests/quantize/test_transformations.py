@@ -24,6 +24,7 @@ def normal(*shape, seed=0):
     return jax.random.normal(jax.random.key(seed), shape)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", [0, 1, 2])
 def test_straight_through(mode, layout):

@@ -136,6 +136,7 @@ def test_errors(options, message):
         te.gemm_w8a8(x, packed, **options)
 
 
+@pytest.mark.slow
 def test_rows_in_groups_are_not_rotated():
     x, signs, _, packed = made(*OPS[0])
     stack = jax.tree.map(lambda one: one[None], packed)

@@ -69,6 +69,7 @@ def test_a_bad_value_spoils_its_row_alone(case, bad):
     np.testing.assert_array_equal(np.delete(y, 3, 0), np.delete(clean, 3, 0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", [te.gemv_w4, te.gemm_w8a16])
 def test_weights_of_a_stack(op):
     """By index and by groups: the bits are those of each weight alone."""
