@@ -4,6 +4,7 @@ docs/plugins.md and docs/kernels.md hold files of plugins: other tests build and
 """
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -24,13 +25,14 @@ NEEDS = {
     "packages/te-ffi-kernels-cuda13/README.md": ["te_ffi_kernels_cuda13"],
     "docs/odml.md": ["litert_converter", "ai_edge_litert"],
 }
+SLOW = re.compile("docs/|packages/quant-numerics/")
 SYBIL = Sybil([PythonCodeBlockParser()])
 
 
 @pytest.mark.parametrize(
     "file",
-    # Those in docs/ train, calibrate and export: half a minute each.
-    [pytest.param(f, marks=pytest.mark.slow if "docs/" in f else ()) for f in sorted(FILES)],
+    # Those in docs/ train, calibrate and export.
+    [pytest.param(f, marks=pytest.mark.slow if SLOW.match(f) else ()) for f in sorted(FILES)],
 )
 def test_its_python_runs(file):
     missing = [name for name in NEEDS.get(file, ()) if importlib.util.find_spec(name) is None]

@@ -90,6 +90,7 @@ def test_what_the_kernels_tests_say_is_read(tool, tmp_path, monkeypatch):
     assert list(check.sanitizers(5)) == [(name, tool.FAILED, said) for name in names]
 
 
+@pytest.mark.slow
 def test_a_sticky_error_ends_its_worker_alone(tmp_path):
     """The tests after it run in another, and each result is written when it's there."""
     (tmp_path / "test_some.py").write_text(

@@ -60,6 +60,7 @@ def path(tmp_path_factory):
     return path
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [model, turned])
 def test_every_type_of_gguf_in_kernels(path, fn, tmp_path):
     like = {kind: jax.ShapeDtypeStruct((N, K), jnp.float32) for kind in KINDS}

@@ -68,25 +68,35 @@ def planned(fn, *args, rules=FUSED):
     return provider.plan(fn, *args), provider.apply(fn)
 
 
+def with_gradients(functions):
+    @jax.jit
+    def run(w, x):
+        def slopes(fn):
+            return jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), (0, 1))(w, x)
+
+        return {name: (fn(w, x), slopes(fn)) for name, fn in functions.items()}
+
+    return run(W, X)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CALLS)
-def test_functions_and_their_gradients(name):
-    fn = CALLS[name]
-    plan, fused = planned(fn, W, X)
-    (record,) = plan.ops
-    expected = next(n for n in ("attention", *NAMES, "softmax", "gelu", "silu") if n in name)
-    assert record.op_name == NAMES.get(expected, expected)
-    assert record.kernel.startswith("te_ffi_kernels.")
-    assert record.kernel in str(plan)
-    np.testing.assert_allclose(jax.jit(fused)(W, X), fn(W, X), rtol=2e-5, atol=2e-6)
-    text = jax.jit(fused).lower(W, X).as_text()
-    assert f"@{record.kernel}" in text
-
-    def slopes(fn):
-        return jax.grad(lambda w, x: jnp.sum(jnp.sin(fn(w, x))), (0, 1))(W, X)
-
-    for ours, theirs in zip(slopes(fused), slopes(fn), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+def test_functions_and_their_gradients():
+    functions = {}
+    for name, fn in CALLS.items():
+        plan, functions[name] = planned(fn, W, X)
+        (record,) = plan.ops
+        expected = next(n for n in ("attention", *NAMES, "softmax", "gelu", "silu") if n in name)
+        assert record.op_name == NAMES.get(expected, expected)
+        assert record.kernel.startswith("te_ffi_kernels.")
+        assert record.kernel in str(plan)
+        text = jax.jit(functions[name]).lower(W, X).as_text()
+        assert f"@{record.kernel}" in text
+    found, wanted = with_gradients(functions), with_gradients(CALLS)
+    for name in CALLS:
+        (y, slopes), (exact, theirs) = found[name], wanted[name]
+        np.testing.assert_allclose(y, exact, rtol=2e-5, atol=2e-6, err_msg=name)
+        for one, other in zip(slopes, theirs, strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-4, atol=2e-5, err_msg=name)
 
 
 TOGETHER = {
@@ -97,6 +107,7 @@ TOGETHER = {
 }
 
 
+@pytest.mark.slow
 def test_attention_reads_queries_keys_and_values_in_one_array():
     x = jnp.asarray(RNG.normal(size=(2, 12, 12)), jnp.float32)
     w = jnp.asarray(RNG.normal(size=(12, 36)), jnp.float32)
@@ -180,6 +191,7 @@ def equinox_model():
 MODELS = {"linen": linen_model, "nnx": nnx_model, "equinox": equinox_model}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_modules_of_frameworks(name):
     fn, params = MODELS[name]()

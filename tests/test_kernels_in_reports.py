@@ -14,6 +14,7 @@ RULES = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", RULES)
 def test_times_are_the_kernels(op):
     """They refuse what was not packed for them: to time them, parameters are."""

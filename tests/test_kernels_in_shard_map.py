@@ -62,6 +62,7 @@ def text_of(fn, *args):
     return jax.jit(fn).lower(*args).compile().as_text()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", RULES)
 def test_columns_and_rows(mesh, name):
     """Each device multiplies with its panels, and with its rows; nothing is gathered."""

@@ -55,7 +55,7 @@ def written_out(params, x, sizes):
     return x
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("program", [scanned, written_out])
 def test_experts_run_in_kernels(rule, program):
@@ -92,6 +92,7 @@ def test_against_floats(rule):
         assert_near(found, wanted, rule)
 
 
+@pytest.mark.sample(1)
 def test_gradients_of_activations(rule):
     options, _ = RULES[rule]
     params, x = drawn()

@@ -83,6 +83,7 @@ def test_a_reason_for_each_platform():
     assert list(plan.weights["args[0]['head']"].packings) == ["cpu"]
 
 
+@pytest.mark.sample(1)
 def test_stored_forms_of_platforms(rule):
     params, x = arguments()
     plan = PtqProvider(rule).plan(model, params, x)
@@ -100,6 +101,7 @@ def test_stored_forms_of_platforms(rule):
     assert isinstance(there["head"], Carrier) or isinstance(there["mask"], Carrier)
 
 
+@pytest.mark.sample(1)
 def test_what_runs_where(rule):
     """Each platform's kernels are in the program for it, whichever a weight was stored for."""
     params, x = arguments()

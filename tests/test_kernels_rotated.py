@@ -35,7 +35,7 @@ def made(fn):
     return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), (w, x))
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rules", [W8A8, INT4])
 @pytest.mark.parametrize("fn", [plain, transposed, stacks])
 def test_the_kernel_rotates(fn, rules):

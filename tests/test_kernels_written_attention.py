@@ -79,6 +79,7 @@ WRITTEN = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_results_and_gradients(name):
     kernel, fn = WRITTEN[name]

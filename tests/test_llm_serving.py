@@ -59,6 +59,7 @@ def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, ca
         tokens_of(served, np.zeros((2, 3), int))
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path, capsys):
     out = quantized(tmp_path)
     tokens = np.random.default_rng(2).integers(0, 256, (1, 12))

@@ -1,6 +1,7 @@
 """What the distributions say of themselves: versions, pins, requirements."""
 
 import ast
+import functools
 import importlib
 import re
 import runpy
@@ -14,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOLDERS = sorted(path.parent for path in ROOT.glob("packages/*/pyproject.toml"))
 NAMES = {folder.name for folder in FOLDERS}
+distributions = functools.cache(packages_distributions)
 PROJECTS = {f.name: tomllib.loads((f / "pyproject.toml").read_text())["project"] for f in FOLDERS}
 
 
@@ -70,7 +72,7 @@ def test_all_imports_are_declared(name):
     extras = project.get("optional-dependencies", {})
     declared = {name, *map(name_of, project["dependencies"])}
     declared |= {name_of(r) for extra in extras.values() for r in extra}
-    installed = packages_distributions()
+    installed = distributions()
     missing = {}
     for file in (ROOT / "packages" / name / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):

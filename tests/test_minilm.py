@@ -74,6 +74,9 @@ OTHERS = (
 )
 
 
+SHORT = OTHERS[:18]
+
+
 def bert_tensors(rng, layers, width, inner):
     """Random tensors under the names that the package's file has, dense weights ``[out, in]``."""
     tensors = {}
@@ -171,7 +174,7 @@ def test_quantizing_the_published_file(tmp_path):
 
 @pytest.mark.slow
 @examples(8)
-@given(seed=st.integers(0, 2**32 - 1), lengths=st.lists(st.integers(1, 9), min_size=1, max_size=3))
+@given(seed=st.integers(0, 2**32 - 1), lengths=st.tuples(*[st.integers(1, 9)] * 3))
 def test_model_is_bert_and_padding_changes_nothing(seed, lengths):
     rng = np.random.default_rng(seed)
     tensors = bert_tensors(rng, 2, 48, 96)
@@ -237,18 +240,16 @@ def test_published_scores(embed):
 
 @pytest.mark.slow
 @published
-@pytest.mark.parametrize(
-    ("sentence", "similar", "other"),
-    [
+def test_similar_sentences_score_above_others(embed):
+    triples = [
         ("How do I boil an egg?", "Cooking eggs in hot water", "The history of the Roman army"),
         ("The stock market fell sharply.", "Shares lost a lot of value.", "A dog chases a ball."),
         ("My laptop won't start.", "The computer does not boot.", "We planted tulips in autumn."),
         ("Il fait froid en hiver.", "Il fait froid.", "Quarterly revenue grew by 8%."),
-    ],
-)
-def test_similar_sentences_score_above_others(embed, sentence, similar, other):
-    this, *those = embed([sentence, similar, other])
-    assert this @ those[0] > this @ those[1] + 0.3
+    ]
+    found = embed([sentence for triple in triples for sentence in triple])
+    for triple, (this, similar, other) in zip(triples, found.reshape(4, 3, -1), strict=True):
+        assert this @ similar > this @ other + 0.3, triple
 
 
 @pytest.mark.slow
@@ -288,12 +289,12 @@ def test_equals_onnxruntime(embed, params, tokenize):
 @published
 @pytest.mark.parametrize("variant", ["int8 in tiles of 64", "int8, float into qkv and up"])
 def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
-    tokens, mask = tokenize(OTHERS)
+    tokens, mask = tokenize(SHORT)
     plan = PtqProvider(VARIANTS[variant], strict=True).plan(model.encode, params, tokens, mask)
     assert len(plan.weights) == 1 + 6 * 4
     assert plan.bytes_after < plan.bytes_before / 3.7
     result = jax.jit(plan.apply(model.encode))(plan.quantize(params), tokens, mask)
-    cosines = (np.asarray(result) * embed(OTHERS)).sum(-1)
+    cosines = (np.asarray(result) * embed(SHORT)).sum(-1)
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
 
 
@@ -301,11 +302,11 @@ def test_int8_keeps_every_sentence(embed, params, tokenize, variant):
 @published
 def test_rotated_int8_keeps_every_sentence(embed, params, tokenize):
     variant = "int8, one scale per token, rotated"
-    tokens, mask = tokenize(OTHERS)
+    tokens, mask = tokenize(SHORT)
     plan = PtqProvider(VARIANTS[variant]).plan(model.encode, params, tokens, mask)
     stored = store(plan, jax.device_put(params), variant)
     result = jax.jit(plan.apply(model.encode))(stored, tokens, mask)
-    cosines = (np.asarray(result) * embed(OTHERS)).sum(-1)
+    cosines = (np.asarray(result) * embed(SHORT)).sum(-1)
     assert cosines.min() >= 0.99, OTHERS[cosines.argmin()]
     rotated = jax.tree.leaves(stored, is_leaf=lambda x: isinstance(x, TransformedWeight))
     assert sum(isinstance(leaf, TransformedWeight) for leaf in rotated) == 2 * 6
@@ -320,6 +321,8 @@ def test_passes_make_4_bits_better(params, tokenize):
     batches, held_out = passes.split(tokenize)
     variants = {name: passes.WEIGHTS[name] for name in ("rounding", "Hadamard, Gptq")}
     rules = passes.RULES["int4 in tiles of 32"]
+    # The shorter half of the sentences.
+    batches, held_out = batches[:2], held_out[:2]
     rounded, better = passes.measure(jax.device_put(params), rules, variants, batches, held_out)
     assert len(rounded.report) == 1 + 6 * 4
     for row in better.report[1:]:
@@ -343,11 +346,11 @@ def test_command():
 @pytest.mark.slow
 @published
 @installed("litert_converter", "ai_edge_litert")
-def test_the_encoder_on_the_device():
+def test_the_encoder_on_the_device(params, tokenize):
     """In LiteRT, int8 parameters and ranges that the device finds: a quarter of the bytes."""
     import provider_odml as odml
 
-    params, tokenize = load.read_params(), load.read_tokenizer()
+    params = {**params, "layers": params["layers"][:4]}
     tokens, mask = tokenize(list(SENTENCES), 32)
     rule = odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
     artifact = odml.export(model.encode, params, None, [rule], tokens, mask, strict=False)

@@ -39,6 +39,7 @@ def step(act, engine):
     return run, (W, stats.state, X), len(stats)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", ["trace", "patch"])
 @pytest.mark.parametrize("act", ["int8", "int16"])
 def test_steps_are_equal_with_and_without_the_kernel(act, engine, monkeypatch):

@@ -70,10 +70,7 @@ def site(built_once):
 
 
 def test_it_quantizes_packs_multiplies_and_trains(site):
-    run_python("-c", USE, PYTHONPATH=str(site))
-
-
-def test_doctor_lists_it(site):
-    done = run_python("-m", "interception_core", "doctor", PYTHONPATH=str(site))
+    doctor = "\nfrom interception_core.cli import main\nmain(['doctor'])\n"
+    done = run_python("-c", USE + doctor, PYTHONPATH=str(site))
     line = "nf3: 8 quantiles of the normal distribution (3 bits in uint4, float16 scales, blocks of"
     assert f"{line} 64)" in done.stdout

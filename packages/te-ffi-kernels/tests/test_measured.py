@@ -84,6 +84,7 @@ def _cases(spec):
     return list(bench.cases)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("spec", BENCHED, ids=lambda spec: spec.op)
 def test_what_is_timed_is_the_same_on_both_sides(spec):
     """A table of different computations would say nothing."""

@@ -1,78 +1,41 @@
 """Warm-ups: once per call site and loaded executable, never per call."""
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.processes import run_python
 
+TARGET = "te_ffi_kernels.gemm_w8a8"
 HEAD = """
-import jax, jax.numpy as jnp, numpy as np
+import sys
+from pathlib import Path
+import jax, jax.export, jax.numpy as jnp, numpy as np
 import te_ffi_kernels as te
 
-TARGET = "te_ffi_kernels.gemm_w8a8"
-count = lambda: te.warm_counts().get(TARGET, 0)
+count = lambda: te.warm_counts().get("te_ffi_kernels.gemm_w8a8", 0)
 w = te.pack_w8(jnp.ones((64, 16), jnp.int8), jnp.ones((1, 16)))
 x = jnp.ones((4, 64))
-
-def two_sites(x, w):
-    # The first is its own input, so that both sites stay.
-    return te.gemm_w8a8(te.gemm_w8a8(x, w) @ jnp.ones((16, 64)), w)
 """
-
-
-def run(code, **environment):
-    return run_python("-c", HEAD + code, **environment).stdout.split()
-
-
-@pytest.mark.slow
-def test_once_per_site_and_never_per_call():
-    code = """
-compiled = jax.jit(two_sites).lower(x, w).compile()
-print(count())
-for _ in range(5):
-    jax.block_until_ready(compiled(x, w))
-print(count())
-again = jax.jit(lambda x, w: two_sites(x, w) + 1).lower(x, w).compile()
-jax.block_until_ready(again(x, w))
-print(count())
-"""
-    assert run(code) == ["2", "2", "4"]
-
-
-@pytest.mark.slow
-def test_once_per_load_from_the_compilation_cache(tmp_path):
-    code = f"""
-jax.config.update("jax_compilation_cache_dir", {str(tmp_path)!r})
+LOADED = """
+folder = sys.argv[1]
+jax.config.update("jax_compilation_cache_dir", folder + "/programs")
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
+
+def two_sites(x, w):
+    # The first is its own input, so that both sites stay.
+    return te.gemm_w8a8(te.gemm_w8a8(x, w) @ jnp.ones((16, 64)), w)
+
 y = jax.jit(two_sites)(x, w)
 jax.block_until_ready(jax.jit(two_sites)(x, w))
 print(count(), sum("cache_hits" in hit for hit in hits) > 0, float(y.sum()))
-"""
-    first, second = run(code), run(code)
-    assert (first[0], second[0]) == ("2", "2")
-    assert (first[1], second[1]) == ("False", "True")
-    assert first[2] == second[2]
-
-
-@pytest.mark.slow
-def test_once_per_reload_of_an_export(tmp_path):
-    saved = tmp_path / "program"
-    run(f"""
-def product(x, buffer):
-    return te.gemm_w8a8(x, te.PackedWeight(buffer, 64, 16, 8, 0))
-
-checks = te.export_checks()
-exported = jax.export.export(jax.jit(product), disabled_checks=checks)(x, w.buffer)
-open({str(saved)!r}, "wb").write(exported.serialize())
-""")
-    code = f"""
-te.register()
-program = jax.export.deserialize(bytearray(open({str(saved)!r}, "rb").read()))
+# An export that is loaded again.
+program = jax.export.deserialize(bytearray(Path(folder, "exported").read_bytes()))
 before = count()
 call = jax.jit(program.call)
 y = call(x, w.buffer)
@@ -80,18 +43,58 @@ for _ in range(5):
     jax.block_until_ready(call(x, w.buffer))
 print(count() - before, bool((y == te.gemm_w8a8(x, w)).all()))
 """
-    assert run(code) == ["1", "True"]
+
+
+def operands():
+    return jnp.ones((4, 64)), te.pack_w8(jnp.ones((64, 16), jnp.int8), jnp.ones((1, 16)))
+
+
+def two_sites(x, w):
+    # The first is its own input, so that both sites stay.
+    return te.gemm_w8a8(te.gemm_w8a8(x, w) @ jnp.ones((16, 64)), w)
+
+
+def warmed(before):
+    return te.warm_counts().get(TARGET, 0) - before
+
+
+def test_once_per_site_and_never_per_call():
+    x, w = operands()
+    before = warmed(0)
+    compiled = jax.jit(two_sites).lower(x, w).compile()
+    assert warmed(before) == 2
+    for _ in range(5):
+        jax.block_until_ready(compiled(x, w))
+    assert warmed(before) == 2
+    again = jax.jit(lambda x, w: two_sites(x, w) + 1).lower(x, w).compile()
+    jax.block_until_ready(again(x, w))
+    assert warmed(before) == 4
+
+
+def test_warmup_warms_a_whole_program():
+    x, w = operands()
+    before = warmed(0)
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    program = te.warmup(lambda x, w: two_sites(x, w) + 2, like, w)
+    assert warmed(before) == 2
+    jax.block_until_ready(program(x, w))
+    assert warmed(before) == 2
 
 
 @pytest.mark.slow
-def test_warmup_warms_a_whole_program():
-    code = """
-program = te.warmup(two_sites, jax.ShapeDtypeStruct(x.shape, x.dtype), w)
-warm = count()
-jax.block_until_ready(program(x, w))
-print(warm, count())
-"""
-    assert run(code) == ["2", "2"]
+def test_once_per_load_from_the_compilation_cache_and_of_an_export(tmp_path):
+    x, w = operands()
+
+    def product(x, buffer):
+        return te.gemm_w8a8(x, te.PackedWeight(buffer, 64, 16, 8, 0))
+
+    exported = jax.export.export(jax.jit(product), disabled_checks=te.export_checks())(x, w.buffer)
+    (tmp_path / "exported").write_bytes(exported.serialize())
+    first, second = (run_python("-c", HEAD + LOADED, tmp_path).stdout.split() for _ in range(2))
+    assert first[:2] == ["2", "False"]
+    assert second[:2] == ["2", "True"]
+    assert first[2] == second[2]
+    assert first[3:] == second[3:] == ["1", "True"]
 
 
 @pytest.mark.slow

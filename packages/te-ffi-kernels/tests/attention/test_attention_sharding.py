@@ -52,6 +52,7 @@ def test_bias(mesh):
         check(mesh, [*normal(3, 4, 8, 8, 16)], [HEADS] * 3, BLOCK, bias=bias)
 
 
+@pytest.mark.slow
 def test_heads_that_share_keys_are_on_one_device(mesh):
     for groups, block in ((4, BLOCK), (2, "f32[2,8,8,16]")):
         qkv = [normal(4, 8, 8, 16), *normal(2, 4, 8, groups, 16, seed=1)]

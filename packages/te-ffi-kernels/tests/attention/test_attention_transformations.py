@@ -35,6 +35,7 @@ def three(*before, seed=0):
     return [normal(*before, 2, 12, 2, 8, seed=seed + i) for i in range(3)]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("bias_shape", "dropout", "mapped"),
     [
@@ -78,6 +79,7 @@ def test_vmap_with_an_offset():
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_vmap_of_packed_segments():
     q, k, v = three(3)
     lengths = jnp.asarray([[[3, 5], [12, 0]], [[0, 6], [1, 1]], [[4, 4], [2, 7]]])
@@ -109,6 +111,7 @@ def test_scan_and_checkpoint(leaks):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_gradients():
     qkv = three()
 

@@ -252,6 +252,7 @@ def test_packed_layouts():
     np.testing.assert_array_equal(dq2, dq)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("layout", "by_ids", "mask"),
     [
@@ -290,6 +291,7 @@ def test_packed_segments(layout, by_ids, mask):
         check((out, grads, None, None), wanted, 3e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", [QKVLayout.BSHD_BSHD_BSHD, QKVLayout.THD_THD_THD])
 def test_halves(layout):
     q, k, v, grad = arrays(2, 20, 30, 2, 1, 8, 12)

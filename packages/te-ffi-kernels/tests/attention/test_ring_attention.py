@@ -95,6 +95,7 @@ def sharded(mesh, arrays, *spec):
     return [put(mesh, x, *spec[: x.ndim]) for x in arrays]
 
 
+@pytest.mark.slow
 def test_masks_and_windows():
     mesh, qkv = grid((2, 4), ("data", "context")), operands()
     given = sharded(mesh, qkv, "data", "context")
@@ -216,7 +217,7 @@ def test_gradients_of_gradients_of_a_sharded_sequence():
         np.testing.assert_allclose(second(fn, q), wanted, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("queries", "keys", "mask", "window", "ways"),
     [

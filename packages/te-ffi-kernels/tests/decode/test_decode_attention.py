@@ -71,6 +71,7 @@ def check(q, keys, values, length, **options):
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=tolerance)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("q", ["float32", "bfloat16", "float16"])
 def test_dtypes(q, cache):
@@ -78,6 +79,7 @@ def test_dtypes(q, cache):
     check(q, keys, values, jnp.array([70, 33]), **scales)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("sizes", "length"),
     [
@@ -97,6 +99,7 @@ def test_sizes(sizes, length):
         check(q, keys, values, jnp.asarray(length, jnp.int32), **scales)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     "options",
     [
@@ -123,6 +126,7 @@ def test_masks():
         check(q, keys, values, 90, mask=mask)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_one_of_a_stack(cache):
     """An index beyond the ends is the end, and a negative one counts from it."""
@@ -147,6 +151,7 @@ def test_one_of_a_stack(cache):
         )
 
 
+@pytest.mark.slow
 def test_stacks_mapped_and_differentiated():
     q, keys, values, _ = made(s=20)
     stacks = [jnp.stack([x, -x]) for x in (keys, values)]
@@ -212,6 +217,7 @@ def test_large_logits_and_those_that_are_not_finite():
     np.testing.assert_array_equal(found[1], te.decode_attention(q, keys, values, 200)[1])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["float32", "int8"])
 def test_the_reference_agrees(cache):
     q, keys, values, scales = made(s=90, t=3, cache=cache)

@@ -9,29 +9,7 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
-from jaxtap_testkit.processes import run_python
 from jaxtap_testkit.te.calls import assert_block
-
-CODE = """
-import jax.numpy as jnp, numpy as np
-import te_ffi_kernels as te
-
-rng = np.random.default_rng(0)
-for cache in ("float32", "bfloat16", "float16", "int8"):
-    q = jnp.asarray(rng.normal(size=(2, 2, 8, 40)), jnp.float32)
-    kv = [jnp.asarray(rng.integers(-100, 100, (2, 2, 150, 40)), cache) for _ in range(2)]
-    scales = {}
-    if cache == "int8":
-        scales = dict.fromkeys(("key_scale", "value_scale"), jnp.full((2, 2, 150), 0.01))
-    else:
-        kv = [x * 0.01 for x in kv]
-    options = {"window": 90, "softcap": 4.0, **scales}
-    lengths = jnp.array([150, 77])
-    found = te.decode_attention(q, *kv, lengths, **options)
-    wanted = te.reference.decode_attention(q, *kv, lengths, **options)
-    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=2e-6)
-print(te.isa())
-"""
 
 
 def made(b=2, t=1, heads=8, kv=4, s=32, d=16):
@@ -108,9 +86,3 @@ def test_on_other_platforms():
     text = text.lower(lowering_platforms=("cuda",)).as_text()
     assert "te_ffi_kernels" not in text
     assert "dot_general" in text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("isa", te.isas())
-def test_instruction_sets(isa):
-    assert run_python("-c", CODE, JAXTAP_ISA=isa).stdout.split() == [isa]

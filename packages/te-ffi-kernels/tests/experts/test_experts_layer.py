@@ -46,6 +46,7 @@ def dense(params, x):
     return jnp.einsum("te,teh->th", weights, made)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("align", [None, ALIGN])
 def test_forward_and_gradient(align):
     params = parameters()
@@ -65,6 +66,7 @@ def test_forward_and_gradient(align):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     params = jax.tree.map(lambda a: jnp.asarray(a, jnp.bfloat16), parameters())
     x = jnp.asarray(np.random.default_rng(1).normal(size=(TOKENS, HIDDEN)), jnp.bfloat16)

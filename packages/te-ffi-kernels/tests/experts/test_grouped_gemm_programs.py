@@ -57,6 +57,7 @@ def masked(lhs, rhs, alpha):
     return jnp.einsum("gt,tm,tn->gmn", masks.astype(lhs.dtype), lhs, rhs) * alpha[:, None, None]
 
 
+@pytest.mark.slow
 def test_gradients_of_rows():
     operands = normal(LENGTH, K), normal(GROUPS, K, N, seed=1), normal(GROUPS, N, seed=2), ALPHA
     wanted = in_double(ragged, *operands)
@@ -96,6 +97,7 @@ def scaled(lhs, lhs_scale, rhs, rhs_scale, mode, dims, axis, module):
     return module.grouped_gemm_v2(*given, "float32", dims, mode, axis)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", [1, 64])
 @pytest.mark.parametrize("rows", [True, False])
 def test_gradients_of_scales_and_float8(mode, rows):

@@ -34,6 +34,7 @@ def places(routed, align):
     return found, sizes
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_there_and_back(dtype):
     x, probs, routed = normal(TOKENS, HIDDEN, dtype=dtype), normal(TOKENS, EXPERTS), routing()
@@ -105,6 +106,7 @@ def dense(x, probs, weight, routed, align):
     return out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("align", [None, 4])
 def test_gradients(align):
     operands, routed = (

@@ -76,6 +76,7 @@ def test_against_float64_and_the_reference():
                 assert other.sum() <= 0.02 * other.size
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_equal_to_the_reference_bit_for_bit():
     """Where the order of the sums makes no difference."""
@@ -95,6 +96,7 @@ def test_equal_to_the_reference_bit_for_bit():
                 np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", [te.fake_quantize, reference.fake_quantize])
 def test_which_range_counts(op):
     x = jnp.array([-1.0, 0.25, 8.0])

@@ -57,6 +57,7 @@ SHAPES = [(4, 37), (2, 64, 5), (3, 67, 4), (2, 3, 100, 7), (2, 65, 64, 3)]
 """With and without an axis of bits, in whole bytes and not."""
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_bit_is_kept_for_each_number(shape):
     x, ct = normal(*shape), normal(*shape, seed=1)
@@ -169,6 +170,7 @@ def test_export():
     assert_close(exported.call(x), run(x))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "batch_axes"), [((8, 16, 12), 0), ((8, 16, 12), 1), ((8, 64, 12), 1)]
 )

@@ -71,7 +71,7 @@ def problems(draw):
 
 
 @pytest.mark.slow
-@examples(40)
+@examples(20)
 @given(problems())
 def test_against_reference_and_numpy(problem):
     mode, out, (lhs, lhs_scale, left), (rhs, rhs_scale, right), bias, alpha, dims, gelu = problem
@@ -95,7 +95,7 @@ def test_against_reference_and_numpy(problem):
 
 
 @pytest.mark.slow
-@examples(20)
+@examples(10)
 @given(
     SIZES.filter(bool),
     SIZES.filter(bool),
@@ -259,6 +259,7 @@ def grads(op, mode, gelu, operands, dims, out=jnp.float32):
     return jax.grad(loss, (0, 1, 2))(*operands)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("gelu", [False, True])
 @pytest.mark.parametrize("dims", [((1,), (0,)), ((0,), (1,)), ((1,), (1,)), ((0,), (0,))])
 def test_gradients_of_floats(dims, gelu):
@@ -273,6 +274,7 @@ def test_gradients_of_floats(dims, gelu):
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", [ScalingMode(3), ScalingMode(64), ScalingMode(2)])
 def test_gradients_of_qvalue_and_scales(mode):
     rng = np.random.default_rng(0)

@@ -74,7 +74,7 @@ def problems(draw):
 
 
 @pytest.mark.slow
-@examples(40)
+@examples(20)
 @given(problems())
 def test_kernel_and_reference_have_the_same_bits(problem):
     x, *_ = problem
@@ -96,7 +96,7 @@ def near(sums, others, x):
 
 
 @pytest.mark.slow
-@examples(40)
+@examples(20)
 @given(problems())
 def test_kernel_against_numpy(problem):
     x, out, mode, layout, axis = problem
@@ -181,7 +181,7 @@ def test_an_infinity_in_a_block():
 
 
 @pytest.mark.slow
-@examples(30)
+@examples(15)
 @given(
     st.integers(0, 2**32),
     st.sampled_from(["float8_e4m3fn", "float8_e5m2", "int8"]),

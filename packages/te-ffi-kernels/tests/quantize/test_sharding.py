@@ -43,6 +43,7 @@ def assert_same_bytes(found, wanted, case):
     np.testing.assert_array_equal(found.view(np.uint8), wanted.view(np.uint8), err_msg=str(case))
 
 
+@pytest.mark.slow
 def test_quantizing(mesh):
     x = jax.random.normal(jax.random.key(0), (256, 256))
     for mode, layout, spec, block in QUANTIZED:
@@ -122,6 +123,7 @@ def test_what_is_contracted_is_gathered(mesh):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_shard_map(mesh):
     lhs, _, rhs, _ = operands(0, MATMUL)
     specs = {"in_specs": (P("data"), P()), "out_specs": P("data")}

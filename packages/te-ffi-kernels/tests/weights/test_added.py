@@ -44,14 +44,31 @@ def after(y, bias, residual):
 @pytest.mark.sample(3)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_as_additions_after_the_matmul(op, dtype):
-    for m, groups, one in itertools.product((1, 5, 70), (1, 3), ("bias", "residual", "both")):
-        x, bias, residual = made(m, dtype)
-        w = packed(OPS[op], groups)
-        given = {"bias": bias, "residual": residual}
-        given = given if one == "both" else {one: given[one]}
-        found = op(x, w, **given)
-        wanted = after(np.asarray(op(x, w)), given.get("bias"), given.get("residual"))
-        np.testing.assert_array_equal(found, wanted)
+    cases = list(itertools.product((1, 5, 70), (1, 3)))
+    weights = {groups: packed(OPS[op], groups) for groups in (1, 3)}
+    rows = {m: made(m, dtype) for m in (1, 5, 70)}
+
+    @jax.jit
+    def run(rows, weights):
+        found = {}
+        for m, groups in cases:
+            x, bias, residual = rows[m]
+            found[m, groups] = [
+                op(
+                    x,
+                    weights[groups],
+                    bias=bias if one & 1 else None,
+                    residual=residual if one & 2 else None,
+                )
+                for one in range(4)
+            ]
+        return [found[case] for case in cases]
+
+    for (m, groups), (plain, *found) in zip(cases, run(rows, weights), strict=True):
+        _, bias, residual = rows[m]
+        for y, added in zip(found, ((bias, None), (None, residual), (bias, residual)), strict=True):
+            wanted = after(np.asarray(plain), *added)
+            np.testing.assert_array_equal(y, wanted, err_msg=str((m, groups)))
 
 
 def test_beside_the_reference(op):

@@ -36,7 +36,7 @@ def packed(qvalue, scale, bits=8):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", QUANTIZED)
-@examples(25)
+@examples(12)
 @given(st.data(), FLOATS, st.sampled_from([None, jnp.float32, jnp.bfloat16]))
 def test_int8_is_exact_integer_arithmetic(op, data, dtype, out_dtype):
     x, qvalue, scale = data.draw(problems(QUANTIZED[op]))
@@ -66,7 +66,7 @@ def fixed_point_steps(x, scale):
 
 
 @pytest.mark.slow
-@examples(25)
+@examples(12)
 @given(st.data(), FLOATS)
 def test_weight_only_beside_float64(data, dtype):
     op = data.draw(st.sampled_from(list(WEIGHT_ONLY)))

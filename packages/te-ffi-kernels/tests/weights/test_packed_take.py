@@ -1,5 +1,7 @@
 """Rows and columns out of packed weights have the bits of unpacking and taking."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,19 +24,32 @@ def packed(bits, dtype, k, n, groups, seed=0):
     return made, qvalue.astype(np.float32) * np.repeat(scale.astype(np.float32), k // groups, 0)
 
 
+OUTS = (jnp.float32, jnp.bfloat16, jnp.float16)
+
+
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("bits", "dtype"), FORMS)
 def test_values_are_those_of_numpy(bits, dtype):
     for k, n, groups in SHAPES:
         w, full = packed(bits, dtype, k, n, groups)
-        for axis, size in ((0, k), (1, n)):
-            indices = np.array([[0, size - 1, -1], [size // 2, -size, size // 3]], np.int32)
-            expected = np.take(full if axis == 0 else full.T, indices, 0)
-            for out in (jnp.float32, jnp.bfloat16, jnp.float16):
-                found = te.packed_take(w, jnp.asarray(indices), axis=axis, out_dtype=out)
-                twin = te.reference.packed_take(w, jnp.asarray(indices), axis=axis, out_dtype=out)
-                wanted = jnp.asarray(expected).astype(out)
-                np.testing.assert_array_equal(found, wanted, err_msg=str((k, n, axis)))
-                np.testing.assert_array_equal(twin, wanted, err_msg=str((k, n, axis)))
+        indices = [
+            np.array([[0, size - 1, -1], [size // 2, -size, size // 3]], np.int32)
+            for size in (k, n)
+        ]
+        cases = list(itertools.product((0, 1), OUTS, (te, te.reference)))
+
+        @jax.jit
+        def found(w, indices, cases=cases):
+            return [
+                module.packed_take(w, indices[axis], axis=axis, out_dtype=out)
+                for axis, out, module in cases
+            ]
+
+        for case, rows in zip(cases, found(w, indices), strict=True):
+            axis, out, _ = case
+            wanted = np.take(full if axis == 0 else full.T, indices[axis], 0).astype(out)
+            assert rows.dtype == out
+            np.testing.assert_array_equal(rows, wanted, err_msg=str((k, n, case)))
 
 
 def test_beyond_the_ends_is_the_end():

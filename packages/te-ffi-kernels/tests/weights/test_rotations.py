@@ -43,6 +43,7 @@ def made(op, pack, bits, m=7, groups=1, dtype=jnp.float32):
     return x, signs, matrix(qvalue, scale), pack(jnp.asarray(qvalue), jnp.asarray(scale))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("op", "pack", "bits"), OPS)
 def test_beside_float64(op, pack, bits):
     for dtype, m, groups, block in (
@@ -135,6 +136,7 @@ def test_errors(options, message):
         te.gemm_w8a8(x, packed, **options)
 
 
+@pytest.mark.slow
 def test_rows_in_groups_are_not_rotated():
     x, signs, _, packed = made(*OPS[0])
     stack = jax.tree.map(lambda one: one[None], packed)

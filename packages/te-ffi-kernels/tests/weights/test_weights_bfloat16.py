@@ -44,6 +44,7 @@ def assert_near(y, x, full, groups):
     assert (np.abs(np.asarray(y, np.float64) - wide @ full) <= bound).all()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CASES)
 def test_beside_float64(case):
     groups = CASES[case][-1]
@@ -68,6 +69,7 @@ def test_a_bad_value_spoils_its_row_alone(case, bad):
     np.testing.assert_array_equal(np.delete(y, 3, 0), np.delete(clean, 3, 0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", [te.gemv_w4, te.gemm_w8a16])
 def test_weights_of_a_stack(op):
     """By index and by groups: the bits are those of each weight alone."""

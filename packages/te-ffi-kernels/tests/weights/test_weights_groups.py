@@ -47,6 +47,7 @@ def each(op, x, w, sizes):
     return y
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_group_with_its_weight(op, sizes):
     for dtype, group in ((jnp.float32, 0), (jnp.bfloat16, 32)):
@@ -55,6 +56,7 @@ def test_each_group_with_its_weight(op, sizes):
         np.testing.assert_array_equal(y, each(op, x, w, sizes))
 
 
+@pytest.mark.sample(2)
 def test_against_floats(op):
     x, w = rows(), stack(op, group=32)
     qvalue, scale = (np.asarray(part, np.float64) for part in w.unpack())
@@ -68,6 +70,7 @@ def test_against_floats(op):
     assert np.linalg.norm(y - expected) <= error * np.linalg.norm(expected)
 
 
+@pytest.mark.sample(1)
 def test_groups_with_any_weight_of_the_stack(op):
     x, w = rows(), stack(op)
     index = jnp.array([3, 0, 3, -1, 9], jnp.int32)  # from the end, and clamped
@@ -88,6 +91,7 @@ def test_float16_scales():
     )
 
 
+@pytest.mark.sample(1)
 def test_the_gradient_is_that_of_a_matmul_of_floats(op):
     x, w, sizes = rows(), stack(op, group=32), jnp.array([3, 0, 5, 1], jnp.int32)
     qvalue, scale = w.unpack()
@@ -112,6 +116,7 @@ def test_vmap(op):
         np.testing.assert_array_equal(found[i], op(x[i], w, group_sizes=sizes[0]))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.optimized
 def test_nothing_of_the_stack_is_copied(op):
     x, w, sizes = rows(), stack(op), jnp.array([3, 0, 5, 1], jnp.int32)
@@ -130,6 +135,7 @@ def test_on_other_platforms(op):
     assert "dot_general" in text
 
 
+@pytest.mark.sample(1)
 def test_in_jax_the_result_is_the_same(op):
     x, w, sizes = rows(), stack(op, group=32), jnp.array([3, 0, 5, 1], jnp.int32)
     with te.reference_ops():

@@ -56,6 +56,7 @@ def test_blocks(mesh):
             np.testing.assert_array_equal(compiled(xs, ws), expected, err_msg=str(case))
 
 
+@pytest.mark.slow
 def test_one_weight_of_a_stack_in_blocks(mesh):
     rng = np.random.default_rng(0)
     x = activation(rng)
