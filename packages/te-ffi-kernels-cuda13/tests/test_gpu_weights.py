@@ -20,8 +20,7 @@ from jaxtap_testkit.te.cpu_tests.weights.test_packing import (  # noqa: F401
     test_8_bits_by_hand,
     test_a_slice_of_panels_is_a_weight,
     test_a_stack_is_packed_layer_by_layer,
-    test_kernel_and_reference_write_the_same_bytes,
-    test_what_is_packed_is_unpacked,
+    test_the_bytes_of_the_reference_and_back,
 )
 
 import te_ffi_kernels as te

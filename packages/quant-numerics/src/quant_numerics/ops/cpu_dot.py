@@ -57,11 +57,11 @@ def int_dot_general(
         )
 
     (lc, rc), (lb, rb) = dimension_numbers
+    if out_sharding is not None or not all(isinstance(n, int) for n in lhs.shape + rhs.shape):
+        return dot(lhs, rhs)  # a symbolic size may be small
     free = [axis for axis in range(lhs.ndim) if axis not in (*lc, *lb)]
     rows, length, batch = (math.prod(lhs.shape[a] for a in axes) for axes in (free, lc, lb))
-    if out_sharding is not None or not rows * length * batch * rhs.size:
-        return dot(lhs, rhs)
-    columns = rhs.size // (length * batch)
+    columns = rhs.size // max(length * batch, 1)
 
     def padded(a: jax.Array, b: jax.Array) -> jax.Array:
         dims = ((tuple(axis + 1 for axis in lc), tuple(rc)), ((), ()))
