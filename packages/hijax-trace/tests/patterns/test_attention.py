@@ -129,6 +129,7 @@ def tapped(fn, seen, also=()):
     return ht.TraceEngine().wrap(fn, Interceptor({"hijax_trace.attention": ask, **targets}))
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_what_is_written_out_is_one_operation(name):
     fn, count = WRITTEN[name]

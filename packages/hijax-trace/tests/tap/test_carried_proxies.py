@@ -287,6 +287,7 @@ def tap(fn, target="jax.numpy.einsum"):
     return jax.jit(TraceEngine().wrap(fn, Interceptor({target: look}))), seen
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_carry_proxies(name):
     """Results are those of the arrays, bit for bit; what is updated comes out as a proxy."""

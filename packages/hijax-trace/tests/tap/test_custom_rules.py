@@ -147,6 +147,7 @@ def test_values_and_numbers_of_steps(name, how, wrap):
     close(transformed(tapped)(X, FACTOR), transformed(expected)(X, FACTOR))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("how", ["value", "grad", "grad of jit", "jit of grad"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_boxes_are_written_by_rules(name, how):

@@ -207,6 +207,7 @@ IDIOMS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idioms(name):
     fn, params, kind, wanted = IDIOMS[name]
@@ -246,6 +247,7 @@ def has_proxy(kind, name, found):
     return found == [True if kind == "view" else None] * len(found)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_proxies_follow_views(name):
     fn, params, kind, _ = IDIOMS[name]
@@ -483,6 +485,7 @@ NESTED = {
 }
 
 
+@pytest.mark.sample(14)
 @pytest.mark.parametrize("around", NESTED)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_what_the_program_differentiates(name, around):

@@ -101,6 +101,7 @@ PLACES = {
 }
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cls", ALL)
 def test_expansion_is_replaced(cls, place):
@@ -110,6 +111,7 @@ def test_expansion_is_replaced(cls, place):
         np.testing.assert_allclose(fn(XS), 2 * np.sin(XS), rtol=1e-6)
 
 
+@pytest.mark.sample(9)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cls", ALL)
 def test_derivative_is_the_rules(cls, place):

@@ -173,6 +173,7 @@ def twice(x, w):
     return y, jnp.tanh(y)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program(name):
     fn, args, expected = PROGRAMS[name]

@@ -144,6 +144,7 @@ def made():
     return w * 0.1, cache, x
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", STACKED)
 def test_stacked_programs_give_the_same_numbers(name):
     fn, (w, cache, x) = STACKED[name], made()

@@ -114,6 +114,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("part", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_numbers_of_steps(name, part):
