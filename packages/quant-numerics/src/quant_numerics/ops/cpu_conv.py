@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-_FLOAT32_EXACT = 2**24
+FLOAT32_EXACT = 2**24
 """All integers up to this are float32 numbers."""
 _MOST_PARTS = 16
 
@@ -41,7 +41,7 @@ def int_conv(
         return conv(a, b).astype(jnp.float32)
 
     window, features = terms
-    step = _FLOAT32_EXACT // (largest * max(window, 1))
+    step = FLOAT32_EXACT // (largest * max(window, 1))
     if step < features and (feature_axes is None or step * _MOST_PARTS < features):
         return plain(lhs, rhs)
 
