@@ -14,7 +14,7 @@ from jaxtap_testkit.tap_helpers import ENGINE, times
 TARGETS = ("primitive:dot_general", "jax.numpy.dot", "jax.nn.gelu")
 W, X = jnp.ones((4, 4)), jnp.ones((3, 4))
 
-pytestmark = pytest.mark.sample(3)
+pytestmark = pytest.mark.sample(1)
 
 
 def model(w, x):
@@ -72,10 +72,16 @@ def trace(program, outer=lambda fn: fn):
         jax.make_jaxpr(outer(lambda w, x: jnp.sum(tapped(w, x))))(W, X)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("outer", [lambda fn: fn, jax.grad], ids=["forward", "gradient"])
-def test_nothing_is_kept_of_a_trace(name, outer):
-    assert objects_kept(lambda: trace(PROGRAMS[name], outer), 5) <= 5
+def test_nothing_is_kept_of_a_trace(outer):
+    def trace_all():
+        for program in PROGRAMS.values():
+            trace(program, outer)
+
+    # Collecting garbage takes longer than tracing: each by itself only where something is kept.
+    if objects_kept(trace_all, 5) > 5:
+        each = {name: objects_kept(lambda: trace(fn, outer), 5) for name, fn in PROGRAMS.items()}  # noqa: B023
+        assert max(each.values()) <= 5, each
 
 
 @pytest.mark.slow
