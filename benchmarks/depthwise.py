@@ -9,12 +9,12 @@ Prints a table in Markdown. "As XLA computes it" is the same without the shifted
 import argparse
 import functools
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from paired import in_turn
 
 import quant_numerics as qn
 from quant_numerics.ops import shifted
@@ -56,21 +56,11 @@ def sides(shape, window, stride, groups, outputs, with_activations):
     kept = shifted._MOST_PRODUCTS
     for name, most in (("int8", kept), ("as XLA computes it", 0)):
         shifted._MOST_PRODUCTS = most
+        jax.clear_caches()  # traces of the other side
         run = functools.partial(step, not with_activations, options)
         found[name] = functools.partial(jax.jit(run).lower(x, q).compile(), x, q)
     shifted._MOST_PRODUCTS = kept
     return found
-
-
-def measured(calls, rounds):
-    """Return the seconds of each round, by side."""
-    times = {name: [] for name in calls}
-    for _ in range(rounds + 1):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call().block_until_ready()
-            times[name].append(time.perf_counter() - start)
-    return {name: found[1:] for name, found in times.items()}
 
 
 def main():
@@ -82,7 +72,7 @@ def main():
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for case in CASES:
         for with_activations in (False, True):
-            plain, ours, before = measured(sides(*case, with_activations), rounds).values()
+            plain, ours, before = in_turn(sides(*case, with_activations), rounds).values()
             shape, *others = case
             what = "x".join(map(str, shape)), *others, "both" if with_activations else "weights"
             ms = [f"{statistics.median(one) * 1e3:.3g}" for one in (plain, ours, before)]

@@ -3,6 +3,8 @@
 import statistics
 import time
 
+import jax
+
 
 def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
     """Times all sides in turn, round by round, so that they see the same machine.
@@ -44,3 +46,19 @@ def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
         for other in sides
         if other != ours
     }
+
+
+def in_turn(calls, rounds):
+    """Return the seconds of each round, by side, after one that isn't counted.
+
+    Args:
+        calls: by name, what is timed; each returns arrays.
+        rounds: how many.
+    """
+    times = {name: [] for name in calls}
+    for _ in range(rounds + 1):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            jax.block_until_ready(call())
+            times[name].append(time.perf_counter() - start)
+    return {name: found[1:] for name, found in times.items()}

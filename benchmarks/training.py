@@ -8,12 +8,13 @@ int8 without the transposes of ``quant_numerics.ops.cpu_dot``, and *gain* what t
 """
 
 import argparse
+import functools
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from paired import in_turn
 
 import provider_xla as xla
 from quant_numerics.ops import cpu_dot
@@ -34,7 +35,8 @@ def loss(params, x):
 
 
 def compiled(fn, params, x):
-    return jax.jit(jax.value_and_grad(fn)).lower(params, x).compile()
+    step = jax.jit(jax.value_and_grad(fn)).lower(params, x).compile()
+    return functools.partial(step, params, x)
 
 
 def sides(params, x):
@@ -43,20 +45,10 @@ def sides(params, x):
     kept = cpu_dot._LEAST_PRODUCTS
     for name, least in (("int8", kept), ("as XLA lays it out", float("inf"))):
         cpu_dot._LEAST_PRODUCTS = least
+        jax.clear_caches()  # traces of the other side
         found[name] = compiled(xla.QtProvider(RULE).apply(loss), params, x)
     cpu_dot._LEAST_PRODUCTS = kept
     return found
-
-
-def measured(steps, params, x, rounds):
-    """Return the seconds of each round, by side."""
-    times = {name: [] for name in steps}
-    for _ in range(rounds + 1):
-        for name, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(params, x))
-            times[name].append(time.perf_counter() - start)
-    return {name: found[1:] for name, found in times.items()}
 
 
 def main():
@@ -71,7 +63,7 @@ def main():
             jnp.asarray(rng.normal(size=(width, width)) / width**0.5, jnp.float32) for _ in range(3)
         ]
         x = jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)
-        times = measured(sides(params, x), params, x, rounds)
+        times = in_turn(sides(params, x), rounds)
         ms = [f"{statistics.median(found) * 1e3:.3g}" for found in times.values()]
         plain, ours, before = times.values()
         speed = statistics.median(a / b for a, b in zip(plain, ours, strict=True))

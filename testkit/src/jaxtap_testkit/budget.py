@@ -20,15 +20,15 @@ from typing import Any
 import pytest
 
 BUDGETS = {
-    "hijax-trace": 240,
-    "interception-core": 65,
-    "provider-odml": 280,
+    "hijax-trace": 175,
+    "interception-core": 50,
+    "provider-odml": 160,
     "provider-odml-aeq": 20,
-    "provider-xla": 520,
-    "quant-numerics": 180,
-    "te-ffi-kernels": 290,
+    "provider-xla": 380,
+    "quant-numerics": 115,
+    "te-ffi-kernels": 180,
     "te-ffi-kernels-cuda13": 10,
-    "tests": 370,
+    "tests": 230,
 }
 """CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
 

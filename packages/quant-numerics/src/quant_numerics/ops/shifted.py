@@ -90,7 +90,8 @@ def shifted_products(
         places, padding, lhs_dilation or (1,) * len(window), strict=True
     ):
         config[axis] = low, high, step - 1
-    lhs = lax.pad(lhs, np.zeros((), lhs.dtype), config)
+    # Without the barrier XLA would quantize and pad the input again for each product.
+    lhs = lax.optimization_barrier(lax.pad(lhs, np.zeros((), lhs.dtype), config))
     counts = [
         max((lhs.shape[axis] - size) // stride + 1, 0)
         for axis, size, stride in zip(places, reach, window_strides, strict=True)
