@@ -163,3 +163,21 @@ def test_gradients_of_the_input():
     expected = jax.grad(functools.partial(loss, plain, qn.dequantize(w)))(x)
     found = jax.jit(jax.grad(functools.partial(loss, qn.conv_general_dilated, w)))(x)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_wrong_arguments_get_the_error_of_lax():
+    x, w, options = sides("depthwise", None, "int8")
+    for wrong in ({"feature_group_count": 3}, {"window_strides": (1,)}, {"rhs_dilation": (0, 1)}):
+        with pytest.raises((TypeError, ValueError)) as plain:
+            lax.conv_general_dilated(x, qn.dequantize(w), **options | wrong)
+        with pytest.raises(type(plain.value)) as ours:
+            qn.conv_general_dilated(x, w, **options | wrong)
+        assert str(ours.value) == str(plain.value)
+
+
+def test_nothing_and_no_place_for_a_window():
+    for shape in ((0, 9, 11, 6), (2, 2, 2, 6)):
+        _, w, options = sides("depthwise", None, "int8", padding="VALID")
+        found = qn.conv_general_dilated(jnp.ones(shape), w, **options)
+        wanted = lax.conv_general_dilated(jnp.ones(shape), qn.dequantize(w), **options)
+        assert found.shape == wanted.shape

@@ -154,6 +154,7 @@ def _conv(
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     is_plain = out_sharding is None and quantized
     if is_plain and is_of_small_groups(values_l.shape, values_r.shape, **given):
+        jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
         largest = 0 if how.limit is None else INT32_MAX // how.limit
         # Sums of integers that float32 holds are taken in it: it is faster, with the same result.
         exact = window * features * largest <= FLOAT32_EXACT
