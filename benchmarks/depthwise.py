@@ -32,8 +32,8 @@ CASES = [
 ]
 
 
-def step(has_float_input, options, x, w):
-    if not has_float_input:
+def step(with_activations, options, x, w):
+    if with_activations:
         x = qn.quantize(x, "int8", channel_axes=(0,))
     return qn.conv_general_dilated(x, w, **options)
 
@@ -57,7 +57,7 @@ def sides(shape, window, stride, groups, outputs, with_activations):
     for name, most in (("int8", kept), ("as XLA computes it", 0)):
         shifted._MOST_PRODUCTS = most
         jax.clear_caches()  # traces of the other side
-        run = functools.partial(step, not with_activations, options)
+        run = functools.partial(step, with_activations, options)
         found[name] = functools.partial(jax.jit(run).lower(x, q).compile(), x, q)
     shifted._MOST_PRODUCTS = kept
     return found

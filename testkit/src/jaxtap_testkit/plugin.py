@@ -83,15 +83,14 @@ def pytest_collection_modifyitems(config, items):
                 item.add_marker("slow")
     if config.option.share:
         which, parts = map(int, config.option.share.split("/"))
-        others = [
+        others = {
             item
             for item in items
             if item.get_closest_marker("slow")
             and zlib.crc32(item.nodeid.encode()) % parts != which % parts
-        ]
-        config.hook.pytest_deselected(items=others)
-        left_out = {*map(id, others)}
-        items[:] = [item for item in items if id(item) not in left_out]
+        }
+        config.hook.pytest_deselected(items=[*others])
+        items[:] = [item for item in items if item not in others]
     if not tiers.full:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

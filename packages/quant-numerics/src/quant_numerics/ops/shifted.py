@@ -1,7 +1,7 @@
 """Shifted: convolutions of small groups as sums of products of shifted inputs.
 
 XLA's CPU backend computes a depthwise convolution in a plain loop. One elementwise program for all
-products is 10 to 40 times as fast: see docs/benchmarks/quant-numerics.md.
+products is 5 to 25 times as fast: see docs/benchmarks/quant-numerics.md.
 """
 
 import math
