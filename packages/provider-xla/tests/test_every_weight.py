@@ -1,8 +1,9 @@
 """Every parameter that a quantized operation reads is stored, or a problem names it.
 
 Random programs choose, mask, move and carry their weights, in loops, branches and closures. Each
-knows which parameters its products read, whatever the plan says. Parameters are plus or minus one
-number, so that quantized values stand for them exactly: a wrong choice shows in the results.
+knows which parameters its products read, whatever the plan says. Parameters and all that is
+computed of them are zero, or plus or minus one number, so that quantized values stand for them
+exactly, four bits too: a wrong choice shows in the results.
 """
 
 import dataclasses
@@ -49,6 +50,7 @@ def given(rows, seed=0):
         "flag": jnp.asarray(bool(seed % 2)),
         "i": jnp.asarray(seed % STEPS, jnp.int32),
         "mask": jnp.asarray(rng.random((N, N)) < 0.5),
+        "floats": jnp.asarray(rng.random((N, N)) < 0.5, jnp.float32),
         "columns": jnp.asarray(rng.random(N) < 0.5),
         "key": jax.random.key(seed),
     }
@@ -56,6 +58,14 @@ def given(rows, seed=0):
 
 LEAVES = {"a": (N, N), "b": (N, N), "s": (STEPS, N, N), "m": (N, N), "t": (2 * N, N)}
 ALSO = {"steps": {"s"}}  # a use that reads a parameter beside its weights
+
+
+ONE = 0.25
+
+
+def computed(w):
+    """Return the values of w, by arithmetic that is no view of it."""
+    return w * jnp.abs(w) / ONE
 
 
 def kept(key):
@@ -80,11 +90,13 @@ WEIGHTS = {
     "permute": lambda p, g, w: w[:, ORDER],
     "reshape": lambda p, g, w: w.reshape(2, N // 2, N).reshape(N, N),
     "negative": lambda p, g, w: -w,
-    "double": lambda p, g, w: 2 * w,
+    "computed": lambda p, g, w: computed(w),
     "constant mask": lambda p, g, w: w * FACTORS,
     "mask of a parameter": lambda p, g, w: jnp.where(p["m"] > 0, w, 0),
     "given mask": lambda p, g, w: jnp.where(g["mask"], w, 0),
     "given factor": lambda p, g, w: w * g["mask"].astype(w.dtype),
+    "given floats": lambda p, g, w: w * g["floats"],
+    "given noise": lambda p, g, w: w + ONE * g["floats"],
     "key": lambda p, g, w: w * kept(g["key"]),
     "key of a constant": lambda p, g, w: w * kept(jax.random.key(3)),
     "jit": lambda p, g, w: jax.jit(lambda w: w.T)(w),
@@ -99,7 +111,7 @@ WEIGHTS = {
     "cond of operands": lambda p, g, w, v: lax.cond(
         g["i"] > 1, lambda w, v: v.T, lambda w, v: w, w, v
     ),
-    "cond of computed": lambda p, g, w, v: lax.cond(g["flag"], lambda: w * 2, lambda: v),
+    "cond of computed": lambda p, g, w, v: lax.cond(g["flag"], lambda: computed(w), lambda: v),
     "switch": lambda p, g, w, v: lax.switch(g["i"], [lambda: w, lambda: v, lambda: w.T]),
     "jitted cond": lambda p, g, w, v: jax.jit(
         lambda w, v: lax.cond(g["flag"], lambda: w, lambda: v)
@@ -112,7 +124,7 @@ WEIGHTS = {
     "stack and index": lambda p, g, w, v: jnp.stack([w, v])[g["i"] % 2],
     "write": lambda p, g, w, v: lax.dynamic_update_slice(w, v[:2], (g["i"], 0)),
     "rows of another": lambda p, g, w, v: w.at[g["i"]].set(v[0]),
-    "product": lambda p, g, w, v: w * v,
+    "product": lambda p, g, w, v: w * v / ONE,
 }
 TWO = {"where", "where by column", "where by row", "where by element", "where of a constant"}
 TWO |= {"select_n", "cond", "cond of operands", "cond of computed", "switch", "jitted cond"}
@@ -223,7 +235,7 @@ def planned(programs, params, rule):
 def signs(seed):
     rng = np.random.default_rng(seed)
     one = {name: rng.choice([-1.0, 1.0], shape) for name, shape in LEAVES.items()}
-    return {name: jnp.asarray(w / 4, jnp.float32) for name, w in one.items()}
+    return {name: jnp.asarray(w * ONE, jnp.float32) for name, w in one.items()}
 
 
 def silent(programs, plan):

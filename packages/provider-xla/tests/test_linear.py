@@ -80,7 +80,7 @@ def test_stored_weights_go_into_programs_that_jax_transposes(name, act_qtype):
 
 @pytest.mark.parametrize(("name", "is_stored"), [("transposed", True), ("solve", False)])
 def test_plans_say_that_activations_stay_float(name, is_stored):
-    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", weights_only=False)
     plan = PtqProvider(rule).plan(PROGRAMS[name], {"w": W}, X)
     said = [line for line in str(plan).splitlines() if STAYS in line]
     assert len(said) == 1 if is_stored else said

@@ -557,20 +557,58 @@ IDS = jnp.arange(4)
 
 
 def test_a_rule_for_weights_only():
-    """Attention scores match the next rule, or none."""
+    """Attention scores match the next rule, or none; by default as with ``weights_only=True``."""
 
     def model(p, x):
         q, k = x @ p["q"], x @ p["k"]
         return q @ k.T
 
     params = {"q": draw((8, 6))[0], "k": draw((8, 6))[0]}
-    only = dataclasses.replace(W8A8, weights_only=True)
-    for engine in ("trace", "patch"):
-        plan = PtqProvider([only], strict=True, engine=engine).plan(model, params, jnp.ones((4, 8)))
-        whole = [op for op in plan.ops if not op.is_in_parts]
-        assert [op.quantized for op in whole] == [True, True, False]
-        assert whole[-1].reason == "no rule matches"
+    x = jnp.ones((4, 8))
+    only, all_of_them, named = (
+        dataclasses.replace(W8A8, **fields)
+        for fields in ({"weights_only": True}, {"weights_only": False}, {"op_names": ["matmul"]})
+    )
+    leave = QuantizationRule(module_path="attention")
+    for rules, engine in (([W8A8], "trace"), ([only], "trace"), ([only], "patch")):
+        plan = PtqProvider(rules, strict=True, engine=engine).plan(model, params, x)
+        assert [(op.op_name, op.quantized) for op in plan.ops] == [
+            ("matmul", True), ("matmul", True), ("matmul", False)
+        ]  # fmt: skip
+        assert plan.ops[-1].reason.startswith("the rule is for weights")
         assert "2 of 3 operations quantized" in str(plan)
+    for rules in ([all_of_them], [named], [only, named], [W8A8, all_of_them]):
+        plan = PtqProvider(rules, strict=True).plan(model, params, x)
+        assert [op.quantized for op in plan.ops if not op.is_in_parts] == [True] * 3
+        (note,) = plan.notes
+        assert "two activations" in note
+
+    def attention(p, x):
+        with jax.named_scope("attention"):
+            return model(p, x)
+
+    with pytest.warns(QuantizationWarning, match="rule 1 decides nothing"):
+        plan = PtqProvider([leave, all_of_them]).plan(attention, params, x)
+    assert not any(op.quantized for op in plan.ops)
+
+
+def test_a_weight_that_can_not_be_stored_is_no_activation():
+    """A rule for weights alone matches it, so that the plan says why it is not stored."""
+
+    def model(p, x, mask):
+        return jax.nn.relu(x @ p["q"]) @ (p["k"] * mask)
+
+    params, mask = {"q": draw((8, 8))[0], "k": draw((8, 8))[0]}, jnp.ones((8, 8))
+    for fields in ({}, {"weights_only": True}):
+        for qtype in (None, "int8"):
+            rule = QuantizationRule(weight_qtype="int8", act_qtype=qtype, **fields)
+            with pytest.warns(QuantizationWarning, match="can't be stored"):
+                plan = PtqProvider(rule).plan(model, params, jnp.ones((4, 8)), mask)
+            (problem,) = plan.problems
+            assert "args[0]['k'] can't be stored" in problem
+            assert plan.ops[1].quantized is (qtype is not None)
+            tapped = plan.apply(model)(plan.quantize(params), jnp.ones((4, 8)), mask)
+            np.testing.assert_allclose(tapped, model(params, jnp.ones((4, 8)), mask), atol=0.1)
 
 
 def test_parameters_that_the_plan_is_not_for():

@@ -479,7 +479,7 @@ def test_pallas_kernels_stay_as_they_are():
         return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, w) @ w
 
     x, w = draw((8, 8), (8, 8))
-    provider = PtqProvider([INT8])
+    provider = PtqProvider([INT8], params_argnum=1)
     assert integer_dots(provider.apply(model), x, w) == [
         ("float32",) * 3,
         ("int8", "int8", "int32"),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,11 @@ _SUMS = frozenset(("add", "sub"))
 _CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 
 
-def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -> dict[str, bool]:
+def scaled_inputs(
+    expression: Expression,
+    is_parameter: Callable[[str], bool],
+    others: Sequence[Expression] = (),
+) -> dict[str, bool]:
     """Return the parameters whose elements an activation has, up to factors and noise.
 
     Examples are a weight that dropout masks, that a style modulates or that is drawn around its
@@ -25,35 +30,44 @@ def scaled_inputs(expression: Expression, is_parameter: Callable[[str], bool]) -
     Args:
         expression: the activation.
         is_parameter: whether the input of a pytree path is a parameter.
+        others: the other operands of its operation. What the program is given at each call may be
+            an activation or a factor of a weight, such as a mask: if these are computed of it, it
+            is an activation.
 
     Returns:
         Their pytree paths, each with whether the program writes into it: then it holds a state,
         such as a cache.
     """
     found: dict[str, bool] = {}
-    # A value may be written into at one place, and read as it is at another.
-    seen, stack = set[tuple[int, bool]](), [(expression, False)]
+    is_activation = _Activations(is_parameter, others)
+    # A value may be written into at one place, and read as it is at another. Rows of a weight are
+    # written into it.
+    seen, stack = set[tuple[int, bool, bool]](), [(expression, False, False)]
     while stack:
-        node, is_written = stack.pop()
-        if (id(node), is_written) in seen:
+        node, is_written, is_row = stack.pop()
+        if (id(node), is_written, is_row) in seen:
             continue
-        seen.add((id(node), is_written))
+        seen.add((id(node), is_written, is_row))
         kind = node.judged(is_parameter)
         if kind.kind in ("view", "derived"):
             # One row, such as a gain or a bias, is not a weight that is contracted.
-            if sum(size > 1 for size in _shape(node)) > 1:
+            if is_row or sum(size > 1 for size in _shape(node)) > 1:
                 for path in sorted(kind.paths):
                     found[path] = found.get(path, True) and is_written
             continue
         if isinstance(node, Operation) and node.primitive.name in WRITTEN and node.moved is None:
             into, *updates = (node.operands[i] for i in WRITTEN[node.primitive.name])
-            stack += [(into, True), *((update, is_written) for update in updates)]
+            # A state gets activations. What is made of parameters and constants is a weight.
+            is_state = any(is_activation(update, given=True) for update in updates)
+            stack.append((into, is_written or is_state, is_row))
+            stack += [(update, is_written, not is_state) for update in updates]
         else:
-            stack += [(operand, is_written) for operand in _elements(node, is_parameter)]
+            of_node = _elements(node, is_activation)
+            stack += [(operand, is_written, is_row) for operand in of_node]
     return found
 
 
-def _elements(node: Expression, is_parameter: Callable[[str], bool]) -> Sequence[Expression]:
+def _elements(node: Expression, is_activation: _Activations) -> Sequence[Expression]:
     """Return the operands whose elements a value has, up to factors and noise."""
     if isinstance(node, Carried | Part | Shard):
         return node.operands
@@ -75,15 +89,13 @@ def _elements(node: Expression, is_parameter: Callable[[str], bool]) -> Sequence
         one
         for i, one in enumerate(found)
         if all(
-            _is_minor(other, name in _SUMS, size, is_parameter)
+            _is_minor(other, name in _SUMS, size, is_activation)
             for other in (*found[:i], *found[i + 1 :])
         )
     ]
 
 
-def _is_minor(
-    node: Expression, is_term: bool, size: int, is_parameter: Callable[[str], bool]
-) -> bool:
+def _is_minor(node: Expression, is_term: bool, size: int, is_activation: _Activations) -> bool:
     """Return whether a factor or term leaves the other one what it is, in a value of ``size``.
 
     A factor does that is repeated along an axis, and factors and terms that depend on no
@@ -92,7 +104,7 @@ def _is_minor(
     """
     if not is_term and (_size(node) < size or _is_repeated(node)):
         return True
-    return not _depends_on_activations(node, is_parameter)
+    return not is_activation(node)
 
 
 def _is_repeated(node: Expression) -> bool:
@@ -104,25 +116,43 @@ def _is_repeated(node: Expression) -> bool:
     return is_broadcast and _size(node) > _size(node.operands[0])
 
 
-def _depends_on_activations(node: Expression, is_parameter: Callable[[str], bool]) -> bool:
-    """Return whether a value is computed from floats that are given at each call."""
-    seen, stack = set[int](), [node]
+class _Activations:
+    """Tell values that are computed from activations, beside the other operands."""
+
+    def __init__(self, is_parameter: Callable[[str], bool], others: Sequence[Expression]):
+        self._is_parameter, self._others = is_parameter, others
+
+    def __call__(self, node: Expression, *, given: bool = False) -> bool:
+        """Return whether a value is one; with ``given``, also if it may be a factor or noise."""
+        for one in _behind([node]):
+            if isinstance(one, Unknown):
+                return True
+            # What comes out of a contraction is an activation, whatever it is made of.
+            if isinstance(one, Operation) and one.primitive.name in _CONTRACTIONS:
+                return True
+            if isinstance(one, Leaf) and self._is_given(one) and (given or one.path in self._known):
+                return True
+        return False
+
+    @functools.cached_property
+    def _known(self) -> frozenset[str]:
+        """The inputs of which the other operands are computed."""
+        return frozenset(one.path for one in _behind(self._others) if isinstance(one, Leaf))
+
+    def _is_given(self, leaf: Leaf) -> bool:
+        """Return whether it is floats that a program is given at each call."""
+        return _is_float(leaf) and not self._is_parameter(leaf.path)
+
+
+def _behind(nodes: Sequence[Expression]) -> Iterator[Expression]:
+    """Yield values, and all that they are computed from."""
+    seen, stack = set[int](), [*nodes]
     while stack:
         one = stack.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        if isinstance(one, Unknown):
-            return True
-        if isinstance(one, Leaf):
-            if not is_parameter(one.path) and _is_float(one):
-                return True
-        # What comes out of a contraction is an activation, whatever it is made of.
-        elif isinstance(one, Operation) and one.primitive.name in _CONTRACTIONS:
-            return True
-        else:
+        if id(one) not in seen:
+            seen.add(id(one))
+            yield one
             stack += one.operands
-    return False
 
 
 def _is_float(node: Expression) -> bool:

@@ -305,7 +305,8 @@ def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
     for op in getattr(plan, "ops", ()):
         if op.weight is not None or op.rule is None:
             continue
-        if provider.rules[op.rule].weight_qtype is None:
+        rule = provider.rules[op.rule]
+        if rule.weight_qtype is None or rule.weights_only:
             continue
         module = [part for part in op.op_id.split("/")[:-1] if "(" not in part]
         for keys, leaf in leaves.items():

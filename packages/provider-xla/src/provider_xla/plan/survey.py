@@ -251,7 +251,8 @@ class Survey:
 
     def _lookup_of_scaled(self, call: OpCall, operand: Any, indices: Any) -> None:
         """Record a lookup in parameters that the program multiplies or joins with others."""
-        found = scaled_inputs(call.expression(operand), self.rules.is_parameter)
+        others = [call.expression(indices)]
+        found = scaled_inputs(call.expression(operand), self.rules.is_parameter, others)
         below = tuple(path.removeprefix(self.rules.params) for path in found)
         index = self.rules.find(("take",), call.module_path, below, True) if found else None
         if index is not None and self.rules.rules[index].weight_qtype is not None:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import quant_numerics as qn
 from interception_core import Engine, OpCall, ValueKind
 
-from ..rules.rule import QuantizationRule
+from ..rules.rule import FUSED_NAMES, NAMED_ONLY, QuantizationRule
 from .contractions import Contraction
 from .granularity import Axes, all_fitted, misfit
 
@@ -128,6 +128,13 @@ class Decision(NamedTuple):
     wrong: bool
 
 
+NO_WEIGHT = "the rule is for weights, and no operand is known as a parameter"
+"""Why an operation stays float."""
+OF_ACTIVATIONS = "XLA quantizes two activations at each call: on CPUs that often takes longer than"
+OF_ACTIVATIONS += " their float product"
+"""What is done that a rule does not say."""
+
+
 @dataclass(frozen=True)
 class Under:
     """Recognize parameters among inputs by a common pytree path prefix."""
@@ -178,7 +185,7 @@ class Rules:
         names: tuple[str, ...],
         module_path: str,
         paths: tuple[str, ...] = (),
-        has_weight: bool = True,
+        has_weight: bool | None = True,
     ) -> int | None:
         for i, rule in enumerate(self.rules):
             if any(rule.matches(n, module_path, paths, has_weight=has_weight) for n in names):
@@ -231,6 +238,8 @@ class Rules:
         hows = tuple(self.how(rule, is_weight) for is_weight in sides)
         sizes = contraction.tiled_sizes(shapes, hows)
         hows, remarks = all_fitted(sizes, rule.tile_fallback, hows)
+        if all(hows) and not any(sides):
+            remarks = (*remarks, OF_ACTIVATIONS)
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
         if any(hows) or rule.rank is None or not any(sides):
@@ -242,6 +251,11 @@ class Rules:
     def adapts(self) -> bool:
         """Return whether any parameter may have an adapter."""
         return any(rule.rank is not None for rule in self.rules)
+
+    @property
+    def names_operations(self) -> bool:
+        """Return whether any rule names contractions."""
+        return any(set(rule.op_names or ()) - NAMED_ONLY - {*FUSED_NAMES} for rule in self.rules)
 
     @property
     def looks_up(self) -> bool:
@@ -263,7 +277,7 @@ def _why_not(
     if not any(hows):
         if rule.weight_qtype is None and rule.rank is None:
             return "the rule leaves it float", False
-        return "the rule is for weights, and no operand is known as a parameter", False
+        return NO_WEIGHT, False
     tiles = {how.tile_size for how in hows if how is not None}
     for tile in sorted(tiles - {None}):
         reason = misfit(sizes, tile, rule.tile_fallback)

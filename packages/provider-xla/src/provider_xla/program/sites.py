@@ -21,7 +21,7 @@ from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .fused import FusedOp, fused_ops
-from .matching import Rules, Weight
+from .matching import NO_WEIGHT, Rules, Weight
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
@@ -74,6 +74,7 @@ Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
 
 PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
 """Why an operation stays float."""
+NO_RULE = "no rule matches"
 LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
 """Why an operation, or its activations, stay float."""
 
@@ -119,6 +120,8 @@ class Sites:
         self._run = run
         self._record = record
         self._surveys = not keyed
+        # Whether it matters if an activation has the elements of a parameter.
+        self._tells_weights = self._surveys or any(rule.leaves_activations for rule in rules.rules)
         handlers: dict[str, Callable[..., Any]] = {
             target: functools.partial(self._handle, op) for target, op in OPS.items()
         }
@@ -163,7 +166,15 @@ class Sites:
             values = reading.operands
         among = self._rules.weights(call, values)
         paths, has_weight = self._rules.paths(among), any(among.found)
-        index = self._rules.find(names, call.module_path, paths, has_weight)
+        scaled, unfollowed, is_one = {}, False, has_weight
+        if reading is not None and not has_weight and self._tells_weights:
+            expressions = [one for x in values if (one := call.expression(x)) is not None]
+            scaled = self._scaled(expressions)
+            unfollowed = not all(map(is_followed, expressions))
+            # A weight that can't be stored is one nevertheless, but a state, as a cache, is not.
+            is_one = unfollowed or not all(scaled.values()) or (False if expressions else None)
+        asked = names, call.module_path, paths
+        index = self._rules.find(*asked, is_one)
         rule = None if index is None else self._rules.rules[index]
         if reading is None:
             assert reason is not None
@@ -174,20 +185,20 @@ class Sites:
             self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
             return NotImplemented
         contraction, operands, extras = reading
-        scaled = self._scaled(call, operands) if self._surveys and not has_weight else {}
         if rule is None or index is None:
-            self._note(
-                op,
-                call,
-                operands,
-                None,
-                reason="no rule matches",
-                weights=among.found,
-                scaled=tuple(scaled),
+            declining = self._rules.find(*asked)
+            # What consists of others is left whole where rules say the same about its parts.
+            is_left = declining is not None and not self._rules.names_operations
+            is_whole = is_left or op.name in _WHOLE
+            index, why = (
+                (declining, NO_WEIGHT) if is_whole and declining is not None else (None, NO_RULE)
             )
-            if self._leave is not None and op.name in _WHOLE:
+            why = unstorable(scaled)[0] if scaled and declining is not None else why
+            known = {"weights": among.found, "scaled": tuple(scaled)}
+            self._note(op, call, operands, index, reason=why, **known)
+            if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
-            return NotImplemented
+            return call.proceed(*args, **kwargs) if is_left else NotImplemented
         weights = among.found
         if among.is_part:
             self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
@@ -208,8 +219,10 @@ class Sites:
         for remark in remarks:
             self._remark(call, remark)
         if self._surveys and not has_weight and rule.weight_qtype is not None:
-            text, problem = unstorable(scaled) if scaled else _unfollowed(call, operands)
-            if text is not None:
+            text, problem = UNFOLLOWED, UNFOLLOWED
+            if scaled:
+                text, problem = unstorable(scaled)
+            if scaled or unfollowed:
                 why = why if any(hows) else text
                 known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
                 self._note(op, call, operands, index, hows=hows, reason=why, **known)
@@ -302,10 +315,12 @@ class Sites:
         self._record(record, None)
         return NotImplemented
 
-    def _scaled(self, call: OpCall, operands: Sequence[Any]) -> dict[str, bool]:
+    def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
         """Return what ``scaled_inputs`` does, for all operands."""
-        expressions = [one for x in operands if (one := call.expression(x)) is not None]
-        found = [scaled_inputs(one, self._rules.is_parameter) for one in expressions]
+        found = [
+            scaled_inputs(one, self._rules.is_parameter, [*expressions[:i], *expressions[i + 1 :]])
+            for i, one in enumerate(expressions)
+        ]
         return {path: is_written for paths in found for path, is_written in paths.items()}
 
     def _is_fused_around(self, call: OpCall) -> bool:
@@ -372,14 +387,6 @@ UNFOLLOWED = (
     "the program differentiates a shard_map around it, where no operand is known as a parameter. "
     "Put jax.jit around the shard_map"
 )
-
-
-def _unfollowed(call: OpCall, operands: Sequence[Any]) -> tuple[str | None, str | None]:
-    """Return why no operand can be known as a parameter, and the problem; None where it can."""
-    found = [call.expression(operand) for operand in operands]
-    if all(one is None or is_followed(one) for one in found):
-        return None, None
-    return UNFOLLOWED, UNFOLLOWED
 
 
 def short(x: Any) -> str:

@@ -69,7 +69,9 @@ class QuantizationRule:
             of the format. A parameter with scales out of the range of normal float16 gets float32,
             and ``plan.notes`` says so.
         weights_only: whether the rule matches only operations with a weight, and not those of
-            activations (attention scores, the fixed coefficients of a solver).
+            activations (attention scores, the fixed coefficients of a solver), which XLA computes
+            more slowly in int8 than in float. None is True for a rule that quantizes, unless it
+            has `op_names`. False is what Qwix does.
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of one per call (dynamic range). None is False.
         static_range: whether the steps of a loop have a static range each (``"step"``), or one
@@ -108,7 +110,7 @@ class QuantizationRule:
     tile_size: int | float | None = None
     tile_fallback: Literal["divisor", "channel", "padded"] | None = "divisor"
     scale_dtype: Any = None
-    weights_only: bool = False
+    weights_only: bool | None = None
     act_static_scale: bool | None = None
     static_range: Literal["step", "joined"] | None = None
     unseen_range: Literal["dynamic", "error"] = "dynamic"
@@ -139,8 +141,8 @@ class QuantizationRule:
         if self.tile_fallback not in (None, "divisor", "channel", "padded"):
             raise self._error("tile_fallback", "None, 'divisor', 'channel' or 'padded'")
         self._check_scales()
-        if not isinstance(self.weights_only, bool):
-            raise self._error("weights_only", "a bool")
+        if self.weights_only not in (None, True, False):
+            raise self._error("weights_only", "None or a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")
         if self.static_range not in (None, "step", "joined"):
@@ -165,7 +167,7 @@ class QuantizationRule:
         module_path: str,
         weight_paths: Iterable[str] = (),
         *,
-        has_weight: bool = True,
+        has_weight: bool | None = True,
     ) -> bool:
         """Return whether the rule is for this operation.
 
@@ -173,9 +175,14 @@ class QuantizationRule:
             op_name: its name.
             module_path: where it is.
             weight_paths: the paths of the parameters among its operands, without the argument.
-            has_weight: whether one of its operands is a weight.
+            has_weight: whether one of its operands is a weight, or would be if it were not
+                computed at each call; None if that is not known.
         """
-        if not self.matches_weight(weight_paths) or (self.weights_only and not has_weight):
+        if not self.matches_weight(weight_paths):
+            return False
+        if has_weight is None:
+            has_weight = not self.weights_only
+        if not has_weight and self.leaves_activations and op_name not in FUSED_NAMES:
             return False
         if self.op_names is not None:
             named = op_name in self.op_names
@@ -190,6 +197,13 @@ class QuantizationRule:
         """Return whether the rule is for operations of parameters with these paths."""
         pattern = self.weight_path
         return pattern is None or any(matches_path(pattern, p) for p in weight_paths)
+
+    @property
+    def leaves_activations(self) -> bool:
+        """Return whether contractions of two activations are left to other rules."""
+        if self.weights_only is not None:
+            return self.weights_only
+        return self.op_names is None and self.is_acting
 
     @property
     def is_acting(self) -> bool:
