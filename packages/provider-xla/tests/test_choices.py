@@ -214,12 +214,24 @@ def noise(key, p):
     return 0.1 * jax.random.normal(key, p.shape)
 
 
+def decaying(p, x):
+    def step(_, c):
+        return c[0] @ c[1], c[1] / 2
+
+    return lax.fori_loop(0, 2, step, (x, p))[0]
+
+
 # What a program computes with a square parameter p, an activation of its shape and a random key.
 JOINED = {
     "dropout": lambda p, x, key: x @ (p * dropped(key, p)),
     "noise": lambda p, x, key: x @ (p + noise(key, p)),
     "factors of noise": lambda p, x, key: x @ (p * (1 + noise(key, p))),
     "in a jitted function": lambda p, x, key: jax.jit(lambda p: x @ (p + noise(key, p)))(p),
+    "bound": lambda p, x, key: x @ jnp.clip(p, -1, jax.random.uniform(key)),
+    "merged": lambda p, x, key: (
+        x @ (jnp.stack([p, p.T]) * jax.random.uniform(key, (2, 1, 1))).sum(0)
+    ),
+    "decaying": lambda p, x, key: decaying(p, x),
     "style": lambda p, x, key: x @ (p * x[0][:, None]),
     "temperature": lambda p, x, key: x @ (p * x[0, 0]),
     "normalized": lambda p, x, key: x @ (p / jnp.linalg.norm(x)),
@@ -240,6 +252,31 @@ GAINS = {
 }
 
 
+def lookups(p, x, key):
+    """Return how alike rows of a table are, which are normalized, and what they find in a loop."""
+    i = jax.random.randint(key, (3,), 0, 16)
+    rows, others = (jax.nn.standardize(jnp.tanh(p[at])) for at in (i, i[::-1]))
+
+    def step(c, _):
+        return jnp.tanh(c @ c.T @ c), None
+
+    return rows @ others.T @ lax.scan(step, rows, length=2)[0]
+
+
+def decoded(p, x, key):
+    """Return what steps find in a state, each of which writes its result into it."""
+
+    def step(c, i):
+        state, row = c
+        row = jnp.tanh(row @ state @ state.T)
+        return (lax.dynamic_update_slice(state, row, (i, 0)), row), None
+
+    return lax.scan(step, (p, x[:1]), jnp.arange(3))[0][1]
+
+
+GAINS |= {"lookups": lookups, "decoded": decoded}
+
+
 @pytest.mark.parametrize("name", [*JOINED, *STATES, *GAINS])
 def test_what_is_computed_with_a_parameter(name):
     """A weight with factors or noise can't be stored. States and gains are not weights."""
@@ -256,7 +293,7 @@ def test_what_is_computed_with_a_parameter(name):
     ((path, _, why),) = plan.floats
     assert path == "args[0]"
     assert ("writes into it at each call" in why) == (name in STATES)
-    assert ("no matmul" in why) == (name in GAINS)
+    assert ("no matmul" in why) == (name in GAINS and name != "lookups")
 
 
 @pytest.mark.parametrize("by", ["input", "weight"])

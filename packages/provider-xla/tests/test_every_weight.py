@@ -96,6 +96,7 @@ WEIGHTS = {
     "given mask": lambda p, g, w: jnp.where(g["mask"], w, 0),
     "given factor": lambda p, g, w: w * g["mask"].astype(w.dtype),
     "given floats": lambda p, g, w: w * g["floats"],
+    "given bound": lambda p, g, w: jnp.minimum(w, ONE + g["floats"][0, 0]),
     "given noise": lambda p, g, w: w + ONE * g["floats"],
     "key": lambda p, g, w: w * kept(g["key"]),
     "key of a constant": lambda p, g, w: w * kept(jax.random.key(3)),

@@ -23,7 +23,7 @@ from .nodes import (
     Shard,
     Unknown,
 )
-from .sources import COLLECTIVES, CONSTANT, VIEWS, chosen_outside, sources_through
+from .sources import COLLECTIVES, CONSTANT, VIEWS, carry_behind, chosen_outside, sources_through
 
 Express = Callable[[], Expression]
 """Finds how an input of a jaxpr is computed."""
@@ -234,7 +234,10 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
                 if operand is not None and is_counter(body, i):
                     start = everything[operand]
                     return Counter(aval, start, united(everything), maps_of(everything))
-                return unknown(aval, "a loop's carry", everything)
+                one = unknown(aval, "a loop's carry", everything)
+                behind = carry_behind(body, i) if kind == CHANGES else None
+                one.operands = tuple(everything[k] for k in behind or ())
+                return one
             whole = operands[operand]()
             if kind == SLICE:
                 return Part(aval, whole, 0, depth)

@@ -60,6 +60,7 @@ class Unknown(Expression):
 
     Attributes:
         why: what it is, in words.
+        operands: what it is computed from; empty if that is not known.
     """
 
     __slots__ = ("why",)

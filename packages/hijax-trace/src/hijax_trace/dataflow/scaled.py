@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from .expression import Expression, Leaf
 from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, Unknown
+from .sources import contracts
 
 _SCALES = frozenset(("convert_element_type", "div", "mul", "neg"))
 _SUMS = frozenset(("add", "sub"))
-_CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 
 
 def scaled_inputs(
@@ -40,6 +40,12 @@ def scaled_inputs(
     """
     found: dict[str, bool] = {}
     is_activation = _Activations(is_parameter, others)
+    # Whatever is computed from parameters and no activation is a weight, unless it is of rows that
+    # the program looks up, or a state.
+    if not is_activation(expression) and not any(map(_is_moved_apart, _behind([expression]))):
+        leaves = [one for one in expression.leaves() if is_parameter(one.path)]
+        if any(len(_shape(one)) > 1 for one in leaves):
+            return dict.fromkeys(sorted(one.path for one in leaves), False)
     # A value may be written into at one place, and read as it is at another. Rows of a weight are
     # written into it.
     seen, stack = set[tuple[int, bool, bool]](), [(expression, False, False)]
@@ -107,6 +113,15 @@ def _is_minor(node: Expression, is_term: bool, size: int, is_activation: _Activa
     return not is_activation(node)
 
 
+def _is_moved_apart(node: Expression) -> bool:
+    """Return whether it is written into, or rows of a table."""
+    if not isinstance(node, Operation):
+        return False
+    if node.primitive.name not in ("dynamic_slice", "gather"):
+        return node.primitive.name in WRITTEN and node.moved is None
+    return sum(size > 1 for size in node.params["slice_sizes"]) <= 1
+
+
 def _is_repeated(node: Expression) -> bool:
     if not isinstance(node, Operation):
         return False
@@ -125,10 +140,10 @@ class _Activations:
     def __call__(self, node: Expression, *, given: bool = False) -> bool:
         """Return whether a value is one; with ``given``, also if it may be a factor or noise."""
         for one in _behind([node]):
-            if isinstance(one, Unknown):
+            if isinstance(one, Unknown) and not one.operands:
                 return True
             # What comes out of a contraction is an activation, whatever it is made of.
-            if isinstance(one, Operation) and one.primitive.name in _CONTRACTIONS:
+            if isinstance(one, Operation) and contracts(one.primitive, one.params):
                 return True
             if isinstance(one, Leaf) and self._is_given(one) and (given or one.path in self._known):
                 return True

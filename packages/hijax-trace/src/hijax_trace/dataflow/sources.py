@@ -186,6 +186,78 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
     return None if None in operands else (operands, CONSTANT in found)  # type: ignore[return-value]
 
 
+CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
+"""Primitives whose results are activations, whatever their operands are."""
+
+_CONTRACTS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+
+def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
+    """Return whether an operation is a contraction, or may hold one."""
+    if primitive.name in CONTRACTIONS or primitive in (compat.call_hi_primitive_p, compat.kept_p):
+        return True
+    values = params.values()
+    parts = (part for x in values for part in (x if isinstance(x, tuple) else (x,)))
+    return any(_contracts(part) for part in parts if isinstance(part, compat.JAXPRS))
+
+
+def _contracts(jaxpr: Any) -> bool:
+    jaxpr = compat.open_of(jaxpr)
+    found = _CONTRACTS.get(jaxpr)
+    if found is None:
+        found = any(contracts(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
+        _CONTRACTS[jaxpr] = found
+    return found
+
+
+_READ: weakref.WeakKeyDictionary[Any, tuple[frozenset[int] | None, ...]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def inputs_behind(jaxpr: Any) -> tuple[frozenset[int] | None, ...]:
+    """Return for each result of a jaxpr the numbers of the inputs that it may depend on.
+
+    None for what comes out of a contraction.
+    """
+    jaxpr = compat.open_of(jaxpr)
+    found = _READ.get(jaxpr)
+    if found is None:
+        known: dict[Any, frozenset[int] | None]
+        known = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
+
+        def behind(atom: Any) -> frozenset[int] | None:
+            return frozenset() if isinstance(atom, compat.Literal) else known.get(atom, frozenset())
+
+        for eqn in jaxpr.eqns:
+            is_contracted = contracts(eqn.primitive, eqn.params)
+            found = None if is_contracted else _united([behind(atom) for atom in eqn.invars])
+            known.update(dict.fromkeys(eqn.outvars, found))
+        found = _READ[jaxpr] = tuple(map(behind, jaxpr.outvars))
+    return found
+
+
+def carry_behind(body: Body, index: int) -> list[int] | None:
+    """Return the operands of a loop that a carried input of its body may depend on, in any step.
+
+    None if they are not all operands of the loop, or if a contraction makes it of them.
+    """
+    if body.step is not None:
+        return carry_behind(body.step, index - body.carry.start + body.step.carry.start)
+    results = inputs_behind(body.jaxpr)
+    found, left = {index}, [index]
+    while left:
+        one = left.pop()
+        if one in body.carry:
+            behind = results[one - body.carry.start]
+            if behind is None:
+                return None
+            left += behind - found
+            found |= behind
+    operands = [body.inputs[i] for i in sorted(found)]
+    return None if None in operands else operands  # type: ignore[return-value]
+
+
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
     """Return which results of a call, branch or loop may be views of operands.
 
