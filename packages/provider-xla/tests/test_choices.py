@@ -313,3 +313,25 @@ def test_a_shard_map_that_the_program_differentiates(by):
     assert "is known to use it" in plan.floats[0][2]
     plan = PtqProvider(W8, strict=True).plan(model(jax.jit(product)), {"live": PARAMS["live"]}, X)
     assert plan.floats == ()
+
+
+def test_a_choice_by_a_number_outside_of_jit():
+    """A Python number chooses while the program is traced, or is an operand of an eager one."""
+
+    def fn(p, x, live, i):
+        return (
+            x @ jnp.where(live, p["live"], p["ema"]),
+            x @ lax.cond(live, lambda: p["live"], lambda: p["ema"]),
+            x @ lax.switch(i, [lambda: p["live"], lambda: p["ema"]]),
+            x @ lax.select_n(jnp.asarray(i), p["live"], p["ema"]),
+            x @ jnp.where(live, p["live"], 0),
+            x @ jnp.pad(p["live"], ((0, 0), (0, 3)))[:, 2:],
+            x @ p["experts"][i],
+        )
+
+    plan = PtqProvider(W8, strict=True).plan(fn, PARAMS, X, True, 0)
+    stored = plan.quantize(PARAMS)
+    for live, i in ((False, 1), (True, 0), (np.False_, np.int32(1)), (jnp.array(False), 1)):
+        found = plan.apply(fn)(stored, X, live, i)
+        for one, wanted in zip(found, fn(PARAMS, X, live, i), strict=True):
+            np.testing.assert_allclose(one, wanted, atol=0.1)

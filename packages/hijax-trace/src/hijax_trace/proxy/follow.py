@@ -50,10 +50,11 @@ def follow(
     lost = next((proxy for proxy in moved if isinstance(proxy, Lost)), None)
     if lost is None:
         operands = [held[i] or value if i in data else value for i, value in enumerate(values)]
-        if primitive in ("pad", "select_n"):
-            for i, value in enumerate(values):
-                if operands[i] is value and is_known_zero(i):
-                    operands[i] = np.zeros(np.shape(value), value.dtype)
+        # What is chosen besides, or padded with; not a predicate, which is a number outside of jit.
+        beside = {"pad": [1], "select_n": range(1, len(values))}.get(primitive, ())
+        for i in beside:
+            if held[i] is None and is_known_zero(i):
+                operands[i] = np.zeros(np.shape(values[i]), moved[0].dtype)
         if primitive == "select_n":
             operands[0] = narrowed(values[0], uniform(0))
         try:
