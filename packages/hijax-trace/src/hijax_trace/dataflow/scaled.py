@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .expression import Expression, Leaf
 from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, Unknown
 
-_SCALES = frozenset(("convert_element_type", "div", "mul", "neg"))
+_SCALES = frozenset(("clamp", "convert_element_type", "div", "max", "min", "mul", "neg"))
 _SUMS = frozenset(("add", "sub"))
 _CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 
@@ -86,13 +86,15 @@ def _is_minor(
 ) -> bool:
     """Return whether a factor or term leaves the other one what it is, in a value of ``size``.
 
-    A factor does that is repeated along an axis, and factors and terms that depend on no
+    A factor or bound does that is repeated along an axis, and factors and terms that depend on no
     activation: masks, what is drawn at random, and parameters. What is repeated and added to an
-    activation is a bias of it.
+    activation is a bias of it. Weights in a mixture may have factors of an activation each.
     """
     if not is_term and (_size(node) < size or _is_repeated(node)):
         return True
-    return not _depends_on_activations(node, is_parameter)
+    if not _depends_on_activations(node, is_parameter):
+        return True
+    return is_term and bool(scaled_inputs(node, is_parameter))
 
 
 def _is_repeated(node: Expression) -> bool:

@@ -53,7 +53,7 @@ def follow(
         if primitive in ("pad", "select_n"):
             for i, value in enumerate(values):
                 if operands[i] is value and is_known_zero(i):
-                    operands[i] = np.zeros(np.shape(value), value.dtype)
+                    operands[i] = np.zeros(np.shape(value), jax.numpy.result_type(value))
         if primitive == "select_n":
             operands[0] = narrowed(values[0], uniform(0))
         try:
