@@ -20,6 +20,7 @@ from jaxtap_testkit.odml_exports import (
     exported,
     normal,
     results_of,
+    signal_to_noise,
     together,
 )
 from provider_odml.exporting import verify
@@ -153,6 +154,19 @@ def test_a_lookup_in_a_table_that_stays_float():
     wanted = np.asarray(params["table"], np.float64)[args[0]] @ np.asarray(params["w"], np.float64)
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
     assert "int8" not in artifact.report.bytes_by_dtype
+
+
+def test_what_constant_indices_pick():
+    """Of an input and of what is computed, in rows, columns and both."""
+
+    def fn(params, x):
+        y = jnp.take(x[jnp.array([2, 0, 1])], jnp.arange(8)[::-1], axis=1) @ params
+        return y[jnp.array([1, 1, 0])] @ params
+
+    x, params = normal(3, 8), normal(8, 8, seed=1)
+    artifact = exported(fn, params, x)
+    assert signal_to_noise(fn, params, [x], artifact) > 25
+    assert {site.qtype for site in artifact.report.sites} == {"int8"}
 
 
 @pytest.mark.slow

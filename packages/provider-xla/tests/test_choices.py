@@ -110,6 +110,17 @@ def test_alternatives_are_stored(name):
             assert error <= 0.02 * jnp.abs(wanted).max()
 
 
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_python_flag_chooses(planned):
+    fn, names = STORED["where"]
+    plan = PtqProvider(W8, strict=True).plan(fn, PARAMS, X, planned, 1)
+    assert len(plan.weights) == len(names.split())
+    for flag in (True, False, np.bool_(True), np.bool_(False)):
+        wanted = fn(PARAMS, X, flag, 1)
+        found = plan.apply(fn)(plan.quantize(PARAMS), X, flag, 1)
+        assert jnp.abs(found - wanted).max() <= 0.02 * jnp.abs(wanted).max()
+
+
 def gathered(p, x, c, i):
     mesh = jax.make_mesh((2,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
 
@@ -227,7 +238,7 @@ JOINED = {
     "noise": lambda p, x, key: x @ (p + noise(key, p)),
     "factors of noise": lambda p, x, key: x @ (p * (1 + noise(key, p))),
     "in a jitted function": lambda p, x, key: jax.jit(lambda p: x @ (p + noise(key, p)))(p),
-    "bound": lambda p, x, key: x @ jnp.clip(p, -1, jax.random.uniform(key)),
+    "drawn bound": lambda p, x, key: x @ jnp.clip(p, -1, jax.random.uniform(key)),
     "merged": lambda p, x, key: (
         x @ (jnp.stack([p, p.T]) * jax.random.uniform(key, (2, 1, 1))).sum(0)
     ),
@@ -235,6 +246,9 @@ JOINED = {
     "style": lambda p, x, key: x @ (p * x[0][:, None]),
     "temperature": lambda p, x, key: x @ (p * x[0, 0]),
     "normalized": lambda p, x, key: x @ (p / jnp.linalg.norm(x)),
+    "mixture": lambda p, x, key: x @ (x[0, 0] * p + (1 - x[0, 0]) * p.T),
+    "clipped": lambda p, x, key: x @ jnp.clip(p, -x[0, 0], x[0, 0]),
+    "bounded": lambda p, x, key: x @ jnp.maximum(p, x[:1]),
     "prefix": lambda p, x, key: x @ jnp.concatenate([p, x]).T,
     "prefix and a state": lambda p, x, key: x @ jnp.concatenate([p, p.at[key.ndim].set(x[0])]).T,
     "a state and a prefix": lambda p, x, key: x @ jnp.concatenate([p.at[key.ndim].set(x[0]), p]).T,
@@ -247,6 +261,7 @@ GAINS = {
     "gain": lambda p, x, key: x @ (x * p),
     "gain of a product": lambda p, x, key: x @ (x.T @ x * p),
     "bias": lambda p, x, key: x @ (x + p),
+    "bound": lambda p, x, key: x @ jnp.maximum(x, p[:1]),
     "bias of a product": lambda p, x, key: x @ (x.T @ x + p),
     "gain and a row": lambda p, x, key: (x[:1] * p[:1]) @ x,
 }

@@ -251,3 +251,12 @@ def test_keys_tell_constants_apart():
         )
         keys |= plan.derived.keys()
     assert len(keys) == 2
+
+
+def test_a_weight_of_another_parameter_says_that_nothing_of_it_is_stored():
+    def fn(p, x, name):
+        return x @ (p[name][:8, :8] * 2.0)
+
+    plan = PtqProvider(RULES["weights"]).plan(fn, PARAMS, X, "w")
+    with pytest.raises(QuantizationError, match=r"stores, none of which is of args\[0\]\['mix'\]"):
+        plan.apply(fn)(plan.quantize(PARAMS), X, "mix")

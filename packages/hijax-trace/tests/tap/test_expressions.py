@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
@@ -754,3 +756,22 @@ def test_results_of_shard_map_are_derived():
     assert one.kind(is_parameter) == "derived"
     assert one.key == again.key
     np.testing.assert_allclose(one.evaluate({"args[0]": W}), 2 * W + 1, rtol=1e-6)
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
+def test_programs_that_a_primitive_holds_may_not_be_its_results(around):
+    """A solver, such as lineax's, holds its operator, which takes and returns other values."""
+    solve = Primitive("solve")
+    solve.multiple_results = True
+    operator = jax.make_jaxpr(lambda x: x)(W)
+    solve.def_abstract_eval(lambda b, program: [*program.out_avals, jax.typeof(jnp.int32(0))])
+    solve.def_impl(lambda b, program: [b, jnp.int32(0)])
+    mlir.register_lowering(solve, mlir.lower_fun(solve.impl, multiple_results=True))
+
+    def steps(p):
+        step = around(lambda h, p: jnp.tanh(solve.bind(h, program=operator)[0]) * p.sum())
+        return lax.fori_loop(0, 2, lambda _, h: step(h, p), p).T
+
+    (found,) = expressions(lambda p, x: steps(p) @ x.T, W, X, side=0)
+    assert found.kind(is_parameter) == "derived"
+    np.testing.assert_allclose(found.evaluate({"args[0]": W}), steps(W), rtol=1e-5)

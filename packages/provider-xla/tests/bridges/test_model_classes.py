@@ -152,9 +152,17 @@ def test_stored_weights_outside_say_what_to_do():
         lambda: jax.jit(jnp.dot)(X, stored),
         lambda: 2 * stored,
         lambda: -stored,
+        lambda: stored.mean(),
+        lambda: stored.at[0].set(1),
+        lambda: np.asarray(stored),
+        lambda: np.sum(stored),
+        lambda: float(stored),
     ):
         with pytest.raises(TypeError, match=r"must be an argument of a function that TraceEngine"):
             use()
+    assert not hasattr(stored, "mean")
+    with pytest.raises(AttributeError, match=r"has no attribute 'nothing'"):
+        stored.nothing  # noqa: B018
 
 
 def test_models_are_pickled_and_copied():

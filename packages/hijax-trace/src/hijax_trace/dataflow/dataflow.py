@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import compat
 from .expression import Expression, maps_of, united
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter, tells_results
 from .nodes import (
     OTHER_TRACE,
     Carried,
@@ -170,6 +170,8 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
         return {}
     bodies = holder.bodies(eqn.params, len(operands))
     if any(None in body.inputs for body in bodies):
+        return {}
+    if not tells_results(holder, bodies, len(eqn.outvars)):
         return {}
     if holder.results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.

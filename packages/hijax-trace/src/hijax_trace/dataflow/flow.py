@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .. import compat
 from .axes import MOVES, Axes, compose, dropped, identity
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, tells_results
 
 
 class Source(NamedTuple):
@@ -147,8 +147,8 @@ def move_of(
         if holder is None:
             return None
         bodies, results = holder.bodies(params, len(ins)), holder.results
-    if results == "none":
-        return None
+        if not tells_results(holder, bodies, len(outs)):
+            return None
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         return _unchanged(bodies[-1], ins, result)
@@ -182,9 +182,11 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
         Pairs of the number of a result and that of an operand.
     """
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None or holder.results == "none":
+    if holder is None:
         return []
     bodies = holder.bodies(eqn.params, len(eqn.invars))
+    if not tells_results(holder, bodies, len(eqn.outvars)):
+        return []
     if holder.results == "carry":
         body = bodies[-1]
         carry = enumerate(body.carry)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,6 +73,17 @@ class Holder:
         contextlib.nullcontext()
     )
     constant: frozenset[int] = frozenset()
+
+
+def tells_results(holder: Holder, bodies: Sequence[Body], count: int) -> bool:
+    """Return whether the programs of a holder tell an equation's ``count`` results.
+
+    A primitive that nobody knows may hold programs for another purpose: the operator of a linear
+    solve has results of its own.
+    """
+    if holder.results in ("none", "carry"):
+        return holder.results == "carry"
+    return all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
 
 
 def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:

@@ -13,7 +13,7 @@ from .expression import Expression, Leaf
 from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, Unknown
 from .sources import contracts
 
-_SCALES = frozenset(("convert_element_type", "div", "mul", "neg"))
+_SCALES = frozenset(("clamp", "convert_element_type", "div", "max", "min", "mul", "neg"))
 _SUMS = frozenset(("add", "sub"))
 
 
@@ -90,27 +90,37 @@ def _elements(node: Expression, is_activation: _Activations) -> Sequence[Express
         return [node.operands[i] for i in node.moved]
     if name not in _SCALES and name not in _SUMS:
         return ()
+    if name in _SUMS:
+        return _terms_with_elements(node, is_activation)
     found, size = node.operands, _size(node)
     return [
         one
         for i, one in enumerate(found)
         if all(
-            _is_minor(other, name in _SUMS, size, is_activation)
+            _size(other) < size or _is_repeated(other) or not is_activation(other)
             for other in (*found[:i], *found[i + 1 :])
         )
     ]
 
 
-def _is_minor(node: Expression, is_term: bool, size: int, is_activation: _Activations) -> bool:
-    """Return whether a factor or term leaves the other one what it is, in a value of ``size``.
+def _terms_with_elements(node: Expression, is_activation: _Activations) -> Sequence[Expression]:
+    """Return the terms of a sum whose elements it has.
 
-    A factor does that is repeated along an axis, and factors and terms that depend on no
-    activation: masks, what is drawn at random, and parameters. What is repeated and added to an
-    activation is a bias of it.
+    Terms that depend on no activation leave another one what it is: noise, and parameters. Several
+    that do are a mixture if each is a weight with a factor of an activation; what is repeated and
+    added to an activation is a bias of it.
     """
-    if not is_term and (_size(node) < size or _is_repeated(node)):
-        return True
-    return not is_activation(node)
+    terms, stack = [], [node]
+    while stack:  # the sum of a deep network's layers has a term for each
+        one = stack.pop()
+        if isinstance(one, Operation) and one.primitive.name in _SUMS:
+            stack += one.operands
+        else:
+            terms.append(one)
+    own = [one for one in terms if is_activation(one)]
+    if len(own) > 1 and not all(map(is_activation.has_weight, own)):
+        return ()
+    return terms if len(own) != 1 else own
 
 
 def _is_moved_apart(node: Expression) -> bool:
@@ -136,6 +146,10 @@ class _Activations:
 
     def __init__(self, is_parameter: Callable[[str], bool], others: Sequence[Expression]):
         self._is_parameter, self._others = is_parameter, others
+
+    def has_weight(self, node: Expression) -> bool:
+        """Return whether a value has a parameter's elements, up to factors and noise."""
+        return bool(scaled_inputs(node, self._is_parameter, self._others))
 
     def __call__(self, node: Expression, *, given: bool = False) -> bool:
         """Return whether a value is one; with ``given``, also if it may be a factor or noise."""

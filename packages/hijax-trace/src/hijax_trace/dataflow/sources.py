@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import compat
 from ..proxy.moves import MOVES, SAME
-from .holders import Body, custom_body, holder_of
+from .holders import Body, custom_body, holder_of, tells_results
 
 VIEWS = SAME | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
@@ -73,9 +73,11 @@ def sources_through(
     if body is not None:
         return _outside(body, sources_of(body.jaxpr), own)
     holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None or holder.results == "none":
+    if holder is None:
         return None
     bodies = holder.bodies(eqn.params, len(eqn.invars))
+    if not tells_results(holder, bodies, len(eqn.outvars)):
+        return None
     if holder.results != "carry":
         columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
         return [_united(column) for column in columns]

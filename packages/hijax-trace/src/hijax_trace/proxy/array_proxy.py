@@ -31,20 +31,45 @@ _OPERATORS = (
     *("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow"),
     *("and", "or", "xor", "lshift", "rshift", "divmod"),
 )
-_UNARY = ("neg", "pos", "abs", "invert", "lt", "le", "gt", "ge")
+_UNARY = (
+    "neg",
+    "pos",
+    "abs",
+    "invert",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "iter",
+    "getitem",
+    "array",
+    "float",
+)
+_OWN = ("dtype", "ndim", "shape", "size")
+_ATTRIBUTES = frozenset(name for name in dir(jax.Array) if name[0] != "_" and name not in _OWN)
+
+
+class _NoAttributeError(OutsideError, AttributeError):
+    """An array proxy has not an attribute of arrays: ``hasattr`` says so, too."""
 
 
 class _Operators:
     """The operators of an array. Those of an array proxy say what to do instead."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: this is called for attributes that the class lacks."""
+        if name in _ATTRIBUTES:
+            raise _outside(self, _NoAttributeError)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __jax_array__(self) -> Any:
         """Raise: functions of JAX outside of a wrapped function call this."""
         raise _outside(self)
 
 
-def _outside(proxy: Any) -> OutsideError:
+def _outside(proxy: Any, error: type[OutsideError] = OutsideError) -> OutsideError:
     kind = type(proxy).__name__
-    return OutsideError(
+    return error(
         f"A {kind} of shape {proxy.shape} must be an argument of a function that TraceEngine "
         "wraps, such as plan.apply(fn), to be computed with; got it in a function that is not "
         "wrapped. Wrap that function, or compute with the array that restore() returns."

@@ -14,7 +14,7 @@ from jax import lax
 from interception_core import OpCall
 
 from ..capture.ops import PRIMITIVE, Scales, is_float
-from ..decide.decision import Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ..forms import FORMS, unsplat
 from ..forms import wall as walled
 from ..train.replay import Runtime, inverted
@@ -79,7 +79,8 @@ class Device(Runtime):
             # Folded into the contraction before it.
             place = next(u.slot for u in node.activations)
             return self._held[node.op_id] if node.begin else args[int(place)]
-        if node.op.kind is Scales.LOOKUP and 0 in decision.inputs:
+        table = decision.inputs.get(0)
+        if node.op.kind is Scales.LOOKUP and isinstance(table, WeightUse | ConstantUse):
             return self._lookup(decision, call, args, kwargs)
         if any(isinstance(use, WeightUse) for use in decision.inputs.values()):
             return self._contraction(decision, call, args, kwargs)
@@ -98,7 +99,9 @@ class Device(Runtime):
         if decision.node.params.get("square"):
             return args[0] * args[0]
         form = FORMS.get(decision.node.op.target.replace(PRIMITIVE, "jax.lax."))
-        if form is None or decision.node.begin is not None:
+        # LiteRT looks up rows of tables alone, whose zero points are 0.
+        is_picked = decision.node.op.kind is Scales.LOOKUP
+        if form is None or is_picked or decision.node.begin is not None:
             return call.proceed(*args, **kwargs)
         options = dict(kwargs)
         if "fake_quant" in inspect.signature(form).parameters:

@@ -64,8 +64,9 @@ def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
             for one in weights.values()
             if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
         ]
+        stored = " or ".join(planned) or f"none of which is of {' and '.join(error.paths)}"
         raise QuantizationError(
-            f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, got "
+            f"{error.op_id} must use a weight that the plan stores, {stored}, got "
             f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
             "function with the lengths, numbers and flags of the plan, or make a plan for these."
         ) from error
