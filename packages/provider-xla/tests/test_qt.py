@@ -490,3 +490,37 @@ def test_grouped_contractions_in_small_formats(kind):
     assert distance(gw, wanted) < 0.15
     exact = np.asarray(w, np.float64)[groups]
     assert distance(gx, np.einsum("mn,mkn->mk", g, exact)) < 0.15
+
+
+RECIPES = {
+    "float8": FP8,
+    "int8": QT,
+    "mxfp8": QtRule(weight_qtype="mxfp8", act_qtype="mxfp8", bwd_qtype="mxfp8"),
+    "nvfp4": QtRule(weight_qtype="nvfp4", act_qtype="nvfp4", bwd_qtype="nvfp4"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_steps_are_finite_where_the_largest_magnitude_is_nothing_or_huge(name):
+    """Of the activation, the weight and the incoming gradient: zero, subnormal, tiny and huge."""
+    magnitudes = np.array([0, 1e-42, 1e-30, 1, 1e30], np.float32)
+    w, x, ct = draw((64, 32), (8, 64), (8, 32))
+    scales = np.ones((3 * len(magnitudes), 3), np.float32)
+    for i in range(3):
+        scales[i * len(magnitudes) : (i + 1) * len(magnitudes), i] = magnitudes
+
+    def step(scale, fn):
+        y, back = jax.vjp(fn, w * scale[0], x.at[2].multiply(0) * scale[1])
+        return (y, *back(ct * scale[2]))
+
+    def product(w, x):
+        return x @ w
+
+    trained = QtProvider(RECIPES[name]).apply(product)
+    found = jax.jit(lambda: lax.map(lambda one: step(one, trained), scales))()
+    for scale, *results in zip(scales, *found, strict=True):
+        for ours, wanted in zip(results, step(scale, product), strict=True):
+            assert np.isfinite(ours).all(), scale
+            largest = np.abs(wanted).max(initial=0)
+            # What is below the smallest normal float32 counts as zero.
+            assert np.abs(ours - wanted).max() <= max(0.3 * largest, 1e-36), scale
