@@ -1,8 +1,9 @@
-"""Convolutions of small groups with stored weights beside XLA's float32 ones, sides in turn.
+"""Convolutions of small groups in int8 beside XLA's float32 ones, sides in turn.
 
 uv run --python 3.12 python benchmarks/depthwise.py [--rounds 9]
 
-Prints a table in Markdown. "As XLA computes it" is the same without the shifted products of
+Prints a table in Markdown: with weights in int8, with both sides, and both gradients of training in
+int8 both ways. "As XLA computes it" is the same without the products of
 ``quant_numerics.ops.shifted``; *speed* is in multiples of float32, *gain* in multiples of that.
 """
 
@@ -32,33 +33,48 @@ CASES = [
 ]
 
 
-def step(with_activations, options, x, w):
-    if with_activations:
+WEIGHTS, BOTH, GRADIENTS = "weights", "both", "gradients"
+
+
+def forward(x, w, options, kind):
+    if kind == BOTH:
         x = qn.quantize(x, "int8", channel_axes=(0,))
     return qn.conv_general_dilated(x, w, **options)
 
 
-def sides(shape, window, stride, groups, outputs, with_activations):
+def gradients(x, w, conv):
+    y, back = jax.vjp(conv, x, w)
+    return back(y)
+
+
+def sides(shape, window, stride, groups, outputs, kind):
     """Return calls of the compiled convolutions, by name."""
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=shape), jnp.float32)
     size = window, window, shape[-1] // groups, outputs
     w = jnp.asarray(rng.normal(size=size), jnp.float32)
-    q = qn.quantize(w, "int8", channel_axes=(3,))
     options = {
         "window_strides": (stride, stride),
         "padding": "SAME",
         "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
         "feature_group_count": groups,
     }
-    plain = jax.jit(functools.partial(lax.conv_general_dilated, **options)).lower(x, w).compile()
-    found = {"float32": functools.partial(plain, x, w)}
+    plain = functools.partial(lax.conv_general_dilated, **options)
+    if kind == GRADIENTS:
+        how, back = qn.HowToQuantize("int8"), qn.Backward("int8")
+        given = {"lhs_how": how, "rhs_how": how, "backward": (back, back)}
+        conv = functools.partial(qn.train_conv_general_dilated, **options, **given)
+        plain, run = (functools.partial(gradients, conv=one) for one in (plain, conv))
+        held = w
+    else:
+        run = functools.partial(forward, options=options, kind=kind)
+        held = qn.quantize(w, "int8", channel_axes=(3,))
+    found = {"float32": functools.partial(jax.jit(plain).lower(x, w).compile(), x, w)}
     kept = shifted._MOST_PRODUCTS
     for name, most in (("int8", kept), ("as XLA computes it", 0)):
         shifted._MOST_PRODUCTS = most
         jax.clear_caches()  # traces of the other side
-        run = functools.partial(step, with_activations, options)
-        found[name] = functools.partial(jax.jit(run).lower(x, q).compile(), x, q)
+        found[name] = functools.partial(jax.jit(run).lower(x, held).compile(), x, held)
     shifted._MOST_PRODUCTS = kept
     return found
 
@@ -71,10 +87,10 @@ def main():
     head += "as XLA computes it, ms", "speed", "gain"
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for case in CASES:
-        for with_activations in (False, True):
-            plain, ours, before = in_turn(sides(*case, with_activations), rounds).values()
+        for kind in (WEIGHTS, BOTH, GRADIENTS):
+            plain, ours, before = in_turn(sides(*case, kind), rounds).values()
             shape, *others = case
-            what = "x".join(map(str, shape)), *others, "both" if with_activations else "weights"
+            what = "x".join(map(str, shape)), *others, kind
             ms = [f"{statistics.median(one) * 1e3:.3g}" for one in (plain, ours, before)]
             ratios = [
                 f"{statistics.median(a / b for a, b in zip(one, ours, strict=True)):.1f}"

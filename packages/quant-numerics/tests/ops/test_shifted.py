@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import quant_numerics as qn
-from quant_numerics.ops.shifted import shifted_products
+from quant_numerics.ops.shifted import shifted_products, sums_of_places
 
 # Input, kernel, layouts and groups.
 KINDS = {
@@ -58,6 +58,62 @@ def test_values_are_those_of_lax(kind):
         found = jax.jit(run)(x, w)
         assert found.shape == expected.shape, case
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5, err_msg=str(case))
+
+
+# Input, kernel, layouts and batch groups.
+BATCHED = {
+    "depthwise": ((2, 9, 11, 6), (2, 7, 10, 6), ("CHWN", "IHWO", "HWNC"), 6),
+    "several outputs": ((6, 3, 9, 11), (12, 3, 7, 10), ("NCHW", "OIHW", "NCHW"), 6),
+    "several features": ((3, 13, 8), (10, 3, 8), ("CWN", "WIO", "NWC"), 4),
+}
+
+
+@pytest.mark.parametrize("kind", BATCHED)
+def test_sums_of_places_are_those_of_lax(kind):
+    x_shape, w_shape, layouts, groups = BATCHED[kind]
+    count, rng = len(x_shape) - 2, np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in (x_shape, w_shape))
+    cases = [case for case in OPTIONS if case[2] == 1 or case[1] == "negative"]
+    for stride, padding, lhs_dilation, _ in cases[list(BATCHED).index(kind) :: len(BATCHED)]:
+        pads = PADDING[padding]
+        options = {
+            "window_strides": (stride,) * count,
+            "padding": pads if isinstance(pads, str) else pads[:count],
+            "lhs_dilation": (lhs_dilation,) * count,
+            "dimension_numbers": lax.conv_dimension_numbers(x_shape, w_shape, layouts),
+            "batch_group_count": groups,
+        }
+        expected = lax.conv_general_dilated(x, w, precision="highest", **options)
+        run = functools.partial(sums_of_places, sums=jnp.dtype(jnp.float32), **options)
+        found = jax.jit(run)(x, w)
+        assert found.shape == expected.shape, options
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=str(options))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_the_kernel(stride):
+    """Of integers that int8 holds, whose sums are exact: the integers that lax gives."""
+    for kind in ("depthwise", "two outputs each", "one axis"):
+        x, w, options = problem(kind, stride=stride)
+        plain = functools.partial(lax.conv_general_dilated, precision="highest", **options)
+        rng = np.random.default_rng(1)
+        like = jax.eval_shape(plain, x, w)
+        x, g = (rng.integers(-9, 10, one.shape).astype(np.float32) for one in (x, like))
+        how, ct = (
+            qn.HowToQuantize("int8", None, "fixed,-127,127"),
+            qn.Backward("int8", "fixed,-127,127"),
+        )
+        train = functools.partial(
+            qn.train_conv_general_dilated, lhs_how=how, rhs_how=how, backward=(ct, ct), **options
+        )
+
+        def gradient(w, g, conv, x=x):
+            return jax.vjp(lambda w: conv(x, w), w)[1](g)[0]
+
+        found = jax.jit(functools.partial(gradient, conv=train))
+        expected = jax.jit(functools.partial(gradient, conv=plain))(w, g)
+        np.testing.assert_array_equal(found(w, g), expected, err_msg=kind)
+        assert "convolution" not in found.lower(w, g).as_text()
 
 
 def sides(kind, x_qtype, w_qtype, **options):

@@ -27,7 +27,12 @@ from quant_numerics.ops.arithmetic import (
 )
 from quant_numerics.ops.cpu_conv import FLOAT32_EXACT, int_conv
 from quant_numerics.ops.pointwise import is_pointwise, pointwise_conv
-from quant_numerics.ops.shifted import is_of_small_groups, shifted_products
+from quant_numerics.ops.shifted import (
+    is_of_few_places,
+    is_of_small_groups,
+    shifted_products,
+    sums_of_places,
+)
 
 
 def conv_general_dilated(
@@ -153,8 +158,15 @@ def _conv(
     given = plain.keywords  # type: ignore[attr-defined]
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     is_plain = out_sharding is None and quantized
+    products = None
     if is_plain and is_of_small_groups(values_l.shape, values_r.shape, **given):
         jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
+        products = shifted_products
+    elif is_plain and batch_group_count > 1 and window * features <= (how.limit or math.inf):
+        result = jax.eval_shape(conv, values_l, values_r)
+        if is_of_few_places(values_l.shape, values_r.shape, result.shape, **given):
+            products = sums_of_places
+    if products is not None:
         largest = 0 if how.limit is None else INT32_MAX // how.limit
         # Sums of integers that float32 holds are taken in it: it is faster, with the same result.
         exact = window * features * largest <= FLOAT32_EXACT
@@ -163,7 +175,7 @@ def _conv(
         acc = lax.platform_dependent(
             values_l,
             values_r,
-            cpu=lambda left, right: shifted_products(left, right, sums, **given).astype(total),
+            cpu=lambda left, right: products(left, right, sums, **given).astype(total),
             default=lambda left, right: conv(left, right).astype(total),
         )
     elif how.limit is None:
