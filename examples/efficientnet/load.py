@@ -120,12 +120,11 @@ def arrange(tensors):
 
     def block(i):
         at = f"_blocks.{i}."
-        parts = {
+        return {
             name: conv(f"{at}_{name}_conv", f"{at}_bn{number}")
             for number, name in enumerate(("expand", "depthwise", "project"))
             if f"{at}_{name}_conv.weight" in tensors
         }
-        return parts
 
     count = len({name.split(".")[1] for name in tensors if name.startswith("_blocks.")})
     return {

@@ -6,7 +6,6 @@ Activations are NHWC, kernels HWIO.
 """
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 SIZE = 224

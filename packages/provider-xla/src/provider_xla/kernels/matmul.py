@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from opt_einsum import parser
 
 import quant_numerics as qn
@@ -50,8 +51,8 @@ class NoKernel(Exception):
 class Layout:
     """How a contraction of activation and weight is a matmul.
 
-    A pointwise convolution is one, too: its activation is read at some places, with an axis of size
-    1 appended for each axis of the window. The axes below are those of the activation as it is read.
+    A pointwise convolution is one, too. Its activation is read at some places, and an axis of size
+    1 is appended for each axis of the window: the axes below are those of what is read.
 
     Attributes:
         kept: the axes of the activation that the result has.
@@ -82,7 +83,7 @@ class Layout:
         if self.strides is None:
             return x
         if math.prod(self.strides) > 1:
-            x = x[tuple(slice(None, None, step) for step in self.strides)]
+            x = lax.slice(x, [0] * x.ndim, x.shape, self.strides)
         return jnp.expand_dims(x, range(x.ndim, x.ndim + len(self.pairs) - 1))
 
 
@@ -127,9 +128,7 @@ def layout_of(
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
 
 
-def _pointwise_layout(
-    contraction: Convolution, side: int, w_shape: Sequence[int]
-) -> Layout:
+def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int]) -> Layout:
     """Return how a convolution is read as a matmul over its input features."""
     if side != 1:
         raise NoKernel("the input of a convolution")
