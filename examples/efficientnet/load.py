@@ -70,7 +70,9 @@ class _Tensor(collections.namedtuple("_Tensor", "key dtype offset shape strides"
 
     def of(self, data):
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True))
-        if last >= data.size and 0 not in self.shape:
+        if min((self.offset, *self.shape, *self.strides)) < 0 or (
+            last >= data.size and 0 not in self.shape
+        ):
             raise ValueError(f"A tensor must lie within its storage, got {self} of {data.size}.")
         strides = [stride * self.dtype.itemsize for stride in self.strides]
         view = np.lib.stride_tricks.as_strided(data[self.offset :], self.shape, strides)
