@@ -54,7 +54,8 @@ def sides(shape, stride, outputs, act_qtype):
         return conv(x, w)
 
     found = {FLOAT32: functools.partial(jax.jit(fn).lower(w, x).compile(), w, x)}
-    plan = PtqProvider(QuantizationRule(weight_qtype="int8", act_qtype=act_qtype)).plan(fn, w, x)
+    rule = QuantizationRule(weight_qtype="int8", act_qtype=act_qtype)
+    plan = PtqProvider(rule).plan(fn, w, x)
     for name, prepack in (("kernels", True), ("XLA", False)):
         stored = plan.quantize(w, prepack=prepack)
         run = jax.jit(plan.apply(fn)).lower(stored, x).compile()

@@ -12,6 +12,8 @@ from jax import lax
 import te_ffi_kernels as te
 from provider_xla import PtqProvider, QuantizationRule
 
+pytestmark = pytest.mark.skipif(te.isa() == "generic", reason="XLA is faster there")
+
 K, N = 64, 24
 RULES = {
     "w8": QuantizationRule(weight_qtype="int8"),

@@ -44,13 +44,15 @@ def matmul(call: KernelCall) -> bool | str:
 def _slower_convolution(call: KernelCall) -> str | None:
     """Return why XLA is faster at a convolution with a window of one element, or None."""
     x, weight = call.operands
+    isa = instruction_set()
+    if isa == "generic":
+        return "XLA is faster on generic at convolutions"
     if weight.shape[0] < _FEATURES:
         return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
-    isa = instruction_set()
-    if call.op.endswith("a8") or few or isa in ("avx512", "amx", None):
-        return None
-    return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
+    if isa == "avx2" and not few and not call.op.endswith("a8"):
+        return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
+    return None
 
 
 def attention(call: KernelCall) -> bool | str:
