@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import te_ffi_kernels as te
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import PtqProvider, QuantizationRule, load, save
 
 pytestmark = pytest.mark.skipif(te.isa() == "generic", reason="XLA is faster there")
 
@@ -191,6 +191,23 @@ def test_images_of_any_number_and_size():
     assert "te_ffi_kernels.gemm_w8a8" in exported.mlir_module()
     many = jnp.concatenate([x, 2 * x, x])[:, 1:]
     np.testing.assert_array_equal(jax.jit(exported.call)(stored, many), run(stored, many))
+
+
+@pytest.mark.parametrize("case", ["NHWC", "NCHW, strides"])
+def test_packed_kernels_convert_and_are_saved(case, tmp_path):
+    layouts, sizes, strides, padding = CASES[case]
+    w, x = made(layouts, sizes)
+    fn = program(layouts, strides, padding)
+    plan = PtqProvider(RULES["w8a8"]).plan(fn, w, x)
+    packed, portable = plan.quantize(w), plan.quantize(w, prepack=False)
+    for found in (plan.convert(packed), plan.convert(plan.prepack(portable))):
+        np.testing.assert_array_equal(found.qvalue, portable.qvalue)
+        np.testing.assert_array_equal(found.scale, portable.scale)
+    save(tmp_path / "kernel.safetensors", packed, plan)
+    loaded = load(tmp_path / "kernel.safetensors", plan=plan)
+    run = jax.jit(plan.apply(fn))
+    assert targets(run, loaded, x) == ["gemm_w8a8"]
+    np.testing.assert_array_equal(run(loaded, x), run(packed, x))
 
 
 OTHERS = {
