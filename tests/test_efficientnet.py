@@ -11,8 +11,8 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from efficientnet import __main__ as main
 from efficientnet import load, model, photographs
-from efficientnet.__main__ import make_plan, ranges_of
 from efficientnet.rules import MIXED, VARIANTS
 
 from jaxtap_testkit.processes import run_python
@@ -228,6 +228,23 @@ def test_error_names_the_group(monkeypatch):
         photographs.read()
 
 
+def test_the_table_has_a_row_for_each_side(monkeypatch):
+    rng = np.random.default_rng(2)
+    images = rng.uniform(0.5, 1, (4, 1, 1, 3)).astype(np.float32).repeat(8, 1).repeat(8, 2)
+    monkeypatch.setattr(load, "read_params", lambda: {"w": np.eye(3, 5, dtype=np.float32)})
+    monkeypatch.setattr(photographs, "read", lambda *names, **places: images)
+    monkeypatch.setattr(model, "classify", lambda p, x: x.mean((1, 2)) @ p["w"])
+    monkeypatch.setattr(model, "SIZE", 8)
+    monkeypatch.setattr(main, "VARIANTS", {"static": VARIANTS["int8, static ranges"]})
+    rows = main.measure(1, main.OURS)
+    assert [row["name"] for row in rows] == ["XLA, float32", "static"]
+    assert all(row["same"] == "4 of 4" and row["min"] > 0.98 for row in rows)
+    assert rows[0]["difference"] == 0 < rows[1]["difference"]
+    lines = main.table(rows).splitlines()
+    assert len(lines) == 4
+    assert len({line.count("|") for line in lines}) == 1
+
+
 @pytest.fixture(scope="module")
 def params():
     return load.read_params()
@@ -270,10 +287,10 @@ def test_equals_onnxruntime(logits, params):
 @published
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_int8_keeps_every_class(logits, params, variant):
-    plan = make_plan(params, VARIANTS[variant])
+    plan = main.make_plan(params, VARIANTS[variant])
     assert len(plan.weights) == 50
     assert plan.bytes_after < plan.bytes_before / 3.6
-    run = jax.jit(plan.apply(model.classify, *ranges_of(plan, params, VARIANTS[variant])))
+    run = jax.jit(plan.apply(model.classify, *main.ranges_of(plan, params, VARIANTS[variant])))
     found = np.asarray(run(plan.quantize(params), photographs.read()))
     cosines = (found * logits).sum(-1)
     cosines /= np.linalg.norm(found, axis=-1) * np.linalg.norm(logits, axis=-1)

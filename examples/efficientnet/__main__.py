@@ -6,7 +6,6 @@ uv run --group efficientnet python -m examples.efficientnet
 import argparse
 import importlib.util
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -21,9 +20,6 @@ from . import load, model, photographs
 from .rules import MIXED, VARIANTS
 
 BATCHES = (1, 8)
-KERNELS = "te-ffi-kernels"
-"""The plugin whose kernels provider-xla picks on CPU."""
-WITH_KERNELS = " with kernels"
 OURS, PEERS = "ours", "peers"
 
 
@@ -53,28 +49,20 @@ def classes():
 
 
 def measure_all(rounds):
-    """Returns the rows of all processes: ours with the kernels where they are installed, ours
-    without, and the peers, whose threads would keep a processor from the others."""
+    """Returns the rows of two processes: ours, and the peers, whose threads would keep a processor
+    from the others."""
     rows = measure(rounds, OURS)
-    if any(WITH_KERNELS in row["name"] for row in rows):
-        # The host reads it once, when the process begins.
-        rows += measure_in_process(rounds, OURS, JAXTAP_DISABLE_PLUGINS=KERNELS)
     if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
-        rows += measure_in_process(rounds, PEERS)
+        command = [sys.executable, "-m", __spec__.name, f"--json={PEERS}", f"--rounds={rounds}"]
+        run = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if run.returncode:
+            sys.exit(run.returncode)
+        rows += json.loads(run.stdout)[1:]  # without float32, which it has timed for its ratios
     return rows
 
 
-def measure_in_process(rounds, sides, **environment):
-    """Returns the rows of another process but for float32, which it has timed for its ratios."""
-    command = [sys.executable, "-m", __spec__.name, f"--json={sides}", f"--rounds={rounds}"]
-    run = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, text=True)
-    if run.returncode:
-        sys.exit(run.returncode)
-    return json.loads(run.stdout)[1:]
-
-
 def measure(rounds, sides):
-    """Returns a row per variant: name, bytes, likeness to float, milliseconds by batch, ratios.
+    """Returns a row per variant: name, bytes, likeness to float; by batch, times and their ratios.
 
     Variants are timed in turn, round by round, so that they see the same machine; each call after
     another of the same variant, which wakes its threads and lets those of the one before sleep.
@@ -86,20 +74,23 @@ def measure(rounds, sides):
     expected = in_batches(classify, held_out)
     rows = {}
     for name, (classify, size) in classifiers.items():
-        rows[name] = {"name": name, "bytes": size, "ms": {}, "speedup": {}}
+        rows[name] = {"name": name, "bytes": size, "ms": {}, "cpu": {}, "speedup": {}}
         rows[name] |= likeness(in_batches(classify, held_out), expected)
     for batch in BATCHES:
         images = held_out[:batch]
         times = {name: [] for name in classifiers}
+        cpu = {name: [] for name in classifiers}
         for _ in range(rounds):
             for name, (classify, _) in classifiers.items():
                 classify(images)
-                start = time.perf_counter()
+                start, busy = time.perf_counter(), time.process_time()
                 classify(images)
                 times[name].append(time.perf_counter() - start)
+                cpu[name].append(time.process_time() - busy)
         for name, seconds in times.items():
             pairs = zip(times[float_name], seconds, strict=True)
             rows[name]["ms"][batch] = statistics.median(seconds) * 1e3
+            rows[name]["cpu"][batch] = min(cpu[name]) * 1e3
             rows[name]["speedup"][batch] = statistics.median(a / b for a, b in pairs)
     return list(rows.values())
 
@@ -136,10 +127,12 @@ def make_classifiers(params, sides):
         return classifiers | {f"onnxruntime, {name}": one for name, one in made.items()}
     for name, rules in VARIANTS.items():
         plan = make_plan(params, rules)
-        stored = plan.quantize(device)
         run = plan.apply(model.classify, *ranges_of(plan, device, rules))
-        how = WITH_KERNELS if any(record.kernel for record in plan.ops) else ""
-        classifiers[f"provider-xla{how}, {name}"] = _bind(run, stored), _bytes(stored)
+        if any(record.kernel for record in plan.ops):
+            stored = plan.quantize(device)
+            classifiers[f"{name}, with kernels"] = _bind(run, stored), _bytes(stored)
+        stored = plan.quantize(device, prepack=False)
+        classifiers[name] = _bind(run, stored), _bytes(stored)
     return classifiers
 
 
@@ -169,13 +162,14 @@ def _bytes(params):
 def table(rows):
     """Returns rows as Markdown."""
     head = ["", "MB", "same class", "cosine, least", "mean", "greatest difference"]
-    head += [f"batch {n}: {what}" for n in BATCHES for what in ("ms", "times XLA float32")]
+    of_batch = "ms", "CPU ms, least", "times XLA float32"
+    head += [f"batch {n}: {what}" for n in BATCHES for what in of_batch]
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     for row in rows:
         cells = [row["name"], f"{row['bytes'] / 1e6:.1f}", row["same"]]
         cells += [f"{row['min']:.3f}", f"{row['mean']:.3f}", f"{row['difference']:.2f}"]
         for n in row["ms"]:
-            cells += [f"{row['ms'][n]:.1f}", f"{row['speedup'][n]:.1f}"]
+            cells += [f"{row[what][n]:.1f}" for what in ("ms", "cpu", "speedup")]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

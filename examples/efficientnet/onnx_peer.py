@@ -115,5 +115,6 @@ def make_classifiers(params, images, threads=2):
 def _classifier(model, threads):
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     return lambda images: session.run(None, {"images": images})[0]
