@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
 from provider_xla import PtqProvider, QuantizationRule, load, save
@@ -208,6 +210,25 @@ def test_packed_kernels_convert_and_are_saved(case, tmp_path):
     run = jax.jit(plan.apply(fn))
     assert targets(run, loaded, x) == ["gemm_w8a8"]
     np.testing.assert_array_equal(run(loaded, x), run(packed, x))
+
+
+@pytest.mark.parametrize("what", ["images", "outputs"])
+def test_devices_convolve_their_part(what, mesh):
+    layouts, sizes, strides, padding = CASES["NCHW, strides"]
+    w, x = made(layouts, sizes, batch=8)
+    w = jnp.concatenate([w, 2 * w, -w, w]).repeat(2, axis=0)[: 16 * 8]
+    fn = program(layouts, strides, padding)
+    rule, (name, *_) = RULES["w8a8"], mesh.axis_names
+    whole = PtqProvider(rule).plan(fn, w, x)
+    wanted = jax.jit(whole.apply(fn))(whole.quantize(w), x)
+    specs = (P(), P(name)) if what == "images" else (P(name), P())
+    w, x = (jax.device_put(one, NamedSharding(mesh, spec))
+            for one, spec in zip((w, x), specs, strict=True))  # fmt: skip
+    plan = PtqProvider(rule).plan(fn, w, x)
+    stored, run = plan.quantize(w), jax.jit(plan.apply(fn))
+    assert targets(run, stored, x) == ["gemm_w8a8"]
+    assert "all-gather" not in run.lower(stored, x).compile().as_text()
+    np.testing.assert_array_equal(run(stored, x), wanted)
 
 
 OTHERS = {
