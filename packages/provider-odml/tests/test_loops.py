@@ -294,3 +294,18 @@ def test_a_range_that_cuts_off_is_warned_of():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert odml.export(fn, W, stats, RULES, X).report.warnings == ()
+
+
+def test_what_the_program_clips_is_not_warned_of():
+    """An output has the range of the clip after it: what lies beyond costs nothing."""
+
+    def fn(w, x):
+        return jnp.tanh(jnp.clip(x @ w[0], 0, 0.01) @ w[1])
+
+    stats = odml.qat(fn, RULES).calibrate(W, [(X,)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        report = odml.export(fn, W, stats, RULES, X).report
+    ranges = {one.place: one.range_sqnr for one in report.sites}
+    assert ranges["dot_general:0"] is None
+    assert ranges["clip:0"] > 30

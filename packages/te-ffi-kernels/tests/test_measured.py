@@ -1,5 +1,6 @@
 """Where kernels are not chosen since XLA was measured to be faster."""
 
+import functools
 import itertools
 
 import jax
@@ -42,6 +43,33 @@ def test_a_matmul_that_is_slower_is_refused(measured):
     assert matmul(128, "float16") == reason
     assert matmul(128, "float32") is True
     assert matmul(128, k=0) == "nothing is contracted"
+
+
+def test_convolutions_that_are_slower_are_refused(monkeypatch):
+    """Of few input features; and where integers have no instructions, of floats at many places."""
+
+    def asked(op, rows, k, isa):
+        monkeypatch.setattr(_supports, "instruction_set", lambda: isa)
+        operands = [
+            jax.ShapeDtypeStruct((rows, k), "float32"),
+            jax.ShapeDtypeStruct((k, 8), "int8"),
+        ]
+        one = functools.partial(KernelCall.of, op, "cpu", operands, group=0, bits=8)
+        assert _supports.matmul(one()) is True
+        return _supports.matmul(one(convolves=True))
+
+    rows = jax.export.symbolic_shape("rows")[0]
+    for op in ("gemm_w8a8", "gemm_w8a16"):
+        assert asked(op, 1, 64, "generic") == "XLA is faster on generic at convolutions"
+        for isa in ("avx2", "avx512", "amx"):
+            assert "fewer than 64 input features" in asked(op, 1, 63, isa)
+            assert asked(op, 128, 64, isa) is True
+            for many in (129, rows):
+                found = asked(op, many, 64, isa)
+                if (op, isa) == ("gemm_w8a16", "avx2"):
+                    assert "faster on avx2 at convolutions of floats at more than 128" in found
+                else:
+                    assert found is True
 
 
 def test_other_instruction_sets_say_nothing(measured):

@@ -31,14 +31,21 @@ def slower(
     variants = _table().get(target)
     if not variants:
         return None
-    from ._stages import isa
-
-    try:
-        name = isa()
-    except RuntimeError:  # JAXTAP_ISA names none of this machine: the kernel says so when it runs
+    name = instruction_set()
+    if name is None:
         return None
     found = slower_than(variants.get(name, ()), along, at, same=same, near=near)
     return None if found is None else f"XLA is faster on {name} {found}"
+
+
+def instruction_set() -> str | None:
+    """Return the instruction set in use; None if ``JAXTAP_ISA`` names none of this machine."""
+    from ._stages import isa
+
+    try:
+        return isa()
+    except RuntimeError:  # the kernel says so when it runs
+        return None
 
 
 @functools.cache

@@ -2,10 +2,15 @@
 
 from interception_core import KernelCall, select_kernel
 
-from ._measured import slower
+from ._measured import instruction_set, slower
 from .packed_weights.layout import GROUP_ALIGNMENT
 
 _FLOATS = ("float32", "bfloat16", "float16")
+_FEATURES = 64
+"""Input features from which a convolution was measured to be faster than XLA's in float32. Fewer
+take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
+_PLACES = 128
+"""Places up to which one with float activations was, without instructions for int8."""
 
 
 def anything(call: KernelCall) -> bool | str:
@@ -26,12 +31,28 @@ def matmul(call: KernelCall) -> bool | str:
     k, n = weight.shape
     if not all(isinstance(size, int) for size in (x.shape[-1], k, n)):
         return f"the weight has the symbolic shape {weight}"
+    if call.param("convolves", False) and (why := _slower_convolution(call)):
+        return why
     # The kernel reads the number of rows when it is called: a symbolic one is as good.
     fits = packing_of(k, call.param("group", 0))
     if fits is not True or not isinstance(x.shape[0], int):
         return fits
     target = f"te_ffi_kernels.{call.op}"
     return slower(target, "rows", x.shape[0], _like(x.dtype), {"k": k, "n": n}) or True
+
+
+def _slower_convolution(call: KernelCall) -> str | None:
+    """Return why XLA is faster at a convolution with a window of one element, or None."""
+    x, weight = call.operands
+    isa = instruction_set()
+    if isa == "generic":
+        return "XLA is faster on generic at convolutions"
+    if weight.shape[0] < _FEATURES:
+        return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
+    few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
+    if isa == "avx2" and not few and not call.op.endswith("a8"):
+        return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
+    return None
 
 
 def attention(call: KernelCall) -> bool | str:

@@ -9,6 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ..capture.ops import Scales
+from ..decide.decision import Decision, SiteUse
 from ..litert import Model, Runner, Tensor, read, with_outputs
 from ..train.noise import noise_to_signal
 from .inside import site_tensors
@@ -48,8 +50,8 @@ class SiteResult:
         reason: why.
         float_sqnr: signal to noise between LiteRT and the float program, in decibels.
         range_sqnr: what the range alone costs: signal to noise of the median row of the float
-            program's values, rounded to this scale. None where LiteRT prescribes it, and in
-            branches.
+            program's values, rounded to this scale. None where LiteRT prescribes it, where the
+            range is that of a clip after it, and in branches.
     """
 
     signature: str
@@ -229,6 +231,8 @@ def _compared(
         exact = one.in_float[place]
         # LiteRT's own ranges, and branches that may not be taken, whose values are not used then.
         is_judged = not site.fixed and BRANCH not in op_id
+        # A value beyond the range of the clip that alone reads it is cut off by the program, too.
+        is_judged &= not (place == op_id and _is_clipped(one, decision))
         grid = one.grids[site.key]
         scale = float(np.asarray(grid.scale))
         steps = np.abs(device[place].astype(np.float64) - local[place]) / scale
@@ -252,6 +256,15 @@ def _compared(
             )
         )
     return results
+
+
+def _is_clipped(one: Exported, decision: Decision) -> bool:
+    """Return whether an output has the range of the operation that alone reads it and clips it."""
+    output = decision.output
+    if not isinstance(output, SiteUse) or not output.device_only:
+        return False
+    reader = one.plan.decisions.get(output.site)
+    return reader is not None and reader.node.op.kind is Scales.CLAMP
 
 
 def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from opt_einsum import parser
 
 import quant_numerics as qn
 from interception_core import get_op
 
-from ..program.contractions import Contraction, Matmul, RaggedMatmul
+from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
 from ..program.record import choice
 from .packed import PrepackedWeight
@@ -50,16 +51,40 @@ class NoKernel(Exception):
 class Layout:
     """How a contraction of activation and weight is a matmul.
 
+    A pointwise convolution is one, too. Its activation is read at some places, and an axis of size
+    1 is appended for each axis of the window: the axes below are those of what is read.
+
     Attributes:
         kept: the axes of the activation that the result has.
         pairs: each contracted axis of the weight, with that of the activation.
         result: for each axis of the contraction's result, its place in that of the matmul, which
             has the axes of the activation first, then those of the weight in their order.
+        strides: of a convolution, how far apart the places are along each axis of the activation;
+            None for a matmul, which reads the activation as it is.
     """
 
     kept: tuple[int, ...]
     pairs: tuple[tuple[int, int], ...]
     result: tuple[int, ...]
+    strides: tuple[int, ...] | None = None
+
+    def sizes(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the shape of an activation as it is read."""
+        if self.strides is None:
+            return tuple(shape)
+        # Of an axis that is read whole the size may be a symbol.
+        read = (
+            n if step == 1 else -(-n // step) for n, step in zip(shape, self.strides, strict=True)
+        )
+        return (*read, *(1 for _ in range(len(self.pairs) - 1)))
+
+    def read(self, x: jax.Array) -> jax.Array:
+        """Return an activation as it is read."""
+        if self.strides is None:
+            return x
+        if math.prod(self.strides) > 1:
+            x = lax.slice(x, [0] * x.ndim, x.shape, self.strides)
+        return jnp.expand_dims(x, range(x.ndim, x.ndim + len(self.pairs) - 1))
 
 
 def layout_of(
@@ -76,6 +101,8 @@ def layout_of(
     Raises:
         NoKernel: the contraction can't be read so.
     """
+    if isinstance(contraction, Convolution):
+        return _pointwise_layout(contraction, side, w_shape)
     if not isinstance(contraction, Matmul):
         raise NoKernel("not a plain matmul")
     if contraction.out_sharding is not None:
@@ -99,6 +126,25 @@ def layout_of(
         theirs.sort(key=lambda place: output.index(labels[place[0]][place[1]]))
     pairs = tuple(zip(w_axes, x_axes, strict=True))
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
+
+
+def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int]) -> Layout:
+    """Return how a convolution is read as a matmul over its input features."""
+    if side != 1:
+        raise NoKernel("the input of a convolution")
+    if not contraction.is_pointwise(w_shape):
+        raise NoKernel("a convolution with a window, padding or groups")
+    numbers, given = contraction.numbers, dict(contraction.arguments)
+    batch, feature, *places = numbers.lhs_spec
+    ndim, (_, features, *window) = len(numbers.lhs_spec), numbers.rhs_spec
+    kept = tuple(axis for axis in range(ndim) if axis != feature)
+    pairs = ((features, feature), *((axis, ndim + i) for i, axis in enumerate(window)))
+    became = dict(zip(numbers.out_spec, (batch, feature, *places), strict=True))
+    result = (
+        len(kept) if became[axis] == feature else kept.index(became[axis]) for axis in range(ndim)
+    )
+    strides = dict(zip(places, given["window_strides"], strict=True))
+    return Layout(kept, pairs, tuple(result), tuple(strides.get(axis, 1) for axis in range(ndim)))
 
 
 def op_of(
@@ -146,7 +192,7 @@ def check_groups(contraction: RaggedMatmul, side: int) -> None:
         raise NoKernel("a ragged matmul of other axes than those of ragged_dot")
 
 
-def check_dtypes(contraction: Matmul | RaggedMatmul, x: Any, dtype: Any) -> np.dtype:
+def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
     """Return the result's dtype for the dtypes of activation and weight.
 
     Raises:
@@ -194,7 +240,6 @@ def multiply(
         y = _multiply_groups(contraction, how, is_static, x, weight, side, *extras)
         return added.to(y)
     layout = layout_of(contraction, side, x.shape, weight.shape)
-    assert isinstance(contraction, Matmul)
     dtype = check_dtypes(contraction, x, weight.dtype)
     if weight.lead:
         raise NoKernel("a stack of weights")
@@ -206,6 +251,7 @@ def multiply(
     places = {part: axis for axis, part in enumerate(weight.order)}
     if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
         raise NoKernel("other axes are contracted than it was packed for")
+    x = layout.read(x)
     kept = [x.shape[axis] for axis in layout.kept]
 
     def op(rows: Any) -> str:

@@ -18,7 +18,7 @@ from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layou
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
-from ..program.contractions import Matmul, RaggedMatmul
+from ..program.contractions import Convolution, RaggedMatmul
 from ..program.granularity import Axes
 from ..program.record import Choice, choice
 from ..program.sites import Site
@@ -46,6 +46,7 @@ class MatrixUse:
         suffix: what the op's name ends in for the kernels of this use.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
+        convolves: whether it is a convolution.
     """
 
     gone: frozenset[int]
@@ -57,6 +58,7 @@ class MatrixUse:
     dtype: Any
     suffix: str = ""
     cuts: tuple[int, ...] = ()
+    convolves: bool = False
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a device has of the parameter."""
@@ -110,18 +112,28 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         k_axes, rows = (places[1],), x.shape[0]
         return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
     layout = layout_of(site.contraction, side, x.shape, weight.shape)
-    assert isinstance(site.contraction, Matmul)
     check_dtypes(site.contraction, x, weight.dtype)
     gone, places = _places(axes, shape, weight.shape)
     k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
-    rows = math.prod(x.shape[axis] for axis in layout.kept)
+    sizes = layout.sizes(x.shape)
+    rows = math.prod(sizes[axis] for axis in layout.kept)
     mapped, columns = 1, frozenset[int]()
     view, other = map(site.call.expression, (site.operands[side], x))
     if view is not None and other is not None:
         columns = mapped_axes(view, other) & gone
         mapped = mapped_rows(other, view)
     how, rows = site.hows[1 - side], mapped * rows
-    return MatrixUse(gone, columns, k_axes, how, static, rows, x.dtype, cuts=cuts)
+    return MatrixUse(
+        gone,
+        columns,
+        k_axes,
+        how,
+        static,
+        rows,
+        x.dtype,
+        cuts=cuts,
+        convolves=isinstance(site.contraction, Convolution),
+    )
 
 
 def _cuts(
@@ -318,7 +330,7 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True}
+    question = form.question | {"to_pack": True} | ({"convolves": True} if use.convolves else {})
     kernel, why = choice(op + use.suffix, packing.platform, operands, **question)
     if kernel is None:
         raise NoKernel(str(why))

@@ -19,7 +19,13 @@ Side = jax.Array | qn.QArray
 
 
 class Contraction(abc.ABC):
-    """A bilinear operation of two float arrays, without them. Hashable."""
+    """A bilinear operation of two float arrays, without them. Hashable.
+
+    Attributes:
+        preferred_element_type: the dtype of the result that the program asks for, or None.
+    """
+
+    preferred_element_type: Any
 
     def takes_tiles(self, side: int, shape: Sequence[int]) -> bool:
         """Return whether scales of operand 0 or 1, of a shape, may differ along summed axes."""
@@ -131,9 +137,19 @@ class Convolution(Contraction):
     numbers: lax.ConvDimensionNumbers
     arguments: tuple[tuple[str, Any], ...]
 
+    @property
+    # pyrefly: ignore [bad-override]
+    def preferred_element_type(self) -> Any:
+        """Return the dtype of the result that the program asks for, or None."""
+        return dict(self.arguments)["preferred_element_type"]
+
+    def is_pointwise(self, kernel_shape: Sequence[int]) -> bool:
+        """Return whether it is a matmul over input features, at some places of the input."""
+        return qn.is_pointwise(kernel_shape, self.numbers, **dict(self.arguments))
+
     def takes_tiles(self, side: int, shape: Sequence[int]) -> bool:
         """Return whether it is the kernel of a matmul: see ``Contraction.takes_tiles``."""
-        return side == 1 and qn.is_pointwise(shape, self.numbers, **dict(self.arguments))
+        return side == 1 and self.is_pointwise(shape)
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Return the axes that share a scale: see ``Contraction.shared``."""

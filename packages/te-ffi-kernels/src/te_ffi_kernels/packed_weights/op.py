@@ -255,7 +255,7 @@ def _results(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.ShapeDtypeS
 def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
     """Ask as provider-xla does, so that a plan shows what will run.
 
-    It says `to_pack` besides: here the weight is packed already.
+    It says `to_pack` besides, and `convolves`: here the weight is packed already.
     """
     layout = form.layout
     question = layout.question | form.rotated
