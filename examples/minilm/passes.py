@@ -15,7 +15,7 @@ import numpy as np
 import provider_xla as xla
 
 from . import load, model
-from .rules import ATTENTION, TABLE
+from .rules import TABLE
 from .sentences import SENTENCES
 
 CALIBRATION = (
@@ -81,7 +81,7 @@ BATCH = 16
 
 
 def rule(weight, **fields):
-    return [ATTENTION, TABLE, xla.QuantizationRule(weight_qtype=weight, **fields)]
+    return [TABLE, xla.QuantizationRule(weight_qtype=weight, **fields)]
 
 
 RULES = {

@@ -10,7 +10,6 @@ activations stay float.
 from provider_xla import Hadamard, QuantizationRule
 
 TABLE = QuantizationRule(op_names=["take"], weight_qtype="int8")
-ATTENTION = QuantizationRule(op_names=["einsum"])  # without qtypes: stays float
 FUSED = QuantizationRule(kernel="fused")
 
 
@@ -18,7 +17,7 @@ def _int8(**fields):
     return QuantizationRule(weight_qtype="int8", act_qtype="int8", **fields)
 
 
-INT8 = [ATTENTION, TABLE, _int8(tile_size=64)]
+INT8 = [TABLE, _int8(tile_size=64)]
 
 ROTATION = [Hadamard(32, weight_path=r".*\['(qkv|up)'\].*")]
 ROTATED = [FUSED, TABLE, _int8()]
@@ -29,15 +28,13 @@ VARIANTS = {
     "int8 in tiles of 64, fused": [FUSED, TABLE, _int8(tile_size=64)],
     "float32, fused": [FUSED],
     "int8, float into qkv and up": [
-        ATTENTION,
         TABLE,
         QuantizationRule(module_path=".*/(qkv|up)", weight_qtype="int8"),
         _int8(),
     ],
-    "int8, one scale per token": [ATTENTION, TABLE, _int8()],
-    "int8 weights": [ATTENTION, TABLE, QuantizationRule(weight_qtype="int8")],
+    "int8, one scale per token": [TABLE, _int8()],
+    "int8 weights": [TABLE, QuantizationRule(weight_qtype="int8")],
     "int4 weights in tiles of 32": [
-        ATTENTION,
         TABLE,
         QuantizationRule(weight_qtype="int4", tile_size=32),
     ],
