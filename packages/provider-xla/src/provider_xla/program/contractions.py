@@ -19,13 +19,12 @@ Side = jax.Array | qn.QArray
 
 
 class Contraction(abc.ABC):
-    """A bilinear operation of two float arrays, without them. Hashable.
+    """A bilinear operation of two float arrays, without them. Hashable."""
 
-    Attributes:
-        preferred_element_type: the dtype of the result that the program asks for, or None.
-    """
-
-    preferred_element_type: Any
+    @property
+    @abc.abstractmethod
+    def asked_dtype(self) -> Any:
+        """Return the dtype of the result that the program asks for, or None."""
 
     def takes_tiles(self, side: int, shape: Sequence[int]) -> bool:
         """Return whether scales of operand 0 or 1, of a shape, may differ along summed axes."""
@@ -91,6 +90,11 @@ class Matmul(Contraction):
     preferred_element_type: Any
     out_sharding: Any = None
 
+    @property
+    def asked_dtype(self) -> Any:
+        """Return the dtype that the program asks for: see ``Contraction.asked_dtype``."""
+        return self.preferred_element_type
+
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Return the axes that share a scale: see ``Contraction.shared``."""
         return self.dims[0][side]
@@ -138,9 +142,8 @@ class Convolution(Contraction):
     arguments: tuple[tuple[str, Any], ...]
 
     @property
-    # pyrefly: ignore [bad-override]
-    def preferred_element_type(self) -> Any:
-        """Return the dtype of the result that the program asks for, or None."""
+    def asked_dtype(self) -> Any:
+        """Return the dtype that the program asks for: see ``Contraction.asked_dtype``."""
         return dict(self.arguments)["preferred_element_type"]
 
     def is_pointwise(self, kernel_shape: Sequence[int]) -> bool:
@@ -209,6 +212,11 @@ class RaggedMatmul(Contraction):
     numbers: tuple[Dims, tuple[int, ...], tuple[int, ...]]
     precision: Any
     preferred_element_type: Any
+
+    @property
+    def asked_dtype(self) -> Any:
+        """Return the dtype that the program asks for: see ``Contraction.asked_dtype``."""
+        return self.preferred_element_type
 
     @property
     def trains(self) -> bool:
