@@ -186,16 +186,14 @@ class Sites:
             return NotImplemented
         contraction, operands, extras = reading
         if rule is None or index is None:
-            declining = self._rules.find(*asked)
+            # The rule that would match if an operand were a weight.
+            index = self._rules.find(*asked)
+            why = NO_RULE if index is None else unstorable(scaled)[0] if scaled else NO_WEIGHT
             # What consists of others is left whole where rules say the same about its parts.
-            is_left = declining is not None and not self._rules.names_operations
+            is_left = index is not None and not self._rules.names_operations
             is_whole = is_left or op.name in _WHOLE
-            index, why = (
-                (declining, NO_WEIGHT) if is_whole and declining is not None else (None, NO_RULE)
-            )
-            why = unstorable(scaled)[0] if scaled and declining is not None else why
             known = {"weights": among.found, "scaled": tuple(scaled)}
-            self._note(op, call, operands, index, reason=why, **known)
+            self._note(op, call, operands, index if is_whole else None, reason=why, **known)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
