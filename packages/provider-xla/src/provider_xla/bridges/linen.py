@@ -287,7 +287,8 @@ def _new(methods: tuple[str, ...], cls: type) -> Any:
 @linen.nowrap
 def _attribute(self: Any, name: str) -> Any:
     """Return an attribute; modules in it as parts of a quantized module."""
-    return _parts(self, name, _class_of(self).__getattribute__(self, name))
+    found: Any = _class_of(self).__getattribute__
+    return _parts(self, name, found(self, name))
 
 
 @linen.nowrap
