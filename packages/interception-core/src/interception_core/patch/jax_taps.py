@@ -1,7 +1,7 @@
 """Taps on JAX, which keep the scope right in JAX's machinery.
 
 * A name scope extends the module path of the current scope.
-* ``jax.eval_shape`` runs nothing, so observers see nothing of it.
+* ``jax.eval_shape`` runs nothing, so observers see nothing of it, unless they only stage it.
 * JAX's rules (derivatives, batching, lowering) call lax functions that are not operations of the
   program, so the scope is asleep while they run.
 * The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` belong to the program, but may run
@@ -109,11 +109,18 @@ def _trace_partially(site: Any, original: Callable, state: State, args: tuple, k
 
 
 def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Trace for types alone, and show observers nothing of it.
+    """Trace for types alone, and show observers nothing of it that would ask a handler.
 
     Handlers without an observer may change types, and are asked.
     """
     level = state if isinstance(state, Scope) else None
+    while level is not None and (
+        level.activation.observer is None or level.activation.observer.stages
+    ):
+        level = level.parent
+    if level is None:  # types may hold programs, whose like the program stages again
+        return original(*args, **kwargs)
+    level = state
     while level is not None and level.activation.observer is not None:
         level = level.parent
     with CONTEXT(state if level is not None else OUTSIDE):
