@@ -114,15 +114,13 @@ def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwar
     Handlers without an observer may change types, and are asked.
     """
     level = state if isinstance(state, Scope) else None
-    while level is not None and (
-        level.activation.observer is None or level.activation.observer.stages
-    ):
-        level = level.parent
-    if level is None:  # types may hold programs, whose like the program stages again
-        return original(*args, **kwargs)
-    level = state
+    observers = []
     while level is not None and level.activation.observer is not None:
+        observers.append(level.activation.observer)
         level = level.parent
+    # Types may hold programs, whose like the program stages again.
+    if all(observer.stages for observer in observers):
+        return original(*args, **kwargs)
     with CONTEXT(state if level is not None else OUTSIDE):
         return original(*args, **kwargs)
 
