@@ -408,7 +408,7 @@ OPAQUE = (
 
 UNFOLLOWED = (
     "no operand is known as a parameter: the program or a library transforms it in a trace of its "
-    "own, as where it differentiates a shard_map. Put jax.jit around that"
+    "own. Where that is a derivative of a shard_map, put jax.jit around the shard_map"
 )
 
 
