@@ -16,6 +16,8 @@ X = jnp.arange(6.0).reshape(2, 3)
 class Outline:
     """Asks no handler itself: notes the calls, and what meets a transformation."""
 
+    stages = False
+
     def __init__(self):
         self.calls, self.primitives = [], []
 

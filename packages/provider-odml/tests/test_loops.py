@@ -263,6 +263,34 @@ def test_branches_are_exported(act_qtype):
     assert "IF" not in artifact.report.ops
 
 
+def test_branches_that_no_data_can_take_are_left_out():
+    def fn(w, x):
+        y = lax.cond(True, lambda: jnp.tanh(x @ w[0]), lambda: x @ w[1])
+        return lax.switch(2, [lambda y: y * 9, lambda y: y @ w[2], lambda y: y @ w[3]], y)
+
+    artifact = odml.export(fn, W, odml.qat(fn, RULES).calibrate(W, [(X,)]), RULES, X)
+    (actual,) = artifact.run(x=X).values()
+    assert error(actual, np.tanh(X @ W[0]) @ W[3]) < 0.1
+    assert artifact.report.ops["FULLY_CONNECTED"] == 2
+
+
+@pytest.mark.parametrize("switch", [False, True])
+def test_branches_that_calibration_did_not_take(switch):
+    """The input is read in either, so that the one that was taken tells its range."""
+
+    def fn(w, x):
+        branches = [lambda: x @ w[0], lambda: x @ w[1]]
+        taken = x[0, 0] > 1e9
+        return lax.switch(1 - jnp.int32(taken), branches) if switch else lax.cond(taken, *branches)
+
+    stats = odml.qat(fn, RULES).calibrate(W, [(X,)])
+    text = (
+        r"got none of (cond|switch)\(<lambda>\)/dot_general:\d\. .* No data took (cond|switch)\(<"
+    )
+    with pytest.raises(odml.ManifestError, match=text):
+        odml.export(fn, W, stats, RULES, X)
+
+
 @pytest.mark.slow
 def test_a_while_loop_is_exported():
     """It stays a loop, whose first step is compared."""

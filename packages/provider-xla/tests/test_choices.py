@@ -249,6 +249,7 @@ JOINED = {
     "mixture": lambda p, x, key: x @ (x[0, 0] * p + (1 - x[0, 0]) * p.T),
     "clipped": lambda p, x, key: x @ jnp.clip(p, -x[0, 0], x[0, 0]),
     "bounded": lambda p, x, key: x @ jnp.maximum(p, x[:1]),
+    "chosen": lambda p, x, key: x @ lax.cond(x[0, 0] > 0, lambda: p, lambda: x * x),
     "prefix": lambda p, x, key: x @ jnp.concatenate([p, x]).T,
     "prefix and a state": lambda p, x, key: x @ jnp.concatenate([p, p.at[key.ndim].set(x[0])]).T,
     "a state and a prefix": lambda p, x, key: x @ jnp.concatenate([p.at[key.ndim].set(x[0]), p]).T,
@@ -302,6 +303,10 @@ def test_what_is_computed_with_a_parameter(name):
             QuantizationWarning, match="multiplies or joins it with what it computes"
         ):
             plan = provider.plan(fn, p, x, jax.random.key(0))
+        # Nor is it silent where the activation that it makes is quantized.
+        rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+        with pytest.raises(QuantizationError, match="multiplies or joins it with what it computes"):
+            PtqProvider(rule, strict=True).plan(fn, p, x, jax.random.key(0))
     else:
         plan = PtqProvider(W8, strict=True).plan(fn, p, x, jax.random.key(0))
     assert not plan.weights
@@ -323,7 +328,7 @@ def test_a_shard_map_that_the_program_differentiates(by):
 
         return lambda p, x: jax.jit(jax.grad(loss, by == "input"))(p["live"], x)
 
-    with pytest.warns(QuantizationWarning, match=r"Put jax\.jit around the shard_map"):
+    with pytest.warns(QuantizationWarning, match=r"put jax\.jit around the shard_map"):
         plan = PtqProvider(W8).plan(model(product), {"live": PARAMS["live"]}, X)
     assert "is known to use it" in plan.floats[0][2]
     plan = PtqProvider(W8, strict=True).plan(model(jax.jit(product)), {"live": PARAMS["live"]}, X)

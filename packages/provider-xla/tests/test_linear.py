@@ -5,9 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from jaxtap_testkit.xla_samples import dense
-from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
+from provider_xla import (
+    PtqProvider,
+    QtProvider,
+    QtRule,
+    QuantizationError,
+    QuantizationRule,
+    QuantizationWarning,
+)
 
 W, X = np.asarray(jax.random.normal(jax.random.key(0), (2, 8, 8))) / 9
 B = np.arange(1.0, 9.0, dtype=np.float32)
@@ -110,3 +119,38 @@ def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype):
     near(value, reference(name, W, X))
     for one, other in zip(*map(jax.tree.leaves, (ours, right)), strict=True):
         near(one, other, 0.06)
+
+
+def test_a_library_solver_that_holds_its_operator():
+    """Nobody knows what it does with that: it runs as it is, and the plan says so."""
+    held = Primitive("library_solve")
+    held.multiple_results = True
+    held.def_abstract_eval(lambda w, b, static: [b, b])
+    solved = lambda w, b, static: [jnp.linalg.solve(jnp.eye(8) + w, b), b]  # noqa: E731
+    held.def_impl(solved)
+    mlir.register_lowering(held, mlir.lower_fun(solved, multiple_results=True))
+    batching.primitive_batchers[held] = lambda args, dims, static: (
+        jax.vmap(lambda *args: solved(*args, static), dims)(*args),
+        (0, 0),
+    )
+    operator = jax.make_jaxpr(lambda y: y + W @ y)(B)
+
+    def fn(params, x):
+        vector, _ = held.bind(params["w"], x[0] @ params["w"], static=(operator, 1.0))
+        return vector @ params["v"]
+
+    params, rule = {"w": W, "v": W.T}, QuantizationRule(weight_qtype="int8")
+    with pytest.warns(
+        QuantizationWarning, match=r"library_solve:0 of args\[0\]\['w'\] stays float"
+    ):
+        plan = PtqProvider(rule).plan(fn, params, X)
+    assert len(plan.weights) == 2
+    run, stored = plan.apply(fn), plan.quantize(params)
+    expected = np.linalg.solve(np.eye(8) + W, X[0] @ W) @ W.T
+    near(jax.jit(run)(stored, X), expected)
+    near(jax.vmap(run, (None, 0))(stored, X[None]), expected[None])
+    near(QtProvider(rule).apply(fn)(params, X), expected)
+    with pytest.raises(QuantizationError, match="holds programs, in which nothing is quantized"):
+        PtqProvider(rule, strict=True).plan(fn, params, X)
+    other = QuantizationRule(weight_qtype="int8", weight_path=r"\['v'\]"), QuantizationRule()
+    assert not PtqProvider(other, strict=True).plan(fn, params, X).problems

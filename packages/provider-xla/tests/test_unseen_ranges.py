@@ -125,3 +125,25 @@ def test_parameters_that_the_program_casts(dtype):
     assert any((x == params["q"]).all() for x in q)
     for run in (plan.apply(fn), jax.jit(plan.apply(fn))):
         assert error(run(stored, X), np.asarray(fn(params, X))) < 0.03
+
+
+def mapped_branch(p, x, firsts):
+    return jax.vmap(lambda row, first: branch(p, row, first))(x, firsts)
+
+
+def mapped_switch_in_jit(p, x, firsts):
+    """JAX maps the branch where it maps the call, which no handler sees."""
+    step = jax.jit(lambda h, k: lax.switch(k, [lambda: h @ p["a"], lambda: h]))
+    return jax.vmap(step)(x, firsts.astype(np.int32)) @ p["b"]
+
+
+@pytest.mark.parametrize("fn", [mapped_branch, mapped_switch_in_jit])
+def test_branches_that_vmap_maps(fn):
+    firsts, text = np.arange(4) > 1, r"under jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
+    plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, firsts)
+    with pytest.raises(QuantizationError, match=text):
+        plan.calibrate(fn, PARAMS, [(X, firsts)])
+    training = QtProvider([RULE])
+    statistics = training.init_statistics(fn, PARAMS, X, firsts)
+    with pytest.raises(QuantizationError, match=text):
+        training.apply(fn, statistics)(PARAMS, X, firsts)

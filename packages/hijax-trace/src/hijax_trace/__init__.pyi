@@ -7,6 +7,7 @@ from .box.types import mut_types as mut_types
 from .compat.jaxpr import used_inputs as used_inputs
 from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
+from .dataflow.holders import opaque_call as opaque_call
 from .dataflow.nodes import is_counted as is_counted
 from .dataflow.nodes import is_cut as is_cut
 from .dataflow.nodes import is_followed as is_followed

@@ -193,3 +193,58 @@ def test_each_call_of_one_trace_has_its_own_weight():
     actual = TraceEngine().wrap(program, Interceptor({DOT: look}))(W, X)
     assert found == ["args[0]", "mul(args[0], 2.0)"]
     assert_equal(actual, (expected(W, 3), expected(2 * W, 2)))
+
+
+@pytest.mark.parametrize("around", [lambda f: f, jax.grad], ids=["", "grad"])
+def test_shapes_of_a_derivative_s_function(around):
+    """Solvers carry linear functions of the structure that ``eval_shape`` told before a loop."""
+
+    def steps(w, x):
+        def linear(y):
+            return jax.linearize(lambda y: jnp.tanh(jnp.dot(y, w)) @ w.T, y)[1]
+
+        def step(y, _):
+            told, made = jax.tree.leaves(jax.eval_shape(linear, y)), jax.tree.leaves(linear(y))
+            assert [(one.shape, one.dtype) for one in told] == [(x.shape, x.dtype) for x in made]
+            return linear(y)(y), None
+
+        return jnp.sum(lax.scan(step, x, None, length=2)[0])
+
+    def program(w, x):
+        return around(lambda w: steps(w, x) + jnp.sum(jnp.dot(x, w)))(w)
+
+    found = tap(program, times(1.0), DOT, "jax.numpy.dot")(W, X)
+    np.testing.assert_allclose(found, program(W, X), rtol=1e-4)
+
+
+def test_tangents_that_are_zero():
+    """A branch that is differentiated tells which of its results don't depend on its operands."""
+    zeros = []
+
+    @jax.custom_jvp
+    def told(stopped, other):
+        return stopped, other
+
+    def rule(primals, tangents):
+        zeros.append([type(one).__name__ == "SymbolicZero" for one in tangents])
+        return primals, tangents
+
+    told.defjvp(rule, symbolic_zeros=True)
+
+    def program(w, x):
+        def pair(y):
+            made = lax.cond(
+                y.sum() > 0,
+                lambda: (lax.stop_gradient(jnp.dot(y, w)), jnp.dot(y, w)),
+                lambda: (jnp.dot(lax.stop_gradient(y), w), jnp.dot(2 * y, w)),
+            )
+            return jnp.sum(told(*made)[1])
+
+        return lax.map(lambda y: jax.linearize(pair, y)[1](y), x)
+
+    expected = program(W, X)
+    assert zeros.pop() == [True, False]
+    zeros.clear()
+    np.testing.assert_allclose(tap(program, times(1.0), DOT)(W, X), expected, rtol=1e-5)
+    assert zeros
+    assert all(one == [True, False] for one in zeros)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import Primitive
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec as P
 
-from interception_core import JaxtapError, TargetError
+from hijax_trace import TraceEngine, opaque_call
+from interception_core import Interceptor, JaxtapError, TargetError
 from jaxtap_testkit.tap_helpers import Log, assert_close, assert_same, tap, times
 
 pytestmark = pytest.mark.sample(2)
@@ -593,3 +595,33 @@ def test_closed_over_tracer_where_it_can_not_be_given_teaches():
 
     with pytest.raises(JaxtapError, match=r"holds_a_program.*can't take more operands"):
         outer.trace(W[0], 2.0)
+
+
+def test_programs_of_an_unknown_purpose_are_left():
+    """A library's solver holds its operator, which is not what it returns."""
+    solve = Primitive("solve")
+    solve.multiple_results = True
+    solve.def_impl(lambda w, b, program: [b / w, b])
+    solve.def_abstract_eval(lambda w, b, program: [w, b])
+    mlir.register_lowering(solve, mlir.lower_fun(solve.impl, multiple_results=True))
+    program = jax.make_jaxpr(lambda y: jnp.exp(y))(W[0])
+    asked = []
+
+    def opaque(call, *values, **params):
+        asked.append((call.op_id, len(values), params["program"] is program))
+        return NotImplemented
+
+    @jax.jit
+    def outer(w, scale):
+        handlers = {
+            "primitive:exp": lambda call, x, **params: call.proceed(x, **params) * scale,
+            "hijax_trace.opaque_call": opaque,
+        }
+        fn = lambda w: solve.bind(jnp.exp(w), w, program=program)[0] + jnp.exp(w)  # noqa: E731
+        return TraceEngine().wrap(fn, Interceptor(handlers))(w)
+
+    w = W[0]
+    np.testing.assert_allclose(outer(w, 2.0), w / (2 * np.exp(w)) + 2 * np.exp(w), rtol=1e-5)
+    assert asked == [("solve:0", 2, True)]
+    with pytest.raises(TypeError, match="can't be called"):
+        opaque_call(w)

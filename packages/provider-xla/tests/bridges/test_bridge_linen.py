@@ -1,5 +1,7 @@
 """quantize_model on Flax Linen."""
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -239,3 +241,53 @@ def test_it_says_what_an_unbound_module_lacks():
     with pytest.raises(QuantizationError, match="example inputs"):
         quantize_model(net.bind(variables), ptq())
     assert model_plan(quantize_model(net, ptq())) is None
+
+
+class Parts(linen.Module):
+    """A module whose parts are fields, and made in ``setup``, alone and in a list."""
+
+    inner: linen.Module
+
+    def setup(self):
+        self.layers = [linen.Dense(WIDTH), linen.Dense(WIDTH)]
+
+    def __call__(self, x):
+        return self.inner(self.layers[1](self.layers[0](x)))
+
+
+class Whole(linen.Module):
+    def setup(self):
+        self.parts, self.head = Parts(linen.Dense(8)), linen.Dense(4)
+
+    def __call__(self, x):
+        return self.head(self.parts(x))
+
+    def features(self, x):
+        return self.parts(x)
+
+
+def test_parts_of_a_bound_module():
+    x, net = jax.random.normal(jax.random.key(0), (4, WIDTH)), Whole()
+    model = net.bind(net.init(jax.random.key(1), x))
+    fields = {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}
+    fields["act_batch_axes"] = ()
+    # By paths and ids from the whole model, whose other parts stay float.
+    provider = ptq(QuantizationRule(module_path="Whole/parts/.*", **fields))
+    ranges = calibrate_model(model, provider, [(x,)])
+    quantized = quantize_model(model, provider, x, statistics=ranges)
+    assert isinstance(quantized.parts, Parts)
+    assert quantized.parts is quantized.parts
+    for run in (
+        lambda net: net.parts(x),
+        lambda net: net.features(x),  # not named in `methods`
+        lambda net: net.parts.layers[0](x),
+        lambda net: net.parts.inner(0.2 * x),
+        lambda net: linen.apply(lambda bound: bound.parts(x), net)(net.unbind()[1]),
+    ):
+        expected = run(model)
+        assert 0.001 < np.linalg.norm(run(quantized) - expected) / np.linalg.norm(expected) < 0.03
+    np.testing.assert_array_equal(quantized(x), quantized.head(quantized.parts(x)))
+    again = pickle.loads(pickle.dumps(quantized))
+    np.testing.assert_array_equal(again.parts(x), quantized.parts(x))
+    head, variables = quantized.head.unbind()
+    assert head.apply(variables, x[:, :8]).shape == (4, 4)

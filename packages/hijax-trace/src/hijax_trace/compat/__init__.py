@@ -88,6 +88,7 @@ from .kept import (
     batch_type,
     cotangent_type,
     derivative_above_staging,
+    differentiated,
     is_derivative,
     kept_p,
     tangent_type,

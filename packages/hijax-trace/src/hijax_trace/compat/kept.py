@@ -62,6 +62,18 @@ def derivative_above_staging(trace: Any) -> tuple[Any, bool]:
     return (trace, transposes) if is_found else (None, False)
 
 
+def differentiated(jaxpr: Any, nonzero: Sequence[int]) -> list[int]:
+    """Return which results of a closed jaxpr have a tangent that is not zero.
+
+    Args:
+        jaxpr: the jaxpr.
+        nonzero: the numbers of the arguments that have one.
+    """
+    flags = [i in nonzero for i in range(len(jaxpr.in_avals))]
+    _, found = ad.jvp_jaxpr(jaxpr, flags, False)
+    return [i for i, one in enumerate(found) if one]
+
+
 @kept_p.def_impl
 def _run(*values: Any, function: Any) -> list[Any]:
     return function(*values)

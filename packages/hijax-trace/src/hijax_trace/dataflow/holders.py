@@ -76,13 +76,10 @@ class Holder:
 
 
 def tells_results(holder: Holder, bodies: Sequence[Body], count: int) -> bool:
-    """Return whether the programs of a holder tell an equation's ``count`` results.
-
-    A primitive that nobody knows may hold programs for another purpose: the operator of a linear
-    solve has results of its own.
-    """
-    if holder.results in ("none", "carry"):
+    """Return whether the programs of a holder tell an equation's ``count`` results."""
+    if holder.results in ("none", "carry") or not bodies:
         return holder.results == "carry"
+    # A primitive that nobody knows may hold a program for another purpose.
     return all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
 
 
@@ -334,17 +331,17 @@ def _slots(params: dict[str, Any]) -> tuple[Slot, ...]:
 
 
 def _generic(slots: tuple[Slot, ...], takes_more: bool) -> Holder:
-    """Return the holder of an unknown primitive with jaxprs in these parameters."""
+    """Return the holder of an unknown primitive with jaxprs in these parameters.
+
+    It has no bodies unless it calls one program with its operands. Others are held for purposes
+    that nobody knows: a library's solver evaluates, differentiates and transposes its operator.
+    """
 
     def bodies(params: dict[str, Any], operands: int) -> list[Body]:
-        found = []
-        for name, place in slots:
-            jaxpr = params[name] if place is None else params[name][place]
-            count = len(compat.open_of(jaxpr).invars)
-            alone = len(slots) == 1 and count == operands
-            inputs = tuple(range(count)) if alone else (None,) * count
-            found.append(Body(jaxpr, inputs, (SAME,) * count))
-        return found
+        (name, place), *others = slots
+        jaxpr = params[name] if place is None else params[name][place]
+        is_call = not others and len(compat.open_of(jaxpr).invars) == operands
+        return [Body(jaxpr, tuple(range(operands)), (SAME,) * operands)] if is_call else []
 
     def rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
         params = dict(params)
@@ -380,3 +377,23 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
         return None
     slots = _slots(params)
     return _generic(slots, primitive.name in _TAKE_MORE) if slots else None
+
+
+def opaque_call(*values: Any, **params: Any) -> Any:
+    """Stand for primitives that hold programs of which nobody knows the purpose.
+
+    Programs do not call it. TraceEngine asks a handler of this function about primitives of
+    libraries that hold programs, where these are no calls of one program with the operands. What
+    they hold is not tapped.
+
+    Args:
+        values: the operands.
+        params: the primitive's parameters.
+    """
+    raise TypeError("opaque_call stands for primitives of libraries, and can't be called.")
+
+
+def is_opaque(primitive: Any, params: dict[str, Any], operands: int) -> bool:
+    """Return whether a primitive holds programs of which nobody knows the purpose."""
+    holder = holder_of(primitive, params)
+    return holder is not None and not holder.bodies(params, operands)

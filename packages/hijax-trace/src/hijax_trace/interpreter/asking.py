@@ -26,7 +26,7 @@ from .tasks import Task
 def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Ask the handler of a primitive."""
     eqn, frame = task.eqn, run.frame
-    name, handler = run.session.tapping.primitives[eqn.primitive]
+    name, handler = run.session.tapping.tasks.asked(eqn.primitive, eqn.params, len(values))
     if frame.untapped:
         _let_run(run, task, values, info, frame.within)
         return

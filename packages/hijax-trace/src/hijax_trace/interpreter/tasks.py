@@ -5,12 +5,21 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from interception_core.engine_api import AHEAD
 
 from .. import compat
-from ..dataflow.holders import CUSTOM_CALLS, Body, Holder, custom_body, holder_of
+from ..dataflow.holders import (
+    CUSTOM_CALLS,
+    Body,
+    Holder,
+    custom_body,
+    holder_of,
+    is_opaque,
+    opaque_call,
+)
 from ..patterns.find import FINDERS, contractions
 from ..patterns.group import Group
 from ..staging.mapped import mapped_in
@@ -103,7 +112,7 @@ class Tasks:
         primitives: the targeted primitives, with names and handlers.
         owner: the owner of the interceptor's markers.
         expansions: what HiPrims expand to.
-        functions: the targeted functions.
+        functions: the targeted functions, with names and handlers.
     """
 
     def __init__(
@@ -111,9 +120,11 @@ class Tasks:
         primitives: Mapping[Any, tuple[str, Any]],
         owner: Hashable,
         expansions: Expansions,
-        functions: Iterable[Any] = (),
+        functions: Mapping[Any, tuple[str, Any]] = MappingProxyType({}),
     ):
         self._finders = [(site, find) for site in functions if (find := _finder(site.subject))]
+        asked = (entry for site, entry in functions.items() if site.subject is opaque_call)
+        self._opaque = next(asked, None)
         self._expansions = expansions
         self._primitives = primitives
         self._asked = frozenset(primitives) | frozenset(CUSTOM_CALLS)
@@ -130,6 +141,13 @@ class Tasks:
     def wants(self, jaxpr: Any) -> bool:
         """Return whether a jaxpr, at any depth, has more than passed equations."""
         return self._plan(jaxpr)[1]
+
+    def asked(self, primitive: Any, params: dict[str, Any], operands: int) -> Any:
+        """Return name and handler of a targeted primitive; None for others."""
+        found = self._primitives.get(primitive)
+        if found is None and self._opaque is not None and is_opaque(primitive, params, operands):
+            return primitive.name, self._opaque[1]
+        return found
 
     def holder(self, primitive: Any, params: dict[str, Any]) -> Holder | None:
         """Return the holder of an equation, or None."""
@@ -166,7 +184,8 @@ class Tasks:
             return {}
         counts = Numbers()
         if task.do is Do.ASK:
-            counts.next(base, "", self._primitives[eqn.primitive][0])
+            asked = self.asked(eqn.primitive, eqn.params, compat.operand_count(eqn))
+            counts.next(base, "", asked[0])
         elif task.marker is not None:
             counts.next(base, "", task.marker.op_name)
         for jaxpr, label in self._bodies(eqn):
@@ -244,7 +263,7 @@ class Tasks:
             do = Do.MAPPED
         elif (marker := marker_of(eqn)) is not None:
             do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
-        elif primitive in self._primitives:
+        elif self.asked(primitive, params, compat.operand_count(eqn)) is not None:
             do = Do.ASK
         elif self._custom(eqn) is not None:
             do = Do.CUSTOM

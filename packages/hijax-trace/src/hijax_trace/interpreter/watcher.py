@@ -115,6 +115,11 @@ class Watcher:
 
         return body
 
+    @property
+    def stages(self) -> bool:
+        """Whether it asks no handler in traces of nested functions, but only stages them."""
+        return not self.session.tapping.mode.by_path
+
     def keep(self, trace: Any) -> None:
         """Let a trace keep jitted calls that JAX would inline.
 

@@ -82,6 +82,10 @@ class Function:
         """Return its results."""
         return self.run(self.program.run_plain, values, {})
 
+    def differentiated(self, nonzero: Sequence[int]) -> list[int]:
+        """Return the results that may have tangents, by the arguments that have."""
+        return [i for i, aval in enumerate(self.out_avals) if _is_inexact(aval)]
+
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
         """Return its derivative along some of its arguments.
 
@@ -132,6 +136,10 @@ class Program(Function):
         """Itself."""
         return self
 
+    def differentiated(self, nonzero: Sequence[int]) -> list[int]:
+        """Return the results that have tangents, as JAX's rules of its equations say."""
+        return compat.differentiated(self.jaxpr, nonzero)
+
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
         """Return its results."""
         return run(values, proxies)
@@ -170,6 +178,10 @@ class Batched(Function):
             ins = level.ins[: base.count]
             # Without a mapped argument, the function that it is a derivative of is not batched.
             self.base = Base(self._key(base.key, ins), base.count) if _maps(ins) else base
+
+    def differentiated(self, nonzero: Sequence[int]) -> list[int]:
+        """Return the results that have tangents, as those of one example do."""
+        return self._inner.differentiated(nonzero)
 
     def _key(self, inner: Hashable, ins: Sequence[int | None]) -> Hashable:
         return "batched", inner, self._level.axis.name, self._level.axis.size, tuple(ins)
@@ -292,7 +304,7 @@ class Tangent(Derivative):
     """
 
     def __init__(self, inner: Function, nonzero: Sequence[int]):
-        results = [i for i, aval in enumerate(inner.out_avals) if _is_inexact(aval)]
+        results = inner.differentiated(nonzero)
         tangents = [compat.tangent_type(inner.in_avals[i]) for i in nonzero]
         outs = [compat.tangent_type(inner.out_avals[i]) for i in results]
         super().__init__(inner, nonzero, results, tangents, outs)

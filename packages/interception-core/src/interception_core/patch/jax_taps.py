@@ -1,7 +1,7 @@
 """Taps on JAX, which keep the scope right in JAX's machinery.
 
 * A name scope extends the module path of the current scope.
-* ``jax.eval_shape`` runs nothing, so observers see nothing of it.
+* ``jax.eval_shape`` runs nothing, so observers see nothing of it, unless they only stage it.
 * JAX's rules (derivatives, batching, lowering) call lax functions that are not operations of the
   program, so the scope is asleep while they run.
 * The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` belong to the program, but may run
@@ -109,13 +109,18 @@ def _trace_partially(site: Any, original: Callable, state: State, args: tuple, k
 
 
 def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Trace for types alone, and show observers nothing of it.
+    """Trace for types alone, and show observers nothing of it that would ask a handler.
 
     Handlers without an observer may change types, and are asked.
     """
     level = state if isinstance(state, Scope) else None
+    observers = []
     while level is not None and level.activation.observer is not None:
+        observers.append(level.activation.observer)
         level = level.parent
+    # Types may hold programs, whose like the program stages again.
+    if all(observer.stages for observer in observers):
+        return original(*args, **kwargs)
     with CONTEXT(state if level is not None else OUTSIDE):
         return original(*args, **kwargs)
 

@@ -42,6 +42,10 @@ class Observer(Protocol):
             params: its parameters.
         """
 
+    @property
+    def stages(self) -> bool:
+        """Whether it asks no handler in traces of nested functions, but only stages them."""
+
     def keeps(self, trace: Any) -> bool:
         """Return whether a trace keeps jitted calls that JAX would inline."""
 

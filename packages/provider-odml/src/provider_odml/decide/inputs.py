@@ -135,7 +135,8 @@ class Inputs:
                 self.placed.parts.add(key)
         # Of several branches one alone is run: the tensor is observed in each. So it is where
         # operations read parts of it.
-        observe = known is None or "cond(" in node.op_id or key in self.placed.parts
+        is_chosen = any(name in node.op_id for name in ("cond(", "switch("))
+        observe = known is None or is_chosen or key in self.placed.parts
         return SiteUse(key, observe=observe, is_part=use.is_part)
 
 

@@ -66,7 +66,7 @@ def grids_of(
     if unseen:
         raise ManifestError(
             f"Statistics must have seen every site, got none of {', '.join(unseen)}. Run the model "
-            "on data first: in training with quant_stats=, or with calibrate."
+            f"on data first: in training with quant_stats=, or with calibrate.{_not_taken(unseen)}"
         )
     grids = {}
     for key, site in plan.sites.items():
@@ -78,6 +78,22 @@ def grids_of(
             name, step = origins[key]
             grids[key] = grid_of(site, jax.device_get(stats[name].at(step).calibration()))
     return grids
+
+
+def _not_taken(unseen: Sequence[str]) -> str:
+    """Return what to do about branches among the sites that no data reached."""
+    found = {part for key in unseen for part in key.split("/") if part.startswith(_BRANCHES)}
+    if not found:
+        return ""
+    return (
+        f" No data took {', '.join(sorted(found))}: the file holds all branches that an input "
+        "chooses. Calibrate with data that takes each, or choose by a Python value, which leaves "
+        "the others out."
+    )
+
+
+_BRANCHES = ("cond(", "switch(")
+"""How the name of a branch begins in the path of a site."""
 
 
 def _manifest(plans: Sequence[Plan]) -> Manifest:

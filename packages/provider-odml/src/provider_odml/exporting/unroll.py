@@ -48,8 +48,10 @@ def unrolled(fn: Callable[..., Any], loops: bool = True) -> Callable[..., Any]:
 
 BRANCH = "[if]"
 """Ends the name scope of a branch."""
+NEVER = "[never]"
+"""Ends that of a branch that no data can take."""
 
-_STEP = re.compile(r"(?<=\))(?P<which>(?:~\d+)?)\[(?P<step>\d+|if)\]$")
+_STEP = re.compile(r"(?<=\))(?P<which>(?:~\d+)?)\[(?P<step>\d+|if|never)\]$")
 
 
 def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
@@ -59,7 +61,7 @@ def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
         step = _STEP.search(scope)
         if step is None:
             others.append(scope)
-        elif step["step"] != "if":
+        elif step["step"].isdigit():
             steps.append(int(step["step"]))
     return "/".join(others), tuple(steps)
 
@@ -67,7 +69,12 @@ def scopes_of_steps(path: str) -> tuple[str, tuple[int, ...]]:
 def first_step(path: str) -> str:
     """Return a module path as it is in the first step of each loop."""
     scopes = path.split("/")
-    return "/".join(_STEP.sub(r"\g<which>[0]", one) if BRANCH not in one else one for one in scopes)
+
+    def first(scope: str) -> str:
+        is_branch = scope.endswith((BRANCH, NEVER))
+        return scope if is_branch else _STEP.sub(r"\g<which>[0]", scope)
+
+    return "/".join(map(first, scopes))
 
 
 def _which(call: OpCall, of: int = 1, i: int = 0) -> str:
@@ -137,10 +144,12 @@ def _cond(
         operands = (*operands, options.pop("operand"))
     if options or not callable(true_fun):
         return NotImplemented
-    pred = jnp.asarray(pred)
-    index = (pred if pred.dtype == bool else pred != 0).astype(jnp.int32)
     # In the order that JAX has them in.
-    return _taken("cond", loops, call, index, (false_fun, true_fun), operands)
+    branches = false_fun, true_fun
+    if not isinstance(pred, jax.core.Tracer):
+        return _taken("cond", loops, call, int(bool(pred)), branches, operands)
+    index = (pred if pred.dtype == bool else pred != 0).astype(jnp.int32)
+    return _taken("cond", loops, call, index, branches, operands)
 
 
 def _switch(
@@ -153,20 +162,35 @@ def _switch(
 ) -> Any:
     if options:
         return NotImplemented
-    index = lax.clamp(np.int32(0), jnp.asarray(index, jnp.int32), np.int32(len(branches) - 1))
+    if isinstance(index, jax.core.Tracer):
+        index = lax.clamp(np.int32(0), index.astype(jnp.int32), np.int32(len(branches) - 1))
+    else:
+        index = min(max(int(index), 0), len(branches) - 1)
     return _taken("switch", loops, call, index, branches, operands)
 
 
 def _taken(
-    kind: str, loops: bool, call: OpCall, index: jax.Array, branches: Sequence[Any], operands: Any
+    kind: str,
+    loops: bool,
+    call: OpCall,
+    index: jax.Array | int,
+    branches: Sequence[Any],
+    operands: Any,
 ) -> Any:
-    """Return the result of one of several computed branches."""
+    """Return the result of one of several branches. All are computed.
+
+    Those that a known index leaves out are there for the numbers of the calls alone: nothing
+    reads what they return.
+    """
     found = []
     labels = [label_of(kind, branch) for branch in branches]
     for i, (label, branch) in enumerate(zip(labels, branches, strict=True)):
+        end = NEVER if isinstance(index, int) and i != index else BRANCH
         which = _which(call, labels.count(label), labels[:i].count(label))
-        with jax.named_scope(f"{label}{which}{BRANCH}"):
+        with jax.named_scope(f"{label}{which}{end}"):
             found.append(unrolled(branch, loops)(*operands))
+    if isinstance(index, int):
+        return found[index]
     return jax.tree.map(lambda *results: _one_of(index, results), *found)
 
 

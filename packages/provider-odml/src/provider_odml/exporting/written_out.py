@@ -16,7 +16,7 @@ from ..decide.decision import ConstantUse, Decision, Site, SiteUse, WeightUse
 from ..decide.plan import Plan
 from ..errors import OdmlError
 from ..train.provider import OdmlQatProvider
-from .unroll import first_step, scopes_of_steps, unrolled
+from .unroll import NEVER, first_step, scopes_of_steps, unrolled
 
 Step = tuple[int, ...]
 """The number of a step in each loop that is written out, the outermost first."""
@@ -112,7 +112,7 @@ class _Steps:
         decisions, sites, origins = {}, {}, {}
         for op_id, (rolled, step) in self._of.items():
             decision = self._plan.decisions.get(rolled)
-            if decision is None:
+            if decision is None or NEVER in self._calls.places[op_id][0]:
                 continue
             decisions[op_id] = self._decision(decision, op_id, step)
             for use in (*decision.inputs.values(), decision.output):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import flax
@@ -21,9 +22,13 @@ from interception_core import hides_frames
 
 from ..lora.weight import AdaptedWeight, is_adapted
 from .bridge import Bridge, Quantized, holds_kept, is_kept
-from .scopes import MARK, NotNamedError, Subclasses, is_ours, reduced
+from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 
 _FIELD = "jaxtap_quantized"
+_PATH = "jaxtap_path"
+"""The field of a part of a quantized module: the name scopes that it has in that; else None."""
+_PARTS = "jaxtap_parts"
+"""The attribute of a quantized module that holds its parts."""
 _CACHE = "cache"
 
 
@@ -207,9 +212,14 @@ def _lifted(quantized: Quantized, name: str, self: Any, args: tuple, kwargs: dic
     collections with stored parameters can't be written to.
     """
 
+    *above, _ = getattr(self, _PATH) or (None,)
+
     def target(module: Any, *args: Any, **kwargs: Any) -> Any:
         object.__setattr__(module, "__class__", _class_of(module))
-        return getattr(module, name)(*args, **kwargs)
+        with contextlib.ExitStack() as scopes:
+            for part in above:
+                scopes.enter_context(jax.named_scope(part))
+            return getattr(module, name)(*args, **kwargs)
 
     # The method opens its name scope itself.
     target.method_handler_wrapped = True  # pyrefly: ignore[missing-attribute]
@@ -274,9 +284,68 @@ def _new(methods: tuple[str, ...], cls: type) -> Any:
     return object.__new__(_subclasses(methods).of(cls))
 
 
+@linen.nowrap
+def _attribute(self: Any, name: str) -> Any:
+    """Return an attribute; modules in it as parts of a quantized module."""
+    found: Any = _class_of(self).__getattribute__
+    return _parts(self, name, found(self, name))
+
+
+@linen.nowrap
+def _attribute_of_setup(self: Any, name: str) -> Any:
+    """Return an attribute that ``setup`` makes."""
+    return _parts(self, name, _class_of(self).__getattr__(self, name))
+
+
+def _parts(parent: Any, name: str, found: Any) -> Any:
+    """Return what a quantized module holds, with its bound modules quantized, too.
+
+    They are copies: what runs in the module itself are the modules that Linen knows.
+    """
+    if not isinstance(found, linen.Module | tuple | Mapping) or name in _LINENS:
+        return found
+    if getattr(parent, _FIELD) is None or parent.scope is None:
+        return found
+    known = vars(parent).setdefault(_PARTS, {})
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, linen.Module) or value.scope is None or is_ours(type(value)):
+            return value
+        if id(value) not in known:
+            known[id(value)] = value, _part(parent, value)
+        return known[id(value)][1]
+
+    def is_module(value: Any) -> bool:
+        return isinstance(value, linen.Module)
+
+    held = any(map(is_module, jax.tree.leaves(found, is_leaf=is_module)))
+    return jax.tree.map(part, found, is_leaf=is_module) if held else found
+
+
+_LINENS = frozenset(dir(linen.Module)) | {"parent", "scope", "__dict__"}
+"""Attributes that are Linen's own."""
+
+
+def _part(parent: Any, module: Any) -> Any:
+    """Return a module of a quantized module, quantized in all of its methods."""
+    cls, scope = type(module), _scope(module)
+    methods = tuple(methods_of(cls, linen.Module))
+    copy = module.clone(parent=scope, name=module.name)
+    object.__setattr__(copy, "__class__", _subclasses(methods).of(cls))
+    object.__setattr__(copy, _FIELD, dataclasses.replace(getattr(parent, _FIELD), methods=methods))
+    above = getattr(parent, _PATH) or (parent.name or type(parent).__name__,)
+    object.__setattr__(copy, _PATH, (*above, scope.name))
+    return copy
+
+
 def _namespace() -> dict[str, Any]:
-    annotations = {"__annotations__": {_FIELD: Any}, _FIELD: None}
-    return annotations | {"apply": _apply, "__reduce_ex__": _reduce}
+    fields = {"__annotations__": {_FIELD: Any, _PATH: Any}, _FIELD: None, _PATH: None}
+    return fields | {
+        "apply": _apply,
+        "__reduce_ex__": _reduce,
+        "__getattribute__": _attribute,
+        "__getattr__": _attribute_of_setup,
+    }
 
 
 @functools.cache

@@ -45,7 +45,8 @@ def calibrate(
             return NotImplemented
 
         sites = Sites(plan.rules, run, ignore, keyed=False)
-        result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
+        with observation.running():
+            result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
         observation.finish()
         cuts = observation.cuts()
         return result, [cuts[key] for key in statistics]

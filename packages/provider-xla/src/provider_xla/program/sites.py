@@ -128,6 +128,7 @@ class Sites:
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:  # in all sites: the same targets share JAX's traces
             handlers["primitive:pallas_call"] = self._note_kernel
+            handlers["hijax_trace.opaque_call"] = self._note_opaque
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice
                 handlers["primitive:dynamic_slice"] = lookup
@@ -295,22 +296,38 @@ class Sites:
 
     def _note_kernel(self, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a Pallas kernel reads."""
+        return self._note_reader(call, operands, "a Pallas kernel stays as it is written", False)
+
+    def _note_opaque(self, call: OpCall, *operands: Any, **params: Any) -> Any:
+        """Record which parameters a library's primitive reads that holds programs."""
+        return self._note_reader(call, operands, OPAQUE, True)
+
+    def _note_reader(
+        self, call: OpCall, operands: Sequence[Any], reason: str, is_problem: bool
+    ) -> Any:
+        """Record which parameters a primitive reads as arrays."""
         if not self._surveys:
             return NotImplemented
-        found = [self._rules.weights(call, (x,)).found[0] for x in operands if is_array(x)]
+        arrays = [x for x in operands if is_array(x)]
+        found = [self._rules.weights(call, (x,)).found[0] for x in arrays]
         paths = tuple(path for weight in found if weight is not None for path in weight.paths)
+        index = None
+        if is_problem and paths:
+            below = tuple(path.removeprefix(self._rules.params) for path in paths)
+            index = self._rules.find((call.op_name,), call.module_path, below, True)
+            is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
         record = OpRecord(
             call.op_id,
-            "pallas_call",
-            tuple(short(x) for x in operands if is_array(x)),
+            call.op_name,
+            tuple(map(short, arrays)),
             (None, None),
-            None,
-            "a Pallas kernel stays as it is written",
+            index,
+            reason,
             " and ".join(paths) or None,
             paths=paths,
             module_path=call.module_path,
         )
-        self._record(record, None)
+        self._record(record, reason if is_problem and paths else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
@@ -381,9 +398,15 @@ def unstorable(paths: Mapping[str, bool]) -> tuple[str, str | None]:
     return text, text
 
 
+OPAQUE = (
+    "it is a primitive of a library and holds programs, in which nothing is quantized. Give the "
+    "parameter a rule without weight_qtype, or write this part of the program with JAX's functions"
+)
+"""Why parameters that a primitive reads stay float."""
+
 UNFOLLOWED = (
-    "the program differentiates a shard_map around it, where no operand is known as a parameter. "
-    "Put jax.jit around the shard_map"
+    "no operand is known as a parameter: the program or a library transforms it in a trace of its "
+    "own. Where that is a derivative of a shard_map, put jax.jit around the shard_map"
 )
 
 

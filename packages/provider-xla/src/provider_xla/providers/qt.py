@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import zlib
 from collections.abc import Callable
@@ -64,7 +65,8 @@ class QtProvider(XlaProvider):
                 self._run, statistics=ranges, observation=observation, key=quant_key
             )
             tapping = self._sites(run).interceptor
-            result = self._engine.wrap(fn, tapping)(*args, **kwargs)
+            with observation.running() if observation else contextlib.nullcontext():
+                result = self._engine.wrap(fn, tapping)(*args, **kwargs)
             if observation is not None:
                 observation.finish()
             return result

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -136,6 +137,7 @@ class Observation:
         self._statistics = statistics
         self._cuts: dict[str, Box] | None = {} if tells_cuts else None
         self._seen: dict[str, Box] = {}
+        self._observed: list[str] = []
         for key, one in statistics.items():
             shape = one.state.total.upper.shape
             # A branch that is never taken leaves these bounds, which are not finite.
@@ -149,8 +151,30 @@ class Observation:
                 self._cuts[key] = box.beside(np.zeros((), np.float32))
                 self._cuts[key].set(np.zeros((), np.float32))
 
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the program whose operations are observed.
+
+        Raises:
+            QuantizationError: ``vmap`` maps a branch in which an operation is observed. It would
+                compute all branches for all examples, and JAX does not say which one counts.
+        """
+        try:
+            yield
+        except NotImplementedError as error:
+            if "vmap-of-cond" not in str(error):
+                raise
+            in_branch = [one for one in self._observed if "cond(" in one or "switch(" in one]
+            raise QuantizationError(
+                "A static range can't be measured in a lax.cond or lax.switch under jax.vmap, got "
+                f"{', '.join(in_branch or self._observed)}. Run the branches outside of vmap "
+                "(jax.lax.map), or give a rule for these operations act_static_scale=False."
+            ) from error
+
     def observe(self, site: Site) -> None:
         """Record the ranges of a site's static activations."""
+        if site.call.op_id not in self._observed:
+            self._observed.append(site.call.op_id)
         for side in (0, 1):
             # An empty batch has no range.
             if site.is_static(side) and site.operands[side].size:
