@@ -763,8 +763,8 @@ def test_programs_that_a_primitive_holds_may_not_be_its_results(around):
     """A solver, such as lineax's, holds its operator, which takes and returns other values."""
     solve = Primitive("solve")
     solve.multiple_results = True
-    operator = jax.make_jaxpr(lambda x: x)(W)
-    solve.def_abstract_eval(lambda b, program: [*program.out_avals, jax.typeof(jnp.int32(0))])
+    operator, status = jax.make_jaxpr(lambda x: x)(W), jax.typeof(jnp.int32(0))
+    solve.def_abstract_eval(lambda b, program: [*program.out_avals, status])
     solve.def_impl(lambda b, program: [b, jnp.int32(0)])
     mlir.register_lowering(solve, mlir.lower_fun(solve.impl, multiple_results=True))
 
