@@ -9,34 +9,14 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnxruntime
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnxruntime.quantization import CalibrationDataReader, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
+from ..minilm.onnx_peer import Graph
 from .model import SIZE, STRIDES
 
 OPSET = 17
-
-
-class Graph:
-    """Collects nodes and constants; each node gives one value, which is known by its name."""
-
-    def __init__(self):
-        self.nodes = []
-        self.constants = {}
-
-    def add(self, op, *inputs, **attributes):
-        """Adds a node and returns the name of its value."""
-        name = f"{op}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(op, list(map(self._name, inputs)), [name], **attributes))
-        return name
-
-    def _name(self, value):
-        if isinstance(value, str):
-            return value
-        name = f"constant_{len(self.constants)}"
-        self.constants[name] = numpy_helper.from_array(np.asarray(value), name)
-        return name
 
 
 def build(params):
