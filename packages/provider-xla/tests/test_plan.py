@@ -65,7 +65,7 @@ def test_every_parameter_is_stored_and_used(name):
 
 def test_qvalue_are_what_is_multiplied(name):
     fn, params, x = make(name)
-    plan = PtqProvider([W8A8]).plan(fn, params, x)
+    plan = PtqProvider([dataclasses.replace(W8A8, weights_only=False)]).plan(fn, params, x)
     stored = plan.quantize(params)
     found = contractions(plan.apply(fn), stored, x)
     assert found == [("int8", "int8")] * PROGRAMS[name][3]
@@ -371,7 +371,8 @@ def test_static_ranges_of_mapped_examples(part):
 @pytest.mark.parametrize("program", ["scan", "grouped queries", "experts", "convolution", "jit"])
 def test_static_ranges_in_programs(program):
     fn, params, x = make(program)
-    plan = PtqProvider([dataclasses.replace(STATIC, act_batch_axes=())]).plan(fn, params, x)
+    rule = dataclasses.replace(STATIC, act_batch_axes=(), weights_only=False)
+    plan = PtqProvider([rule]).plan(fn, params, x)
     ranges = plan.calibrate(fn, params, [(x,), (x,)])
     assert set(ranges) == set(plan.ranges)
     stored = plan.quantize(params)
@@ -582,6 +583,11 @@ def test_a_rule_for_weights_only():
         assert [op.quantized for op in plan.ops if not op.is_in_parts] == [True] * 3
         (note,) = plan.notes
         assert "two activations" in note
+
+    held = params["q"]
+    for rule, is_quantized in ((W8A8, True), (only, False)):
+        plan = PtqProvider(rule).plan(lambda p, x: jnp.tanh(x @ p["q"]) @ held.T, params, x)
+        assert plan.ops[-1].quantized is is_quantized  # it may be a weight
 
     def attention(p, x):
         with jax.named_scope("attention"):

@@ -81,7 +81,7 @@ def test_backward_contractions_are_of_integers(name):
     fn, params, x = make(name)
     if x.dtype == jnp.int32 or name == "while":
         return  # lookups have no contraction, and JAX differentiates no while loop of another kind
-    qt = QtProvider([QT]).apply(fn)
+    qt = QtProvider([dataclasses.replace(QT, weights_only=False)]).apply(fn)
 
     def gradient(params, x):
         return jax.grad(lambda p, x: (qt(p, x).astype(jnp.float32) ** 2).sum(), (0, 1))(params, x)

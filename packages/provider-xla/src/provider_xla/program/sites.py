@@ -173,7 +173,10 @@ class Sites:
             scaled = self._scaled(expressions)
             unfollowed = not all(map(is_followed, expressions))
             # A weight that can't be stored is one nevertheless, but a state, as a cache, is not.
-            is_one = unfollowed or not all(scaled.values()) or (False if expressions else None)
+            is_one = unfollowed or not all(scaled.values())
+            # What a program closes over, such as a model's parameters, may be a weight.
+            is_unknown = not expressions or any(one.inputs == 0 for one in expressions)
+            is_one = True if is_one else None if is_unknown else False
         asked = names, call.module_path, paths
         index = self._rules.find(*asked, is_one)
         rule = None if index is None else self._rules.rules[index]

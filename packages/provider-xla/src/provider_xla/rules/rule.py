@@ -71,7 +71,7 @@ class QuantizationRule:
         weights_only: whether the rule matches only operations with a weight, and not those of
             activations (attention scores, the fixed coefficients of a solver), which XLA computes
             more slowly in int8 than in float. None is True for a rule that quantizes, unless it
-            has `op_names`. False is what Qwix does.
+            has `op_names` or the program closes over an operand. False is what Qwix does.
         act_static_scale: whether activations have scales that were measured before (static
             range) instead of one per call (dynamic range). None is False.
         static_range: whether the steps of a loop have a static range each (``"step"``), or one
