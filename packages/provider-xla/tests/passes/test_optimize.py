@@ -67,8 +67,11 @@ def test_every_program(name):
         ))  # fmt: skip
         # Quantized values reach all contractions, through scans and transposes: rotations are float
         # contractions.
-        found = [dtypes for dtypes in contractions(plan.apply(fn), stored, x) if "int8" in dtypes]
-        assert found == contractions(plan.apply(fn), plan.quantize(params), x)
+        found, wanted = (
+            [dtypes for dtypes in contractions(plan.apply(fn), one, x) if "int8" in dtypes]
+            for one in (stored, plan.quantize(params))
+        )
+        assert found == wanted
 
 
 def two_layers(params, x):
