@@ -88,10 +88,10 @@ def _elements(node: Expression, is_activation: _Activations) -> Sequence[Express
         return ()  # what is repeated for each row is a factor, or a bias
     if node.moved is not None:
         return [node.operands[i] for i in node.moved]
-    if name not in _SCALES and name not in _SUMS:
-        return ()
     if name in _SUMS:
         return _terms_with_elements(node, is_activation)
+    if name not in _SCALES:
+        return ()
     found, size = node.operands, _size(node)
     return [
         one

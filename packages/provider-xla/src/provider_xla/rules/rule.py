@@ -141,7 +141,7 @@ class QuantizationRule:
         if self.tile_fallback not in (None, "divisor", "channel", "padded"):
             raise self._error("tile_fallback", "None, 'divisor', 'channel' or 'padded'")
         self._check_scales()
-        if self.weights_only not in (None, True, False):
+        if not isinstance(self.weights_only, bool | None):
             raise self._error("weights_only", "None or a bool")
         if self.act_static_scale is not None and self.act_qtype is None:
             raise self._error("act_static_scale", "None where act_qtype is None")

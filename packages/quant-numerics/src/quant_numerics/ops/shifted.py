@@ -124,15 +124,7 @@ def shifted_products(
 
     total = None
     for offset in np.ndindex(*window):
-        part = lhs
-        for axis, i, step, count, stride in zip(
-            places, offset, apart, counts, window_strides, strict=True
-        ):
-            start = i * step
-            part = lax.slice_in_dim(
-                part, start, start + max((count - 1) * stride + 1, 0), stride, axis
-            )
-        part = of_groups(part, features)
+        part = of_groups(_cut(lhs, places, offset, apart, counts, window_strides), features)
         for feature in range(features):
             one = lax.slice_in_dim(part, feature, feature + 1, axis=along + 1).astype(sums)
             weights = kernel[(*offset, feature)].reshape(groups, outputs // groups)
@@ -191,18 +183,28 @@ def sums_of_places(
     axes = [axis + 2 * (axis > along) for axis in summed]
     found = []
     for offset in np.ndindex(*counts):
-        part = lhs
-        for axis, i, step, size, stride in zip(
-            places, offset, apart, window, window_strides, strict=True
-        ):
-            start = i * stride
-            part = lax.slice_in_dim(part, start, start + (size - 1) * step + 1, step, axis)
+        part = _cut(lhs, places, offset, window_strides, window, apart)
         product = of_groups(part, features, 1) * weights
         found.append(product.sum(axes, dtype=sums))  # [groups, features, outputs]
     moved = lax.transpose(jax.numpy.stack(found), (0, 2, 1, 3))
     results = moved.reshape(*counts, features, groups * outputs)
     named = dict(zip((*dn.out_spec[2:], *dn.out_spec[:2]), range(results.ndim), strict=True))
     return lax.transpose(results, [named[axis] for axis in range(results.ndim)])
+
+
+def _cut(
+    x: jax.Array,
+    places: Sequence[int],
+    offset: Sequence[int],
+    apart: Sequence[int],
+    counts: Sequence[int],
+    strides: Sequence[int],
+) -> jax.Array:
+    """Return `counts` elements along axes, `strides` apart, from `offset` times `apart` on."""
+    for axis, i, step, count, stride in zip(places, offset, apart, counts, strides, strict=True):
+        start = i * step
+        x = lax.slice_in_dim(x, start, start + max((count - 1) * stride + 1, 0), stride, axis)
+    return x
 
 
 def _padded(
