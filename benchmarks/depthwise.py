@@ -9,13 +9,12 @@ int8 both ways. "As XLA computes it" is the same without the products of
 
 import argparse
 import functools
-import statistics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from paired import in_turn
+from paired import compared, in_turn
 
 import quant_numerics as qn
 from quant_numerics.ops import shifted
@@ -91,12 +90,7 @@ def main():
             plain, ours, before = in_turn(sides(*case, kind), rounds).values()
             shape, *others = case
             what = "x".join(map(str, shape)), *others, kind
-            ms = [f"{statistics.median(one) * 1e3:.3g}" for one in (plain, ours, before)]
-            ratios = [
-                f"{statistics.median(a / b for a, b in zip(one, ours, strict=True)):.1f}"
-                for one in (plain, before)
-            ]
-            print(f"| {' | '.join(map(str, (*what, *ms, *ratios)))} |", flush=True)
+            print(compared(what, plain, ours, before), flush=True)
 
 
 if __name__ == "__main__":

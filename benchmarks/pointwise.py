@@ -8,13 +8,12 @@ multiples of the same quantized convolution without kernels.
 
 import argparse
 import functools
-import statistics
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from paired import in_turn
+from paired import compared, in_turn
 
 from provider_xla import PtqProvider, QuantizationRule
 
@@ -76,12 +75,7 @@ def main():
             plain, ours, before = in_turn(found, rounds).values()
             what = "x".join(map(str, shape)), stride, outputs
             what += "both" if act_qtype else "weights", kernel.rpartition(".")[2]
-            ms = [f"{statistics.median(one) * 1e3:.3g}" for one in (plain, ours, before)]
-            ratios = [
-                f"{statistics.median(a / b for a, b in zip(one, ours, strict=True)):.1f}"
-                for one in (plain, before)
-            ]
-            print(f"| {' | '.join(map(str, (*what, *ms, *ratios)))} |", flush=True)
+            print(compared(what, plain, ours, before), flush=True)
 
 
 if __name__ == "__main__":

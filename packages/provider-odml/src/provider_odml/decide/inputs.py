@@ -13,6 +13,9 @@ from .fusion import Fusion
 from .placed import Placed
 from .rules import OdmlRule
 
+BRANCHES = ("cond(", "switch(")
+"""How the name of a branch begins in an operation's id."""
+
 
 @dataclass
 class Inputs:
@@ -135,7 +138,7 @@ class Inputs:
                 self.placed.parts.add(key)
         # Of several branches one alone is run: the tensor is observed in each. So it is where
         # operations read parts of it.
-        is_chosen = any(name in node.op_id for name in ("cond(", "switch("))
+        is_chosen = any(name in node.op_id for name in BRANCHES)
         observe = known is None or is_chosen or key in self.placed.parts
         return SiteUse(key, observe=observe, is_part=use.is_part)
 

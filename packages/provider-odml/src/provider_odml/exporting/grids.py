@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 
+from ..decide.inputs import BRANCHES
 from ..decide.plan import Plan
 from ..errors import ManifestError
 from ..train.manifest import Manifest
@@ -82,7 +83,7 @@ def grids_of(
 
 def _not_taken(unseen: Sequence[str]) -> str:
     """Return what to do about branches among the sites that no data reached."""
-    found = {part for key in unseen for part in key.split("/") if part.startswith(_BRANCHES)}
+    found = {part for key in unseen for part in key.split("/") if part.startswith(BRANCHES)}
     if not found:
         return ""
     return (
@@ -90,10 +91,6 @@ def _not_taken(unseen: Sequence[str]) -> str:
         "chooses. Calibrate with data that takes each, or choose by a Python value, which leaves "
         "the others out."
     )
-
-
-_BRANCHES = ("cond(", "switch(")
-"""How the name of a branch begins in the path of a site."""
 
 
 def _manifest(plans: Sequence[Plan]) -> Manifest:
