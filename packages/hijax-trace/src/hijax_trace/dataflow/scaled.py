@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
@@ -57,7 +56,7 @@ def scaled_inputs(
         kind = node.judged(is_parameter)
         if kind.kind in ("view", "derived"):
             # One row, such as a gain or a bias, is not a weight that is contracted.
-            if is_row or sum(size > 1 for size in _shape(node)) > 1:
+            if is_row or len(_sizes(node)) > 1:
                 for path in sorted(kind.paths):
                     found[path] = found.get(path, True) and is_written
             continue
@@ -92,12 +91,12 @@ def _elements(node: Expression, is_activation: _Activations) -> Sequence[Express
         return _terms_with_elements(node, is_activation)
     if name not in _SCALES:
         return ()
-    found, size = node.operands, _size(node)
+    found, shape = node.operands, _shape(node)
     return [
         one
         for i, one in enumerate(found)
         if all(
-            _size(other) < size or _is_repeated(other) or not is_activation(other)
+            _shape(other) != shape or _is_repeated(other) or not is_activation(other)
             for other in (*found[:i], *found[i + 1 :])
         )
     ]
@@ -129,7 +128,7 @@ def _is_moved_apart(node: Expression) -> bool:
         return False
     if node.primitive.name not in ("dynamic_slice", "gather"):
         return node.primitive.name in WRITTEN and node.moved is None
-    return sum(size > 1 for size in node.params["slice_sizes"]) <= 1
+    return sum(size != 1 for size in node.params["slice_sizes"]) <= 1
 
 
 def _is_repeated(node: Expression) -> bool:
@@ -138,7 +137,7 @@ def _is_repeated(node: Expression) -> bool:
     if node.primitive.name in ("convert_element_type", "reshape"):
         return _is_repeated(node.operands[0])
     is_broadcast = node.primitive.name == "broadcast_in_dim"
-    return is_broadcast and _size(node) > _size(node.operands[0])
+    return is_broadcast and _sizes(node) != _sizes(node.operands[0])
 
 
 class _Activations:
@@ -193,5 +192,6 @@ def _shape(node: Expression) -> tuple[int, ...]:
     return getattr(node.aval, "shape", ())
 
 
-def _size(node: Expression) -> int:
-    return math.prod(_shape(node))
+def _sizes(node: Expression) -> list[int]:
+    # In an exported program they may be symbols, of which only equality can be asked.
+    return [size for size in _shape(node) if size != 1]

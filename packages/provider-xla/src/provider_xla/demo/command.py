@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from .models import Model
 
 
+# The patch engine can't tell weights that a program computes from activations: unless it is told
+# otherwise it quantizes both, and the engines' tables would differ.
 FORMATS = {
-    "int8": {"weight_qtype": "int8", "act_qtype": "int8"},
-    "int4": {"weight_qtype": "int4", "act_qtype": "int8"},
+    "int8": {"weight_qtype": "int8", "act_qtype": "int8", "weights_only": True},
+    "int4": {"weight_qtype": "int4", "act_qtype": "int8", "weights_only": True},
 }
 """The fields of the rules, by the format's name in the output."""
 
