@@ -772,3 +772,45 @@ def test_a_handler_may_proceed_with_an_iterator():
     )
     assert tapped(jnp.ones((2, 3))).shape == (3, 2)
     assert seen == [(1, 0)]
+
+
+def test_operations_that_jax_transposes_are_linear():
+    w, x = jnp.eye(3) * 2, jnp.ones(3)
+    jitted = jax.jit(jnp.dot)
+
+    @jax.custom_jvp
+    def ruled(w, x):
+        return jnp.sin(jnp.dot(w, x))
+
+    @ruled.defjvp
+    def _(primals, tangents):
+        y = jnp.dot(*primals)
+        return jnp.sin(y), jnp.cos(y) * jnp.dot(primals[0], tangents[1])
+
+    def program(w, x):
+        named = {
+            "before": lambda: jitted(w, x),
+            "transposed": lambda: jax.linear_transpose(lambda v: jitted(w, jnp.dot(w, v)), x)(x),
+            "solved": lambda: lax.custom_linear_solve(
+                lambda v: jitted(w, v), x, lambda matvec, b: b / 2, symmetric=True
+            ),
+            "ruled": lambda: jax.grad(lambda x: ruled(w, x).sum())(x),
+            "after": lambda: jitted(w, x),
+        }
+        for name, run in named.items():
+            with jax.named_scope(name):
+                run()
+
+    def note(call, *args, **kwargs):
+        seen.setdefault(call.module_path.split("/")[0], []).append(call.is_linear(args[1]))
+        return NotImplemented
+
+    seen = {}
+    ENGINE.wrap(program, Interceptor({"jax.numpy.dot": note}))(w, x)
+    assert seen == {
+        "before": [False],
+        "transposed": [True, True],
+        "solved": [True],
+        "ruled": [False, True],
+        "after": [False],
+    }

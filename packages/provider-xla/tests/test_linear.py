@@ -154,3 +154,19 @@ def test_a_library_solver_that_holds_its_operator():
         PtqProvider(rule, strict=True).plan(fn, params, X)
     other = QuantizationRule(weight_qtype="int8", weight_path=r"\['v'\]"), QuantizationRule()
     assert not PtqProvider(other, strict=True).plan(fn, params, X).problems
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("provider", [PtqProvider, QtProvider])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_patch_engine_goes_through_programs_that_jax_transposes(name, provider):
+    fn, params = PROGRAMS[name], {"w": jnp.asarray(W)}
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    run = provider(rule, engine="patch").apply(fn)
+    value, by_x = jax.jit(
+        jax.value_and_grad(
+            lambda x: (lambda y: (jnp.sum(jnp.sin(y)), y))(run(params, x)), has_aux=True
+        )
+    )(X)
+    near(value[1], reference(name, W, X))
+    near(by_x, jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x)))))(X), 0.05)

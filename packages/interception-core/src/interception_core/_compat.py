@@ -167,6 +167,11 @@ def is_transposing(trace: Any) -> bool:
     return any(entry.name.startswith(TRANSPOSED) for entry in trace.name_stack.stack)
 
 
+def is_tangent(value: Any) -> bool:
+    """Return whether a value is a tangent in a derivative's rule that JAX transposes."""
+    return isinstance(value, _pe.JaxprTracer) and not value.is_known()
+
+
 def _is_ahead(trace: Any) -> bool:
     """Return whether the program evaluates a function partially.
 

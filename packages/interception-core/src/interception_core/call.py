@@ -72,8 +72,8 @@ class OpCall(abc.ABC):
     """One call of a target.
 
     Engines subclass it. They set the attributes and ``_args``, the positional arguments, and
-    define the abstract members. Engines that follow values through a program also define
-    ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``is_linear``, ``roots`` and ``steps``.
+    define the abstract members and ``is_linear``. Engines that follow values through a program also
+    define ``proxy``, ``why_no_proxy``, ``expression``, ``kind``, ``roots`` and ``steps``.
 
     Attributes:
         op_name: the last part of the target's name: ``dot``, ``Dense.__call__``, ``dot_general``.
@@ -225,7 +225,8 @@ class OpCall(abc.ABC):
         The value is an argument of a function that JAX transposes, such as the ``matvec`` of
         ``jax.lax.custom_linear_solve``, or the tangent in a ``custom_jvp`` rule, or is computed
         from one. A handler's result may round other operands. What it makes of this one must be
-        linear, or the transpose is not that of the function.
+        linear, or the transpose is not that of the function. An engine that does not follow values
+        may say so of all values of such a function.
 
         Args:
             value: an argument of this call.

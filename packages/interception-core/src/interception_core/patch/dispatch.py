@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .. import _compat
 from ..call import NO_METADATA, OpCall
 from .context import CONTEXT
 from .scope import OUTSIDE, Entered, Scope, State
@@ -121,6 +122,10 @@ class TappedCall(OpCall):
 
     def provenance(self, value: Any) -> str | None:
         return self._scope.activation.origins().get(id(value))
+
+    def is_linear(self, value: Any) -> bool:
+        # Which values depend on a function's arguments is known in the outermost trace alone.
+        return self._scope.linear or _compat.is_tangent(value)
 
     def _attach(self, value: Any, metadata: Mapping[str, Any]) -> None:
         self._scope.activation.metadata[id(value)] = value, metadata

@@ -126,8 +126,17 @@ def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwar
 
 
 def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    observed = isinstance(state, Scope) and state.observed
-    with _compat.settled(_compat.TRANSPOSED) if observed else contextlib.nullcontext():
+    if not isinstance(state, Scope):
+        return original(*args, **kwargs)
+    with _compat.settled(_compat.TRANSPOSED) if state.observed else CONTEXT(state.transposed()):
+        return original(*args, **kwargs)
+
+
+def _solve(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    """Trace the functions of a linear solve, which JAX may transpose later."""
+    if not isinstance(state, Scope) or state.observed:
+        return original(*args, **kwargs)
+    with CONTEXT(state.transposed()):
         return original(*args, **kwargs)
 
 
@@ -230,6 +239,7 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.trace_partially, _trace_partially),
     (_compat.eval_shape, _infer_shapes),
     (_compat.linear_transpose, _transpose),
+    (jax.lax.custom_linear_solve, _solve),
     *((runner, _bind) for runner in _compat.rule_runners),
 )
 

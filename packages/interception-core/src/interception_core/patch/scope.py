@@ -196,13 +196,14 @@ class Scope:
 
     Attributes:
         key: an object that is the same for scopes with equal interceptor keys, module path keys,
-            ``within``, ``asleep`` and outer scopes. JAX hashes and compares it at every jitted
-            call, so it is compared by identity.
+            ``within``, ``asleep``, ``linear`` and outer scopes. JAX hashes and compares it at every
+            jitted call, so it is compared by identity.
         activation: the run of the wrapped function.
         parent: the scope outside, or None.
         path: the module path.
         within: the sites whose original is running because a handler let it.
         asleep: whether JAX is running its rules, whose operations are not the program's.
+        linear: whether JAX is tracing a function to transpose it.
         observed: whether it or a scope outside has an observer.
         opener: the name scope that opened it.
         restore: the context manager that the opener leaves.
@@ -214,6 +215,7 @@ class Scope:
     path: str
     within: frozenset[Site]
     asleep: bool
+    linear: bool
     observed: bool
     opener: Any = None
     restore: Any = None
@@ -227,10 +229,11 @@ class Scope:
         path: str = "",
         within: frozenset[Site] = frozenset(),
         asleep: bool = False,
+        linear: bool = False,
     ) -> Scope:
         """Return the scope of an activation inside a parent."""
         outer = None if parent is None else parent.key
-        parts = (activation.key, activation.resolve_path(path), within, asleep, outer)
+        parts = (activation.key, activation.resolve_path(path), within, asleep, linear, outer)
         key = _KEYS.get(parts)
         if key is None:
             key = _KEYS.setdefault(parts, _Key())
@@ -241,6 +244,7 @@ class Scope:
         scope.path = path
         scope.within = within
         scope.asleep = asleep
+        scope.linear = linear
         scope.observed = activation.observer is not None or (parent is not None and parent.observed)
         return scope
 
@@ -248,26 +252,35 @@ class Scope:
         """Return the same scope inside another one."""
         if parent is self.parent:
             return self
-        return Scope.make(self.activation, parent, self.path, self.within)
+        return self._with(parent=parent, asleep=False)
 
     def inside(self, site: Site) -> Scope:
         """Return the scope for the original that a handler left."""
-        return Scope.make(self.activation, self.parent, self.path, self.within | {site})
+        return self._with(within=self.within | {site}, asleep=False)
 
     def extended(self, name: str) -> Scope:
         """Return the scope with a longer module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
-        return Scope.make(self.activation, parent, path, self.within, self.asleep)
+        return self._with(parent=parent, path=path)
+
+    def transposed(self) -> Scope:
+        """Return the scope in which JAX traces a function to transpose it, on every level."""
+        parent = self.parent.transposed() if self.parent is not None else None
+        return self._with(parent=parent, linear=True)
 
     def turned(self, asleep: bool) -> Scope:
         """Return the scope, asleep or awake."""
         if asleep == self.asleep:
             return self
         if self._other is None:
-            other = Scope.make(self.activation, self.parent, self.path, self.within, asleep)
+            other = self._with(asleep=asleep)
             self._other, other._other = other, self
         return self._other
+
+    def _with(self, **changes: Any) -> Scope:
+        names = ("activation", "parent", "path", "within", "asleep", "linear")
+        return Scope.make(**{name: getattr(self, name) for name in names} | changes)
 
     def activations(self) -> Iterator[Activation]:
         """Yield the activations of this scope and those outside, innermost first."""

@@ -16,7 +16,7 @@ from interception_core import JaxtapError, hides_frames
 from ..program.sites import Site
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
-from ..run.contraction import trained_contraction
+from ..run.contraction import quantized_contraction, trained_contraction
 from ..run.static import Observation, Statistics, calibrations, read
 from .provider import XlaProvider
 
@@ -107,11 +107,13 @@ class QtProvider(XlaProvider):
         else:
             observation.observe(site)
             ranges = observation.calibrations(site)
+        if site.is_linear:
+            # The derivatives are the float operation's, which JAX can transpose.
+            static = site.contraction, site.hows
+            return repeated(quantized_contraction, static, *site.operands, site.extras, ranges)
         rule = site.rule
         assert isinstance(rule, QtRule)
-        backward = tuple(
-            None if site.is_linear else rule.backward(weight is not None) for weight in site.weights
-        )
+        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
         noise = None
         if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
