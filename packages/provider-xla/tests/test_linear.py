@@ -136,7 +136,9 @@ def test_a_library_solver_that_holds_its_operator():
     operator = jax.make_jaxpr(lambda y: y + W @ y)(B)
 
     def fn(params, x):
-        vector, _ = held.bind(params["w"], x[0] @ params["w"], static=(operator, 1.0))
+        # Another equation of the primitive holds no program.
+        same, _ = held.bind(jnp.zeros((8, 8)), x[0] @ params["w"], static=(None, 1.0))
+        vector, _ = held.bind(params["w"], same, static=(operator, 1.0))
         return vector @ params["v"]
 
     params, rule = {"w": W, "v": W.T}, QuantizationRule(weight_qtype="int8")

@@ -9,6 +9,7 @@ from jax._src import core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+from jax.extend.core import primitives
 
 from .kept import kept_p
 
@@ -137,23 +138,28 @@ def forgettable(jaxpr: Any) -> dict[Any, list[Any]]:
 
 
 _HOLDING: dict[Any, bool] = {}
+_OF_JAX = frozenset(p for p in vars(primitives).values() if isinstance(p, core.Primitive))
 
 
 def holds_jaxprs(eqn: Any) -> bool:
     """Return whether an equation's primitive holds programs.
 
-    The answer is kept for each primitive: programs have thousands of equations.
+    The answer is kept for each primitive, since programs have thousands of equations, but for those
+    of libraries that may hold some in another equation.
     """
-    held = _HOLDING.get(eqn.primitive)
-    if held is None and eqn.primitive in (_hijax.call_hi_primitive_p, kept_p):
-        held = _HOLDING[eqn.primitive] = True  # as a Python object
-    elif held is None:
-        parts = [
+    primitive = eqn.primitive
+    held = _HOLDING.get(primitive)
+    if held is None:
+        parts = (
             part
             for value in eqn.params.values()
             for part in (value if isinstance(value, tuple) else (value,))
-        ]
-        held = _HOLDING[eqn.primitive] = any(isinstance(part, JAXPRS) for part in parts)
+        )
+        # Some hold them as a Python object.
+        held = primitive in (_hijax.call_hi_primitive_p, kept_p)
+        held = held or any(isinstance(part, JAXPRS) for part in parts)
+        if held or primitive in _OF_JAX:
+            _HOLDING[primitive] = held
     return held
 
 
