@@ -52,7 +52,7 @@ def test_every_op_with_a_weight_ran_in_int8(outcome):
     assert [op["op_name"] for op in attention["ops"]] == ["einsum"] * 5 + ["matmul"] * 3
     ran = [op["qtypes"] for op in convolutional["ops"] + attention["ops"]]
     of_activations = [[None, None]] * 2  # the scores and the mean of attention
-    assert ran == [["int8", "int8"]] * 5 + of_activations + [["int8", "int8"]] * 5
+    assert ran == [["int8", "int8"]] * 6 + of_activations + [["int8", "int8"]] * 4
 
 
 @pytest.mark.slow
