@@ -713,6 +713,32 @@ def test_a_parameter_of_a_pallas_kernel_says_so():
     assert "a Pallas kernel stays as it is written" in why
 
 
+def test_a_product_of_two_parameters_says_so():
+    """A stored one beside it is stored as before, and its kernel is chosen as before."""
+
+    def fn(p, x):
+        return x @ p["c"], p["a"] @ p["b"], p["c"] @ p["c"].T
+
+    (w,) = draw((8, 8))
+    plan = PtqProvider(W8).plan(fn, dict.fromkeys("abc", w), jnp.ones((4, 8)))
+    assert not plan.problems
+    assert [*plan.weights] == ["args[0]['c']"]
+    assert [(path, why.partition(":")[0]) for path, _, why in plan.floats] == [
+        ("args[0]['a']", "matmul"),
+        ("args[0]['b']", "matmul"),
+    ]
+    assert all("computes a weight" in why for *_, why in plan.floats)
+    first, *products = plan.ops
+    assert first.paths == ("args[0]['c']",)
+    assert [op.paths for op in products] == [
+        ("args[0]['a']", "args[0]['b']"),
+        ("args[0]['c']", "args[0]['c']"),
+    ]
+    assert (
+        first.kernel == PtqProvider(W8).plan(lambda p, x: x @ p, w, jnp.ones((4, 8))).ops[0].kernel
+    )
+
+
 UNUSED = {
     "path": (
         QuantizationRule(module_path="encodr", weight_qtype="int8"),

@@ -21,7 +21,7 @@ from ..program.granularity import (
 )
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
-from ..program.sites import Site, short, unstorable
+from ..program.sites import PART_OF_A_WEIGHT, Site, short, unstorable
 from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, measure, steps_of
 from .choose import LOOKUP, MatrixUse, RowsUse, use_of
@@ -102,7 +102,9 @@ class Survey:
                 tiles don't divide.
         """
         self.records.setdefault((record.op_id, record.operands), record)
-        if not record.quantized and record.rule is not None:
+        # What computes a weight reads no stored one.
+        is_use = record.rule is not None and record.reason != PART_OF_A_WEIGHT
+        if is_use and not record.quantized:
             for path in record.paths:
                 self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:

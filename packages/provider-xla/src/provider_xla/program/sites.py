@@ -203,7 +203,7 @@ class Sites:
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
         weights = among.found
         if among.is_part:
-            self._note(op, call, operands, index, reason=PART_OF_A_WEIGHT)
+            self._note(op, call, operands, index, weights=weights, reason=PART_OF_A_WEIGHT)
             return call.proceed(*args, **kwargs)
         sides = tuple(weight is not None for weight in weights)
         if (index, sides) not in decisions:
