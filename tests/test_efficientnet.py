@@ -98,6 +98,7 @@ def classify(params, images):
     return model.classify(params, images, STRIDES)
 
 
+@pytest.mark.slow
 def test_model_is_efficientnet_and_batch_norms_fold():
     rng = np.random.default_rng(0)
     tensors = lite_tensors(rng)
@@ -109,6 +110,7 @@ def test_model_is_efficientnet_and_batch_norms_fold():
     np.testing.assert_allclose(run(load.fold(params), images), wanted, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_rules_quantize_every_convolution():
     rng = np.random.default_rng(1)
     params = load.fold(load.arrange(lite_tensors(rng)))
@@ -228,6 +230,7 @@ def test_error_names_the_group(monkeypatch):
         photographs.read()
 
 
+@pytest.mark.slow
 def test_the_table_has_a_row_for_each_side(monkeypatch):
     rng = np.random.default_rng(2)
     images = rng.uniform(0.5, 1, (4, 1, 1, 3)).astype(np.float32).repeat(8, 1).repeat(8, 2)

@@ -126,6 +126,7 @@ def test_attention_reads_queries_keys_and_values_in_one_array():
 
 
 # JAX has no attention in float16 on CPU to compare with.
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [

@@ -161,6 +161,7 @@ def test_extreme_activations_in_int8(special):
     np.testing.assert_array_equal(actual[finite], expected[finite])
 
 
+@pytest.mark.sample(1)
 def test_einsums_of_heads(rule):
     params = dict(zip("qo", draw((32, 4, 16), (4, 16, 48)), strict=True))
     (x,) = draw((2, 5, 32), seed=1)
@@ -387,6 +388,7 @@ def test_a_symbolic_number_of_rows():
         np.testing.assert_array_equal(stored.call(leaves, y), plan.apply(matmul)(packed, y))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [lambda f: f, jax.jit, jax.checkpoint])
 def test_experts_under_vmap(rule, inside):
     """Each example of the map multiplies with its part of the packed parameter."""
@@ -419,6 +421,7 @@ def test_adapters_beside_packed_parameters(rule):
     assert abs(changed - jnp.linalg.norm(expected)) > 0.01 * changed
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(100, 48), (100, 4, 12)])
 @pytest.mark.parametrize(("qtype", "tile"), [("int8", None), ("int4", 16)])
 @pytest.mark.parametrize("mode", ["clip", "fill", "wrap"])

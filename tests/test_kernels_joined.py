@@ -58,7 +58,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("rule", RULES)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_programs_give_what_additions_after_the_matmul_give(name, rule):
     fn, joined = PROGRAMS[name]
     run, stored = quantized(fn, RULES[rule], X, R)

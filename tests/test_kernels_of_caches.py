@@ -31,6 +31,7 @@ def heads_first(params, x, cache, pos):
     return step(params, x, cache, pos, axis=2)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [step, heads_first])
 def test_kernel_reads_int8(fn):
     keys = jax.random.split(jax.random.key(0), 4)

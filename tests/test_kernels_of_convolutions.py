@@ -77,7 +77,7 @@ def targets(run, *args):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.sample(6)
+@pytest.mark.sample(1)
 def test_equal_matmuls_at_the_places(case, rule):
     layouts, sizes, strides, padding = CASES[case]
     w, x = made(layouts, sizes)
@@ -118,6 +118,7 @@ def test_biases_and_residuals_are_added_by_the_kernel():
     np.testing.assert_allclose(y, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["NHWC, strides", "NCHW, strides"])
 def test_derivatives_are_those_of_the_float_convolution(case):
     layouts, sizes, strides, padding = CASES[case]
@@ -138,6 +139,7 @@ def test_derivatives_are_those_of_the_float_convolution(case):
 MAPS = {"images": (None, 0), "kernels": (0, None), "both": (0, 0)}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", MAPS)
 def test_maps_over_images_and_kernels(how):
     layouts, sizes, strides, padding = CASES["NHWC, strides"]
@@ -239,6 +241,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("other", OTHERS)
 def test_other_convolutions_stay_in_xla(other):
     layouts, sizes, strides, padding = CASES["NHWC"]

@@ -74,7 +74,7 @@ RULES = {
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_a_batch_of_examples(name, rule):
     model, (rule, most) = MODELS[name](), RULES[rule]
     batch = jnp.asarray(np.random.default_rng(0).normal(size=(5, 4, SIZE)), jnp.float32)

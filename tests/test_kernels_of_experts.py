@@ -74,6 +74,7 @@ def test_experts_run_in_kernels(rule, program):
     assert not re.findall(r"= u8\[[\d,]*\]\S* (?!parameter|get-tuple-element|bitcast)", text)
 
 
+@pytest.mark.sample(1)
 def test_against_floats(rule):
     options, _ = RULES[rule]
     params, x = drawn()

@@ -85,7 +85,7 @@ def arguments():
     return {"w": jnp.asarray(w, jnp.float32)}, jnp.asarray(x, jnp.float32)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.optimized
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda fn: fn.__name__)
 def test_nothing_of_a_packed_weight_is_copied(program, rule):

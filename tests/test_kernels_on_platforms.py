@@ -53,6 +53,7 @@ def rule(request):
     return request.param
 
 
+@pytest.mark.sample(2)
 def test_a_plan_has_the_kernel_of_each_platform(rule):
     params, x = arguments()
     plan = PtqProvider(rule).plan(model, params, x)

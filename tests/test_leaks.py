@@ -6,12 +6,14 @@ import pytest
 from jaxtap_testkit.processes import run_python
 
 
+@pytest.mark.slow
 def test_a_tracer_in_a_container_that_was_there_before(leaks):
     held = []
     with pytest.raises(Exception, match="Leaked"):
         leaks(lambda x: (held.append(x), x + 1)[1])(jnp.float32(1))
 
 
+@pytest.mark.slow
 def test_garbage_is_no_leak(leaks):
     def fn(x):
         cycle = [x]

@@ -37,7 +37,7 @@ def drawn(config, seed=0):
     return varied(checkpoint.init(config, seed), seed)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_prefill_and_decode(family):
     fields = fields_of(family)
@@ -71,7 +71,7 @@ def planned(config, params, name):
     return plan, plan.quantize(params)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("name", ["float", "int4", "w8a8"])
 def test_a_step_copies_no_cache_and_no_weight(name):
@@ -94,7 +94,7 @@ def test_a_step_copies_no_cache_and_no_weight(name):
         assert not re.findall(r"= u8\[[\d,]*\]\S* (?:copy|dynamic-slice|transpose)\(", text)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_a_step_makes_no_float_of_an_int8_cache(family):
@@ -117,7 +117,7 @@ def test_a_step_makes_no_float_of_an_int8_cache(family):
     assert in_kernel == (not re.findall(rf"= f32\[{layer}\]\S* convert\(", text))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_int8_cache_has_rounded_rows(family):
     fields = fields_of(family)
@@ -167,7 +167,7 @@ QUANTIZED = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("family", QUANTIZED)
 def test_quantized_is_near_and_decodes_as_it_prefills(family):
     config, params = small(family)
@@ -199,6 +199,7 @@ def greedy(config, params, prompt, count):
     return tokens[len(prompt) :]
 
 
+@pytest.mark.slow
 def test_generation():
     config, params = small()
     made = Generator(config, params)
@@ -220,6 +221,7 @@ def test_generation():
     assert (one != other).any()
 
 
+@pytest.mark.slow
 def test_sampling_draws_from_the_distribution():
     logits = jnp.log(jnp.array([0.05, 0.4, 0.25, 0.2, 0.1]))
     many = jnp.broadcast_to(logits, (20000, 5))
@@ -239,6 +241,7 @@ def test_sampling_draws_from_the_distribution():
     assert shares().tolist() == [0, 1, 0, 0, 0]
 
 
+@pytest.mark.slow
 def test_perplexity():
     config, params = small()
     tokens = np.random.default_rng(4).integers(0, 256, 29)
@@ -254,7 +257,7 @@ def test_perplexity():
         perplexity(config, params, tokens[:1])
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [None, "int8"])
 def test_perplexity_of_an_int8_cache(name):
     config, params = small()
@@ -298,6 +301,7 @@ def test_quantizing_a_folder_is_quantizing_the_model(family, tmp_path):
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
     out, real, calls = tmp_path / "out", xla.quantize_file, []
 

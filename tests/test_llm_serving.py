@@ -30,6 +30,7 @@ def tokens_of(generator, prompt, count=20, **options):
     return np.concatenate(list(generator.stream(prompt, count, **options)), axis=1).tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "rules", "dtype", "cache"),
     [

@@ -65,6 +65,7 @@ def test_version_attribute(name):
     assert module.__version__ == PROJECTS[name]["version"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(NAMES))
 def test_all_imports_are_declared(name):
     """In the package's requirements, or in those of an extra."""

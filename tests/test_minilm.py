@@ -154,6 +154,7 @@ def check_quantizing_the_file(source, params, target):
     return target.stat().st_size
 
 
+@pytest.mark.slow
 def test_quantizing_a_file_of_berts_tensors(tmp_path):
     safetensors = pytest.importorskip("safetensors.numpy")
     tensors = bert_tensors(np.random.default_rng(0), 2, 24, 40)

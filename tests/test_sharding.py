@@ -25,6 +25,7 @@ def assert_near(actual, expected):
     assert np.linalg.norm(actual - expected) < 0.02 * np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 def test_rows_are_shared_out():
     mesh, quantized = line(), PtqProvider().apply(model)
     result = jax.jit(quantized)(put(mesh, W), put(mesh, X, "d"))
@@ -87,6 +88,7 @@ def test_data_parallel_training():
     assert_near(jax.jit(jax.grad(losses))(W, X), gradient)
 
 
+@pytest.mark.slow
 def test_shardings_in_types():
     mesh, quantized = line(AxisType.Explicit), PtqProvider().apply(model)
     with jax.set_mesh(mesh):

@@ -62,6 +62,7 @@ def test_the_names_for_engines_are_not_those_for_users():
     assert all(hasattr(engine_api, name) for name in engine_api.__all__)
 
 
+@pytest.mark.slow
 def test_every_call_of_a_target_is_shown_with_what_it_consists_of():
     targets = ("jax.nn.softmax", "jax.numpy.dot", "jax.numpy.max", "jax.numpy.sum")
     engine = Outline()

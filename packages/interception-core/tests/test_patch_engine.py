@@ -322,6 +322,7 @@ def test_disable_jit_lasts_as_long_as_the_scope():
     assert not jax.config.jax_disable_jit
 
 
+@pytest.mark.slow
 def test_flax_and_equinox_layers():
     import equinox as eqx
     from flax import linen, nnx

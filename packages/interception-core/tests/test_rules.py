@@ -27,6 +27,7 @@ def tap(log, factor=None):
     return Interceptor({"jax.lax.dot_general": handler})
 
 
+@pytest.mark.slow
 def test_backward_rules_of_jax_are_not_tapped():
     def step(x, w):
         return jax.grad(lambda w: jnp.sum(dot(x, w)))(w)
@@ -122,6 +123,7 @@ def custom_vjp_with(**options):
     return lambda x: product(x, scale=jnp.float32(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"nondiff_argnums": (0,)}, {"symbolic_zeros": True}, {"optimize_remat": True}],
@@ -187,6 +189,7 @@ def test_custom_jvp_rule_is_tapped_after_the_scope():
     np.testing.assert_allclose(tangent, 2 * (X @ W), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_custom_vmap_rule_is_tapped_after_the_scope():
     @jax.custom_batching.custom_vmap
     def product(x, w):

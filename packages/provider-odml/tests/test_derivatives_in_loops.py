@@ -80,7 +80,7 @@ slopes_of = functools.partial(jax.value_and_grad, argnums=(0, 1), has_aux=True)
 CASES = [*((name, "step") for name in PROGRAMS), ("both", "joined"), ("scan of vmap", "joined")]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "ranges"), CASES)
 def test_a_train_step_with_remat(name, ranges):
     """It has the values of the forward pass, and the slopes of the program without remat."""

@@ -73,6 +73,7 @@ def positions(p, x):
 PROGRAMS = {one.__name__: one for one in (fourier, in_calls, in_loops, positions)}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_random_is_left(name):
     fn = PROGRAMS[name]
@@ -116,6 +117,7 @@ def by_hand(params, x, key):
     return jnp.where(kept, x, 0.0) @ params["w"][:8]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 @pytest.mark.parametrize("fn", [with_dropout, by_hand])
 def test_random_numbers_that_depend_on_an_input_are_refused(fn, make):

@@ -158,6 +158,7 @@ def test_pools_along_one_axis(name, padding):
     check(name, X[0], (3,), (2,), padding)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["flax.linen.avg_pool", "flax.linen.max_pool"])
 def test_pools_of_other_ranks(name):
     check(name, IMAGE[0], (2, 2), (2, 2))
@@ -165,6 +166,7 @@ def test_pools_of_other_ranks(name):
     check(name, IMAGE[..., None], (2, 2, 2), (2, 2, 1), "SAME")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", ["SAME", "VALID"])
 @pytest.mark.parametrize("strides", [(2, 2), (3, 1)])
 def test_transposed_convolution(padding, strides):

@@ -92,6 +92,7 @@ def test_files(both):
     assert described(model) == described(other)
 
 
+@pytest.mark.slow
 def test_what_is_compared_is_not_nothing(both):
     _, (model, _) = both
     (ops,) = described(model)

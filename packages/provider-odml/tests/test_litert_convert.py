@@ -122,6 +122,17 @@ def test_branches():
     np.testing.assert_allclose(runner.run("main", a0=X + 1)["o0"], np.sin(X + 1), atol=1e-6)
 
 
+@pytest.fixture
+def places():
+    """Let JAX write the lines of operations into a program, as it does for users."""
+    name = "jax_traceback_in_locations_limit"
+    before = getattr(jax.config, name)
+    jax.config.update(name, 10)
+    yield
+    jax.config.update(name, before)
+
+
+@pytest.mark.usefixtures("places")
 def test_an_operation_that_tflite_has_not_is_named_with_its_place(folders):
     def fn(x):
         with jax.named_scope("spectrum"):

@@ -83,6 +83,7 @@ def calibrated(fn, rules=RULES):
     return jax.jit(lambda w, x: quantized(w, x, quant_stats=stats, update_quant_stats=False)), stats
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_steps_written_out():
     rolled, written = forms(*PROGRAMS)
     found, own = (calibrated(fn)[0](W, X) for fn in (rolled, written))
@@ -119,6 +120,7 @@ def test_training_moves_the_ranges_of_each_step():
         assert one.calibration().upper.shape == stats.steps(key)
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_each_step():
     fn = next(forms("scan"))
     _, stats = calibrated(fn)
@@ -274,6 +276,7 @@ def test_branches_that_no_data_can_take_are_left_out():
     assert artifact.report.ops["FULLY_CONNECTED"] == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("switch", [False, True])
 def test_branches_that_calibration_did_not_take(switch):
     """The input is read in either, so that the one that was taken tells its range."""

@@ -63,6 +63,7 @@ def test_what_is_saved_is_loaded(tmp_path, average, rule):
     assert [path.name for path in tmp_path.iterdir()] == ["stats.json"]
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_a_file(tmp_path):
     model, stats = qat(mlp, W8A8), trained()
     stats.save(tmp_path / "stats.json")
@@ -72,6 +73,7 @@ def test_training_goes_on_from_a_file(tmp_path):
     np.testing.assert_array_equal(loaded.state, stats.state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("value", [np.float32(0.1), np.float32(1e-30), np.float32(3e38)])
 def test_every_bit_of_a_range_is_kept(value):
     stats = trained(lambda w, x: x @ w, draw(6, 8), jnp.full((4, 6), value))
@@ -79,6 +81,7 @@ def test_every_bit_of_a_range_is_kept(value):
     np.testing.assert_array_equal(again.state, stats.state)
 
 
+@pytest.mark.slow
 def test_a_file_is_replaced_all_or_nothing(tmp_path, monkeypatch):
     path = tmp_path / "stats.json"
     stats = trained()
@@ -242,6 +245,7 @@ def without(stats, *keys):
     return QuantStats.from_json(json.dumps(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True])
 def test_a_missing_statistic_is_named(update):
     stats = without(stats_of_two(), "enc/dot_general:0")

@@ -501,6 +501,7 @@ def test_the_range_of_outputs_is_not_that_of_a_softmax():
 # Both engines.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("model", MODELS)
 def test_the_plan_depends_neither_on_the_engine_nor_on_jit(model, engine, jit):

@@ -174,11 +174,13 @@ def test_an_integer_operation_reads_codes_of_the_one_before():
     np.testing.assert_allclose(run(model, W, X), np.zeros((4, 8)), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_without_statistics_each_tensor_has_its_own_range():
     model = qat(mlp, W8A8)
     assert_close(jax.jit(model)(MLP, X), run(model, MLP, X))
 
 
+@pytest.mark.slow
 def test_evaluation_before_training_takes_each_tensors_own_range():
     model = qat(mlp, W8A8)
     stats = model.init(MLP, X)
@@ -187,6 +189,7 @@ def test_evaluation_before_training_takes_each_tensors_own_range():
     assert counts(stats) == {}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_types_are_those_of_the_float_program(dtype):
     w, x = W.astype(dtype), X.astype(dtype)
@@ -272,6 +275,7 @@ def test_ranges_have_no_derivative():
         np.testing.assert_array_equal(found, np.zeros_like(found))
 
 
+@pytest.mark.slow
 def test_gradients_of_a_product_are_straight_through():
     given = {"fixed_range_for_inputs": (-1, 1.5), "fixed_range_for_outputs": (-2, 3)}
     model = qat(dot, W8A8, **given)
@@ -297,6 +301,7 @@ def test_second_derivatives_and_forward_mode():
 # Statistics.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", [None, 0.9])
 def test_averages_are_those_of_numpy(decay):
     model = qat(dot, W8A8, average=MovingAverage(decay))
@@ -346,6 +351,7 @@ def test_a_batch_that_is_not_finite_is_left_out(bad):
     assert ranges(stats)["args[1]"] == before["args[1]"]
 
 
+@pytest.mark.slow
 def test_sites_with_a_fixed_range_are_not_observed():
     model = qat(lambda w, x: jax.nn.softmax(x @ w), W8A8, fixed_range_for_inputs=(-1, 1))
     stats = model.init(W, X)
@@ -360,6 +366,7 @@ def test_statistics_of_other_rules_are_refused():
         other(W, X, quant_stats=stats)
 
 
+@pytest.mark.slow
 def test_with_state_is_the_form_with_boxes(engine):
     model = qat(mlp, W8A8, engine=engine)
     stats, boxes = model.init(MLP, X), model.init(MLP, X)
@@ -373,6 +380,7 @@ def test_with_state_is_the_form_with_boxes(engine):
     assert counts(stats) == {}
 
 
+@pytest.mark.slow
 def test_calibration_sees_the_extremes_of_the_float_model(engine):
     model = qat(mlp, W8A8, engine=engine)
     batches = [(draw(4, 6, seed=i),) for i in range(3)]
@@ -408,6 +416,7 @@ def test_batches_may_differ_in_numbers():
     assert_close(ranges(stats)["mul:0"], tuple(expected))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_empty_batch_counts_for_nothing(engine, place):
     model = qat(lambda w, x: (jnp.tanh(x @ w) - 1).sum(0), W8A8, engine=engine)
@@ -454,6 +463,7 @@ def test_a_plan_is_that_of_the_arguments():
         assert "tanh:0" not in model.plan(W, X, 1).sites
 
 
+@pytest.mark.slow
 def test_a_range_is_that_of_all_parts_of_a_tensor(engine):
     """Operations read slices of an input, which have one scale in the file."""
     parts = {"first": (0, 2), "second": (2, 4), "third": (4, 6)}
@@ -545,6 +555,7 @@ def test_transformations_around(reference, around):
     assert_on_grid(out, np.asarray(expected, np.float64), step)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "around"),
     [*(("trace", name) for name in VMAPS), ("patch", "jit of vmap")],
@@ -645,6 +656,7 @@ def test_a_loop_inside_of_the_model_is_that_of_numpy():
     np.testing.assert_allclose(out, h, atol=3 / 128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrap",
     [jax.checkpoint, jax.jit, lambda f: jax.vmap(f, (None, 0))],
@@ -674,6 +686,7 @@ def test_transformations_inside(engine, wrap):
     assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 def test_a_model_for_one_example_under_vmap(engine):
     """The same as the one for a batch: ranges, codes of the weight, and a bias that is folded."""
     linear = eqx.nn.Linear(6, 8, key=jax.random.key(0))
@@ -695,6 +708,7 @@ def twice(layer):
     return lambda x: lax.while_loop(lambda c: c[0] < 2, body, (0, x))[1]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("around", "prefix"),
     [
@@ -739,6 +753,7 @@ def test_programs_under_vmap_hide_no_functions(around, prefix):
 # Engines, frameworks.
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("model", MODELS)
 def test_both_engines_train_the_same(model):
     fn, params, x = MODELS[model]()

@@ -28,6 +28,7 @@ def error(rules, x):
     return float(jnp.linalg.norm(found - exact) / jnp.linalg.norm(exact))
 
 
+@pytest.mark.slow
 def test_the_noise_is_that_of_the_median_row():
     exact, rounded = np.array(normal(9, 6)), np.array(normal(9, 6, seed=1))
     exact[3], rounded[3] = 0, 1  # a row of zeros
@@ -53,6 +54,7 @@ def test_one_row_of_outliers_takes_the_range_from_the_others():
     assert error(rules, x) < 0.03 < 0.3 < error(RULES, x)
 
 
+@pytest.mark.slow
 def test_rules_stay_as_they_are_where_ranges_are_good():
     assert odml.refine(odml.qat(net, RULES), W, [(X,), (2 * X,)]) == tuple(RULES)
 

@@ -95,6 +95,7 @@ def test_bars_lead_to_their_rows():
     assert {link[1:] for link in links} <= set(ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

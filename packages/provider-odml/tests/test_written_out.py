@@ -266,6 +266,7 @@ def test_a_while_loop_with_products_beside_it_is_refused():
         check(PROGRAMS["while"], P)
 
 
+@pytest.mark.slow
 def test_the_program_for_other_converters_has_the_parameters_of_each_step(engine):
     """Not those of one step in all of them."""
 

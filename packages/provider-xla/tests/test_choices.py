@@ -90,7 +90,7 @@ STORED = {
 
 
 @pytest.mark.parametrize("name", STORED)
-@pytest.mark.sample(6)
+@pytest.mark.slow
 def test_alternatives_are_stored(name):
     fn, names = STORED[name]
     plan = PtqProvider(W8, strict=True).plan(fn, PARAMS, X, jnp.array(True), jnp.array(1))
@@ -110,6 +110,7 @@ def test_alternatives_are_stored(name):
             assert error <= 0.02 * jnp.abs(wanted).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
 def test_a_python_flag_chooses(planned):
     fn, names = STORED["where"]
@@ -156,7 +157,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("name", SAID)
-@pytest.mark.sample(6)
+@pytest.mark.sample(3)
 def test_what_no_form_can_follow_is_a_problem(name):
     args = PARAMS, X, jnp.array(True), jnp.array(1)
     with pytest.warns(QuantizationWarning):
@@ -202,6 +203,7 @@ def test_alternatives_in_several_forms():
             np.testing.assert_allclose(one, wanted, rtol=0.1, atol=0.2)
 
 
+@pytest.mark.slow
 def test_lookups_in_a_chosen_table():
     rules = [QuantizationRule(op_names=["take"], weight_qtype="int8")]
     ids = jnp.array([3, 0, 9])

@@ -41,6 +41,7 @@ def test_the_bits_are_those_of_quantize(name, monkeypatch):
         np.testing.assert_array_equal(ours, theirs, strict=True)
 
 
+@pytest.mark.slow
 def test_kernels_of_many_shapes_need_few_programs():
     def model(params, x):
         return sum(lax.conv(x[:, : k.shape[1]], k, (1, 1), "SAME").sum() for k in params)

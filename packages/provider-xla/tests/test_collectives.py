@@ -109,7 +109,7 @@ def test_no_more_bytes_than_in_float(name, rule, kernels, mesh):
     assert apart < (0.2 if "int4" in rule else 0.03) * np.linalg.norm(wanted)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.optimized  # the compiled text is the subject
 @pytest.mark.parametrize("name", ["both, rows shared out", "fsdp by rows", "fsdp and both"])
 def test_what_is_gathered_of_int8_is_int8(name, mesh):
@@ -118,6 +118,7 @@ def test_what_is_gathered_of_int8_is_int8(name, mesh):
     assert found.get(("all-gather", "f32"), 0) <= RANGES
 
 
+@pytest.mark.slow
 def test_scales_are_sharded_as_their_weights(mesh):
     (w,) = draw((K, K))
     # spec of the weight, tile, spec of the scales

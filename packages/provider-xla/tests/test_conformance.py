@@ -104,6 +104,7 @@ class Planning(Rounding):
         return RoundingPlan([], [w for w in jax.tree.leaves(params) if getattr(w, "ndim", 0) > 1])
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("provider", [Rounding(), Planning()], ids=["plain", "planning"])
 @pytest.mark.parametrize("framework", [TestNnx, TestLinen, TestEquinox])
 def test_a_third_party_s_provider_quantizes_models(provider, framework):
@@ -171,6 +172,7 @@ def halves(bits=4, **said):
     return HalvesPlan([], ["up", "down"], params, bits, said), params
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["w.safetensors", "folder", "shards"])
 def test_a_plan_of_a_third_party_is_stored(tmp_path, name):
     plan, params = halves(tiles=[4, 8])

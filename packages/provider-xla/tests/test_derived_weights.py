@@ -34,7 +34,7 @@ def relative(actual, expected):
     return np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDIOMS)
 def test_stored_and_trained(name):
     """Each is stored in integers, and gives what the float program gives, but for rounding.
@@ -109,7 +109,7 @@ def test_what_is_closed_over_is_not_a_parameter(rule):
     assert not plan.problems
 
 
-@pytest.mark.sample(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".safetensors", ""])
 @pytest.mark.parametrize("name", ["index", "concatenate", "weight norm", "low rank", "steps"])
 def test_saved_and_loaded(name, suffix, tmp_path):
@@ -126,6 +126,7 @@ def test_saved_and_loaded(name, suffix, tmp_path):
         load(path, plan=other)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", ["index", "concatenate", "weight norm", "low rank", "steps"])
 def test_quantized_from_a_file(name, tmp_path):
     fn, params = IDIOMS[name]

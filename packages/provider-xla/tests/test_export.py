@@ -33,6 +33,7 @@ def reloaded(program):
     return xla.load_exported(program.serialize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_arguments_in_every_format(qtype):
     stored = quantized(qtype, (2, 32, 6))
@@ -110,6 +111,7 @@ def test_nodes_that_cannot_be_written():
     np.testing.assert_array_equal(again(X), jax.jit(plan.apply(fn))(stored, X))
 
 
+@pytest.mark.slow
 def test_ranges_are_a_part_of_the_program():
     rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     plan = xla.PtqProvider(rule).plan(model, PARAMS, X)
@@ -120,6 +122,7 @@ def test_ranges_are_a_part_of_the_program():
     np.testing.assert_allclose(again(stored, X), wanted, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_with_a_quantized_cache():
     step, cache = DECODERS["carry"](keep)
     params, token = parameters(), jnp.arange(B)

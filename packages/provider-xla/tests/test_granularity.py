@@ -74,6 +74,7 @@ def operands(draw):
     return tuple(shape), tuple(moved), tuple(order), tuple(axes), operand, sorted(contracted)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(operands())
 def test_no_two_scales_in_what_is_summed(case):

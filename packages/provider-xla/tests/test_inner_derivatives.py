@@ -133,7 +133,7 @@ def assert_near(found, wanted, bound):
         assert np.linalg.norm(one - other) <= bound * np.linalg.norm(other)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_derivative_is_that_at_the_stored_values(name):
     fn, params, x = PROGRAMS[name]
@@ -175,6 +175,7 @@ def test_every_stored_form():
         assert_near(found, fn(restored(stored), X), 2e-4)
 
 
+@pytest.mark.slow
 def test_quantized_activations_and_training():
     """Activations are rounded; the derivative goes straight through that."""
     fn = PROGRAMS["vjp"][0]
@@ -187,6 +188,7 @@ def test_quantized_activations_and_training():
     assert_near(jax.jit(trained)(W, X), fn(W, X), 0.06)
 
 
+@pytest.mark.slow
 def test_adapters_are_trained_through_it():
     fn, rule = PROGRAMS["grad"][0], xla.QuantizationRule(weight_qtype="int8", rank=2)
     plan = xla.PtqProvider(rule).plan(fn, W, X)
@@ -202,6 +204,7 @@ def test_adapters_are_trained_through_it():
     assert_near(found, wanted, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_derivative_from_outside_is_by_the_stored_arrays():
     """Integers have no tangents. Scales do: they may be trained."""
     plan = xla.PtqProvider(RULE).plan(loss, W, X, kernels=False)

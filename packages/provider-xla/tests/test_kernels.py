@@ -142,7 +142,7 @@ MADE = {
 }  # fmt: skip
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_plan_says_what_no_kernel_computes(name, rule, kernels):  # noqa: F811
@@ -243,6 +243,7 @@ EINSUMS = [
 ]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", ["w8a8", "w4 in tiles"])
 @pytest.mark.parametrize(("spec", "x_shape", "w_shape"), EINSUMS)
 def test_einsums(spec, x_shape, w_shape, rule):
@@ -285,6 +286,7 @@ def test_dot_general_in_any_order(lhs):
     same(actual, expected)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", ["int2", "int3", "int4", "int5", "int6", "int7", "int8"])
 def test_qvalue_survive_packing(qtype):
     (w, x) = draw((3, 8, 6, 5), (4, 8))
@@ -302,6 +304,7 @@ def test_qvalue_survive_packing(qtype):
     np.testing.assert_array_equal(packed.restore(), qvalue.restore())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("preferred", [None, jnp.float32])
 @pytest.mark.parametrize("rule", [W8, W8A8], ids=["w8", "w8a8"])
@@ -405,6 +408,7 @@ def contraction_of(x):
     return Matmul(((((x.ndim - 1,), (0,)), ((), ()))), None, None, None)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "other",
     [
@@ -547,6 +551,7 @@ def test_shardings_that_panels_allow():
     assert "explicit" in why
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", [W4, W8, W8A8], ids=["w4", "w8", "w8a8"])
 @pytest.mark.parametrize(("shape", "tile", "groups"), [((4, 16), 32, 2), ((4, 16), 8, 8)])
 def test_tiles_of_flattened_axes_are_groups_of_rows(kernels, rule, shape, tile, groups):  # noqa: F811
@@ -574,6 +579,7 @@ def test_a_shorter_last_tile_is_left_to_xla(kernels):  # noqa: F811
     same(packed, qvalue, exact=True)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", ["int4", "int8"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_scales_in_16_bits_are_packed(kernels, qtype, dtype, tmp_path):  # noqa: F811

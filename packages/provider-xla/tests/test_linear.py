@@ -96,7 +96,7 @@ def test_plans_say_that_activations_stay_float(name, is_stored):
     assert (plan.ops[0].qtypes == (None, "int8")) is is_stored
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("bwd_qtype", [None, "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_training_goes_through_programs_that_jax_transposes(name, bwd_qtype):
@@ -158,7 +158,7 @@ def test_a_library_solver_that_holds_its_operator():
     assert not PtqProvider(other, strict=True).plan(fn, params, X).problems
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("provider", [PtqProvider, QtProvider])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_patch_engine_goes_through_programs_that_jax_transposes(name, provider):

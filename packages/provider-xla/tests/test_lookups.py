@@ -76,7 +76,7 @@ LOOKUPS = (
 
 
 @pytest.mark.parametrize("fn", LOOKUPS, ids=lambda fn: fn.__name__)
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 def test_one_row(fn):
     plan = xla.PtqProvider(RULE).plan(fn, TABLE, TOKENS)
     assert {(op.op_name, op.qtypes) for op in plan.ops if op.quantized} == {
@@ -132,6 +132,7 @@ def test_what_takes_no_row_of_a_table():
     assert "no matmul, convolution or lookup uses it" in why["args[0]['window']"]
 
 
+@pytest.mark.slow
 def test_a_row_of_a_packed_table():
     """A tied table is packed for its matmul; a scalar's row is read out of that."""
 

@@ -24,6 +24,7 @@ def raising(params, x):
     raise ZeroDivisionError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [model, raising])
 def test_nothing_is_kept_of_a_plan(fn):
     def plan():
@@ -33,6 +34,7 @@ def test_nothing_is_kept_of_a_plan(fn):
     assert objects_kept(plan, TIMES) <= 5
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_trace():
     plan = PtqProvider(RULE).plan(model, PARAMS, X)
     stored = plan.quantize(PARAMS)

@@ -110,7 +110,7 @@ def error(found, expected):
     ("name", "rule"),
     [*zip(CALLS, itertools.cycle(RULES), strict=False)],  # each rule in turn
 )
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_right(name, rule):
     fn, params, planned, other = CALLS[name]
     plan = PtqProvider([RULES[rule]], strict=True).plan(fn, params, *planned)
@@ -165,6 +165,7 @@ LACKING = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LACKING)
 def test_an_error(name):
     """What is not stored is never made up, whatever computes with it."""
@@ -180,6 +181,7 @@ def test_an_error(name):
             call(stored, draw(5, 8))
 
 
+@pytest.mark.slow
 def test_a_stored_value_in_another_place():
     """What is stored is a value like others: it may also be added, or calibrated with."""
 
@@ -214,6 +216,7 @@ KEYS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", KEYS)
 def test_random_keys(name, tmp_path):
     fn, more = KEYS[name]

@@ -50,6 +50,7 @@ def near(actual, expected, case=""):
     )
 
 
+@pytest.mark.slow
 def test_every_parameter_is_stored_and_used(name):
     fn, params, x = make(name)
     plan = PtqProvider([W8], strict=True).plan(fn, params, x)
@@ -156,6 +157,7 @@ def test_block_formats_have_tiles_by_themselves(qtype, block):
     np.testing.assert_allclose(actual, stack(restored(stored), x), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [4, 0.5, 8])
 def test_tiles(tile):
     rule = QuantizationRule(weight_qtype="int4", tile_size=tile)
@@ -168,6 +170,7 @@ def test_tiles(tile):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["absmax,0.8", "minmax", "rms,3", "percentile,99", "mse"])
 def test_calibration_methods(method):
     rule = QuantizationRule(weight_qtype="int4", weight_calibration_method=method)
@@ -292,6 +295,7 @@ def test_donated_parameters_are_deleted_one_by_one():
     jax.tree.map(np.testing.assert_array_equal, stored, expected)
 
 
+@pytest.mark.slow
 def test_a_plan_is_applied_at_another_batch_size_and_under_transformations():
     fn, params, x = make("scan")
     plan = PtqProvider([W8]).plan(fn, params, x)
@@ -314,6 +318,7 @@ def test_a_plan_is_applied_at_another_batch_size_and_under_transformations():
     np.testing.assert_allclose(tangent, jax.jvp(fn_r, (x,), (x,))[1], rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_parameters_may_stay_arrays_in_part():
     fn, params, x = make("tied")
     plan = PtqProvider([W8]).plan(fn, params, x)
@@ -351,6 +356,7 @@ def test_static_ranges_are_those_of_the_batches():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [lambda f: f, jax.jit, jax.checkpoint])
 def test_static_ranges_of_mapped_examples(part):
     """They are those of the same examples as a batch."""
@@ -368,6 +374,7 @@ def test_static_ranges_of_mapped_examples(part):
         np.testing.assert_allclose(ranges[key].upper, [expected], rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["scan", "grouped queries", "experts", "convolution", "jit"])
 def test_static_ranges_in_programs(program):
     fn, params, x = make(program)
@@ -383,6 +390,7 @@ def test_static_ranges_in_programs(program):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("loop", ["scan", "fori_loop"])
 def test_no_step_of_a_loop_is_cut_off(loop, train):
@@ -410,6 +418,7 @@ def test_no_step_of_a_loop_is_cut_off(loop, train):
     np.testing.assert_allclose(found.upper.ravel(), [np.mean(largest)], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_asymmetric_static_ranges():
     rule = QuantizationRule(
         weight_qtype="int8",

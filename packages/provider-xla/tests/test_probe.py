@@ -42,6 +42,7 @@ def test_sums_over_batches(engine):
     np.testing.assert_allclose(one.total, expected, rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("remat", [False, True])
 def test_the_steps_of_a_scan_are_kept_apart(reverse, remat):
@@ -62,6 +63,7 @@ def test_the_steps_of_a_scan_are_kept_apart(reverse, remat):
     assert one.count.tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_scans_in_scans():
     w, x = rows(0, 2, 3, 4, 4) / 2, rows(1, 6, 4)
 
@@ -112,6 +114,7 @@ def test_what_is_mapped_in_a_part(part, name):
     assert one.count.sum() == 2
 
 
+@pytest.mark.slow
 def test_a_parameter_that_is_mapped_over_is_kept_apart():
     w, x = rows(0, 3, 4, 2), rows(1, 5, 4)
 

@@ -77,6 +77,7 @@ def int8_grid(x, axes):
 integer_dots = functools.partial(contractions, results=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transform", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
 def test_every_op_equals_the_grid_in_float64(transform):
     operands = {name: draw(*shapes, seed=0) for name, (_, *shapes, _, _) in OPS.items()}
@@ -121,6 +122,7 @@ def test_preferred_element_type_is_kept():
     assert fn(x, w).dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_the_float_op():
     operands = {name: draw(*shapes) for name, (_, *shapes, _, _) in OPS.items()}
     provider = PtqProvider()
@@ -273,6 +275,7 @@ def test_first_match_decides():
     assert provider.get_unused_rules() == [rules[1]]
 
 
+@pytest.mark.slow
 def test_rules_on_equal_layers_that_share_a_jitted_block():
     block = jax.jit(lambda x, w: x @ w)
 
@@ -487,6 +490,7 @@ def test_pallas_kernels_stay_as_they_are():
     assert [record.op_id for record in provider.report()] == ["matmul:0"]
 
 
+@pytest.mark.slow
 def test_float_is_bit_identical_before_between_and_after():
     block = jax.jit(lambda w, x: jnp.tanh(x @ w) @ w)
     w, x = draw((8, 8), (4, 8))

@@ -48,6 +48,7 @@ def layers_and_input(kind):
     return layers, jax.random.normal(keys[2], (4, 16))
 
 
+@pytest.mark.slow
 def test_a_class_that_checks_its_array_is_planned_quantized_and_run():
     layers, x = layers_and_input(Dense)
     want = np.asarray(model(layers, x))
@@ -82,6 +83,7 @@ def test_a_class_that_checks_its_array_takes_an_adapter():
     np.testing.assert_allclose(model(merged, x), model(layers, x), atol=0.03)
 
 
+@pytest.mark.slow
 def test_a_class_that_checks_its_array_is_trained():
     layers, x = layers_and_input(ArrayAlone)
     rule = QtRule(weight_qtype="int8", act_qtype="int8")

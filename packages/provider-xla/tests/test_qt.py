@@ -33,6 +33,7 @@ def distance(ours, expected):
     return np.linalg.norm(ours - expected) / np.linalg.norm(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_values_are_those_of_inference(name):
     fn, params, x = make(name)
@@ -43,6 +44,7 @@ def test_values_are_those_of_inference(name):
         np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5, err_msg=str(rule))
 
 
+@pytest.mark.slow
 def test_a_padding_that_can_be_read_once():
     def model(k, x):
         return lax.conv_general_dilated(x, k, (1, 1), ((n, n) for n in (1, 1)))
@@ -125,6 +127,7 @@ def test_without_bwd_qtype_gradients_are_straight_through():
     np.testing.assert_allclose(ours, jax.grad(lambda w: jnp.dot(x, w).sum())(w), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["absmax,0.5", "rms,1", "fixed,-1,1"])
 def test_what_is_cut_off_has_no_gradient(method):
     rule = QuantizationRule(weight_qtype="int8", weight_calibration_method=method)
@@ -157,6 +160,7 @@ def test_transformations(rule):
     )
 
 
+@pytest.mark.slow
 def test_gradient_accumulation():
     (w,), x = draw((8, 8)), draw((4, 2, 8), seed=1)[0]
     qt = QtProvider([QT]).apply(lambda w, x: jnp.tanh(x @ w).sum())
@@ -321,6 +325,7 @@ def test_two_rules_on_equal_layers():
         assert (second != first).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["trace", "patch"])
 def test_a_convolution_trains_on_both_engines(engine):
     (k,), x = draw((3, 3, 2, 5)), draw((2, 6, 6, 2), seed=1)[0]

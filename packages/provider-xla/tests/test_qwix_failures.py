@@ -119,6 +119,7 @@ def test_stored_qvalue_behind_a_cast_are_multiplied_as_they_are():
     assert near(quantized(qvalue, x), x @ w.astype(jnp.float32))
 
 
+@pytest.mark.slow
 def test_two_parameters_of_one_shape_are_told_apart():
     a, b, x = draw((8, 8), (8, 8), (4, 8))
     params = {"a": a, "b": b, "scale": jnp.ones((8, 8))}
@@ -226,6 +227,7 @@ def test_ragged_dot_with_stored_qvalue():
     assert near(quantized(qvalue, x), model(w, x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rules", [[INT8], [QuantizationRule(op_names=["einsum"], **{
     "weight_qtype": "int8", "act_qtype": "int8"})]], ids=["all", "einsum"])  # fmt: skip
 def test_an_einsum_of_three_operands_is_quantized_in_its_parts(make, rules):
@@ -241,6 +243,7 @@ def test_an_einsum_of_three_operands_is_quantized_in_its_parts(make, rules):
     assert near(provider.apply(model)([a, b], x), model([a, b], x), 0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -402,6 +405,7 @@ def test_rules_on_equal_layers_each_apply(make):
     assert qtypes == ["int8", "float8_e4m3fn"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "block", [jax.jit(lambda w, x: jnp.tanh(x @ w)), lambda w, x: x @ w], ids=["jit", "operator"]
 )

@@ -145,7 +145,7 @@ def written_out(name):
 
 
 # Written out, each step has both branches, of which it takes one.
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:No (calibration )?batch reached")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_errors_are_those_of_steps_written_out(name):
@@ -163,6 +163,7 @@ def test_errors_are_those_of_steps_written_out(name):
         assert np.isfinite(one.calibration().upper).all()
 
 
+@pytest.mark.slow
 def test_a_fori_loop_of_known_length_has_ranges_by_step():
     def program(fori, w, x):
         return fori(0, 4, lambda i, c: jnp.tanh(c @ w[i]), 10 * x)
@@ -174,6 +175,7 @@ def test_a_fori_loop_of_known_length_has_ranges_by_step():
     assert [one.upper.shape for one in ranges.values()] == [(4, 1, 1)]
 
 
+@pytest.mark.slow
 def test_ranges_are_those_of_each_step():
     """Each is the mean over calls of the largest value of that step alone."""
     batches = [draw((16, 8), seed=s)[0] for s in range(3)]
@@ -205,7 +207,7 @@ def test_ranges_are_those_of_each_step():
     np.testing.assert_allclose(stored, evaluated, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "static_range"),
     [
@@ -271,6 +273,7 @@ def test_loops_of_many_steps_are_joined_unless_the_rule_says_otherwise():
     assert steps(dataclasses.replace(STATIC, static_range="step")) == [(129,)]
 
 
+@pytest.mark.slow
 def test_while_loops_have_joined_ranges():
     def program(w, x):
         def step(state):
@@ -304,6 +307,7 @@ def test_a_while_loop_in_a_scan_has_a_range_for_each_step_of_the_scan():
     assert (np.asarray(found.upper[1:]) <= 1).all()
 
 
+@pytest.mark.slow
 def test_a_step_that_is_never_seen_has_the_range_of_the_others():
     def program(w, x):
         def body(c, w_i):
@@ -367,6 +371,7 @@ def test_the_rules_of_a_custom_vjp_in_a_loop_use_the_ranges_of_its_steps():
         assert np.allclose(y, forward, rtol=1e-6) == is_same
 
 
+@pytest.mark.slow
 def test_ranges_by_step_are_saved_and_loaded(tmp_path):
     def program(w, x):
         return stack(lax.scan, w, x)
@@ -403,6 +408,7 @@ def test_a_report_shows_the_ranges_of_steps():
     assert report.as_json()["ops"][0]["ranges"][0]["steps"] == [4]
 
 
+@pytest.mark.slow
 def test_the_patch_engine_joins_the_steps():
     """It runs a body once for all steps."""
     provider = xla.PtqProvider([STATIC], engine="patch")

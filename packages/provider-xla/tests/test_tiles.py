@@ -91,7 +91,7 @@ def in_blocks(w, qtype):
     return (values.astype(np.float64) * scale).reshape(w.shape)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("qtype", "size"), [("mxfp8", 32), ("nvfp4", 8), ("mxfp4", 16), ("mxfp8", 8), ("nvfp4", 16)]
 )
@@ -147,7 +147,7 @@ CUTS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", CUTS)
 def test_a_shorter_last_tile_follows_what_cuts_a_parameter(case):
     cut, rows, tile = CUTS[case]
@@ -188,6 +188,7 @@ def test_looked_up_rows_and_a_view():
         close(jax.jit(plan.apply(model))(stored, ids), model(rounded, ids))
 
 
+@pytest.mark.slow
 def test_training_with_a_shorter_last_tile():
     rule = QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", tile_size=32,
                   tile_fallback="padded")  # fmt: skip
@@ -202,6 +203,7 @@ def test_training_with_a_shorter_last_tile():
     assert 0 < error < 0.03
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("shape", "tile", "scales"),
     [((4, 16), 32, (2, 1)), ((4, 16), 8, (4, 2)), ((4, 16), 64, (1, 1)), ((3, 5), 8, (3, 1))],
@@ -234,6 +236,7 @@ def test_tiles_of_flattened_axes(shape, tile, scales):
     close(jax.jit(again.apply(split))(held, x), left @ rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fallback", "shape", "scales"),
     [("divisor", (3, 3, 64, 8), (3, 3, 2, 8)), ("divisor", (3, 3, 4, 8), (3, 1, 1, 8)),
@@ -333,6 +336,7 @@ def test_allocation_with_scales_in_float16():
     assert {name: stored[name].nbytes for name in "ab"} == {"a": 64 * 32 + 128, "b": 32 * 32 + 128}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("static", [False, True])
 def test_pointwise_convolutions_of_quantized_inputs_keep_their_tiles(static):
     """Others have one scale per channel, and the plan says so."""

@@ -39,6 +39,7 @@ def zeros(p, x, first):
     return jnp.where(first, x, 0) @ p["a"] + x @ p["b"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [branch, switched_steps, zeros])
 def test_a_range_that_no_batch_reached(fn):
     plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, False)
@@ -66,6 +67,7 @@ def test_a_rule_that_refuses():
         plan.apply(branch, ranges)(plan.quantize(PARAMS), X, True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["absmax", "minmax"])
 def test_an_empty_batch_counts_for_nothing(method):
     def fn(p, x):
@@ -108,6 +110,7 @@ def test_a_range_that_cuts_off():
             plan.calibrate(fn, PARAMS, [(nodes,)])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "int32"])
 def test_parameters_that_the_program_casts(dtype):
     """They stay as they are: rounded again they would lose what their format holds."""

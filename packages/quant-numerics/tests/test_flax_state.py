@@ -15,6 +15,7 @@ def stored(qtype, **options):
     return qn.quantize(w, qtype, channel_axes=(1,), **options)
 
 
+@pytest.mark.slow
 def test_arrays_come_back():
     tree = {"int8": stored("int8"), "int4": stored("int4"), "int5": qn.pack(stored("int5"))}
     read = serialization.from_bytes(tree, serialization.to_bytes(tree))

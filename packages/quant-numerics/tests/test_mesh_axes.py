@@ -166,7 +166,7 @@ def test_types_of_results_are_those_of_floats(op):
                 assert found.sharding == wanted.sharding, (left, right, out, how)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("op", OPS)
 def test_values_of_sharded_operands(op, kind):
@@ -185,7 +185,7 @@ def test_values_of_sharded_operands(op, kind):
             assert_near(result, wanted, (left, right, out, tile, both))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("op", OPS)
 def test_values_in_shard_map(op):
     """Manual axes: columns of the rhs are shared out, or, of a lookup, the indices."""
@@ -230,6 +230,7 @@ def test_quantized_values_and_scales_are_sharded_as_the_array():
 BACKWARDS = [None, qn.Backward("int8"), qn.Backward("int8", tile_size=8)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", range(len(BACKWARDS)))
 def test_gradients_are_sharded_as_their_operands(backward):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)

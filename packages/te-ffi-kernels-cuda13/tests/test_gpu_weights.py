@@ -57,6 +57,7 @@ def test_qvalue_beyond_4_bits_wrap_around():
     np.testing.assert_array_equal(found, te.reference.pack_w4(qvalue, scale).buffer)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("op", [te.gemm_w8a8, te.gemm_w4a8])
 @pytest.mark.parametrize(
@@ -121,6 +122,7 @@ def test_a_bad_value_spoils_its_row_alone_of_many(op, groups, bad):
     np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(clean, 2, 0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [2, 70, 270])
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("op", BITS)

@@ -139,6 +139,7 @@ def test_a_program_for_gpus_gives_it_memory(lowered, op, rows, dtype, bytes_):
     assert re.search(rf"@te_ffi_kernels\.{op}.*-> {result}", text)
 
 
+@pytest.mark.sample(1)
 @needs_native
 @pytest.mark.parametrize("rows", [1, 300])
 @pytest.mark.parametrize("op", BITS)

@@ -4,9 +4,16 @@ import gc
 import hashlib
 import io
 import itertools
+import os
+import platform
+import re
+import threading
+import zlib
 from collections import OrderedDict
+from pathlib import Path
 
 import jax
+import jaxlib
 from jax._src import compiler, core
 from jax._src.interpreters import mlir
 
@@ -46,17 +53,20 @@ def compile_cheaply():
     compiler.get_compile_options = get_compile_options
 
 
-def compile_once(most=2000):
-    """Let XLA compile a program once, however often it is traced again.
+def compile_once(folder, most=2000):
+    """Let XLA compile a program once, however often and in whatever process it is traced again.
 
     Tests trace the same functions again and again, and a tapped one is often the plain one's text.
-    Custom calls may have state or point into this process: each such program is compiled, and so is
-    what is compiled as for users.
+    Custom calls may have state, so that a process shares no program with them, or point into the
+    process: but for those of JAX and of our kernels, such programs are compiled each time, and so
+    is what is compiled as for users.
 
     Args:
-        most: How many programs are kept; the oldest goes first.
+        folder: Where programs are kept for other processes and runs; None for nowhere.
+        most: How many programs are kept in this process; the oldest goes first.
     """
     original = compiler.backend_compile_and_load
+    machine = _machine()
 
     def backend_compile_and_load(backend, module, devices, options, host_callbacks):
         if not cheap:
@@ -64,22 +74,71 @@ def compile_once(most=2000):
         text = io.BytesIO()
         module.operation.write_bytecode(file=text)
         text = text.getvalue()
-        if host_callbacks or b"custom_call" in text:
+        is_own = b"custom_call" in text
+        if host_callbacks or (is_own and not _NAMED.issuperset(_CALL.findall(str(module)))):
             return original(backend, module, devices, options, host_callbacks)
         digest = hashlib.sha256(options.SerializeAsString())
         digest.update(text)
         key = backend, tuple(devices), digest.digest()
-        executable = _compiled.get(key)
+        executable = None if is_own else _compiled.get(key)
         if executable is None:
-            executable = original(backend, module, devices, options, host_callbacks)
-            _compiled[key] = executable
+            file = None
+            if folder is not None and backend.platform == "cpu":
+                digest.update(f"{machine} {[device.id for device in devices]}".encode())
+                file = folder / digest.hexdigest()
+            executable = None if file is None else _loaded(file, backend, devices, options)
+            if executable is None:
+                executable = original(backend, module, devices, options, host_callbacks)
+                if file is not None:
+                    _keep(file, executable)
+            if not is_own:
+                _compiled[key] = executable
             if len(_compiled) > most:
                 _compiled.popitem(last=False)
         return executable
 
     compiler.backend_compile_and_load = backend_compile_and_load
-    # The cache on disk would find nothing, as its key differs from program to program.
+    # JAX's cache on disk would find nothing, as its key differs from program to program.
     jax.config.update("jax_enable_compilation_cache", False)
+
+
+_CALL = re.compile(r"custom_call @(te_ffi_kernels|lapack_|Sharding|SPMD|\w*)")
+_NAMED = frozenset(("te_ffi_kernels", "lapack_", "Sharding", "SPMD"))
+"""What the names of custom calls begin with that a program on disk finds in any process."""
+
+
+def _machine():
+    """Return what compiled programs depend on beside their text: XLA, and the processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = [platform.processor()]
+    features = {line for line in lines if line.startswith(("flags", "Features", "model name"))}
+    return f"{jaxlib.__version__} {platform.machine()} {sorted(features or lines)}"
+
+
+def _loaded(file, backend, devices, options):
+    """Return the program of a file; None if there is none."""
+    try:
+        program = zlib.decompress(file.read_bytes())
+    except (FileNotFoundError, zlib.error):
+        return None
+    os.utime(file)  # what is used stays
+    return backend.deserialize_executable(program, devices, options)
+
+
+def _keep(file, executable):
+    # Others read it when it is whole.
+    part = file.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
+    part.write_bytes(zlib.compress(executable.serialize(), 1))
+    part.replace(file)
+
+
+def forget_old_programs(folder, most=60_000):
+    """Delete the programs on disk that were not used for the longest time, but ``most``."""
+    files = sorted(folder.iterdir(), key=lambda file: file.stat().st_mtime, reverse=True)
+    for file in files[most:]:
+        file.unlink()
 
 
 def forget_programs():

@@ -60,11 +60,14 @@ def pytest_configure(config):
     from . import compat
 
     compat.compile_cheaply()
-    compat.compile_once()
+    kept = config.cache.mkdir("jaxtap-programs") if hasattr(config, "cache") else None
+    if kept is not None and not hasattr(config, "workerinput"):
+        compat.forget_old_programs(kept)
+    compat.compile_once(kept)
     compat.lower_cheaply()
     compat.explain_leaks()
-    # An operation's location is its line, without pytest's forty frames: a tenth of the time.
-    jax.config.update("jax_traceback_in_locations_limit", 1)
+    # Without the lines where operations are written, equal programs have equal texts.
+    jax.config.update("jax_traceback_in_locations_limit", 0)
     # Sharding is tested in the process of the test: there's nothing to start and to import again.
     jax.config.update("jax_num_cpu_devices", DEVICES)
 

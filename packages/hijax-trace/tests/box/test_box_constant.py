@@ -95,7 +95,7 @@ DERIVATIVES = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("nest", NESTS, ids=" of ".join)
 def test_derivatives_are_those_of_a_value(nest):
     """Each write counts once, also where checkpoint computes a part again."""

@@ -543,6 +543,7 @@ def test_without_boxes_it_traces_as_often_as_jax_jit():
 TYPES = [lambda i: None, lambda i: X * i, lambda i: {"a": X * i, "n": jnp.float32(i)}]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("passed", [False, True], ids=["closed over", "passed"])
 def test_types_that_come_back_are_not_traced_again(passed):
     traced, first, second = [], Box(None), Box(X)
@@ -599,6 +600,7 @@ def test_a_box_that_two_functions_close_over():
     assert len(traced) <= 6
 
 
+@pytest.mark.slow
 def test_what_programs_keep_of_old_contents():
     """Of a type that never comes back, eight at most are kept."""
     box, alive = Box(None), []

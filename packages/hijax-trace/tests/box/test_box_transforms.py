@@ -52,6 +52,7 @@ def test_reading_does_not_alias():
     np.testing.assert_allclose(before, X)
 
 
+@pytest.mark.slow
 def test_a_number_counts_as_one_wherever_it_is_read():
     """A Python number takes the dtype of what it meets, as JAX's own Box had it."""
     x = jnp.ones(2, jnp.bfloat16)

@@ -155,6 +155,7 @@ def test_gradients_are_those_of_the_program():
         np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_what_is_known_of_it():
     seen = []
     tapped(matmuls, seen)(Q, K, V)
@@ -268,6 +269,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_functions_are_left(name):
     seen, fn = [], OTHERS[name]

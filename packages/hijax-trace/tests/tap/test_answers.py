@@ -68,6 +68,7 @@ LOOKS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", LOOKS)
 def test_a_handler_is_asked_where_something_differs_that_it_looks_at(name):
     look, keys, asked = LOOKS[name]
@@ -81,6 +82,7 @@ def test_a_handler_is_asked_where_something_differs_that_it_looks_at(name):
     assert scopes(jax.make_jaxpr(ours)(WEIGHTS, X)) == [f"layer_{i}" for i in range(5)]
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_a_handler_that_is_asked_each_time():
     def loss(fn):
         return jax.jit(jax.grad(lambda weights: jnp.sin(fn(weights, X)).sum()))

@@ -272,6 +272,7 @@ def test_a_scale_without_the_stepped_axis_gives_the_array():
     assert found == [False]
 
 
+@pytest.mark.slow
 def test_a_proxy_that_is_lost_says_why():
     def handler(call, x, w, **params):
         found.append((call.proxy(w), call.why_no_proxy(w), call.why_no_proxy(x)))

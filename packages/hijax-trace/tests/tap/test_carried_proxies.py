@@ -309,6 +309,7 @@ def test_programs_carry_proxies(name):
     assert again.shape == found.shape
 
 
+@pytest.mark.slow
 def test_primitives_and_eager_calls():
     cache, rows, x = arguments()
     _, seen = tapped = tap(scanned, "primitive:dot_general")

@@ -264,6 +264,7 @@ class TestSize:
             return jax.grad(loss), jax.grad(tap(loss, look, *self.TARGETS))
         return jax.grad(loss), tap(jax.grad(loss), look, *self.TARGETS)
 
+    @pytest.mark.slow
     def test_equations(self, name, grad):
         plain, tapped = (jax.make_jaxpr(fn)(WS, X) for fn in self.pair(name, grad))
         assert equations(tapped) == equations(plain)

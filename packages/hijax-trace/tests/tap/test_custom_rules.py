@@ -115,7 +115,7 @@ TRANSFORMED = {
 }
 
 
-@pytest.mark.sample(6)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "how"),
     # JAX has no forward mode of a custom_vjp.
@@ -147,7 +147,7 @@ def test_values_and_numbers_of_steps(name, how, wrap):
     close(transformed(tapped)(X, FACTOR), transformed(expected)(X, FACTOR))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("how", ["value", "grad", "grad of jit", "jit of grad"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_boxes_are_written_by_rules(name, how):
@@ -191,6 +191,7 @@ def test_boxes_are_written_by_rules(name, how):
     close(part(tapped)(X, seen), part(expected)(X, seen))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_that_are_differentiated(name):
     def tapped(x, factor):

@@ -39,6 +39,7 @@ class Stop(BaseException):
     pass
 
 
+@pytest.mark.slow
 @FORMS
 @pytest.mark.parametrize("error", [ValueError, Stop])
 def test_exception_in_a_handler(name, error):

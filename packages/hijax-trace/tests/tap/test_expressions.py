@@ -209,7 +209,7 @@ IDIOMS = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDIOMS)
 def test_idioms(name):
     fn, params, kind, wanted = IDIOMS[name]
@@ -249,7 +249,7 @@ def has_proxy(kind, name, found):
     return found == [True if kind == "view" else None] * len(found)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IDIOMS)
 def test_proxies_follow_views(name):
     fn, params, kind, _ = IDIOMS[name]
@@ -287,6 +287,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_dynamic_indices(name):
     fn, params, kind, wanted = DYNAMIC[name]
@@ -318,6 +319,7 @@ CHOSEN = {
 }
 
 
+@pytest.mark.slow
 def test_values_that_a_program_chooses_are_views():
     params = {"a": W, "b": -W, "s": STACK}
     for name, fn in CHOSEN.items():
@@ -356,6 +358,7 @@ def test_proxies_that_cannot_follow_a_choice():
         assert all(one is not True for one in proxies(fn, params, jnp.asarray(X))), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_proxies_follow_dynamic_indices(name):
     fn, params, kind, _ = DYNAMIC[name]
@@ -363,6 +366,7 @@ def test_proxies_follow_dynamic_indices(name):
     assert has_proxy(kind, name, found)
 
 
+@pytest.mark.slow
 def test_an_index_of_a_scan_is_known():
     """All of its values are."""
 
@@ -375,6 +379,7 @@ def test_an_index_of_a_scan_is_known():
     np.testing.assert_array_equal(found.evaluate({"args[0]": STACK}), STACK[[2, 0]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fn",
     [
@@ -487,7 +492,7 @@ NESTED = {
 }
 
 
-@pytest.mark.sample(14)
+@pytest.mark.slow
 @pytest.mark.parametrize("around", NESTED)
 @pytest.mark.parametrize("name", DIFFERENTIATED)
 def test_what_the_program_differentiates(name, around):
@@ -537,6 +542,7 @@ def test_keys_are_of_what_is_computed():
     assert key(lambda p, x: x @ (p * MASK.copy())) == keys[3]
 
 
+@pytest.mark.slow
 def test_programs_of_many_operations_are_followed():
     def fn(p, x):
         for _ in range(1500):
@@ -581,6 +587,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @examples(200)
 @given(
     shape=st.sampled_from([(3, 4, 6), (2, 1, 5), (1, 4, 4), (2, 3, 2, 4)]),
@@ -657,6 +664,7 @@ def test_proxies_follow_compositions(shape, chain, around, data):
         assert "tiles of" in found[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape", "chain", "why"),
     [
@@ -729,6 +737,7 @@ def _doubled_tangent(primals, tangents):
     return x @ w, 2 * (dx @ w) + x @ dw
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [doubled_forward, doubled_tangent])
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint])
 def test_operands_of_derivative_rules(fn, around):
@@ -758,6 +767,7 @@ def test_results_of_shard_map_are_derived():
     np.testing.assert_allclose(one.evaluate({"args[0]": W}), 2 * W + 1, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 def test_programs_that_a_primitive_holds_may_not_be_its_results(around):
     """A solver, such as lineax's, holds its operator, which takes and returns other values."""

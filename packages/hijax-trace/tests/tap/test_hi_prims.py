@@ -101,7 +101,7 @@ PLACES = {
 }
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cls", ALL)
 def test_expansion_is_replaced(cls, place):
@@ -111,7 +111,7 @@ def test_expansion_is_replaced(cls, place):
         np.testing.assert_allclose(fn(XS), 2 * np.sin(XS), rtol=1e-6)
 
 
-@pytest.mark.sample(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("cls", ALL)
 def test_derivative_is_the_rules(cls, place):
@@ -128,6 +128,7 @@ def test_derivative_is_the_rules(cls, place):
         np.testing.assert_allclose(slope, np.cos(XS), rtol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cls", ALL)
 def test_forward_mode(cls):
     for fn in (twice(sine(cls)), jax.vmap(twice(sine(cls)))):
@@ -290,6 +291,7 @@ def test_high_types_are_taken_apart_and_put_together():
     np.testing.assert_allclose(found, 3 * expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_expansions_are_let_go():
     prims = []
 
@@ -324,6 +326,7 @@ def root(a):
     )
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("place", ["itself", "jit", "checkpoint", "scan", "vmap", "vmap of vmap"])
 def test_custom_root_is_entered(place):
     a, wrapped = XS, PLACES[place]

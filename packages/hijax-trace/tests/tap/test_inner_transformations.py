@@ -151,6 +151,7 @@ def _custom_vjp(f):
     return g
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("inside", [True, False])
 def test_gradient_with_forms_between(form, inside):

@@ -99,6 +99,7 @@ def numbers(shape):
     return jnp.asarray(np.random.default_rng(0).normal(size=shape), "float32")
 
 
+@pytest.mark.slow
 @LEVELS
 @EACH
 def test_origins(name, part, target):
@@ -199,6 +200,7 @@ def test_collectives_in_a_nested_function(spmd):
     assert_close(tapped(X, W), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_derivative_of_what_is_mapped():
     """It is asked before it is mapped and differentiated."""
 

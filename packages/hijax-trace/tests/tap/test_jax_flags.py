@@ -69,6 +69,7 @@ def plain(factor=1.0):
     return lambda x, w: jnp.sin(x) @ w * factor
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("place", PLACES)
 def test_handlers_see_and_replace_what_is_in_them(place):
     def by_factor(factor):
@@ -89,6 +90,7 @@ def test_handlers_see_and_replace_what_is_in_them(place):
         assert "checkpoint" not in ids[0]
 
 
+@pytest.mark.sample(2)
 def test_the_derivative_is_that_of_what_handlers_return():
     """That of a custom rule's function is the rule's."""
     for name, fn in functions().items():
@@ -100,6 +102,7 @@ def test_the_derivative_is_that_of_what_handlers_return():
             np.testing.assert_allclose(a, b, 1e-5, 1e-5, err_msg=name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["", "jit"])
 def test_a_rule_that_the_program_runs_is_a_part_of_it(wrap):
     fn = functions()["vjp"]
@@ -110,6 +113,7 @@ def test_a_rule_that_the_program_runs_is_a_part_of_it(wrap):
     np.testing.assert_allclose(found, jnp.cos(X) * (jnp.ones((2, 3)) @ W.T), 1e-5)
 
 
+@pytest.mark.slow
 def test_operands_are_known_through_them():
     seen = []
 
@@ -128,6 +132,7 @@ def test_operands_are_known_through_them():
     assert seen == [("args[1]", (1, 0))] * 2
 
 
+@pytest.mark.slow
 def test_calls_without_targets_stay():
     @jax.jit
     def inner(x):
@@ -139,6 +144,7 @@ def test_calls_without_targets_stay():
     np.testing.assert_array_equal(jax.jit(tap(program, look, "primitive:exp"))(X), program(X))
 
 
+@pytest.mark.sample(1)
 def test_numbers_of_calls_that_are_kept_apart():
     def prevented(x, w):
         return jnp.dot(x, w)

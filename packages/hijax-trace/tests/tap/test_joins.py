@@ -198,6 +198,7 @@ BIASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", BIASES)
 def test_operands_in_the_shape_of_the_calls_result(name, asked):
     bias, shape = BIASES[name]
@@ -220,6 +221,7 @@ def test_parameters_and_the_number_of_the_operand(asked):
     assert asked == [("integer_pow", [(6, 4)], 0, operands), ("sub", [(6, 4)] * 2, 1, operands)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["a bias, then a residual on the left", "a jitted body", "a scan"])
 def test_derivatives_and_maps_of_the_tapped_function(name):
     fn, args, _ = PROGRAMS[name]

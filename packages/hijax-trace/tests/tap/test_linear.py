@@ -134,6 +134,7 @@ def test_the_transpose_is_that_of_the_derivative(name, part):
         np.testing.assert_allclose(ours, right, rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["custom_jvp", "solve"])
 def test_gradients_around_the_tap(name):
     tapped = TraceEngine().wrap(PROGRAMS[name], Interceptor({DOT: rounding([])}))
@@ -187,6 +188,7 @@ def test_the_programs_of_a_linear_solve_know_their_weights():
     assert all(one == [(None, True), ("args[0]", False)] for one in linear)
 
 
+@pytest.mark.slow
 def test_only_the_tangents_of_a_rule_are_linear():
     log = []
     tapped = TraceEngine().wrap(PROGRAMS["custom_jvp"], Interceptor({DOT: rounding(log)}))

@@ -72,6 +72,7 @@ def trace(program, outer=lambda fn: fn):
         jax.make_jaxpr(outer(lambda w, x: jnp.sum(tapped(w, x))))(W, X)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("outer", [lambda fn: fn, jax.grad], ids=["forward", "gradient"])
 def test_nothing_is_kept_of_a_trace(outer):
     def trace_all():
@@ -90,6 +91,7 @@ def test_nothing_is_kept_of_many_traces(name):
     assert objects_kept(lambda: trace(PROGRAMS[name]), 200) <= 1
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_a_trace_whose_handler_raises():
     def trace():
         tapped = ENGINE.wrap(jitted, Interceptor(dict.fromkeys(TARGETS, refuse)))
@@ -99,6 +101,7 @@ def test_nothing_is_kept_of_a_trace_whose_handler_raises():
     assert objects_kept(trace, 20) <= 5
 
 
+@pytest.mark.slow
 def test_nothing_is_kept_of_an_eager_call():
     def call():
         tapped = ENGINE.wrap(model, Interceptor(dict.fromkeys(TARGETS, look)))

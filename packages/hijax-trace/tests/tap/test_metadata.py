@@ -170,6 +170,7 @@ def test_it_does_not_outlive_the_call():
     assert found == [{}, {"seen": True}] * 2
 
 
+@pytest.mark.slow
 def test_function_level():
     found = []
 

@@ -88,6 +88,7 @@ def test_once_it_is_cached(name):
     assert text == stablehlo(lambda x: outer(x), X)
 
 
+@pytest.mark.slow
 @NAMES
 def test_in_a_loop_and_a_gradient(name):
     def fn(x):
@@ -120,6 +121,7 @@ def test_replaced_under_jit(name):
     assert calls == [f"{last(name)}:0"]
 
 
+@pytest.mark.slow
 def test_all_at_once_in_one_program():
     def fn(x):
         return [call(x) for call in CALLS.values()]
@@ -229,6 +231,7 @@ def test_linen(mode):
     assert text == stablehlo(fn, params, X)
 
 
+@pytest.mark.slow
 def test_linen_weights_are_known():
     model = Linen()
     params = model.init(jax.random.key(0), X)

@@ -106,6 +106,7 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "part"), shared(0))
 def test_nothing_changes_where_all_is_let_run(name, part):
     fn, log = PARTS[part](PROGRAMS[name]), Log()
@@ -115,6 +116,7 @@ def test_nothing_changes_where_all_is_let_run(name, part):
         assert found == WEIGHTS.get(name, {"args[0]"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "part"), PAIRS)
 def test_the_derivative_is_that_of_what_handlers_return(name, part):
     tapped = tap(PARTS[part](PROGRAMS[name]), times(2.0), DOT)
@@ -131,6 +133,7 @@ def test_nothing_is_computed_twice(name):
         assert tapped.count(operation) == plain.count(operation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_each_operation_is_asked_about_once(name):
     log = Log()
@@ -138,6 +141,7 @@ def test_each_operation_is_asked_about_once(name):
     assert len(log.ids) == len(set(log.ids)) <= 2
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "part"), shared(1))
 def test_the_derivative_by_an_array_proxy_is_that_by_its_array(name, part):
     """A handler that computes from the codes has a result that no array decides."""
@@ -173,6 +177,7 @@ def test_a_rule_without_the_array_proxy_that_its_call_has():
     assert_equal(tapped(weight, X), fn(weight.restore(), X))
 
 
+@pytest.mark.slow
 def test_each_call_of_one_trace_has_its_own_weight():
     """JAX traces the function once, and puts it into the program at once, twice."""
     found = []
@@ -195,6 +200,7 @@ def test_each_call_of_one_trace_has_its_own_weight():
     assert_equal(actual, (expected(W, 3), expected(2 * W, 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", [lambda f: f, jax.grad], ids=["", "grad"])
 def test_shapes_of_a_derivative_s_function(around):
     """Solvers carry linear functions of the structure that ``eval_shape`` told before a loop."""

@@ -944,6 +944,7 @@ def test_wrapping_a_function_of_functions():
     assert_same(fn(jnp.exp, X), jnp.exp(X))
 
 
+@pytest.mark.slow
 def test_hi_value_as_argument_and_result():
     q = hi.quantize(jnp.asarray(X))
     log = Log()
@@ -1074,6 +1075,7 @@ def named(fn):
         raise
 
 
+@pytest.mark.slow
 def test_texts_on_eight_devices():
     for fn in SHARDED:
         log = Log()
@@ -1108,6 +1110,7 @@ def test_shardings_of_an_outer_jit():
     assert out.sharding.is_equivalent_to(ROWS, 2), out.sharding
 
 
+@pytest.mark.slow
 def test_shardings_in_types():
     def typed(x, w):
         x = jax.reshard(x, P("x"))
@@ -1123,6 +1126,7 @@ def test_shardings_in_types():
         assert stablehlo(jax.grad(tapped), x) == stablehlo(jax.grad(loss), x)
 
 
+@pytest.mark.slow
 def test_products_on_eight_devices_are_replaced():
     for fn in (shard_map, shard_map_of_jit, shardings):
         tapped = tap(fn, times(2), "primitive:dot_general")

@@ -581,6 +581,7 @@ class Variable:
         return cls(*children)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("engine", [ENGINE, PatchEngine()], ids=["trace", "patch"])
 def test_an_object_with_an_array_is_that_array_to_handlers(engine):
     seen = []

@@ -7,6 +7,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from hijax_trace import TraceEngine, compat, repeated
 from interception_core import Interceptor
@@ -40,6 +41,7 @@ def layers(run, tree, y):
     return wide, jax.lax.scan(step, y, jnp.stack([y, y]))
 
 
+@pytest.mark.slow
 def test_equal_calls_share_a_jaxpr_and_do_what_jit_does():
     rng = np.random.default_rng(0)
     tree = {name: jnp.asarray(rng.standard_normal(3), jnp.float32) for name in "ab"}
@@ -126,6 +128,7 @@ def with_a_rule(x):
     return double(x)
 
 
+@pytest.mark.slow
 def test_a_trace_is_released_when_the_next_one_makes_a_call():
     traces = []
 
@@ -156,6 +159,7 @@ def _rectified_jvp(primals, tangents):
     return rectified(x), jax.lax.select(x > 0, t, jnp.zeros_like(t))
 
 
+@pytest.mark.slow
 def test_functions_with_custom_derivatives_are_staged_once():
     seen = []
 

@@ -355,6 +355,7 @@ def test_closed_over_tracer_in_custom_vjp_inside_grad():
     assert grad == 7
 
 
+@pytest.mark.slow
 def test_handler_of_a_function_in_scan():
     def handler(call, x, axis=-1):
         return call.proceed(x, axis=axis) * 2

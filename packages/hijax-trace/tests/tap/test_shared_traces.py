@@ -33,6 +33,7 @@ def programs():
     }
 
 
+@pytest.mark.slow
 @TARGETS
 @pytest.mark.parametrize("name", programs())
 def test_each_does_its_own(name, target):
@@ -42,6 +43,7 @@ def test_each_does_its_own(name, target):
     assert_close(fn(X), expected(X, 1.0), rtol=1e-4)
 
 
+@pytest.mark.slow
 @TARGETS
 def test_traced_forward_by_one_and_differentiated_by_another(target):
     fn, _ = programs()["custom_vjp"]

@@ -31,6 +31,7 @@ APART = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", TOGETHER)
 def test_parts_of_one_array(name):
     found = []
@@ -66,6 +67,7 @@ def test_arrays_that_are_not_staged():
     assert shared_array([x, x, x]) is None
 
 
+@pytest.mark.slow
 def test_in_a_handler():
     found = []
 

@@ -144,7 +144,7 @@ def made():
     return w * 0.1, cache, x
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", STACKED)
 def test_stacked_programs_give_the_same_numbers(name):
     fn, (w, cache, x) = STACKED[name], made()
@@ -158,6 +158,7 @@ def test_stacked_programs_give_the_same_numbers(name):
     assert f"f32[1,{B},{S},{D}]" not in str(jax.make_jaxpr(fn)(w, cache, x, 2))
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", AS_BEFORE)
 def test_other_programs_stay_as_they_are(name):
     fn, given = AS_BEFORE[name], made()
@@ -166,6 +167,7 @@ def test_other_programs_stay_as_they_are(name):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(fn)(*given, 2), jax.jit(tapped)(*given, 2))
 
 
+@pytest.mark.slow
 def test_transformations():
     fn, (w, cache, x) = STACKED["reads before"], made()
 
@@ -202,6 +204,7 @@ def test_operations_have_the_ids_of_the_program():
     assert len(ids[0]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 def test_nothing_of_a_donated_stack_is_copied():
     w, cache, x = made()

@@ -56,7 +56,7 @@ def mapped_scans(w, x):
     return jax.vmap(lambda w: jax.lax.scan(lambda x, w: (x @ w, None), x, w)[0])(w).sum(0)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "lead"),
     [

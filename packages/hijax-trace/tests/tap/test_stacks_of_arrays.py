@@ -37,6 +37,7 @@ def look(cut, found):
     return TraceEngine().wrap(program, Interceptor({"jax.numpy.einsum": handler})), program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CUTS)
 def test_stacks_are_found(name):
     found = []
@@ -49,6 +50,7 @@ def test_stacks_are_found(name):
         assert is_same(at, also_at)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_arrays_are_of_none(name):
     found = []

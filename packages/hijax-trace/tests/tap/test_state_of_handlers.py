@@ -64,6 +64,7 @@ def test_nor_one_that_says_that_ids_make_no_difference():
     assert ids == ["sin:0"]
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize("positive", [True, False])
 def test_one_box_in_both_branches(mode, positive):

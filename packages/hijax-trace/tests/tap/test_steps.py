@@ -114,7 +114,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("part", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_numbers_of_steps(name, part):
@@ -122,6 +122,7 @@ def test_numbers_of_steps(name, part):
     np.testing.assert_array_equal(part(numbered(program))(X), expected)
 
 
+@pytest.mark.slow
 def test_derivatives_of_numbered_steps():
     def model(x):
         return along(3)(x).sum() + (x**2).sum()
@@ -186,6 +187,7 @@ def test_rules_know_no_number():
     assert seen == [((False, 3),), ((True, 3),)]
 
 
+@pytest.mark.slow
 def test_what_a_body_differentiates_knows_the_number():
     weight = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
 

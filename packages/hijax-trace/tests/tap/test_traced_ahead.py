@@ -70,6 +70,7 @@ def names(count):
 STACKED = [f"Stack/layers/{name}/scan(body_fn)/dot_general:0" for name in ("up", "down")]
 
 
+@pytest.mark.slow
 @TARGETS
 @pytest.mark.parametrize("remat", [False, True])
 def test_scan_of_linen_shows_its_body_once(remat, targets):
@@ -83,6 +84,7 @@ def test_scan_of_linen_shows_its_body_once(remat, targets):
     )
 
 
+@pytest.mark.slow
 @TARGETS
 @pytest.mark.parametrize("remat", [False, True])
 def test_a_handler_that_writes_to_a_box_in_it(remat, targets):
@@ -106,6 +108,7 @@ def test_a_handler_that_writes_to_a_box_in_it(remat, targets):
     np.testing.assert_allclose(seen.get(), largest, rtol=1e-5)
 
 
+@pytest.mark.slow
 @TARGETS
 def test_replaced_once(targets):
     model = Stack(True)
@@ -119,6 +122,7 @@ def test_replaced_once(targets):
     assert_close(actual, model.apply(kernels, X), rtol=1e-5)
 
 
+@pytest.mark.slow
 @TARGETS
 def test_what_does_not_change_in_a_loop(targets):
     """Computed ahead, it is an operation if anything uses it, and only then."""

@@ -45,6 +45,7 @@ def test_a_hi_value_of_sharded_parts(x, expected):
     np.testing.assert_allclose(dequantize(q), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_inside_of_shard_map(mesh, x, expected):
     f = over_rows(lambda x: dequantize(quantize(x)), mesh, P("d"), P("d"))
     np.testing.assert_allclose(jax.jit(f)(x), expected, rtol=1e-5)
@@ -52,6 +53,7 @@ def test_inside_of_shard_map(mesh, x, expected):
     np.testing.assert_allclose(gradient, X + expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_argument_and_result_of_shard_map(mesh, x, expected):
     def body(q):
         assert jax.typeof(q).shape == (2, 4), jax.typeof(q)

@@ -98,6 +98,7 @@ def test_jvp(cls, jit):
     np.testing.assert_allclose(tangent, 3 * X**2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", ALL)
 def test_grad_of_scan_and_remat(cls):
     f = lambda x: lax.scan(lambda c, _: (call(cls)(c), None), x, None, length=2)[0].sum()  # noqa: E731
@@ -105,6 +106,7 @@ def test_grad_of_scan_and_remat(cls):
     np.testing.assert_allclose(jax.jit(jax.grad(jax.checkpoint(f)))(X), 9 * X**8, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_derived_rules_of_two_arguments():
     class Mul(ht.HiPrim):
         def __init__(self, x, y):
@@ -272,6 +274,7 @@ class Scaled(ht.HiPrim):
 kinds = []
 
 
+@pytest.mark.slow
 def test_symbolic_zeros():
     """A derivative rule gets them, and makes arrays of them."""
     x = jnp.arange(3.0)

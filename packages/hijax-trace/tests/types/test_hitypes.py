@@ -288,6 +288,7 @@ def test_grad_of_cond(jit):
     close(jit(jax.grad(f))(X, False), np.full_like(X, 3))
 
 
+@pytest.mark.slow
 def test_remat(jit):
     f = jax.checkpoint(lambda x: (roundtrip(x) * x).sum())
     close(jit(f)(X), (rounded(X) * X).sum())

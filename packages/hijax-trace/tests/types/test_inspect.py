@@ -96,6 +96,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_lowered_jaxpr_computes_the_same(name):
     jaxpr = jax.make_jaxpr(PROGRAMS[name])(X)

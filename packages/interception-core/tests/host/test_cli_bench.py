@@ -83,6 +83,7 @@ def bench(declare, host, monkeypatch, tmp_path):
 
 
 class TestBench:
+    @pytest.mark.slow
     def test_each_side_gets_its_kernel(self, bench, capsys):
         assert main(["bench", "acme.gemm", "--seconds", "0", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
@@ -95,6 +96,7 @@ class TestBench:
             case["seconds"][side] for side in ("rival.gemm", "reference", "float")
         )
 
+    @pytest.mark.slow
     def test_a_kernel_may_displace_nothing_of_higher_priority(self, bench, capsys):
         given = ["bench", "rival.gemm", "--cases", "acme_bench:cases", "--seconds", "0"]
         assert main(given) == 0
@@ -109,6 +111,7 @@ class TestBench:
         assert list(case["seconds"]) == ["kernel", "float"]
         assert bench.gemm.chosen == ["acme.gemm"]
 
+    @pytest.mark.slow
     def test_an_op_stands_for_its_first_kernel(self, bench, capsys):
         assert main(["bench", "gemm", "--seconds", "0"]) == 0
         head, line = capsys.readouterr().out.splitlines()

@@ -51,6 +51,7 @@ class TestTheChoosingHook:
         assert f"| `{SELECT}(call, candidates)` |" in guide
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", HOOKS.values())
 def test_every_spec_is_in_the_guide_with_its_fields(spec, guide):
     fields = inspect.signature(spec).parameters.values()

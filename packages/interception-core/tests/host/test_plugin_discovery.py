@@ -35,6 +35,7 @@ def test_finds_its_own(installed):
     assert own.value == "interception_core._plugin"
 
 
+@pytest.mark.slow
 def test_unreadable_metadata_is_the_problem_of_its_distribution_alone(installed):
     installed("good", "[jaxtap]\ngood = good.plugin\n")
     installed("bad", "[jaxtap]\nnot an entry point\n")

@@ -124,6 +124,7 @@ def test_a_command_from_its_own_distribution_runs_by_name(python):
     assert python(*JAXTAP, "acme", "1024", installed=[]).stdout == "4096 bytes become 132\n"
 
 
+@pytest.mark.slow
 def test_the_errors_of_the_guide(python, guide_blocks):
     python("-W", "ignore", "-c", guide_blocks["errors"], installed=[])
 
@@ -201,6 +202,7 @@ def test_a_name_that_two_distributions_claim(python):
     assert (found["acme"]["status"], found["rival"]["status"]) == ("conflict", "conflict")
 
 
+@pytest.mark.slow
 def test_a_disabled_plugin_is_not_imported(python):
     environ = {"JAXTAP_DISABLE_PLUGINS": "broken"}
     done = python(*JAXTAP, "plugins", "--json", installed=["broken"], **environ)
@@ -208,6 +210,7 @@ def test_a_disabled_plugin_is_not_imported(python):
     assert "broken" not in done.stderr
 
 
+@pytest.mark.slow
 def test_strict_refuses_to_go_on(python):
     code = "import interception_core; interception_core.plugins()"
     python("-c", code, installed=["broken"])
@@ -225,6 +228,7 @@ def test_importing_jax_while_declaring_is_noticed(python):
     assert "must not import jax, and it does" in done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_failing_command_prints(python):
     done = python(*JAXTAP, "broken", installed=["broken"], check=False)
     assert done.returncode == 1

@@ -102,6 +102,7 @@ def test_the_plan_runs_what_was_measured(model):
     ]
 
 
+@pytest.mark.slow
 def test_bits_go_where_they_matter(model):
     params, x = model
     # Quantized values and scales of three in int8, and of the one beside in int2.
@@ -135,6 +136,7 @@ def test_budgets_hold_and_more_is_never_worse(model, tile):
         assert half.allocation.predicted == pytest.approx(before, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_tiles_to_choose_from(model):
     params, x = model
     plan = planned(params, x).allocate(
@@ -232,6 +234,7 @@ def test_again_and_with_rules_for_single_parameters(model):
     assert set(again.rules.rules) == set(other.rules.rules)
 
 
+@pytest.mark.slow
 def test_layers_with_the_same_qtype_share_a_trace():
     ws, x = draw((6, 8, 8))[0] / 3, draw((4, 8))[0]
     params = list(ws)

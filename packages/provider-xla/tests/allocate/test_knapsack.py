@@ -62,6 +62,7 @@ def test_of_equal_costs_the_smallest():
     assert choose([[5, 3, 4]], [[0.0, 0.0, 0.0]], 10) == [1]
 
 
+@pytest.mark.slow
 def test_many_items():
     rng = np.random.default_rng(0)
     bits = np.array([2, 3, 4, 5, 6, 8])

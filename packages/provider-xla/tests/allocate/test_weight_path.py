@@ -79,6 +79,7 @@ def test_parameters_that_are_one_array_have_an_empty_path():
     assert qtypes(plan) == {"": "int4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["take", "index"])
 def test_lookups(kind):
     params = {"words": draw(0, 16, 8), "places": draw(1, 16, 8)}
@@ -128,6 +129,7 @@ def test_equal_blocks_with_other_rules_do_not_share_a_result():
     assert np.abs(expected[0] - expected[1]).max() > 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rules", "traces"),
     [
@@ -169,6 +171,7 @@ def test_keys_are_equal_exactly_where_all_rules_treat_parameters_alike(patterns,
     assert rules.origin_key("args[1]a") not in (one, other)
 
 
+@pytest.mark.slow
 def test_in_scans_and_under_grad():
     params = {"up": draw(0, 3, 8, 8), "down": draw(1, 3, 8, 8)}
 

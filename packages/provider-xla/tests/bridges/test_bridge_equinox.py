@@ -145,6 +145,7 @@ def test_it_trains():
         quantize_model(stored, ptq(), ROW)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("decorator", [eqx.filter_jit, jax.jit, eqx.filter_checkpoint])
 def test_transformed_methods_and_parts(decorator):
     class Layer(eqx.Module):
@@ -172,6 +173,7 @@ def test_transformed_methods_and_parts(decorator):
     close(run(model, x), run(plain_of(model, net), x))
 
 
+@pytest.mark.slow
 def test_a_jitted_method_with_a_vmap_inside():
     plain = equinox_classes()[1]
 
@@ -208,6 +210,7 @@ def test_a_vmap_in_a_part(part):
     assert model_plan(model).report(net, x).ops[0].flops > 0
 
 
+@pytest.mark.slow
 def test_a_derivative_inside_of_a_checkpoint_is_quantized():
     class Net(eqx.Module):
         linear: eqx.nn.Linear

@@ -40,6 +40,7 @@ def dense(**options):
     return net, net.init(jax.random.key(1), x), x
 
 
+@pytest.mark.slow
 def test_a_bound_module_holds_stored_variables():
     net, variables = linen_net(block=linen_classes()[1])
     model = quantize_model(net.bind(variables), ptq(), TOKENS)
@@ -139,6 +140,7 @@ class Stateful(linen.Module):
         return 2 * x
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bound", [True, False])
 def test_mutable_collections_and_random_keys(bound):
     net, x = Stateful(), jax.random.normal(jax.random.key(3), (8, WIDTH))
@@ -188,6 +190,7 @@ def test_a_quantized_module_in_another_one():
     close(Outer(quantize_model(net, ptq())).apply(variables, x), expected)
 
 
+@pytest.mark.slow
 def test_saved_by_flax_and_loaded():
     net, variables, x = dense()
     model = quantize_model(net.bind(variables), ptq(), x)
@@ -204,6 +207,7 @@ def test_saved_by_flax_and_loaded():
         )
 
 
+@pytest.mark.slow
 def test_static_ranges_and_random_keys():
     net, variables, x = dense()
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)

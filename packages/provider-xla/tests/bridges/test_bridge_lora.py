@@ -43,6 +43,7 @@ def cross_entropy(logits):
     return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
 
 
+@pytest.mark.slow
 def test_nnx_trains_adapters_with_its_own_optimizer():
     net = nnx_net()
     model = quantize_model(net, ptq(), TOKENS)
@@ -91,6 +92,7 @@ def test_nnx_trains_adapters_with_its_own_optimizer():
     close(forward(again), forward(merged), 0.05)
 
 
+@pytest.mark.slow
 def test_parts_of_an_nnx_model_run_with_their_adapters():
     model = quantize_model(nnx_net(), ptq(), TOKENS)
     x = jax.random.normal(jax.random.key(1), (2, 7, 16))
@@ -249,6 +251,7 @@ def test_a_decoder_with_einsum_projections_is_trained_by_a_trainer_of_adapters()
     close(found, expected, 1e-4)
 
 
+@pytest.mark.slow
 def test_linen_keeps_adapters_in_a_collection():
     net, variables = linen_net()
     bound = quantize_model(net.bind(variables), ptq(), TOKENS)
@@ -321,6 +324,7 @@ def test_equinox_trains_what_its_partition_selects():
     close(jax.vmap(merged)(TOKENS), jax.vmap(trained)(TOKENS), 2e-5)
 
 
+@pytest.mark.slow
 def test_the_frozen_rest_gets_no_gradient():
     """No contraction has the shape of the gradient of a parameter."""
     model = quantize_model(nnx_net(), ptq(), TOKENS)

@@ -53,6 +53,7 @@ def load(model, values):
     return model
 
 
+@pytest.mark.slow
 def test_it_computes_what_the_float_model_does_with_dequantized_weights():
     block = nnx_classes()[1]
     net = nnx_net(block=block)
@@ -67,6 +68,7 @@ def test_it_computes_what_the_float_model_does_with_dequantized_weights():
     close(jax.jit(lambda state, x: nnx.merge(graph, state)(x))(state, TOKENS), result)
 
 
+@pytest.mark.slow
 def test_the_given_model_stays_as_it_is_and_nothing_is_copied():
     net = nnx_net()
     expected = run(net, TOKENS)
@@ -83,6 +85,7 @@ def test_the_given_model_stays_as_it_is_and_nothing_is_copied():
     np.testing.assert_array_equal(run(net, TOKENS), expected)
 
 
+@pytest.mark.slow
 def test_paths_are_attributes_and_rules_go_by_them():
     rules = [
         QuantizationRule(module_path="head"),
@@ -294,6 +297,7 @@ class TestState:
         np.testing.assert_array_equal(model(self.x), model(self.x))
 
 
+@pytest.mark.slow
 def test_it_may_be_closed_over_as_far_as_the_float_model_may():
     x = jnp.ones((2, WIDTH))
     model = quantize_model(nnx_net().blocks[0].up, ptq(), x)
@@ -462,6 +466,7 @@ class Direct(nnx.Module):
         )
 
 
+@pytest.mark.slow
 def test_params_are_operands_of_jaxs_functions():
     model, ids = Direct(), jnp.array([[0, 3, 5], [1, 1, 7]])
     rules = [

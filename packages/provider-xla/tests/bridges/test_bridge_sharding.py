@@ -30,6 +30,7 @@ def assert_near(actual, expected, off=1e-5):
     np.testing.assert_allclose(actual, expected, rtol=0, atol=off * scale)
 
 
+@pytest.mark.slow
 def test_nnx(mesh):
     nnx = pytest.importorskip("flax.nnx")
     net, x = nnx.Linear(16, 32, rngs=nnx.Rngs(0)), put(mesh, X, "d")
@@ -46,6 +47,7 @@ def test_nnx(mesh):
     assert jnp.isfinite(grads["kernel"].get_value()).all()
 
 
+@pytest.mark.slow
 def test_linen(mesh):
     linen = pytest.importorskip("flax.linen")
     net, x = linen.Dense(32), put(mesh, X, "d")
@@ -58,6 +60,7 @@ def test_linen(mesh):
     assert_near(jax.jit(module.apply)(stored, x), module.apply(one, X))
 
 
+@pytest.mark.slow
 def test_equinox(mesh):
     eqx = pytest.importorskip("equinox")
     net, x = eqx.nn.Linear(16, 32, key=jax.random.key(0)), put(mesh, X, "d")

@@ -64,7 +64,7 @@ MODELS = {
 }
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_values(name):
     model = MODELS[name]()

@@ -120,6 +120,7 @@ def near(actual, expected):
     np.testing.assert_allclose(actual, expected, atol=0.05)
 
 
+@pytest.mark.slow
 def test_a_class_overrides_what_it_did_before():
     # The models' __call__ asserts it, in the quantized program.
     for model in models():

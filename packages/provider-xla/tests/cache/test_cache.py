@@ -26,6 +26,7 @@ def provider(*rules):
     return xla.PtqProvider([*rules, FLOAT])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_with_rounded_rows(name):
     """A decoder gives what it gives with float caches whose rows were rounded."""
@@ -79,6 +80,7 @@ def generate(step):
     return program
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["carry", "stacked", "unrolled", "branched", "vmapped_step"])
 def test_scan_over_tokens(name):
     """The cache is carried through a scan over tokens, around the loop over layers."""
@@ -100,6 +102,7 @@ def test_scan_over_tokens(name):
     assert len(whole) == 4 or f"f32[{','.join(map(str, whole))}]" not in text
 
 
+@pytest.mark.slow
 def test_perplexity_is_within_half_a_percent():
     """Of what a decoder with sharp attention says of its own text."""
     params = parameters(2)
@@ -183,6 +186,7 @@ RULES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "rule"), [*zip(["carry", "unrolled", "vmapped_step"], RULES, strict=True)]
 )
@@ -317,6 +321,7 @@ FLOATS = {
 }
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", FLOATS)
 def test_what_stays_float_says_why(name):
     change, reason = FLOATS[name]
@@ -340,6 +345,7 @@ def test_what_stays_float_says_why(name):
         xla.PtqProvider(rules, strict=True).plan(step, q, cache, new, 2)
 
 
+@pytest.mark.slow
 def test_quantized_cache_where_the_program_needs_the_array():
     """A cache that is quantized all the same is dequantized there, and comes out as an array."""
     step = decode_of(FLOATS["adds"][0])

@@ -41,6 +41,7 @@ def inputs(count):
     return jax.random.normal(jax.random.key(5), (count, BATCH, 1, SIZE))
 
 
+@pytest.mark.slow
 def test_linen():
     model = Model()
     variables = model.init(jax.random.key(0), jnp.ones((BATCH, LENGTH, SIZE)))
@@ -92,6 +93,7 @@ def test_linen_variables_in_one_argument():
     assert isinstance(stored["cache"]["Block_0"]["attention"]["cached_key"], xla.CacheArray)
 
 
+@pytest.mark.slow
 def test_nnx():
     attention = nnx.MultiHeadAttention(
         HEADS, SIZE, SIZE, decode=True, rngs=nnx.Rngs(0), keep_rngs=False

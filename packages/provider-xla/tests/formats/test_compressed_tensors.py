@@ -146,6 +146,7 @@ CASES = {
 NAME = "model.layers.0.mlp.up_proj"
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("case", CASES)
 def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
@@ -216,6 +217,7 @@ def up(name):
     return f"model.{name}_proj.weight"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RULES)
 def test_a_quantized_model_goes_out_and_comes_back(tmp_path, name):
     rng = np.random.default_rng(0)
@@ -387,6 +389,7 @@ def test_a_folder_that_is_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", ["int8 with zero points", "int4 groups with zero points"])
 @pytest.mark.parametrize("act", [None, "int8"])
 def test_zero_points_are_packed_for_kernels(tmp_path, case, act):
@@ -410,6 +413,7 @@ def test_zero_points_are_packed_for_kernels(tmp_path, case, act):
     np.testing.assert_allclose(again.restore(), wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_zero_points_of_experts():
     w, x = (np.random.default_rng(i).normal(size=s) for i, s in enumerate([(3, 32, 8), (6, 32)]))
     q = qn.quantize(jnp.asarray(w + 1, jnp.float32), "int8", channel_axes=(0, 2), method="minmax")

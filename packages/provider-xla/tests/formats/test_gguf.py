@@ -136,6 +136,7 @@ def source(name):
 X = jnp.asarray(np.random.default_rng(5).normal(size=(3, 64)), jnp.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("qtype", "kind"), [("int8", "Q8_0"), ("int4", "Q4_0"), ("int5", "Q5_0")])
 def test_a_quantized_model_goes_out_and_comes_back(tmp_path, qtype, kind):
     params, path = parameters(), tmp_path / "model.gguf"
@@ -157,6 +158,7 @@ def test_a_quantized_model_goes_out_and_comes_back(tmp_path, qtype, kind):
     ]
 
 
+@pytest.mark.slow
 def test_tiles_of_several_blocks_are_written_block_by_block(tmp_path):
     w = parameters()["layers"][0]["up"].T
     q = qn.quantize(w, "int8", channel_axes=(0,), scale_dtype="float16")
@@ -194,7 +196,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_contractions_with_a_minimum(name):
     program, shape, x_shape = PROGRAMS[name]
@@ -207,6 +209,7 @@ def test_contractions_with_a_minimum(name):
     assert np.linalg.norm(found - wanted) <= 2e-6 * np.linalg.norm(wanted) + 1e-6
 
 
+@pytest.mark.slow
 def test_activations_in_int8_and_gradients():
     held, exact = affine((48, 64))
     x = jnp.asarray(np.random.default_rng(7).normal(size=(8, 64)), jnp.float32)
@@ -220,6 +223,7 @@ def test_activations_in_int8_and_gradients():
     np.testing.assert_allclose(grad, np.broadcast_to(exact.sum(0), x.shape), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["a.safetensors", "folder"])
 def test_what_was_read_is_saved_and_exported(tmp_path, model_file, name):
     tree = xla.load_gguf(model_file)

@@ -86,6 +86,7 @@ def test_merge_adds_in_the_parameters_place(rank, qtype, dtype, seed):
     assert (np.abs(np.asarray(found, np.float64) - expected) <= bound).all()
 
 
+@pytest.mark.slow
 def test_merged_parameters_are_quantized_again(case):
     plan, w, x, adapters = case
     adapters = jax.tree.map(lambda a: a + 0.1, adapters)

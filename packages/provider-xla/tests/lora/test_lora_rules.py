@@ -38,7 +38,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("act_qtype", [None, "int8"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_of_adapters_are_those_of_merged_parameters(name, act_qtype):
@@ -71,6 +71,7 @@ def test_gradients_of_adapters_are_those_of_merged_parameters(name, act_qtype):
         assert np.linalg.norm(one - other) <= 0.03 * np.linalg.norm(other)
 
 
+@pytest.mark.slow
 def test_an_expert_that_the_data_choose_trains_or_is_a_problem():
     plan = PtqProvider(QuantizationRule(weight_qtype="int8", rank=2)).plan(expert, STACK, X)
     if plan.problems:

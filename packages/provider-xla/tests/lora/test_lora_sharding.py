@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -43,6 +44,7 @@ def formulas(stored, adapters):
     return y, {"args[0]": {"a": 3 * x.T @ y @ b.T, "b": 3 * (x @ a).T @ y}}
 
 
+@pytest.mark.slow
 def test_beside_a_sharded_parameter():
     mesh = line()
     plan, adapters, run = prepared(matmul)
@@ -53,6 +55,7 @@ def test_beside_a_sharded_parameter():
     assert_close(result, y)
 
 
+@pytest.mark.slow
 def test_gradients_of_rows_that_are_shared_out():
     plan, adapters, run = prepared(matmul)
     stored = plan.quantize(W)
@@ -84,6 +87,7 @@ def test_inside_of_shard_map_that_takes_the_parameter_whole():
     check_inside(matmul, (P(), P("d")), P("d"))
 
 
+@pytest.mark.slow
 def test_inside_of_shard_map_that_takes_the_parameter_apart():
     specs = P("d"), P(None, "d")
     check_inside(lambda w, x: lax.psum(x @ w, "d"), specs, P())

@@ -101,6 +101,7 @@ def test_init_is_uniform_within_the_root_of_fan_in():
     assert plan.lora["args[0]"].scale == 1  # alpha is the rank
 
 
+@pytest.mark.slow
 def test_many_adapters_at_once():
     fn, shapes = MODELS["scan"]
     _, stored, adapters, x, run = prepared(fn, shapes, QLORA)
@@ -111,6 +112,7 @@ def test_many_adapters_at_once():
         np.testing.assert_allclose(y, run(stored, x, adapters=one), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_parameters_without_adapters_can_be_trained_beside_them():
     def fn(params, x):
         return x @ params["w"] + params["bias"]
@@ -166,6 +168,7 @@ def test_each_step_of_a_scan_and_each_contraction_drops_others():
     assert len(set(sums.tolist())) == 6
 
 
+@pytest.mark.slow
 def test_dropout_in_training_keeps_gradients_of_what_was_seen():
     (w,), (x,) = draw((50, 4)), draw((3, 50), seed=1)
     plan = PtqProvider(DROPOUT).plan(lambda w, x: x @ w, w, x)

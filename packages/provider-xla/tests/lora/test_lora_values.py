@@ -217,6 +217,7 @@ def test_activations_are_quantized_for_the_qvalue_alone():
     close(run(stored, x, adapters=adapters), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 def test_the_result_has_the_dtype_of_the_program(dtype):
     params, x = draw((16, 8), dtype=dtype)[0], draw((4, 16), dtype=dtype, seed=1)[0]

@@ -69,6 +69,7 @@ def test_views_and_what_is_used_as_it_is_have_adapters(name):
     check(plan, fn, params)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", COMPUTED)
 def test_what_weights_are_computed_from_is_named(name):
     fn, params = IDIOMS[name]
@@ -98,6 +99,7 @@ def test_the_parts_of_a_split_have_parts_of_one_adapter():
     assert "tensor<8x12xf32>" not in text
 
 
+@pytest.mark.slow
 def test_parts_of_stacks_that_the_program_chooses():
     experts = jnp.asarray(draw(4, 8, 6))
 
@@ -111,6 +113,7 @@ def test_parts_of_stacks_that_the_program_chooses():
     check(plan, fn, experts)
 
 
+@pytest.mark.slow
 def test_a_tied_head_that_is_transposed():
     table, tokens = jnp.asarray(draw(11, 8)), jnp.asarray([1, 4, 9])
 

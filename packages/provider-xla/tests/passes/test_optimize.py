@@ -191,6 +191,7 @@ def test_without_passes_it_is_quantize():
     assert all(row.rounded > 0 and not row.after for row in report)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Static ranges cut off")
 def test_static_ranges_are_those_of_the_transformed_activation():
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)

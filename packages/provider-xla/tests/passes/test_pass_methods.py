@@ -93,6 +93,7 @@ def test_gptq_with_zeros_makes_up_for_them():
     np.testing.assert_array_equal(qarray_of(stored), float64_gptq(W, GRAM, scale, keep))
 
 
+@pytest.mark.slow
 def test_gptq_of_a_channel_that_is_always_0():
     x = X.copy()
     x[:, 5] = 0
@@ -143,6 +144,7 @@ def test_smoothquant_scales(alpha):
     np.testing.assert_array_equal(qarray_of(stored.inner), qarray_of(rounded))
 
 
+@pytest.mark.slow
 def test_smoothquant_of_channels_that_are_always_0():
     x, w = X.copy(), W.copy()
     x[:, 2], w[7] = 0, 0
@@ -153,6 +155,7 @@ def test_smoothquant_of_channels_that_are_always_0():
     assert np.isfinite(by).all()
 
 
+@pytest.mark.slow
 def test_smoothquant_leaves_contractions_with_float_activations():
     _, stored, report = optimized([SmoothQuant()], weight_qtype="int8")
     assert isinstance(stored, qn.QArray)
@@ -279,6 +282,7 @@ def test_the_largest_of_each_group_stay(pattern, qtype):
     np.testing.assert_allclose(result, X @ values, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_peaks_are_the_largest_over_batches_and_mapped_axes():
     def fn(w, x):
         return jax.vmap(lambda row: jnp.tanh(row @ w) @ w.T)(x)

@@ -123,6 +123,7 @@ def test_moves_that_it_follows(move):
     np.testing.assert_allclose(moved.restore().astype(np.float32), move(w), atol=atol)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("move", [lambda w: w.reshape(4, 6), lambda w: w[::-1], lambda w: w[2:]])
 def test_moves_within_channels_are_not_followed(move):
     weight, _ = held((8, 3), (0,), (Scaled(jnp.arange(1.0, 9.0)),))

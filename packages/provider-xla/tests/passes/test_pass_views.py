@@ -80,6 +80,7 @@ def test_the_parts_of_a_transformed_parameter(step):
     assert abs(after - expected) < 0.1 * expected
 
 
+@pytest.mark.slow
 def test_a_computed_weight_is_transformed_as_it_is_computed():
     x = draw(16, 8, seed=3) * np.array([20, 1, 1, 1, 5, 1, 1, 1], np.float32)
     stored, report, after, rounded = errors_of(lambda p, x: x @ (p * MASK), W, [SmoothQuant()], x)

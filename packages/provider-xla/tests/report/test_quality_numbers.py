@@ -88,6 +88,7 @@ def test_a_contraction(rule, top, acts, engine):
     assert parameter.bytes_after == 32 * 24 * (1 if top == 127 else 0.5) + 24 * 4
 
 
+@pytest.mark.slow
 def test_batches_are_added_up():
     w, batches = rows(0, 8, 6), [(rows(1, 4, 8),), (10 * rows(2, 4, 8),)]
     report = reported(lambda w, x: x @ w, w, rules=W8, batches=batches)
@@ -135,6 +136,7 @@ def test_parameters_that_are_mapped_over():
     assert op.flops == 3 * 2 * 5 * 8 * 6
 
 
+@pytest.mark.slow
 def test_the_error_is_that_of_what_is_stored():
     """Both contractions have one scale for all of the parameter, which each alone would not."""
     w, x = rows(0, 8, 6), rows(1, 4, 8)
@@ -167,6 +169,7 @@ def test_parameters_that_passes_have_made():
         PtqProvider(rule, engine="patch").plan(lambda w, x: x @ w, w, x).report(w, x, stored=made)
 
 
+@pytest.mark.slow
 def test_lookups():
     table, ids = rows(0, 16, 8), np.array([[3, 1, 3], [0, 15, 2]])
     rules = QuantizationRule(op_names=["take"], weight_qtype="int4")
@@ -176,6 +179,7 @@ def test_lookups():
     assert (op.op_name, op.flops, op.seconds) == ("take", 0, None)
 
 
+@pytest.mark.slow
 def test_qvalue_of_odd_bits():
     w, x = rows(0, 16, 8), rows(1, 4, 16)
     report = reported(
@@ -184,6 +188,7 @@ def test_qvalue_of_odd_bits():
     check(report.ops[0].error, np.float64(x) @ np.float64(w), np.float64(x) @ rounded(w, 0, 15))
 
 
+@pytest.mark.slow
 def test_training_rules():
     w, x = rows(0, 16, 8), rows(1, 4, 16)
     rule = QtRule(weight_qtype="int8", bwd_qtype="int8")
@@ -297,6 +302,7 @@ def test_what_stays_float_and_why():
     assert report.bytes_after == report.bytes_float + 64 + 8 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Static ranges cut off")
 def test_static_ranges():
     w, x = rows(0, 8, 6), rows(1, 4, 8)

@@ -47,6 +47,7 @@ def header_of(data):
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
+@pytest.mark.slow
 def test_cut_short_anywhere(file, tmp_path):
     data, path = file.read_bytes(), tmp_path / "cut.safetensors"
     for length in range(len(data)):
@@ -54,6 +55,7 @@ def test_cut_short_anywhere(file, tmp_path):
         refused(path)
 
 
+@pytest.mark.slow
 def test_a_byte_altered_anywhere(file, tmp_path):
     data, path = file.read_bytes(), tmp_path / "altered.safetensors"
     rng = np.random.default_rng(0)

@@ -45,6 +45,7 @@ def refusal(path, plan):
     return lines
 
 
+@pytest.mark.slow
 def test_another_format(path, params):
     saved(path, mlp_plan(W4, params=params), params)
     was = "tiles of 8 along axis 0 and per index of axis 1 -> per index of axis 1"
@@ -74,6 +75,7 @@ def test_another_tile(path, params):
     ]
 
 
+@pytest.mark.sample(1)
 def test_other_ends_of_tiles_and_dtypes_of_scales(path):
     def plan(rule):
         return xla.PtqProvider([rule]).plan(lambda p, x: x @ p["w"], params, jnp.ones((2, 72)))
@@ -93,6 +95,7 @@ def test_other_ends_of_tiles_and_dtypes_of_scales(path):
     assert "  w: dtype of scales float16 -> float32" in refusal(path, plan(rule))
 
 
+@pytest.mark.sample(1)
 def test_another_method(path, params):
     saved(
         path,
@@ -110,6 +113,7 @@ def test_what_stays_float(path, params):
     assert "  head: format int8 -> float" in refusal(path, plan)
 
 
+@pytest.mark.slow
 def test_other_parameters(path, params):
     saved(path, mlp_plan(W8, params=params), params)
     other = mlp_params(depth=2, width=16, out=4)
@@ -133,6 +137,7 @@ def test_other_parameters(path, params):
     ]
 
 
+@pytest.mark.slow
 def test_rules_alone(path, params):
     """The parameters fit: loaded, with a warning that says what is other."""
     plan = mlp_plan(W8, params=params)
@@ -161,6 +166,7 @@ def test_saving_what_the_plan_did_not_quantize(path, params):
     assert not path.exists()
 
 
+@pytest.mark.sample(1)
 def test_templates(path, params):
     stored = saved(path, mlp_plan(W4, params=params), params)
     for template in (params, stored, jax.eval_shape(lambda: params)):

@@ -38,6 +38,7 @@ def test_an_equinox_module_with_functions_among_its_leaves(tmp_path):
         xla.load(path)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("path", ["a.safetensors", "a"])
 def test_an_nnx_state_with_random_keys(tmp_path, path):
     class Model(nnx.Module):
@@ -94,7 +95,7 @@ def trained(tree):
     return jax.tree.map(lambda x: x + 0.25 if getattr(x, "shape", ())[-2:].count(2) else x, tree)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [of_equinox, of_linen, of_nnx])
 def test_models_with_adapters(tmp_path, make):
     model, tree, run, names = make()

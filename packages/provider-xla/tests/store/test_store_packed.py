@@ -43,6 +43,7 @@ def test_round_trip(tmp_path, rule, path):
     np.testing.assert_array_equal(run(xla.load(path, plan=plan), x), run(packed, x))
 
 
+@pytest.mark.slow
 def test_the_file_is_that_of_qvalue(tmp_path):
     params = mlp_params()
     plan = mlp_plan(params=params)
@@ -52,6 +53,7 @@ def test_the_file_is_that_of_qvalue(tmp_path):
     assert packed.read_bytes() == qvalue.read_bytes()
 
 
+@pytest.mark.slow
 def test_weights_of_one_layout_are_unpacked_by_one_program(tmp_path):
     params = mlp_params(depth=6, width=24, out=8)
     plan = mlp_plan(params=params)
@@ -86,6 +88,7 @@ def test_what_cannot_be_unpacked(tmp_path, monkeypatch):
         xla.save(tmp_path / "a", packed)
 
 
+@pytest.mark.slow
 def test_another_machine(tmp_path):
     """A plan without kernels loads what one with them has saved."""
     params = mlp_params()

@@ -44,6 +44,7 @@ def test_transformed_weights(tmp_path, name, file):
     same(xla.load(path, sharding=shardings), stored)
 
 
+@pytest.mark.sample(1)
 def test_every_step(path):
     steps = (
         transformed.Scaled(jnp.arange(1.0, 65.0)),

@@ -99,6 +99,7 @@ def test_a_tree_that_is_one_leaf(path):
     same(round_trip(path, quantized("int4")), quantized("int4"))
 
 
+@pytest.mark.sample(1)
 def test_other_nodes_are_dicts_or_what_the_template_says(path):
     tree = Point(Pair(jnp.ones(2), 3), {"inner": quantized("nf4"), "fn": jnp.tanh})
     xla.save(path, tree)
@@ -111,6 +112,7 @@ def test_other_nodes_are_dicts_or_what_the_template_says(path):
     same(xla.load(path), {"x": {"first": jnp.ones(2), "second": 3}, "y": 1})
 
 
+@pytest.mark.slow
 def test_a_plan_gives_the_structure_and_the_parameters_run(path):
     params = mlp_params()
     plan = mlp_plan(params=params)
@@ -255,6 +257,7 @@ def test_plain_orbax_reads_a_checkpoint(tmp_path):
     np.testing.assert_array_equal(found["w.scale"], q.scale)
 
 
+@pytest.mark.slow
 def test_the_manifest_says_what_is_inside(path):
     params = mlp_params()
     rule = xla.QtRule(weight_qtype="int4", tile_size=8, bwd_qtype="int8")

@@ -83,6 +83,7 @@ def test_a_function_of_names(path, sample, other):
     np.testing.assert_allclose(actual, sample.expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.sample(1)
 def test_scales_that_are_too_few_to_be_cut_are_everywhere(path, sample, mesh):
     """Eight cuts, and four tiles."""
     along = NamedSharding(mesh, P(("x", "y")))

@@ -55,6 +55,7 @@ def test_one_value_with_one_type():
     assert len(jaxpr.in_avals) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("qtype", "options"),
     [
@@ -113,6 +114,7 @@ def test_training_a_quantized_parameter(jit):
     np.testing.assert_allclose(gx, slope @ w.T, rtol=0.1, atol=0.1)
 
 
+@pytest.mark.sample(1)
 def test_derivatives_reach_the_scales_of_what_it_is_made_of(jit):
     q = quantized(X[0])
 
@@ -134,6 +136,7 @@ def test_no_derivative_goes_through_the_qvalue(jit):
     np.testing.assert_array_equal(grad, np.ones((3, 8)))
 
 
+@pytest.mark.sample(1)
 def test_vmap(jit):
     f = jax.vmap(dequantize, in_axes=LeadingAxis(), axis_size=4)
     np.testing.assert_array_equal(jit(f)(hi(X)), dequantize(quantized(X)))
@@ -203,6 +206,7 @@ def test_an_axis_that_cannot_be_mapped_is_named():
         jax.vmap(dequantize, in_axes=LeadingAxis(), axis_size=4)(h)
 
 
+@pytest.mark.slow
 def test_it_is_lowered_to_its_arrays():
     h = hi(X[0])
     lo = ht.lower(jax.make_jaxpr(dequantize)(h))

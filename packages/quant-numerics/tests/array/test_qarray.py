@@ -65,6 +65,7 @@ def test_scan_slices_qvalue_and_scales_together(qtype):
 CODES = jnp.ones((4, 6), jnp.int8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(1, 1), (4, 1), (4, 6), (2, 3), (1, 2)])
 def test_qarray_takes_scales_that_fit(shape):
     q = qarray(CODES, jnp.full(shape, 2.0), "int8", jnp.bfloat16)

@@ -69,6 +69,7 @@ def test_each_tile_is_as_if_it_were_quantized_alone(qtype):
         )
 
 
+@pytest.mark.slow
 def test_both_axes_may_be_tiled_and_a_tile_may_be_longer_than_its_axis():
     x = weight(40, 20)
     q = quantize(x, "int8", tile_axes={0: 32, 1: 16})
@@ -80,6 +81,7 @@ def test_both_axes_may_be_tiled_and_a_tile_may_be_longer_than_its_axis():
     assert quantize(x, "int8", tile_axes={1: 64}).scale.shape == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["float", "one scale", "tiles", "zero points"])
 def test_contractions(other):
     rng = np.random.default_rng(1)
@@ -113,6 +115,7 @@ def test_tiles_of_other_sizes_do_not_fit():
         dot_general(quantize_for_dot(x.T, (1,), "int8", 24), tiled(x), MATMUL)
 
 
+@pytest.mark.slow
 def test_ragged_dot():
     rng = np.random.default_rng(2)
     x, sizes = rng.normal(size=(7, 72)).astype(np.float32), np.array([3, 4], np.int32)
@@ -234,6 +237,7 @@ def test_a_slice_that_may_begin_anywhere_is_refused():
     jax.eval_shape(refused, jax.ShapeDtypeStruct((), jnp.int32))
 
 
+@pytest.mark.slow
 def test_transformations():
     x = np.stack([weight(seed=i) for i in range(3)])
     q = quantize(x, "int4", channel_axes=(0, 2), tile_axes={1: 32})

@@ -35,6 +35,7 @@ def loss(w, x):
     return jnp.sum(dot(w, x) * G)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["", "jit", "remat"])
 def test_value_and_derivatives(wrap):
     np.testing.assert_allclose(wrap(dot)(W, X), X @ W, rtol=1e-5)
@@ -98,6 +99,7 @@ def test_axis_names_are_seen_inside():
     np.testing.assert_allclose(jax.vmap(f, axis_name="i")(X), X - X.mean(0), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_scan(leaks):
     square = (W @ W.T / 10).astype(np.float32)
 

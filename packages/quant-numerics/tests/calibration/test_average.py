@@ -116,6 +116,7 @@ def test_no_gradient_goes_through_the_average():
     np.testing.assert_allclose(grad, np.broadcast_to(UPPER, X.shape), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_scans_accumulate():
     statistics = Statistics((3, 1), MovingAverage(0.5))
     jax.jit(lambda xs: lax.scan(lambda c, x: (c, scale(statistics, x)), 0, xs))(
@@ -148,6 +149,7 @@ def test_what_is_refused():
         Statistics((1, 1), symmetric=False).observe(calibrate(X, "int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [lambda body: body, jax.checkpoint], ids=["plain", "remat"])
 def test_statistics_made_in_a_differentiated_function(part):
     """Each step of the scan observes once, and the averages are constants of the derivative."""

@@ -28,6 +28,7 @@ def sample(seed=0, shape=(3, 40)):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
+@pytest.mark.slow
 @examples(6)
 @given(st.integers(0, 999), st.sampled_from([1e-25, 1.0, 1e25]))
 def test_ranges_are_numpys(seed, magnitude):
@@ -62,6 +63,7 @@ def every_range(x):
     return [calibrate(x, "int8", channel_axes=(0,), method=m) for m in methods.split()]
 
 
+@pytest.mark.slow
 def test_percentiles_sort_nothing():
     """XLA needs seconds to sort the millions of numbers of an image's activations."""
     x = np.concatenate([sample().reshape(-1), np.float32([1e30, 1e-40, 0, 0])])

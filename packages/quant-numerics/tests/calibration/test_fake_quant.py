@@ -26,6 +26,7 @@ def options(qtype):
     return {"channel_axes": (0,), "tile_axes": {1: block or 16}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", QTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_dequantize_of_quantize(qtype, dtype):
@@ -95,6 +96,7 @@ def test_transformations():
     )
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_in_a_gradient():
     x = sample()
 

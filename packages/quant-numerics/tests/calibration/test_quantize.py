@@ -89,6 +89,7 @@ def test_halves_round_to_even():
     assert quantize(x, "int8").qvalue.tolist() == [127, 0, 2, 2, 0, -2, -2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_qvalue_come_back_exactly_in_every_dtype(qtype, dtype):
@@ -123,6 +124,7 @@ ROWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fn", [quantize, compiled])
 def test_special_slices(fn):
     x = np.array([row for row, _, _ in ROWS.values()], np.float32)
@@ -136,6 +138,7 @@ def test_special_slices(fn):
         assert np.isfinite(back[i]).tolist() == [np.isfinite(row).all()] * 3
 
 
+@pytest.mark.slow
 def test_infinities_dequantize_to_themselves():
     x = jnp.array([INF, 1.0, -INF], jnp.float32)
     back = dequantize(quantize(x, "int4"))
@@ -215,6 +218,7 @@ def test_vmap_is_a_channel_axis():
     assert jnp.array_equal(mapped.qvalue, whole.qvalue)
 
 
+@pytest.mark.slow
 def test_dequantize_is_differentiable_in_the_scale():
     q = quantize(jnp.array([[1.0, -2.0], [0.5, 4.0]]), "int8", channel_axes=(0,))
 

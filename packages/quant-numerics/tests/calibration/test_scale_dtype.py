@@ -16,6 +16,7 @@ from quant_numerics import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("qtype", ["int4", "int8", "nf4"])
 def test_values_are_chosen_for_the_rounded_scales(qtype, dtype):
@@ -40,6 +41,7 @@ def test_values_are_chosen_for_the_rounded_scales(qtype, dtype):
                                   dequantize(q))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_what_leaves_the_range_of_float16_is_told():
     for x, expected in (([1.0, 0.0], True), ([1e-6, 1.0], False), ([1.0, 1e9], False)):
         found = calibrate(np.asarray(x, np.float32), "int8", channel_axes=(0,))

@@ -254,6 +254,7 @@ def test_the_largest_floats_in_nf4():
     assert np.asarray(q.qvalue).astype(int).tolist() == [15, 12, 7, 0]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", QTYPES)
 def test_size_zero(qtype):
     q = compiled(jnp.zeros((0, 64)), qtype, **rows(qtype))

@@ -94,6 +94,7 @@ def test_scales_of_scales_survive_packing(plugin):
         np.testing.assert_array_equal(taken, np.asarray(dequantize(q))[[3, 1]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
 def test_scales_may_be_of_16_bits(plugin, dtype):
     x = np.random.default_rng(3).normal(size=(4, 32)).astype("f")

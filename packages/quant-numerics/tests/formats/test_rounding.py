@@ -23,6 +23,7 @@ def draws(x, qtype, method="uniform", axes=(0,), scale=1.0, zero_point=None):
     return np.asarray(many(KEYS)).astype(np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
 @pytest.mark.parametrize("qtype", ["int8", "int4", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"])
 def test_the_mean_is_the_value(qtype, method):
@@ -68,6 +69,7 @@ def test_noise_is_shared_along_other_axes():
     assert 0.4 < shared.mean() < 0.6
 
 
+@pytest.mark.slow
 def test_noise_of_tiles():
     x = np.random.default_rng(0).normal(size=(8, 6)).astype(np.float32)
     rounding = StochasticRounding(jax.random.key(1), channelwise_noise_axes=(0, 1))
@@ -94,6 +96,7 @@ def test_it_is_a_pytree_of_its_key():
     np.testing.assert_array_equal(f(x, rounding), quantize(x, "int8", rounding=rounding).qvalue)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
 def test_noise_is_within_half_a_step(method):
     noise = np.asarray(StochasticRounding(jax.random.key(0), method, (0,)).noise((100000,)))

@@ -51,6 +51,7 @@ def channel_axes(shape_l, shape_r, options):
     return dn.lhs_spec[0], dn.rhs_spec[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_integer_convolutions_are_exact(name):
     shape_l, shape_r, args, options = CONVOLUTIONS[name]
@@ -61,6 +62,7 @@ def test_integer_convolutions_are_exact(name):
     np.testing.assert_array_equal(out, reference(lhs, rhs, *args, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["lhs", "rhs"])
 @pytest.mark.parametrize("name", ["mixed layouts", "transposed", "feature groups", "batch groups"])
 def test_weight_only_convolutions_are_exact(name, which):
@@ -181,6 +183,7 @@ def test_infinities_keep_their_sign():
     assert jnp.isnan(out[0, 0, 2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("shape_l", "shape_r"),
     [
@@ -329,6 +332,7 @@ def pointed_value(q):
     return (np.asarray(q.qvalue).astype(np.float64) - points) * np.asarray(q.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 @pytest.mark.parametrize(("left", "right"), [("int8", "int8"), ("int4", "int8"), ("int4", "int4")])
 def test_zero_points_are_exact_also_at_the_padding(name, left, right):
@@ -425,6 +429,7 @@ POINTWISE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", POINTWISE)
 def test_a_pointwise_kernel_keeps_its_tiles(case, primitives):
     layout, shape_l, shape_r, strides, padding = POINTWISE[case]

@@ -53,6 +53,7 @@ def exact(a, b, dims):
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.usefixtures("one_device")
 @pytest.mark.parametrize("name", SLOW)
 def test_slow_layouts(name):
@@ -104,6 +105,7 @@ def test_what_xla_may_cut_is_left():
     np.testing.assert_array_equal(jax.jit(mapped)(wide, b), 2 * exact(a, b, dims))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_device")
 def test_gradients_of_weights():
     """A quantized einsum as in a backward pass, beside its numbers in float64."""

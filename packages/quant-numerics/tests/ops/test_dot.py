@@ -104,6 +104,7 @@ def dots(fn, *args):
     ]
 
 
+@pytest.mark.slow
 def test_many_rows_dequantize_a_tiled_weight_and_few_do_not():
     w = quantized(normal(64, 6), (0,), "int4", tile=32)
     fn = functools.partial(dot_general, dimension_numbers=MATMUL)
@@ -121,6 +122,7 @@ def test_many_rows_dequantize_a_tiled_weight_and_few_do_not():
     np.testing.assert_allclose(exported.call(x), x @ dequantize(w), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("qtype", "method"), [("int4", "absmax"), ("int8", "minmax"), ("nf4", None)]
@@ -428,6 +430,7 @@ def test_gradient_with_respect_to_scales():
     np.testing.assert_allclose(dw, (value(x) @ value(w)).sum(0, keepdims=True) / w.scale, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_jit_and_eager_agree():
     x, w = (
         quantized(normal(3, 8), (1,), "int4"),
@@ -446,6 +449,7 @@ def test_differing_tiles_are_refused():
         dot_general(lhs, rhs, MATMUL)
 
 
+@pytest.mark.slow
 def test_operands_must_be_float_or_quantized():
     q = quantize(normal(2, 2), "int8")
     with pytest.raises(TypeError, match=r"rhs, where not a QArray, must .* got int8"):

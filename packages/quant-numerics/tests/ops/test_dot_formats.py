@@ -86,6 +86,7 @@ def test_all_formats_with_a_float_side(dtype, side):
         assert np.all(np.abs(np.asarray(out) - pair[0] @ pair[1]) <= bound), q.qtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lhs", "rhs", "dtype", "sums"),
     [
@@ -274,6 +275,7 @@ def test_one_row_is_padded_on_cpu_alone_and_changes_nothing():
         assert "pad" not in tpu
 
 
+@pytest.mark.slow
 def test_one_row_under_vmap_grad_and_scan():
     (lhs, rhs), dims = next(gemv_problems())
     fn = functools.partial(dot_general, dimension_numbers=dims)
@@ -293,6 +295,7 @@ SHAPES = [((3,), (3,)), ((2, 3), (3,)), ((3,), (3, 4)), ((2, 3), (3, 4)), ((5, 2
           ((2, 3), (5, 3, 4)), ((5, 2, 3), (5, 3, 4))]  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("which", ["both", "lhs", "rhs"])
 def test_dot_and_matmul_have_jnps_shapes(which):
     for a_shape, b_shape in SHAPES:

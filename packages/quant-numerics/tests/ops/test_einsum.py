@@ -267,6 +267,7 @@ def test_the_interleaved_form(labels):
     np.testing.assert_array_equal(got, np.einsum(value(lhs), left, value(rhs), right, *tail))
 
 
+@pytest.mark.slow
 def test_intermediates_have_the_outputs_dtype(primitives):
     operands = [jnp.ones((2, 2), jnp.bfloat16) for _ in range(3)]
     quantized = [quantize(x, "int8") for x in operands]

@@ -86,6 +86,7 @@ def test_any_granularity_is_exact(sizes, left_over, which, qtype, data):
     np.testing.assert_array_equal(out, reference(lhs, rhs, sizes))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", ["int8", "int4"])
 @pytest.mark.parametrize("both", [False, True])
 def test_zero_points_are_exact(qtype, both):
@@ -147,6 +148,7 @@ def test_no_overflow_and_many_tiles():
     np.testing.assert_array_equal(run(lhs, rhs), reference(lhs, rhs, SIZES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["mxfp8", "nvfp4", "nf4"])
 def test_other_formats(qtype):
     rng = np.random.default_rng(0)
@@ -274,6 +276,7 @@ def test_training(how, backward):
     np.testing.assert_allclose(tangent, 2 * reference(X, W, ROWS), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_backward_products_are_integer():
     f = functools.partial(
         train_ragged_dot, group_sizes=ROWS, lhs_how=INT8, rhs_how=INT8, backward=Backward("int8")
@@ -341,6 +344,7 @@ def test_training_in_small_formats(how, backward, near):
     assert relative(gw, want_w) < near
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offset", [0, 1, 2])
 def test_training_some_of_the_groups(offset):
     """Value and gradients are those of the rows of these groups."""
@@ -372,6 +376,7 @@ def test_training_some_of_the_groups(offset):
     np.testing.assert_allclose(gw, gw2, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "groups",
     [(1, 1, 3), (4, 1, 3), (1, 2, 3), (4, 2, 3), (4, 8, 3), (2, 1, 6), (2, 2, 1)],
@@ -388,6 +393,7 @@ def test_tiles_along_kept_axes(groups, lhs_groups):
         np.testing.assert_array_equal(found, reference(x, w, SIZES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("qtype", ["float8_e4m3fn", "float8_e5m2", "int4", "mxfp4", "nf4"])
 @pytest.mark.parametrize("both", [False, True])
 def test_operands_of_other_formats(qtype, both):
@@ -401,6 +407,7 @@ def test_operands_of_other_formats(qtype, both):
     np.testing.assert_allclose(run(lhs, qw), expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("offset", [0, 1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2])
 def test_some_of_the_groups(offset, count):

@@ -44,7 +44,7 @@ def problem(kind, stride=1, padding="SAME", lhs_dilation=1, rhs_dilation=1):
     )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_those_of_lax(kind):
     """Each kind with a part of the options, so that all kinds together have all of them."""
@@ -68,6 +68,7 @@ BATCHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", BATCHED)
 def test_sums_of_places_are_those_of_lax(kind):
     x_shape, w_shape, layouts, groups = BATCHED[kind]
@@ -90,6 +91,7 @@ def test_sums_of_places_are_those_of_lax(kind):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4, err_msg=str(options))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("stride", [1, 2])
 def test_gradients_of_the_kernel(stride):
     """Of integers that int8 holds, whose sums are exact: the integers that lax gives."""
@@ -148,7 +150,7 @@ def exact(x, w, options):
     return out.transpose(np.argsort(numbers.out_spec))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("x_qtype", "w_qtype"),
     [("int8", "int8"), ("int16", "int8"), (None, "int8"), (None, "int4"), ("fp8", "fp8")],
@@ -208,6 +210,7 @@ def test_other_groups_and_windows_are_left():
         assert "stablehlo.convolution" in jax.jit(conv).lower(x, q).as_text()
 
 
+@pytest.mark.slow
 def test_gradients_of_the_input():
     """Of a float input and stored weights, through the products."""
     x, w, options = sides("depthwise", None, "int8")
@@ -231,6 +234,7 @@ def test_wrong_arguments_get_the_error_of_lax():
         assert str(ours.value) == str(plain.value)
 
 
+@pytest.mark.slow
 def test_nothing_and_no_place_for_a_window():
     for shape in ((0, 9, 11, 6), (2, 2, 2, 6)):
         _, w, options = sides("depthwise", None, "int8", padding="VALID")

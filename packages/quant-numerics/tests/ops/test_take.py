@@ -32,6 +32,7 @@ GRAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("grain", GRAIN)
 @pytest.mark.parametrize("qtype", ["int8", "int4", "fp8", "nf4"])
 def test_what_is_taken(qtype, grain):

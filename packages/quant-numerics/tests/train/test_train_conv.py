@@ -55,6 +55,7 @@ def relative(ours, want):
     return np.linalg.norm(ours - want) / np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [None, Backward("int8")], ids=["float", "int8"])
 @pytest.mark.parametrize("name", CONVOLUTIONS)
 def test_gradients_of_all_kinds_of_convolutions(name, backward):
@@ -75,6 +76,7 @@ def test_gradients_of_all_kinds_of_convolutions(name, backward):
     np.testing.assert_array_equal(out, jax.jit(ptq)(x, w))
 
 
+@pytest.mark.slow
 def test_gradients_are_products_of_qvalue():
     x, w, g, exact, train = problem("nhwc same")
     _, gx, gw = grads(functools.partial(train, backward=Backward("int8")), x, w, g)
@@ -104,6 +106,7 @@ def test_the_backward_convolutions_are_integer(name):
     assert all("i8>" in line and "i32>" in line for line in convs)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("lhs", "rhs", "backward"),
     [
@@ -126,6 +129,7 @@ def test_other_formats(lhs, rhs, backward):
     assert relative(gw, want_w) < near
 
 
+@pytest.mark.slow
 def test_a_range_cuts_gradients_off():
     x, w, g, exact, train = problem("nhwc same")
     ranges = Calibration(None, jnp.full((1, 1, 1, 1), 1.0))
@@ -154,6 +158,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "ranges", [None, Calibration(None, jnp.full((1,) * 4, 8.0))], ids=["", "static"]
 )
@@ -184,6 +189,7 @@ def test_a_shared_kernel_gets_one_convolution_under_vmap():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_dtypes(dtype):
     x, w, g, _, train = problem("depthwise")

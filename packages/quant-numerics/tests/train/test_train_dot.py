@@ -175,6 +175,7 @@ def test_the_products_of_the_backward_pass_are_integer(primitives):
     assert all("i8>" in line and "i32>" in line for line in dots)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("lhs", "rhs"),
     [
@@ -200,6 +201,7 @@ def test_all_formats_are_near_the_float_gradient(lhs, rhs, qtype):
     assert relative(gw, x.T @ g) < (0.2 if lhs and lhs.qtype == "int4" else near)
 
 
+@pytest.mark.slow
 def test_either_gradient_has_a_format_and_tiles_of_its_own():
     """Each gradient is that of a call with one Backward."""
     kinds = (
@@ -218,6 +220,7 @@ def test_either_gradient_has_a_format_and_tiles_of_its_own():
     np.testing.assert_allclose(alone[None][0], G @ W.T, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_of_a_gradient_are_finer():
     x, w, g = normal(64, 8), normal(8, 8), normal(64, 8)
     g[::8] *= 100  # outliers in some rows
@@ -247,6 +250,7 @@ def test_original_residuals_are_not_those_of_the_forward_pass():
     assert relative(gradient(None), G @ W.T) > 0.03  # the int4 of the forward pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [None, Backward("int8")], ids=["float", "int8"])
 @pytest.mark.parametrize("given", [False, True])
 def test_gradients_are_zero_outside_of_the_range(backward, given):
@@ -285,6 +289,7 @@ def test_forward_mode_is_that_of_the_float_product():
     np.testing.assert_allclose(tangent, 3 * X @ W, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives():
     def loss(f, x):
         return jnp.sum(jnp.tanh(f(x, W) / 4) * G)
@@ -327,6 +332,7 @@ STEPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize(
     "ranges", [None, Calibration(None, jnp.full((1, 1), 8.0))], ids=["", "static"]
@@ -345,6 +351,7 @@ def test_gradients_under_transformations(name, ranges, leaks):
         assert relative(a, b) < 0.04
 
 
+@pytest.mark.slow
 def test_vmap_of_grad_is_each_examples_own():
     f = functools.partial(train, backward=Backward("int8"))
     xs, gs = np.stack([X, 3 * X[::-1]]), np.stack([G, G[::-1]])
@@ -397,6 +404,7 @@ def test_gradients_have_the_operands_dtypes(dtype, backward):
     assert relative(gx.astype(jnp.float32), G @ W.T) < 0.03
 
 
+@pytest.mark.slow
 def test_float64():
     with jax.enable_x64(True):
         x, w, g = (a.astype(np.float64) for a in (X, W, G))

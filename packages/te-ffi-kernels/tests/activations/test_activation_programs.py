@@ -27,6 +27,7 @@ def run(dz, x, mode=0, layout=0, is_dbias=False):
     return te.act_lu(x, NAMES, *more), te.quantize_dact_dbias(dz, x, NAMES, is_dbias, *more)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mode", "layout"), [(0, 0), (1, 2), (2, 0), (64, 0)])
 def test_vmap_and_scan(mode, layout):
     dz, x = normal(3, 32, 64), normal(3, 32, 2, 64, seed=1)
@@ -201,6 +202,7 @@ def test_forward_target_refuses(message, x, out, changed):
     fails("act_lu", message, results, (x, ONE, ONE), **attributes(**changed))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("message", "dz", "out", "dbias"),
     [

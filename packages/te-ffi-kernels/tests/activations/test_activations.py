@@ -35,6 +35,7 @@ def in_jax(x, names):
     return (parts[0] if len(parts) == 1 else parts[0] * parts[1]).astype(x.dtype)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", NAMES)
 def test_forward_and_backward(names):
     number = te.ActivationEnum[names]
@@ -63,6 +64,7 @@ def test_forward_and_backward(names):
             np.testing.assert_allclose(one, wanted, rtol=1e-5, atol=5e-7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("names", NAMES)
 def test_reference(names):
     rng = np.random.default_rng(1)

@@ -141,6 +141,7 @@ def test_masks(mask, window):
     assert not np.asarray(found[0])[~sees.any(axis=2)].any()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("bias_type", "shape"), [(1, (1, 4)), (1, (2, 1)), (2, (2, 4))])
 def test_bias(bias_type, shape):
     *qkv, grad = arrays(2, 35, 70, 4, 2, 8, 12)
@@ -161,6 +162,7 @@ def test_bias(bias_type, shape):
     check(found, wanted, 3e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "softmax", [AttnSoftmaxType.OFF_BY_ONE_SOFTMAX, AttnSoftmaxType.LEARNABLE_SOFTMAX]
 )
@@ -194,6 +196,7 @@ def test_dropout(dtype):
     check(run(qkv, grad, dropout=0.3, op=reference), wanted, tolerance(dtype))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scale", [-0.7, 30.0])
 def test_scales(scale):
     *qkv, grad = arrays(1, 35, 40, 2, 2, 8, 8)
@@ -327,6 +330,7 @@ def test_halves(layout):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
 def test_empty(shape):
     b, sq, skv = shape

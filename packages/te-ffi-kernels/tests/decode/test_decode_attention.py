@@ -71,7 +71,7 @@ def check(q, keys, values, length, **options):
     np.testing.assert_allclose(np.asarray(found, np.float64), wanted, rtol=0, atol=tolerance)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "float16", "int8"])
 @pytest.mark.parametrize("q", ["float32", "bfloat16", "float16"])
 def test_dtypes(q, cache):
@@ -79,7 +79,7 @@ def test_dtypes(q, cache):
     check(q, keys, values, jnp.array([70, 33]), **scales)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sizes", "length"),
     [
@@ -186,6 +186,7 @@ def test_bad_stacks(change, error, message):
         te.decode_attention(q, stack, stack, 20, index=index)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("cache", ["float32", "bfloat16", "int8"])
 def test_positions_first(cache):
     q, keys, values, scales = made(s=90, t=2, cache=cache)

@@ -11,6 +11,7 @@ from jaxtap_testkit.meshes import put
 ODD = np.asarray([0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 1.0, -1.0, 1e-40], np.float32)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_values_and_indices(dtype):
     rng = np.random.default_rng(0)

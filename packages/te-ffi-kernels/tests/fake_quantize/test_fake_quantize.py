@@ -120,6 +120,7 @@ def test_which_range_counts(op):
     assert bounds(0, seen, observe=True, join=True) == ([-1, 8], [-1, 8])
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", [te.fake_quantize, reference.fake_quantize])
 def test_what_is_not_finite(op):
     for bad, bounds in ((np.nan, (-2, 4)), (np.inf, (-2, 4)), (-np.inf, (-2, 5))):

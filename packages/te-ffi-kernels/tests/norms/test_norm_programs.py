@@ -27,6 +27,7 @@ def run(x, gamma=GAMMA, mode=0, layout=0, **options):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("mode", "layout"), [(0, 0), (1, 2), (2, 0), (64, 2)])
 def test_vmap_and_scan(mode, layout):
     x = normal(3, 32, 64)

@@ -84,6 +84,7 @@ def grouped(sizes, mode=1, layout=0):
     )
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("sizes", "mode", "message"),
     [

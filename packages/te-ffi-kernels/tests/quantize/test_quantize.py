@@ -125,6 +125,7 @@ def test_kernel_against_numpy(problem):
         near(dbias, matrix.astype(np.float64).sum(0).reshape(dbias.shape), x)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("out", list(expected.FORMATS))
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_every_half_precision_number(out, dtype):
@@ -228,6 +229,7 @@ def test_every_code(name):
     np.testing.assert_array_equal(found, qvalue.astype(np.float32))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_the_kernel_that_runs(mode):
     def both(x):

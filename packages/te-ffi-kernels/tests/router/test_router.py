@@ -161,6 +161,7 @@ def test_a_bias_moves_the_choice_alone():
     np.testing.assert_allclose(probs, wanted / 2, rtol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", list(RoutingMapFormat))
 def test_functions_of_the_primitives(layout):
     x = distinct(7, 24, jnp.float32)
@@ -205,6 +206,7 @@ def test_empty():
     assert loss == 0
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("dtype", "counts"),
     [(jnp.float32, jnp.int32), (jnp.bfloat16, jnp.float32), (jnp.float16, jnp.int16)],

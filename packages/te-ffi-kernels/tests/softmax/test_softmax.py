@@ -51,6 +51,7 @@ def plain(fusion, x, mask, scale):
     return jax.nn.softmax(scaled, where=jnp.broadcast_to(where, x.shape))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(len(CASES)))
 @pytest.mark.parametrize("fusion", list(SoftmaxFusionType))
 def test_against_float64_plain_jax_and_the_reference(fusion, number):
@@ -101,6 +102,7 @@ def test_small_numbers_are_not_lost(dtype):
     assert (error <= relative * wanted + float(jnp.finfo(dtype).smallest_subnormal)).all()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("module", [te, reference])
 def test_functions_of_the_primitives(module):
     rng = np.random.default_rng()

@@ -22,6 +22,7 @@ def masks(*shape):
     return jnp.asarray(np.random.default_rng(9).integers(0, 2, shape), jnp.uint8)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fusion", [SCALED, CAUSAL])
 def test_vmap_without_a_mask(fusion):
     def op(x):
@@ -43,6 +44,7 @@ def test_vmap_without_a_mask(fusion):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("batch_of_masks", "axes"),
     [(1, (0, 0)), (4, (0, 0)), (4, (0, None)), (1, (None, 0)), (4, (1, 3))],
@@ -112,6 +114,7 @@ def test_scan_and_remat(fusion, leaks):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_gradients_of_gradients(fusion):
     x, mask, weight = normal(1, 2, 4, 5), masks(1, 1, 4, 5), normal(1, 2, 4, 5, seed=1)
@@ -135,6 +138,7 @@ def test_export(fusion):
     np.testing.assert_array_equal(again.call(x, mask), run(x, mask))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fusion", [MASKED, CAUSAL])
 def test_export_of_symbolic_sizes_runs_the_reference(fusion):
     b, q, k = jax.export.symbolic_shape("b, q, k")
@@ -148,6 +152,7 @@ def test_export_of_symbolic_sizes_runs_the_reference(fusion):
     np.testing.assert_allclose(exported.call(x, mask), run(x, mask), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("fusion", [SCALED, MASKED])
 def test_shard_map(fusion):
     mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

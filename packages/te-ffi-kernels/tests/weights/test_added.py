@@ -41,7 +41,7 @@ def after(y, bias, residual):
     return y
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_as_additions_after_the_matmul(op, dtype):
     cases = list(itertools.product((1, 5, 70), (1, 3)))
@@ -71,6 +71,7 @@ def test_as_additions_after_the_matmul(op, dtype):
             np.testing.assert_array_equal(y, wanted, err_msg=str((m, groups)))
 
 
+@pytest.mark.sample(1)
 def test_beside_the_reference(op):
     x, bias, residual = made(7)
     w = packed(OPS[op])
@@ -135,6 +136,7 @@ def test_gradients():
     np.testing.assert_array_equal(dresidual, ct)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("columns", [N, 128], ids=["whole", "by panels"])
 def test_each_device_adds_its_part(mesh, columns):
     data, model = mesh.shape["data"], mesh.shape["model"]

@@ -172,6 +172,7 @@ def test_a_bad_value_spoils_its_row_alone(op, bad):
     np.testing.assert_array_equal(np.delete(y, 2, 0), np.delete(np.asarray(clean), 2, 0))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("op", [*QUANTIZED, *WEIGHT_ONLY])
 def test_gradient_is_that_of_floats(op):
     bits = {**QUANTIZED, **WEIGHT_ONLY}[op]
@@ -220,6 +221,7 @@ DAMAGE = {
 ERRORS = (ValueError, jax.errors.JaxRuntimeError)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("what", DAMAGE)
 @pytest.mark.parametrize("op", [te.gemm_w8a8, te.gemv_w8, te.gemv_w4])
 def test_damaged_weights_are_refused(what, op):

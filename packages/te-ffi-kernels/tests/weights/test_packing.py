@@ -127,6 +127,7 @@ def test_a_stack_is_packed_layer_by_layer():
     np.testing.assert_array_equal(stack.unpack()[0], qvalue)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("rows", [np.s_[1:2], np.s_[2:4]])
 def test_a_slice_of_panels_is_a_weight(rows):
     qvalue, scale = weight(np.random.default_rng(1), 64, 64)

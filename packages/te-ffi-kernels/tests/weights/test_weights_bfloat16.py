@@ -44,7 +44,7 @@ def assert_near(y, x, full, groups):
     assert (np.abs(np.asarray(y, np.float64) - wide @ full) <= bound).all()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("case", CASES)
 def test_beside_float64(case):
     groups = CASES[case][-1]
@@ -59,6 +59,7 @@ def test_beside_float64(case):
     assert_near(op(x, w, out_dtype=jnp.float32), x, full, groups)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("case", ["w4, groups of 32", "w4", "w8"])
 def test_a_bad_value_spoils_its_row_alone(case, bad):
@@ -91,6 +92,7 @@ def test_weights_of_a_stack(op):
     np.testing.assert_array_equal(y[begin:], 0)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("place", [0, 8, 24, 64, 700])
 def test_damaged_weights_are_refused(place):
     # Sound weights of other tests, of the same bits, may have been where the damaged ones are now.

@@ -47,7 +47,7 @@ def each(op, x, w, sizes):
     return y
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_each_group_with_its_weight(op, sizes):
     for dtype, group in ((jnp.float32, 0), (jnp.bfloat16, 32)):
@@ -56,7 +56,7 @@ def test_each_group_with_its_weight(op, sizes):
         np.testing.assert_array_equal(y, each(op, x, w, sizes))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 def test_against_floats(op):
     x, w = rows(), stack(op, group=32)
     qvalue, scale = (np.asarray(part, np.float64) for part in w.unpack())

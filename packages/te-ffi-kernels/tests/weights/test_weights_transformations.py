@@ -89,6 +89,7 @@ def test_while_cond_and_remat(op, leaks):
     )
 
 
+@pytest.mark.sample(1)
 def test_donation(op):
     w, x = layer(stack(op), 0), rows(48, 48)
     expected = np.asarray(op(x, w))
@@ -164,6 +165,7 @@ def test_transformations_of_an_index(op, leaks):
     np.testing.assert_allclose(leaks(jax.grad(loss))(x[0], 2), expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.optimized
 def test_a_scan_reads_weights_where_they_lie_in_the_stack(op):
     """Nothing in the compiled program makes the bytes of one weight, or of the stack, again."""
@@ -216,6 +218,7 @@ def test_indices_that_are_none(change, message):
         te.gemv_w8(rows(2, 48), w, index=index)
 
 
+@pytest.mark.sample(1)
 def test_programs_for_platforms_that_a_process_has_not(op):
     """A weight runs in the kernels of CUDA there, or in plain JAX, and in the CPU's here."""
     with installed_plugins("jaxtap_testkit.fake_cuda", without=fake_cuda.WITHOUT):
