@@ -29,7 +29,6 @@ SLOW = re.compile("docs/|packages/quant-numerics/")
 SYBIL = Sybil([PythonCodeBlockParser()])
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     "file",
     # Those in docs/ train, calibrate and export.

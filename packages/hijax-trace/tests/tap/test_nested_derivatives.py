@@ -106,7 +106,6 @@ def assert_equal(actual, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "part"), shared(0))
 def test_nothing_changes_where_all_is_let_run(name, part):
     fn, log = PARTS[part](PROGRAMS[name]), Log()
@@ -141,7 +140,6 @@ def test_each_operation_is_asked_about_once(name):
     assert len(log.ids) == len(set(log.ids)) <= 2
 
 
-@pytest.mark.sample(12)
 @pytest.mark.parametrize(("name", "part"), shared(1))
 def test_the_derivative_by_an_array_proxy_is_that_by_its_array(name, part):
     """A handler that computes from the codes has a result that no array decides."""
