@@ -664,7 +664,7 @@ def test_proxies_follow_compositions(shape, chain, around, data):
         assert "tiles of" in found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("shape", "chain", "why"),
     [
