@@ -121,9 +121,9 @@ def _loaded(file, backend, devices, options):
     """Return the program of a file; None if there is none."""
     try:
         program = zlib.decompress(file.read_bytes())
+        os.utime(file)  # what is used stays
     except (FileNotFoundError, zlib.error):
         return None
-    os.utime(file)  # what is used stays
     return backend.deserialize_executable(program, devices, options)
 
 
