@@ -74,25 +74,25 @@ def compile_once(folder, most=2000):
         text = io.BytesIO()
         module.operation.write_bytecode(file=text)
         text = text.getvalue()
-        is_own = b"custom_call" in text
-        if host_callbacks or (is_own and not _NAMED.issuperset(_CALL.findall(str(module)))):
+        has_calls = b"custom_call" in text
+        if host_callbacks or (has_calls and not _NAMED.issuperset(_CALL.findall(str(module)))):
             return original(backend, module, devices, options, host_callbacks)
         digest = hashlib.sha256(options.SerializeAsString())
         digest.update(text)
         key = backend, tuple(devices), digest.digest()
-        executable = None if is_own else _compiled.get(key)
+        if key in _compiled:
+            return _compiled[key]
+        file = executable = None
+        if folder is not None and backend.platform == "cpu":
+            digest.update(f"{machine} {[device.id for device in devices]}".encode())
+            file = folder / digest.hexdigest()
+            executable = _loaded(file, backend, devices, options)
         if executable is None:
-            file = None
-            if folder is not None and backend.platform == "cpu":
-                digest.update(f"{machine} {[device.id for device in devices]}".encode())
-                file = folder / digest.hexdigest()
-            executable = None if file is None else _loaded(file, backend, devices, options)
-            if executable is None:
-                executable = original(backend, module, devices, options, host_callbacks)
-                if file is not None:
-                    _keep(file, executable)
-            if not is_own:
-                _compiled[key] = executable
+            executable = original(backend, module, devices, options, host_callbacks)
+            if file is not None:
+                _keep(file, executable)
+        if not has_calls:
+            _compiled[key] = executable
             if len(_compiled) > most:
                 _compiled.popitem(last=False)
         return executable

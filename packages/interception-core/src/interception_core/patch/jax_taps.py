@@ -125,19 +125,20 @@ def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwar
         return original(*args, **kwargs)
 
 
-def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    if not isinstance(state, Scope):
-        return original(*args, **kwargs)
-    with _compat.settled(_compat.TRANSPOSED) if state.observed else CONTEXT(state.transposed()):
-        return original(*args, **kwargs)
-
-
 def _solve(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Trace the functions of a linear solve, which JAX may transpose later."""
+    """Trace functions that JAX transposes, now or later."""
     if not isinstance(state, Scope) or state.observed:
         return original(*args, **kwargs)
     with CONTEXT(state.transposed()):
         return original(*args, **kwargs)
+
+
+def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    # An observer finds the programs of a solve in its primitive, but what is transposed at once
+    # has none.
+    observed = isinstance(state, Scope) and state.observed
+    with _compat.settled(_compat.TRANSPOSED) if observed else contextlib.nullcontext():
+        return _solve(site, original, state, args, kwargs)
 
 
 def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
