@@ -61,6 +61,7 @@ from .jaxpr import (
     has_effects,
     holds_jaxprs,
     inputs_of,
+    is_array_type,
     is_as_traced,
     is_high_type,
     is_open,
@@ -86,12 +87,13 @@ from .jaxpr import (
 )
 from .kept import (
     batch_type,
+    batched,
     cotangent_type,
-    derivative_above_staging,
     differentiated,
     is_derivative,
     kept_p,
     tangent_type,
+    transforms_above_staging,
 )
 from .pjit import (
     UNSPECIFIED,
@@ -123,7 +125,6 @@ from .pjit import (
 from .refs import is_constant_ref, is_ref, new_ref, register_discharge_to_first, with_weak_type
 from .trace import (
     Tracer,
-    axis_of,
     checks_leaks,
     constants_of,
     current_trace,
@@ -140,7 +141,6 @@ from .trace import (
     is_used_besides,
     loop_label,
     mapped,
-    maps_above_staging,
     parent_trace,
     producer,
     set_current_trace,
@@ -152,7 +152,6 @@ from .trace import (
     trace_of,
     traced_for,
     traces_around,
-    unmapped,
 )
 from .traced_prims import (
     custom_with,

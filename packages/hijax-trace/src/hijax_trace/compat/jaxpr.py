@@ -121,6 +121,11 @@ def is_high_type(aval: Any) -> bool:
     return bool(aval.is_high)
 
 
+def is_array_type(aval: Any) -> bool:
+    """Return whether a type is one of arrays, not of references or of high-level values."""
+    return type(aval) is core.ShapedArray
+
+
 def operand_count(eqn: Any) -> int:
     """Return how many operands an equation has, staged or being staged."""
     return len(eqn.in_tracers if isinstance(eqn, pe.TracingEqn) else eqn.invars)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
@@ -36,6 +36,20 @@ def batch_type(axis: Any, place: int, aval: Any) -> Any:
     return core.unmapped_aval(axis.size, place, aval, axis.explicit_mesh_axis)
 
 
+def batched(jaxpr: Any, axis: Any, axes: Sequence[int | None]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the closed jaxpr of all examples of a ``vmap``, as JAX makes it of a call.
+
+    Args:
+        jaxpr: the closed jaxpr of one example.
+        axis: the axis, as JAX has it.
+        axes: the mapped axis of each argument, or None.
+
+    Returns:
+        The jaxpr, and the mapped axis of each result, or None.
+    """
+    return batching.batch_jaxpr2(jaxpr, axis, tuple(axes))
+
+
 _DERIVATIVES = (ad.JVPTrace, ad.LinearizeTrace)
 _OTHERS = (batching.BatchTrace, pe.JaxprTrace)
 
@@ -45,21 +59,34 @@ def is_derivative(trace: Any) -> bool:
     return isinstance(trace, _DERIVATIVES)
 
 
-def derivative_above_staging(trace: Any) -> tuple[Any, bool]:
-    """Return the trace that builds a jaxpr below a derivative or transpose.
+class Transforms(NamedTuple):
+    """What lies between a trace and the one below that builds a jaxpr.
 
-    Returns:
-        The trace, and whether JAX transposes what is between. The trace is None where there is
-        none, or something else lies between than derivatives, transposes, maps and partial
-        evaluation.
+    Attributes:
+        staging: the trace below. None if none builds a jaxpr, or something else lies between than
+            maps, derivatives, transposes and partial evaluation; all others are False then.
+        maps: whether ``vmap`` does.
+        derives: whether a derivative or transpose does.
+        transposes: whether a transpose does.
     """
-    is_derived = transposes = False
+
+    staging: Any = None
+    maps: bool = False
+    derives: bool = False
+    transposes: bool = False
+
+
+def transforms_above_staging(trace: Any) -> Transforms:
+    """Return what lies between a trace and the one below that builds a jaxpr."""
+    maps = derives = transposes = False
     while isinstance(trace, _DERIVATIVES + _OTHERS):
-        is_derived |= isinstance(trace, _DERIVATIVES)
+        maps |= isinstance(trace, batching.BatchTrace)
+        derives |= isinstance(trace, _DERIVATIVES)
         transposes |= is_transposing(trace)
         trace = trace.parent_trace
-    is_found = (is_derived or transposes) and isinstance(trace, pe.DynamicJaxprTrace)
-    return (trace, transposes) if is_found else (None, False)
+    if not isinstance(trace, pe.DynamicJaxprTrace):
+        return Transforms()
+    return Transforms(trace, maps, derives or transposes, transposes)
 
 
 def differentiated(jaxpr: Any, nonzero: Sequence[int]) -> list[int]:
@@ -79,9 +106,9 @@ def _run(*values: Any, function: Any) -> list[Any]:
     return function(*values)
 
 
-@kept_p.def_abstract_eval
-def _types(*avals: Any, function: Any) -> list[Any]:
-    return function.out_avals
+@kept_p.def_effectful_abstract_eval
+def _types(*avals: Any, function: Any) -> tuple[list[Any], Any]:
+    return function.out_avals, function.effects
 
 
 def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
@@ -120,8 +147,8 @@ def _batch(axis: Any, values: Any, dims: Any, *, function: Any) -> tuple[list[An
         return results, [None] * len(results)
     # JAX's rules compute some axes with NumPy, whose integers are not ints.
     axes = tuple(None if dim is None else int(dim) for dim in dims)
-    results = kept_p.bind(*values, function=function.batched(axis, axes))
-    return results, [0] * len(results)
+    whole = function.batched(axis, axes)
+    return kept_p.bind(*values, function=whole), list(whole.axes)
 
 
 ad.primitive_jvps[kept_p] = _jvp

@@ -116,34 +116,10 @@ def is_batched(value: Any) -> bool:
     return isinstance(value, batching.BatchTracer)
 
 
-def maps_above_staging(trace: Any) -> list[Any]:
-    """Return the ``vmap`` traces between a trace and staging, innermost first.
-
-    The list is empty if other traces are in between, or no trace below builds a jaxpr.
-    """
-    found = []
-    while isinstance(trace, batching.BatchTrace):
-        found.append(trace)
-        trace = trace.parent_trace
-    return found if is_staging(trace) else []
-
-
-def unmapped(value: Any, trace: Any) -> tuple[Any, Any]:
-    """Return a value's batch in a ``vmap``'s trace, and the axis."""
-    if isinstance(value, batching.BatchTracer) and value._trace.tag is trace.tag:
-        return value.val, _axis(value)
-    return value, None
-
-
-def axis_of(trace: Any) -> Any:
-    """Return the name and size of the axis of a ``vmap``."""
-    return trace.axis_data
-
-
 def mapped(
     fn: Callable[..., Any], axis: Any, in_axes: Any, out_axes: Any, sum_match: bool = False
 ) -> Callable[..., Any]:
-    """Return ``vmap`` of a function along an axis from ``axis_of``."""
+    """Return ``vmap`` of a function along an axis, as JAX has it."""
     return _api.vmap(
         fn,
         in_axes=in_axes,

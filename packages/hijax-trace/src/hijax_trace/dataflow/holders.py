@@ -367,8 +367,8 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     if holder is not None:
         return holder
     if primitive is compat.kept_p:
-        # Only a Program is a part of the program, not its derivatives and maps.
-        return _KEPT if hasattr(params["function"], "jaxpr") else None
+        # Programs and maps of programs are parts of the program, their derivatives are not.
+        return None if params["function"].jaxpr is None else _KEPT
     if primitive is compat.call_hi_primitive_p:
         prim = params["_prim"]
         held = None if compat.is_custom_prim(prim) else compat.prim_program(prim)

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.kept import can_keep
-from ..staging.mapped import Staged
+from ..staging.kept import Staged, can_keep
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .answers import Watched, WatchedCall

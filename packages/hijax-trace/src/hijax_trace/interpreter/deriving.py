@@ -6,7 +6,6 @@ from typing import Any
 
 from .. import compat
 from ..staging.functions import Function
-from ..staging.mapped import Mapped, mapped_in
 from .atoms import metadata_of
 from .entering import inline
 from .frames import Frame, Operands
@@ -15,19 +14,8 @@ from .original import Derivatives, Linear, Once, Original
 from .tasks import Task
 
 
-def make_mapped(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Tap the operation that JAX mapped, and map the result."""
-    eqn, operands = task.eqn, run.operands(task.eqn)
-    mapped = mapped_in(eqn.primitive, eqn.params)
-    assert mapped is not None
-    original = _original(run, task, mapped.jaxpr, operands, info, mapped)
-    with compat.at(info), eqn.ctx.manager:
-        results = mapped.run(original.run, values, operands.proxies)
-    _finish(run, eqn, original.frame, results, mapped.jaxpr)
-
-
 def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Tap the operation that JAX derived, and derive the result.
+    """Tap the operation that JAX mapped or derived, and map or derive the result.
 
     A derivative reuses what was made for its operation: a handler is asked once, and forward and
     backward compute the same.
@@ -37,8 +25,14 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     if run.derivatives is None:
         run.derivatives = Derivatives(run.jaxpr)
     derivatives = run.derivatives
-    if function is program and derivatives.is_alone(program):
-        inline(run, task, program.jaxpr, values, info)
+    if not function.is_derived and derivatives.is_alone(program):
+        if function is program:
+            inline(run, task, program.jaxpr, values, info)
+            return
+        original = _original(run, task, operands, info, function)
+        with compat.at(info), eqn.ctx.manager:
+            results = function.run(original.run, values, operands.proxies)
+        _finish(run, eqn, original.frame, results, program.jaxpr)
         return
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
     # A derivative in a nested jaxpr finds the original of one around it in the session.
@@ -46,7 +40,7 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     once = kept if made is None else made.once
     # A transpose of the program itself has its own operands, and no operation before it.
     if once is None or not function.is_derived or (function.linear and made is None):
-        once = Once(_original(run, task, program.jaxpr, operands, info, function))
+        once = Once(_original(run, task, operands, info, function))
         run.session.kept[program] = once
         derivatives.keep_program(eqn, once)
     with compat.at(info), eqn.ctx.manager:
@@ -60,18 +54,13 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     _finish(run, eqn, once.frame, results, None if function.is_derived else program.jaxpr)
 
 
-def _original(
-    run: Pass, task: Task, closed: Any, operands: Operands, info: Any, made: Function | Mapped
-) -> Original:
-    """Return the program of an equation before JAX made it into ``made``."""
+def _original(run: Pass, task: Task, operands: Operands, info: Any, function: Function) -> Original:
+    """Return the program of an equation before JAX mapped or derived it."""
 
     def again(frame: Frame, jaxpr: Any, values: list[Any]) -> list[Any]:
         return run.session.reinterpret(frame, jaxpr, values, info)
 
-    place, levels = run.place(task), made.levels
-    if isinstance(made, Mapped):
-        return Original(again, place, closed, levels, operands)
-    return Original(again, place, closed, levels, operands, made.places, made.linear)
+    return Original(again, run.place(task), function, operands)
 
 
 def _finish(

@@ -16,7 +16,6 @@ from ..dataflow.flow import Origin
 from ..dataflow.nodes import Part, Unknown
 from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
-from ..staging.mapped import Level
 from ..staging.marker import hoisted
 from .frames import Frame, Operands, Place
 
@@ -27,12 +26,8 @@ class Original:
     Args:
         reinterpret: called as ``reinterpret(frame, jaxpr, values)``.
         place: where the equation is that JAX made of it.
-        program: its closed jaxpr.
-        levels: the maps around it, outermost first.
+        function: the equation's function, which is made of the program.
         operands: what is known of the equation's operands.
-        places: for each input of the program, the number of the operand that it is, or None; by
-            default the first operands are the program's.
-        linear: the inputs that a transpose is by.
 
     Attributes:
         frame: the frame of its last run; None before.
@@ -42,19 +37,15 @@ class Original:
         self,
         reinterpret: Callable[[Frame, Any, list[Any]], list[Any]],
         place: Place,
-        program: Any,
-        levels: Sequence[Level],
+        function: Function,
         operands: Operands,
-        places: Sequence[int | None] | None = None,
-        linear: frozenset[int] = frozenset(),
     ):
         self._reinterpret = reinterpret
         self._place = place
-        self._program = program
-        self._levels = levels
+        self._program = function.program.jaxpr
+        self._levels, self._places = function.levels, function.places
+        self._linear = function.linear
         self._operands = operands
-        self._places = range(len(operands.avals)) if places is None else places
-        self._linear = linear
         self.frame: Frame | None = None
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:

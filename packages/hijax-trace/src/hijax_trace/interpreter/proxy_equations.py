@@ -8,7 +8,6 @@ from typing import Any
 from .. import compat
 from ..dataflow.sources import returned_views
 from ..proxy.array_proxy import Lost
-from ..state.restoring import restored_proxy
 from .atoms import computed, followed, variable
 from .entering import enter, inline
 from .one_pass import Pass, later_array
@@ -91,8 +90,7 @@ def _is_view(run: Pass, eqn: Any, held: Sequence[Any]) -> bool:
 def restore(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Restore the array of a proxy that the program carries."""
     eqn = task.eqn
-    proxy = restored_proxy(eqn.primitive, eqn.params, values)
-    assert proxy is not None
+    proxy = eqn.params["function"].proxy(values)
     with compat.at(info), eqn.ctx.manager:
         array = proxy.restore().astype(eqn.outvars[0].aval.dtype)
     run.frame.proxies[eqn.outvars[0]] = proxy

@@ -109,7 +109,6 @@ _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {
     Do.ENTER: entering.enter,
     Do.OTHERS: entering.enter_marker,
     Do.CUSTOM: entering.enter_custom,
-    Do.MAPPED: deriving.make_mapped,
     Do.KEPT: deriving.make_kept,
     Do.RESTORE: proxy_equations.restore,
 }

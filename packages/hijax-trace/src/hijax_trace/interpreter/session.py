@@ -13,7 +13,7 @@ from interception_core.engine_api import Taps
 
 from .. import compat
 from ..dataflow.flow import Origin
-from ..staging.mapped import Staged
+from ..staging.kept import Staged
 from ..staging.marker import Markers
 from .frames import Frame
 from .hi_prims import Expansions

@@ -22,7 +22,6 @@ from ..dataflow.holders import (
 )
 from ..patterns.find import FINDERS, contractions
 from ..patterns.group import Group
-from ..staging.mapped import mapped_in
 from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
 from .hi_prims import Expansions
@@ -45,10 +44,8 @@ class Do(enum.Enum):
     """Make it again with the programs that it holds tapped."""
     CUSTOM = enum.auto()
     """Do the same with the call of a function that has custom derivative rules."""
-    MAPPED = enum.auto()
-    """Tap the operation that JAX mapped, then map that."""
     KEPT = enum.auto()
-    """Tap the operation that JAX derived, then derive that."""
+    """Tap the operation that JAX mapped or derived, then map or derive that."""
     LATER = enum.auto()
     """Make nothing yet: the last equation of its group decides."""
     GROUP = enum.auto()
@@ -101,8 +98,8 @@ class Gathered(NamedTuple):
     tasks: Sequence[Task]
 
 
-_Sort = tuple[Do, bool, bool, Marker | None, Any]
-"""The first fields of a task, without its equation, and its stack before it was mapped."""
+_Sort = tuple[Do, bool, bool, Marker | None]
+"""The first fields of a task, without its equation."""
 
 
 class Tasks:
@@ -196,9 +193,9 @@ class Tasks:
 
     def _bodies(self, eqn: Any) -> Iterator[tuple[Any, str]]:
         """Yield the programs that an equation holds, with their labels."""
-        mapped = mapped_in(eqn.primitive, eqn.params)
-        if mapped is not None:
-            yield mapped.jaxpr, ""
+        if eqn.primitive is compat.kept_p:
+            if not eqn.params["function"].is_derived:
+                yield eqn.params["function"].program.jaxpr, ""
         elif (custom := self._custom(eqn)) is not None:
             yield custom.jaxpr, ""
         elif (holder := self.holder(eqn.primitive, eqn.params)) is not None:
@@ -237,10 +234,8 @@ class Tasks:
             sort = self._sort(eqn)
             if sorts is not None:
                 sorts[key] = sort
-        do, simple, inlined, marker, outside = sort
-        # JAX's batching rule, or an engine inside, added scopes to the equation's stack.
-        stack = eqn.source_info.name_stack if outside is None else outside
-        stack, scopes, within, settled = self._where(stack)
+        do, simple, inlined, marker = sort
+        stack, scopes, within, settled = self._where(eqn.source_info.name_stack)
         if do is Do.KEPT:
             # JAX's rules made it, in a scope that settles what they leave. It is not settled.
             return Task(eqn, do, False, False, None, stack, scopes, within, False)
@@ -251,16 +246,11 @@ class Tasks:
     def _sort(self, eqn: Any) -> _Sort:
         """Return what to do with an equation unless it is settled."""
         primitive, params, marker = eqn.primitive, eqn.params, None
-        mapped = mapped_in(primitive, params)
         simple, inlined = compat.can_append(eqn), compat.is_inlined(primitive, params)
         if primitive is compat.kept_p:
-            do = Do.KEPT
-        elif is_restoring(primitive, params):
-            do = Do.RESTORE
+            do = Do.RESTORE if is_restoring(primitive, params) else Do.KEPT
         elif primitive not in self._asked and not compat.holds_jaxprs(eqn):
             do, inlined = Do.PASS, False
-        elif mapped is not None:
-            do = Do.MAPPED
         elif (marker := marker_of(eqn)) is not None:
             do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
         elif self.asked(primitive, params, compat.operand_count(eqn)) is not None:
@@ -271,7 +261,7 @@ class Tasks:
             do = Do.ENTER
         else:
             do = Do.PASS
-        return do, simple, inlined, marker, None if mapped is None else mapped.stack
+        return do, simple, inlined, marker
 
     def _where(self, stack: Any) -> Where:
         """Return what a name stack tells of an equation."""

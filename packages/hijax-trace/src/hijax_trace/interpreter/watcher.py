@@ -12,8 +12,7 @@ from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ah
 
 from .. import compat
 from ..dataflow.holders import custom_body
-from ..staging.kept import can_keep, keep, keeps
-from ..staging.mapped import Staged, can_map, is_being_mapped, map_call, staged
+from ..staging.kept import Staged, can_keep, keep, keeps, staged
 from ..staging.marker import key_of
 from ..staging.packed import NUMBERS, NUMPY, Packed, is_iterator, is_plain
 from ..staging.repeated import appended
@@ -59,9 +58,6 @@ class Watcher:
             if compat.is_staging(trace):
                 return self._stage(call, args, kwargs)
             packed = Packed((args, kwargs), ())
-            if can_map(trace, packed.arrays):
-                found = self._staged(call, packed)
-                return found.results.build(map_call(call.op_name, found, packed.arrays))
             known = known_ahead(trace, packed.arrays)
             if known is not None:
                 # The operation depends on known values alone, so it belongs to the trace around.
@@ -72,7 +68,7 @@ class Watcher:
                 return NotImplemented
             if keeps(trace, self.early.tracers.base()):
                 found = self._staged(call, packed)
-                if can_keep(found):
+                if can_keep(found, trace):
                     return found.results.build(keep(found, packed.arrays))
         if any(map(unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
             return NotImplemented
@@ -169,7 +165,7 @@ class Watcher:
         Returns:
             Its results, or NotImplemented to let JAX bind it.
         """
-        if primitive is compat.kept_p or is_being_mapped(primitive, params):
+        if primitive is compat.kept_p:
             return NotImplemented
         values = list(values)
         if not self.session.tapping.tasks.wants_call(primitive, params, len(values)):
@@ -178,8 +174,7 @@ class Watcher:
             return NotImplemented
         if compat.is_derivative(trace) and custom_body(primitive, params, len(values)) is not None:
             return NotImplemented  # its rule runs now, a part of the program
-        is_mapped = can_map(trace, values)
-        if not is_mapped and not keeps(trace, self.early.tracers.base()):
+        if not keeps(trace, self.early.tracers.base()):
             return self.early.bind(path, trace, primitive, values, params)
 
         def again(*values: Any) -> Any:
@@ -188,10 +183,9 @@ class Watcher:
 
         with compat.set_current_trace(trace):
             call = staged(primitive.name, again, values)
-            if not is_mapped and not can_keep(call):
+            if not can_keep(call, trace):
                 return self.early.bind(path, trace, primitive, values, params)
-            name = primitive.name
-            results = map_call(name, call, values) if is_mapped else keep(call, values)
+            results = keep(call, values)
         return results if primitive.multiple_results else results[0]
 
     def meet_tapped(self) -> None:

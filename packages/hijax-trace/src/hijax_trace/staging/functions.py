@@ -24,10 +24,12 @@ class Base(NamedTuple):
     Attributes:
         key: its key.
         count: how many arguments it has.
+        jaxpr: its closed jaxpr, or None.
     """
 
     key: Hashable
     count: int
+    jaxpr: Any
 
 
 class Function:
@@ -47,6 +49,8 @@ class Function:
             not linear.
         key: equal for equal functions.
         base: the function that it is a derivative of, if it takes the same arguments first.
+        jaxpr: the closed jaxpr of a program, or of all examples of one; None of a derivative.
+        effects: the effects of that.
         is_derived: whether it returns derivatives, not the program's results.
         is_backward: whether it takes cotangents.
     """
@@ -58,6 +62,8 @@ class Function:
     first_linear: int | None = None
     key: Hashable
     base: Base | None = None
+    jaxpr: Any = None
+    effects: frozenset[Any] = frozenset()
     is_derived = False
     is_backward = False
 
@@ -104,27 +110,30 @@ class Function:
         return Transposed(self, linear, given)
 
     def batched(self, axis: Any, axes: Sequence[int | None]) -> Batched:
-        """Return the function of all examples, stacked along axis 0.
+        """Return the function of all examples.
 
         Args:
             axis: the axis, as JAX has it.
             axes: the mapped axis of each argument, or None.
         """
-        return Batched(self, Level(axis, tuple(axes), (0,) * len(self.out_avals)))
+        return Batched(self, axis, axes)
 
 
 class Program(Function):
     """The function of a jaxpr.
 
     Args:
-        jaxpr: the closed jaxpr, without effects.
+        jaxpr: the closed jaxpr. It has no effects if it is derived.
+        is_differentiated: whether it was staged under a derivative or transpose, so that there are
+            functions made of this one.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: Any, is_differentiated: bool = False):
         opened = compat.open_of(jaxpr)
         super().__init__([v.aval for v in opened.invars], [v.aval for v in opened.outvars])
-        self.jaxpr = jaxpr
+        self.jaxpr, self.effects = jaxpr, frozenset(opened.effects)
         self.places = list(range(len(self.in_avals)))
+        self.is_differentiated = is_differentiated
 
     @property
     def program(self) -> Program:  # type: ignore[override]
@@ -157,16 +166,22 @@ class Batched(Function):
 
     Args:
         inner: the function of one example.
-        level: the vmap.
+        axis: the axis of the vmap, as JAX has it.
+        ins: the mapped axis of each argument, or None.
+
+    Attributes:
+        axes: the same of each result: as JAX maps a program, and 0 of a derivative's.
     """
 
-    def __init__(self, inner: Function, level: Level):
-        ins = [
-            aval if place is None else compat.batch_type(level.axis, place, aval)
-            for aval, place in zip(inner.in_avals, level.ins, strict=True)
-        ]
-        outs = [compat.batch_type(level.axis, 0, aval) for aval in inner.out_avals]
-        super().__init__(ins, outs)
+    def __init__(self, inner: Function, axis: Any, ins: Sequence[int | None]):
+        self.jaxpr, self.axes = _batched(inner.jaxpr, axis, ins, len(inner.out_avals))
+        level = Level(axis, tuple(ins), tuple(self.axes))
+        super().__init__(
+            _batch_types(axis, level.ins, inner.in_avals),
+            _batch_types(axis, level.outs, inner.out_avals),
+        )
+        if self.jaxpr is not None:
+            self.effects = frozenset(compat.open_of(self.jaxpr).effects)
         self._inner, self._level = inner, level
         self.program, self.places, self.linear = inner.program, inner.places, inner.linear
         own = tuple(None if place is None else level.ins[place] for place in inner.places)
@@ -175,9 +190,11 @@ class Batched(Function):
         self.first_linear = inner.first_linear
         self.key = self._key(inner.key, level.ins)
         if (base := inner.base) is not None:
-            ins = level.ins[: base.count]
             # Without a mapped argument, the function that it is a derivative of is not batched.
-            self.base = Base(self._key(base.key, ins), base.count) if _maps(ins) else base
+            if _maps(ins := level.ins[: base.count]):
+                jaxpr, self._base_axes = _batched(base.jaxpr, axis, ins, 0)
+                base = Base(self._key(base.key, ins), base.count, jaxpr)
+            self.base = base
 
     def differentiated(self, nonzero: Sequence[int]) -> list[int]:
         """Return the results that have tangents, as those of one example do."""
@@ -207,7 +224,7 @@ class Batched(Function):
                 return self._inner.split(run, values, inside(leaves))
 
             given = (list(ins[:count]), mapped_axes)
-            mapped = compat.vmap_rule(axis, one, given, (0, compat.INFERRED))
+            mapped = compat.vmap_rule(axis, one, given, (self._base_axes or 0, compat.INFERRED))
             (results, call), (_, found) = mapped(list(values), leaves)
             axes_of = lambda treedef: treedef.flatten_up_to(found)  # noqa: E731
         return results, mapped_call(call, axis, axes_of, list(ins[count:]), list(outs))
@@ -242,7 +259,7 @@ class Derivative(Function):
         self.program, self.levels, self.places = inner.program, inner.levels, inner.places
         self.linear, self.first_linear = inner.linear, len(inner.in_avals)
         self.key = type(self), inner.key, self.nonzero, self.results
-        self.base = Base(inner.key, len(inner.in_avals))
+        self.base = Base(inner.key, len(inner.in_avals), inner.jaxpr)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
         """Return the tangents or cotangents."""
@@ -392,6 +409,23 @@ class Transposed(Function):
 
     def __repr__(self) -> str:
         return f"Transposed({self._inner!r}, {self._linear}, {self._given})"
+
+
+def _batched(
+    jaxpr: Any, axis: Any, ins: Sequence[int | None], count: int
+) -> tuple[Any, list[int | None]]:
+    """Return the jaxpr of all examples and its results' axes; 0 for ``count`` without a jaxpr."""
+    if jaxpr is None:
+        return None, [0] * count
+    whole, axes = compat.batched(jaxpr, axis, ins)
+    return whole, list(axes)
+
+
+def _batch_types(axis: Any, axes: Sequence[int | None], avals: Sequence[Any]) -> list[Any]:
+    return [
+        aval if place is None else compat.batch_type(axis, place, aval)
+        for aval, place in zip(avals, axes, strict=True)
+    ]
 
 
 def _maps(axes: Sequence[int | None]) -> bool:

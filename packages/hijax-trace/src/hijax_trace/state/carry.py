@@ -16,7 +16,8 @@ from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
 from ..proxy.placing import PLACES, placed
 from ..proxy.updates import UPDATES
-from ..staging.mapped import map_call, mapped_in, staged
+from ..staging.functions import Function
+from ..staging.kept import keep, staged
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging
@@ -75,9 +76,11 @@ class Carrying(Restaging):
             return _moved(eqn, operands)
         if marker_of(eqn) is not None:
             return None
-        mapped = mapped_in(eqn.primitive, eqn.params)
-        if mapped is not None:
-            return self._mapped(str(eqn.params["name"]), mapped, operands)
+        if eqn.primitive is compat.kept_p:
+            function = eqn.params["function"]
+            # A derivative shares what is made of its program, and takes arrays.
+            if not (function.is_derived or function.program.is_differentiated):
+                return self._mapped(function, operands)
         loop = loops.RULES.get(eqn.primitive)
         if loop is not None:
             return loop(self.run, eqn, operands)
@@ -97,8 +100,9 @@ class Carrying(Restaging):
             return None  # no result is a proxy: keep the call with its derivative rules
         return call(operands)
 
-    def _mapped(self, name: str, mapped: Any, operands: list[Any]) -> list[Any] | None:
+    def _mapped(self, function: Function, operands: list[Any]) -> list[Any] | None:
         """Run the operation that JAX mapped on proxies, and map the result."""
+        levels = function.levels
 
         def one(operands: Sequence[Any]) -> list[Any]:
             leaves, treedef = jax.tree.flatten(list(operands))
@@ -106,25 +110,25 @@ class Carrying(Restaging):
 
             def flat(*leaves: Any) -> list[Any]:
                 nonlocal results
-                closed, values = mapped.jaxpr, jax.tree.unflatten(treedef, leaves)
+                closed, values = function.program.jaxpr, jax.tree.unflatten(treedef, leaves)
                 found = self.run(compat.open_of(closed), [*compat.consts_of(closed), *values])
                 found, results = jax.tree.flatten(found)
                 return found
 
-            call = staged(name, flat, leaves)
-            return jax.tree.unflatten(results, map_call(name, call, leaves))
+            call = staged("mapped", flat, leaves)
+            return jax.tree.unflatten(results, keep(call, leaves))
 
         def level(i: int, operands: Sequence[Any]) -> list[Any]:
-            if i == len(mapped.levels):
+            if i == len(levels):
                 return one(operands)
-            axes, outs = list(mapped.levels[i].ins), list(mapped.levels[i].outs)
+            axes, outs = list(levels[i].ins), list(levels[i].outs)
             inner = compat.mapped(
-                lambda operands: level(i + 1, operands), mapped.levels[i].axis, (axes,), outs
+                lambda operands: level(i + 1, operands), levels[i].axis, (axes,), outs
             )
             return inner(operands)
 
         for place, operand in enumerate(operands):
-            axes = [one.ins[place] for one in mapped.levels]
+            axes = [one.ins[place] for one in levels]
             if is_proxy(operand) and (why := _why_not_along(operand, axes)):
                 operand.left(why)
                 return None

@@ -1,4 +1,4 @@
-"""Restoring: the staged call that restores a carried proxy's array."""
+"""Restoring: the staged operation that restores a carried proxy's array."""
 
 from __future__ import annotations
 
@@ -8,14 +8,25 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
+from ..staging.functions import Program
+from ..staging.kept import staged
 
 
-class RestoringName(str):
-    """The name of the call, with the structure of the proxy."""
+class Restoring(Program):
+    """The program that restores the array of a proxy.
 
-    __slots__ = ("jaxpr", "treedef")
-    jaxpr: Any
-    treedef: Any
+    Args:
+        jaxpr: its closed jaxpr.
+        treedef: the structure of the proxy, whose arrays are its arguments.
+    """
+
+    def __init__(self, jaxpr: Any, treedef: Any):
+        super().__init__(jaxpr)
+        self._treedef = treedef
+
+    def proxy(self, values: Any) -> ArrayProxy:
+        """Return the proxy of its arrays."""
+        return jax.tree.unflatten(self._treedef, values)
 
 
 def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
@@ -30,24 +41,11 @@ def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
     def restored(*leaves: Any) -> list[Any]:
         return [jax.tree.unflatten(treedef, leaves).restore().astype(aval.dtype)]
 
-    avals = list(map(compat.typeof, leaves))
-    jaxpr = compat.with_consts(*compat.stage(restored, avals, compat.named_info("restored")))
-    name = RestoringName("restored")
-    name.jaxpr, name.treedef = jaxpr, treedef
-    (array,) = compat.named_call(name, jaxpr, leaves)
+    call = staged("restored", restored, leaves)
+    (array,) = compat.kept_p.bind(*leaves, function=Restoring(call.jaxpr, treedef))
     return array
-
-
-def restored_proxy(primitive: Any, params: dict[str, Any], values: Any) -> ArrayProxy | None:
-    """Return the proxy that an equation restores, or None."""
-    if not is_restoring(primitive, params):
-        return None
-    return jax.tree.unflatten(params["name"].treedef, values)
 
 
 def is_restoring(primitive: Any, params: dict[str, Any]) -> bool:
     """Return whether an equation restores the array of a proxy."""
-    if primitive is not compat.jit_p or type(params["name"]) is not RestoringName:
-        return False
-    # A call that was batched or differentiated keeps the name, but has another jaxpr.
-    return params["name"].jaxpr is params["jaxpr"]
+    return primitive is compat.kept_p and type(params["function"]) is Restoring

@@ -17,11 +17,9 @@ import numpy as np
 from jax import lax
 
 from .. import compat
-from ..staging.mapped import mapped_in
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging
-from .restoring import is_restoring
 
 _WRITE = "dynamic_update_slice"
 
@@ -181,10 +179,7 @@ def _called(eqn: Any) -> Any:
     """Return the program of a jitted function's call that can be inlined, or None."""
     if eqn.primitive is not compat.jit_p or eqn.effects:
         return None
-    is_kept = is_restoring(eqn.primitive, eqn.params) or marker_of(eqn) is not None
-    if is_kept or mapped_in(eqn.primitive, eqn.params) is not None:
-        return None
-    return eqn.params["jaxpr"]
+    return None if marker_of(eqn) is not None else eqn.params["jaxpr"]
 
 
 def _pairs(eqn: Any) -> dict[int, int]:
