@@ -10,12 +10,26 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
+from ..proxy.parts import is_shared
 from .linear import Call, mapped_call, merged, pulled, pushed, summed
-from .mapped import Level, mapped_over, stepped
 
 Proxies = Mapping[int, ArrayProxy]
 Run = Callable[[Sequence[Any], Proxies], list[Any]]
 """``run(values, proxies)`` runs instead of the program that a function is made of."""
+
+
+class Level(NamedTuple):
+    """One ``vmap`` around an operation.
+
+    Attributes:
+        axis: the name and size of its axis, as JAX has them.
+        ins: the mapped axis of each operand; None for operands that are not mapped.
+        outs: the same for each result.
+    """
+
+    axis: Any
+    ins: tuple[int | None, ...]
+    outs: tuple[int | None, ...]
 
 
 class Base(NamedTuple):
@@ -205,11 +219,13 @@ class Batched(Function):
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
         """Return the results of all examples."""
+        axis, ins, outs = self._level
+        leaves, axes, inside = _stepped(self._level, proxies)
 
-        def one(values: list[Any], proxies: Proxies) -> list[Any]:
-            return self._inner.run(run, values, proxies)
+        def one(values: list[Any], leaves: list[Any]) -> list[Any]:
+            return self._inner.run(run, values, inside(leaves))
 
-        return mapped_over([self._level], one, list(values), proxies)
+        return compat.mapped(one, axis, (list(ins), axes), list(outs))(list(values), leaves)
 
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
         """Return the results of ``base``, and the linear function of what follows."""
@@ -218,7 +234,7 @@ class Batched(Function):
             results, call = self._inner.split(run, values, proxies)
             axes_of = lambda treedef: [None] * treedef.num_leaves  # noqa: E731
         else:
-            leaves, mapped_axes, inside = stepped(self._level, proxies)
+            leaves, mapped_axes, inside = _stepped(self._level, proxies)
 
             def one(values: list[Any], leaves: list[Any]) -> tuple[list[Any], Call]:
                 return self._inner.split(run, values, inside(leaves))
@@ -426,6 +442,31 @@ def _batch_types(axis: Any, axes: Sequence[int | None], avals: Sequence[Any]) ->
         aval if place is None else compat.batch_type(axis, place, aval)
         for aval, place in zip(avals, axes, strict=True)
     ]
+
+
+def _stepped(
+    level: Level, proxies: Proxies
+) -> tuple[list[Any], list[int | None], Callable[[list[Any]], dict[int, ArrayProxy]]]:
+    """Prepare array proxies for a map.
+
+    Args:
+        level: the map.
+        proxies: the proxies of the whole batch, by number of the operand.
+
+    Returns:
+        The arrays to map, their mapped axes, and a function that makes the proxies of one example
+        from its arrays.
+    """
+    same = {i: held for i, held in proxies.items() if level.ins[i] is None}
+    parts = {
+        i: held.step(axis, is_mapped=True)
+        for i, held in proxies.items()
+        if (axis := level.ins[i]) is not None
+    }
+    leaves, treedef = jax.tree.flatten(parts, is_leaf=is_shared)
+    axes = [None if is_shared(leaf) else 0 for leaf in leaves]
+    leaves = [leaf.value if is_shared(leaf) else leaf for leaf in leaves]
+    return leaves, axes, lambda leaves: {**same, **jax.tree.unflatten(treedef, leaves)}
 
 
 def _maps(axes: Sequence[int | None]) -> bool:
