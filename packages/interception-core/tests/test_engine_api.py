@@ -25,7 +25,7 @@ class Outline:
         self.primitives.append((path, primitive.name))
         return NotImplemented
 
-    def keeps(self, trace):
+    def defers_inlining(self, trace):
         return False
 
     def call(self, function, call, args, kwargs):

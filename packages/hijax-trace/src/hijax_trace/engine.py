@@ -24,7 +24,7 @@ from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
 from .interpreter.lacking import reinterpret_without
-from .interpreter.later import restored, type_of
+from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.watcher import Watcher
@@ -229,7 +229,7 @@ class _Tapped:
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
             proxies = jax.tree.unflatten(jax.tree.structure(held), leaves)
             watcher.early.tracers.begin(compat.current_trace(), tracers, origins, proxies)
-            watcher.keep(compat.current_trace())
+            watcher.defer_inlining(compat.current_trace())
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()

@@ -4,6 +4,16 @@ All names were checked on 0.10.2, 0.11.2 and 0.12.0.1. A comment at an import sa
 have it; names without a version are equal on all.
 """
 
+from .deferred import (
+    batch_type,
+    batched,
+    cotangent_type,
+    deferred_p,
+    differentiated,
+    is_derivative,
+    tangent_type,
+    transforms_above_staging,
+)
 from .emit import (
     append,
     at,
@@ -84,16 +94,6 @@ from .jaxpr import (
     with_shared,
     without_last_input,
     without_unused,
-)
-from .kept import (
-    batch_type,
-    batched,
-    cotangent_type,
-    differentiated,
-    is_derivative,
-    kept_p,
-    tangent_type,
-    transforms_above_staging,
 )
 from .pjit import (
     UNSPECIFIED,

@@ -11,7 +11,7 @@ from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax.extend.core import primitives
 
-from .kept import kept_p
+from .deferred import deferred_p
 
 Jaxpr: type = core.Jaxpr
 ClosedJaxpr: type = getattr(core, "ClosedJaxpr", core.Jaxpr)
@@ -161,7 +161,7 @@ def holds_jaxprs(eqn: Any) -> bool:
             for part in (value if isinstance(value, tuple) else (value,))
         )
         # Some hold them as a Python object.
-        held = primitive in (_hijax.call_hi_primitive_p, kept_p)
+        held = primitive in (_hijax.call_hi_primitive_p, deferred_p)
         held = held or any(isinstance(part, JAXPRS) for part in parts)
         if held or primitive in _OF_JAX:
             _HOLDING[primitive] = held

@@ -258,7 +258,7 @@ HOLDERS: dict[Any, Holder] = {
     ),
 }
 
-_KEPT = Holder(
+_DEFERRED = Holder(
     lambda params, n: [_all_same(params["function"].jaxpr, 0)],
     lambda params, jaxprs, extra: params,  # never used: ``deriving`` makes it
     lambda params: [-1],
@@ -366,9 +366,9 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     holder = HOLDERS.get(primitive)
     if holder is not None:
         return holder
-    if primitive is compat.kept_p:
+    if primitive is compat.deferred_p:
         # Programs and maps of programs are parts of the program, their derivatives are not.
-        return None if params["function"].jaxpr is None else _KEPT
+        return None if params["function"].jaxpr is None else _DEFERRED
     if primitive is compat.call_hi_primitive_p:
         prim = params["_prim"]
         held = None if compat.is_custom_prim(prim) else compat.prim_program(prim)

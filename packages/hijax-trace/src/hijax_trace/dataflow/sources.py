@@ -196,7 +196,10 @@ _CONTRACTS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
     """Return whether an operation is a contraction, or may hold one."""
-    if primitive.name in CONTRACTIONS or primitive in (compat.call_hi_primitive_p, compat.kept_p):
+    if primitive.name in CONTRACTIONS or primitive in (
+        compat.call_hi_primitive_p,
+        compat.deferred_p,
+    ):
         return True
     values = params.values()
     parts = (part for x in values for part in (x if isinstance(x, tuple) else (x,)))

@@ -185,7 +185,7 @@ class Answers:
             return [
                 one.literals[-1 - i]
                 if i < 0
-                # Looked up only if it is used: see `later`.
+                # Looked up only if it is used: see `lazy`.
                 else run.values[eqn.invars[i]]
                 if i < count
                 else arrays[i - count]

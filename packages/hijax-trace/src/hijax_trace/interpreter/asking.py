@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.kept import Staged, can_keep
+from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .answers import Watched, WatchedCall
@@ -165,7 +165,7 @@ def _ask(
     if answer is NotImplemented:
         return False
     with compat.at(info):
-        if call.is_own(answer) or not can_keep(staged):
+        if call.is_own(answer) or not can_defer(staged):
             results = compat.as_function(staged.jaxpr)(*staged.more, *own)
         else:
             results = compat.transposable_p.bind(*staged.more, *own, jaxpr=staged.jaxpr)

@@ -14,7 +14,7 @@ from .original import Derivatives, Linear, Once, Original
 from .tasks import Task
 
 
-def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
+def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Tap the operation that JAX mapped or derived, and map or derive the result.
 
     A derivative reuses what was made for its operation: a handler is asked once, and forward and
@@ -25,7 +25,7 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     if run.derivatives is None:
         run.derivatives = Derivatives(run.jaxpr)
     derivatives = run.derivatives
-    if not function.is_derived and derivatives.is_alone(program):
+    if not function.is_derived and derivatives.has_no_derivative(program):
         if function is program:
             inline(run, task, program.jaxpr, values, info)
             return
@@ -36,12 +36,12 @@ def make_kept(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         return
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
     # A derivative in a nested jaxpr finds the original of one around it in the session.
-    kept = derivatives.program(eqn) or run.session.kept.get(program)
+    kept = derivatives.program(eqn) or run.session.made.get(program)
     once = kept if made is None else made.once
     # A transpose of the program itself has its own operands, and no operation before it.
     if once is None or not function.is_derived or (function.linear and made is None):
         once = Once(_original(run, task, operands, info, function))
-        run.session.kept[program] = once
+        run.session.made[program] = once
         derivatives.keep_program(eqn, once)
     with compat.at(info), eqn.ctx.manager:
         if made is not None:

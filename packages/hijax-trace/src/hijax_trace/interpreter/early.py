@@ -3,7 +3,7 @@
 JAX replaces an operation that the program differentiates by the operations of its derivative, so
 its handler is asked before that, while the program is staged. A name scope marks the operations
 that the handler and JAX's rules leave in the staged program as settled: they are passed later.
-Operations that are only mapped can wait (see ``staging.kept``), except for calls with objects
+Operations that are only mapped can wait (see ``staging.deferred``), except for calls with objects
 among their arguments.
 """
 

@@ -15,7 +15,7 @@ from .. import compat
 from ..dataflow.expression import Expression
 from ..proxy.carrier import Carrier, NotStoredError, proxy_of
 from .frames import Frame
-from .later import later_of
+from .lazy import later_of
 from .numbers import join_path
 from .one_pass import Pass
 from .session import Session

@@ -10,7 +10,7 @@ from .. import compat
 from ..proxy.array_proxy import ArrayProxy
 from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
-from .later import Later, Values
+from .lazy import LazyArray, Values
 from .original import Derivatives
 from .rebuild import Rebuilt
 from .session import Session
@@ -64,7 +64,7 @@ class Pass:
     def write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
         """Set the values of variables."""
         for var, value in zip(variables, values, strict=True):
-            if type(value) is Later:  # of the type that the program was staged for
+            if type(value) is LazyArray:  # of the type that the program was staged for
                 self.values.later[var] = value
                 continue
             self.values[var] = value
@@ -137,9 +137,9 @@ class Pass:
         return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
 
 
-def later_array(proxy: ArrayProxy, aval: Any) -> Later:
+def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
     """Return the array of a proxy as an array of a type, to be restored when it is used."""
-    return Later(aval, lambda: proxy.restore().astype(aval.dtype))
+    return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
 
 
 def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:

@@ -128,7 +128,7 @@ class Once:
                 return self._original.run(args[: len(values)], held)
 
             avals = [compat.typeof(value) for value in (*values, *leaves)]
-            info = compat.named_info("kept")
+            info = compat.named_info("deferred")
             jaxpr, more = hoisted(*compat.stage(flat, avals, info))
             self._made[key] = compat.as_function(jaxpr), more
         call, more = self._made[key]
@@ -162,7 +162,7 @@ class Derivatives:
         self._programs: Counter[Program] = Counter()
         self._of: dict[Hashable, list[Function]] = {}
         for eqn in jaxpr.eqns:
-            if eqn.primitive is not compat.kept_p:
+            if eqn.primitive is not compat.deferred_p:
                 continue
             function = eqn.params["function"]
             self._programs[function.program] += 1
@@ -171,7 +171,7 @@ class Derivatives:
         self._linear: dict[Hashable, Linear] = {}
         self._once: dict[Hashable, Once] = {}
 
-    def is_alone(self, program: Program) -> bool:
+    def has_no_derivative(self, program: Program) -> bool:
         """Return whether a program has no derivatives in this jaxpr."""
         return self._programs[program] == 1
 

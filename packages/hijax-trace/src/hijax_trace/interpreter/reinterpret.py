@@ -107,8 +107,8 @@ _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {
     Do.MARKER: asking.ask_of_function,
     Do.GROUP: asking.ask_of_group,
     Do.ENTER: entering.enter,
-    Do.OTHERS: entering.enter_marker,
+    Do.FOREIGN_CALL: entering.enter_marker,
     Do.CUSTOM: entering.enter_custom,
-    Do.KEPT: deriving.make_kept,
+    Do.DEFERRED: deriving.make_deferred,
     Do.RESTORE: proxy_equations.restore,
 }

@@ -13,7 +13,7 @@ from interception_core.engine_api import Taps
 
 from .. import compat
 from ..dataflow.flow import Origin
-from ..staging.kept import Staged
+from ..staging.deferred import Staged
 from ..staging.marker import Markers
 from .frames import Frame
 from .hi_prims import Expansions
@@ -127,7 +127,7 @@ class Session:
         origin: returns the origin of an input of the wrapped function.
         asked: operations whose handlers were asked early: how many equations the program had
             then, and the operation's key and number.
-        kept: what was made of each program that meets a derivative; see ``staging.kept``.
+        made: what was made of each program that meets a derivative; see ``staging.deferred``.
         lacking: the pytree paths of inputs of which nothing is stored; see ``lacking``.
         uses_of_lacking: the operations that take values of such inputs: the id, whether a handler
             knows it by that, and the expression of the value.
@@ -141,7 +141,7 @@ class Session:
         self.finished = False
         self.origin: Callable[[int], Origin] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
-        self.kept: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}
         self.lacking: frozenset[str] = frozenset()
         self.uses_of_lacking: list[tuple[str, bool, Any]] = []
 
@@ -180,11 +180,11 @@ class Session:
     def counting(self, numbers: Numbers) -> Session:
         """Return a session with other numbers, for a derivative rule."""
         session = Session(self.tapping, numbers)
-        session.kept = self.kept
+        session.made = self.made
         session.lacking, session.uses_of_lacking = self.lacking, self.uses_of_lacking
         return session
 
     def finish(self) -> None:
         """End the call."""
         self.finished = True
-        self.kept.clear()
+        self.made.clear()

@@ -10,7 +10,7 @@ import numpy as np
 from .. import compat
 
 
-class Lying(NamedTuple):
+class StridedView(NamedTuple):
     """Where a view lies in a row-major array.
 
     Attributes:
@@ -22,7 +22,7 @@ class Lying(NamedTuple):
     strides: tuple[int, ...]
 
 
-def shared_array(values: Sequence[Any]) -> tuple[Any, list[Lying]] | None:
+def shared_array(values: Sequence[Any]) -> tuple[Any, list[StridedView]] | None:
     """Return the array that values are cut out of, and where in it they lie.
 
     A kernel that reads parts of an array in place need not wait for copies of them.
@@ -53,7 +53,7 @@ def shared_array(values: Sequence[Any]) -> tuple[Any, list[Lying]] | None:
             view = _VIEWS[eqn.primitive.name](view, eqn.params, which)
             if not np.may_share_memory(view, memory):  # NumPy had to copy
                 return None
-        lying.append(Lying(_address(view) - _address(memory), view.strides))
+        lying.append(StridedView(_address(view) - _address(memory), view.strides))
     return source, lying
 
 

@@ -38,13 +38,13 @@ class Do(enum.Enum):
     """Ask the handler of its primitive."""
     MARKER = enum.auto()
     """Ask the handler of the function whose call it stands for."""
-    OTHERS = enum.auto()
+    FOREIGN_CALL = enum.auto()
     """Make it again as a marker of another interceptor, with its program tapped."""
     ENTER = enum.auto()
     """Make it again with the programs that it holds tapped."""
     CUSTOM = enum.auto()
     """Do the same with the call of a function that has custom derivative rules."""
-    KEPT = enum.auto()
+    DEFERRED = enum.auto()
     """Tap the operation that JAX mapped or derived, then map or derive that."""
     LATER = enum.auto()
     """Make nothing yet: the last equation of its group decides."""
@@ -193,7 +193,7 @@ class Tasks:
 
     def _bodies(self, eqn: Any) -> Iterator[tuple[Any, str]]:
         """Yield the programs that an equation holds, with their labels."""
-        if eqn.primitive is compat.kept_p:
+        if eqn.primitive is compat.deferred_p:
             if not eqn.params["function"].is_derived:
                 yield eqn.params["function"].program.jaxpr, ""
         elif (custom := self._custom(eqn)) is not None:
@@ -236,7 +236,7 @@ class Tasks:
                 sorts[key] = sort
         do, simple, inlined, marker = sort
         stack, scopes, within, settled = self._where(eqn.source_info.name_stack)
-        if do is Do.KEPT:
+        if do is Do.DEFERRED:
             # JAX's rules made it, in a scope that settles what they leave. It is not settled.
             return Task(eqn, do, False, False, None, stack, scopes, within, False)
         if settled and do is not Do.RESTORE:
@@ -247,12 +247,12 @@ class Tasks:
         """Return what to do with an equation unless it is settled."""
         primitive, params, marker = eqn.primitive, eqn.params, None
         simple, inlined = compat.can_append(eqn), compat.is_inlined(primitive, params)
-        if primitive is compat.kept_p:
-            do = Do.RESTORE if is_restoring(primitive, params) else Do.KEPT
+        if primitive is compat.deferred_p:
+            do = Do.RESTORE if is_restoring(primitive, params) else Do.DEFERRED
         elif primitive not in self._asked and not compat.holds_jaxprs(eqn):
             do, inlined = Do.PASS, False
         elif (marker := marker_of(eqn)) is not None:
-            do = Do.MARKER if marker.owner == self._owner else Do.OTHERS
+            do = Do.MARKER if marker.owner == self._owner else Do.FOREIGN_CALL
         elif self.asked(primitive, params, compat.operand_count(eqn)) is not None:
             do = Do.ASK
         elif self._custom(eqn) is not None:
@@ -307,7 +307,7 @@ def _can_wait(task: Task) -> bool:
     """Return whether an equation may be made later, or not at all."""
     # A settled contraction is a handler's result: its handler has decided already.
     asked = task.settled and contractions(task.eqn) > 0
-    return not (asked or task.unused or task.do in (Do.OTHERS, Do.KEPT))
+    return not (asked or task.unused or task.do in (Do.FOREIGN_CALL, Do.DEFERRED))
 
 
 def _is_ahead(task: Task) -> bool:

@@ -12,7 +12,7 @@ from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ah
 
 from .. import compat
 from ..dataflow.holders import custom_body
-from ..staging.kept import Staged, can_keep, keep, keeps, staged
+from ..staging.deferred import Staged, can_defer, defer, defers, staged
 from ..staging.marker import key_of
 from ..staging.packed import NUMBERS, NUMPY, Packed, is_iterator, is_plain
 from ..staging.repeated import appended
@@ -35,7 +35,7 @@ class Watcher:
     def __init__(self, session: Session):
         self.session = session
         self.early = Early(session)
-        self._keeping: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._deferring: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def on_call(
         self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict[str, Any]
@@ -66,10 +66,10 @@ class Watcher:
                     return self.on_call(handler, call, args, kwargs)
             if any(map(unknown_ahead, packed.arrays)):
                 return NotImplemented
-            if keeps(trace, self.early.tracers.base()):
+            if defers(trace, self.early.tracers.base()):
                 found = self._staged(call, packed)
-                if can_keep(found, trace):
-                    return found.results.build(keep(found, packed.arrays))
+                if can_defer(found, trace):
+                    return found.results.build(defer(found, packed.arrays))
         if any(map(unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
@@ -106,7 +106,7 @@ class Watcher:
 
     def _kept(self, call: Any) -> Callable[..., Any]:
         def body(*args: Any, **kwargs: Any) -> Any:
-            self.keep(compat.current_trace())
+            self.defer_inlining(compat.current_trace())
             return call.let_run(*args, **kwargs)
 
         return body
@@ -116,17 +116,17 @@ class Watcher:
         """Whether it asks no handler in traces of nested functions, but only stages them."""
         return not self.session.tapping.mode.by_path
 
-    def keep(self, trace: Any) -> None:
+    def defer_inlining(self, trace: Any) -> None:
         """Let a trace keep jitted calls that JAX would inline.
 
         They are inlined when the program is re-interpreted. Until then each is one equation that
         JAX has traced before, and whose derivative it makes once for all such calls.
         """
-        self._keeping.add(trace)
+        self._deferring.add(trace)
 
-    def keeps(self, trace: Any) -> bool:
+    def defers_inlining(self, trace: Any) -> bool:
         """Return whether a trace keeps such calls."""
-        return trace in self._keeping
+        return trace in self._deferring
 
     def call(
         self, function: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
@@ -165,7 +165,7 @@ class Watcher:
         Returns:
             Its results, or NotImplemented to let JAX bind it.
         """
-        if primitive is compat.kept_p:
+        if primitive is compat.deferred_p:
             return NotImplemented
         values = list(values)
         if not self.session.tapping.tasks.wants_call(primitive, params, len(values)):
@@ -174,7 +174,7 @@ class Watcher:
             return NotImplemented
         if compat.is_derivative(trace) and custom_body(primitive, params, len(values)) is not None:
             return NotImplemented  # its rule runs now, a part of the program
-        if not keeps(trace, self.early.tracers.base()):
+        if not defers(trace, self.early.tracers.base()):
             return self.early.bind(path, trace, primitive, values, params)
 
         def again(*values: Any) -> Any:
@@ -183,9 +183,9 @@ class Watcher:
 
         with compat.set_current_trace(trace):
             call = staged(primitive.name, again, values)
-            if not can_keep(call, trace):
+            if not can_defer(call, trace):
                 return self.early.bind(path, trace, primitive, values, params)
-            results = keep(call, values)
+            results = defer(call, values)
         return results if primitive.multiple_results else results[0]
 
     def meet_tapped(self) -> None:

@@ -1,4 +1,4 @@
-"""Functions: programs and their derivatives, transposes and maps; see ``kept``."""
+"""Functions: programs and their derivatives, transposes and maps; see ``deferred``."""
 
 from __future__ import annotations
 

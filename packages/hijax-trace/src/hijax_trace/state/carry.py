@@ -16,8 +16,8 @@ from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
 from ..proxy.placing import PLACES, placed
 from ..proxy.updates import UPDATES
+from ..staging.deferred import defer, staged
 from ..staging.functions import Function
-from ..staging.kept import keep, staged
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging
@@ -76,7 +76,7 @@ class Carrying(Restaging):
             return _moved(eqn, operands)
         if marker_of(eqn) is not None:
             return None
-        if eqn.primitive is compat.kept_p:
+        if eqn.primitive is compat.deferred_p:
             function = eqn.params["function"]
             # A derivative shares what is made of its program, and takes arrays.
             if not (function.is_derived or function.program.is_differentiated):
@@ -116,7 +116,7 @@ class Carrying(Restaging):
                 return found
 
             call = staged("mapped", flat, leaves)
-            return jax.tree.unflatten(results, keep(call, leaves))
+            return jax.tree.unflatten(results, defer(call, leaves))
 
         def level(i: int, operands: Sequence[Any]) -> list[Any]:
             if i == len(levels):
@@ -173,7 +173,7 @@ def _called(eqn: Any) -> Any:
         bodies = [custom]
     else:
         holder = holder_of(eqn.primitive, eqn.params)
-        if holder is None or eqn.primitive is compat.kept_p:
+        if holder is None or eqn.primitive is compat.deferred_p:
             return None
         bodies = holder.bodies(eqn.params, len(eqn.invars))
     if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):

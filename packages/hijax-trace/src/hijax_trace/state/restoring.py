@@ -8,8 +8,8 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
+from ..staging.deferred import staged
 from ..staging.functions import Program
-from ..staging.kept import staged
 
 
 class Restoring(Program):
@@ -42,10 +42,10 @@ def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
         return [jax.tree.unflatten(treedef, leaves).restore().astype(aval.dtype)]
 
     call = staged("restored", restored, leaves)
-    (array,) = compat.kept_p.bind(*leaves, function=Restoring(call.jaxpr, treedef))
+    (array,) = compat.deferred_p.bind(*leaves, function=Restoring(call.jaxpr, treedef))
     return array
 
 
 def is_restoring(primitive: Any, params: dict[str, Any]) -> bool:
     """Return whether an equation restores the array of a proxy."""
-    return primitive is compat.kept_p and type(params["function"]) is Restoring
+    return primitive is compat.deferred_p and type(params["function"]) is Restoring

@@ -150,7 +150,7 @@ def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwar
         level: Scope | None = state
         while level is not None:
             observer = level.activation.observer
-            if observer is not None and observer.keeps(args[0]):
+            if observer is not None and observer.defers_inlining(args[0]):
                 return _compat.keep_call(*args, **kwargs)
             level = level.parent
     return original(*args, **kwargs)

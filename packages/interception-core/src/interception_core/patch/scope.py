@@ -46,7 +46,7 @@ class Observer(Protocol):
     def stages(self) -> bool:
         """Whether it asks no handler in traces of nested functions, but only stages them."""
 
-    def keeps(self, trace: Any) -> bool:
+    def defers_inlining(self, trace: Any) -> bool:
         """Return whether a trace keeps jitted calls that JAX would inline."""
 
     def call(

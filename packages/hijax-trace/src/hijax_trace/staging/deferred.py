@@ -1,12 +1,12 @@
-"""Kept: operations that meet the program's own ``vmap``, derivative or transpose.
+"""Deferred: operations that meet the program's own ``vmap``, derivative or transpose.
 
 JAX at once replaces an operation under ``vmap`` by one on whole batches, and one under ``grad`` by
 the operations of its derivative. A handler is to be asked about the operation before that, and
 often can't be asked yet: where the operands of a nested function come from is known only when the
-program is re-interpreted. So the operation is staged as one equation of the primitive ``kept``. Its
-derivatives, transposes and maps are equations of that primitive, too. Each holds a ``Function``: a
-program, or a transformation of another function. The interpreter applies the same transformations
-to the program with its operations tapped.
+program is re-interpreted. So the operation is staged as one equation of the primitive
+``deferred``. Its derivatives, transposes and maps are equations of that primitive, too. Each holds
+a ``Function``: a program, or a transformation of another function. The interpreter applies the same
+transformations to the program with its operations tapped.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -
     return Staged(*hoisted(jaxpr, consts))
 
 
-def keeps(trace: Any, program: Any) -> bool:
-    """Return whether operations of a trace are staged as kept ones.
+def defers(trace: Any, program: Any) -> bool:
+    """Return whether operations of a trace are deferred.
 
     Args:
         trace: the trace.
@@ -71,7 +71,7 @@ def keeps(trace: Any, program: Any) -> bool:
     return transforms.transposes or transforms.staging is not program
 
 
-def can_keep(call: Staged, trace: Any = None) -> bool:
+def can_defer(call: Staged, trace: Any = None) -> bool:
     """Return whether a call is a function of arrays, and pure.
 
     Args:
@@ -86,8 +86,8 @@ def can_keep(call: Staged, trace: Any = None) -> bool:
     return not opened.effects or (transforms.maps and not transforms.derives)
 
 
-def keep(call: Staged, values: Sequence[Any]) -> list[Any]:
-    """Stage a call as a kept operation. Return its results."""
+def defer(call: Staged, values: Sequence[Any]) -> list[Any]:
+    """Stage a call as a deferred operation. Return its results."""
     transforms = compat.transforms_above_staging(compat.current_trace())
     program = Program(call.jaxpr, transforms.derives)
-    return compat.kept_p.bind(*call.more, *values, function=program)
+    return compat.deferred_p.bind(*call.more, *values, function=program)

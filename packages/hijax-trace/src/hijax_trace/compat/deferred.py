@@ -1,4 +1,4 @@
-"""The primitive ``kept`` and JAX's rules for it; see ``staging.kept``."""
+"""The primitive ``deferred`` and JAX's rules for it; see ``staging.deferred``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
 from interception_core.engine_api import is_transposing
 
-kept_p = core.Primitive("kept")
+deferred_p = core.Primitive("deferred")
 """Calls its parameter ``function``, a ``staging.functions.Function``."""
-kept_p.multiple_results = True
+deferred_p.multiple_results = True
 
 
 def tangent_type(aval: Any) -> Any:
@@ -101,18 +101,18 @@ def differentiated(jaxpr: Any, nonzero: Sequence[int]) -> list[int]:
     return [i for i, one in enumerate(found) if one]
 
 
-@kept_p.def_impl
+@deferred_p.def_impl
 def _run(*values: Any, function: Any) -> list[Any]:
     return function(*values)
 
 
-@kept_p.def_effectful_abstract_eval
+@deferred_p.def_effectful_abstract_eval
 def _types(*avals: Any, function: Any) -> tuple[list[Any], Any]:
     return function.out_avals, function.effects
 
 
 def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
-    results = kept_p.bind(*primals, function=function)
+    results = deferred_p.bind(*primals, function=function)
     zeros = [ad.Zero(tangent_type(aval)) for aval in function.out_avals]
     nonzero = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     first = function.first_linear
@@ -120,11 +120,11 @@ def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list
         # The derivative of a linear function is the same everywhere. Who transposes it next, as
         # ``tangent_solve`` of a root does, needs one that does not depend on where.
         along = map(_ad_util.instantiate, tangents[first:])
-        return results, kept_p.bind(*primals[:first], *along, function=function)
+        return results, deferred_p.bind(*primals[:first], *along, function=function)
     derived = function.tangent(nonzero)
     if not nonzero or not derived.results:
         return results, zeros
-    found = kept_p.bind(*primals, *(tangents[i] for i in nonzero), function=derived)
+    found = deferred_p.bind(*primals, *(tangents[i] for i in nonzero), function=derived)
     pairs = dict(zip(derived.results, found, strict=True))
     return results, [pairs.get(i, zero) for i, zero in enumerate(zeros)]
 
@@ -136,22 +136,22 @@ def _transpose(cts: Sequence[Any], *values: Any, function: Any) -> list[Any]:
     if not given:
         return [None] * len(values)
     derived = function.transposed(linear, given)
-    found = kept_p.bind(*known, *(cts[i] for i in given), function=derived)
+    found = deferred_p.bind(*known, *(cts[i] for i in given), function=derived)
     pairs = dict(zip(linear, found, strict=True))
     return [pairs.get(i) for i in range(len(values))]
 
 
 def _batch(axis: Any, values: Any, dims: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
     if all(dim is None for dim in dims):
-        results = kept_p.bind(*values, function=function)
+        results = deferred_p.bind(*values, function=function)
         return results, [None] * len(results)
     # JAX's rules compute some axes with NumPy, whose integers are not ints.
     axes = tuple(None if dim is None else int(dim) for dim in dims)
     whole = function.batched(axis, axes)
-    return kept_p.bind(*values, function=whole), list(whole.axes)
+    return deferred_p.bind(*values, function=whole), list(whole.axes)
 
 
-ad.primitive_jvps[kept_p] = _jvp
-ad.primitive_transposes[kept_p] = _transpose
-batching.fancy_primitive_batchers[kept_p] = _batch
-_mlir.register_lowering(kept_p, _mlir.lower_fun(_run, multiple_results=True))
+ad.primitive_jvps[deferred_p] = _jvp
+ad.primitive_transposes[deferred_p] = _transpose
+batching.fancy_primitive_batchers[deferred_p] = _batch
+_mlir.register_lowering(deferred_p, _mlir.lower_fun(_run, multiple_results=True))

@@ -1,4 +1,4 @@
-"""Later: arrays that are made when a program uses them."""
+"""Lazy: arrays that are made when a program uses them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..staging.packed import Packed
 from ..staging.repeated import repeated
 
 
-class Later:
+class LazyArray:
     """An array that is made when it is used. Few of a program's array proxies are restored.
 
     Args:
@@ -39,7 +39,7 @@ class Values(dict[Any, Any]):
     """The values of variables. Those in ``later`` are made when they are looked up."""
 
     def __init__(self) -> None:
-        self.later: dict[Any, Later] = {}
+        self.later: dict[Any, LazyArray] = {}
 
     def __missing__(self, variable: Any) -> Any:
         self[variable] = value = self.later.pop(variable).make()
@@ -48,7 +48,7 @@ class Values(dict[Any, Any]):
 
 def type_of(value: Any) -> Any:
     """Return the type of an array, also of one that is made later."""
-    return value.aval if type(value) is Later else compat.typeof(value)
+    return value.aval if type(value) is LazyArray else compat.typeof(value)
 
 
 def restored(
@@ -71,7 +71,7 @@ def restored(
     types: dict[Hashable, Any] = {}
     arrays = {number: _restored(proxy, types) for number, proxy in proxies.items()}
     given = [arrays.get(id(leaf), leaf) for leaf in leaves]
-    packed = Packed.of_leaves(given, treedef, also=Later)
+    packed = Packed.of_leaves(given, treedef, also=LazyArray)
     places = {id(array): i for i, array in enumerate(packed.arrays)}
     by_place = {
         places[id(arrays[number])]: proxy.inside() if isinstance(proxy, Carrier) else proxy
@@ -89,7 +89,7 @@ def _is_lacking(proxy: ArrayProxy) -> bool:
 
 def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
     if _is_lacking(proxy):
-        return Later(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
+        return LazyArray(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
     if isinstance(proxy, Carrier):
         return proxy.restore()
     leaves, treedef = jax.tree.flatten(proxy)
@@ -102,9 +102,9 @@ def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
     return value
 
 
-def later_of(proxy: ArrayProxy, aval: Any) -> Later:
+def later_of(proxy: ArrayProxy, aval: Any) -> LazyArray:
     """Return the array of a proxy, of a type, to be restored when it is used."""
-    return Later(aval, functools.partial(repeated, _restoring, (), proxy))
+    return LazyArray(aval, functools.partial(repeated, _restoring, (), proxy))
 
 
 @jax.jit
