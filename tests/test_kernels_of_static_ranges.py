@@ -1,5 +1,7 @@
 """Activations with a range that was measured before keep their kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,8 +45,7 @@ def mapped(p, x):
     return jax.vmap(lambda x: jnp.tanh(x @ p[0]) @ p[1])(x)
 
 
-PROGRAMS = {"layers": 3, "scanned": 1, "transposed": 2, "experts": 1, "mapped": 2}
-"""Each with how many matmuls its text has."""
+PROGRAMS = (layers, scanned, transposed, experts, mapped)
 
 
 def made(seed=0):
@@ -55,14 +56,16 @@ def made(seed=0):
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_they_run_in_kernels(name, rule):
-    fn, (p, x) = globals()[name], made()
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_they_run_in_kernels(fn, rule):
+    p, x = made()
     plan = PtqProvider(rule).plan(fn, p, x)
     assert all(op.kernel for op in plan.ops), plan.in_xla
     ranges = plan.calibrate(fn, p, [(x,), (0.8 * x,)])
     run = jax.jit(plan.apply(fn, ranges))
-    assert run.lower(plan.quantize(p), x).as_text().count("x_scale = 1") == PROGRAMS[name]
+    text = run.lower(plan.quantize(p), x).as_text()
+    assert "x_scale = 1" in text
+    assert "dot_general" not in text
     # As XLA computes it, also of what the ranges cut off.
     in_xla = PtqProvider(rule).plan(fn, p, x, kernels=False)
     wanted = jax.jit(in_xla.apply(fn, ranges))
@@ -73,10 +76,11 @@ def test_they_run_in_kernels(name, rule):
 
 def test_steps_of_a_loop_have_a_range_each():
     p, x = made()
-    plan = PtqProvider(RULES["w8a8"]).plan(scanned, p, x)
+    rule = dataclasses.replace(RULES["w8a8"], act_batch_axes=())
+    plan = PtqProvider(rule).plan(scanned, p, x)
     ranges = plan.calibrate(scanned, p, [(x,)])
     ((key, found),) = ranges.items()
-    upper, y, by_hand = found.calibration().upper.ravel(), x, x
+    upper, y, by_hand = found.upper.ravel(), x, x
     for w, most in zip(p, upper, strict=True):
         np.testing.assert_allclose(most, jnp.abs(3 * y).max(), rtol=1e-5)
         y = jnp.tanh(3 * y @ w)
@@ -104,7 +108,8 @@ def test_a_range_that_no_batch_reached_is_dynamic():
         return lax.cond(jnp.sum(x) > 1e6, lambda: x @ p[0], lambda: x @ p[1])
 
     plan = PtqProvider(RULES["w8a8"]).plan(fn, p, x)
-    ranges = plan.calibrate(fn, p, [(x,)])
+    with pytest.warns(UserWarning, match="No batch reached"):
+        ranges = plan.calibrate(fn, p, [(x,)])
     with pytest.warns(UserWarning, match="No calibration batch reached"):
         text = jax.jit(plan.apply(fn, ranges)).lower(plan.quantize(p), x).as_text()
     assert text.count("te_ffi_kernels.gemm_w8a8") == 2

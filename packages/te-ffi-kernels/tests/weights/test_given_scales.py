@@ -32,9 +32,9 @@ def rounded(x, scale):
 @pytest.mark.parametrize(("op", "pack", "bits"), OPS)
 def test_beside_float64(op, pack, bits):
     for dtype, m, groups, scale in (
-        (jnp.float32, 7, 1, 0.03),
+        (jnp.float32, 7, 1, 0.031),
         (jnp.float32, 1, 3, 0.004),  # cuts off what is beyond 0.5
-        (jnp.bfloat16, 70, 3, 0.02),
+        (jnp.bfloat16, 70, 3, 0.0213),
         (jnp.float16, 3, 1, 1.0),
         (jnp.float32, 0, 1, 0.02),
     ):
@@ -75,7 +75,7 @@ def test_of_a_stack_in_groups_rotated_and_with_additions():
     np.testing.assert_array_equal(grouped, plain)
     bias, residual = jnp.arange(N, dtype=jnp.float32), jnp.ones((len(x), N))
     added = te.gemm_w8a8(x, packed, x_scale=scale, bias=bias, residual=residual)
-    np.testing.assert_array_equal(added, plain + bias + residual)
+    np.testing.assert_array_equal(added, plain + bias[None] + residual)
     signs = jnp.asarray(np.random.default_rng(1).choice([-1, 1], K), jnp.int8)
     options = {"signs": signs, "rotation": 32, "x_scale": scale}
     rotated = te.gemm_w8a8(x, packed, **options)
