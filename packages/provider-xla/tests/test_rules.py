@@ -1,8 +1,11 @@
 """QuantizationRule: what it matches, and what it refuses."""
 
+import dataclasses
+
+import jax.numpy as jnp
 import pytest
 
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 
 
 @pytest.mark.parametrize(
@@ -55,3 +58,48 @@ def test_matching_is_of_the_whole_path():
 def test_provider_refuses_what_is_no_rule(rules):
     with pytest.raises(TypeError, match="takes QuantizationRules"):
         PtqProvider(rules)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TheirRule:
+    """As ``qwix.QuantizationRule``, whose other fields have these names and defaults, too."""
+
+    module_path: str = ".*"
+    weight_qtype: str | None = None
+    act_qtype: str | None = None
+    op_names: tuple = ()
+    tile_size: int | float | None = None
+    act_static_scale: bool | None = None
+    weight_calibration_method: str = "absmax"
+    act_batch_axes: tuple = (0,)
+    bwd_qtype: str | None = None
+    additional_qt_config: dict = dataclasses.field(default_factory=dict)
+
+
+TheirRule.__module__ = "qwix._src.qconfig"
+
+
+def test_rules_of_qwix_keep_their_meaning():
+    """A rule without op_names is about matmuls of two activations, too."""
+
+    def fn(w, x):
+        y = x @ w
+        return y @ y.T
+
+    w, x = jnp.ones((4, 6)), jnp.ones((3, 4))
+    theirs = TheirRule(weight_qtype="int8", act_qtype="int8", tile_size=2)
+    for rules in (theirs, [theirs]):
+        plan = PtqProvider(rules).plan(fn, w, x)
+        assert [op.quantized for op in plan.ops] == [True, True]
+    ours = PtqProvider(QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=2))
+    assert [op.quantized for op in ours.plan(fn, w, x).ops] == [True, False]
+    named = {"weight_qtype": "int8", "act_qtype": "int8", "op_names": ("einsum",)}
+    assert PtqProvider(TheirRule(**named)).rules == (QuantizationRule(**named),)
+    trained = QtProvider(TheirRule(weight_qtype="int8", bwd_qtype="int8"))
+    assert trained.rules == (QtRule(weight_qtype="int8", bwd_qtype="int8"),)
+
+
+def test_fields_of_qwix_that_rules_lack_are_named():
+    theirs = TheirRule(weight_qtype="int8", additional_qt_config={"dlhs_grad_qtype": "int8"})
+    with pytest.raises(ValueError, match="got additional_qt_config"):
+        QtProvider(theirs)

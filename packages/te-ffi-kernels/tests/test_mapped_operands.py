@@ -37,6 +37,11 @@ def rotated(rng):
     te.gemm_w8a8(normal(rng, ROWS, K), weight, signs=signs, rotation=32, **given)
 
 
+def scaled(rng):
+    weight, given = _bench._packed(4, K, N), {"bias": normal(rng, N)}
+    te.gemm_w4a8(normal(rng, ROWS, K), weight, x_scale=jnp.float32(rng.uniform(0.01, 0.1)), **given)
+
+
 def rows_of_experts(rng):
     stack = jax.tree.map(lambda one: jnp.stack([one] * 3), _bench._packed(8, K, N))
     index, sizes = (jnp.asarray(rng.permutation(x), jnp.int32) for x in ([0, 2], [3, 5]))
@@ -110,6 +115,7 @@ def routed(rng):
 
 MORE = {
     "rotated": rotated,
+    "scaled": scaled,
     "rows of experts": rows_of_experts,
     "looked up rows": looked_up_rows,
     **{

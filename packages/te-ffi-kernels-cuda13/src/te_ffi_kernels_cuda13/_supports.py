@@ -116,6 +116,8 @@ def packed_matmul(call: KernelCall) -> bool | str:
         return "nothing is contracted"
     if call.param("rotation", 0):
         return "rows are rotated by another program, before the kernel, on GPUs"
+    if call.param("x_scale", 0):
+        return "kernels for GPUs measure the scale of each row"
     if group and (group % GROUP_ROWS or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ROWS} that divides {k}"
     if of_one(call.op) in _workspace.QUANTIZE and not group and k > _MOST_EXACT:

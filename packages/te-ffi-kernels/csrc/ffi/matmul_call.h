@@ -15,7 +15,8 @@ struct MatmulConfig {
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
                             static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))),
-        rotation(AttributeOr<int64_t>(attributes, "rotation", 0)) {
+        rotation(AttributeOr<int64_t>(attributes, "rotation", 0)),
+        scaled(AttributeOr<int64_t>(attributes, "x_scale", 0) != 0) {
     if (n < 0) throw invalid_argument("n must be at least 0, got ", n);
     if (n >= int64_t{1} << 31) throw invalid_argument("n must be below 2**31, got ", n);
     if (rotation != 0 &&
@@ -28,6 +29,7 @@ struct MatmulConfig {
   int64_t n;
   PanelLayout layout;
   int64_t rotation;  // the block in which rows of x are rotated by signs, an operand; or 0
+  bool scaled;       // whether rows of x have a scale that is given: an operand after the signs
   bool bias = false, residual = false;  // whether they are operands, the last ones
 };
 
@@ -102,6 +104,11 @@ struct MatmulCall {
       given.NeedDtype({DType::S8}).NeedShape({config.layout.k}, "the attribute k");
       signs = static_cast<const int8_t*>(given.data);
     }
+    if (config.scaled) {
+      const Array given = call.Operand(next++, "x_scale");
+      given.NeedDtype({DType::F32}).NeedShape({}, "that of a scalar");
+      x_scale = static_cast<const float*>(given.data);
+    }
     if (config.bias) {
       const Array given = call.Operand(next++, "bias");
       bias = given.NeedDtype({y.dtype}).NeedShape({config.n}, "the attribute n").data;
@@ -117,13 +124,15 @@ struct MatmulCall {
   template <class Call>
   static Config Checked(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(kOperands + (config.rotation != 0) + config.bias + config.residual, 1);
+    call.NeedCounts(
+        kOperands + (config.rotation != 0) + config.scaled + config.bias + config.residual, 1);
     return config;
   }
 
   Config config;
   Array x, buffer, y;
-  const int8_t* signs = nullptr;  // where x is rotated
+  const int8_t* signs = nullptr;   // where x is rotated
+  const float* x_scale = nullptr;  // where rows have a scale that is given
   const void *bias = nullptr, *residual = nullptr;  // of y's dtype, where they are added
 };
 

@@ -71,6 +71,7 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buff
   args.residual = given.residual;
   args.planes = kPlanes;
   args.rotation = {given.signs, config.rotation};
+  args.x_scale = given.x_scale;
   matmul(args, parallel, selected_isa());
 }
 

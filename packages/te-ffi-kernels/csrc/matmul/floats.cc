@@ -203,7 +203,8 @@ class FloatMatmul {
 }  // namespace
 
 bool floats_suit(const Matmul& args, Isa isa) {
-  if (isa != Isa::kAmx || args.x_dtype != DType::BF16 || args.rotation.block != 0) return false;
+  if (isa != Isa::kAmx || args.x_dtype != DType::BF16) return false;
+  if (args.rotation.block != 0 || args.x_scale != nullptr) return false;
   const PanelLayout& layout = args.weights.layout;
   if (args.planes == 1) return layout.group != 0 && args.m >= kLeastRounded;
   return args.planes == 0 && args.m >= least_rows(layout);

@@ -66,6 +66,7 @@ struct Quantize {
   int32_t* offsets;  // [planes, offsets_stride]
   int64_t offsets_stride;
   float* scale;  // of the row, or of each segment
+  const float* given;  // with one plane: the scale to use; null: that of the largest magnitude
 };
 
 // One row of x times signs, then times Hadamard's matrix of each block.

@@ -51,6 +51,9 @@ void check(const Matmul& a) {
   if (a.planes < 0 || a.planes > 3) {
     throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
   }
+  if (a.x_scale != nullptr && a.planes != 1) {
+    throw invalid_argument("matmul: planes must be 1 where rows have a given scale, got ", a.planes);
+  }
   const int64_t block = a.rotation.block;
   if (block != 0 && (block < 2 || (block & (block - 1)) != 0 || w.layout.k % block != 0)) {
     throw invalid_argument("matmul: the block of a rotation must be 0 or a power of two from 2 that "

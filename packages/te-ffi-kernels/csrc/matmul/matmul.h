@@ -39,6 +39,9 @@ struct Matmul {
   const void* bias = nullptr;      // [n]
   const void* residual = nullptr;  // [m, n] row-major; may be y itself, else they do not overlap
   Rotation rotation;
+  // With planes == 1, the scale of all rows instead of one of each, or null: x beyond 127 times that
+  // saturates, and a NaN becomes 0.
+  const float* x_scale = nullptr;
   // int8 numbers that stand for one of x:
   //   1: x is quantized to int8, per row, or per row and group of the weight; the result is
   //      float32(sum of products) * scale of x * scale of the weight, rounded once per
@@ -53,7 +56,7 @@ struct Matmul {
 };
 
 // Any m, k, n >= 0; x and y float32, bfloat16 or float16. With planes == 1 a row with a NaN is NaN,
-// one with an infinity has infinities or NaN; otherwise a row with either is NaN, but for one with
+// one with an infinity has infinities or NaN, unless x_scale is given; otherwise a row with either is NaN, but for one with
 // an infinity that is multiplied in bfloat16.
 // Throws Error (invalid argument) for dtypes, sizes and weights that do not fit.
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);

@@ -24,13 +24,18 @@ inline uint32_t largest_bits(const uint8_t* x, int64_t count) {
   return largest;
 }
 
-// Quantized values by a product with the reciprocal: false if a ratio is beyond kSure.
-template <DType kType>
+// Quantized values by a product with the reciprocal: false if a ratio is beyond kSure. Ratios must
+// be at most 127.25, or are cut at 127.
+template <DType kType, bool kClips>
 inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
   constexpr float kShift = 12582912.0f;  // its last place is 1
   uint32_t doubtful = 0;
   for (int64_t j = 0; j < count; ++j) {
-    const float ratio = load_float<kType>(x, j) * reciprocal;
+    float ratio = load_float<kType>(x, j) * reciprocal;
+    if (kClips) {
+      ratio = ratio < -127.0f ? -127.0f : ratio;
+      ratio = ratio > 127.0f ? 127.0f : ratio;
+    }
     const float shifted = ratio + kShift;
     const float rest = ratio - (shifted - kShift);
     doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(kSure));

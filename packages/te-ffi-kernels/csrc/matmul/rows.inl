@@ -37,21 +37,27 @@ constexpr float kSure = 0.49997f;
 #endif
 
 // Dynamic int8, by the numbers of quant-numerics' "absmax": what XLA makes of absmax / 127 is a
-// product with the reciprocal, and the quantized values are by division.
+// product with the reciprocal, and the quantized values are by division. Beside a scale that is
+// given, numbers may be larger than 127 of it.
 template <DType kType>
 inline void quantize_int8(const Quantize& q, uint32_t largest) {
   constexpr float kReciprocal = 1.0f / 127.0f;
   constexpr float kLeast = 0x1p-126f, kLargestDivisor = 0x1p126f;
-  float scale = bits_float(largest) * kReciprocal;
+  float scale = q.given != nullptr ? *q.given : bits_float(largest) * kReciprocal;
   scale = scale < kLeast ? kLeast : scale;
   *q.scale = scale;
   const float divisor = scale > kLargestDivisor ? kLargestDivisor : scale;
   const float reciprocal = 1.0f / divisor;
+  const bool finite = largest < 0x7f800000u;
+  const bool clips = q.given != nullptr && bits_float(largest) * reciprocal > 127.25f;
   for (int64_t i = 0; i < q.k; i += kChunk) {
     const int64_t count = q.k - i < kChunk ? q.k - i : kChunk;
     const uint8_t* x = q.x + i * (kType == DType::F32 ? 4 : 2);
     int8_t* out = q.out + i;
-    if (largest < 0x7f800000u && quantize_fast<kType>(x, count, reciprocal, out)) continue;
+    if (finite && (clips ? quantize_fast<kType, true>(x, count, reciprocal, out)
+                         : quantize_fast<kType, false>(x, count, reciprocal, out))) {
+      continue;
+    }
     for (int64_t j = 0; j < count; ++j) {
       float ratio = load_float<kType>(x, j) / divisor;
       ratio = ratio == ratio ? ratio : 0.0f;

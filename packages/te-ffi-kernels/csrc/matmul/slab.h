@@ -103,6 +103,7 @@ class SlabMatmul {
     q.offsets = offsets_ + row * planes_ * segments_stride_;
     q.offsets_stride = segments_stride_;
     q.scale = row_scales_ + row;
+    q.given = args_.x_scale;
     if (!grouped_x_) return kernels_.quantize(q);
     // What is left to multiply rows with is 1.
     *q.scale = 1.0f;

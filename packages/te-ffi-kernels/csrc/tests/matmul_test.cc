@@ -19,6 +19,7 @@ struct Case {
   int bits, planes;
   DType x_dtype, y_dtype;
   int scale_bits = 32;  // of the packed weight
+  float x_scale = 0;    // of all rows; 0: one of each
 
   PanelLayout layout() const { return panel_layout(k, group, bits, scale_bits); }
 
@@ -55,6 +56,7 @@ Buffer multiplied(const Case& c, const Buffer& x, const Weights& w, Isa isa,
   args.y = y.get();
   args.y_dtype = c.y_dtype;
   args.planes = c.planes;
+  if (c.x_scale != 0) args.x_scale = &c.x_scale;
   matmul(args, parallel, isa);
   return y;
 }
@@ -75,10 +77,11 @@ QuantizedRow quantized(const Case& c, const Buffer& x, int64_t row) {
     };
     float largest = 0;
     for (int64_t i = 0; i < group; ++i) largest = std::max(largest, std::fabs(at(i)));
-    const float scale = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
+    const float own = std::max(largest * (1.0f / 127.0f), 0x1p-126f);
+    const float scale = c.x_scale != 0 ? c.x_scale : own;
     q.scales.push_back(scale);
     for (int64_t i = 0; i < group; ++i) {
-      const float ratio = std::clamp(at(i) / scale, -127.0f, 127.0f);
+      const float ratio = std::isnan(at(i)) ? 0.0f : std::clamp(at(i) / scale, -127.0f, 127.0f);
       q.qvalues.push_back(static_cast<int>(std::nearbyint(ratio)));
     }
   }
@@ -378,6 +381,51 @@ TEST(matmul_special_rows) {
         }
       }
     }
+  }
+}
+
+// With one scale for all rows: what is beyond it saturates, whatever it is.
+TEST(matmul_given_scales) {
+  std::mt19937 random(19);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (const auto& [k, group] : {std::pair{1, 0}, std::pair{63, 0}, std::pair{130, 0},
+                                 std::pair{600, 0}, std::pair{96, 32}, std::pair{144, 72}}) {
+    for (int64_t m : {1, 3, 17, 70}) {
+      for (float x_scale : {0.004f, 0.02f, 1.0f, 0x1p-127f}) {
+        ++turn;
+        Case c{m, k, 33, group, turn % 2 == 0 ? 8 : 4, 1, kFloats[turn % 3], kFloats[turn / 3 % 3]};
+        c.x_scale = x_scale;
+        if (x_scale > 0x1p-126f) check_case(c, random, parallel, turn % 4);
+        const Weights w = random_weights(c.n, c.layout(), random, 0);
+        Buffer x = random_rows(c, random, 0);
+        for (float value : {NAN, INFINITY, -INFINITY}) {
+          set_element(x.get(), c.x_dtype, static_cast<int64_t>(random() % (m * k)), value);
+        }
+        if (x_scale < 0x1p-126f) c.x_scale = 0x1p-126f;  // the least one
+        const Buffer expected = multiplied(c, x, w, Isa::kGeneric, Parallel(), 0);
+        check_values(c, x, w, expected);
+        c.x_scale = x_scale;
+        for (Isa isa : tested_isas()) {
+          const Buffer y = multiplied(c, x, w, isa, parallel, 0);
+          CHECK_THAT(std::memcmp(y.get(), expected.get(), static_cast<size_t>(y.size())) == 0,
+                     c.text() + " differs on " + name(isa));
+        }
+      }
+    }
+  }
+  for (int planes : {0, 2, 3}) {
+    Case c{1, 64, 33, 0, 8, planes, DType::F32, DType::F32};
+    c.x_scale = 1.0f;
+    bool refused = false;
+    try {
+      multiplied(c, random_rows(c, random, 0), random_weights(c.n, c.layout(), random), Isa::kGeneric,
+                 Parallel(), 0);
+    } catch (const Error& error) {
+      refused = std::string(error.what()).find("planes must be 1") != std::string::npos;
+    }
+    CHECK(refused);
   }
 }
 

@@ -173,17 +173,27 @@ def op_of(
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
-        raise NoKernel("activations with a static range")
-    if how.method != "absmax" or not how.channelwise:
+        if not qn.parse_calibration_method(how.method).is_symmetric:
+            raise NoKernel("activations with a static range that has a zero point")
+    elif how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
     op = packed.matmul_op(rows, quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
+    if is_static:  # one scale for all of it, whatever groups the weight has
+        if not getattr(packed, "scales", False):
+            raise NoKernel("activations with a static range")
+        return op
     k = math.prod(k_sizes)
     tile = 0 if how.tile_size is None else tile_elements(how.tile_size, k)
     if (0 if tile == k else tile) != group:
         raise NoKernel("activations and weights in different tiles")
     return op
+
+
+def question_of(is_static: bool) -> dict[str, int]:
+    """Return what kernels are asked about the scales of rows."""
+    return {"x_scale": 1} if is_static else {}
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:
@@ -210,7 +220,7 @@ def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
 def multiply(
     contraction: Contraction,
     how: qn.HowToQuantize | None,
-    is_static: bool,
+    range_: qn.Calibration | None,
     x: jax.Array,
     weight: PrepackedWeight,
     side: int,
@@ -223,7 +233,7 @@ def multiply(
     Args:
         contraction: the contraction.
         how: how ``x`` is quantized; None if it stays float.
-        is_static: whether ``x`` has a static range.
+        range_: the static range of ``x``, of size 1; None if it has none.
         x: the activation, a float array.
         weight: the other operand.
         side: which operand the weight is, 0 or 1.
@@ -237,7 +247,7 @@ def multiply(
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
     if isinstance(contraction, RaggedMatmul):
-        y = _multiply_groups(contraction, how, is_static, x, weight, side, *extras)
+        y = _multiply_groups(contraction, how, range_, x, weight, side, *extras)
         return added.to(y)
     layout = layout_of(contraction, side, x.shape, weight.shape)
     dtype = check_dtypes(contraction, x, weight.dtype)
@@ -254,12 +264,18 @@ def multiply(
     x = layout.read(x)
     kept = [x.shape[axis] for axis in layout.kept]
 
-    def op(rows: Any) -> str:
-        return op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, rows)
+    scale = _scale_of(how, range_)
 
-    op(math.prod(kept))  # raises if there is no op, before anything is computed
+    def op(rows: Any) -> str:
+        given = weight.packed, weight.group, weight.k_sizes, rows
+        return op_of(how, scale is not None, *given)
+
+    # These raise if there is no op, before anything is computed.
+    found = op(math.prod(kept))
     if rotation is not None:
-        _check_rotation(rotation, op(math.prod(kept)), x, kept, weight)
+        _check_rotation(rotation, weight)
+    if rotation is not None or scale is not None:
+        _check_rows(rotation, scale is not None, found, x, kept, weight)
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
@@ -273,6 +289,8 @@ def multiply(
     options, static = {"index": weight.index}, {}
     if rotation is not None:
         options, static = options | {"signs": rotation.signs}, {"rotation": rotation.block}
+    if scale is not None:
+        options = options | {"x_scale": scale}
     adds = can_add(weight) and layout.result == tuple(range(len(kept) + 1))
     stored, inside = (weight.packed, options), added if adds else NOTHING
     y = mapped_contraction(run, weight.n_sizes, weight.gone)(rows, stored, inside, weight.places)
@@ -291,19 +309,37 @@ def can_add(weight: PrepackedWeight) -> bool:
     return plain and getattr(weight.packed, "adds", False)
 
 
-def _check_rotation(
-    rotation: Rotation, op: str, x: jax.Array, kept: Sequence[int], weight: PrepackedWeight
-) -> None:
-    """Raise NoKernel if the kernel of an op can't rotate its rows."""
-    packed, k = weight.packed, math.prod(weight.k_sizes)
-    if not getattr(packed, "rotates", False):
+def _scale_of(how: qn.HowToQuantize | None, range_: qn.Calibration | None) -> jax.Array | None:
+    """Return the scale of an activation with a static range; None without one."""
+    if how is None or range_ is None or range_.lower is not None:
+        return None
+    return qn.scale_of(range_, how.qtype)[0].reshape(())
+
+
+def _check_rotation(rotation: Rotation, weight: PrepackedWeight) -> None:
+    """Raise NoKernel unless a weight was packed as it was rotated."""
+    if not getattr(weight.packed, "rotates", False):
         raise NoKernel("its package has no rotations")
     places = [weight.order.index(part) for part in range(len(weight.k_sizes))]
     if tuple(places) != rotation.axes:
         raise NoKernel("it was packed in another order than it was rotated in")
+
+
+def _check_rows(
+    rotation: Rotation | None,
+    is_static: bool,
+    op: str,
+    x: jax.Array,
+    kept: Sequence[int],
+    weight: PrepackedWeight,
+) -> None:
+    """Raise NoKernel if the kernel of an op can't rotate or scale its rows so."""
+    packed, k = weight.packed, math.prod(weight.k_sizes)
     rows = jax.ShapeDtypeStruct((math.prod(kept), k), x.dtype)
     qvalue = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
-    question = packed.question | {"rotation": rotation.block}
+    question = packed.question | question_of(is_static)
+    if rotation is not None:
+        question |= {"rotation": rotation.block}
     kernel, why = choice(op, weight.platform, (rows, qvalue), **question)
     if kernel is None:
         raise NoKernel(str(why))
@@ -312,7 +348,7 @@ def _check_rotation(
 def _multiply_groups(
     contraction: RaggedMatmul,
     how: qn.HowToQuantize | None,
-    is_static: bool,
+    range_: qn.Calibration | None,
     x: jax.Array,
     weight: PrepackedWeight,
     side: int,
@@ -327,8 +363,14 @@ def _multiply_groups(
         raise NoKernel("groups that a program looks up or maps")
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
-    op = op_of(how, is_static, weight.packed, weight.group, weight.k_sizes, x.shape[0])
-    return get_op(op)(x, weight.packed, out_dtype=dtype, index=weight.index, group_sizes=sizes)
+    scale = _scale_of(how, range_)
+    given = weight.packed, weight.group, weight.k_sizes, x.shape[0]
+    op = op_of(how, scale is not None, *given)
+    if scale is not None:
+        _check_rows(None, True, op, x, x.shape[:1], weight)
+    options = {} if scale is None else {"x_scale": scale}
+    options |= {"index": weight.index, "group_sizes": sizes}
+    return get_op(op)(x, weight.packed, out_dtype=dtype, **options)
 
 
 def _is_explicit(x: jax.Array) -> bool:

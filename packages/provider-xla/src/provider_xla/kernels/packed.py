@@ -40,7 +40,8 @@ class PrepackedWeight(ArrayProxy):
             and scales, float32 [*lead, K / group, N]; ``panel`` is how many columns are packed
             together, ``question`` the facts that kernels decide by, and
             ``matmul_op(rows, quantizes=)`` the op that multiplies with it. If it has a true
-            ``rotates``, its ops take ``signs=`` and ``rotation=``; if a true ``adds``, ``bias=``
+            ``rotates``, its ops take ``signs=`` and ``rotation=``; if a true ``scales``,
+            ``x_scale=``; if a true ``adds``, ``bias=``
             and ``residual=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).

@@ -14,7 +14,15 @@ import quant_numerics as qn
 from hijax_trace import is_cut, mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
 
-from ..kernels.matmul import GROUPS, NoKernel, check_dtypes, check_groups, layout_of, op_of
+from ..kernels.matmul import (
+    GROUPS,
+    NoKernel,
+    check_dtypes,
+    check_groups,
+    layout_of,
+    op_of,
+    question_of,
+)
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
@@ -330,7 +338,8 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True} | ({"convolves": True} if use.convolves else {})
+    question = form.question | {"to_pack": True} | question_of(use.is_static)
+    question |= {"convolves": True} if use.convolves else {}
     kernel, why = choice(op + use.suffix, packing.platform, operands, **question)
     if kernel is None:
         raise NoKernel(str(why))

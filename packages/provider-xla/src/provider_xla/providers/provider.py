@@ -20,6 +20,7 @@ from ..plan.make import make_plan
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report
 from ..program.sites import Site, Sites
+from ..rules.qwix import is_qwix, of_qwix
 from ..rules.rule import QuantizationRule
 from ..run.infer import sites_of
 from .plan import Plan
@@ -69,8 +70,9 @@ class XlaProvider(abc.ABC):
     ):
         self.engine = engine
         self.strict = strict
-        single = isinstance(rules, QuantizationRule | CacheRule)
-        given = (rules,) if single else tuple(rules)
+        single = isinstance(rules, QuantizationRule | CacheRule) or is_qwix(rules)
+        given = (rules,) if single else rules
+        given = tuple(of_qwix(rule) if is_qwix(rule) else rule for rule in given)
         self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
         self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
         if self.cache_rules and not self.carries:

@@ -150,10 +150,10 @@ def quantized_contraction(
                     weight, rotation = held.inner, held.rotation(contraction, side, x.shape)
                 if not isinstance(weight, PrepackedWeight):
                     continue
-                how, static = hows[1 - side], calibrations[1 - side] is not None
+                how, range_ = hows[1 - side], calibrations[1 - side]
                 try:
                     return multiply(
-                        contraction, how, static, x, weight, side, extras, rotation, added
+                        contraction, how, range_, x, weight, side, extras, rotation, added
                     )
                 except NoKernel:
                     continue

@@ -15,6 +15,7 @@ namespace {
 template <class Op, bool kQuantizes>
 PackedMatmul MatmulOf(const Op& given) {
   if (given.config.rotation != 0) throw invalid_argument("attribute rotation must be 0 on GPUs");
+  if (given.config.scaled) throw invalid_argument("attribute x_scale must be 0 on GPUs");
   const PanelLayout& layout = given.config.layout;
   const int64_t panels = panel_count(given.config.n, layout.columns());
   PackedMatmul args;

@@ -52,7 +52,7 @@ inline uint32_t largest_bits(const uint8_t* x, int64_t count) {
                                                   _mm512_max_epu32(most[2], most[3])));
 }
 
-template <DType kType>
+template <DType kType, bool kClips>
 inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
   constexpr int kLargerMagnitude = 0b1011;
   const __m512 by = _mm512_set1_ps(reciprocal);
@@ -61,7 +61,10 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
     __m512i whole[4];
 #pragma GCC unroll 4
     for (int v = 0; v < 4; ++v) {
-      const __m512 ratio = _mm512_mul_ps(load_part<kType>(x, i, used, v), by);
+      __m512 ratio = _mm512_mul_ps(load_part<kType>(x, i, used, v), by);
+      if (kClips) {
+        ratio = _mm512_max_ps(_mm512_min_ps(ratio, _mm512_set1_ps(127.0f)), _mm512_set1_ps(-127.0f));
+      }
       whole[v] = _mm512_cvtps_epi32(ratio);
       const __m512 rest = _mm512_sub_ps(ratio, _mm512_cvtepi32_ps(whole[v]));
       most[v] = _mm512_range_ps(most[v], rest, kLargerMagnitude);

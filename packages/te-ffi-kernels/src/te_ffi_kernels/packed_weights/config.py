@@ -27,9 +27,10 @@ class Form:
         dtype: dtype of the result.
         picks: "" for one weight; "stack" for one of a stack, by an index after it; "groups" for
             one per group of rows, by indices and sizes of groups after the stack.
-        rotation: size of the blocks in which rows are rotated, with signs as the last operand; 0
-            for none.
-        has_bias: whether a bias [n] is added; an operand after the signs.
+        rotation: size of the blocks in which rows are rotated, with signs as an operand after
+            those; 0 for none.
+        has_scale: whether rows have a scale that is given; an operand after the signs.
+        has_bias: whether a bias [n] is added; an operand after these.
         has_residual: whether an array as large as the result is added then: the last operand.
     """
 
@@ -39,13 +40,15 @@ class Form:
     dtype: Any
     picks: str
     rotation: int = 0
+    has_scale: bool = False
     has_bias: bool = False
     has_residual: bool = False
 
     @property
-    def rotated(self) -> dict[str, int]:
-        """Return what kernels are told and asked about rotated rows."""
-        return {"rotation": self.rotation} if self.rotation else {}
+    def of_rows(self) -> dict[str, int]:
+        """Return what kernels are told and asked about how rows are quantized."""
+        told = {"rotation": self.rotation, "x_scale": int(self.has_scale)}
+        return {name: value for name, value in told.items() if value}
 
     @property
     def added(self) -> dict[str, int]:
@@ -57,6 +60,12 @@ class Form:
         """Return the operands after x, and those of them that are added."""
         count = len(given) - self.has_bias - self.has_residual
         return given[:count], given[count:]
+
+    def of_weight(self, given: Sequence[Any]) -> tuple[Sequence[Any], Any, Any]:
+        """Return the operands that are the weight's, signs, and the scale of rows; or None."""
+        scale = given[-1] if self.has_scale else None
+        given = given[:-1] if self.has_scale else given
+        return (given[:-1], given[-1], scale) if self.rotation else (given, None, scale)
 
     def weight(self, buffer: jax.Array, *index: jax.Array) -> PackedWeight:
         """Return the weight in a buffer, or one of a stack."""
@@ -132,6 +141,19 @@ def check_rotation(
         )
     if group_sizes is not None:
         raise ValueError(f"{op}: rows in groups are not rotated. Rotate x before the call.")
+
+
+def check_scale(op: str, quantizes: bool, x_scale: ArrayLike | None) -> None:
+    """Raise where a scale of rows is not one number, or rows have none."""
+    if x_scale is None:
+        return
+    if not quantizes:
+        raise ValueError(f"{op}: x_scale must be None, as activations stay floats")
+    if jnp.shape(x_scale) != () or not jnp.issubdtype(jnp.result_type(x_scale), jnp.floating):  # type: ignore[arg-type]
+        raise TypeError(
+            f"{op}: x_scale must be a scalar float, got {jnp.asarray(x_scale).aval}. One scale "
+            "counts for all rows."
+        )
 
 
 def check_added(

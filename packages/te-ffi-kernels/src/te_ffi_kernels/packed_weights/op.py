@@ -14,9 +14,11 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..op import Op
 from . import reference
-from .config import Form, check, check_added, check_rotation
+from .config import Form, check, check_added, check_rotation, check_scale
 from .sharding import partition_matmul
 from .weight import PackedWeight
+
+_QUANTIZES = ("gemm_w8a8", "gemm_w4a8")
 
 
 def gemm_w8a8(
@@ -28,6 +30,7 @@ def gemm_w8a8(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    x_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
@@ -58,14 +61,18 @@ def gemm_w8a8(
             none. ``weight`` must be rotated in the same way; the matmul is then that of plain rows
             and a plain weight (QuaRot, arXiv:2404.00456). It needs ``signs``, and does not go with
             ``group_sizes``.
+        x_scale: float32[], the scale of all rows, such as one that was measured before; by default
+            each row has its own. What is beyond 127 times the scale saturates, and so does an
+            infinity; a NaN becomes 0.
         bias: [n], of the result's dtype: added to each row of the product. A kernel adds it before
             it stores the row; the numbers are those of an addition after the matmul.
         residual: [*rows, n], of the result's dtype: added after the bias in the same way. Neither
             goes with ``group_sizes``.
 
     Returns:
-        [*rows, n]. A row of x with an infinity or NaN gives a row without finite numbers, but for
-        columns that are all zero. The gradient with respect to x is that of the matmul of floats.
+        [*rows, n]. Without ``x_scale`` a row of x with an infinity or NaN gives a row without
+        finite numbers, but for columns that are all zero. The gradient with respect to x is that
+        of the matmul of floats.
 
     Raises:
         TypeError: another dtype, or a weight that isn't a PackedWeight.
@@ -75,7 +82,7 @@ def gemm_w8a8(
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN,
             and so is everything if a size is negative.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, x_scale, bias, residual)
     return _matmul("gemm_w8a8", 8, *given)
 
 
@@ -103,7 +110,7 @@ def gemm_w8a16(
     The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
     on AMX, and in 16 bits on GPUs, an infinity may give infinities.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
     return _matmul("gemm_w8a16", 8, *given)
 
 
@@ -123,7 +130,7 @@ def gemv_w8(
 
     Arguments and numbers are those of ``gemm_w8a16``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
     return _matmul("gemv_w8", 8, *given)
 
 
@@ -144,7 +151,7 @@ def gemv_w4(
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
     multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
     return _matmul("gemv_w4", 4, *given)
 
 
@@ -157,6 +164,7 @@ def gemm_w4a8(
     group_sizes: jax.Array | None = None,
     signs: jax.Array | None = None,
     rotation: int = 0,
+    x_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
 ) -> jax.Array:
@@ -165,7 +173,7 @@ def gemm_w4a8(
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
     is up to twice as fast as ``gemv_w4``. The arguments are those of ``gemm_w8a8``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, x_scale, bias, residual)
     return _matmul("gemm_w4a8", 4, *given)
 
 
@@ -179,6 +187,7 @@ def _matmul(
     group_sizes: jax.Array | None,
     signs: jax.Array | None,
     rotation: int,
+    x_scale: ArrayLike | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
 ) -> jax.Array:
@@ -187,15 +196,18 @@ def _matmul(
     check_rotation(op, weight.k, signs, rotation, group_sizes)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], weight.n), dtype)
     check_added(op, result, bias, residual, group_sizes)
+    check_scale(op, op in _QUANTIZES, x_scale)
     picks, given = "", ()
     if group_sizes is not None:
         places = jnp.arange(weight.shape[0]) if index is None else jnp.asarray(index)
         picks, given = "groups", (places.astype(jnp.int32), group_sizes.astype(jnp.int32))
     elif index is not None:
         picks, given = "stack", (jnp.asarray(index, jnp.int32),)
-    added = (bias is not None, residual is not None)
-    given = (*given, *(array for array in (signs, bias, residual) if array is not None))
-    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *added)
+    scale = None if x_scale is None else jnp.asarray(x_scale, jnp.float32)
+    more = (signs, scale, bias, residual)
+    given = (*given, *(array for array in more if array is not None))
+    has = (array is not None for array in more[1:])
+    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *has)
     return _run(form, x, weight.buffer, *given)
 
 
@@ -218,22 +230,29 @@ def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
         plain = dataclasses.replace(form, has_bias=False, has_residual=False)
         y = _MATMUL(plain, rows, *given)
         return functools.reduce(lambda y, array: y + array.reshape(-1, form.n), added, y)
+    weight, signs, scale = form.of_weight(weight)
     if form.rotation:
-        weight, signs = weight[:-1], weight[-1]
         rotated = reference.rotate(rows, signs, form.rotation)
-        return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight)
+        more = () if scale is None else (scale,)
+        return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight, *more)
     one = dataclasses.replace(form, picks="")
+    more = () if scale is None else (scale,)
     if form.picks == "groups":
-        return _group_by_group(one, rows, *weight)
+        return _group_by_group(one, rows, more, *weight)
     if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
-        return _MATMUL(one, rows, form.weight(*weight).buffer)
-    quantizes = form.op in ("gemm_w8a8", "gemm_w4a8")
-    matmul = reference.quantized if quantizes else reference.weight_only
-    return matmul(rows, form.weight(*weight), form.dtype)
+        return _MATMUL(one, rows, form.weight(*weight).buffer, *more)
+    if form.op in _QUANTIZES:
+        return reference.quantized(rows, form.weight(*weight), form.dtype, scale)
+    return reference.weight_only(rows, form.weight(*weight), form.dtype)
 
 
 def _group_by_group(
-    one: Form, rows: jax.Array, stack: jax.Array, index: jax.Array, group_sizes: jax.Array
+    one: Form,
+    rows: jax.Array,
+    scale: tuple[jax.Array, ...],
+    stack: jax.Array,
+    index: jax.Array,
+    group_sizes: jax.Array,
 ) -> jax.Array:
     """Multiply all rows with each group's weight, and keep the group's rows."""
     ends = jnp.cumsum(group_sizes)
@@ -241,7 +260,7 @@ def _group_by_group(
 
     def step(y: jax.Array, group: Any) -> tuple[jax.Array, None]:
         i, begin, end = group
-        found = _MATMUL(one, rows, one.weight(stack, i).buffer)
+        found = _MATMUL(one, rows, one.weight(stack, i).buffer, *scale)
         return jnp.where((begin <= at) & (at < end), found, y), None
 
     nothing = jnp.zeros((rows.shape[0], one.n), one.dtype)
@@ -258,13 +277,13 @@ def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
     It says `to_pack` besides, and `convolves`: here the weight is packed already.
     """
     layout = form.layout
-    question = layout.question | form.rotated
+    question = layout.question | form.of_rows
     return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), question
 
 
 def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
     of_weight = {"k": form.layout.k, "n": form.n, **form.layout.attributes}
-    return of_weight | form.rotated | form.added
+    return of_weight | form.of_rows | form.added
 
 
 def _batch(
@@ -302,7 +321,7 @@ def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
 
 def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
     like, *given = saved
-    weight = given[:-1] if form.rotation else given
+    weight, signs, _ = form.of_weight(given)
     added = (ct.astype(jnp.float32).sum(0).astype(ct.dtype),) if form.has_bias else ()
     added += (ct,) if form.has_residual else ()
     ct = ct.astype(jnp.float32)
@@ -320,7 +339,7 @@ def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[
     else:
         grad = jnp.matmul(ct, turned, precision=exact)
     if form.rotation:
-        grad = reference.rotate_back(grad, given[-1], form.rotation)
+        grad = reference.rotate_back(grad, signs, form.rotation)
     return grad.astype(like.dtype), *(None for _ in given), *added
 
 

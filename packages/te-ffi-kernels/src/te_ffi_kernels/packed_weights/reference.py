@@ -16,11 +16,12 @@ from .weight import PackedWeight
 _LEAST_SCALE = float(np.finfo(np.float32).tiny)
 
 
-def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def quantize_rows(x: jax.Array, given: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """Quantize each row to int8, symmetrically and narrow-range.
 
     Args:
         x: [*rows, k], any float.
+        given: float32[], the scale of all rows; None for one of each.
 
     Returns:
         Quantized values, int8[*rows, k], and scales, float32[*rows, 1]: the largest magnitude of
@@ -29,7 +30,10 @@ def quantize_rows(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         is infinite or NaN; NaN becomes 0.
     """
     x = x.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)
+    if given is None:
+        scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0) * np.float32(1 / 127)
+    else:
+        scale = jnp.full((*x.shape[:-1], 1), given)
     scale = lax.select(scale < _LEAST_SCALE, jnp.full_like(scale, _LEAST_SCALE), scale)
     # An infinite scale would make NaN of the infinities; divided by this, they go to ±127.
     divisor = jnp.where(scale > 2.0**126, np.float32(2.0**126), scale)
@@ -72,7 +76,9 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
     return x.reshape(m, k) * np.float32(1 / math.sqrt(block))
 
 
-def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
+def quantized(
+    x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike, scale_of_rows: jax.Array | None = None
+) -> jax.Array:
     """Multiply int8 values; see ``te_ffi_kernels.gemm_w8a8``.
 
     Sums of a group are exact, in int32; for many rows of a weight with groups they are float32.
@@ -82,7 +88,7 @@ def quantized(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.A
     groups = group_count(weight.k, weight.group)
     size = weight.k // groups
     # [*rows, groups, size] and [*rows, groups, 1]
-    rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size))
+    rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size), scale_of_rows)
     if _has_many_rows(x, weight):
         rounded = (rows.astype(jnp.float32) * row_scale).reshape(x.shape)
         return _floats(rounded, dequantized(qvalue, scale, weight.k), out_dtype)

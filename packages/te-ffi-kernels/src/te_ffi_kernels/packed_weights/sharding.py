@@ -26,7 +26,8 @@ def partition_matmul(
         block: called as ``block(form, *operands)``.
         operands: ``x[m, k]`` and ``buffer[panels, bytes]``; or ``x``, ``stack[weights, panels,
             bytes]``, and ``index[]``, or ``index[groups]`` and ``group_sizes[groups]``. Then
-            ``signs[k]`` of rows that are rotated, and what is added, ``bias[n]`` and
+            ``signs[k]`` of rows that are rotated, ``x_scale[]`` of those that have a given one, and
+            what is added, ``bias[n]`` and
             ``residual[m, n]``.
     """
     panel = form.layout.columns
@@ -45,6 +46,7 @@ def partition_matmul(
         picks = [(None,), (None,)] if grouped else [()]
         weight = [(None, panels, None), *picks] if stacked else [(panels,)]
         weight += [(None,)] if form.rotation else []
+        weight += [()] if form.has_scale else []
         weight += [(panels,)] if form.has_bias else []
         weight += [(rows, panels)] if form.has_residual else []
         return [(rows, None), *weight], [(rows, panels)]
@@ -62,6 +64,7 @@ def partition_matmul(
     picks = [["g"], ["g"]] if grouped else [[]]
     weight = [["l", "p", "b"], *picks] if stacked else [["p", "b"]]
     weight += [["k"]] if form.rotation else []
+    weight += [[]] if form.has_scale else []
     columns, whole = ("(p c)", {"k", "l", "b", "c"}) if by_panels else ("n", {*"klpbn"})
     weight += [[columns]] if form.has_bias else []
     weight += [["m", columns]] if form.has_residual else []

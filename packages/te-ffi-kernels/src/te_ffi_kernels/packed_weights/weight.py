@@ -73,6 +73,11 @@ class PackedWeight:
         return True
 
     @property
+    def scales(self) -> bool:
+        """Return whether ops that quantize activations take a scale of all rows."""
+        return True
+
+    @property
     def adds(self) -> bool:
         """Return whether ops that multiply with it can add a bias and a residual."""
         return True

@@ -1,0 +1,54 @@
+"""Rules that were written for Qwix (google/qwix), with the meaning that they have there."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .qt_rule import QtRule
+from .rule import QuantizationRule
+
+
+def is_qwix(rule: Any) -> bool:
+    """Return whether an object is a rule of Qwix."""
+    kind = type(rule)
+    return kind.__module__.partition(".")[0] == "qwix" and dataclasses.is_dataclass(kind)
+
+
+def of_qwix(rule: Any) -> QuantizationRule:
+    """Return a rule of Qwix as a ``QuantizationRule``, or as a ``QtRule`` if it is one.
+
+    Fields have the same names and meaning, but that Qwix also quantizes matmuls of two activations
+    if the rule has no ``op_names``.
+
+    Args:
+        rule: a ``qwix.QuantizationRule`` or ``qwix.QtRule``.
+
+    Raises:
+        ValueError: it has a field that rules do not have here; names the field.
+    """
+    # What Qwix has by default may be written differently here, and is the default here, too.
+    given = {
+        field.name: value
+        for field in dataclasses.fields(rule)
+        if (value := getattr(rule, field.name)) != _default(field)
+    }
+    for kind in (QuantizationRule, QtRule):
+        known = {field.name for field in dataclasses.fields(kind)}
+        if given.keys() <= known:
+            break
+    else:
+        names = ", ".join(sorted(given.keys() - known))
+        raise ValueError(
+            f"A rule of Qwix must have fields that QtRule has, got {names}. Write it as a QtRule: "
+            "docs/quantization.md lists what differs."
+        )
+    if given.get("act_qtype") is not None and not given.get("op_names"):
+        given["weights_only"] = False
+    return kind(**given)
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
