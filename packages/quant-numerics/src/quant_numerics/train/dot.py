@@ -59,7 +59,8 @@ def train_dot_general(
       again, to the cotangent's format; a float one stays float. ``Backward.residual`` changes this.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
-    calibration methods that cut off, and with a given calibration.
+    calibration methods that cut off, and with a given calibration, unless ``HowToQuantize.masks``
+    is False.
 
     Under vmap, an operand that is the same for all examples gets its gradient as one contraction
     over the whole batch, where the cotangent has one scale per column, not per column and example.

@@ -28,6 +28,7 @@ class HowToQuantize:
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale for the whole array, or per tile alone.
       scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; stored as the name.
+      masks: whether the gradient of a training op is zero where its range cuts the operand off.
     """
 
     qtype: str
@@ -35,6 +36,7 @@ class HowToQuantize:
     method: str = "absmax"
     channelwise: bool = True
     scale_dtype: str | None = None
+    masks: bool = True
 
     def __post_init__(self):
         kind = get_qtype(self.qtype).with_scales(self.scale_dtype)

@@ -253,7 +253,7 @@ def _quantized(
     calibration = jax.tree.map(lax.stop_gradient, calibration)
     parts = scale_of(calibration, how.qtype, how.scale_dtype)
     quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
-    return Residual(x, quantized, _inside(fixed, calibration, cut))
+    return Residual(x, quantized, _inside(fixed, calibration, cut) if how.masks else None)
 
 
 def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
