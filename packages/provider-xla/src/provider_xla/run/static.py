@@ -495,8 +495,8 @@ def is_unseen(bounds: qn.Calibration) -> Any:
     lower, upper = bounds
     if any(isinstance(x, jax.core.Tracer) for x in bounds):
         return ~(upper > 0) if lower is None else ~((upper > 0) | (lower < 0))
-    upper = np.asarray(upper)
-    return ~(upper > 0) if lower is None else ~((upper > 0) | (np.asarray(lower) < 0))
+    below = False if lower is None else np.asarray(lower) < 0
+    return np.asarray(~((np.asarray(upper) > 0) | below))
 
 
 def _or_own(bounds: qn.Calibration, site: Site, side: int) -> qn.Calibration:
