@@ -130,7 +130,11 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        static = site.contraction, trained_hows(site), None if backward == (None, None) else backward
+        static = (
+            site.contraction,
+            trained_hows(site),
+            None if backward == (None, None) else backward,
+        )
         if not has_gradient_range(site):
             arrays = *site.operands, site.extras, ranges, None, noise
             return repeated(trained_contraction, static, *arrays)

@@ -10,6 +10,8 @@ import quant_numerics as qn
 
 from .rule import QuantizationRule
 
+_MEAN = qn.MovingAverage()
+
 
 @dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
@@ -70,7 +72,7 @@ class QtRule(QuantizationRule):
     bwd_residual_calibration_method: str = "absmax"
     weight_static_scale: bool = False
     bwd_static_scale: bool = False
-    static_average: qn.MovingAverage | qn.AmaxHistory = qn.MovingAverage()
+    static_average: qn.MovingAverage | qn.AmaxHistory = _MEAN
     disable_channelwise_axes: bool = False
     bwd_stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
     channelwise_noise_axes: Sequence[int] = (0,)
@@ -157,7 +159,7 @@ class QtRule(QuantizationRule):
         average = self.static_average
         if not isinstance(average, qn.MovingAverage | qn.AmaxHistory):
             raise self._error("static_average", "a quant_numerics.MovingAverage or AmaxHistory")
-        if average != qn.MovingAverage() and not self.is_static:
+        if average != _MEAN and not self.is_static:
             raise self._error(
                 "static_average",
                 "left out where neither act_static_scale, weight_static_scale nor "

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,9 @@ from .stored import beside
 
 Statistics = Mapping[str, Any]
 """By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""
+
+
+_MEAN = qn.MovingAverage()
 
 
 class StaticRange(NamedTuple):
@@ -58,7 +61,7 @@ class StaticRange(NamedTuple):
 
 def _average(site: Site) -> qn.MovingAverage | qn.AmaxHistory:
     """Return how the static ranges of a site follow from those of calls."""
-    return site.rule.static_average if isinstance(site.rule, QtRule) else qn.MovingAverage()
+    return site.rule.static_average if isinstance(site.rule, QtRule) else _MEAN
 
 
 def has_range(site: Site, side: int, trains: bool = True) -> bool:
@@ -172,26 +175,44 @@ def _cut_off(site: Site, side: int, bounds: qn.Calibration) -> jax.Array:
     return _mean(lost / jnp.maximum(jnp.abs(x).mean(), np.finfo(np.float32).tiny))
 
 
-@custom_vmap
 def _mean(x: jax.Array) -> jax.Array:
-    """Return ``x``, averaged over mapped examples."""
-    return x
+    """Return ``x``, averaged over mapped examples, and over the devices of a ``shard_map``."""
+    return _over_devices(_mean_of_examples(x), lax.pmean)
 
 
-@_mean.def_vmap
-def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _mean(x.mean(0) if is_batched[0] else x), False
+def _max(x: jax.Array) -> jax.Array:
+    """Return ``x``, the largest over mapped examples, and over the devices of a ``shard_map``."""
+    return _over_devices(_max_of_examples(x), lax.pmax)
 
 
 @custom_vmap
-def _max(x: jax.Array) -> jax.Array:
-    """Return ``x``, the largest over mapped examples."""
+def _mean_of_examples(x: jax.Array) -> jax.Array:
     return x
 
 
-@_max.def_vmap
+@_mean_of_examples.def_vmap
+def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return _mean_of_examples(x.mean(0) if is_batched[0] else x), False
+
+
+@custom_vmap
+def _max_of_examples(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_max_of_examples.def_vmap
 def _max_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _max(x.max(0) if is_batched[0] else x), False
+    return _max_of_examples(x.max(0) if is_batched[0] else x), False
+
+
+def _over_devices(x: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    """Return what all devices that run the program of one agree on."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return x
+    varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
+    missing = tuple(axis for axis in axes if axis not in varying)
+    return reduce(lax.pcast(x, missing, to="varying") if missing else x, axes)
 
 
 @jax.custom_vjp

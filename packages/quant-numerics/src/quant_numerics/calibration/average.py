@@ -170,8 +170,8 @@ class Statistics:
         state = self.state
         if state.shape != (given := jnp.shape(calibration.upper)):
             raise ValueError(
-                f"a calibration must have bounds of shape {state.shape}, as those before, got shape "
-                f"{given}. Calibrate with the same channel and tile axes in each step."
+                f"a calibration must have bounds of shape {state.shape}, as those before, got "
+                f"shape {given}. Calibrate with the same channel and tile axes in each step."
             )
         self._box.set(self._average.update(state, calibration))
 

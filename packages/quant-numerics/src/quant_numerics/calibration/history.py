@@ -74,8 +74,8 @@ class AmaxHistory:
             )
         if not _is_integer(self.margin) or abs(self.margin) > 64:
             raise ValueError(
-                f"margin must be an integer from -64 to 64, got {self.margin!r}. With 1, ranges are "
-                "twice as wide."
+                f"margin must be an integer from -64 to 64, got {self.margin!r}. With 1, ranges "
+                "are twice as wide."
             )
 
     def init(self, calibration: Calibration) -> HistoryState:
