@@ -9,12 +9,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
 import quant_numerics as qn
 from interception_core import JaxtapError
 from jaxtap_testkit.meshes import grid, put
-from jaxtap_testkit.xla_samples import draw
+from jaxtap_testkit.xla_samples import PROGRAMS, draw, make
 
 HISTORY = qn.AmaxHistory(3)
 RULE = xla.QtRule(
@@ -263,6 +264,103 @@ def test_on_a_mesh_the_largest_of_all_devices_counts():
     np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
     for key in KEYS:
         np.testing.assert_allclose(meshed[key], alone[key], rtol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("kind", ["delayed", "averaged"])
+def test_in_the_program_of_one_device_all_devices_agree(kind, check):
+    (w,), (x,) = draw((8, 8)), draw((16, 8), seed=1)
+    x = x * np.linspace(0.1, 4, 16, dtype=np.float32)[:, None]
+    averaged = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    provider = xla.QtProvider(RULE if kind == "delayed" else averaged)
+
+    def slope(w, x, statistics):
+        apply = provider.apply(product, statistics)
+        return jax.grad(lambda w: (apply(w, x) ** 2).sum())(w)
+
+    def summed(w, x, statistics):
+        found = slope(w, x, statistics)
+        return found if check else lax.psum(found, "a")
+
+    mesh = grid((4, 2), ("a", "b"))
+    results = []
+    for split in (False, True):
+        with jax.set_mesh(mesh) if split else contextlib.nullcontext():
+            statistics = provider.init_statistics(product, w, x[:4] if split else x)
+            step = slope
+            if split:
+                specs = P(), P("a"), P()
+                step = jax.shard_map(summed, in_specs=specs, out_specs=P(), check_vma=check)
+            for factor in (1, 3, 1):
+                found = jax.jit(step)(w, np.float32(factor) * x, statistics)
+        results.append((np.asarray(found), ranges(statistics)))
+    (one, alone), (two, split) = results
+    assert alone.keys() == split.keys()
+    for key in alone:
+        np.testing.assert_allclose(split[key], alone[key], rtol=1e-6, err_msg=key)
+    # Rows of int8 activations have a scale each, but for static ones.
+    np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-4)
+
+
+# Without lookups, which have no contraction, and what JAX can't differentiate: a loop of unknown
+# length, and a branch that writes to statistics.
+TRAINED = sorted(PROGRAMS.keys() - {"tied", "indexed", "while", "cond"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [(name, "trace") for name in TRAINED] + [("convolution", "patch"), ("heads", "patch")],
+)
+def test_all_kinds_of_operations(name, engine):
+    fn, params, x = make(name)
+    params = jax.tree.map(lambda leaf: 0.4 * leaf, params)
+    provider = xla.QtProvider(dataclasses.replace(RULE, weights_only=False), engine=engine)
+    statistics = provider.init_statistics(fn, params, x)
+
+    def slope(fn):
+        return lambda p, x: jax.grad(lambda p: (fn(p, x).astype(jnp.float32) ** 2).sum())(p)
+
+    step = slope(provider.apply(fn, statistics))
+    step = step if engine == "patch" else jax.jit(step)
+    for _ in range(2):
+        found = step(params, x)
+    assert {key.partition("#")[2] for key in statistics} == {"lhs", "rhs", "gradient"}
+    assert all(int(one.count) == 2 for one in statistics.values())
+    distance = [
+        np.linalg.norm(np.concatenate([np.ravel(np.asarray(one, np.float64)) for one in leaves]))
+        for leaves in (
+            jax.tree.leaves(jax.tree.map(lambda a, b: a - b, found, slope(fn)(params, x))),
+            jax.tree.leaves(slope(fn)(params, x)),
+        )
+    ]
+    assert distance[0] < 0.4 * distance[1]
+
+
+def test_branches_train_with_ranges_that_are_given():
+    fn, w, x = make("cond")
+    provider = xla.QtProvider(RULE)
+    keys = provider.init_statistics(fn, w, x)
+    given = {key: qn.Calibration(None, one.calibration().upper + 64) for key, one in keys.items()}
+    assert len(given) == 6
+    apply = provider.apply(fn, given, update=False)
+    found, wanted = (jax.jit(jax.grad(lambda w, f=f: (f(w, x) ** 2).sum()))(w) for f in (apply, fn))
+    assert np.linalg.norm(found - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+def test_two_calls_before_one_backward_pass():
+    """They share a step: the histories of gradients hold the larger one."""
+    (w,), (x,) = draw((8, 8)), draw((4, 8), seed=1)
+    apply, statistics = started(product, w, x)
+
+    def loss(w):
+        return (apply(w, x) + 5 * apply(w, 2 * x)).sum()
+
+    jax.jit(jax.grad(loss))(w)
+    assert int(statistics[KEYS[0]].count) == 1
+    assert ranges(statistics)[KEYS[0]] == 5
+    assert int(statistics[KEYS[1]].count) == 2
 
 
 @pytest.mark.slow
