@@ -439,6 +439,25 @@ def test_each_operand_may_be_delayed_alone(fields):
     assert all(int(one.count) == 1 for one in statistics.values())
 
 
+def test_averages_of_other_lengths():
+    """What delayed scaling is chosen by, for activations and parameters in any format."""
+    (w,), (x,) = draw((8, 6)), draw((4, 8), seed=1)
+    rule = xla.QtRule(
+        weight_qtype="int8",
+        act_qtype="int8",
+        act_static_scale=True,
+        weight_static_scale=True,
+        static_average=qn.MovingAverage(0.5),
+    )
+    apply, statistics = started(product, w, x, rule=rule)
+    for factor in (1, 2, 4):
+        apply(w, np.float32(factor) * x)
+    largest, weights = np.abs(x).max(1).mean(), np.array([1, 2, 4]) / 7
+    found = ranges(statistics)
+    np.testing.assert_allclose(found[KEYS[1]], largest * weights @ [1, 2, 4], rtol=1e-5)
+    np.testing.assert_allclose(found[KEYS[2]], np.abs(w).max(), rtol=1e-5)
+
+
 def test_a_gradient_whose_range_is_not_known():
     (w,), (x,) = draw((8, 6)), draw((4, 8), seed=1)
     update, statistics = started(product, w, x)
