@@ -227,10 +227,8 @@ def _watched_forward(statistics: qn.Statistics, place: _Place, y: jax.Array) -> 
 
 def _watched_backward(kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
     statistics, place = kept
-    # A Box of its own trace is read where it is written: other operations, and other steps of a
-    # loop, have written to it.
     found = qn.Calibration(None, _max(jnp.max(jnp.abs(g), initial=0).astype(np.float32)))
-    state = statistics.state
+    state = statistics.state  # what other steps of a loop have left
     new = statistics.average.record(place.state(state), found)
     statistics.state = place.put_state(state, new)
     return None, None, g
