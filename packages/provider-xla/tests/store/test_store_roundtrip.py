@@ -74,7 +74,10 @@ Pair = collections.namedtuple("Pair", ["first", "second"])
 def test_every_kind_of_leaf(path):
     statistics = qn.Statistics((1, 1), qn.MovingAverage(0.9), symmetric=False)
     statistics.observe(qn.Calibration(-jnp.ones((1, 1)), 2 * jnp.ones((1, 1))))
+    history = qn.Statistics((2,), qn.AmaxHistory(3, "most_recent", margin=1))
+    history.observe(qn.Calibration(None, jnp.array([2.0, 3.0])))
     tree = {
+        "history": history,
         "calibration": qn.Calibration(None, jnp.ones((1, 1))),
         "statistics": statistics,
         "mean": qn.Statistics((1,)),

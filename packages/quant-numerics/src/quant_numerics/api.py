@@ -15,6 +15,7 @@ from quant_numerics.autodiff.straight_through import straight_through
 from quant_numerics.calibration.average import AverageState, MovingAverage, Statistics
 from quant_numerics.calibration.calibrate import calibrate
 from quant_numerics.calibration.fake_quant import fake_quant
+from quant_numerics.calibration.history import AmaxHistory, HistoryState
 from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
 from quant_numerics.calibration.quantize import (
     quantize,
@@ -44,11 +45,13 @@ hide_frames(Path(__file__).parent)
 __all__ = [
     "FLOAT_DTYPES",
     "QTYPES",
+    "AmaxHistory",
     "AverageState",
     "Backward",
     "Calibration",
     "CalibrationMethod",
     "HiQArray",
+    "HistoryState",
     "HowToQuantize",
     "LeadingAxis",
     "MovingAverage",

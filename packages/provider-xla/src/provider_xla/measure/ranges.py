@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from ..program.arrays import of_arrays
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
 from ..run.infer import taking_stored
-from ..run.static import Observation, Statistics, key_of
+from ..run.static import Observation, StaticRange, Statistics, key_of
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
 
@@ -34,11 +34,11 @@ def calibrate(
             "There is nothing to calibrate: no rule that decides an operation has "
             "act_static_scale=True."
         )
-    statistics = empty_statistics(plan, params)
+    statistics = _empty(plan.ranges, plan, params)
     stored = follows_values(plan.engine)
 
     def measured(*args: Any) -> Any:
-        observation = Observation(statistics, tells_cuts=True)
+        observation = Observation(statistics, trains=False, tells_cuts=True)
 
         def run(site: Site) -> Any:
             observation.observe(site)
@@ -96,6 +96,12 @@ def _warn(statistics: Statistics, cuts: np.ndarray) -> None:
 
 def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statistics]:
     """Return statistics of nothing: see ``Plan.empty_statistics``."""
+    return _empty({**plan.ranges, **plan.trained_ranges}, plan, params)
+
+
+def _empty(
+    ranges: Mapping[str, StaticRange], plan: PlanData, params: Any
+) -> dict[str, qn.Statistics]:
     # Transformed activations have other ranges, and so other keys: see `key_of`.
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     ops: set[str] = set()
@@ -109,7 +115,7 @@ def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statist
                 ops.update(plan.weights[name].ops)
     return {
         key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
-            one.shape, symmetric=one.symmetric
+            one.shape, one.average, symmetric=one.symmetric
         )
-        for key, one in plan.ranges.items()
+        for key, one in ranges.items()
     }

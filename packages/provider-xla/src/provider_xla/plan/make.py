@@ -122,6 +122,7 @@ def make_plan(
         ),
         lora=lora,
         notes=tuple(survey.notes),
+        trained_ranges=survey.trained_ranges,
     )
     if not any(weight.derived for weight in weights.values()):
         return plan

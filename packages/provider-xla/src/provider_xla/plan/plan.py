@@ -37,6 +37,7 @@ class PlanData:
         weights: every parameter that is quantized, by pytree path.
         problems: where rules can't be followed.
         ranges: the activations with a static range, by site and side.
+        trained_ranges: the parameters and incoming gradients that have one in training.
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
         lora: the adapters of parameters that rules with a rank are about, by pytree path.
         absorbed: parameters of which nothing is stored, since only derived weights use them.
@@ -69,6 +70,9 @@ class PlanData:
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
     caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
+    trained_ranges: Mapping[str, StaticRange] = dataclasses.field(
+        default_factory=dict, kw_only=True
+    )
 
     # Cached: `beside` asks for it once for each of perhaps thousands of parameters.
     @functools.cached_property

@@ -23,7 +23,7 @@ from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
 from ..program.sites import PART_OF_A_WEIGHT, Site, short, unstorable
 from ..run.lookup import looked_up, lookup_id
-from ..run.static import StaticRange, measure, steps_of
+from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
 from .choose import LOOKUP, MatrixUse, RowsUse, use_of
 from .chosen import Chosen
 from .derived import Derived
@@ -69,6 +69,7 @@ class Survey:
         problems: where rules can't be followed, as sentences.
         uses: each use of a parameter or derived weight.
         ranges: the activations with a static range, by site and side.
+        trained_ranges: the parameters and incoming gradients that have one in training.
         contractions: by weight and operation, what a kernel would have to do, or why none can.
         notes: what is done that no rule says, as the keys.
         chosen: the weights that the program chooses among several.
@@ -82,6 +83,7 @@ class Survey:
         self.problems: list[str] = []
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
+        self.trained_ranges: dict[str, StaticRange] = {}
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[str, None] = {}
         self.chosen: list[Chosen] = []
@@ -137,17 +139,19 @@ class Survey:
         if self.lora is not None:
             self.lora.contraction(site)
         op_id = site.call.op_id
+        if has_gradient_range(site):
+            self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
                 for path in () if weight is None else weight.paths:
                     self._contraction(path, op_id, NoKernel("its parameter stays float"))
                 continue
+            if has_range(site, side):
+                found = measure(site, side)
+                of = StaticRange.of(site, found.upper.ndim, found.lower is None)
+                ranges = self.ranges if weight is None else self.trained_ranges
+                ranges[site.key(side)] = of
             if weight is None:
-                if site.is_static(side):
-                    found = measure(site, side)
-                    steps = tuple(step.length or 0 for step in steps_of(site))
-                    of = StaticRange(found.upper.ndim, found.lower is None, steps)
-                    self.ranges[site.key(side)] = of
                 continue
             ndim = site.operands[side].ndim
             shared = site.contraction.shared(side, ndim)

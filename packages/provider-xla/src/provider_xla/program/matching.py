@@ -264,8 +264,8 @@ class Rules:
 
     @property
     def is_static(self) -> bool:
-        """Return whether any activation has a static range."""
-        return any(rule.act_static_scale for rule in self.rules)
+        """Return whether anything has a static range."""
+        return any(rule.is_static for rule in self.rules)
 
 
 def _why_not(

@@ -292,7 +292,7 @@ class Plan(ParameterPlan):
         return self.of(found)
 
     def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
-        """Return empty statistics for each activation with a static range.
+        """Return empty statistics for all that has a static range, in training.
 
         Args:
             params: what ``optimize`` returned, where the function is run with that.

@@ -17,7 +17,15 @@ from ..program.sites import Site
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..run.contraction import quantized_contraction, trained_contraction
-from ..run.static import Observation, Statistics, calibrations, read
+from ..run.static import (
+    Observation,
+    Statistics,
+    calibrations,
+    gradient_range,
+    has_gradient_range,
+    read,
+    trained_hows,
+)
 from .provider import XlaProvider
 
 
@@ -44,8 +52,7 @@ class QtProvider(XlaProvider):
 
         Args:
             fn: the function: a model, or a whole loss.
-            statistics: of activations with ``act_static_scale``: what ``init_statistics``
-                returns.
+            statistics: of what has static scales: what ``init_statistics`` returns.
             update: whether running it adds to the statistics, as in training. JAX has no
                 derivative of a ``lax.cond`` that does: measure first, then train without.
 
@@ -86,7 +93,7 @@ class QtProvider(XlaProvider):
     def init_statistics(
         self, fn: Callable[..., Any], params: Any, *args: Any, **kwargs: Any
     ) -> Statistics:
-        """Return empty statistics for the activations of ``fn`` that need them.
+        """Return empty statistics for all in ``fn`` that has static scales.
 
         Arguments as for ``plan``. The result is a pytree of Boxes: save it with the parameters.
         """
@@ -103,7 +110,7 @@ class QtProvider(XlaProvider):
         key: jax.Array | None = None,
     ) -> Any:
         if observation is None:
-            ranges = calibrations(statistics, site)
+            ranges = calibrations(statistics, site, trains=True)
         else:
             observation.observe(site)
             ranges = observation.calibrations(site)
@@ -123,5 +130,17 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        static = site.contraction, site.hows, None if backward == (None, None) else backward
-        return repeated(trained_contraction, static, *site.operands, site.extras, ranges, noise)
+        static = (
+            site.contraction,
+            trained_hows(site),
+            None if backward == (None, None) else backward,
+        )
+        if not has_gradient_range(site):
+            arrays = *site.operands, site.extras, ranges, None, noise
+            return repeated(trained_contraction, static, *arrays)
+        gradient = (
+            gradient_range(statistics, site) if observation is None else observation.gradient(site)
+        )
+        arrays = *site.operands, site.extras, ranges, gradient, noise
+        result = repeated(trained_contraction, static, *arrays)
+        return result if observation is None else observation.watched(site, result)

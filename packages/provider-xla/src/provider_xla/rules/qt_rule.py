@@ -10,6 +10,8 @@ import quant_numerics as qn
 
 from .rule import QuantizationRule
 
+_MEAN = qn.MovingAverage()
+
 
 @dataclass(frozen=True, kw_only=True)
 class QtRule(QuantizationRule):
@@ -42,6 +44,13 @@ class QtRule(QuantizationRule):
         bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
             its activation; None for none.
         bwd_residual_calibration_method: how the ranges of these are found.
+        weight_static_scale: whether parameters have one scale that follows from `static_average`,
+            instead of those of the step; in training, while inference stores them by their own.
+        bwd_static_scale: the same for the incoming gradient, which then has one scale in both
+            contractions. It needs an ``AmaxHistory``.
+        static_average: how the static ranges follow from those of the steps: a
+            ``quant_numerics.MovingAverage`` with the step's own, or a
+            ``quant_numerics.AmaxHistory``, delayed scaling, for float8: from the steps before.
         disable_channelwise_axes: one scale for all of an operand (but for tiles), forward and
             backward.
         bwd_stochastic_rounding: ``"uniform"`` or ``"low_bit_uniform"`` noise when the gradient is
@@ -61,6 +70,9 @@ class QtRule(QuantizationRule):
     bwd_act_residual_qtype: Any = None
     bwd_weight_residual_qtype: Any = None
     bwd_residual_calibration_method: str = "absmax"
+    weight_static_scale: bool = False
+    bwd_static_scale: bool = False
+    static_average: qn.MovingAverage | qn.AmaxHistory = _MEAN
     disable_channelwise_axes: bool = False
     bwd_stochastic_rounding: Literal["uniform", "low_bit_uniform"] | None = None
     channelwise_noise_axes: Sequence[int] = (0,)
@@ -81,6 +93,12 @@ class QtRule(QuantizationRule):
             raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
         self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))
         self._check_backward()
+        self._check_static()
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether anything has a static range, in training."""
+        return super().is_static or self.weight_static_scale or self.bwd_static_scale
 
     def backward(self, of_weight: bool) -> qn.Backward | None:
         """Return how the contraction that gives a gradient is quantized.
@@ -136,6 +154,71 @@ class QtRule(QuantizationRule):
             method = getattr(self, name)
             if method is not None and not qn.parse_calibration_method(method).is_symmetric:
                 raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
+
+    def _check_static(self) -> None:
+        average = self.static_average
+        if not isinstance(average, qn.MovingAverage | qn.AmaxHistory):
+            raise self._error("static_average", "a quant_numerics.MovingAverage or AmaxHistory")
+        if average != _MEAN and not self.is_static:
+            raise self._error(
+                "static_average",
+                "left out where neither act_static_scale, weight_static_scale nor "
+                "bwd_static_scale is True",
+            )
+        for field in ("weight_static_scale", "bwd_static_scale"):
+            if not isinstance(getattr(self, field), bool):
+                raise self._error(field, "a bool")
+        if self.weight_static_scale and self.weight_qtype is None:
+            raise self._error("weight_static_scale", "False where weight_qtype is None")
+        gradients = [self.backward_qtype(False), self.backward_qtype(True)]
+        if self.bwd_static_scale:
+            self._check_static_gradient(gradients)
+        if not isinstance(average, qn.AmaxHistory):
+            return
+        static: dict[str, list[str | None]] = {
+            "act_qtype": [self.act_qtype] if self.act_static_scale else [],
+            "weight_qtype": [self.weight_qtype] if self.weight_static_scale else [],
+            "bwd_qtype": gradients if self.bwd_static_scale else [],
+        }
+        for field, qtypes in static.items():
+            kinds = [qn.get_qtype(qtype) for qtype in qtypes if qtype is not None]
+            if any(kind.kind != "float" or kind.bits != 8 or kind.block for kind in kinds):
+                raise self._error(
+                    field,
+                    "'float8_e4m3fn' or 'float8_e5m2' where its scales follow from an AmaxHistory: "
+                    "others have too few digits for the scale 1 of the first step. Use a "
+                    "MovingAverage for these",
+                )
+        methods = {
+            "act_calibration_method": self.act_static_scale and self.act_method,
+            "weight_calibration_method": self.weight_static_scale
+            and self.weight_calibration_method,
+        }
+        for field, method in methods.items():
+            if method and method != "absmax":
+                raise self._error(field, "'absmax' where its scales follow from an AmaxHistory")
+
+    def _check_static_gradient(self, qtypes: Sequence[str | None]) -> None:
+        if qtypes == [None, None]:
+            raise self._error("bwd_static_scale", "False where no bwd_qtype is given")
+        if not isinstance(self.static_average, qn.AmaxHistory):
+            raise self._error(
+                "static_average",
+                "a quant_numerics.AmaxHistory where bwd_static_scale is True: the range of a "
+                "gradient is known after it is quantized",
+            )
+        for kind in ("act", "weight"):
+            if getattr(self, f"bwd_{kind}_grad_tile_size") is not None:
+                raise self._error(
+                    f"bwd_{kind}_grad_tile_size", "None where bwd_static_scale is True"
+                )
+        for field in (
+            "bwd_calibration_method",
+            "bwd_act_grad_calibration_method",
+            "bwd_weight_grad_calibration_method",
+        ):
+            if getattr(self, field) not in (None, "absmax"):
+                raise self._error(field, "'absmax' where bwd_static_scale is True")
 
     def backward_qtype(self, of_weight: bool) -> str | None:
         """Return the incoming gradient's qtype in one of both contractions."""

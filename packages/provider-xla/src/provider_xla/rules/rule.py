@@ -147,11 +147,11 @@ class QuantizationRule:
             raise self._error("act_static_scale", "None where act_qtype is None")
         if self.static_range not in (None, "step", "joined"):
             raise self._error("static_range", "None, 'step' or 'joined'")
-        if self.static_range is not None and not self.act_static_scale:
+        if self.static_range is not None and not self.is_static:
             raise self._error("static_range", "None where act_static_scale is not True")
         if self.unseen_range not in ("dynamic", "error"):
             raise self._error("unseen_range", "'dynamic' or 'error'")
-        if self.unseen_range != "dynamic" and not self.act_static_scale:
+        if self.unseen_range != "dynamic" and not self.is_static:
             raise self._error("unseen_range", "'dynamic' where act_static_scale is not True")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
         self._check_sparsity()
@@ -204,6 +204,11 @@ class QuantizationRule:
         if self.weights_only is not None:
             return self.weights_only
         return self.op_names is None and self.is_acting
+
+    @property
+    def is_static(self) -> bool:
+        """Return whether anything has a static range."""
+        return bool(self.act_static_scale)
 
     @property
     def is_acting(self) -> bool:

@@ -197,6 +197,7 @@ def trained_contraction(
     rhs: jax.Array,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
+    gradient: qn.Calibration | None,
     key: jax.Array | None,
 ) -> jax.Array:
     """Run a contraction of quantized operands, with the gradients of quantized training.
@@ -209,6 +210,7 @@ def trained_contraction(
         rhs: the right operand, float.
         extras: the contraction's other arrays.
         calibrations: the static range of each operand; None for one that is measured here.
+        gradient: the static range of the incoming gradient; None to measure it.
         key: random key of stochastic rounding, or None.
     """
     if not contraction.trains:
@@ -222,5 +224,6 @@ def trained_contraction(
         backward=backward,
         lhs_calibration=calibrations[0],
         rhs_calibration=calibrations[1],
+        cotangent_calibration=gradient,
         key=key,
     )

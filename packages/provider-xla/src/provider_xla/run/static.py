@@ -1,11 +1,12 @@
-"""Static ranges: statistics of activations, by site."""
+"""Static ranges: statistics of activations, and in training of parameters and gradients."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from interception_core import JaxtapError, Step
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..program.sites import SIDES, Site
+from ..rules.qt_rule import QtRule
 from ..rules.rule import MOST_STEPS
 from .stored import beside
 
@@ -27,23 +29,81 @@ Statistics = Mapping[str, Any]
 """By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""
 
 
+_MEAN = qn.MovingAverage()
+
+
 class StaticRange(NamedTuple):
-    """An activation with a static range.
+    """What has a static range.
 
     Attributes:
-        ndim: its number of axes.
+        ndim: its number of axes; 0 for a gradient, whose range has none.
         symmetric: whether the range has no lower bound.
         steps: lengths of the loops whose steps have a range each, the outermost first.
+        average: how the range follows from those of calls.
     """
 
     ndim: int
     symmetric: bool
-    steps: tuple[int, ...] = ()
+    steps: tuple[int, ...]
+    average: qn.MovingAverage | qn.AmaxHistory
+
+    @classmethod
+    def of(cls, site: Site, ndim: int, symmetric: bool = True) -> StaticRange:
+        """Return the range of something at a site."""
+        steps = tuple(step.length or 0 for step in steps_of(site))
+        return cls(ndim, symmetric, steps, _average(site))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of its bounds."""
         return (*self.steps, *(1,) * self.ndim)
+
+
+def _average(site: Site) -> qn.MovingAverage | qn.AmaxHistory:
+    """Return how the static ranges of a site follow from those of calls."""
+    return site.rule.static_average if isinstance(site.rule, QtRule) else _MEAN
+
+
+def has_range(site: Site, side: int, trains: bool = True) -> bool:
+    """Return whether an operand has a static range.
+
+    Args:
+        site: the operation.
+        side: which operand, 0 or 1.
+        trains: whether it is quantized in training, where parameters may have one, too.
+    """
+    if site.weights[side] is None:
+        return site.is_static(side)
+    rule, how = site.rule, site.hows[side]
+    return trains and how is not None and isinstance(rule, QtRule) and rule.weight_static_scale
+
+
+def trained_hows(site: Site) -> tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]:
+    """Return how both operands are quantized in training.
+
+    What has grown since the steps before lies out of their range, but isn't meant to be cut off.
+    """
+    if not isinstance(_average(site), qn.AmaxHistory):
+        return site.hows
+    left, right = (how and dataclasses.replace(how, masks=False) for how in site.hows)
+    return left, right
+
+
+def has_gradient_range(site: Site) -> bool:
+    """Return whether the incoming gradient of a site has a static range, in training."""
+    rule = site.rule
+    if not (isinstance(rule, QtRule) and rule.bwd_static_scale) or site.is_linear:
+        return False
+    quantized = [rule.backward(weight is not None) for weight in site.weights]
+    return any(quantized) and site.contraction.trains
+
+
+def gradient_key(site: Site) -> str:
+    """Return the key of the statistics of a site's incoming gradient."""
+    return f"{site.call.op_id}{_GRADIENT}"
+
+
+_GRADIENT = "#gradient"
 
 
 def steps_of(site: Site) -> tuple[Step, ...]:
@@ -60,17 +120,20 @@ def _count(steps: Sequence[Step]) -> int:
 
 
 def measure(site: Site, side: int) -> qn.Calibration:
-    """Return an activation's range, float32 of shape (1, ..., 1).
+    """Return an operand's range, float32 of shape (1, ..., 1).
 
     Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
-    over the examples that the program maps by ``vmap``.
+    over the examples that the program maps by ``vmap``. For delayed scaling, and of a parameter, it
+    is the extreme over all.
 
     Args:
         site: the operation.
-        side: which operand the activation is, 0 or 1.
+        side: which operand, 0 or 1.
     """
     x, axes = _activation(site, side), _examples(site, side)
     found = _extremes(site, side, x, axes)
+    if isinstance(_average(site), qn.AmaxHistory):
+        return qn.Calibration(None, _max(found.upper))
     return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)
 
 
@@ -83,6 +146,8 @@ def _activation(site: Site, side: int) -> jax.Array:
 def _examples(site: Site, side: int) -> tuple[int, ...]:
     """Return the axes of an operand of which the mean of the ranges is taken."""
     ndim = site.operands[side].ndim
+    if site.weights[side] is not None or isinstance(_average(site), qn.AmaxHistory):
+        return ()
     batch = {a % ndim for a in site.rule.act_batch_axes if -ndim <= a < ndim}
     return tuple(sorted(batch - set(site.contraction.shared(side, ndim))))
 
@@ -110,15 +175,66 @@ def _cut_off(site: Site, side: int, bounds: qn.Calibration) -> jax.Array:
     return _mean(lost / jnp.maximum(jnp.abs(x).mean(), np.finfo(np.float32).tiny))
 
 
-@custom_vmap
 def _mean(x: jax.Array) -> jax.Array:
-    """Return ``x``, averaged over mapped examples."""
+    """Return ``x``, averaged over mapped examples, and over the devices of a ``shard_map``."""
+    return _over_devices(_mean_of_examples(x), lax.pmean)
+
+
+def _max(x: jax.Array) -> jax.Array:
+    """Return ``x``, the largest over mapped examples, and over the devices of a ``shard_map``."""
+    return _over_devices(_max_of_examples(x), lax.pmax)
+
+
+@custom_vmap
+def _mean_of_examples(x: jax.Array) -> jax.Array:
     return x
 
 
-@_mean.def_vmap
+@_mean_of_examples.def_vmap
 def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _mean(x.mean(0) if is_batched[0] else x), False
+    return _mean_of_examples(x.mean(0) if is_batched[0] else x), False
+
+
+@custom_vmap
+def _max_of_examples(x: jax.Array) -> jax.Array:
+    return x
+
+
+@_max_of_examples.def_vmap
+def _max_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+    return _max_of_examples(x.max(0) if is_batched[0] else x), False
+
+
+def _over_devices(x: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
+    """Return what all devices that run the program of one agree on."""
+    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    if not axes:
+        return x
+    varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
+    missing = tuple(axis for axis in axes if axis not in varying)
+    return reduce(lax.pcast(x, missing, to="varying") if missing else x, axes)
+
+
+@jax.custom_vjp
+def _watched(statistics: qn.Statistics, place: _Place, y: jax.Array) -> jax.Array:
+    """Return ``y``; the backward pass adds the largest magnitude of its gradient to statistics."""
+    return y
+
+
+def _watched_forward(statistics: qn.Statistics, place: _Place, y: jax.Array) -> tuple[Any, Any]:
+    return y, (statistics, place)
+
+
+def _watched_backward(kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
+    statistics, place = kept
+    found = qn.Calibration(None, _max(jnp.max(jnp.abs(g), initial=0).astype(np.float32)))
+    state = statistics.state  # what other steps of a loop have left
+    new = statistics.average.record(place.state(state), found)
+    statistics.state = place.put_state(state, new)
+    return None, None, g
+
+
+_watched.defvjp(_watched_forward, _watched_backward)
 
 
 class Observation:
@@ -126,20 +242,31 @@ class Observation:
 
     Each step of a loop of known length has its own range, if its rule has it so. Others are joined
     by their extremes: a mean over steps would clip the steps with the largest values. Calls are
-    averaged.
+    averaged, or remembered.
+
+    The backward pass runs after the call has ended. So the histories of gradients get a place for
+    this call as it begins, and what the backward pass records is for the next one.
 
     Args:
         statistics: ``quant_numerics.Statistics`` by site and side, to which the call is added.
+        trains: as in ``has_range``.
         tells_cuts: whether ``cuts`` can be asked for.
     """
 
-    def __init__(self, statistics: Statistics, tells_cuts: bool = False):
+    def __init__(self, statistics: Statistics, *, trains: bool = True, tells_cuts: bool = False):
         self._statistics = statistics
+        self._trains = trains
         self._cuts: dict[str, Box] | None = {} if tells_cuts else None
         self._seen: dict[str, Box] = {}
         self._observed: list[str] = []
+        # Read before the program runs. What a step is computed from again, as jax.checkpoint does,
+        # must be what it was.
+        self._before = {key: one.state for key, one in statistics.items()}
         for key, one in statistics.items():
-            shape = one.state.total.upper.shape
+            if key.endswith(_GRADIENT):
+                one.state = one.average.begin(self._before[key])
+                continue
+            shape = self._before[key].shape
             # A branch that is never taken leaves these bounds, which are not finite.
             nothing: Any = [np.full(shape, bound, np.float32) for bound in (np.inf, -np.inf)]
             nothing = qn.Calibration(None if one.symmetric else nothing[0], nothing[1])
@@ -172,19 +299,19 @@ class Observation:
             ) from error
 
     def observe(self, site: Site) -> None:
-        """Record the ranges of a site's static activations."""
+        """Record the ranges of a site's static operands."""
         if site.call.op_id not in self._observed:
             self._observed.append(site.call.op_id)
         for side in (0, 1):
             # An empty batch has no range.
-            if site.is_static(side) and site.operands[side].size:
+            if has_range(site, side, self._trains) and site.operands[side].size:
                 key = _key(self._statistics, site, side)
                 seen = self._seen[key]
                 before, found = seen.get(), measure(site, side)
                 if self._cuts is not None:
                     cut = self._cuts[key]
                     cut.set(jnp.maximum(cut.get(), _cut_off(site, side, found)))
-                place = _Place.of(site, side, before)
+                place = _Place.of(site, before, site.operands[side].ndim)
                 old, lower = place.take(before), None
                 if found.lower is not None and old.lower is not None:
                     lower = jnp.minimum(old.lower, found.lower)
@@ -195,18 +322,30 @@ class Observation:
         """Return the ranges of both operands so far, this call included."""
 
         def one(side: int) -> qn.Calibration | None:
-            if not site.is_static(side):
+            how = site.hows[side]
+            if how is None or not has_range(site, side, self._trains):
                 return None
             key = _key(self._statistics, site, side)
-            found = self._statistics[key]
-            state, seen = found.state, self._seen[key].get()
-            place = _Place.of(site, side, seen)
+            seen = self._seen[key].get()
+            place = _Place.of(site, seen, site.operands[side].ndim)
             seen = place.take(seen if place.is_one else _filled(seen))
-            state = state._replace(total=place.take(state.total))
-            average = found.average
-            return place.joined(average.get(average.update(state, seen)))
+            state, first = place.state(self._before[key]), qn.get_qtype(how.qtype).qmax
+            return place.joined(self._statistics[key].average.during(state, seen, first))
 
         return one(0), one(1)
+
+    def gradient(self, site: Site) -> qn.Calibration:
+        """Return the range of a site's incoming gradient: that of the calls before."""
+        key = _gradient_key(self._statistics, site)
+        found = self._statistics[key].average.get(self._before[key])
+        place = _Place.of(site, found)
+        return _scalar(place.joined(place.take(found)))
+
+    def watched(self, site: Site, y: jax.Array) -> jax.Array:
+        """Return a site's result, whose gradient is observed by the backward pass."""
+        key = _gradient_key(self._statistics, site)
+        shape = qn.Calibration(None, np.zeros(self._before[key].shape, np.float32))
+        return _watched(self._statistics[key], _Place.of(site, shape), y)
 
     def cuts(self) -> dict[str, jax.Array]:
         """Return the largest share of each activation that its range cuts off, by key."""
@@ -215,8 +354,8 @@ class Observation:
 
     def finish(self) -> None:
         """Add the call to the statistics."""
-        for key, one in self._statistics.items():
-            one.observe(_filled(self._seen[key].get()))
+        for key, seen in self._seen.items():
+            self._statistics[key].observe(_filled(seen.get()))
 
 
 def _filled(seen: qn.Calibration) -> qn.Calibration:
@@ -239,9 +378,9 @@ class _Place(NamedTuple):
     index: tuple[Any, ...]
 
     @classmethod
-    def of(cls, site: Site, side: int, bounds: qn.Calibration) -> _Place:
-        """Return the place of a site. Loops of other lengths are joined."""
-        lengths = bounds.upper.shape[: bounds.upper.ndim - site.operands[side].ndim]
+    def of(cls, site: Site, bounds: qn.Calibration, ndim: int = 0) -> _Place:
+        """Return the place of a site in bounds of an array. Loops of other lengths are joined."""
+        lengths = bounds.upper.shape[: bounds.upper.ndim - ndim]
         if not lengths:
             return cls(())
         steps = [step for step in site.call.steps or () if step.length is not None]
@@ -276,6 +415,19 @@ class _Place(NamedTuple):
 
         return jax.tree.map(replaced, bounds, part)
 
+    def state(self, state: Any) -> Any:
+        """Return the part of a state of statistics that is about the steps."""
+        return type(state)(
+            *(self.take(part) if isinstance(part, qn.Calibration) else part for part in state)
+        )
+
+    def put_state(self, state: Any, part: Any) -> Any:
+        """Return a state of statistics with that part replaced."""
+        pairs = zip(state, part, strict=True)
+        return type(state)(
+            *(self.put(old, new) if isinstance(old, qn.Calibration) else new for old, new in pairs)
+        )
+
     def joined(self, part: qn.Calibration) -> qn.Calibration:
         """Return the range that holds those of the steps, without their axes."""
         axes = tuple(range(len(self.index)))
@@ -303,29 +455,54 @@ def read(statistics: Statistics) -> dict[str, qn.Calibration]:
 
 
 def calibrations(
-    statistics: Statistics | None, site: Site
+    statistics: Statistics | None, site: Site, trains: bool = False
 ) -> tuple[qn.Calibration | None, qn.Calibration | None]:
     """Return the static ranges of both operands, where they have one.
+
+    Args:
+        statistics: what has been observed.
+        site: the operation.
+        trains: as in ``has_range``.
 
     Raises:
         JaxtapError: an operand needs a range, and the statistics have none for it.
     """
 
     def one(side: int) -> qn.Calibration | None:
-        if not site.is_static(side):
+        if not has_range(site, side, trains):
             return None
-        found = _of(statistics, site, side)
-        found = found if isinstance(found, qn.Calibration) else found.calibration()
-        place = _Place.of(site, side, found)
+        found = _bounds(statistics, _key(statistics, site, side))
+        place = _Place.of(site, found, site.operands[side].ndim)
         range_, unseen = place.joined(place.take(found)), is_unseen(found)
         if not isinstance(unseen, np.ndarray):  # the ranges are arguments of the program
             return _or_own(range_, site, side)
         if unseen.all():
-            _tell_unseen(site, side)
+            _tell_unseen(site, SIDES[side])
             return None
         return _or_own(range_, site, side) if unseen.any() else range_
 
     return one(0), one(1)
+
+
+def gradient_range(statistics: Statistics | None, site: Site) -> qn.Calibration | None:
+    """Return the static range of a site's incoming gradient; None if none is known.
+
+    One that is known when the program runs has scale 1 until then.
+
+    Raises:
+        JaxtapError: the statistics have none for it.
+    """
+    found = _bounds(statistics, _gradient_key(statistics, site))
+    place, unseen = _Place.of(site, found), is_unseen(found)
+    if isinstance(unseen, np.ndarray) and unseen.all():
+        _tell_unseen(site, "gradient")
+        return None
+    return _scalar(place.joined(place.take(found)))
+
+
+def _scalar(bounds: qn.Calibration) -> qn.Calibration:
+    """Return the range of a gradient, of shape ()."""
+    return qn.Calibration(None, bounds.upper.reshape(()))
 
 
 def is_unseen(bounds: qn.Calibration) -> Any:
@@ -337,8 +514,8 @@ def is_unseen(bounds: qn.Calibration) -> Any:
     lower, upper = bounds
     if any(isinstance(x, jax.core.Tracer) for x in bounds):
         return ~(upper > 0) if lower is None else ~((upper > 0) | (lower < 0))
-    upper = np.asarray(upper)
-    return ~(upper > 0) if lower is None else ~((upper > 0) | (np.asarray(lower) < 0))
+    below = False if lower is None else np.asarray(lower) < 0
+    return np.asarray(~((np.asarray(upper) > 0) | below))
 
 
 def _or_own(bounds: qn.Calibration, site: Site, side: int) -> qn.Calibration:
@@ -353,9 +530,9 @@ def _or_own(bounds: qn.Calibration, site: Site, side: int) -> qn.Calibration:
     return lax.cond(is_unseen(bounds).all(), own, lambda: bounds)
 
 
-def _tell_unseen(site: Site, side: int) -> None:
+def _tell_unseen(site: Site, what: str) -> None:
     text = (
-        f"No calibration batch reached {site.call.op_id}, or its {SIDES[side]} was 0 in all of "
+        f"No calibration batch reached {site.call.op_id}, or its {what} was 0 in all of "
         "them, so that there is no static range for it."
     )
     if site.rule.unseen_range == "error":
@@ -374,25 +551,34 @@ def key_of(key: str, transformed: bool) -> str:
     return f"{key} (transformed)" if transformed else key
 
 
-def _of(statistics: Statistics | None, site: Site, side: int) -> Any:
-    key = _key(statistics, site, side)
-    assert statistics is not None
-    return statistics[key]
+def _bounds(statistics: Statistics | None, key: str) -> qn.Calibration:
+    found = (statistics or {})[key]
+    return found if isinstance(found, qn.Calibration) else found.calibration()
 
 
 def _key(statistics: Statistics | None, site: Site, side: int) -> str:
     """Return an operand's statistics key; raise if it has none."""
     key = key_of(site.key(side), beside(site, side) is not None)
+    return _checked(statistics, site, key, SIDES[side])
+
+
+def _gradient_key(statistics: Statistics | None, site: Site) -> str:
+    """Return the statistics key of an incoming gradient; raise if it has none."""
+    return _checked(statistics, site, gradient_key(site), "gradient")
+
+
+def _checked(statistics: Statistics | None, site: Site, key: str, what: str) -> str:
     if statistics is None:
         raise JaxtapError(
-            f"The rule of {site.call.op_id} has act_static_scale=True, and there are no "
-            "statistics to take the range from. Measure them with plan.calibrate(fn, params, "
-            "batches), and pass them as statistics=."
+            f"The rule of {site.call.op_id} has static scales, and there are no statistics to take "
+            f"the range of its {what} from. Measure them with plan.calibrate(fn, params, batches), "
+            "or start with provider.init_statistics(...) for training, and pass them as "
+            "statistics=."
         )
     if key not in statistics:
         known = ", ".join(sorted(statistics)) or "none"
         raise JaxtapError(
-            f"There are no statistics for {key} (the {SIDES[side]} of {site.call.op_id}), only "
+            f"There are no statistics for {key} (the {what} of {site.call.op_id}), only "
             f"for: {known}. They were made for another program, for other rules, or for parameters "
             "that no pass, or another one, has transformed: measure with those that are run."
         )

@@ -18,6 +18,7 @@ from ..program.granularity import Granularity
 from ..program.matching import Under
 from ..run.affine import AffineWeight
 from ..run.transformed import Rotated, Scaled, TransformedWeight
+from .averages import average_json
 from .carriers import is_storable
 from .errors import StoreError
 
@@ -34,7 +35,7 @@ class Form:
 
     Attributes:
         kind: "array", "numpy", "key", "qarray", "packed", "transformed", "affine", "carrier",
-            "calibration", "statistics", "value" or "static".
+            "calibration", "statistics", "history", "value" or "static".
         about: what else rebuilds the leaf, as JSON; shape and dtype if it has them.
         parts: by name, the dtype and shape of each array that it consists of.
         arrays: returns these arrays by name; None if the leaf is abstract.
@@ -80,7 +81,11 @@ def take_apart(
         return _of(name, "calibration", {}, leaf._asdict())
     if isinstance(leaf, qn.Statistics):
         state = leaf.state
-        about = {"decay": leaf.average.decay, "symmetric": leaf.symmetric}
+        about = average_json(leaf.average)
+        if isinstance(leaf.average, qn.AmaxHistory):
+            parts = {"past": state.past.upper, "upper": state.bounds.upper}
+            return _of(name, "history", about, parts)
+        about["symmetric"] = leaf.symmetric
         parts = {**state.total._asdict(), "count": state.count}
         return _of(name, "statistics", about, parts)
     if type(leaf) in (bool, int, float, str):

@@ -15,6 +15,7 @@ from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
+from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
@@ -104,6 +105,8 @@ class Manifest:
         for found in self.plan["rules"]:
             fields = {name: value for name, value in found.items() if name != "class"}
             try:
+                if "static_average" in fields:
+                    fields["static_average"] = average_of(fields["static_average"])
                 rules.append(classes[found["class"]](**fields))
             except _WRONG as error:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error

@@ -92,6 +92,12 @@ class _Statistics(Object):
     symmetric: bool
 
 
+class _History(Object):
+    length: Annotated[int, Meta(ge=1)]
+    compute: Literal["max", "most_recent"]
+    margin: int
+
+
 class _Value(Object):
     type: Literal["bool", "int", "float", "str"]
     value: str
@@ -141,6 +147,7 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "affine": (_Affine, {"scale", "minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
+    "history": (_History, {"past", "upper"}),
     "value": (_Value, set()),
     "static": (_Static, set()),
     "carrier": (_Carrier, set()),

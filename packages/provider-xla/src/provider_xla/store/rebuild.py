@@ -14,6 +14,7 @@ from hijax_trace import Carrier
 from ..program.matching import Under
 from ..run.affine import AffineWeight
 from ..run.transformed import Rotated, Scaled, TransformedWeight
+from .averages import average_of
 from .errors import StoreError
 from .forms import CARRIER
 
@@ -80,10 +81,17 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
     if kind == "calibration":
         return qn.Calibration(parts.get("lower"), parts["upper"])
     if kind == "statistics":
-        average, symmetric = qn.MovingAverage(about["decay"]), about["symmetric"]
+        average, symmetric = average_of({"decay": about["decay"]}), about["symmetric"]
         result = qn.Statistics(parts["upper"].shape, average, symmetric=symmetric)
         total = qn.Calibration(parts.get("lower"), parts["upper"])
         result.state = qn.AverageState(total, parts["count"])
+        return result
+    if kind == "history":
+        past, upper = parts["past"], parts["upper"]
+        result = qn.Statistics(upper.shape, average_of(about))
+        if past.shape != (wanted := (*upper.shape, about["length"])):
+            raise ValueError(f"a history of shape {past.shape} is not {wanted}")
+        result.state = qn.HistoryState(qn.Calibration(None, past), qn.Calibration(None, upper))
         return result
     if kind == "key":
         return jax.random.wrap_key_data(parts["data"], impl=about["impl"])

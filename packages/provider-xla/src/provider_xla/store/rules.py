@@ -6,7 +6,10 @@ import dataclasses
 import json
 from typing import Any
 
+import quant_numerics as qn
+
 from ..rules.rule import QuantizationRule
+from .averages import average_json
 
 
 def rule_json(rule: QuantizationRule) -> dict[str, Any]:
@@ -16,5 +19,10 @@ def rule_json(rule: QuantizationRule) -> dict[str, Any]:
         for field in dataclasses.fields(rule)
         if getattr(rule, field.name) != field.default
     }
-    text = json.dumps({"class": type(rule).__name__, **given}, default=repr, sort_keys=True)
+
+    def plain(value: Any) -> Any:
+        average = isinstance(value, qn.MovingAverage | qn.AmaxHistory)
+        return average_json(value) if average else repr(value)
+
+    text = json.dumps({"class": type(rule).__name__, **given}, default=plain, sort_keys=True)
     return json.loads(text)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from hijax_trace import Box
+from quant_numerics.calibration.history import AmaxHistory
 from quant_numerics.calibration.scale import Calibration
 
 
@@ -24,6 +25,11 @@ class AverageState(NamedTuple):
 
     total: Calibration
     count: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the bounds."""
+        return jnp.shape(self.total.upper)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,36 +85,54 @@ class MovingAverage:
             default,
         )
 
+    def during(self, state: AverageState, calibration: Calibration, first: float) -> Calibration:
+        """Return the average that a step uses: with its own calibration.
+
+        Args:
+          state: the average before the step.
+          calibration: that of the step.
+          first: a range for histories that don't know the step's own.
+        """
+        return self.get(self.update(state, calibration))
+
 
 class Statistics:
-    """A moving average of calibrations in a ``hijax_trace.Box``.
+    """A moving average, or a history, of calibrations in a ``hijax_trace.Box``.
 
     It may be closed over or passed as an argument under jit, scan, remat and grad: what is observed
     inside is seen outside. It is a pytree with the Box as its child; `state` reads and restores it.
 
     Args:
       shape: shape of the bounds.
-      average: how calibrations are averaged.
+      average: how ranges follow from calibrations: a ``MovingAverage`` or an ``AmaxHistory``.
       symmetric: False for calibrations that have a lower bound, too.
+
+    Raises:
+      ValueError: a lower bound in an ``AmaxHistory``.
     """
 
     def __init__(
         self,
         shape: Sequence[int],
-        average: MovingAverage = MovingAverage(),
+        average: MovingAverage | AmaxHistory = MovingAverage(),
         *,
         symmetric: bool = True,
     ):
         bound = jnp.zeros(tuple(shape), jnp.float32)
-        self._average = average
+        self._average: Any = average
         self._symmetric = symmetric
         nothing = average.init(Calibration(None if symmetric else bound, bound))
         self._box = Box(nothing, differentiated=False)
 
     @property
-    def average(self) -> MovingAverage:
-        """Return how calibrations are averaged."""
+    def average(self) -> MovingAverage | AmaxHistory:
+        """Return how ranges follow from calibrations."""
         return self._average
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the shape of the bounds."""
+        return self.state.shape
 
     @property
     def symmetric(self) -> bool:
@@ -116,26 +140,26 @@ class Statistics:
         return self._symmetric
 
     @property
-    def state(self) -> AverageState:
-        """Return sums and count. Set them to those of an equal average."""
+    def state(self) -> Any:
+        """Return what is remembered, a pytree. Set it to that of an equal average."""
         return self._box.get()
 
     @state.setter
-    def state(self, state: AverageState) -> None:
-        self._box.set(AverageState(Calibration(*state.total), state.count))
+    def state(self, state: Any) -> None:
+        like = jax.tree.structure(self._box.get())
+        self._box.set(jax.tree.unflatten(like, jax.tree.leaves(state)))
 
     @property
     def count(self) -> jax.Array:
-        """Return how many calibrations were observed, int32."""
+        """Return how many calibrations are remembered, int32."""
         return self.state.count
 
     def observe(self, calibration: Calibration) -> None:
-        """Add a calibration, without derivative, if it is finite.
+        """Add a calibration, without derivative, where it is finite.
 
         Raises:
           ValueError: bounds of another shape; a lower bound although `symmetric`, or none.
         """
-        state = self.state
         if (calibration.lower is None) != self._symmetric:
             raise ValueError(
                 f"a calibration must be {'without' if self._symmetric else 'with'} a lower bound "
@@ -143,31 +167,34 @@ class Statistics:
                 f"{'with' if self._symmetric else 'without'} it. Make them with "
                 f"symmetric={not self._symmetric}, or calibrate with another method."
             )
-        own, given = jnp.shape(state.total.upper), jnp.shape(calibration.upper)
-        if own != given:
+        state = self.state
+        if state.shape != (given := jnp.shape(calibration.upper)):
             raise ValueError(
-                f"a calibration must have bounds of shape {own}, as those before, got shape "
-                f"{given}. Calibrate with the same channel and tile axes in each step."
+                f"a calibration must have bounds of shape {state.shape}, as those before, got "
+                f"shape {given}. Calibrate with the same channel and tile axes in each step."
             )
         self._box.set(self._average.update(state, calibration))
 
     def calibration(self, default: Calibration | None = None) -> Calibration:
-        """Return the average, or `default` (zeros) if nothing was observed."""
+        """Return the range, or `default` (zeros) if nothing was observed."""
         return self._average.get(self.state, default)
 
     def __repr__(self) -> str:
         return f"Statistics({self._average}, symmetric={self._symmetric})"
 
 
-def _flatten(s: Statistics) -> tuple[tuple[Box], tuple[MovingAverage, bool]]:
+_Static = tuple[MovingAverage | AmaxHistory, bool]
+
+
+def _flatten(s: Statistics) -> tuple[tuple[Box], _Static]:
     return (s._box,), (s._average, s._symmetric)
 
 
-def _flatten_with_keys(s: Statistics) -> tuple[tuple[Any], tuple[MovingAverage, bool]]:
+def _flatten_with_keys(s: Statistics) -> tuple[tuple[Any], _Static]:
     return ((jax.tree_util.GetAttrKey("state"), s._box),), (s._average, s._symmetric)
 
 
-def _unflatten(static: tuple[MovingAverage, bool], parts: Any) -> Statistics:
+def _unflatten(static: _Static, parts: Any) -> Statistics:
     s = object.__new__(Statistics)
     (s._box,) = parts
     s._average, s._symmetric = static

@@ -17,6 +17,7 @@ from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
+from quant_numerics.ops.block_dot import block_dot, is_block_dot
 from quant_numerics.ops.cpu_dot import int_dot_general
 from quant_numerics.ops.dot_sides import (
     Side,
@@ -109,12 +110,18 @@ def dot_general(
     how = arithmetic(lhs, rhs, precision)
 
     def run(lhs: Any, rhs: Any, out_sharding: Any) -> jax.Array:
+        if out_sharding is None and is_block_dot(lhs, rhs, dims):
+            plain = functools.partial(in_parts, out_sharding=None)
+            return block_dot(plain, lhs, rhs, dims).astype(dtype)
+        return in_parts(lhs, rhs, out_sharding).astype(dtype)
+
+    def in_parts(lhs: Any, rhs: Any, out_sharding: Any) -> jax.Array:
         tiles = contracted_tiles(lhs, rhs, *dims[0])
         if _has_many_rows(lhs, rhs, dims, tiles):
-            return _dequantized_dot(lhs, rhs, dims, how, out_sharding).astype(dtype)
+            return _dequantized_dot(lhs, rhs, dims, how, out_sharding)
         parts = evenly_tiled(lhs, rhs, tiles)
         sums = [_scaled_dot(left, right, dims, how, out_sharding) for left, right in parts]
-        return functools.reduce(lax.add, sums).astype(dtype)
+        return functools.reduce(lax.add, sums)
 
     try:
         reference = functools.partial(lax.dot_general, dimension_numbers=dims)

@@ -18,7 +18,7 @@ from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.conv import conv_general_dilated, lhs_scale, rhs_scale
 from quant_numerics.ops.pointwise import is_pointwise
-from quant_numerics.train.cotangent import Cotangent, can_shift, unit_scaled
+from quant_numerics.train.cotangent import Cotangent, can_shift
 from quant_numerics.train.options import (
     Backward,
     Backwards,
@@ -50,6 +50,7 @@ def train_conv_general_dilated(
     backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
+    cotangent_calibration: Calibration | None = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """Quantize operands and convolve them, with derivatives.
@@ -76,6 +77,7 @@ def train_conv_general_dilated(
       backward: as there.
       lhs_calibration: as there.
       rhs_calibration: as there.
+      cotangent_calibration: as there.
       key: as there.
 
     Raises:
@@ -85,7 +87,7 @@ def train_conv_general_dilated(
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    gradients = both_gradients(backward, key)
+    gradients = both_gradients(backward, key, cotangent_calibration)
     numbers = lax.conv_dimension_numbers(operands[0].shape, operands[1].shape, dimension_numbers)
     # A float input takes any scales of the kernel, which is dequantized for it.
     strict = [how for how in hows if how is not None] if lhs_how is not None else []
@@ -121,7 +123,7 @@ def train_conv_general_dilated(
         result_dtype(preferred_element_type),
         out_sharding,
     )
-    return train(op, hows, gradients, operands, calibrations, key)
+    return train(op, hows, gradients, operands, calibrations, key, None, cotangent_calibration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,14 +173,13 @@ class ConvOp:
         x, y = operands[side], operands[1 - side]
         other: QArray | jax.Array = y.value
         if y.quantized is not None and can_shift(y.quantized, (self._specs[1 - side][0],)):
-            q = y.quantized
+            other, q = to.taken_from(y.quantized)
             if side == 0:
                 scale = rhs_scale(q, self.numbers, g.ndim)
             else:
                 scale = lhs_scale(q, self.numbers, g.shape, self.batch_group_count)
             dtype = compute_dtype(g.dtype)
             g = g.astype(dtype) * scale.astype(dtype)
-            other = unit_scaled(q)
         return self._transposed(side, g, other, y.quantized is not None, x, to)
 
     def _transposed(
@@ -224,8 +225,8 @@ class ConvOp:
                 if var is of_g:
                     value = to.quantize(value, (spec[0],))
                 elif isinstance(other, QArray):
-                    one = jnp.ones((1,) * value.ndim, jnp.float32)
-                    value = QArray(value, one, qtype=other.qtype, dtype=other.dtype)
+                    scale = other.scale.reshape((1,) * value.ndim)
+                    value = QArray(value, scale, qtype=other.qtype, dtype=other.dtype)
                 elif quantized:
                     value = to.requantize(value, (spec[0],))
                 else:

@@ -7,10 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
 from quant_numerics.array.tiles import whole_tiles
-from quant_numerics.calibration.quantize import quantize
+from quant_numerics.calibration.quantize import quantize, quantize_with
+from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
@@ -24,10 +27,13 @@ class Cotangent:
     Attributes:
       backward: the options of the gradient.
       key: random key for stochastic rounding, or None.
+      upper: the end of the cotangent's range, of shape (), 0 where it has scale 1; None to measure
+        it.
     """
 
     backward: Backward
     key: jax.Array | None
+    upper: jax.Array | None = None
 
     def quantize(
         self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
@@ -39,6 +45,11 @@ class Cotangent:
             rounding = StochasticRounding(
                 self.key, self.backward.stochastic_rounding, self.backward.channelwise_noise_axes
             )
+        if self.upper is not None:
+            upper = jnp.where(self.upper > 0, self.upper, np.float32(kind.qmax))
+            upper = lax.expand_dims(upper, range(g.ndim))
+            scale, _, _ = scale_of(Calibration(None, upper), kind)
+            return quantize_with(g, kind.name, scale, rounding=rounding)
         return quantize(
             g,
             kind.name,
@@ -47,6 +58,18 @@ class Cotangent:
             method=self.backward.method,
             rounding=rounding,
         )
+
+    def taken_from(self, q: QArray) -> tuple[QArray, QArray]:
+        """Return `q` without the scales that the cotangent takes, and with these alone.
+
+        If the cotangent's range is given, the largest scale is left: the others, divided by it,
+        put the cotangent nowhere out of its range.
+        """
+        if self.upper is None:
+            return _with_scale(q, jnp.ones((1,) * q.ndim, jnp.float32)), q
+        scale = effective_scale(q)
+        largest = lax.expand_dims(lax.reduce_max(scale, range(q.ndim)), range(q.ndim))
+        return _with_scale(q, largest), _with_scale(q, scale / largest)
 
     def requantize(
         self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
@@ -89,10 +112,8 @@ def _tiles(
     return whole_tiles(x.shape, contracting, kind.block) or {contracting[-1]: kind.block}
 
 
-def unit_scaled(q: QArray) -> QArray:
-    """Return `q` with scale 1; the other side has taken its scales."""
-    one = jnp.ones((1,) * q.ndim, jnp.float32)
-    return QArray(q.qvalue, one, qtype=q.qtype, dtype=q.dtype)
+def _with_scale(q: QArray, scale: jax.Array) -> QArray:
+    return QArray(q.qvalue, scale, qtype=q.qtype, dtype=q.dtype)
 
 
 def can_shift(q: QArray, axes: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
-from quant_numerics.train.cotangent import Cotangent, can_shift, shifted, unit_scaled
+from quant_numerics.train.cotangent import Cotangent, can_shift, shifted
 from quant_numerics.train.options import (
     Backward,
     Backwards,
@@ -39,6 +39,7 @@ def train_dot_general(
     backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
+    cotangent_calibration: Calibration | None = None,
     key: jax.Array | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -58,7 +59,8 @@ def train_dot_general(
       again, to the cotangent's format; a float one stays float. ``Backward.residual`` changes this.
 
     A gradient is zero where its operand lies outside of the range that it was clipped to: with
-    calibration methods that cut off, and with a given calibration.
+    calibration methods that cut off, and with a given calibration, unless ``HowToQuantize.masks``
+    is False.
 
     Under vmap, an operand that is the same for all examples gets its gradient as one contraction
     over the whole batch, where the cotangent has one scale per column, not per column and example.
@@ -73,6 +75,8 @@ def train_dot_general(
         of `rhs`; None: float.
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
+      cotangent_calibration: a range to use instead of measuring the cotangent, one for all of it:
+        a symmetric one of shape (), whose `upper` is 0 for scale 1. What lies outside saturates.
       key: random key, for `backward` with stochastic rounding. The bits of the cotangent and the
         operand's side are mixed in, so one key is enough for all steps of a loop.
       precision: for contractions of float arrays.
@@ -84,11 +88,12 @@ def train_dot_general(
 
     Raises:
       TypeError: an operand that is not a float array.
-      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key.
+      ValueError: as ``quantize_for_dot`` and ``dot_general``; stochastic rounding without a key; a
+        cotangent's range where it has tiles, or where no gradient is quantized.
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    gradients = both_gradients(backward, key)
+    gradients = both_gradients(backward, key, cotangent_calibration)
     dims = _canonical(dimension_numbers, operands)
     op = DotOp(
         dims,
@@ -99,7 +104,7 @@ def train_dot_general(
     )
     if hows == (None, None) and gradients is None:
         return op.run(*operands, None)
-    return train(op, hows, gradients, operands, calibrations, key)
+    return train(op, hows, gradients, operands, calibrations, key, None, cotangent_calibration)
 
 
 def _canonical(dims: DotDimensionNumbers, operands: Sequence[jax.Array]) -> DotDimensionNumbers:
@@ -196,7 +201,8 @@ class DotOp:
             return to.residual(y.value, kept, free), g
         if not can_shift(q, axes):
             return to.requantize(y.value, kept, free), g
-        return unit_scaled(q), shifted(g, q, axes, g_axes)
+        other, scales = to.taken_from(q)
+        return other, shifted(g, scales, axes, g_axes)
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[DotOp, int] | None:
         if self.out_sharding is not None:

@@ -48,7 +48,7 @@ def train_einsum(
       rhs_calibration: as there.
       preferred_element_type: as there.
       out_sharding: as there.
-      **options: ``backward``, ``key`` and ``precision``, as there.
+      **options: ``backward``, ``cotangent_calibration``, ``key`` and ``precision``, as there.
 
     Raises:
       ValueError: a malformed spec, or one of another number of operands; as

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import get_qtype
 
@@ -27,6 +28,7 @@ class HowToQuantize:
       method: calibration method, see ``parse_calibration_method``.
       channelwise: False for one scale for the whole array, or per tile alone.
       scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; stored as the name.
+      masks: whether the gradient of a training op is zero where its range cuts the operand off.
     """
 
     qtype: str
@@ -34,6 +36,7 @@ class HowToQuantize:
     method: str = "absmax"
     channelwise: bool = True
     scale_dtype: str | None = None
+    masks: bool = True
 
     def __post_init__(self):
         kind = get_qtype(self.qtype).with_scales(self.scale_dtype)
@@ -128,11 +131,19 @@ def check_operands(
     return arrays[0], arrays[1]
 
 
-def both_gradients(backward: Backward | Backwards | None, key: Any) -> Backwards | None:
+def both_gradients(
+    backward: Backward | Backwards | None, key: Any, calibration: Calibration | None = None
+) -> Backwards | None:
     """Return how both gradients are quantized; None if neither is.
 
+    Args:
+      backward: what an op was given.
+      key: its random key.
+      calibration: the range of the cotangent, if it is given.
+
     Raises:
-      ValueError: stochastic rounding without a key, or something other than two gradients.
+      ValueError: stochastic rounding without a key, something other than two gradients, or a range
+        that the cotangent can't have.
     """
     if backward is None or isinstance(backward, Backward):
         backward = (backward, backward)
@@ -149,7 +160,24 @@ def both_gradients(backward: Backward | Backwards | None, key: Any) -> Backwards
                 f"stochastic_rounding={one.stochastic_rounding!r}, got None. Pass "
                 "key=jax.random.key(...), another one for each training step."
             )
+    if calibration is not None:
+        _check_range(calibration, pair)
     return None if pair == (None, None) else (pair[0], pair[1])
+
+
+def _check_range(calibration: Calibration, pair: Sequence[Backward | None]) -> None:
+    if calibration.lower is not None or jnp.shape(calibration.upper):
+        raise ValueError(
+            "cotangent_calibration must be symmetric and of shape (), a range for the whole "
+            f"cotangent, got {calibration!r}. Use Calibration(None, upper)."
+        )
+    tiled = [one for one in pair if one is not None and one.has_tiles]
+    if tiled or not any(pair):
+        raise ValueError(
+            "backward must quantize a gradient, without tiles or blocks, where "
+            f"cotangent_calibration is given, got {pair!r}. Leave the calibration out to measure "
+            "the range of each tile."
+        )
 
 
 def hashable(value: Any) -> Any:

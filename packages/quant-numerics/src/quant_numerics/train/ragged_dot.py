@@ -16,7 +16,7 @@ from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.ragged_dot import RAGGED_DOT, group_of_rows, ragged_dot_general, window
-from quant_numerics.train.cotangent import Cotangent, can_shift, unit_scaled
+from quant_numerics.train.cotangent import Cotangent, can_shift
 from quant_numerics.train.options import (
     Backward,
     Backwards,
@@ -52,6 +52,7 @@ def train_ragged_dot(
     backward: Backward | Backwards | None = None,
     lhs_calibration: Calibration | None = None,
     rhs_calibration: Calibration | None = None,
+    cotangent_calibration: Calibration | None = None,
     key: jax.Array | None = None,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -74,6 +75,7 @@ def train_ragged_dot(
         of `rhs`; None: float.
       lhs_calibration: a range to use instead of measuring `lhs`, shaped like its scale.
       rhs_calibration: the same for `rhs`.
+      cotangent_calibration: as in ``train_dot_general``.
       key: random key, for stochastic rounding.
       precision: for contractions of float arrays.
       preferred_element_type: dtype of the result.
@@ -88,7 +90,7 @@ def train_ragged_dot(
     """
     hows, calibrations = (lhs_how, rhs_how), (lhs_calibration, rhs_calibration)
     operands = check_operands((lhs, rhs), hows, calibrations)
-    gradients = both_gradients(backward, key)
+    gradients = both_gradients(backward, key, cotangent_calibration)
     of_rhs = None if gradients is None else gradients[1]
     if of_rhs is not None and of_rhs.has_tiles:
         raise ValueError(
@@ -99,7 +101,8 @@ def train_ragged_dot(
     op = RaggedOp(hashable(precision), result_dtype(preferred_element_type))
     group_sizes = jnp.asarray(group_sizes)
     if group_offset is None:
-        return train(op, hows, gradients, operands, calibrations, key, group_sizes)
+        rest = key, group_sizes, cotangent_calibration
+        return train(op, hows, gradients, operands, calibrations, *rest)
     start, group_sizes = window(group_sizes, group_offset, operands[1].shape[0])
 
     def first(x: jax.Array) -> jax.Array:
@@ -108,7 +111,8 @@ def train_ragged_dot(
 
     operands = (first(operands[0]), operands[1])
     calibrations = (jax.tree.map(first, lhs_calibration), rhs_calibration)
-    y = train(op, hows, gradients, operands, calibrations, key, group_sizes)
+    rest = key, group_sizes, cotangent_calibration
+    y = train(op, hows, gradients, operands, calibrations, *rest)
     return jnp.roll(y, start, 0)
 
 
@@ -144,8 +148,8 @@ class RaggedOp:
             other = to.residual(y.value, kept, contracted)
         else:
             if can_shift(y.quantized, ((0, 2), (0,))[side]):
-                other = unit_scaled(y.quantized)
-                scale = effective_scale(y.quantized)  # (m, 1), or of rhs (g, 1, n)
+                other, scales = to.taken_from(y.quantized)
+                scale = effective_scale(scales)  # (m, 1), or of rhs (g, 1, n)
                 if side == 0:
                     scale = lax.squeeze(scale, (1,))
                     if scale.shape[0] > 1:

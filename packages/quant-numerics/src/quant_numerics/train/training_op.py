@@ -69,7 +69,7 @@ class TrainingPair(LinearPair):
     """Whether the scales of a side lack a leading axis that its quantized values have."""
 
     def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
-        sides, key, aux = residuals
+        sides, key, aux, upper = residuals
         values = [side.value for side in sides]
         if not turned:
             lhs, rhs = map(_masked, tangent, sides)
@@ -92,21 +92,26 @@ class TrainingPair(LinearPair):
                 residuals = (tuple(wanted), aux)
 
                 def gradient(
-                    g: jax.Array, residuals: Any, key: Any, i: int = i, how: Backward = backward
+                    g: jax.Array,
+                    residuals: Any,
+                    key: Any,
+                    upper: Any,
+                    i: int = i,
+                    how: Backward = backward,
                 ) -> jax.Array:
-                    return self.op.gradient(i, g, residuals, Cotangent(how, key))
+                    return self.op.gradient(i, g, residuals, Cotangent(how, key, upper))
 
-                grads[i] = sharded_like(gradient, sides[i].value, g, residuals, own)
+                grads[i] = sharded_like(gradient, sides[i].value, g, residuals, own, upper)
         return tuple(map(_masked, grads, sides))
 
     def batched(
         self, axis: Axis, residuals: Any, tangents: Any, outs: Any
     ) -> tuple[LinearPair, int]:
-        sides, key, aux = residuals
+        sides, key, aux, upper = residuals
         mapped = tuple(side.value for side in sides)
         # One contraction for the whole batch is possible if of each side all arrays are mapped, or
         # none are.
-        plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, aux)))
+        plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, aux, upper)))
         unmapped = list(self.unmapped)
         for i, side in enumerate(sides):
             like = {tangents[i], *jax.tree.leaves(side.inside)}
@@ -183,6 +188,7 @@ def train(
     calibrations: tuple[Calibration | None, Calibration | None],
     key: jax.Array | None,
     aux: Any = None,
+    cotangent: Calibration | None = None,
 ) -> jax.Array:
     """Run a quantized op, with the derivatives that `backward` asks for.
 
@@ -194,6 +200,7 @@ def train(
       calibrations: a range for each operand, or None to measure it.
       key: random key, for stochastic rounding.
       aux: what the op takes beside its operands.
+      cotangent: the range of the cotangent, or None to measure it.
     """
     sides = tuple(
         _quantized(op, i, x, how, calibration)
@@ -212,8 +219,9 @@ def train(
         key = None
     elif key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         impl, key = jax.random.key_impl(key), jax.random.key_data(key)
+    upper = None if cotangent is None else lax.stop_gradient(cotangent.upper)
     pair = TrainingPair(op, backward, impl)
-    return with_tangent(value, pair, (sides, key, aux), operands)
+    return with_tangent(value, pair, (sides, key, aux, upper), operands)
 
 
 def _quantized(
@@ -245,7 +253,7 @@ def _quantized(
     calibration = jax.tree.map(lax.stop_gradient, calibration)
     parts = scale_of(calibration, how.qtype, how.scale_dtype)
     quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
-    return Residual(x, quantized, _inside(fixed, calibration, cut))
+    return Residual(x, quantized, _inside(fixed, calibration, cut) if how.masks else None)
 
 
 def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
