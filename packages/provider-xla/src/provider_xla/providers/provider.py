@@ -71,8 +71,8 @@ class XlaProvider(abc.ABC):
         self.engine = engine
         self.strict = strict
         single = isinstance(rules, QuantizationRule | CacheRule) or is_qwix(rules)
-        given = (rules,) if single else rules
-        given = tuple(of_qwix(rule) if is_qwix(rule) else rule for rule in given)
+        several: Iterable[Any] = (rules,) if single else rules  # type: ignore[assignment]
+        given = tuple(of_qwix(rule) if is_qwix(rule) else rule for rule in several)
         self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
         self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
         if self.cache_rules and not self.carries:

@@ -344,8 +344,9 @@ class Observation:
     def watched(self, site: Site, y: jax.Array) -> jax.Array:
         """Return a site's result, whose gradient is observed by the backward pass."""
         key = _gradient_key(self._statistics, site)
-        shape = qn.Calibration(None, np.zeros(self._before[key].shape, np.float32))
-        return _watched(self._statistics[key], _Place.of(site, shape), y)
+        nothing: Any = np.zeros(self._before[key].shape, np.float32)
+        place = _Place.of(site, qn.Calibration(None, nothing))
+        return _watched(self._statistics[key], place, y)
 
     def cuts(self) -> dict[str, jax.Array]:
         """Return the largest share of each activation that its range cuts off, by key."""

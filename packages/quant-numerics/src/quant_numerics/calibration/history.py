@@ -35,7 +35,7 @@ class HistoryState(NamedTuple):
         return jnp.shape(self.bounds.upper)
 
     @property
-    def count(self) -> jax.Array:
+    def count(self) -> jax.Array:  # pyrefly: ignore[bad-override]
         """Return how many steps are remembered, int32."""
         filled = jnp.sum(self.past.upper > _NOTHING, -1, dtype=jnp.int32)
         return jnp.max(filled, initial=0)

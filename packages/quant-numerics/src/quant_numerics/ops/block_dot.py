@@ -47,7 +47,8 @@ def block_dot(
         return plain(*jax.tree.unflatten(tree, leaves))
 
     def native(*leaves: jax.Array) -> jax.Array:
-        return _native(*jax.tree.unflatten(tree, leaves), dimension_numbers)
+        left, right = jax.tree.unflatten(tree, leaves)
+        return _native(left, right, dimension_numbers)
 
     @jax.custom_jvp
     def run(*leaves: jax.Array) -> jax.Array:
@@ -89,7 +90,7 @@ def is_block_dot(lhs: Any, rhs: Any, dimension_numbers: Any) -> bool:
 
 def _has_blocks(q: QArray, contract: Sequence[int]) -> bool:
     """Return whether scales are those of consecutive blocks of the contracted axes, in order."""
-    block = qtype_of(q).block
+    block = qtype_of(q).block or 1
     shape, scales = (tuple(x.shape[a] for a in contract) for x in (q, q.scale))
     if q.ragged_tiles or not contract or math.prod(shape) != block * math.prod(scales):
         return False

@@ -224,19 +224,18 @@ def _name(form: Form) -> str:
     return "_".join(filter(None, (form.op, form.picks, added)))
 
 
-def _reference(form: Form, rows: jax.Array, *weight: jax.Array) -> jax.Array:
+def _reference(form: Form, rows: jax.Array, *operands: jax.Array) -> jax.Array:
     if form.added:  # after what multiplies here
-        given, added = form.parted(weight)
+        given, added = form.parted(operands)
         plain = dataclasses.replace(form, has_bias=False, has_residual=False)
         y = _MATMUL(plain, rows, *given)
         return functools.reduce(lambda y, array: y + array.reshape(-1, form.n), added, y)
-    weight, signs, scale = form.of_weight(weight)
+    weight, signs, scale = form.of_weight(operands)
+    more = () if scale is None else (scale,)
     if form.rotation:
         rotated = reference.rotate(rows, signs, form.rotation)
-        more = () if scale is None else (scale,)
         return _MATMUL(dataclasses.replace(form, rotation=0), rotated, *weight, *more)
     one = dataclasses.replace(form, picks="")
-    more = () if scale is None else (scale,)
     if form.picks == "groups":
         return _group_by_group(one, rows, more, *weight)
     if form.picks == "stack":  # cut out, and multiplied by whatever multiplies one weight here
