@@ -137,7 +137,7 @@ def test_alone(package, distribution, python, tmp_path):
     shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
     install(*needed[:-1], f"{needed[-1]}[test]", distribution("jaxtap-testkit", "*.whl"))
     (tests,) = (tmp_path / "source").glob("*/tests")
-    collect = [python, "-m", "pytest", "--collect-only", "-q", "--full", tests]
+    collect = [python, "-m", "pytest", "--collect-only", "-q", "--full", "--assert=plain", tests]
     collected = run(*collect, cwd=tmp_path)
     assert re.search(r"^\d+ tests collected", collected, re.MULTILINE), collected
     # What functions import when they run is not imported by collecting them.
