@@ -193,7 +193,7 @@ TEST(cuda_norms) {
       for (int64_t cols : {0, 1, 7, 64, 256, 257, 1000, 1024, 1032, 8192, 8200}) {
         for (Kind kind : {Kind::kLayer, Kind::kRms}) {
           const DType weights = random() % 2 == 0 ? dtype : DType::F32;
-          // A block has eight rows up to 1,024 columns, and then one.
+          // A block has four rows up to 1,024 columns, and then one.
           const int64_t rows = cols > 1024 ? 2 : cols > 257 ? 9 : 37;
           check_norm({rows, cols, dtype, weights, kind, random() % 2 == 0, wide, false,
                       random() % 2 == 0 ? 0.0f : 2.0f},
