@@ -86,8 +86,8 @@ def distribution(built_once):
 
     def get(package, pattern):
         folder = TESTKIT if package == "jaxtap-testkit" else PACKAGES / package
-        # Whether C++ is built from the sdist is tested: neither optimized nor with what debuggers read,
-        # which take two thirds of the time.
+        # Whether C++ is built from the sdist is tested: neither optimized nor with what debuggers
+        # read, which take two thirds of the time.
         build = [UV, "build", "-C", "cmake.build-type=None", folder, "-o"]
         dist = built_once(f"dist-{package}", lambda to: run(*build, to, cwd=to))
         (found,) = dist.glob(pattern)
