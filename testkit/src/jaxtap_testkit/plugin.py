@@ -7,13 +7,11 @@ the default tier leaves out of it:
 - ``@pytest.mark.sample(n)``: all but n of its cases, evenly spread;
 - ``@examples(n)``, a Hypothesis test: most of its n examples.
 
-``pytest --full -m "slow or generated"`` runs what the default tier left out, and with
-``--share I/N`` one of N parts of that, which are chosen by the names of the tests.
+``pytest --full -m "slow or generated"`` runs what the default tier left out.
 """
 
 import gc
 import itertools
-import zlib
 
 import pytest
 from filelock import FileLock
@@ -27,11 +25,6 @@ MODULES = itertools.count(1)
 
 def pytest_addoption(parser):
     parser.addoption("--full", action="store_true", help="run the full tier of the tests")
-    parser.addoption(
-        "--share",
-        metavar="I/N",
-        help="of the tests in the full tier alone, run the I-th of N parts",
-    )
     parser.addoption(
         "--cpu-file", metavar="FILE", help="write the CPU seconds of each test, as JSON"
     )
@@ -84,16 +77,6 @@ def pytest_collection_modifyitems(config, items):
         for i, item in enumerate(same):
             if i not in kept:
                 item.add_marker("slow")
-    if config.option.share:
-        which, parts = map(int, config.option.share.split("/"))
-        others = {
-            item
-            for item in items
-            if item.get_closest_marker("slow")
-            and zlib.crc32(item.nodeid.encode()) % parts != which % parts
-        }
-        config.hook.pytest_deselected(items=[*others])
-        items[:] = [item for item in items if item not in others]
     if not tiers.full:
         slow = [item for item in items if item.get_closest_marker("slow")]
         config.hook.pytest_deselected(items=slow)

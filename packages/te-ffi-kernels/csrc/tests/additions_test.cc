@@ -101,22 +101,22 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, i
   check_additions(c, x, bias, residual, w, parallel, offset);
 }
 
+// Results of all dtypes, whatever computes them; widths take turns, and dtypes of operands.
 TEST(additions_round_as_their_own) {
   std::mt19937 random(31);
   Threads pool(2);
   const Parallel parallel(pool);
   int turn = 0;
   for (int64_t m : {1, 3, 17, 40, 130, 300}) {
-    for (int64_t n : {70, 33}) {
-      for (int64_t group : {0, 32}) {
-        for (int bits : {4, 8}) {
-          for (int planes : {0, 1, 3}) {
-            for (DType y_dtype : kFloats) {
-              const DType x_dtype = y_dtype == DType::BF16 ? DType::BF16 : kFloats[turn / 3 % 3];
-              ++turn;
-              check_case({m, 96, n, group, bits, planes, x_dtype, y_dtype}, random, parallel,
-                         turn % 4);
-            }
+    for (int64_t group : {0, 32}) {
+      for (int bits : {4, 8}) {
+        for (int planes : {0, 1, 3}) {
+          for (DType y_dtype : kFloats) {
+            const DType x_dtype = y_dtype == DType::BF16 ? DType::BF16 : kFloats[turn / 3 % 3];
+            const int64_t n = ++turn % 2 == 0 ? 70 : 33;
+            // Two turns per offset: both widths have it.
+            check_case({m, 96, n, group, bits, planes, x_dtype, y_dtype}, random, parallel,
+                       turn / 2 % 4);
           }
         }
       }
@@ -124,16 +124,20 @@ TEST(additions_round_as_their_own) {
   }
 }
 
-// Sums over several blocks of K, and over none.
+// Sums over several blocks of K, and over none. Bits take turns: each depth has both in all dtypes.
 TEST(additions_whatever_k_is) {
   std::mt19937 random(32);
   Threads pool(2);
   const Parallel parallel(pool);
+  int turn = 0;
   for (int64_t k : {0, 8, 384, 1024, 1032, 2500, 4500}) {
     for (int64_t m : {2, 40, 129}) {
       for (DType y_dtype : kFloats) {
-        check_case({m, k, 49, 0, 8, 1, DType::F32, y_dtype}, random, parallel, 1);
-        check_case({m, k, 49, 0, 4, 1, DType::BF16, y_dtype}, random, parallel, 3);
+        if (++turn % 2 == 0) {
+          check_case({m, k, 49, 0, 8, 1, DType::F32, y_dtype}, random, parallel, 1);
+        } else {
+          check_case({m, k, 49, 0, 4, 1, DType::BF16, y_dtype}, random, parallel, 3);
+        }
       }
     }
   }
