@@ -2,117 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import functools
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
-from interception_core import Step, ValueKind
-
 from .. import compat
-from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin
-from ..proxy.array_proxy import ArrayProxy
 from .atoms import KnownAtoms
 from .call import TraceCall
-from .frames import Metadata
 from .one_pass import Pass
+from .questions import KIND, ORIGIN, PATH, Question, Told, is_told
 from .tasks import Task
 
 _MOST = 8
 """How many answers are kept for equal calls."""
-
-Question = tuple[str, int, Callable[[str], bool] | None]
-"""A method of ``KnownAtoms``, the number of an operand, and the predicate of parameters."""
-
-
-class Watched:
-    """``call.Known`` that remembers what a handler was told.
-
-    Args:
-        known: tells it.
-
-    Attributes:
-        values: the arrays.
-        told: the answers.
-        is_alike: whether the handler looked at nothing that is another thing at each operation.
-        path_was_read: whether it looked at the module path.
-    """
-
-    def __init__(self, known: KnownAtoms):
-        self.values = known.values
-        self.told: dict[Question, Any] = {}
-        self.is_alike = True
-        self.path_was_read = False
-        self._known = known
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-        found = self.told["origin", index, None] = self._known.origin(index)
-        return found
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-        return self._known.metadata(index)
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return its array proxy."""
-        return self._known.proxy(index)
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-        self.is_alike = False
-        return self._known.expression(index)
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return its kind: view, derived, constant or activation."""
-        found = self.told["kind", index, is_parameter] = self._known.kind(index, is_parameter)
-        return found
-
-    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether it is surely an activation."""
-        found = self._known.is_activation(index, is_parameter)
-        self.told["is_activation", index, is_parameter] = found
-        return found
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether the operation must be linear in it: then nothing is done again."""
-        return self._known.is_linear(index)
-
-
-class WatchedCall(TraceCall):
-    """A call that remembers what its handler looked at."""
-
-    __slots__ = ()
-
-    @property
-    def watched(self) -> Watched | None:
-        """What its handler was told; None if that does not tell what it did."""
-        known = self._seen
-        return known if known.is_alike and self._own is None and not self.given else None
-
-    @property
-    def _seen(self) -> Watched:
-        assert isinstance(self._known, Watched)
-        return self._known
-
-    @property
-    def module_path(self) -> str:  # pyrefly: ignore[bad-override]
-        """The module path."""
-        self._seen.path_was_read = True
-        return super().module_path
-
-    @property
-    def op_id(self) -> str:
-        """The id."""
-        self._seen.is_alike = False
-        return super().op_id
-
-    @property
-    def steps(self) -> tuple[Step, ...] | None:
-        """The loops around."""
-        self._seen.is_alike = False
-        return super().steps
 
 
 class Answer(NamedTuple):
@@ -124,7 +28,6 @@ class Answer(NamedTuple):
     Attributes:
         held: structure and types of the operands' array proxies; None for operands without one.
         told: what the handler was told.
-        path_key: what stands for the module path, in a tuple; None if it did not look at that.
         context: the context of the operation's equation.
         literals: the scalars that it used, as tracers.
         equations: the equations that it made, each with the numbers of its operands, and its name
@@ -133,8 +36,7 @@ class Answer(NamedTuple):
     """
 
     held: Sequence[tuple[Any, Sequence[Any]] | None]
-    told: Mapping[Question, Any]
-    path_key: tuple[Hashable] | None
+    told: Told
     context: Any
     literals: Sequence[Any]
     equations: Sequence[tuple[Any, Sequence[int], Any]]
@@ -168,17 +70,13 @@ class Answers:
         if kept is None or given is None or marker is None or task.unused:
             return False
         held, arrays = given
-        path = run.frame.own_path(task.scopes)
-        path_key = (run.session.interceptor.resolve_path(path),)
+        answer = functools.partial(self._answer, task, None)
         for one in kept:
-            is_alike = one.path_key in (None, path_key) and one.context is eqn.ctx
-            if is_alike and one.held == held and self._tells(one.told, eqn):
+            if one.context is eqn.ctx and one.held == held and is_told(one.told, answer):
                 break
         else:
             return False
-        if one.path_key is not None:
-            run.frame.read_path()
-        run.session.numbers.next(path, run.frame.label, marker.op_name)
+        run.number(task, marker.op_name)
         count = len(eqn.invars)
 
         def values(numbers: Sequence[int]) -> list[Any]:
@@ -201,7 +99,7 @@ class Answers:
         return True
 
     def keep(
-        self, task: Task, info: Any, call: WatchedCall, results: Sequence[Any], before: int
+        self, task: Task, info: Any, call: TraceCall, results: Sequence[Any], before: int
     ) -> None:
         """Keep what a handler did, if it can be done again.
 
@@ -212,9 +110,10 @@ class Answers:
             results: its results.
             before: how many equations there were before.
         """
-        run, eqn, watched = self._run, task.eqn, call.watched
-        given = None if watched is None else self._given(eqn)
-        if watched is None or given is None or task.marker is None or task.marker.extra:
+        run, eqn = self._run, task.eqn
+        if call.depends_on_place or task.marker is None or task.marker.extra:
+            return
+        if (given := self._given(eqn)) is None:
             return
         types = [compat.typeof(value) for value in results]
         if types != [var.aval for var in eqn.outvars]:
@@ -249,10 +148,8 @@ class Answers:
         found = numbers(results)
         if any(None in given for given in (found, *(given for _, given, _ in equations))):
             return
-        path_key = None
-        if watched.path_was_read:
-            path_key = (run.session.interceptor.resolve_path(run.frame.own_path(task.scopes)),)
-        answer = Answer(held, watched.told, path_key, eqn.ctx, literals, equations, found)
+        told = {question: self._answer(task, call, question) for question in call.asked}
+        answer = Answer(held, told, eqn.ctx, literals, equations, found)
         kept = self._kept.setdefault((task.marker, task.within), [])
         kept[:] = [*kept[1 - _MOST :], answer]
 
@@ -283,17 +180,20 @@ class Answers:
             held.append((structure, [leaf.aval for leaf in leaves]))
         return held, arrays
 
-    def _tells(self, told: Mapping[Question, Any], eqn: Any) -> bool:
-        """Return whether a handler would be told the same at an equation."""
-        run = self._run
-        known, memo = KnownAtoms((), run.frame, eqn.invars), run.session.tapping.memo
-        for (question, i, is_parameter), before in told.items():
-            if is_parameter is None:
-                if not memo.is_same(known.origin(i), before):
-                    return False
-            elif question == "kind":
-                if memo.key_of(known.kind(i, is_parameter)) != memo.key_of(before):
-                    return False
-            elif known.is_activation(i, is_parameter) != before:
-                return False
-        return True
+    def _answer(self, task: Task, call: TraceCall | None, question: Question) -> Hashable:
+        """Return the key of the answer to a question about an operation.
+
+        Args:
+            task: the operation's task.
+            call: what has answered it already; None to answer it now.
+            question: the question.
+        """
+        what, *about = question
+        frame, tapping = self._run.frame, self._run.session.tapping
+        if what == PATH:
+            return tapping.interceptor.resolve_path(frame.path(task.scopes))
+        known = KnownAtoms((), frame, task.eqn.invars)
+        found = getattr(known, what)(*about) if call is None else call.asked[question]
+        if what == ORIGIN:
+            return tapping.keys.of_origin(found)
+        return tapping.keys.of_kind(found) if what == KIND else found

@@ -12,7 +12,6 @@ from .. import compat
 from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
-from .answers import Watched, WatchedCall
 from .atoms import KnownAtoms, computed, variable
 from .call import TraceCall
 from .entering import enter, inline, inner_frame
@@ -76,7 +75,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
     def checked(call: TraceCall, result: Any) -> list[Any]:
         avals = [var.aval for var in eqn.outvars]
         results = check_result(call, result, marker.results, avals)
-        if run.answers is not None and isinstance(call, WatchedCall):
+        if run.answers is not None:
             run.answers.keep(task, info, call, results, before)
         return results
 
@@ -259,6 +258,4 @@ def _call(
     """Return what a handler is given for these arrays."""
     place, number = run.place(task), run.number(task, name)
     known = KnownAtoms(values, run.frame, atoms)
-    watches = run.answers is not None and task.marker is not None
-    kind, known = (WatchedCall, Watched(known)) if watches else (TraceCall, known)
-    return kind(name, level, args, params, place, number, known, proceed, run.session)
+    return TraceCall(name, level, args, params, place, number, known, proceed, run.session)

@@ -14,14 +14,15 @@ from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Metadata, Operands, Place
-from .memo import Seen, Tapped
+from .memo import Tapped
 from .numbers import Key, Numbers, under
+from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Question, Told
 from .rules import stage_again
 from .session import Session
 
 
 class BodyHere:
-    """What handlers see of a body in this place; see ``memo.Here``.
+    """What handlers are told of a body in this place.
 
     Args:
         session: the call of the wrapped function.
@@ -68,14 +69,6 @@ class BodyHere:
         pairs = enumerate(zip(self._body.inputs, self._body.kinds, strict=True))
         return {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
 
-    def path_key(self) -> Hashable:
-        """Return what stands for the module path."""
-        return self._session.interceptor.resolve_path(self._place.frame.path(self._place.scopes))
-
-    def number(self, key: Key) -> int:
-        """Return how many operations of a key came before."""
-        return self._session.numbers.get(under(self.path, key), 0)
-
     def expressions(self) -> list[Express] | None:
         """Return what finds the expressions of the inputs."""
         outside = self._operands.expressions
@@ -83,30 +76,42 @@ class BodyHere:
             self._expressions = expressions_inside(self._body, outside, self._place.frame.depth)
         return self._expressions
 
-    def lengths(self) -> tuple[int | None, ...] | None:
-        """Return how many steps the loops around have."""
-        return self._place.frame.lengths()
+    def answer(self, question: Question) -> Hashable:
+        """Return the key of the answer to a question about the body.
 
-    def seen(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Seen:
-        """Return what handlers looked at while the body was re-interpreted.
+        The program around then depends on it, too.
+        """
+        what, *about = question
+        frame, keys = self._place.frame, self._session.tapping.keys
+        if what == ORIGIN:
+            return keys.of_origin(self.origin(*about))
+        if what == KINDS:
+            frame.note(*question)
+            return keys.of_kinds(self.expressions(), *about)
+        if what == PATH:
+            return self._session.interceptor.resolve_path(frame.path(self._place.scopes))
+        if what == STEPS:
+            return frame.lengths()
+        frame.note(NUMBERS)
+        return self._session.numbers.get(under(self.path, *about), 0)
+
+    def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
+        """Return what handlers were told while the body was re-interpreted.
 
         Args:
             frame: the body's frame.
             counted: the keys of its operations, relative to the body.
             before: the numbers from before it.
         """
-        tells_numbers = frame.numbers_were_read and self._session.interceptor.tells_ids
-        numbers = {key: before.get(under(self.path, key), 0) for key in counted}
-        is_parameter = frame.is_parameter
-        kinds_of = self._session.tapping.memo.kinds_of
-        return Seen(
-            origins=frame.read,
-            path_key=(self.path_key(),) if frame.path_was_read else None,
-            numbers=numbers if tells_numbers else {},
-            is_parameter=is_parameter,
-            kinds=() if is_parameter is None else kinds_of(self.expressions(), is_parameter),
-            lengths=(self.lengths(),) if frame.steps_were_read else None,
-        )
+        of_origin = self._session.tapping.keys.of_origin
+        told = {(ORIGIN, i): of_origin(origin) for i, origin in frame.read.items()}
+        for question in frame.asked:
+            if question[0] in (KINDS, PATH, STEPS):
+                told[question] = self.answer(question)
+        if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
+            # The operations of the body itself have been counted since.
+            told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}
+        return told
 
 
 def tap_body(
@@ -141,11 +146,8 @@ def tap_body(
     linear, held = here.linear(), (proxies.key(), returns)
     key = (label, place.within, place.untapped, known, held, linear, session.context)
     memo = session.tapping.memo
-    found = memo.find(jaxpr, key, here) if shared else None
+    found = memo.find(jaxpr, key, here.answer) if shared else None
     if found is not None:
-        # The program around depends on all that the body depends on.
-        if found.seen.is_parameter is not None:
-            place.frame.read_kinds(found.seen.is_parameter)
         session.numbers.add(found.counted, here.path)
         return found
     consts = compat.consts_of(body.jaxpr)
@@ -162,7 +164,7 @@ def tap_body(
     )
     before = session.numbers.copy()
     new, consts, returned = stage_again(session, inner, body.jaxpr, consts, proxies, returns)
-    is_numbered = bool(body.length) and inner.steps_were_read and compat.used_inputs(new)[-1]
+    is_numbered = bool(body.length) and (STEPS,) in inner.asked and compat.used_inputs(new)[-1]
     if body.length and not is_numbered:
         new = compat.without_last_input(new, jaxpr.debug_info.arg_names)
     new, extra = hoisted(new, consts, hoists, compat.is_open(body.jaxpr))
@@ -185,10 +187,10 @@ def tap_body(
         unused=unused_in(new, len(jaxpr.invars), proxies, is_numbered),
         is_numbered=is_numbered,
         returned=returned,
-        seen=here.seen(inner, list(counted), before),
+        told=here.told(inner, list(counted), before),
     )
     # A tracer is of this call alone, and so is an expression that a handler has seen.
-    if any(isinstance(value, compat.Tracer) for value in extra) or inner.expressions_were_read:
+    if any(isinstance(value, compat.Tracer) for value in extra) or (EXPRESSION,) in inner.asked:
         return tapped
     if shared:
         memo.keep(jaxpr, key, tapped)

@@ -13,9 +13,12 @@ from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
 from .frames import Metadata, Place
 from .handler_proxies import by_variable, moved_proxy
+from .questions import EXPRESSION, IS_ACTIVATION, KIND, NUMBERS, ORIGIN, PATH, STEPS, Question
 from .session import Session
 
 _NOTHING: Metadata = {}
+_OF_PLACE = {(EXPRESSION,), (NUMBERS,), (STEPS,)}
+"""Questions whose answers are another thing at each operation."""
 
 
 class Known(Protocol):
@@ -62,10 +65,11 @@ class TraceCall(OpCall):
         session: the call of the wrapped function.
 
     Attributes:
+        asked: what the handler asked; see ``questions``. Of origins and kinds, with the answer.
         given: metadata that the handler attached, with the value, by the value's ``id``.
     """
 
-    __slots__ = ("_known", "_number", "_own", "_place", "_proceed", "_session", "given")
+    __slots__ = ("_known", "_number", "_own", "_place", "_proceed", "_session", "asked", "given")
 
     def __init__(
         self,
@@ -89,16 +93,19 @@ class TraceCall(OpCall):
         self._proceed = proceed
         self._session = session
         self._own: Any = None
+        self.asked: dict[Question, Any] = {}
         # The value is kept with its metadata, so that its id isn't given to another one.
         self.given: dict[int, tuple[Any, Metadata]] = {}
 
     @property
     def module_path(self) -> str:  # pyrefly: ignore[bad-override]
+        self.asked[PATH,] = None
         return self._place.frame.path(self._place.scopes)
 
     @property
     def op_id(self) -> str:
-        self._place.frame.read_numbers()
+        self.asked[NUMBERS,] = None
+        self._place.frame.note(NUMBERS)
         parts = filter(None, (self.module_path, self._place.frame.label, self.op_name))
         return f"{'/'.join(parts)}:{self._number}"
 
@@ -143,15 +150,25 @@ class TraceCall(OpCall):
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)
-        return None if index is None else self._known.expression(index)
+        if index is None:
+            return None
+        self.asked[EXPRESSION,] = None
+        return self._known.expression(index)
 
     def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
         index = self._index(value)
-        return None if index is None else self._known.kind(index, is_parameter)
+        if index is None:
+            return None
+        found = self.asked[KIND, index, is_parameter] = self._known.kind(index, is_parameter)
+        return found
 
     def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
         index = self._index(value)
-        return index is not None and self._known.is_activation(index, is_parameter)
+        if index is None:
+            return False
+        found = self._known.is_activation(index, is_parameter)
+        self.asked[IS_ACTIVATION, index, is_parameter] = found
+        return found
 
     def is_linear(self, value: Any) -> bool:
         index = self._index(value)
@@ -166,6 +183,7 @@ class TraceCall(OpCall):
 
     @property
     def steps(self) -> tuple[Step, ...] | None:
+        self.asked[STEPS,] = None
         return self._place.frame.steps()
 
     def operand(self, value: Any) -> Operand:
@@ -186,6 +204,13 @@ class TraceCall(OpCall):
         index = self._index(value)
         return _NOTHING if index is None else self._known.metadata(index)
 
+    @property
+    def depends_on_place(self) -> bool:
+        """Whether what the handler did may differ where it is told the same."""
+        return (
+            self._own is not None or bool(self.given) or not self.asked.keys().isdisjoint(_OF_PLACE)
+        )
+
     def metadata_of(self, result: Any) -> Metadata | None:
         """Return what the handler attached to a result."""
         given = self.given.get(id(result))
@@ -198,7 +223,10 @@ class TraceCall(OpCall):
                 "has ended. Read it in the handler and keep the result."
             )
         index = self._index(value)
-        return None if index is None else self._known.origin(index)
+        if index is None:
+            return None
+        found = self.asked[ORIGIN, index] = self._known.origin(index)
+        return found
 
     def _index(self, value: Any) -> int | None:
         for index, known in enumerate(self._known.values):

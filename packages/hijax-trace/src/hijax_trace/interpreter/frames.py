@@ -14,6 +14,7 @@ from ..dataflow.flow import Origin, Resolve, flow_of
 from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
 from .numbers import join_path
+from .questions import EXPRESSION, KINDS, PATH, STEPS, Question
 
 Metadata = Mapping[str, Any]
 """What handlers attached to one value."""
@@ -22,8 +23,8 @@ Metadata = Mapping[str, Any]
 class Frame:
     """One jaxpr that is re-interpreted, in one place of the program.
 
-    It records what handlers ask for. What they did can be reused wherever the answers are the
-    same: see ``memo``.
+    It logs what handlers ask. What they did can be reused wherever the answers are the same: see
+    ``questions``.
 
     Args:
         jaxpr: the open jaxpr; None where there is only a single operation.
@@ -47,8 +48,8 @@ class Frame:
         index: the step's number, while the frame is staged as the body of a loop.
         replaced: variables whose values come from a handler's result.
         foreign: those of them that the program's own operation did not compute.
-        read: the origins of inputs that handlers looked at.
-        is_parameter: the predicate with which handlers asked for kinds; None if none asked.
+        read: the origins of inputs that handlers asked for.
+        asked: the other questions that they asked; see ``questions``.
     """
 
     __slots__ = (
@@ -62,22 +63,18 @@ class Frame:
         "_linear_count",
         "_parent",
         "_path",
+        "asked",
         "depth",
-        "expressions_were_read",
         "foreign",
         "index",
         "is_later",
-        "is_parameter",
         "is_rule",
         "label",
         "length",
         "metadata",
-        "numbers_were_read",
-        "path_was_read",
         "proxies",
         "read",
         "replaced",
-        "steps_were_read",
         "untapped",
         "within",
     )
@@ -126,9 +123,7 @@ class Frame:
         self.replaced: set[Any] = set()
         self.foreign: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
-        self.path_was_read = self.expressions_were_read = self.numbers_were_read = False
-        self.steps_were_read = False
-        self.is_parameter: Callable[[str], bool] | None = None
+        self.asked: set[Question] = set()
 
     def _and_around(self) -> Iterator[Frame]:
         """Yield this frame and those around it, innermost first."""
@@ -136,6 +131,12 @@ class Frame:
         while frame is not None:
             yield frame
             frame = frame._parent
+
+    def note(self, *question: Any) -> None:
+        """Log a question, here and in the frames around."""
+        if question not in self.asked:
+            for frame in self._and_around():
+                frame.asked.add(question)
 
     @property
     def is_in_rule(self) -> bool:
@@ -170,12 +171,11 @@ class Frame:
 
     def expression(self, atom: Any) -> Expression:
         """Return, for a handler, how a variable or literal is computed."""
-        for frame in self._and_around():
-            frame.expressions_were_read = True
+        self.note(EXPRESSION)
         return self.own_expression(atom)
 
     def own_expression(self, atom: Any) -> Expression:
-        """Return how a variable or literal is computed, without recording the question."""
+        """Return how a variable or literal is computed, without logging the question."""
         flow = self._own_flow()
         if flow is None:
             return Unknown(getattr(atom, "aval", None), "a value of a derivative", None)
@@ -190,7 +190,7 @@ class Frame:
 
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
         """Return, for a handler, whether a variable or literal is surely an activation."""
-        self.read_kinds(is_parameter)
+        self.note(KINDS, is_parameter)
         if type(atom) is not compat.Literal and atom in self.proxies:
             return False  # most likely a parameter
         flow = self._own_flow()
@@ -208,28 +208,16 @@ class Frame:
                 self._linear.update(dict.fromkeys(eqn.outvars))
         return atom in self._linear
 
-    def read_kinds(self, is_parameter: Callable[[str], bool]) -> None:
-        """Record that handlers depend on the kinds of inputs."""
-        if self.is_parameter is is_parameter:
-            return  # recorded around it, too
-        for frame in self._and_around():
-            frame.is_parameter = is_parameter
-
     def _own_flow(self) -> Dataflow | None:
         if self._dataflow is None and self._jaxpr is not None and self._expressions is not None:
             self._dataflow = Dataflow(self._jaxpr, self._expressions, self._consts, self.foreign)
         return self._dataflow
 
-    def read_numbers(self) -> None:
-        """Record that a handler looked at the number of an operation."""
-        for frame in self._and_around():
-            frame.numbers_were_read = True
-
     def steps(self) -> tuple[Step, ...] | None:
         """Return, for a handler, the loops around, or None."""
+        self.note(STEPS)
         found, are_over, is_known = [], False, True
         for frame in self._and_around():
-            frame.steps_were_read = True
             if frame.length != 0:
                 found.append(Step(None if are_over else frame.index, frame.length))
             are_over |= frame.is_later
@@ -244,17 +232,11 @@ class Frame:
 
     def path(self, scopes: Sequence[str]) -> str:
         """Return, for a handler, the module path within ``scopes``."""
-        self.read_path()
+        self.note(PATH)
         return self.own_path(scopes)
 
-    def read_path(self) -> None:
-        """Record that handlers depend on the module path."""
-        if not self.path_was_read:
-            for frame in self._and_around():
-                frame.path_was_read = True
-
     def own_path(self, scopes: Sequence[str]) -> str:
-        """Return the module path within ``scopes``, without recording the question."""
+        """Return the module path within ``scopes``, without logging the question."""
         return join_path(self._path, *scopes)
 
 

@@ -19,6 +19,7 @@ from .frames import Frame
 from .hi_prims import Expansions
 from .memo import Memo
 from .numbers import Key, Numbers
+from .questions import Keys
 from .tasks import Tasks
 
 
@@ -87,7 +88,7 @@ class Tapping:
         self.functions = self.taps.functions
         self._observe = observe
         self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run), self.functions)
-        self.memo = Memo(interceptor.resolve_origin)
+        self.memo, self.keys = Memo(), Keys(interceptor.resolve_origin)
         self.markers = Markers(self.owner)
         self.mapped: dict[Hashable, Staged] = {}
 
