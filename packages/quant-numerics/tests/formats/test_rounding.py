@@ -155,6 +155,18 @@ def test_bits_of_sharded_arrays_are_those_of_whole_ones():
     np.testing.assert_array_equal(found, np.tile(jax.random.bits(key, (2, 24)), (8, 1)))
 
 
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_sums_with_noise_round_as_on_every_processor():
+    """A fused multiply-add would change one number in a million."""
+    x = np.random.default_rng(0).normal(size=(2048, 2048)).astype(np.float32)
+    rounding = StochasticRounding(jax.random.key(2), channelwise_noise_axes=(0, 1))
+    q = jax.jit(lambda x: quantize(x, "int8", channel_axes=(0,), rounding=rounding))(x)
+    inverse = np.float32(1) / np.asarray(q.scale)
+    want = np.rint(x * inverse + np.asarray(rounding.noise(x.shape)))
+    np.testing.assert_array_equal(q.qvalue, np.clip(want, -127, 127))
+
+
 def test_bits_are_drawn_in_the_loop_that_uses_them():
     def program(axes):
         rounding = StochasticRounding(jax.random.key(0), channelwise_noise_axes=axes)

@@ -131,7 +131,7 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel) {
                   ? std::max(static_cast<float>(word >> 9) * 0x1p-23f - 0.5f, -0.5f + 0x1p-24f)
                   : (static_cast<float>(word & 0xff) + 0.5f) / 256 - 0.5f;
     }
-    const float steps = std::nearbyint(number(i) / args.scales[slice_of(i)] + noise);
+    const float steps = std::nearbyint(number(i) * (1.0f / args.scales[slice_of(i)]) + noise);
     good = good && static_cast<float>(args.out[i]) == std::clamp(steps, -127.0f, 127.0f);
   }
   CHECK_THAT(good, what);

@@ -14,7 +14,7 @@ constexpr int64_t kPart = 1 << 14;  // numbers that a thread takes at a time
 constexpr float kLargestDivisor = 0x1p126f;
 
 struct Magnitudes {};
-struct Divisors {};
+struct Inverses {};
 
 float scale_of(int32_t most) {
   if (most > 0x7f800000) return std::numeric_limits<float>::quiet_NaN();
@@ -23,8 +23,11 @@ float scale_of(int32_t most) {
                   std::numeric_limits<float>::min());
 }
 
-// By an infinite scale, infinities would be NaN. A NaN stays.
-float divisor_of(float scale) { return scale > kLargestDivisor ? kLargestDivisor : scale; }
+// As XLA divides by what is broadcast. Infinities over an infinite scale would be NaN, and the
+// inverse must not be subnormal. A NaN stays.
+float inverse_of(float scale) {
+  return 1.0f / (scale > kLargestDivisor ? kLargestDivisor : scale);
+}
 
 class Quantizer {
  public:
@@ -40,7 +43,7 @@ class Quantizer {
       Line line = line_of(row);
       const float scale = scale_of(table_.absmax[dtype_](at(row, 0), args_.columns, line));
       args_.scales[row] = scale;
-      line.divisor = divisor_of(scale);
+      line.inverse = inverse_of(scale);
       quantize(row, line);
     }
   }
@@ -51,10 +54,10 @@ class Quantizer {
     }
   }
 
-  void columns(int64_t begin, int64_t end, const float* divisors) const {
+  void columns(int64_t begin, int64_t end, const float* inverses) const {
     for (int64_t row = begin; row < end; ++row) {
       Line line = line_of(row);
-      line.divisors = divisors;
+      line.inverses = inverses;
       quantize(row, line);
     }
   }
@@ -90,7 +93,7 @@ class Quantizer {
       Line part = line;
       part.noise = noise;
       if (line.factors != nullptr) part.factors += i;
-      if (line.divisors != nullptr) part.divisors += i;
+      if (line.inverses != nullptr) part.inverses += i;
       table_.quantize[dtype_](at(row, i), count, part, out + i);
     }
   }
@@ -129,7 +132,7 @@ void quantize_int8(const Args& args, const Parallel& pool) {
       of_part(i, [&](int64_t begin, int64_t end) { quantizer.column_absmax(begin, end, found); });
     }
   });
-  float* divisors = Arena<Divisors>::get_array<float>(blocks * args.columns);
+  float* inverses = Arena<Inverses>::get_array<float>(blocks * args.columns);
   for (int64_t block = 0; block < blocks; ++block) {
     int32_t* found = most + block * parts * args.columns;
     for (int64_t part = 1; part < parts; ++part) {
@@ -140,13 +143,13 @@ void quantize_int8(const Args& args, const Parallel& pool) {
     for (int64_t c = 0; c < args.columns; ++c) {
       const float scale = scale_of(found[c]);
       args.scales[block * args.columns + c] = scale;
-      divisors[block * args.columns + c] = divisor_of(scale);
+      inverses[block * args.columns + c] = inverse_of(scale);
     }
   }
   parallel.ranges(blocks * parts, few, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       of_part(i, [&](int64_t begin, int64_t end) {
-        quantizer.columns(begin, end, divisors + i / parts * args.columns);
+        quantizer.columns(begin, end, inverses + i / parts * args.columns);
       });
     }
   });

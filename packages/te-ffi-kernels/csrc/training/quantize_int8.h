@@ -27,7 +27,7 @@ struct Args {
 };
 
 // scale = max(largest magnitude * (1 / 127), least normal number), and quantized values are of
-// x * factor / scale + noise, half to even, from -127 to 127. With an infinity the scale is
+// x * factor * (1 / scale) + noise, half to even, from -127 to 127. With an infinity the scale is
 // infinite, infinities become +-127 and other numbers 0 (but for noise); with a NaN it is NaN, and
 // quantized values are 0. A group has less than 2^32 numbers.
 void quantize_int8(const Args& args, const Parallel& parallel);

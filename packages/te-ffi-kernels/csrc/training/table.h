@@ -14,13 +14,13 @@ enum class Noise {
   kLowBits,  // from 8
 };
 
-// Numbers of a row, and what each is multiplied with and divided by; arrays, or nullptr for one
-// number for all.
+// Numbers of a row, what each is multiplied with first and what then, one over its scale; arrays,
+// or nullptr for one number for all.
 struct Line {
   const float* factors = nullptr;
   float factor = 1.0f;
-  const float* divisors = nullptr;
-  float divisor = 1.0f;
+  const float* inverses = nullptr;
+  float inverse = 1.0f;
   const float* noise = nullptr;
   float noise_of_all = 0.0f;
 };

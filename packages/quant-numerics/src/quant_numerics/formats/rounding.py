@@ -38,6 +38,22 @@ class StochasticRounding:
         default=(0,), metadata={"static": True}
     )
 
+    def drawn(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the noise for an array of a shape.
+
+        Raises:
+          ValueError: a noise axis that `shape` doesn't have.
+        """
+        axes = set()
+        for axis in self.channelwise_noise_axes:
+            if not -len(shape) <= axis < len(shape):
+                raise ValueError(
+                    f"channelwise_noise_axes must be axes of shape {tuple(shape)}, got {axis}. "
+                    "Choose others, or () for one number for all."
+                )
+            axes.add(axis % len(shape))
+        return tuple(n if a in axes else 1 for a, n in enumerate(shape))
+
     def noise(self, shape: Sequence[int]) -> jax.Array:
         """Return float32 noise between -1/2 and 1/2.
 
@@ -51,15 +67,7 @@ class StochasticRounding:
         Raises:
           ValueError: an unknown method, or a noise axis that `shape` doesn't have.
         """
-        axes = set()
-        for axis in self.channelwise_noise_axes:
-            if not -len(shape) <= axis < len(shape):
-                raise ValueError(
-                    f"channelwise_noise_axes must be axes of shape {tuple(shape)}, got {axis}. "
-                    "Choose others, or () for one number for all."
-                )
-            axes.add(axis % len(shape))
-        drawn = tuple(n if a in axes else 1 for a, n in enumerate(shape))
+        drawn = self.drawn(shape)
         if self.method not in ("uniform", "low_bit_uniform"):
             raise ValueError(
                 "the method of rounding must be 'uniform' or 'low_bit_uniform', got "
@@ -78,18 +86,13 @@ class StochasticRounding:
         return lax.max(noise, lax.full_like(noise, -0.5 + 2.0**-24))
 
 
-def random_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Return random uint32 numbers, drawn inside the loop that uses them.
+def key_words(key: jax.Array) -> jax.Array:
+    """Return two uint32 words that say which random bits a key gives.
 
-    They are those of ``jax.random.bits`` with a "threefry2x32" key and
-    ``jax_threefry_partitionable``: the two words that Threefry 2x32-20 (Salmon et al. 2011,
-    "Parallel random numbers: as easy as 1, 2, 3") makes of an element's index, combined by xor.
-    For CPUs, JAX writes Threefry as a loop over whole arrays, which takes four times as long.
+    Those of a "threefry2x32" key are its own, and depend on all words of another.
 
     Args:
-      key: one JAX random key. Of another kind than "threefry2x32", two words that depend on all of
-        it are the key.
-      shape: of the result.
+      key: one JAX random key.
 
     Raises:
       ValueError: an array of keys.
@@ -101,20 +104,39 @@ def random_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
             "with jax.vmap."
         )
     words = lax.pad(words, np.uint32(0), [(0, words.size % 2, 0)])
-    pair = words[0], words[1]
+    pair = words[:2]
     for i in range(2, words.size, 2):
-        pair = _threefry(words[i], words[i + 1], pair)
+        pair = jnp.stack(_threefry(words[i], words[i + 1], (pair[0], pair[1])))
+    return pair
+
+
+def random_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
+    """Return random uint32 numbers, drawn inside the loop that uses them.
+
+    They are those of ``jax.random.bits`` with a "threefry2x32" key and
+    ``jax_threefry_partitionable``: the two words that Threefry 2x32-20 (Salmon et al. 2011,
+    "Parallel random numbers: as easy as 1, 2, 3") makes of an element's index, combined by xor.
+    For CPUs, JAX writes Threefry as a loop over whole arrays, which takes four times as long.
+
+    Args:
+      key: one JAX random key; see ``key_words``.
+      shape: of the result.
+
+    Raises:
+      ValueError: an array of keys.
+    """
+    words = key_words(key)
     count = math.prod(shape)
     if not isinstance(count, int) or count >= 2**32:
         # An index in two words, or of unknown size.
-        whole = jax.random.wrap_key_data(jnp.stack(pair), impl="threefry2x32")
+        whole = jax.random.wrap_key_data(words, impl="threefry2x32")
         return jax.random.bits(whole, shape)
     index = jnp.zeros(shape, jnp.uint32)
     for axis in range(len(shape)):
         index += lax.broadcasted_iota(jnp.uint32, shape, axis) * np.uint32(
             math.prod(shape[axis + 1 :])
         )
-    first, second = _threefry(lax.full_like(index, 0), index, pair)
+    first, second = _threefry(lax.full_like(index, 0), index, (words[0], words[1]))
     return lax.bitwise_xor(first, second)
 
 

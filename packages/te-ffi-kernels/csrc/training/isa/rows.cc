@@ -93,7 +93,7 @@ JAXTAP_INLINE Bytes low_bytes(Ints x) {
 #endif
 }
 
-template <class Format, bool kFactors, bool kDivisors, bool kNoise>
+template <class Format, bool kFactors, bool kInverses, bool kNoise>
 void quantize_line(const typename Format::Type* x, int64_t count, const Line& line, int8_t* out) {
   // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even, and has them in its low
   // bits.
@@ -102,7 +102,7 @@ void quantize_line(const typename Format::Type* x, int64_t count, const Line& li
   over(count, [&](int64_t i, auto where) {
     const Floats number =
         load<Format>(x + i, where) * number_of<kFactors>(line.factors, i, line.factor, where);
-    const Floats steps = number / number_of<kDivisors>(line.divisors, i, line.divisor, where) +
+    const Floats steps = number * number_of<kInverses>(line.inverses, i, line.inverse, where) +
                          number_of<kNoise>(line.noise, i, line.noise_of_all, where);
     const Floats cut = larger(all(-127.0f), smaller(all(127.0f), steps));
     const Ints whole = same_bits<Ints>(cut + kRound) - kBits;
@@ -113,7 +113,7 @@ void quantize_line(const typename Format::Type* x, int64_t count, const Line& li
 template <class Format>
 void quantize(const void* from, int64_t count, const Line& line, int8_t* out) {
   const auto* x = static_cast<const typename Format::Type*>(from);
-  if (line.divisors != nullptr) {
+  if (line.inverses != nullptr) {
     if (line.noise != nullptr) return quantize_line<Format, false, true, true>(x, count, line, out);
     return quantize_line<Format, false, true, false>(x, count, line, out);
   }

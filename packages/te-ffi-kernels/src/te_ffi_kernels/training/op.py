@@ -25,9 +25,10 @@ def quantize_int8(
 ) -> tuple[jax.Array, jax.Array]:
     """Quantize to int8 with a scale for each row or column.
 
-    With numbers ``v = x * factor``, in float32, each scale is ``max(absmax(v) / 127, the smallest
-    normal number)``, and quantized values are ``v / scale + noise``, rounded half to even, from
-    -127 to 127: those of ``quant_numerics.quantize``, bit for bit. With an infinity the scale is
+    With numbers ``v = x * factor``, in float32, each scale is ``max(absmax(v) * (1 / 127), the
+    smallest normal number)``, and quantized values are ``v * (1 / scale) + noise``, rounded half to
+    even, from -127 to 127. So XLA divides by what is broadcast, and these are the bits of
+    ``quant_numerics.quantize`` in compiled programs. With an infinity the scale is
     infinite, and quantized values are +-127 at the infinities; with a NaN it is NaN, and they are
     0.
 

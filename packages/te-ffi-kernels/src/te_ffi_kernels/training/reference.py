@@ -24,13 +24,14 @@ def quantize_int8(
     if factors is not None:
         values = values * jnp.expand_dims(factors, others)
     most = jnp.max(jnp.abs(values), axis=along, keepdims=True, initial=0)
-    # Times the inverse, as XLA divides by a constant. In this order, a NaN stays.
+    # Times inverses, as XLA divides by what is broadcast. In this order, a NaN stays.
     scale = lax.clamp(_TINY, most * _INVERSE, np.float32(np.inf))
-    steps = values / lax.clamp(np.float32(0), scale, _LARGEST_DIVISOR)
-    if given is not None:
-        steps = steps + given[..., None]
-    elif key is not None:
-        steps = steps + _noise(config, key, x.shape)
+    steps = values * (1 / lax.clamp(np.float32(0), scale, _LARGEST_DIVISOR))
+    noise = None if given is None else given[..., None]
+    noise = noise if key is None else _noise(config, key, x.shape)
+    if noise is not None:
+        # What is clamped keeps XLA from a fused multiply-add, which rounds otherwise.
+        steps = lax.clamp(np.float32(-512), steps, np.float32(512)) + noise
     rounded = lax.clamp(np.float32(-127), lax.round(steps, lax.RoundingMethod(1)), np.float32(127))
     qvalue = jnp.where(steps == steps, rounded, 0).astype(jnp.int8)
     return qvalue, jnp.squeeze(scale, along)

@@ -1,0 +1,183 @@
+"""Quantizing in a training step: in a kernel where an installed package has one that pays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from interception_core import explicit_mesh, get_op, select_kernel
+from quant_numerics.array.qarray import QArray
+from quant_numerics.autodiff.straight_through import straight_through
+from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.calibration.quantize import quantize
+from quant_numerics.formats.dtypes import compute_dtype
+from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.rounding import StochasticRounding, key_words
+from quant_numerics.ops.cpu_dot import may_be_cut
+
+_OP = "quantize_int8"
+_LEAST_SIZE = 1 << 14
+"""Numbers from which the kernel was measured to be faster, whatever XLA fuses instead."""
+_NONE, _GIVEN, _UNIFORM, _LOW_BITS = range(4)
+
+
+def quantize_scaled(
+    x: jax.Array,
+    qtype: str,
+    factors: jax.Array | None = None,
+    *,
+    channel_axes: Sequence[int] = (),
+    tile_axes: Mapping[int, int | float] | None = None,
+    method: str = "absmax",
+    rounding: StochasticRounding | None = None,
+    scale_dtype: DTypeLike | None = None,
+) -> QArray:
+    """Return ``quantize(x * factors, ...)``, with the same bits in a kernel or not.
+
+    The op ``quantize_int8`` runs where it is installed, for programs that are lowered for CPU and
+    for int8 with one scale for each index of some leading or trailing axes. XLA takes one to three
+    passes over an array for what it does in one call, and longer for random bits.
+
+    Args:
+      x: as in ``quantize``.
+      qtype: as there.
+      factors: what x is multiplied with first, in float32 or wider: each axis of the size of x or
+        1; None: nothing.
+      channel_axes: as in ``quantize``, like all that follows.
+      tile_axes: the same.
+      method: the same.
+      rounding: the same.
+      scale_dtype: the same.
+    """
+    channels = {axis % x.ndim for axis in channel_axes}
+
+    def plain(x: jax.Array, factors: jax.Array | None, rounding: Any) -> QArray:
+        options = {"channel_axes": channel_axes, "tile_axes": tile_axes, "method": method}
+        return quantize(
+            _product(x, factors), qtype, rounding=rounding, scale_dtype=scale_dtype, **options
+        )
+
+    how, kind = parse_calibration_method(method), get_qtype(qtype).with_scales(scale_dtype)
+    is_simple = kind.name == "int8" and kind.scale_dtype == jnp.float32 and not tile_axes
+    if not is_simple or how.name != "absmax" or how.factor != 1 or not _may_run(x, factors):
+        return plain(x, factors, rounding)
+    view = _view(x.shape, channels, None if factors is None else factors.shape)
+    noise = None if view is None else _noise_of(view, x, rounding)
+    if view is None or noise is None or not _has_kernel(view, x.dtype, factors is not None, noise):
+        return plain(x, factors, rounding)
+    scale_shape = tuple(n if a in channels else 1 for a, n in enumerate(x.shape))
+
+    def in_kernel(x: jax.Array, factors: Any, rounding: Any) -> tuple[jax.Array, jax.Array]:
+        given = view.operands(x, factors, rounding)
+        options = {"by_row": view.by_row, "low_bits": noise == _LOW_BITS}
+        qvalue, scale = get_op(_OP)(*given, **options)
+        return qvalue.reshape(x.shape), scale.reshape(scale_shape)
+
+    def in_xla(x: jax.Array, factors: Any, rounding: Any) -> tuple[jax.Array, jax.Array]:
+        found = plain(x, factors, rounding)
+        return found.qvalue, found.scale
+
+    def either(*operands: Any) -> tuple[jax.Array, jax.Array]:
+        return lax.platform_dependent(*operands, cpu=in_kernel, default=in_xla)
+
+    # Kernels have no derivatives, and the scale has one.
+    qvalue, scale = straight_through(either, in_xla)(x, factors, rounding)
+    dtype = x.dtype if factors is None else compute_dtype(x.dtype)
+    return QArray(qvalue, scale, qtype=kind.name, dtype=dtype)
+
+
+def _product(x: jax.Array, factors: jax.Array | None) -> jax.Array:
+    if factors is None:
+        return x
+    dtype = compute_dtype(x.dtype)
+    return x.astype(dtype) * factors.astype(dtype)
+
+
+def _may_run(x: jax.Array, factors: jax.Array | None) -> bool:
+    """Return whether a kernel may get an array whole, and pays."""
+    sizes = all(isinstance(n, int) for n in x.shape)
+    if not sizes or x.size < _LEAST_SIZE or x.size >= 2**32 or compute_dtype(x.dtype) != "float32":
+        return False
+    return explicit_mesh(x, factors) is None and not may_be_cut()
+
+
+class _View(NamedTuple):
+    """An array as blocks of rows and columns.
+
+    Attributes:
+      shape: the blocks, the rows, the columns.
+      by_row: whether each row has a scale, else each column of a block.
+      axes: of the array, how many are blocks, and how many are blocks or rows.
+    """
+
+    shape: tuple[int, int, int]
+    by_row: bool
+    axes: tuple[int, int]
+
+    def operands(
+        self, x: jax.Array, factors: jax.Array | None, rounding: StochasticRounding | None
+    ) -> tuple[Any, ...]:
+        """Return x, factors, noise and key as the kernel takes them, or None."""
+        blocks, rows, _ = self.shape
+        if factors is not None:
+            first, second = self.axes
+            along = range(second, x.ndim) if self.by_row else range(first, second)
+            full = tuple(n if a in along or a < first else 1 for a, n in enumerate(x.shape))
+            factors = jnp.broadcast_to(factors.astype(jnp.float32), full).reshape(blocks, -1)
+        noise = key = None
+        if rounding is not None and rounding.drawn(x.shape) == x.shape:
+            key = key_words(rounding.key)
+        elif rounding is not None:
+            lead = x.shape[: self.axes[1]]
+            shape = *lead, *(1,) * (x.ndim - len(lead))
+            noise = jnp.broadcast_to(rounding.noise(x.shape), shape).reshape(blocks, rows)
+        return x.reshape(self.shape), factors, noise, key
+
+
+def _view(shape: tuple[int, ...], channels: set[int], factors: Any) -> _View | None:
+    """Return an array as a kernel takes it, or None; `factors` is their shape or None."""
+    long = [axis for axis, n in enumerate(shape) if n > 1]  # others belong anywhere
+    kept = [axis for axis in long if axis in channels]
+    reduced = [axis for axis in long if axis not in channels]
+    if not reduced or not kept:
+        return None
+    varied = [axis for axis in kept if factors is not None and factors[axis] > 1]
+    by_row = kept[-1] < reduced[0]
+    if by_row:
+        blocks, last = max(varied, default=-1) + 1, reduced[0]
+    else:
+        blocks, last = reduced[0], reduced[-1] + 1
+        if any(blocks <= axis < last for axis in kept) or any(axis >= last for axis in varied):
+            return None
+    sizes = math.prod(shape[:blocks]), math.prod(shape[blocks:last]), math.prod(shape[last:])
+    return _View(sizes, by_row, (blocks, last))
+
+
+def _noise_of(view: _View, x: jax.Array, rounding: StochasticRounding | None) -> int | None:
+    """Return the kind of noise, as the kernel numbers them; None if it has no such."""
+    if rounding is None:
+        return _NONE
+    drawn = rounding.drawn(x.shape)
+    if drawn != x.shape:
+        return None if any(n > 1 for n in drawn[view.axes[1] :]) else _GIVEN
+    return _LOW_BITS if rounding.method == "low_bit_uniform" else _UNIFORM
+
+
+def _has_kernel(view: _View, dtype: Any, has_factors: bool, noise: int) -> bool:
+    blocks, rows, columns = view.shape
+    operands = [jax.ShapeDtypeStruct(view.shape, dtype)]
+    if has_factors:
+        shape = (blocks, columns if view.by_row else rows)
+        operands.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+    if noise == _GIVEN:
+        operands.append(jax.ShapeDtypeStruct((blocks, rows), jnp.float32))
+    elif noise != _NONE:
+        operands.append(jax.ShapeDtypeStruct((2,), jnp.uint32))
+    params = {"by_row": view.by_row, "factors": has_factors, "noise": noise}
+    return select_kernel(_OP, "cpu", operands, **params).spec is not None
