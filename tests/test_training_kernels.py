@@ -120,7 +120,7 @@ def test_which_arrays_the_kernel_takes(either):
         np.testing.assert_allclose(mine.qvalue, plain.qvalue, atol=1)
 
 
-def test_other_formats_and_sizes_stay_in_xla(either):
+def test_other_formats_and_sizes_stay_in_xla(either, caplog):
     cases = [("int4", {}), ("float8_e4m3fn", {}), ("int8", {"method": "minmax"})]
     cases += [("int8", {"tile_axes": {1: 4}}), ("int8", {"method": "absmax,0.9"})]
     cases += [("int8", {"scale_dtype": "bfloat16"})]
@@ -131,7 +131,15 @@ def test_other_formats_and_sizes_stay_in_xla(either):
             for qtype, options in cases
         ]
 
-    assert not calls(either(run, normal(8, 16))[0])
+    with caplog.at_level("DEBUG", "jaxtap.quant-numerics"):
+        assert not calls(either(run, normal(8, 16))[0])
+    said = [one.getMessage() for one in caplog.records if one.name == "jaxtap.quant-numerics"]
+    assert len(said) == 2 * len(cases)
+    assert said[0] == (
+        "float32[8, 16] is quantized in XLA: kernels are for int8 with float32 scales, without "
+        "tiles"
+    )
+    assert said[2].endswith("kernels are for absmax, not minmax")
 
 
 def loss(params, x):

@@ -12,6 +12,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from interception_core import explicit_mesh, get_op, select_kernel
+from interception_core.log import logger
 from quant_numerics.array.qarray import QArray
 from quant_numerics.autodiff.straight_through import straight_through
 from quant_numerics.calibration.method import parse_calibration_method
@@ -20,6 +21,8 @@ from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.formats.rounding import StochasticRounding, key_words
 from quant_numerics.ops.cpu_dot import may_be_cut
+
+_log = logger("quant-numerics")
 
 _OP = "quantize_int8"
 _LEAST_SIZE = 1 << 14
@@ -64,12 +67,18 @@ def quantize_scaled(
         )
 
     how, kind = parse_calibration_method(method), get_qtype(qtype).with_scales(scale_dtype)
-    is_simple = kind.name == "int8" and kind.scale_dtype == jnp.float32 and not tile_axes
-    if not is_simple or how.name != "absmax" or how.factor != 1 or not _may_run(x, factors):
-        return plain(x, factors, rounding)
     view = _view(x.shape, channels, None if factors is None else factors.shape)
     noise = None if view is None else _noise_of(view, x, rounding)
-    if view is None or noise is None or not _has_kernel(view, x.dtype, factors is not None, noise):
+    if kind.name != "int8" or kind.scale_dtype != jnp.float32 or tile_axes:
+        why = "kernels are for int8 with float32 scales, without tiles"
+    elif how.name != "absmax" or how.factor != 1:
+        why = f"kernels are for absmax, not {method}"
+    elif view is None or noise is None:
+        why = "its scales, factors or noise differ along axes that no kernel takes"
+    else:
+        why = _refused(x, factors) or _lacking(view, x.dtype, factors is not None, noise)
+    if view is None or noise is None or why is not None:
+        _log.debug("%s%s is quantized in XLA: %s", x.dtype, list(x.shape), why)
         return plain(x, factors, rounding)
     scale_shape = tuple(n if a in channels else 1 for a, n in enumerate(x.shape))
 
@@ -99,12 +108,17 @@ def _product(x: jax.Array, factors: jax.Array | None) -> jax.Array:
     return x.astype(dtype) * factors.astype(dtype)
 
 
-def _may_run(x: jax.Array, factors: jax.Array | None) -> bool:
-    """Return whether a kernel may get an array whole, and pays."""
-    sizes = all(isinstance(n, int) for n in x.shape)
-    if not sizes or x.size < _LEAST_SIZE or x.size >= 2**32 or compute_dtype(x.dtype) != "float32":
-        return False
-    return explicit_mesh(x, factors) is None and not may_be_cut()
+def _refused(x: jax.Array, factors: jax.Array | None) -> str | None:
+    """Return why a kernel can't get an array whole, or doesn't pay; None if it may run."""
+    if not all(isinstance(n, int) for n in x.shape):
+        return "its size is symbolic"
+    if not _LEAST_SIZE <= x.size < 2**32:
+        return f"kernels are for {_LEAST_SIZE} to 2**32 - 1 numbers"
+    if compute_dtype(x.dtype) != jnp.float32:
+        return "kernels compute in float32"
+    if explicit_mesh(x, factors) is not None or may_be_cut():
+        return "XLA may cut it over devices, and would gather it for a kernel"
+    return None
 
 
 class _View(NamedTuple):
@@ -169,7 +183,8 @@ def _noise_of(view: _View, x: jax.Array, rounding: StochasticRounding | None) ->
     return _LOW_BITS if rounding.method == "low_bit_uniform" else _UNIFORM
 
 
-def _has_kernel(view: _View, dtype: Any, has_factors: bool, noise: int) -> bool:
+def _lacking(view: _View, dtype: Any, has_factors: bool, noise: int) -> str | None:
+    """Return why no kernel takes the call, or None."""
     blocks, rows, columns = view.shape
     operands = [jax.ShapeDtypeStruct(view.shape, dtype)]
     if has_factors:
@@ -180,4 +195,5 @@ def _has_kernel(view: _View, dtype: Any, has_factors: bool, noise: int) -> bool:
     elif noise != _NONE:
         operands.append(jax.ShapeDtypeStruct((2,), jnp.uint32))
     params = {"by_row": view.by_row, "factors": has_factors, "noise": noise}
-    return select_kernel(_OP, "cpu", operands, **params).spec is not None
+    choice = select_kernel(_OP, "cpu", operands, **params)
+    return None if choice.spec is not None else choice.reason
