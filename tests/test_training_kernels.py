@@ -136,10 +136,14 @@ def test_other_formats_and_sizes_stay_in_xla(either, caplog):
     said = [one.getMessage() for one in caplog.records if one.name == "jaxtap.quant-numerics"]
     assert len(said) == 2 * len(cases)
     assert said[0] == (
-        "float32[8, 16] is quantized in XLA: kernels are for int8 with float32 scales, without "
-        "tiles"
+        "float32[8, 16] is quantized in XLA: kernels are for int8 with absmax and float32 "
+        "scales, without tiles"
     )
-    assert said[2].endswith("kernels are for absmax, not minmax")
+    with caplog.at_level("DEBUG", "jaxtap.quant-numerics"):
+        (n,) = jax.export.symbolic_shape("n")
+        x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
+        jax.export.export(jax.jit(lambda x: in_kernel.quantize_scaled(x, "int8").qvalue))(x)
+    assert caplog.messages[-1].endswith("its size is symbolic")
 
 
 def loss(params, x):

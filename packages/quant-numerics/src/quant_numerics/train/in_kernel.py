@@ -66,20 +66,15 @@ def quantize_scaled(
             _product(x, factors), qtype, rounding=rounding, scale_dtype=scale_dtype, **options
         )
 
+    found = "kernels are for int8 with absmax and float32 scales, without tiles"
     how, kind = parse_calibration_method(method), get_qtype(qtype).with_scales(scale_dtype)
-    view = _view(x.shape, channels, None if factors is None else factors.shape)
-    noise = None if view is None else _noise_of(view, x, rounding)
-    if kind.name != "int8" or kind.scale_dtype != jnp.float32 or tile_axes:
-        why = "kernels are for int8 with float32 scales, without tiles"
-    elif how.name != "absmax" or how.factor != 1:
-        why = f"kernels are for absmax, not {method}"
-    elif view is None or noise is None:
-        why = "its scales, factors or noise differ along axes that no kernel takes"
-    else:
-        why = _refused(x, factors) or _lacking(view, x.dtype, factors is not None, noise)
-    if view is None or noise is None or why is not None:
-        _log.debug("%s%s is quantized in XLA: %s", x.dtype, list(x.shape), why)
+    is_absmax = how.name == "absmax" and how.factor == 1
+    if kind.name == "int8" and kind.scale_dtype == jnp.float32 and is_absmax and not tile_axes:
+        found = _choose(x, factors, channels, rounding)
+    if isinstance(found, str):
+        _log.debug("%s%s is quantized in XLA: %s", x.dtype, list(x.shape), found)
         return plain(x, factors, rounding)
+    view, noise = found
     scale_shape = tuple(n if a in channels else 1 for a, n in enumerate(x.shape))
 
     def in_kernel(x: jax.Array, factors: Any, rounding: Any) -> tuple[jax.Array, jax.Array]:
@@ -106,19 +101,6 @@ def _product(x: jax.Array, factors: jax.Array | None) -> jax.Array:
         return x
     dtype = compute_dtype(x.dtype)
     return x.astype(dtype) * factors.astype(dtype)
-
-
-def _refused(x: jax.Array, factors: jax.Array | None) -> str | None:
-    """Return why a kernel can't get an array whole, or doesn't pay; None if it may run."""
-    if not all(isinstance(n, int) for n in x.shape):
-        return "its size is symbolic"
-    if not _LEAST_SIZE <= x.size < 2**32:
-        return f"kernels are for {_LEAST_SIZE} to 2**32 - 1 numbers"
-    if compute_dtype(x.dtype) != jnp.float32:
-        return "kernels compute in float32"
-    if explicit_mesh(x, factors) is not None or may_be_cut():
-        return "XLA may cut it over devices, and would gather it for a kernel"
-    return None
 
 
 class _View(NamedTuple):
@@ -183,17 +165,31 @@ def _noise_of(view: _View, x: jax.Array, rounding: StochasticRounding | None) ->
     return _LOW_BITS if rounding.method == "low_bit_uniform" else _UNIFORM
 
 
-def _lacking(view: _View, dtype: Any, has_factors: bool, noise: int) -> str | None:
-    """Return why no kernel takes the call, or None."""
+def _choose(
+    x: jax.Array, factors: jax.Array | None, channels: set[int], rounding: Any
+) -> tuple[_View, int] | str:
+    """Return how a kernel takes an array, and the kind of noise; or why none does."""
+    if not all(isinstance(n, int) for n in x.shape):
+        return "its size is symbolic"
+    if not _LEAST_SIZE <= x.size < 2**32:
+        return f"kernels are for {_LEAST_SIZE} to 2**32 - 1 numbers"
+    if compute_dtype(x.dtype) != jnp.float32:
+        return "kernels compute in float32"
+    if explicit_mesh(x, factors) is not None or may_be_cut():
+        return "XLA may cut it over devices, and would gather it for a kernel"
+    view = _view(x.shape, channels, None if factors is None else factors.shape)
+    noise = None if view is None else _noise_of(view, x, rounding)
+    if view is None or noise is None:
+        return "its scales, factors or noise differ along axes that no kernel takes"
     blocks, rows, columns = view.shape
-    operands = [jax.ShapeDtypeStruct(view.shape, dtype)]
-    if has_factors:
+    operands = [jax.ShapeDtypeStruct(view.shape, x.dtype)]
+    if factors is not None:
         shape = (blocks, columns if view.by_row else rows)
         operands.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     if noise == _GIVEN:
         operands.append(jax.ShapeDtypeStruct((blocks, rows), jnp.float32))
     elif noise != _NONE:
         operands.append(jax.ShapeDtypeStruct((2,), jnp.uint32))
-    params = {"by_row": view.by_row, "factors": has_factors, "noise": noise}
+    params = {"by_row": view.by_row, "factors": factors is not None, "noise": noise}
     choice = select_kernel(_OP, "cpu", operands, **params)
-    return None if choice.spec is not None else choice.reason
+    return (view, noise) if choice.spec is not None else choice.reason
