@@ -48,19 +48,20 @@ def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
     }
 
 
-def in_turn(calls, rounds):
+def in_turn(calls, rounds, clock=time.perf_counter):
     """Return the seconds of each round, by side, after one that isn't counted.
 
     Args:
         calls: by name, what is timed; each returns arrays.
         rounds: how many.
+        clock: what tells the time; ``time.process_time`` for CPU seconds, on a shared machine.
     """
     times = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(call())
-            times[name].append(time.perf_counter() - start)
+            times[name].append(clock() - start)
     return {name: found[1:] for name, found in times.items()}
 
 

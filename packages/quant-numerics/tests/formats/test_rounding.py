@@ -2,8 +2,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
+from jaxtap_testkit.meshes import grid, line, put
 from quant_numerics import StochasticRounding, dequantize, quantize, quantize_with
+from quant_numerics.formats.rounding import random_bits
 
 KEYS = jax.random.split(jax.random.key(0), 4000)
 
@@ -96,6 +100,95 @@ def test_it_is_a_pytree_of_its_key():
     np.testing.assert_array_equal(f(x, rounding), quantize(x, "int8", rounding=rounding).qvalue)
 
 
+def test_the_bits_are_those_of_jax():
+    for shape in ((), (1,), (0, 3), (7,), (5, 1, 3), (33, 65)):
+        keys = jax.random.key(3, impl="threefry2x32"), jax.random.PRNGKey(4)
+        for key in (*keys, jax.random.key_data(keys[0]) + jnp.uint32(2**31 - 9)):
+            found = jax.jit(random_bits, static_argnums=1)(key, shape)
+            np.testing.assert_array_equal(found, jax.random.bits(key, shape))
+            axes = tuple(range(len(shape)))
+            noise = StochasticRounding(key, channelwise_noise_axes=axes).noise(shape)
+            want = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5)
+            np.testing.assert_array_equal(noise, np.maximum(want, -0.5 + 2.0**-24))
+            low = StochasticRounding(key, "low_bit_uniform", axes).noise(shape)
+            want = np.asarray(jax.random.bits(key, shape, jnp.uint8), np.float32)
+            np.testing.assert_array_equal(low, (want + 0.5) / 256 - 0.5)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+def test_bits_do_not_depend_on_how_they_are_run(impl):
+    def draw(key):
+        return random_bits(key, (4, 6))
+
+    words = jax.random.key_data(jax.random.key(0, impl=impl)).size
+    data = np.random.default_rng(0).integers(0, 2**32, (3, words), np.uint32)
+    keys = jax.random.wrap_key_data(data, impl=impl)
+    want = np.stack([draw(key) for key in keys])
+    assert len(np.unique(want)) == want.size
+    for many in (jax.vmap(draw), lambda keys: jax.lax.map(draw, keys)):
+        np.testing.assert_array_equal(jax.jit(many)(keys), want)
+
+
+def test_bits_of_sharded_arrays_are_those_of_whole_ones():
+    key, shape = jax.random.key(1), (16, 24)
+    want = jax.random.bits(key, shape)
+    for kind, spec in ((AxisType.Auto, ("a", "b")), (AxisType.Explicit, (None, "a"))):
+        mesh = grid((4, 2), ("a", "b"), kind)
+        x = put(mesh, np.ones(shape, np.float32), *spec)
+
+        @jax.jit
+        def rounded(x, key):
+            rounding = StochasticRounding(key, channelwise_noise_axes=(0, 1))
+            return quantize_with(x * 63.5, "int8", jnp.ones((1, 1)), rounding=rounding).qvalue
+
+        with jax.set_mesh(mesh):
+            found = rounded(x, key)
+        noise = np.asarray(want >> 9, np.float64) / 2**23 - 0.5
+        np.testing.assert_array_equal(found, np.rint(63.5 + noise))
+
+    def shard(x, key):
+        return x + random_bits(key, x.shape)
+
+    mesh = line()
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=(P("d"), P()), out_specs=P("d"))
+    found = jax.jit(mapped)(jnp.zeros(shape, jnp.uint32), key)
+    np.testing.assert_array_equal(found, np.tile(jax.random.bits(key, (2, 24)), (8, 1)))
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_sums_with_noise_round_as_on_every_processor():
+    """A fused multiply-add would change one number in a million."""
+    x = np.random.default_rng(0).normal(size=(2048, 2048)).astype(np.float32)
+    rounding = StochasticRounding(jax.random.key(2), channelwise_noise_axes=(0, 1))
+    q = jax.jit(lambda x: quantize(x, "int8", channel_axes=(0,), rounding=rounding))(x)
+    inverse = np.float32(1) / np.asarray(q.scale)
+    want = np.rint(x * inverse + np.asarray(rounding.noise(x.shape)))
+    np.testing.assert_array_equal(q.qvalue, np.clip(want, -127, 127))
+
+
+def test_bits_are_drawn_in_the_loop_that_uses_them():
+    def program(axes):
+        rounding = StochasticRounding(jax.random.key(0), channelwise_noise_axes=axes)
+        x = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+        return jax.jit(lambda x: x + rounding.noise(x.shape)).lower(x).as_text()
+
+    assert "threefry2x32" not in program((0, 1))
+    # Noise that a column shares would be drawn again for each row.
+    assert "threefry2x32" in program((1,))
+
+
+def test_bits_of_unknown_or_huge_size():
+    key = jax.random.key(5)
+    large = jax.eval_shape(lambda: random_bits(key, (2**17, 2**16)))
+    assert large.shape == (2**17, 2**16)
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((n, 3), jnp.uint32)
+    exported = jax.export.export(jax.jit(lambda x: x + random_bits(key, x.shape)))(x)
+    want = jax.random.bits(key, (5, 3))
+    np.testing.assert_array_equal(exported.call(np.zeros((5, 3), np.uint32)), want)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["uniform", "low_bit_uniform"])
 def test_noise_is_within_half_a_step(method):
@@ -111,5 +204,7 @@ def test_errors():
         quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "normal"))
     with pytest.raises(ValueError, match=r"channelwise_noise_axes must be axes .* got 2"):
         quantize(x, "int8", rounding=StochasticRounding(jax.random.key(0), "uniform", (2,)))
+    with pytest.raises(ValueError, match=r"key must be one random key, got an array of shape \(2,"):
+        random_bits(jax.random.split(jax.random.key(0)), (3,))
     with pytest.raises(ValueError, match=r"must have even steps .* got 'nf4'"):
         quantize(x, "nf4", rounding=StochasticRounding(jax.random.key(0)))

@@ -38,7 +38,7 @@ FAST = {
 @pytest.fixture
 def one_device(monkeypatch):
     """Arrays of tests are on one of eight devices: XLA cuts nothing."""
-    monkeypatch.setattr(cpu_dot, "_may_be_cut", lambda: False)
+    monkeypatch.setattr(cpu_dot, "may_be_cut", lambda: False)
 
 
 def problem(shapes, dtype=np.int8):

@@ -98,6 +98,17 @@ def _fake_quantize(dtype: str, size: Size) -> Call:
     )
 
 
+def _quantize_int8(dtype: str, size: Size) -> Call:
+    """Round at random, by column."""
+    fn = functools.partial(te.quantize_int8, by_row=False)
+    key = jnp.array([1, 2], jnp.uint32)
+    return lambda x, factors, key: fn(x[None], factors[None], key=key), (
+        _normal(size, dtype),
+        jnp.ones(size[0]),
+        key,
+    )
+
+
 def _grouped_quantize(dtype: str, size: Size) -> Call:
     modes = te.ScalingMode.CURRENT_TENSOR_SCALING, te.QuantizeLayout.ROWWISE
     sizes = jnp.full(8, size[0] // 8, jnp.int32)
@@ -208,6 +219,7 @@ _CALLS = {
     "dbias_quantize": (_quantize, ROWS),
     "dequantize": (_dequantize, ROWS),
     "fake_quantize": (_fake_quantize, ROWS),
+    "quantize_int8": (_quantize_int8, ROWS),
     "grouped_quantize": (_grouped_quantize, ROWS),
     "gemm_v2": (_matmul, ROWS),
     "grouped_gemm_v2": (_groups, ROWS),

@@ -74,6 +74,11 @@ _KERNELS = [
     _kernel("dequantize", "quantized values times their scales"),
     _kernel("fake_quantize", "rounds to the integers of an average range, and adds to it"),
     _kernel(
+        "quantize_int8",
+        "int8 by row or by column, rounded to nearest or at random",
+        supports="quantizing",
+    ),
+    _kernel(
         "grouped_quantize",
         "quantizes groups of rows, each with separate scales",
         workspace="of_grouped_quantize",

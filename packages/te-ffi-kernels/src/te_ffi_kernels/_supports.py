@@ -21,6 +21,13 @@ def anything(call: KernelCall) -> bool | str:
     return True
 
 
+def quantizing(call: KernelCall) -> bool | str:
+    """Tell whether numbers of a training step are quantized faster in the kernel."""
+    if instruction_set() == "generic":
+        return "XLA is faster on generic"
+    return anything(call)
+
+
 def matmul(call: KernelCall) -> bool | str:
     """Tell whether a matmul x[m, k] with weight[k, n] has a kernel."""
     x, weight = call.operands

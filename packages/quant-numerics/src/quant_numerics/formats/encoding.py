@@ -37,7 +37,11 @@ def encode(
     if noise is not None:
         noise = noise.astype(ratio.dtype)
     if kind.kind == "int":
-        ratio = ratio if noise is None else ratio + noise
+        if noise is not None:
+            # The sum must not become a fused multiply-add, which rounds otherwise, on processors
+            # that have one. What is clamped here is far outside the range.
+            far = ratio.dtype.type(2.0 ** (kind.bits + 2))
+            ratio = lax.clamp(-far, ratio, far) + noise
         qvalue = lax.round(ratio, lax.RoundingMethod.TO_NEAREST_EVEN)
         low, high = -kind.qmax, kind.qmax
         if zero_point is not None:

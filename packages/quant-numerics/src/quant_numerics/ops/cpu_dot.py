@@ -81,7 +81,7 @@ def int_dot_general(
             return dot(lhs, rhs)
         return lax.platform_dependent(lhs, rhs, cpu=padded, default=dot)
     is_large = columns >= _LEAST_COLUMNS and rows * columns * length >= _LEAST_PRODUCTS
-    if is_large and length >= _LEAST_LENGTH and _ends_with(lhs, free) and not _may_be_cut():
+    if is_large and length >= _LEAST_LENGTH and _ends_with(lhs, free) and not may_be_cut():
         return lax.platform_dependent(lhs, rhs, cpu=transposed, default=dot)
     return dot(lhs, rhs)
 
@@ -92,7 +92,7 @@ def _ends_with(x: jax.Array, axes: Sequence[int]) -> bool:
     return x.dtype.itemsize == 1 and bool(long) and long[-1] in axes
 
 
-def _may_be_cut() -> bool:
+def may_be_cut() -> bool:
     """Return whether XLA may have to cut a loop's array over devices of CPU: it would gather it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.axis_names and len(mesh.manual_axes) == len(mesh.axis_names):

@@ -12,11 +12,12 @@ from jax import lax
 
 from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
 from quant_numerics.array.tiles import whole_tiles
-from quant_numerics.calibration.quantize import quantize, quantize_with
+from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
+from quant_numerics.train.in_kernel import product, quantize_scaled
 from quant_numerics.train.options import Backward, HowToQuantize
 
 
@@ -36,9 +37,13 @@ class Cotangent:
     upper: jax.Array | None = None
 
     def quantize(
-        self, g: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
+        self,
+        g: jax.Array,
+        channel_axes: Sequence[int],
+        contracting: Sequence[int] = (),
+        factors: jax.Array | None = None,
     ) -> QArray:
-        """Quantize the cotangent `g`, tiled along `contracting`."""
+        """Quantize the cotangent `g`, times `factors` if given, tiled along `contracting`."""
         kind = get_qtype(self.backward.qtype)
         rounding = None
         if self.key is not None and self.backward.stochastic_rounding is not None:
@@ -49,10 +54,11 @@ class Cotangent:
             upper = jnp.where(self.upper > 0, self.upper, np.float32(kind.qmax))
             upper = lax.expand_dims(upper, range(g.ndim))
             scale, _, _ = scale_of(Calibration(None, upper), kind)
-            return quantize_with(g, kind.name, scale, rounding=rounding)
-        return quantize(
+            return quantize_with(product(g, factors), kind.name, scale, rounding=rounding)
+        return quantize_scaled(
             g,
             kind.name,
+            factors,
             channel_axes=channel_axes if self.backward.channelwise else (),
             tile_axes=_tiles(g, contracting, kind, self.backward.tile_size),
             method=self.backward.method,
@@ -76,7 +82,7 @@ class Cotangent:
     ) -> QArray:
         """Quantize a residual whose scales don't suit the contraction."""
         kind = get_qtype(self.backward.qtype)
-        return quantize(
+        return quantize_scaled(
             x,
             kind.name,
             channel_axes=channel_axes if self.backward.channelwise else (),
@@ -90,7 +96,7 @@ class Cotangent:
         how = self.backward.residual
         if not isinstance(how, HowToQuantize):
             return x
-        return quantize(
+        return quantize_scaled(
             x,
             how.qtype,
             channel_axes=channel_axes if how.channelwise else (),
@@ -128,6 +134,14 @@ def can_shift(q: QArray, axes: Sequence[int]) -> bool:
 
 def shifted(g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]) -> jax.Array:
     """Return `g` times the scales of `q`, whose `axes` correspond to `g_axes`."""
+    dtype = compute_dtype(g.dtype)
+    return g.astype(dtype) * scales_along(g, q, axes, g_axes).astype(dtype)
+
+
+def scales_along(
+    g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]
+) -> jax.Array:
+    """Return the scales of `q`, whose `axes` correspond to `g_axes`, with the axes of `g`."""
     scale = effective_scale(q)
     rest = [a for a in range(q.ndim) if a not in axes]
     order = sorted(range(len(axes)), key=g_axes.__getitem__)
@@ -135,5 +149,4 @@ def shifted(g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, .
     shape = [1] * g.ndim
     for position, i in enumerate(order):
         shape[g_axes[i]] = scale.shape[position]
-    dtype = compute_dtype(g.dtype)
-    return g.astype(dtype) * scale.reshape(shape).astype(dtype)
+    return scale.reshape(shape)

@@ -16,7 +16,7 @@ from quant_numerics.array.tiles import dot_granularity
 from quant_numerics.calibration.scale import Calibration
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
-from quant_numerics.train.cotangent import Cotangent, can_shift, shifted
+from quant_numerics.train.cotangent import Cotangent, can_shift, scales_along
 from quant_numerics.train.options import (
     Backward,
     Backwards,
@@ -160,8 +160,8 @@ class DotOp:
         right = range(n + len(first), n + len(first) + len(last))
         g_x, g_y = (left, right) if side == 0 else (right, left)
 
-        other, g = self._other(y, g, (*yb, *y_free), (*range(n), *g_y), to)
-        quantized = to.quantize(g, (*range(n), *g_x), tuple(g_y))
+        other, factors = self._other(y, g, (*yb, *y_free), (*range(n), *g_y), to)
+        quantized = to.quantize(g, (*range(n), *g_x), tuple(g_y), factors)
         # The result has the batch axes, then the free axes of its two operands: those of g are the
         # free axes of x, and those of y the contracted ones. g is on the side that x has in the
         # forward pass, because the result then mostly has the layout of x already.
@@ -190,19 +190,19 @@ class DotOp:
         axes: tuple[int, ...],
         g_axes: tuple[int, ...],
         to: Cotangent,
-    ) -> tuple[jax.Array | QArray, jax.Array]:
-        """Return the residual to contract, and `g` with its scales.
+    ) -> tuple[jax.Array | QArray, jax.Array | None]:
+        """Return the residual to contract, and its scales if `g` is to be multiplied with them.
 
         `axes` of `y` correspond to `g_axes` of `g`.
         """
         q, free = y.quantized, axes[len(self.dims[1][0]) :]
         kept = [a for a in range(y.value.ndim) if a not in free]
         if q is None:
-            return to.residual(y.value, kept, free), g
+            return to.residual(y.value, kept, free), None
         if not can_shift(q, axes):
-            return to.requantize(y.value, kept, free), g
+            return to.requantize(y.value, kept, free), None
         other, scales = to.taken_from(q)
-        return other, shifted(g, scales, axes, g_axes)
+        return other, scales_along(g, scales, axes, g_axes)
 
     def batched(self, lhs: bool, rhs: bool) -> tuple[DotOp, int] | None:
         if self.out_sharding is not None:

@@ -18,10 +18,11 @@ from quant_numerics.autodiff.pairs import Axis, LinearPair
 from quant_numerics.autodiff.with_tangent import with_tangent
 from quant_numerics.calibration.calibrate import calibrate
 from quant_numerics.calibration.method import parse_calibration_method
-from quant_numerics.calibration.quantize import quantize, quantize_with
+from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.train.cotangent import Cotangent
+from quant_numerics.train.in_kernel import quantize_scaled
 from quant_numerics.train.options import Backward, Backwards, HowToQuantize
 
 
@@ -237,7 +238,7 @@ def _quantized(
     channel_axes, tiles = op.slices(side, x, how)
     cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
-        quantized = quantize(
+        quantized = quantize_scaled(
             fixed,
             how.qtype,
             channel_axes=channel_axes,

@@ -1,0 +1,1 @@
+"""Quantization in the steps of quantized training."""
