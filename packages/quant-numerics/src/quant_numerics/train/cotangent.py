@@ -14,7 +14,6 @@ from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
 from quant_numerics.array.tiles import whole_tiles
 from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
-from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
 from quant_numerics.train.in_kernel import product, quantize_scaled
@@ -130,12 +129,6 @@ def can_shift(q: QArray, axes: Sequence[int]) -> bool:
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))
-
-
-def shifted(g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]) -> jax.Array:
-    """Return `g` times the scales of `q`, whose `axes` correspond to `g_axes`."""
-    dtype = compute_dtype(g.dtype)
-    return g.astype(dtype) * scales_along(g, q, axes, g_axes).astype(dtype)
 
 
 def scales_along(
