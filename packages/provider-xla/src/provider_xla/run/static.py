@@ -185,24 +185,21 @@ def _max(x: jax.Array) -> jax.Array:
     return _over_devices(_max_of_examples(x), lax.pmax)
 
 
-@custom_vmap
-def _mean_of_examples(x: jax.Array) -> jax.Array:
-    return x
+def _over_examples(reduce: Callable[..., jax.Array]) -> Callable[[jax.Array], jax.Array]:
+    """Return the identity, which reduces mapped examples."""
+
+    @custom_vmap
+    def one(x: jax.Array) -> jax.Array:
+        return x
+
+    @one.def_vmap
+    def rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
+        return one(reduce(x, 0) if is_batched[0] else x), False
+
+    return one
 
 
-@_mean_of_examples.def_vmap
-def _mean_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _mean_of_examples(x.mean(0) if is_batched[0] else x), False
-
-
-@custom_vmap
-def _max_of_examples(x: jax.Array) -> jax.Array:
-    return x
-
-
-@_max_of_examples.def_vmap
-def _max_rule(size: int, is_batched: Sequence[bool], x: jax.Array) -> tuple[jax.Array, bool]:
-    return _max_of_examples(x.max(0) if is_batched[0] else x), False
+_mean_of_examples, _max_of_examples = _over_examples(jnp.mean), _over_examples(jnp.max)
 
 
 def _over_devices(x: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
