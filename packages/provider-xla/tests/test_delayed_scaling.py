@@ -53,6 +53,7 @@ class Recipe:
 
     def quantized(self, x):
         scale = np.maximum(self.bound / self.largest, np.finfo(np.float32).tiny)
+        x = np.where(np.isfinite(x), x, np.nan)
         with np.errstate(over="ignore"):
             values = np.clip(np.float32(x) / scale, -self.largest, self.largest)
         amax = np.abs(x).max()
@@ -106,6 +107,21 @@ def test_steps_are_those_of_the_recipe():
 
 def _largest(x):
     return np.abs(x[np.isfinite(x)]).max(initial=0)
+
+
+def test_a_step_that_overflows_says_so_and_changes_no_other():
+    def fn(w, x):
+        return jnp.tanh(x @ w) @ w
+
+    w, x = draw((8, 8), (4, 8))
+    apply, statistics = started(fn, w, x)
+    grad = jax.jit(jax.grad(lambda w, x, scale: scale * jnp.sum(apply(w, x) ** 2)))
+    for _ in range(2):
+        grad(w, x, 1.0)
+    known = ranges(statistics)
+    for scale, at in ((jnp.inf, 0.0), (1.0, jnp.inf), (1.0, jnp.nan)):
+        assert not np.isfinite(grad(w, x.at[0, 0].add(at), scale)).any()
+        np.testing.assert_equal(ranges(statistics), known)
 
 
 def test_products_are_of_float8_and_no_scale_waits_for_its_step():

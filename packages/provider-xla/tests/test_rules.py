@@ -95,6 +95,11 @@ def test_rules_of_qwix_keep_their_meaning():
     assert [op.quantized for op in ours.plan(fn, w, x).ops] == [True, False]
     named = {"weight_qtype": "int8", "act_qtype": "int8", "op_names": ("einsum",)}
     assert PtqProvider(TheirRule(**named)).rules == (QuantizationRule(**named),)
+    first = TheirRule(weight_qtype="int8", op_names=("dot_general",))
+    with pytest.warns(UserWarning, match="rule 1 decides nothing"):
+        plan = PtqProvider([first, TheirRule(weight_qtype="int4")]).plan(fn, w, x)
+    (weight,) = plan.weights.values()
+    assert weight.qtype == "int8"
     trained = QtProvider(TheirRule(weight_qtype="int8", bwd_qtype="int8"))
     assert trained.rules == (QtRule(weight_qtype="int8", bwd_qtype="int8"),)
 

@@ -11,15 +11,17 @@ from .rule import QuantizationRule
 
 def is_qwix(rule: Any) -> bool:
     """Return whether an object is a rule of Qwix."""
-    kind = type(rule)
-    return kind.__module__.partition(".")[0] == "qwix" and dataclasses.is_dataclass(kind)
+    kinds = type(rule).__mro__
+    is_theirs = any(kind.__module__.partition(".")[0] == "qwix" for kind in kinds)
+    return is_theirs and dataclasses.is_dataclass(rule)
 
 
 def of_qwix(rule: Any) -> QuantizationRule:
     """Return a rule of Qwix as a ``QuantizationRule``, or as a ``QtRule`` if it is one.
 
     Fields have the same names and meaning, but that Qwix also quantizes matmuls of two activations
-    if the rule has no ``op_names``.
+    if the rule has no ``op_names``, and that ``"dot_general"`` is what ``@``, ``jnp.matmul`` and
+    ``jnp.dot`` come down to.
 
     Args:
         rule: a ``qwix.QuantizationRule`` or ``qwix.QtRule``.
@@ -43,6 +45,8 @@ def of_qwix(rule: Any) -> QuantizationRule:
             f"A rule of Qwix must have fields that QtRule has, got {names}. Write it as a QtRule: "
             "docs/quantization.md lists what differs."
         )
+    if "dot_general" in given.get("op_names", ()):
+        given["op_names"] = {*given["op_names"], "dot", "matmul"}
     if given.get("act_qtype") is not None and not given.get("op_names"):
         given["weights_only"] = False
     return kind(**given)

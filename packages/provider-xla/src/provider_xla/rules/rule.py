@@ -84,8 +84,9 @@ class QuantizationRule:
             ``"minmax"``, ``"rms,7"``, ``"fixed,-1,1"``, ``"percentile,99.9"``, ``"mse"``; see
             ``quant_numerics.calibrate``.
         act_calibration_method: the same for activations. None is ``"absmax"``.
-        act_batch_axes: axes of which the mean of the static ranges is taken; the maximum is
-            taken over the others.
+        act_batch_axes: axes of which the mean of the static ranges is taken, as of the examples
+            that a program maps by ``vmap``; the maximum is taken over the others. ``()`` takes it
+            over all, mapped examples too.
         sparsity: ``"N:M"``, such as ``"2:4"``: of each M consecutive elements of a parameter along
             its last contracted axis (of a convolution: its input channels) the N largest
             magnitudes stay, and the others are zeros, before it is quantized; None keeps all.

@@ -123,8 +123,8 @@ def measure(site: Site, side: int) -> qn.Calibration:
     """Return an operand's range, float32 of shape (1, ..., 1).
 
     Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
-    over the examples that the program maps by ``vmap``. For delayed scaling, and of a parameter, it
-    is the extreme over all.
+    over the examples that the program maps by ``vmap``. It is the extreme over all if there are no
+    batch axes, for delayed scaling, and of a parameter.
 
     Args:
         site: the operation.
@@ -132,8 +132,9 @@ def measure(site: Site, side: int) -> qn.Calibration:
     """
     x, axes = _activation(site, side), _examples(site, side)
     found = _extremes(site, side, x, axes)
-    if isinstance(_average(site), qn.AmaxHistory):
-        return qn.Calibration(None, _max(found.upper))
+    if isinstance(_average(site), qn.AmaxHistory) or not site.rule.act_batch_axes:
+        lower = None if found.lower is None else -_max(-found.lower)
+        return qn.Calibration(lower, _max(found.upper))
     return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)
 
 

@@ -53,7 +53,8 @@ class Cotangent:
             upper = jnp.where(self.upper > 0, self.upper, np.float32(kind.qmax))
             upper = lax.expand_dims(upper, range(g.ndim))
             scale, _, _ = scale_of(Calibration(None, upper), kind)
-            return quantize_with(product(g, factors), kind.name, scale, rounding=rounding)
+            g = without_infinities(product(g, factors))
+            return quantize_with(g, kind.name, scale, rounding=rounding)
         return quantize_scaled(
             g,
             kind.name,
@@ -102,6 +103,11 @@ class Cotangent:
             tile_axes=_tiles(x, contracting, get_qtype(how.qtype), how.tile_size),
             method=how.method,
         )
+
+
+def without_infinities(x: jax.Array) -> jax.Array:
+    """Return `x` with NaN for what is not finite: that stays what it is in float8."""
+    return jnp.where(jnp.isfinite(x), x, jnp.asarray(jnp.nan, x.dtype))
 
 
 def _tiles(

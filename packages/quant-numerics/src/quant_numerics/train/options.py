@@ -29,6 +29,8 @@ class HowToQuantize:
       channelwise: False for one scale for the whole array, or per tile alone.
       scale_dtype: None, or "float16" or "bfloat16", see ``quantize``; stored as the name.
       masks: whether the gradient of a training op is zero where its range cuts the operand off.
+        False is for ranges that follow from other steps: these cut off what has grown since, and
+        an infinity becomes a NaN, so that what checks a step for overflow finds it.
     """
 
     qtype: str

@@ -21,7 +21,7 @@ from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype
-from quant_numerics.train.cotangent import Cotangent
+from quant_numerics.train.cotangent import Cotangent, without_infinities
 from quant_numerics.train.in_kernel import quantize_scaled
 from quant_numerics.train.options import Backward, Backwards, HowToQuantize
 
@@ -253,6 +253,8 @@ def _quantized(
         )
     calibration = jax.tree.map(lax.stop_gradient, calibration)
     parts = scale_of(calibration, how.qtype, how.scale_dtype)
+    if not how.masks:
+        fixed = without_infinities(fixed)
     quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
     return Residual(x, quantized, _inside(fixed, calibration, cut) if how.masks else None)
 
