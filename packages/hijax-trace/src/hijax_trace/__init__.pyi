@@ -41,7 +41,7 @@ from .hi.primitive import HiPrimitive as HiPrimitive
 from .interpreter.handler_proxies import is_same as is_same
 from .interpreter.handler_proxies import unsliced as unsliced
 from .interpreter.handler_proxies import untransposed as untransposed
-from .interpreter.shared_views import Lying as Lying
+from .interpreter.shared_views import StridedView as StridedView
 from .interpreter.shared_views import shared_array as shared_array
 from .patterns.attention import Attention as Attention
 from .patterns.attention import attention as attention

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hijax_trace import Lying, TraceEngine, shared_array
+from hijax_trace import StridedView, TraceEngine, shared_array
 from interception_core import Interceptor
 
 B, S, H, D = 2, 5, 4, 8
@@ -47,7 +47,7 @@ def test_parts_of_one_array(name):
     flat = np.asarray(source).reshape(-1)
     assert flat.size == x.size
     for part, one in zip(parts, found[0], strict=True):
-        assert isinstance(one, Lying)
+        assert isinstance(one, StridedView)
         bytes_of = tuple(4 * n for n in one.strides)
         view = np.lib.stride_tricks.as_strided(flat[one.offset :], part.shape, bytes_of)
         np.testing.assert_array_equal(view, part)
@@ -83,4 +83,4 @@ def test_in_a_handler():
     jax.jit(tapped)(jnp.ones((3, 8)))
     (source, lying) = found[0]
     assert source.shape == (3, 8)
-    assert lying == [Lying(0, (8, 1)), Lying(4, (8, 1))]
+    assert lying == [StridedView(0, (8, 1)), StridedView(4, (8, 1))]
