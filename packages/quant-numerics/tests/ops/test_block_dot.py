@@ -45,6 +45,7 @@ def calls(found):
             for line in found.splitlines() if CALL in line]  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_one_call_on_cuda_and_the_same_values(qtype):
     pairs, dims = zip(*((pair, n) for *pair, n in (operands(one, qtype) for one in CASES)),
