@@ -265,6 +265,8 @@ def _computed(eqn: Any) -> Sequence[int]:
         return [0] * len(eqn.outvars)
     if eqn.primitive is compat.jit_p:
         called = eqn.params["jaxpr"]
+    elif eqn.primitive is compat.deferred_p and eqn.params["function"].jaxpr is not None:
+        called = eqn.params["function"].jaxpr
     elif (custom := custom_body(eqn.primitive, eqn.params, len(eqn.invars))) is not None:
         if custom.inputs != tuple(range(len(eqn.invars))):
             return [0] * len(eqn.outvars)

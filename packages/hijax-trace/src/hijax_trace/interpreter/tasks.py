@@ -307,7 +307,9 @@ def _can_wait(task: Task) -> bool:
     """Return whether an equation may be made later, or not at all."""
     # A settled contraction is a handler's result: its handler has decided already.
     asked = task.settled and contractions(task.eqn) > 0
-    return not (asked or task.unused or task.do in (Do.FOREIGN_CALL, Do.DEFERRED))
+    if task.do is Do.DEFERRED and task.eqn.params["function"].program.is_differentiated:
+        return False
+    return not (asked or task.unused or task.do is Do.FOREIGN_CALL)
 
 
 def _is_ahead(task: Task) -> bool:

@@ -177,6 +177,10 @@ def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
     if eqn.primitive is compat.jit_p:
         return eqn.params["jaxpr"]
+    if eqn.primitive is compat.deferred_p:
+        function = eqn.params["function"]
+        # A derivative shares what is made of its program, which then can't be part of another.
+        return None if function.program.is_differentiated else function.jaxpr
     body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     return None if body is None else body.jaxpr
 
