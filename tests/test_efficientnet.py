@@ -243,7 +243,7 @@ def test_the_table_has_a_row_for_each_side(monkeypatch):
     assert [row["name"] for row in rows] == ["XLA, float32", "static, with kernels", "static"]
     assert all(row["same"] == "4 of 4" and row["min"] > 0.98 for row in rows)
     assert rows[0]["difference"] == 0
-    assert rows[1]["difference"] == pytest.approx(rows[2]["difference"], rel=1e-3) > 0
+    assert 0 < rows[1]["difference"] == pytest.approx(rows[2]["difference"], rel=1e-3)
     lines = main.table(rows).splitlines()
     assert len(lines) == 5
     assert len({line.count("|") for line in lines}) == 1

@@ -159,14 +159,15 @@ def lower_cheaply(programs=100):
     # Other dialects that a program needs are loaded when it is parsed.
     mlir.JaxIrContext.load_all_available_dialects = lambda context: context.dialects["func"]
     original = mlir.make_ir_context
-    made = itertools.count()
+    made, lock = itertools.count(), threading.Lock()
     context = None
 
     def make_ir_context():
         nonlocal context
-        if next(made) % programs == 0:
-            context = original()
-        return context
+        with lock:  # another thread must not get the one that is not made yet
+            if next(made) % programs == 0:
+                context = original()
+            return context
 
     mlir.make_ir_context = make_ir_context
 
