@@ -4,7 +4,7 @@ uv run --python 3.12 python benchmarks/training_steps.py [--rounds 9] [--cpu]
 
 Prints a table in Markdown of value and gradient: an MLP of three layers, and a transformer block of
 four heads on sequences of 64. Sides are float32; int8, its gradients rounded to nearest; and int8
-rounded at random (each number by itself). Both of these as training does it and in XLA alone; the
+rounded at random (noise for each number). Both of these as training does it and in XLA alone; the
 latter draws its bits as ``jax.random`` does. *Speed* is in multiples of float32. Medians of ratios
 of one round.
 """

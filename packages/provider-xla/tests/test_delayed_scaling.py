@@ -148,7 +148,7 @@ def test_products_are_of_float8_and_no_scale_waits_for_its_step():
 
 
 def layers(w, x, wrap=lambda body: body):
-    """A scan of three layers, each with a history of its own."""
+    """A scan of three layers, with a history each."""
 
     def body(x, w):
         return jnp.tanh(product(w, x)), None

@@ -80,7 +80,7 @@ TheirRule.__module__ = "qwix._src.qconfig"
 
 
 def test_rules_of_qwix_keep_their_meaning():
-    """A rule without op_names is about matmuls of two activations, too."""
+    """A rule without op_names matches matmuls of two activations, too."""
 
     def fn(w, x):
         y = x @ w

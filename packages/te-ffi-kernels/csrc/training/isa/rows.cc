@@ -58,7 +58,7 @@ int32_t absmax(const void* from, int64_t count, const Line& line) {
       most = larger_bits(most, magnitude<Format, kEach>(x, i, line, Whole()));
     }
     if (i < count) {
-      // What is no number of the row may be anything: zero times an infinite factor.
+      // Lanes beyond the row may hold anything: zero times an infinite factor.
       const Ints last = magnitude<Format, kEach>(x, i, line, Part{count - i});
       most2 = larger_bits(most2, counting() < static_cast<int32_t>(count - i) ? last : Ints{});
     }
