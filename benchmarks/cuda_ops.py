@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import quant_numerics as qn
 import te_ffi_kernels as te
 from te_ffi_kernels import reference
 
@@ -379,6 +380,11 @@ def moved(run, args):
     return size_of(args) + size_of(jax.eval_shape(run, *args))
 
 
+def multiply_int8(x, weight):
+    """Rows are rounded to int8 first, as plans do it."""
+    return qn.matmul(qn.quantize(x, "int8", channel_axes=(0,)), weight)
+
+
 def packed_matmuls(side):
     """(label, sides of which "xla" is in bfloat16, what is known of them) of rows with weights."""
     w = normal(side, side, dtype=jnp.bfloat16)
@@ -388,15 +394,26 @@ def packed_matmuls(side):
         (4, 128, (te.gemv_w4, te.gemm_w4a8)),
         (4, 32, (te.gemv_w4,)),
     ):
+        text = f", groups of {group}" if group else ""
         weight = packed(side, side, bits, side // group if group else 1)
         for run in ops:
-            forms[f"{run.__name__}" + (f", groups of {group}" if group else "")] = run, weight
+            forms[f"{run.__name__}{text}"] = run, weight
+        if group == 32:
+            continue
+        # What a plan runs where it packs no weight.
+        tiles = {0: group} if group else None
+        weight = qn.quantize(w, f"int{bits}", channel_axes=(1,), tile_axes=tiles)
+        forms[f"XLA, int{bits}{text}"] = qn.matmul, weight
+        if not group:
+            forms["XLA, int8 times int8"] = multiply_int8, weight
     for rows in ROWS:
         x = normal(rows, side, dtype=jnp.bfloat16)
         sides, known = {"xla": (jnp.matmul, (x, w))}, {}
         for name, (run, weight) in forms.items():
             sides[name] = run, (x, weight)
-            known[name] = {"flops": 2 * rows * side**2, "read": weight.nbytes}
+            known[name] = {"flops": 2 * rows * side**2}
+            if not name.startswith("XLA"):
+                known[name]["read"] = weight.nbytes
         yield f"{rows} rows, ", sides, known
 
 

@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_page.py FOLDER HEAD.md PAGE.md
 
-FOLDER has found.json, and speed.json, first.json and decoder.json of the steps that ran. What
-HEAD.md says before the results stays.
+FOLDER has found.json, and speed.json, first.json, decoder.json and training.json of the steps that
+ran. What HEAD.md says before the results stays.
 """
 
 import json
@@ -71,7 +71,20 @@ def decoder(given):
         )
 
 
-SECTIONS = {"speed": speed, "first": first, "decoder": decoder}
+def training(given):
+    yield (
+        "Training steps (value and gradient of all parameters), in XLA. *Error*: how far the "
+        "gradient is from that of bfloat16, relative."
+    )
+    yield from ("", "| model | width | tokens | side | ms | speed | error |")
+    yield "|---|---|---|---|---|---|---|"
+    for result in given["results"]:
+        size = f"{result['model']} | {result['width']} | {result['tokens']}"
+        found = f"{1e3 * result['seconds']:.2f} | {result['speed']:.2f} | {result['error']:.3f}"
+        yield f"| {size} | {result['case']} | {found} |"
+
+
+SECTIONS = {"speed": speed, "first": first, "decoder": decoder, "training": training}
 
 
 def page(folder, head):

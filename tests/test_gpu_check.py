@@ -137,7 +137,9 @@ def test_its_page_has_what_each_step_found(tmp_path):
     }  # fmt: skip
     times = {"compile": 0.5, "first": 0.002, "second": 0.001, "gpus": 1}
     first = {"results": [{"case": "softmax", "warms": False} | times]}
-    for name, content in {"speed": speed, "first": first}.items():
+    step = {"model": "MLP", "width": 64, "tokens": 32, "case": "float8", "seconds": 0.004}
+    training = {"results": [step | {"speed": 1.25, "error": 0.0625}]}
+    for name, content in {"speed": speed, "first": first, "training": training}.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(content))
         checks[name] = [[name, "passed", "measured"]]
     found = {"gpu": ["1", "a GPU"], "steps": checks, "seconds": dict.fromkeys(checks, 7.2)}
@@ -153,4 +155,5 @@ def test_its_page_has_what_each_step_found(tmp_path):
     assert "| gemv | 2.0 | 2.0 | 50% | 3.0 | 1.50 |" in text
     assert "| softmax | no | 500.0 | 2.0 | 1.0 |" in text
     assert "on one GPU, without NCCL" in text
+    assert "| MLP | 64 | 32 | float8 | 4.00 | 1.25 | 0.062 |" in text
     assert "A decoder" not in text
