@@ -202,7 +202,7 @@ def estimates():
                 sums.append(jnp.sum(site.contraction.run(*operands, *site.extras) ** 2))
             return jnp.stack(sums)
 
-        by_op = {op.op_id: op.weight for op in wide.ops}
+        by_op = {op.op_id: op.paths[0] for op in wide.ops if op.paths}
         found = {
             by_op[op_id]: np.asarray(one.total)
             for op_id, one in probe(wide, params, [calibration], visit).items()
@@ -252,7 +252,7 @@ def estimates():
             *calibration,
             budget_bytes=plans["int4"].bytes_after,
             qtypes=QTYPES,
-            errors=errors,
+            errors={(path,): row for path, row in errors.items()},
         )
         print("| " + " | ".join([what, *score(made)]) + " |", flush=True)
 

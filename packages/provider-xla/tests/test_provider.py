@@ -340,7 +340,7 @@ def test_weight_only_knows_weights_by_their_path():
     )
     weight, activations = provider.report()
     assert weight.qtypes == (None, "int8")
-    assert weight.weight == "args[0]['w']"
+    assert weight.paths == ("args[0]['w']",)
     assert activations.reason == "the rule is for weights, and no operand is known as a parameter"
 
 
@@ -355,7 +355,7 @@ def test_numpy_weights_and_numpy_padding():
     result = provider.apply(model)({"k": k}, x)
     np.testing.assert_allclose(result, conv(x, k), atol=0.3)
     (record,) = provider.report()
-    assert record.weight == "args[0]['k']"
+    assert record.paths == ("args[0]['k']",)
 
 
 @pytest.mark.parametrize("act", [None, "int8"])
@@ -368,7 +368,7 @@ def test_a_padding_that_can_be_read_once(act):
     found = jax.jit(provider.apply(model))(k, x)
     np.testing.assert_allclose(found, model(k, x), atol=0.3)
     (record,) = provider.report()
-    assert (record.weight, record.qtypes) == ("args[0]", (act, "int8"))
+    assert (record.paths, record.qtypes) == (("args[0]",), (act, "int8"))
 
 
 def test_weights_on_the_left_and_as_another_argument():
@@ -377,7 +377,7 @@ def test_weights_on_the_left_and_as_another_argument():
     provider.apply(lambda x, w: w @ x)(x, w)
     (record,) = provider.report()
     assert record.qtypes == ("int4", None)
-    assert record.weight == "args[1]"
+    assert record.paths == ("args[1]",)
 
 
 @pytest.mark.parametrize("tile", [2, 4, 8])
@@ -531,10 +531,9 @@ def test_report_as_table_and_json():
         "qtypes": ("int8", "int8"),
         "rule": 0,
         "reason": None,
-        "weight": "args[0]['w']",
+        "paths": ("args[0]['w']",),
         "kernels": {},
         "rank": None,
-        "paths": ("args[0]['w']",),
         "module_path": "first",
     }
     provider.apply(two_layers)(*layer_inputs())

@@ -106,7 +106,7 @@ def test_a_weight_behind_a_cast_and_moves(make, move):
     assert list(plan.weights) == ["args[0]['w']"]
     assert contractions(provider.apply(model), {"w": w}, x) == [INT8_DOT]
     (record,) = provider.report()
-    assert (record.qtypes, record.weight) == (("int8", "int4"), "args[0]['w']")
+    assert (record.qtypes, record.paths) == (("int8", "int4"), ("args[0]['w']",))
 
 
 def test_stored_qvalue_behind_a_cast_are_multiplied_as_they_are():
@@ -153,7 +153,7 @@ def test_every_one_of_many_weights_of_one_shape_is_found(make):
     plan = provider.plan(model, weights, x)
     assert list(plan.weights) == [f"args[0][{i}]" for i in range(5)]
     assert contractions(provider.apply(model), weights, x) == [INT8_DOT] * 5
-    assert [record.weight for record in provider.report()] == list(plan.weights)
+    assert [path for record in provider.report() for path in record.paths] == list(plan.weights)
     assert {record.qtypes for record in provider.report()} == {("int8", "int4")}
 
 
@@ -180,7 +180,7 @@ def test_a_weight_on_the_left(make):
     provider = make([W4A8])
     provider.apply(lambda w, x: w @ x)(w, x)
     (record,) = provider.report()
-    assert (record.qtypes, record.weight) == (("int4", "int8"), "args[0]")
+    assert (record.qtypes, record.paths) == (("int4", "int8"), ("args[0]",))
     plan, qvalue, quantized = planned(lambda w, x: w @ x, w, x)
     assert plan.weights["args[0]"].granularity.channel_axes == (0,)
     assert contractions(quantized, qvalue, x) == [INT8_DOT]
@@ -507,7 +507,7 @@ def test_transformations_are_kept_with_jit_on(make, program):
         (within,) = [w for e, w in equations(quantized, w, x) if e.primitive.name == "dot_general"]
         assert set(within) & set(kept)
     (record,) = provider.report()
-    assert (record.qtypes, record.weight) == (("int8", "int4"), "args[0]")
+    assert (record.qtypes, record.paths) == (("int8", "int4"), ("args[0]",))
     assert near(quantized(w, x), program(w, x), 0.4)
 
     _, qvalue, stored = planned(program, w, x)

@@ -8,14 +8,14 @@ from provider_xla.report.results import Error, FloatOp, OpQuality, OutputQuality
 NASTY = "<script>alert('1')</script> & $x^2$ \"quoted\"/matmul:0"
 
 
-def op(op_id, sqnr=30.0, weight="args[0]['w']", **changes):
+def op(op_id, sqnr=30.0, paths=("args[0]['w']",), **changes):
     fields = {
         "op_id": op_id,
         "op_name": "matmul",
         "operands": ("f32[8,64]", "f32[64,32]"),
         "qtypes": (None, "int8"),
         "rule": 0,
-        "weight": weight,
+        "paths": paths,
         "kernel": None,
         "kernel_reason": "no kernel",
         "calls": 1.0,
@@ -40,7 +40,7 @@ def sample(ops, timed=True):
         OutputQuality("['y']", (8, 32), "float32", Error(28.5, 0.5), 0.999, None),
         OutputQuality("['i']", (8,), "int32", None, None, 0.875),
     ]
-    left = [FloatOp("einsum:0", "einsum", ("f32[2]",), 1, "because <i>", None, None, 100)]
+    left = [FloatOp("einsum:0", "einsum", ("f32[2]",), 1, "because <i>", (), None, 100)]
     times = (3e-3, 4e-3) if timed else (None, None)
     return QualityReport(
         tuple(ops), tuple(left), tuple(parameters), tuple(outputs), ("a & b",), 1, "cpu", *times

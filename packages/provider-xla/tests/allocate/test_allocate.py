@@ -215,8 +215,8 @@ def test_every_other_decision_of_the_rules_is_kept(model):
     last = made.weights["args[0]['out']"]
     assert dict(last.granularity.tile_axes) == {0: 8}
     assert made.weights["args[0]['second']"].method == "mse"
-    by_weight = {op.weight: op.qtypes for op in made.ops if op.quantized}
-    assert by_weight["args[0]['out']"] == ("int8", last.qtype)
+    by_weight = {op.paths: op.qtypes for op in made.ops if op.quantized}
+    assert by_weight["args[0]['out']",] == ("int8", last.qtype)
 
 
 def test_again_and_with_rules_for_single_parameters(model):
@@ -350,7 +350,10 @@ def test_errors_are_measured_once(model):
     params, x = model
     plan = planned(params, x)
     first = plan.allocate(params, x, budget_bits=9, qtypes=QTYPES).allocation
-    errors = json.loads(json.dumps(first.as_json()))["errors"]
+    rows = json.loads(json.dumps(first.as_json()))["errors"]
+    with pytest.raises(ValueError, match="must be a mapping by tuples of paths"):
+        plan.allocate(params, x, budget_bits=8, qtypes=QTYPES, errors=rows)
+    errors = {tuple(one["paths"]): one["errors"] for one in rows}
     runs = []
 
     def counted(expected, actual):
@@ -368,9 +371,8 @@ def test_errors_are_measured_once(model):
     assert again.errors == first.errors
     # Of other candidates the rest is measured.
     more = plan.allocate(params, x, budget_bits=8, qtypes=("int2", "int6"), errors=errors)
-    assert (
-        more.allocation.errors["args[0]['out']"]["int2"] == first.errors["args[0]['out']"]["int2"]
-    )
+    out = ("args[0]['out']",)
+    assert more.allocation.errors[out]["int2"] == first.errors[out]["int2"]
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -188,16 +188,16 @@ def test_in_scans_and_under_grad():
     loss = trained.apply(lambda params, x: fn(params, x).sum())
     gradients = jax.jit(jax.grad(loss))(params, draw(2, 4, 8))
     assert jax.tree.all(jax.tree.map(lambda g: bool(jnp.isfinite(g).all()), gradients))
-    by_rule = {record.weight: record.qtypes for record in trained.report()}
-    assert by_rule["args[0]['up']"] == (None, "int3")
-    assert by_rule["args[0]['down']"] == (None, "int8")
+    by_rule = {record.paths: record.qtypes for record in trained.report()}
+    assert by_rule["args[0]['up']",] == (None, "int3")
+    assert by_rule["args[0]['down']",] == (None, "int8")
 
 
 def test_activations_of_the_operation_have_the_qtype_of_its_rule():
     rules = [rule(r"\['head'\]", "int8", act_qtype="int8")]
     plan = PtqProvider(rules, strict=True).plan(layers, LAYERS, draw(7, 2, 8))
-    assert [(op.weight, op.qtypes) for op in plan.ops if op.quantized] == [
-        ("args[0]['head']", ("int8", "int8"))
+    assert [(op.paths, op.qtypes) for op in plan.ops if op.quantized] == [
+        (("args[0]['head']",), ("int8", "int8"))
     ]
 
 

@@ -133,7 +133,7 @@ def test_ids_are_those_of_a_plain_function_under_the_same_scopes():
     found = [op.op_id for op in ops if op.op_name != "take"]
     assert found == [op.op_id for op in expected if op.op_name != "take"]
     assert found[:2] == ["blocks/0/up/dot_general:0", "matmul:0"]
-    assert [op.weight for op in ops] == [op.weight for op in expected]
+    assert [op.paths for op in ops] == [op.paths for op in expected]
 
 
 @pytest.mark.slow

@@ -206,7 +206,7 @@ def test_with_quantized_weights(name, rule):
     held, floats = plan.quantize_cache(cache), cache
     jax.eval_shape(recorded, stored, tokens(0), held, 0)
     seen = {op.op_id for op in provider.report() if op.quantized}
-    assert {op.op_id for op in plain.ops if op.quantized and op.weight} <= seen
+    assert {op.op_id for op in plain.ops if op.quantized and op.paths} <= seen
     for pos in range(4):
         found, held = fn(stored, tokens(pos), held, pos)
         expected, floats = reference(stored, tokens(pos), floats, pos)

@@ -14,6 +14,7 @@ from ..plan.allocation import AllocatedWeight, Allocation, Uniform
 from ..plan.make import make_plan
 from ..plan.quantize import check_parameters
 from ..plan.weight import WeightPlan
+from ..program.facts import Code, joined
 from .candidates import Candidate, Option, make_candidates, options_of, parameters_of, rules_for
 from .knapsack import choose
 from .measure import Error, Measure
@@ -21,8 +22,9 @@ from .measure import Error, Measure
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
 
-Options = Mapping[str, Sequence[Option]]
-Errors = Mapping[str, Mapping[str, float]]
+Options = Mapping[tuple[str, ...], Sequence[Option]]
+Errors = Mapping[tuple[str, ...], Mapping[str, float]]
+Costs = Mapping[tuple[str, ...], Sequence[float]]
 
 
 def allocate(
@@ -57,41 +59,53 @@ def allocate(
 
     measure = Measure(plan, params, batch, error)
     total = sum(map(len, options.values()))
-    known: Errors = errors or {}
-    table: dict[str, dict[str, float]] = {path: {} for path in options}
+    known = _known(errors)
+    table: dict[tuple[str, ...], dict[str, float]] = {paths: {} for paths in options}
     with tqdm(total=total, unit="run", desc="measuring", disable=None) as bar:
-        for path, some in options.items():
+        for paths, some in options.items():
             for option in some:
-                found = known.get(path, {}).get(option.name)
+                found = known.get(paths, {}).get(option.name)
                 found = measure(option.by_path) if found is None else float(found)
-                table[path][option.name] = found
+                table[paths][option.name] = found
                 bar.update()
-    costs = {path: list(row.values()) for path, row in table.items()}
+    costs = {paths: list(row.values()) for paths, row in table.items()}
     _check_used(measure, options, costs)
 
     sizes = [[option.bytes for option in some] for some in options.values()]
     numbers = choose(sizes, list(costs.values()), budget)
     assert numbers is not None  # _budget has looked
     chosen = dict(zip(options, numbers, strict=True))
-    picked = {path: options[path][j] for path, j in chosen.items()}
+    picked = {paths: options[paths][j] for paths, j in chosen.items()}
     allocation = Allocation(
         tuple(
-            _row(weight, costs[path][j])
-            for path, j in chosen.items()
-            for weight in picked[path].weights
+            _row(weight, costs[paths][j])
+            for paths, j in chosen.items()
+            for weight in picked[paths].weights
         ),
         budget,
-        math.fsum(costs[path][j] for path, j in chosen.items()),
-        measure(_weights(picked)),
+        math.fsum(costs[paths][j] for paths, j in chosen.items()),
+        measure(_weights(picked.values())),
         tuple(_uniform(options, costs, measure, candidates)),
         table,
     )
-    return _planned(plan, params, batch, picked, allocation)
+    return _planned(plan, params, batch, [*picked.values()], allocation)
 
 
-def _weights(picked: Mapping[str, Option]) -> dict[str, WeightPlan]:
+def _known(errors: Errors | None) -> Errors:
+    """Return errors that were measured before, or raise ValueError for what has other keys."""
+    errors = {} if errors is None else errors
+    if not isinstance(errors, Mapping) or not all(isinstance(paths, tuple) for paths in errors):
+        raise ValueError(
+            "errors must be a mapping by tuples of paths, as plan.allocation.errors, got "
+            f"{errors!r:.80}. From as_json, make {{tuple(one['paths']): one['errors'] for one in "
+            "content['errors']}."
+        )
+    return errors
+
+
+def _weights(picked: Iterable[Option]) -> dict[str, WeightPlan]:
     """Return how all weights are quantized, by path."""
-    return {path: weight for option in picked.values() for path, weight in option.by_path.items()}
+    return {path: weight for option in picked for path, weight in option.by_path.items()}
 
 
 def _elements(options: Options) -> int:
@@ -130,12 +144,12 @@ def _budget(plan: PlanData, options: Options, bits: float | None, size: int | No
     return budget
 
 
-def _check_used(measure: Measure, options: Options, errors: Mapping[str, Sequence[float]]) -> None:
+def _check_used(measure: Measure, options: Options, errors: Costs) -> None:
     """Raise QuantizationError for parameters that don't change the batch's output."""
     unused = [
-        path
-        for path, some in options.items()
-        if not any(errors[path])
+        joined(paths)
+        for paths, some in options.items()
+        if not any(errors[paths])
         and any(measure.is_changed(weight) for option in some for weight in option.weights)
     ]
     if unused:
@@ -154,7 +168,7 @@ def _row(weight: WeightPlan, error: float) -> AllocatedWeight:
 
 def _uniform(
     options: Options,
-    errors: Mapping[str, Sequence[float]],
+    errors: Costs,
     measure: Measure,
     candidates: Sequence[Candidate],
 ) -> Iterable[Uniform]:
@@ -162,19 +176,19 @@ def _uniform(
     elements = _elements(options)
     for candidate in candidates:
         places = {}
-        for path, some in options.items():
+        for paths, some in options.items():
             same = [j for j, option in enumerate(some) if option.candidate in (candidate, None)]
             if same:
-                places[path] = same[0]
+                places[paths] = same[0]
         if len(places) < len(options):
             continue
-        picked = {path: options[path][j] for path, j in places.items()}
-        size = sum(option.bytes for option in picked.values())
+        picked = [options[paths][j] for paths, j in places.items()]
+        size = sum(option.bytes for option in picked)
         yield Uniform(
             str(candidate),
             size,
             8 * size / max(elements, 1),
-            math.fsum(errors[path][j] for path, j in places.items()),
+            math.fsum(errors[paths][j] for paths, j in places.items()),
             measure(_weights(picked)),
         )
 
@@ -183,7 +197,7 @@ def _planned(
     plan: PlanData,
     params: Any,
     batch: Sequence[Any],
-    picked: Mapping[str, Option],
+    picked: Sequence[Option],
     allocation: Allocation,
 ) -> PlanData:
     """Return the plan of what was chosen.
@@ -193,7 +207,7 @@ def _planned(
     """
     chosen = {
         path: option.candidate
-        for option in picked.values()
+        for option in picked
         if option.candidate is not None
         for one in option.weights
         for path in parameters_of(one)
@@ -214,12 +228,7 @@ def _planned(
                 "weight_path and without qtypes."
             )
     # A rule whose parameters all have separate rules now is not reported as unused.
-    before = {f"rule {i} decides nothing" for i in range(len(plan.rules.rules))}
-    before -= {problem.partition(":")[0] for problem in plan.problems}
-    known = {
-        f"rule {numbers[i]} decides nothing"
-        for i in (int(text.split()[1]) for text in before)
-        if i in numbers
-    }
-    problems = tuple(p for p in made.problems if p.partition(":")[0] not in known)
-    return dataclasses.replace(made, problems=problems, allocation=allocation)
+    unused = {fault.rule for fault in plan.faults if fault.code is Code.UNUSED}
+    used = {new for old, new in numbers.items() if old not in unused}
+    left = (one for one in made.faults if one.code is not Code.UNUSED or one.rule not in used)
+    return dataclasses.replace(made, faults=tuple(left), allocation=allocation)

@@ -17,6 +17,7 @@ from ..plan.beside import kept_beside
 from ..plan.make import run_survey, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
+from ..program.facts import Fact, joined
 from ..program.matching import Rules
 from ..program.record import OpRecord
 
@@ -75,7 +76,7 @@ class Option:
         """What it is called among the options of its parameter."""
         if self.candidate is not None:
             return str(self.candidate)
-        return " and ".join(dict.fromkeys(weight.qtype for weight in self.weights))
+        return joined(dict.fromkeys(weight.qtype for weight in self.weights))
 
     @property
     def bytes(self) -> int:
@@ -88,19 +89,19 @@ class Option:
         return {weight.path: weight for weight in self.weights}
 
 
-def groups_of(plan: PlanData) -> dict[str, tuple[str, ...]]:
-    """Return the groups of weights that have one format, by name.
+def groups_of(plan: PlanData) -> list[tuple[str, ...]]:
+    """Return the groups of weights that have one format: their paths.
 
     A rule decides by the paths of parameters, so weights that share a parameter share a format.
     """
     groups: list[tuple[list[str], set[str]]] = []
     for path, weight in plan.weights.items():
         leaves = {path} if weight.derived is None else set(weight.derived.leaves)
-        joined = [group for group in groups if not group[1].isdisjoint(leaves)]
+        sharing = [group for group in groups if not group[1].isdisjoint(leaves)]
         groups = [group for group in groups if group[1].isdisjoint(leaves)]
-        paths = [one for group in joined for one in group[0]]
-        groups.append(([*paths, path], leaves.union(*(group[1] for group in joined))))
-    return {" and ".join(paths): tuple(paths) for paths, _ in groups}
+        paths = [one for group in sharing for one in group[0]]
+        groups.append(([*paths, path], leaves.union(*(group[1] for group in sharing))))
+    return [tuple(paths) for paths, _ in groups]
 
 
 def parameters_of(weight: WeightPlan) -> tuple[str, ...]:
@@ -134,14 +135,13 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
 
 def options_of(
     plan: PlanData, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
-) -> dict[str, list[Option]]:
+) -> dict[tuple[str, ...], list[Option]]:
     """Return what weights can be, by group: see ``groups_of``.
 
     A group lacks a candidate if an operation of its weights has no quantized form in it.
     """
     trials: dict[Any, dict[str, WeightPlan]] = {}
-    groups = groups_of(plan)
-    options: dict[str, list[Option]] = {name: [] for name in groups}
+    options: dict[tuple[str, ...], list[Option]] = {paths: [] for paths in groups_of(plan)}
     flat, _ = jax.tree_util.tree_flatten_with_path(params)
     leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
     for candidate in candidates:
@@ -151,15 +151,15 @@ def options_of(
         if key not in trials:
             trials[key] = _try(plan, params, batch, candidate)
         found = trials[key]
-        for name, paths in groups.items():
+        for paths, some in options.items():
             if all(path in found for path in paths):
                 own = (dataclasses.replace(found[p], qtype=candidate.qtype) for p in paths)
                 # Derived weights have no leaf: their values are unknown here.
                 own = (one.of_values(leaves.get(one.path)) for one in own)
-                options[name].append(Option(candidate, tuple(own)))
-    for name, some in options.items():
+                some.append(Option(candidate, tuple(own)))
+    for paths, some in options.items():
         if not some:
-            own = (dataclasses.replace(plan.weights[p], packings={}) for p in groups[name])
+            own = (dataclasses.replace(plan.weights[path], packings={}) for path in paths)
             some.append(Option(None, tuple(own)))
     return options
 
@@ -171,7 +171,7 @@ class _Trial(Survey):
         super().__init__(rules, leaves)
         self.refused: set[str] = set()
 
-    def record(self, record: OpRecord, problem: str | None) -> None:
+    def record(self, record: OpRecord, problem: Fact | None) -> None:
         try:
             super().record(record, problem)
         except QuantizationError:

@@ -303,7 +303,7 @@ def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
         if is_array(leaf) and "args[0]" + jax.tree_util.keystr(keys) not in plan.weights
     }
     for op in getattr(plan, "ops", ()):
-        if op.weight is not None or op.rule is None:
+        if op.paths or op.rule is None:
             continue
         rule = provider.rules[op.rule]
         if rule.weight_qtype is None or rule.weights_only:

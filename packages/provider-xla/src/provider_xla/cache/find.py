@@ -14,6 +14,7 @@ from jax.sharding import AxisType, NamedSharding
 
 from interception_core import Engine
 
+from ..program.facts import Code, Fact
 from ..program.matching import follows_values
 from .array import CacheArray
 from .plan import CachePlan
@@ -91,8 +92,8 @@ def find_caches(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-) -> tuple[dict[str, CachePlan], list[str]]:
-    """Return how each named argument is carried, and the problems.
+) -> tuple[dict[str, CachePlan], list[Fact]]:
+    """Return how each named argument is carried, and where rules can't be followed.
 
     Args:
         rules: the first that matches an array counts.
@@ -106,10 +107,10 @@ def find_caches(
     found = ((leaf.path, _rule(rules, leaf, params)) for leaf in leaves)
     matched = {path: rule for path, rule in found if rule is not None}
     used = set(matched.values())
-    problems = [f"no array matches {rule}" for rule in rules if rule not in used]
+    faults = [Code.NO_CACHE(cache_rule=rule) for rule in rules if rule not in used]
     values = {leaf.path: leaf.value for leaf in leaves if leaf.path in matched}
     if not values:
-        return {}, problems
+        return {}, faults
     if not follows_values(engine):
         why = "the patch engine can't hand it to what updates it. Use engine='trace'"
         plans = {
@@ -118,11 +119,11 @@ def find_caches(
             )
             for path, x in values.items()
         }
-        return plans, [*problems, *map(str, plans.values())]
+        return plans, [*faults, *(Code.CACHE_FLOAT(cache=plan) for plan in plans.values())]
     search = _Search(engine, fn, args, kwargs, leaves)
     plans = search.run({path: _candidates(path, values[path], matched[path]) for path in values})
-    problems += [str(plan) for plan in plans.values() if plan.reason is not None]
-    return plans, problems
+    left = (plan for plan in plans.values() if plan.reason is not None)
+    return plans, [*faults, *(Code.CACHE_FLOAT(cache=plan) for plan in left)]
 
 
 def _rule(rules: Sequence[CacheRule], leaf: Leaf, params: int) -> CacheRule | None:

@@ -340,9 +340,9 @@ def _check_rows(
     question = packed.question | question_of(is_static)
     if rotation is not None:
         question |= {"rotation": rotation.block}
-    kernel, why = choice(op, weight.platform, (rows, qvalue), **question)
-    if kernel is None:
-        raise NoKernel(str(why))
+    found = choice(op, weight.platform, (rows, qvalue), **question)
+    if found.kernel is None:
+        raise NoKernel(str(found.reason))
 
 
 def _multiply_groups(

@@ -20,8 +20,7 @@ from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.contractions import Contraction
 from ..program.matching import Rules
-from ..program.record import OpRecord
-from ..program.sites import Site, ignore
+from ..program.sites import Record, Site, ignore
 from ..run.contraction import quantized_contraction, stored_operands
 from ..run.infer import sites_of, sparse, taking_stored
 from ..run.lookup import gather
@@ -55,7 +54,7 @@ class AdaptedRun:
         engine: Engine,
         rules: Rules,
         statistics: Statistics | None = None,
-        record: Callable[[OpRecord, str | None], None] = ignore,
+        record: Record = ignore,
     ):
         self._engine = engine
         self._rules = rules

@@ -52,14 +52,12 @@ class Lookup(NamedTuple):
         read: takes an array instead of the parameter; returns what is looked up in it.
         table: the parameter, float, as the lookup gets it.
         stored: the same, quantized as the plan says; None where it can't be followed.
-        path: of the parameter.
     """
 
     op_id: str
     read: Callable[[jax.Array], jax.Array]
     table: jax.Array
     stored: ArrayProxy | None
-    path: str
 
 
 class Probed(NamedTuple):
@@ -124,7 +122,7 @@ def probe(
 
         def run_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
             (weight,) = plan.rules.weights(call, (operand,)).found
-            if lookup is None or weight is None or weight.path not in plan.weights:
+            if lookup is None or weight is None or plan.weights.keys().isdisjoint(weight.paths):
                 return NotImplemented
             op_id = lookup_id(call)
             if op_id not in lookups:  # a slice that takes a weight out of a stack
@@ -134,7 +132,6 @@ def probe(
                 lambda table: call.proceed(table, *indices, **params),
                 operand,
                 stored_by(call.proxy(operand)),
-                weight.path,
             )
             take(found.op_id, call, [operand], lambda: lookup(found))
             return NotImplemented

@@ -190,8 +190,8 @@ def _run(
 def _names(passes: Sequence[Pass]) -> list[str]:
     """Return a name per pass, numbered where several are of a kind."""
     names: list[str] = []
-    for one in passes:
-        count = sum(name.split(" ")[0] == one.name for name in names)
+    for i, one in enumerate(passes):
+        count = sum(other.name == one.name for other in passes[:i])
         names.append(f"{one.name} {count + 1}" if count else one.name)
     return names
 

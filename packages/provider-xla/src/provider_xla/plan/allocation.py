@@ -69,7 +69,8 @@ class Allocation:
         predicted: the sum of the errors of single parameters, which the allocation minimizes.
         measured: the error of the output.
         uniform: the results of one format for all parameters, to compare with.
-        errors: the error that was measured for each parameter in each format. Pass it to
+        errors: the error that was measured for each parameter in each format, by the paths of what
+            has one format: a parameter and the derived weights that share it. Pass it to
             ``allocate`` with the same batch and another budget.
     """
 
@@ -78,7 +79,7 @@ class Allocation:
     predicted: float
     measured: float
     uniform: tuple[Uniform, ...]
-    errors: Mapping[str, Mapping[str, float]]
+    errors: Mapping[tuple[str, ...], Mapping[str, float]]
 
     @property
     def bytes(self) -> int:
@@ -101,7 +102,9 @@ class Allocation:
             "predicted": self.predicted,
             "measured": self.measured,
             "uniform": [dataclasses.asdict(one) for one in self.uniform],
-            "errors": {path: dict(row) for path, row in self.errors.items()},
+            "errors": [
+                {"paths": list(paths), "errors": dict(row)} for paths, row in self.errors.items()
+            ],
         }
 
     def __str__(self) -> str:

@@ -32,11 +32,15 @@ from ..program.record import Choice, choice
 from ..program.sites import Site
 from .weight import WeightPlan
 
-LOOKUP = "a lookup"
-"""Why no kernel reads rows of a parameter that nothing multiplies with."""
-
 SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
+
+
+class PlainLookup(NoKernel):
+    """Raised for a lookup of rows in a parameter that is not packed."""
+
+    def __init__(self) -> None:
+        super().__init__("a lookup")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +215,7 @@ def _choose_on(
     sharding: Any,
 ) -> tuple[Packing | None, dict[str, Choice]]:
     """Return one platform's packing or None, and what computes each operation."""
-    reasons: dict[str, str] = {}
+    reasons: dict[str, NoKernel] = {}
     choices: dict[str, Choice] = {}
     packing = None
     contractions = [use for use in uses.values() if isinstance(use, MatrixUse)]
@@ -226,29 +230,33 @@ def _choose_on(
                 choices[op_id] = _rows(weight, packing, use, sharding)
                 continue
             found = _packing(platform, weight, use, sharding, stacked)
-            choices[op_id] = Choice(_select(weight, found, use), None)
+            choices[op_id] = _select(weight, found, use)
             if packing not in (None, found):
                 raise NoKernel("its contractions contract different axes, or parts of them")
             packing = found
         except NoKernel as why:
-            reasons[op_id] = str(why)
+            reasons[op_id] = why
     if packing is not None and not reasons:
         bare, packed = weight.bytes_on(None), weight.bytes_on(packing)
         # Packing fills columns up to whole panels, so few columns, or many small matrices, may take
         # more bytes than floats do. For a small weight that makes no difference.
         if packed > max(bare, weight.bytes_before, SMALL):
-            reasons[next(iter(uses))] = f"packed it takes {packed:,} bytes, {bare:,} as it is"
+            why = NoKernel(f"packed it takes {packed:,} bytes, {bare:,} as it is")
+            reasons[next(iter(uses))] = why
     if not reasons:
         return packing, choices
     first, why = next(iter(reasons.items()))
-    other = f"{weight.path} is not packed: {first}: {why}"
-    return None, {op_id: Choice(None, reasons.get(op_id, other)) for op_id in uses}
+    other = NoKernel(f"{weight.path} is not packed: {first}: {why}")
+    found = {op_id: reasons.get(op_id, other) for op_id in uses}
+    return None, {
+        op_id: Choice(None, str(why), isinstance(why, PlainLookup)) for op_id, why in found.items()
+    }
 
 
 def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> Choice:
     """Return what looks rows up in a packed parameter."""
     if packing is None:
-        raise NoKernel(LOOKUP)
+        raise PlainLookup
     if packing.lead and set(use.axes) <= set(packing.lead):
         return Choice(None, "it takes whole weights of a stack, which stay packed")
     own = packing.n_axes if use.axes[:1] == packing.n_axes else packing.k_axes
@@ -259,10 +267,10 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
     rows = jax.ShapeDtypeStruct((use.count,), jnp.int32)
     operands = (jax.ShapeDtypeStruct(packing.matrix(weight.shape), jnp.int8), rows)
     question = packing.form(weight.shape).question
-    kernel, why = choice(TAKE, packing.platform, operands, **question)
-    if kernel is None:
-        raise NoKernel(f"a lookup, and {why}")
-    return Choice(kernel, None)
+    found = choice(TAKE, packing.platform, operands, **question)
+    if found.kernel is None:
+        raise NoKernel(f"a lookup, and {found.reason}")
+    return found
 
 
 def _packing(
@@ -320,8 +328,8 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
     return (*alone, *tiled, *within), group if alone or tiled else 0
 
 
-def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
-    """Return the FFI target for a contraction."""
+def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
+    """Return the kernel for a contraction."""
     # Inside shard_map a device calls the kernel on its part.
     shape = use.local(weight.shape)
     k_sizes, _ = packing.sizes(shape)
@@ -340,7 +348,7 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> str:
     )
     question = form.question | {"to_pack": True} | question_of(use.is_static)
     question |= {"convolves": True} if use.convolves else {}
-    kernel, why = choice(op + use.suffix, packing.platform, operands, **question)
-    if kernel is None:
-        raise NoKernel(str(why))
-    return kernel
+    found = choice(op + use.suffix, packing.platform, operands, **question)
+    if found.kernel is None:
+        raise NoKernel(str(found.reason))
+    return found

@@ -11,6 +11,7 @@ import jax
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, replay
 
 from ..kernels.packed import PrepackedWeight
+from ..program.facts import Code, Fact
 from ..run.stored import unpacked_leaf
 from .weight import WeightPlan
 
@@ -31,16 +32,13 @@ class Chosen(NamedTuple):
     paths: tuple[str, ...]
 
 
-def why_lost(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> str | None:
+def why_lost(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> Fact | None:
     """Return why the forms of the alternatives can't be chosen among, as a problem; or None."""
     try:
         _replayed(chosen, {path: weights[path] for path in chosen.paths if path in weights})
     except MoveError as why:
-        return (
-            f"{chosen.op_id}: its weight {chosen.expression} is chosen among "
-            f"{', '.join(chosen.paths)}, which are stored in several forms (rule {chosen.rule}): "
-            f"{why}. It is quantized at each call"
-        )
+        about = {"op_id": chosen.op_id, "paths": chosen.paths, "rule": chosen.rule}
+        return Code.SEVERAL_FORMS(**about, weight=str(chosen.expression), why=str(why))
     return None
 
 

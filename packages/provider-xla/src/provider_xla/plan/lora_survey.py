@@ -14,6 +14,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..program.contractions import Matmul, RaggedMatmul
+from ..program.facts import Code, Fact
 from ..program.matching import Rules, Weight
 from ..program.sites import Site
 from ..rules.rule import QuantizationRule
@@ -66,11 +67,11 @@ class LoraSurvey:
     Args:
         rules: the rules.
         leaves: types of the parameters, by path.
-        problem: called with a sentence for each rule that can't be followed.
+        problem: called with a fact for each rule that can't be followed.
     """
 
     def __init__(
-        self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[str], None]
+        self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[Fact], None]
     ) -> None:
         self._rules = rules
         self._leaves = leaves
@@ -149,18 +150,16 @@ class LoraSurvey:
         for (op_id, index), (paths, expression) in self._computed.items():
             left = [path for path in paths if path not in found]
             if left:
-                self._problem(
-                    f"{' and '.join(left)} {'get' if len(left) > 1 else 'gets'} no adapter from "
-                    f"{op_id} (rule {index}): its weight {expression or ''} is computed from it, "
-                    "and an adapter is for a parameter, a part of one, or an arrangement of it"
-                )
+                about = {"op_id": op_id, "paths": left, "rule": index}
+                self._problem(Code.NOT_ADAPTED(**about, weight=str(expression or "")))
         return found
 
     def _use(self, asked: _Asked, weight: Weight, call: OpCall, operand: Any) -> None:
         if weight.axes is not None:
             places = [_all(became) for became in weight.axes]
             stepped = [axis for axis, became in enumerate(weight.axes) if became is None]
-            self._add(weight.path, asked, places, stepped)
+            (path,) = weight.paths
+            self._add(path, asked, places, stepped)
             return
         expression = call.expression(operand)
         if expression is None or expression.kind(self._rules.is_parameter) != "view":
@@ -174,10 +173,8 @@ class LoraSurvey:
 
             found = places_in(expression, is_it, self._leaves[path].shape)
             if found is None:
-                self._problem(
-                    f"{path} gets no adapter from {asked.op_id} (rule {asked.rule}): its axes "
-                    f"can't be followed to the operand {expression}"
-                )
+                about = {"op_id": asked.op_id, "paths": (path,), "rule": asked.rule}
+                self._problem(Code.AXES_LOST(**about, weight=str(expression)))
             else:
                 self._add(path, asked, found, ())
 
@@ -224,11 +221,9 @@ class LoraSurvey:
             other = self._rules.rules[use.rule]
             ours, theirs = ((r.rank, r.alpha, r.dropout) for r in (rule, other))
             if ours != theirs:
-                self._problem(
-                    f"{path} is ambiguous: rule {first.rule} gives it an adapter of rank "
-                    f"{rule.rank} for {first.op_id}, rule {use.rule} one of rank {other.rank}, "
-                    f"or with another alpha or dropout, for {use.op_id}; the first counts"
-                )
+                about = {"op_id": first.op_id, "paths": (path,), "rule": first.rule}
+                others = {"other_op": use.op_id, "other_rule": use.rule, "other_rank": other.rank}
+                self._problem(Code.TWO_RANKS(**about, **others, rank=rule.rank))
 
 
 def _batch(site: Site, side: int) -> tuple[int, ...]:

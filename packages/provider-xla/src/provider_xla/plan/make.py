@@ -17,6 +17,7 @@ from interception_core.log import logger
 
 from ..kernels.matmul import NoKernel
 from ..program.arrays import is_array, of_arrays, rebuilt, types_of
+from ..program.facts import Code
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
@@ -92,16 +93,13 @@ def make_plan(
         records = [_adapted(record, lora) for record in records]
     deciding = {record.rule for record in records}
     unused = [i for i in range(len(rules.rules)) if i not in deciding]
-    problems = (
-        *survey.problems,
-        *(why_unused(i, rules, records, [*leaves]) for i in unused),
-    )
+    survey.problems += (why_unused(i, rules, records, [*leaves]) for i in unused)
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = PlanData(
         ops=ops,
         weights=weights,
-        problems=problems,
+        faults=tuple(survey.problems),
         ranges=survey.ranges,
         rules=rules,
         engine=engine,
@@ -121,7 +119,7 @@ def make_plan(
             kernels,
         ),
         lora=lora,
-        notes=tuple(survey.notes),
+        remarks=tuple(survey.notes),
         trained_ranges=survey.trained_ranges,
     )
     if not any(weight.derived for weight in weights.values()):
@@ -148,15 +146,15 @@ def _with_kept(
         for path, weight in kept_beside(plan.weights, sorted(kept), plan.leaves).items()
     }
     notes = {
-        f"{path}: stored beside {', '.join(names)}, which other calls may compute otherwise": None
+        Code.BESIDE(paths=(path,), derived=names): None
         for path in stored
-        if (names := [one.path for one in differing if path in one.leaves])
+        if (names := tuple(one.path for one in differing if path in one.leaves))
     }
     return dataclasses.replace(
         plan,
         weights={**plan.weights, **stored},
         absorbed=absorbed - kept,
-        notes=tuple({**survey.notes, **notes}),
+        remarks=tuple({**survey.notes, **notes}),
     )
 
 
@@ -245,7 +243,7 @@ def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecor
     weight = next((weights[path] for path in record.paths if path in weights), None)
     if record.op_name != "take" or weight is None:
         return record
-    return dataclasses.replace(record, qtypes=(weight.qtype, None), reason=None)
+    return dataclasses.replace(record, qtypes=(weight.qtype, None), why=None)
 
 
 def _with_kernels(
@@ -306,30 +304,26 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         first = deciding[0]
         if leaf.dtype not in qn.FLOAT_DTYPES:
             # Rounded to its scale, it would lose what it has: its numbers are those of a format.
-            survey.notes[
-                f"{path} stays {jnp.dtype(leaf.dtype).name}, as it is: {first.op_id} casts it and "
-                "quantizes the cast at each call"
-            ] = None
+            kept = jnp.dtype(leaf.dtype).name
+            survey.notes[Code.STAYS_CAST(op_id=first.op_id, paths=(path,), dtype=kept)] = None
             continue
         assert first.how is not None
         assert first.rule is not None
+        about = {"paths": (path,), "rule": first.rule, "qtype": first.how.qtype}
         for other in deciding[1:]:
-            if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):  # type: ignore[union-attr]
-                survey.problems.append(
-                    f"{path} is ambiguous: rule {first.rule} quantizes it to {first.how.qtype} "
-                    f"for {first.op_id}, rule {other.rule} to {other.how.qtype} for "  # type: ignore[union-attr]
-                    f"{other.op_id}; the first counts"
-                )
+            assert other.how is not None
+            if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):
+                others = {"other_op": other.op_id, "other_rule": other.rule}
+                others["other_qtype"] = other.how.qtype
+                survey.problems.append(Code.TWO_FORMATS(op_id=first.op_id, **about, **others))
         # Lookups take rows whatever their scales are: they decide only if nothing contracts it.
         contractions = [use for use in uses if not use.is_lookup] or deciding
         granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
         block = qn.get_qtype(first.how.qtype).block
         fitted = granularity if block is None else granularity.in_blocks(leaf.shape, block)
         if fitted is None:
-            survey.problems.append(
-                f"{path} stays an array: {first.how.qtype} needs tiles of {block} along axes "
-                f"that all of its uses contract ({', '.join(u.op_id for u in contractions)})"
-            )
+            ops = tuple(use.op_id for use in contractions)
+            survey.problems.append(Code.NO_BLOCKS(**about, block=block, ops=ops))
             continue
         stepped = set(contractions[0].stepped).intersection(
             *(use.stepped for use in contractions[1:])
@@ -355,7 +349,7 @@ def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
     """Return how a parameter is quantized, noting scales that differ from the rule's."""
     found = weight.of_values(leaf)
     if found is not weight:
-        survey.notes[f"{weight.path}: scales beyond normal float16: float32 scales"] = None
+        survey.notes[Code.WIDE_SCALES(paths=(weight.path,))] = None
     return found
 
 
@@ -366,16 +360,16 @@ def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None
     text = survey.rules.rules[first.rule].sparsity
     if text is None:
         return None
-    about = f"{first.path} stays dense, against sparsity={text!r} of rule {first.rule}"
+    about = {"paths": (first.path,), "rule": first.rule, "sparsity": text}
     axes = {use.sparse_axis for use in uses}
     if first.is_lookup or len(axes) > 1 or None in axes:
-        ops = ", ".join(use.op_id for use in uses)
-        survey.problems.append(f"{about}: its uses contract no common axis ({ops})")
+        ops = tuple(use.op_id for use in uses)
+        survey.problems.append(Code.NO_COMMON_AXIS(**about, ops=ops))
         return None
     (axis,) = axes
     assert axis is not None
     pattern = parse_sparsity(text)
     if leaf.shape[axis] % pattern.m:
-        survey.problems.append(f"{about}: {pattern.m} does not divide {leaf.shape[axis]}")
+        survey.problems.append(Code.NOT_SPARSE(**about, m=pattern.m, size=leaf.shape[axis]))
         return None
     return Sparsity(pattern, axis)

@@ -12,12 +12,11 @@ import jax
 from interception_core import Engine
 
 from ..cache.plan import CachePlan
+from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules
-from ..program.record import OpRecord, Report
-from ..program.sites import UNFOLLOWED
+from ..program.record import Choice, OpRecord, Report
 from ..run.static import StaticRange
-from .choose import LOOKUP
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
@@ -35,14 +34,14 @@ class PlanData:
     Attributes:
         ops: every operation: its rule and its parameter, or why it stays float.
         weights: every parameter that is quantized, by pytree path.
-        problems: where rules can't be followed.
+        faults: where rules can't be followed; ``problems`` is their text.
         ranges: the activations with a static range, by site and side.
         trained_ranges: the parameters and incoming gradients that have one in training.
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
         lora: the adapters of parameters that rules with a rank are about, by pytree path.
         absorbed: parameters of which nothing is stored, since only derived weights use them.
-        notes: what is done that no rule says, such as another tile size where the rule's does not
-            divide.
+        remarks: what is done that no rule says, such as another tile size where the rule's does
+            not divide; ``notes`` is their text.
         caches: how the arguments that cache rules are about are carried, by pytree path.
         rules: the rules, and where the parameters are among the arguments.
         engine: taps the program.
@@ -56,7 +55,7 @@ class PlanData:
 
     ops: Report
     weights: Mapping[str, WeightPlan]
-    problems: tuple[str, ...]
+    faults: tuple[Fact, ...]
     ranges: Mapping[str, StaticRange]
     rules: Rules = dataclasses.field(repr=False)
     engine: Engine = dataclasses.field(repr=False)
@@ -68,11 +67,21 @@ class PlanData:
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
-    notes: tuple[str, ...] = dataclasses.field(default=(), kw_only=True)
+    remarks: tuple[Fact, ...] = dataclasses.field(default=(), kw_only=True)
     caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
     trained_ranges: Mapping[str, StaticRange] = dataclasses.field(
         default_factory=dict, kw_only=True
     )
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Return in sentences where rules can't be followed."""
+        return tuple(map(str, self.faults))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return in sentences what is done that no rule says."""
+        return tuple(map(str, self.remarks))
 
     # Cached: `beside` asks for it once for each of perhaps thousands of parameters.
     @functools.cached_property
@@ -139,14 +148,14 @@ class PlanData:
         # Not by the weight's path: a program may join several weights, or derive one.
         stored = {op_id for weight in self.weights.values() for op_id in weight.ops}
         for op in self.ops:
-            why = op.kernel_reason
-            if op.op_id in stored and why is not None and why != LOOKUP:
-                found[why] = (*found.get(why, ()), op.op_id)
+            choice = next(iter(op.kernels.values()), Choice(None, None))
+            if op.op_id in stored and choice.reason is not None and not choice.is_lookup:
+                found[choice.reason] = (*found.get(choice.reason, ()), op.op_id)
         return found
 
     def _why_float(self, ops: Sequence[OpRecord]) -> str:
         if not ops:
-            if any(op.reason == UNFOLLOWED for op in self.ops):
+            if any(op.why is not None and op.why.code is Code.UNFOLLOWED for op in self.ops):
                 return "no matmul, convolution or lookup is known to use it"
             # Rows at one index are slices, which are looked at only where a rule names lookups.
             lookup = "lookup" if self.rules.looks_up else "gather"

@@ -14,6 +14,7 @@ from hijax_trace import Expression, Leaf, carriers_of, is_chosen, root_of
 from interception_core import OpCall
 
 from ..errors import QuantizationError
+from ..program.facts import Code, Fact
 from ..program.granularity import Axes, Granularity, misfit, of_operand, tiles_of
 from ..program.matching import Rules, Weight
 from .derived import Derived
@@ -64,14 +65,14 @@ class Storage:
     Args:
         rules: the rules.
         leaves: types of the parameters, by path.
-        problem: called with a sentence for each weight that can't be stored.
+        problem: called with a fact for each weight that can't be stored.
 
     Attributes:
         derived: the derived weights, by the key of their expression.
     """
 
     def __init__(
-        self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[str], None]
+        self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[Fact], None]
     ) -> None:
         self.rules = rules
         self.leaves = leaves
@@ -81,8 +82,9 @@ class Storage:
     def of(self, call: OpCall, operand: Any, weight: Weight, asked: Asked) -> list[Stored]:
         """Return what to store for an operand; if impossible, note a problem."""
         if weight.axes is not None:
-            shape = self.leaves[weight.path].shape
-            return [Stored(weight.path, shape, weight.axes, self._granularity(weight, asked))]
+            (path,) = weight.paths
+            granularity = self._granularity(path, weight, asked)
+            return [Stored(path, self.leaves[path].shape, weight.axes, granularity)]
         expression = call.expression(operand)
         tiles = self._tiles(weight.shape, asked)
         root = root_of(expression, self.rules.is_parameter)
@@ -102,12 +104,8 @@ class Storage:
             return []
         derived = self._derived(expression, root, tiles, asked)
         if derived is None:
-            self._problem(
-                f"{asked.op_id}: its weight {expression} can't be stored (rule {asked.rule}): the "
-                "loops that it is computed in step through several parameters, or the program "
-                "joins, masks or carries parts of parameters that it chooses while it runs. It is "
-                f"made of {' and '.join(weight.paths)} and quantized at each call"
-            )
+            about = {"op_id": asked.op_id, "paths": weight.paths, "rule": asked.rule}
+            self._problem(Code.QUANTIZED_AT_CALLS(**about, weight=str(expression)))
         return [] if derived is None else [derived]
 
     def _view(
@@ -220,10 +218,10 @@ class Storage:
         found = tiles_of(sizes, how.tile_size) or {}
         return {shared[place]: tile for place, tile in found.items()}
 
-    def _granularity(self, weight: Weight, asked: Asked) -> Granularity:
+    def _granularity(self, path: str, weight: Weight, asked: Asked) -> Granularity:
         """Return the finest granularity of a parameter used whole or by step."""
         assert weight.axes is not None
-        shape, tiles = self.leaves[weight.path].shape, self._tiles(weight.shape, asked)
+        shape, tiles = self.leaves[path].shape, self._tiles(weight.shape, asked)
         found = of_operand(weight.axes, shape, weight.shape, asked.shared, tiles)
         return self._channelwise(found, weight.axes, asked)
 

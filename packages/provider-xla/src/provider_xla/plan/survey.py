@@ -14,17 +14,14 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
-from ..program.granularity import (
-    Granularity,
-    fitted,
-    tile_elements,
-)
+from ..program.facts import Code, Fact, joined
+from ..program.granularity import Granularity, fitted, tile_elements
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
-from ..program.sites import PART_OF_A_WEIGHT, Site, short, unstorable
+from ..program.sites import Site, short, unstorable
 from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
-from .choose import LOOKUP, MatrixUse, RowsUse, use_of
+from .choose import MatrixUse, PlainLookup, RowsUse, use_of
 from .chosen import Chosen
 from .derived import Derived
 from .lora_survey import LoraSurvey
@@ -66,7 +63,7 @@ class Survey:
 
     Attributes:
         records: the operations, by id and operands.
-        problems: where rules can't be followed, as sentences.
+        problems: where rules can't be followed.
         uses: each use of a parameter or derived weight.
         ranges: the activations with a static range, by site and side.
         trained_ranges: the parameters and incoming gradients that have one in training.
@@ -80,12 +77,12 @@ class Survey:
         self.rules = rules
         self.leaves = leaves
         self.records: dict[tuple, OpRecord] = {}
-        self.problems: list[str] = []
+        self.problems: list[Fact] = []
         self.uses: list[Use] = []
         self.ranges: dict[str, StaticRange] = {}
         self.trained_ranges: dict[str, StaticRange] = {}
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
-        self.notes: dict[str, None] = {}
+        self.notes: dict[Fact, None] = {}
         self.chosen: list[Chosen] = []
         self._sliced: dict[str, tuple[str, ...]] = {}
         self._storage = Storage(rules, leaves, self.problems.append)
@@ -96,7 +93,7 @@ class Survey:
         """Return the derived weights, by the key of their expression."""
         return self._storage.derived
 
-    def record(self, record: OpRecord, problem: str | None) -> None:
+    def record(self, record: OpRecord, problem: Fact | None) -> None:
         """Record an operation, and why its rule can't be followed if so.
 
         Raises:
@@ -105,8 +102,8 @@ class Survey:
         """
         self.records.setdefault((record.op_id, record.operands), record)
         # What computes a weight reads no stored one.
-        is_use = record.rule is not None and record.reason != PART_OF_A_WEIGHT
-        if is_use and not record.quantized:
+        is_use = record.why is None or record.why.code is not Code.COMPUTES_WEIGHT
+        if is_use and record.rule is not None and not record.quantized:
             for path in record.paths:
                 self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
@@ -120,19 +117,20 @@ class Survey:
                     f"{record.op_id}: it is {short(leaf)}, and only floats can be quantized. "
                     "Convert it, or give the operation a rule without qtypes."
                 )
-        about = f" of {record.weight}" if record.weight else ""
-        if record.weight and rule.weight_qtype is not None and "tile_size" in problem:
+        of_tiles = problem.code in (Code.NO_TILES, Code.MISFIT)
+        if record.paths and rule.weight_qtype is not None and of_tiles:
             raise QuantizationError(
-                f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
+                f"Rule {record.rule} can't be followed for {joined(record.paths)}, an operand of "
                 f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
                 "separate rule."
             )
-        what = ":" if record.quantized else " stays float:"
-        self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
+        code = Code.IN_PART if record.quantized else Code.STAYS_FLOAT
+        about = {"op_id": record.op_id, "paths": record.paths, "rule": record.rule}
+        self.problems.append(code(**about, why=problem))
 
-    def remark(self, call: OpCall, text: str) -> None:
+    def remark(self, call: OpCall, done: Fact) -> None:
         """Record what is done to an operation besides its rule."""
-        self.notes[f"{call.op_id}: {text}"] = None
+        self.notes[Code.DONE(op_id=call.op_id, what=done)] = None
 
     def run(self, site: Site) -> Any:
         """Record a contraction that is quantized or has an adapter."""
@@ -189,11 +187,11 @@ class Survey:
                 self._lookup_of_scaled(call, operand, index)
             return NotImplemented
         number = self.rules.find(("take",), call.module_path, self.rules.paths(among), True)
-        why = "no rule names it"
+        why = Code.NOT_NAMED()
         if call.op_name == "dynamic_slice":
             self._sliced[call.op_id] = weight.paths
         if counts:
-            number, why = None, "a loop counts the index: it takes the rows in turn"
+            number, why = None, Code.COUNTED()
         rule = None if number is None else self.rules.rules[number]
         shared = tuple(axis for axis in range(operand.ndim) if axis not in along)
         how = None if rule is None else self.rules.how(rule, True)
@@ -208,8 +206,7 @@ class Survey:
             (None if how is None else how.qtype, None),
             number,
             None if how is not None else why,
-            weight.path,
-            paths=weight.paths,
+            weight.paths,
             module_path=call.module_path,
         )
         self.record(record, None)
@@ -221,7 +218,7 @@ class Survey:
         self._choose(call, operand, found, asked)
         for stored in found:
             self._use(stored, asked, weight)
-            use: RowsUse | NoKernel = NoKernel("a lookup in vmap" if is_mapped else LOOKUP)
+            use: RowsUse | NoKernel = NoKernel("a lookup in vmap") if is_mapped else PlainLookup()
             where = stored.axes or ()
             if axes and not is_mapped and set(axes) <= {*where}:
                 use = RowsUse(tuple(map(where.index, axes)), count)
@@ -241,14 +238,11 @@ class Survey:
         if not gone:
             return
 
-        def kept(text: str) -> bool:
-            return not any(text.startswith(f"{op}: ") or f" from {op} (rule" in text for op in gone)
-
         self.records = {key: one for key, one in self.records.items() if one.op_id not in gone}
         self.uses = [use for use in self.uses if use.op_id not in gone]
         self.chosen = [one for one in self.chosen if one.op_id not in gone]
-        self.notes = {text: None for text in self.notes if kept(text)}
-        self.problems[:] = filter(kept, self.problems)
+        self.notes = {one: None for one in self.notes if one.op_id not in gone}
+        self.problems[:] = [one for one in self.problems if one.op_id not in gone]
         for uses in self.contractions.values():
             for op_id in gone & uses.keys():
                 del uses[op_id]
@@ -262,16 +256,15 @@ class Survey:
         below = tuple(path.removeprefix(self.rules.params) for path in found)
         index = self.rules.find(("take",), call.module_path, below, True) if found else None
         if index is not None and self.rules.rules[index].weight_qtype is not None:
-            text, problem = unstorable(found)
+            why, problem = unstorable(found)
             record = OpRecord(
                 lookup_id(call),
                 "take",
                 (short(operand), short(indices)),
                 (None, None),
                 index,
-                text,
-                " and ".join(found),
-                paths=tuple(found),
+                why,
+                tuple(found),
                 module_path=call.module_path,
             )
             self.record(record, problem)
@@ -301,8 +294,8 @@ class Survey:
             return
         # There are no more scales than one for each column: the tiles were lost.
         if scales * along <= math.prod(stored.shape):
-            text = f"can't be followed back to {stored.path}: one scale per channel"
-            self.notes[f"{asked.op_id}: tiles of {how.tile_size} {text}"] = None
+            about = {"op_id": asked.op_id, "paths": (stored.path,), "tile": how.tile_size}
+            self.notes[Code.LOST_TILES(**about)] = None
 
     def _use(self, stored: Stored, asked: Asked, weight: Weight) -> None:
         self._note_lost_tiles(stored, asked, weight)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from interception_core import matches_path
 
+from ..program.facts import Code, Fact
 from ..program.matching import Rules
 from ..program.record import OpRecord
 from ..rules.rule import QuantizationRule
@@ -15,8 +16,10 @@ from ..rules.rule import QuantizationRule
 _SHOWN = 5
 
 
-def why_unused(index: int, rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]) -> str:
-    """Return a sentence on a rule that decides nothing.
+def why_unused(
+    index: int, rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]
+) -> Fact:
+    """Return that a rule decides nothing, and why.
 
     Args:
         index: its number.
@@ -26,7 +29,7 @@ def why_unused(index: int, rules: Rules, records: Sequence[OpRecord], leaves: Se
     """
     rule = rules.rules[index]
     why = _why(index, rule, rules, records, leaves)
-    return f"rule {index} decides nothing: {_shown(rule)}: {why}"
+    return Code.UNUSED(rule=index, shown=_shown(rule), why=why)
 
 
 def _shown(rule: QuantizationRule) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import quant_numerics as qn
 
+from .facts import Code, Fact
+
 Axes = tuple[int | tuple[int, ...] | None, ...]
 """For each axis of a parameter, the axis of the operand that it became: see ``Operand.axes``."""
 
@@ -172,7 +174,9 @@ def tiles_of(sizes: Sequence[int], tile_size: int | float) -> dict[int, int] | N
     return qn.contraction_tiles(sizes, range(len(sizes)), tile) if tile > 0 else None
 
 
-def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = None) -> str | None:
+def misfit(
+    sizes: Sequence[int], tile_size: int | float, fallback: str | None = None
+) -> Fact | None:
     """Return why a contraction cannot have such tiles, or None.
 
     Args:
@@ -181,17 +185,17 @@ def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = 
         fallback: "padded" where the last tile may be shorter.
     """
     if not sizes:
-        return "tile_size is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
+        return Code.NO_TILES()
     tiles = tiles_of(sizes, tile_size)
     even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
     if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):
         return None
-    return f"tile_size {tile_size} does not divide contracted {list(sizes)}"
+    return Code.MISFIT(tile=tile_size, sizes=tuple(sizes))
 
 
 def fitted(
     how: qn.HowToQuantize, sizes: Sequence[int], fallback: str | None
-) -> tuple[qn.HowToQuantize, str | None]:
+) -> tuple[qn.HowToQuantize, Fact | None]:
     """Return an operand's quantization with tiles that fit its axes.
 
     Args:
@@ -207,22 +211,22 @@ def fitted(
     if tile is None or why is None or fallback is None:
         return how, None
     if misfit(sizes, tile, fallback) is None:
-        return how, f"{why}: a shorter last tile"
+        return how, Code.SHORTER_TILE(why=why)
     if qn.get_qtype(how.qtype).block is not None:
         return how, None
     total = math.prod(sizes)
     most = min(tile_elements(tile, total), total) if sizes and fallback != "channel" else 0
     found = next((n for n in range(most, 1, -1) if misfit(sizes, n) is None), None)
     found = None if found == total else found
-    got = "one scale per channel" if found is None else f"tiles of {found}"
-    return dataclasses.replace(how, tile_size=found), f"{why}: {got}"
+    done = Code.PER_CHANNEL(why=why) if found is None else Code.OTHER_TILES(why=why, tile=found)
+    return dataclasses.replace(how, tile_size=found), done
 
 
 def all_fitted(
     sizes: Sequence[int],
     fallback: str | None,
     hows: tuple[qn.HowToQuantize | None, ...],
-) -> tuple[tuple[qn.HowToQuantize | None, ...], tuple[str, ...]]:
+) -> tuple[tuple[qn.HowToQuantize | None, ...], tuple[Fact, ...]]:
     """Return how operands are quantized, with tiles that their contracted axis has.
 
     Args:
@@ -239,5 +243,5 @@ def all_fitted(
     blocks = any(qn.get_qtype(how.qtype).block is not None for how in tiled)
     if blocks and any(new is not how for how, (new, _) in found.items()):
         return hows, ()
-    remarks = tuple(dict.fromkeys(text for _, text in found.values() if text))
+    remarks = tuple(dict.fromkeys(done for _, done in found.values() if done))
     return tuple(how and found[how][0] for how in hows), remarks

@@ -13,6 +13,7 @@ from interception_core import Engine, OpCall, ValueKind
 
 from ..rules.rule import FUSED_NAMES, NAMED_ONLY, QuantizationRule
 from .contractions import Contraction
+from .facts import Code, Fact
 from .granularity import Axes, all_fitted, misfit
 
 
@@ -30,7 +31,6 @@ class Weight:
     """An operand that is a parameter, a view, or a derived weight.
 
     Attributes:
-        path: the pytree path of the parameter; of several, joined by " and ", to be read by people.
         paths: the pytree paths of the parameters behind it.
         shape: of the operand.
         dtype: of the operand.
@@ -39,7 +39,6 @@ class Weight:
         is_dynamic: whether the program computes which part of the parameters it is.
     """
 
-    path: str
     paths: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: Any
@@ -99,9 +98,7 @@ def weights_among(
             continue
         kinds[i] = kind
         paths = tuple(sorted(kind.paths))
-        found[i] = Weight(
-            " and ".join(paths), paths, known.shape, known.dtype, known.axes, kind.is_dynamic
-        )
+        found[i] = Weight(paths, known.shape, known.dtype, known.axes, kind.is_dynamic)
     if len(kinds) < 2:
         return Weights(tuple(found))
     static = [i for i, kind in kinds.items() if not kind.is_dynamic]
@@ -123,16 +120,9 @@ class Decision(NamedTuple):
     """
 
     hows: tuple[qn.HowToQuantize | None, ...]
-    remarks: tuple[str, ...]
-    why: str | None
+    remarks: tuple[Fact, ...]
+    why: Fact | None
     wrong: bool
-
-
-NO_WEIGHT = "the rule is for weights, and no operand is known as a parameter"
-"""Why an operation stays float."""
-OF_ACTIVATIONS = "XLA quantizes two activations at each call: on CPUs that often takes longer than"
-OF_ACTIVATIONS += " their float product"
-"""What is done that a rule does not say."""
 
 
 @dataclass(frozen=True)
@@ -239,7 +229,7 @@ class Rules:
         sizes = contraction.tiled_sizes(shapes, hows)
         hows, remarks = all_fitted(sizes, rule.tile_fallback, hows)
         if all(hows) and not any(sides):
-            remarks = (*remarks, OF_ACTIVATIONS)
+            remarks = (*remarks, Code.OF_ACTIVATIONS())
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
         if any(hows) or rule.rank is None or not any(sides):
@@ -272,12 +262,12 @@ def _why_not(
     rule: QuantizationRule,
     sizes: Sequence[int],
     hows: Sequence[Any],
-) -> tuple[str | None, bool]:
+) -> tuple[Fact | None, bool]:
     """Return why an operation stays float, and if its rule forbids that."""
     if not any(hows):
         if rule.weight_qtype is None and rule.rank is None:
-            return "the rule leaves it float", False
-        return NO_WEIGHT, False
+            return Code.LEFT_FLOAT(), False
+        return Code.NO_WEIGHT(), False
     tiles = {how.tile_size for how in hows if how is not None}
     for tile in sorted(tiles - {None}):
         reason = misfit(sizes, tile, rule.tile_fallback)

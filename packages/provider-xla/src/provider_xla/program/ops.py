@@ -16,30 +16,19 @@ from opt_einsum import parser
 import quant_numerics as qn
 
 from .contractions import Contraction, Convolution, Matmul, RaggedMatmul
+from .facts import Code, Fact
 
 
 class StaysFloat(Exception):
     """Raised for a call that can't be quantized as a whole, with the reason.
 
     Attributes:
-        in_parts: whether the operations that it consists of can be quantized.
-        is_common: whether its operands are integers, or not arrays. That is a problem only if a
-            parameter stays float because of it.
-        is_scaling: whether it multiplies by a scalar, which is never a problem.
+        why: the reason; of a text, that with this text.
     """
 
-    def __init__(
-        self,
-        reason: str,
-        *,
-        in_parts: bool = False,
-        is_common: bool = False,
-        is_scaling: bool = False,
-    ):
-        super().__init__(reason)
-        self.in_parts = in_parts
-        self.is_common = is_common
-        self.is_scaling = is_scaling
+    def __init__(self, why: Fact | str):
+        super().__init__(why)
+        self.why = Code.READ(text=why) if isinstance(why, str) else why
 
 
 class Reading(NamedTuple):
@@ -86,11 +75,11 @@ def _matmul(arguments: dict[str, Any]) -> Reading:
 def _einsum(arguments: dict[str, Any]) -> Reading:
     spec, operands = arguments["subscripts"], arguments["operands"]
     if not isinstance(spec, str):
-        raise StaysFloat("the interleaved form is seen in its parts", in_parts=True)
+        raise StaysFloat(Code.INTERLEAVED())
     if len(operands) != 2:
-        raise StaysFloat(f"{len(operands)} operands are seen in their parts", in_parts=True)
+        raise StaysFloat(Code.SEVERAL_OPERANDS(count=len(operands)))
     if arguments["_dot_general"] is not lax.dot_general:
-        raise StaysFloat("it is computed by a dot_general of the program's own", in_parts=True)
+        raise StaysFloat(Code.OWN_DOT_GENERAL())
     return _einsum_contraction(spec, *_promoted(*operands), arguments)
 
 
@@ -100,11 +89,11 @@ def _einsum_contraction(
     try:
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
     except ValueError as error:  # a diagonal; an invalid spec fails in the float op
-        raise StaysFloat(str(error).partition(";")[0], in_parts=True) from error
+        raise StaysFloat(Code.DIAGONAL()) from error
     inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
     left, right = (set(labels) for labels in inputs.split(","))
     if (left ^ right) - set(output):
-        raise StaysFloat("a label of one operand alone is summed first: in parts", in_parts=True)
+        raise StaysFloat(Code.SUMMED_FIRST())
     return Reading(Matmul(dims, spec, *_options(arguments)), (lhs, rhs))
 
 
@@ -161,11 +150,11 @@ def _frozen(value: Any) -> Any:
 def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
     for value in values:
         if not isinstance(value, jax.Array | np.ndarray):
-            raise StaysFloat(f"an operand is a {type(value).__name__}", is_common=True)
+            raise StaysFloat(Code.NO_ARRAY(type=type(value).__name__))
         if jnp.result_type(value) not in qn.FLOAT_DTYPES:
-            raise StaysFloat(f"an operand is {value.dtype}", is_common=True)
+            raise StaysFloat(Code.NO_FLOAT(dtype=str(value.dtype)))
         if value.ndim == 0:
-            raise StaysFloat("an operand is a scalar", is_scaling=True)
+            raise StaysFloat(Code.SCALAR())
     lhs, rhs = values  # as they are: a weight is known by its identity
     return lhs, rhs
 

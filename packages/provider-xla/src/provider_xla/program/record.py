@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
 from interception_core import kernel_platforms, platform_of, select_kernel
 
+from .facts import IN_PARTS, Fact, joined
 from .fold import fold_rows
 
-IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
+_WITH_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
+
+_IN_JSON = ("op_id", "op_name", "operands", "qtypes", "rule", "reason", "paths", "rank")
+_IN_JSON += ("module_path",)
 
 
 class Choice(NamedTuple):
@@ -22,10 +26,12 @@ class Choice(NamedTuple):
     Attributes:
         kernel: the FFI target of the kernel; None for XLA.
         reason: why XLA computes it; None with a kernel.
+        is_lookup: whether it is a lookup in a parameter that no kernel reads.
     """
 
     kernel: str | None
     reason: str | None
+    is_lookup: bool = False
 
 
 def platforms(first: str | None = None) -> tuple[str, ...]:
@@ -59,8 +65,8 @@ def choices(op: str, operands: Sequence[Any]) -> dict[str, Choice]:
 def shown(kernels: Mapping[str, Choice]) -> str:
     """Return what computes an operation, in a few words."""
     by_target: dict[str, list[str]] = {}
-    for platform, (kernel, _) in kernels.items():
-        by_target.setdefault(kernel or "XLA", []).append(platform)
+    for platform, one in kernels.items():
+        by_target.setdefault(one.kernel or "XLA", []).append(platform)
     if len(kernels) == 1:
         return next(iter(by_target))
     return ", ".join(f"{target} ({', '.join(names)})" for target, names in by_target.items())
@@ -76,12 +82,10 @@ class OpRecord:
         operands: dtype and shape of the operands, as ``f32[8,64]``.
         qtypes: qtype of both operands; None where it stays float.
         rule: index of the rule that decided, or None.
-        reason: why the operation stays float; None if it is quantized.
-        weight: pytree path of the parameter among the operands, where it is known; of several,
-            joined by " and ".
+        why: why the operation stays float; None if it is quantized.
+        paths: pytree paths of the parameters behind the operands.
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
-        paths: pytree paths of the parameters behind the operands.
         module_path: the name stack around it, which rules match.
     """
 
@@ -90,12 +94,16 @@ class OpRecord:
     operands: tuple[str, ...]
     qtypes: tuple[str | None, str | None]
     rule: int | None
-    reason: str | None
-    weight: str | None
+    why: Fact | None
+    paths: tuple[str, ...] = ()
     kernels: Mapping[str, Choice] = field(default_factory=dict)
     rank: int | None = None
-    paths: tuple[str, ...] = ()
     module_path: str = ""
+
+    @property
+    def reason(self) -> str | None:
+        """Return in words why it stays float; None if it is quantized."""
+        return None if self.why is None else str(self.why)
 
     @property
     def kernel(self) -> str | None:
@@ -115,13 +123,9 @@ class OpRecord:
     @property
     def is_in_parts(self) -> bool:
         """Return whether it stays float because its parts are records."""
-        if self.quantized or self.op_name not in IN_PARTS:
+        if self.quantized or self.op_name not in _WITH_PARTS:
             return False
-        return (
-            self.rule is None
-            or "in parts" in str(self.reason)
-            or "in their parts" in str(self.reason)
-        )
+        return self.rule is None or (self.why is not None and self.why.code in IN_PARTS)
 
 
 class Report(tuple[OpRecord, ...]):
@@ -136,8 +140,11 @@ class Report(tuple[OpRecord, ...]):
         """Return the records as JSON values."""
         return [
             {
-                **asdict(record),
-                "kernels": {name: one._asdict() for name, one in record.kernels.items()},
+                **{name: getattr(record, name) for name in _IN_JSON},
+                "kernels": {
+                    name: {"kernel": one.kernel, "reason": one.reason}
+                    for name, one in record.kernels.items()
+                },
             }
             for record in self
         ]
@@ -185,7 +192,7 @@ def _row(record: OpRecord) -> list[str]:
         " x ".join(record.operands),
         _runs_as(record),
         "" if record.rule is None else str(record.rule),
-        record.reason or record.weight or "",
+        record.reason or joined(record.paths),
     ]
 
 

@@ -20,8 +20,9 @@ from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
+from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
-from .matching import NO_WEIGHT, Rules, Weight
+from .matching import Rules, Weight
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
@@ -65,18 +66,12 @@ class Site:
         return activation and bool(self.rule.act_static_scale)
 
 
-Record = Callable[[OpRecord, str | None], None]
+Record = Callable[[OpRecord, Fact | None], None]
 """Takes an operation's record, and why its rule can't be followed; None if it can."""
 
 
 Leave = Callable[[OpCall, Contraction, tuple[Any, Any], tuple[Any, ...]], None]
 """Takes a contraction that stays float: the call, the contraction, its operands, other arrays."""
-
-PART_OF_A_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
-"""Why an operation stays float."""
-NO_RULE = "no rule matches"
-LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
-"""Why an operation, or its activations, stay float."""
 
 _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that call no other tapped operation."""
@@ -109,7 +104,7 @@ class Sites:
         *,
         lookup: Callable[..., Any] | None = None,
         leave: Leave | None = None,
-        remark: Callable[[OpCall, str], None] = lambda call, text: None,
+        remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
         keyed: bool = True,
         is_pure: bool = False,
     ):
@@ -156,11 +151,11 @@ class Sites:
             return call.proceed(*args, **kwargs)
         # To rules, the parts of an einsum of several operands are einsums.
         names = (op.name, "einsum") if "einsum" in call.within else (op.name,)
-        reading, reason, decisions = None, None, {}
+        reading, unread, decisions = None, None, {}
         try:
             reading, decisions = self._readings.read(op, args, kwargs)
         except StaysFloat as error:
-            reason = error
+            unread = error.why
         if reading is None:
             values = [value for value in (*args, *kwargs.values()) if is_array(value)]
         else:
@@ -181,29 +176,33 @@ class Sites:
         index = self._rules.find(*asked, is_one)
         rule = None if index is None else self._rules.rules[index]
         if reading is None:
-            assert reason is not None
-            wrong = rule is not None and not reason.in_parts and rule.is_acting
-            wrong = wrong and not reason.is_scaling and (has_weight or not reason.is_common)
+            assert unread is not None
+            in_parts = unread.code in IN_PARTS
+            # Scaling is no problem, and other operands only if a parameter stays float by them.
+            is_common = unread.code in (Code.NO_ARRAY, Code.NO_FLOAT)
+            wrong = rule is not None and not in_parts and rule.is_acting
+            wrong = wrong and unread.code is not Code.SCALAR and (has_weight or not is_common)
             # If the parts are visited, it is they that use the parameters.
-            weights = () if reason.in_parts else among.found
-            self._note(op, call, args, index, weights=weights, reason=str(reason), wrong=wrong)
+            weights = () if in_parts else among.found
+            self._note(op, call, args, index, weights=weights, why=unread, wrong=wrong)
             return NotImplemented
         contraction, operands, extras = reading
         if rule is None or index is None:
             # The rule that would match if an operand were a weight.
             index = self._rules.find(*asked)
-            why = NO_RULE if index is None else unstorable(scaled)[0] if scaled else NO_WEIGHT
+            why = Code.NO_WEIGHT() if index is not None else Code.NO_RULE()
+            why = unstorable(scaled)[0] if scaled and index is not None else why
             # What consists of others is left whole where rules say the same about its parts.
             is_left = index is not None and not self._rules.names_operations
             is_whole = is_left or op.name in _WHOLE
             known = {"weights": among.found, "scaled": tuple(scaled)}
-            self._note(op, call, operands, index if is_whole else None, reason=why, **known)
+            self._note(op, call, operands, index if is_whole else None, why=why, **known)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
         weights = among.found
         if among.is_part:
-            self._note(op, call, operands, index, weights=weights, reason=PART_OF_A_WEIGHT)
+            self._note(op, call, operands, index, weights=weights, why=Code.COMPUTES_WEIGHT())
             return call.proceed(*args, **kwargs)
         sides = tuple(weight is not None for weight in weights)
         if (index, sides) not in decisions:
@@ -214,22 +213,22 @@ class Sites:
             pairs = zip(hows, sides, strict=True)
             floats = tuple(how if is_weight else None for how, is_weight in pairs)
             if not any(floats) and (rule.rank is None or not any(sides)):
-                why = LINEAR
+                why = Code.LINEAR()
             elif floats != hows:
-                remarks = (*remarks, LINEAR)
+                remarks = (*remarks, Code.LINEAR())
             hows = floats
         for remark in remarks:
             self._remark(call, remark)
         if self._surveys and not has_weight and rule.weight_qtype is not None:
-            text, problem = UNFOLLOWED, UNFOLLOWED
+            lost = problem = Code.UNFOLLOWED()
             if scaled:
-                text, problem = unstorable(scaled)
+                lost, problem = unstorable(scaled)
             if scaled or unfollowed:
-                why = why if any(hows) else text
+                why = why if any(hows) else lost
                 known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
-                self._note(op, call, operands, index, hows=hows, reason=why, **known)
+                self._note(op, call, operands, index, hows=hows, why=why, **known)
         if why is not None:
-            self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
+            self._note(op, call, operands, index, why=why, weights=weights, wrong=wrong)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
@@ -257,17 +256,18 @@ class Sites:
         if index is None or self._is_fused_around(call):
             return NotImplemented
         shown = tuple(short(x) for x in jax.tree.leaves((args, kwargs)) if is_array(x))
-        record = OpRecord(call.op_id, op.name, shown, (None, None), index, None, None)
+        record = OpRecord(call.op_id, op.name, shown, (None, None), index, None)
         if self._rules.rules[index].kernel is None:
-            self._record(dataclasses.replace(record, reason="the rule leaves it to XLA"), None)
+            self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
             return NotImplemented
         try:
             name, arrays, run, kernels = op.read(function, args, kwargs)
-        except (StaysFloat, UnknownNameError) as reason:
+        except (StaysFloat, UnknownNameError) as error:
+            why = error.why if isinstance(error, StaysFloat) else Code.READ(text=str(error))
             # Rules name functions. A written-out attention that kernels can't compute is not a
             # problem of the rule.
-            problem = None if function is attention else str(reason)
-            self._record(dataclasses.replace(record, reason=str(reason)), problem)
+            problem = None if function is attention else why
+            self._record(dataclasses.replace(record, why=why), problem)
             return NotImplemented
         if name == ATTENTION:
             kernels = over_cache(call, arrays, kernels)
@@ -299,14 +299,14 @@ class Sites:
 
     def _note_kernel(self, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a Pallas kernel reads."""
-        return self._note_reader(call, operands, "a Pallas kernel stays as it is written", False)
+        return self._note_reader(call, operands, Code.PALLAS(), False)
 
     def _note_opaque(self, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a library's primitive reads that holds programs."""
-        return self._note_reader(call, operands, OPAQUE, True)
+        return self._note_reader(call, operands, Code.OPAQUE(), True)
 
     def _note_reader(
-        self, call: OpCall, operands: Sequence[Any], reason: str, is_problem: bool
+        self, call: OpCall, operands: Sequence[Any], why: Fact, is_problem: bool
     ) -> Any:
         """Record which parameters a primitive reads as arrays."""
         if not self._surveys:
@@ -325,12 +325,11 @@ class Sites:
             tuple(map(short, arrays)),
             (None, None),
             index,
-            reason,
-            " and ".join(paths) or None,
-            paths=paths,
+            why,
+            paths,
             module_path=call.module_path,
         )
-        self._record(record, reason if is_problem and paths else None)
+        self._record(record, why if is_problem and paths else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
@@ -360,28 +359,26 @@ class Sites:
         index: int | None,
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
         weights: Sequence[Weight | None] = (),
-        reason: str | None = None,
+        why: Fact | None = None,
         wrong: bool = False,
-        problem: str | None = None,
+        problem: Fact | None = None,
         scaled: tuple[str, ...] = (),
     ) -> None:
         if self._record is ignore:
             return
         shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
         qtypes = tuple(None if how is None else how.qtype for how in hows)
-        weight = " and ".join([*(w.path for w in weights if w is not None), *scaled]) or None
         record = OpRecord(
             call.op_id,
             op.name,
             shapes,
             qtypes,  # type: ignore[arg-type]
             index,
-            reason,
-            weight,
-            paths=(*(path for w in weights if w is not None for path in w.paths), *scaled),
+            why,
+            (*(path for w in weights if w is not None for path in w.paths), *scaled),
             module_path=call.module_path,
         )
-        self._record(record, reason if wrong else problem)
+        self._record(record, why if wrong else problem)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -389,28 +386,14 @@ def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     return untapped(call.proceed(*args, **kwargs))
 
 
-def unstorable(paths: Mapping[str, bool]) -> tuple[str, str | None]:
+def unstorable(paths: Mapping[str, bool]) -> tuple[Fact, Fact | None]:
     """Return why parameters that ``scaled_inputs`` names stay float, and the problem.
 
     A program that writes into a parameter uses it as a state, which is not a problem.
     """
-    text = " and ".join(paths) + " can't be stored: the program "
     if all(paths.values()):
-        return text + "writes into it at each call, as into a cache", None
-    text += "multiplies or joins it with what it computes at each call"
-    return text, text
-
-
-OPAQUE = (
-    "it is a primitive of a library and holds programs, in which nothing is quantized. Give the "
-    "parameter a rule without weight_qtype, or write this part of the program with JAX's functions"
-)
-"""Why parameters that a primitive reads stay float."""
-
-UNFOLLOWED = (
-    "no operand is known as a parameter: the program or a library transforms it in a trace of its "
-    "own. Where that is a derivative of a shard_map, put jax.jit around the shard_map"
-)
+        return Code.STATE(paths=paths), None
+    return (why := Code.SCALED(paths=paths)), why
 
 
 def short(x: Any) -> str:
@@ -423,5 +406,5 @@ _SHORT: Mapping[str, str] = {"float32": "f32", "float64": "f64", "float16": "f16
 }
 
 
-def ignore(record: OpRecord, problem: str | None) -> None:
+def ignore(record: OpRecord, problem: Fact | None) -> None:
     """Take an operation, and do nothing."""

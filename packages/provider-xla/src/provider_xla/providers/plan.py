@@ -240,7 +240,7 @@ class Plan(ParameterPlan):
         qtypes: Iterable[Any] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8"),
         tile_size: int | float | Sequence[int | float | None] | None = None,
         error: Callable[[Any, Any], Any] | None = None,
-        errors: Mapping[str, Mapping[str, float]] | None = None,
+        errors: Mapping[tuple[str, ...], Mapping[str, float]] | None = None,
     ) -> Self:
         """Return a plan whose bits are spent where they help most.
 
@@ -300,7 +300,7 @@ class Plan(ParameterPlan):
         return ranges.empty_statistics(self, params)
 
 
-_KEPT = ("problems", "notes", "allocation", "caches")
+_KEPT = ("faults", "remarks", "allocation", "caches")
 """What a plan holds beside the result of ``make_plan``."""
 
 

@@ -17,6 +17,7 @@ from ..cache.find import find_caches
 from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
+from ..program.facts import Fact
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report
 from ..program.sites import Site, Sites
@@ -142,10 +143,10 @@ class XlaProvider(abc.ABC):
         found = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
             everything = [*args[:argnum], params, *args[argnum:]]
-            caches, problems = find_caches(
+            caches, faults = find_caches(
                 self.cache_rules, self._engine, argnum, fn, everything, kwargs
             )
-            found = dataclasses.replace(found, caches=caches, problems=(*found.problems, *problems))
+            found = dataclasses.replace(found, caches=caches, faults=(*found.faults, *faults))
         plan = Plan.of(found)
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
@@ -183,7 +184,7 @@ class XlaProvider(abc.ABC):
     def _run(self, site: Site) -> Any:
         """Return the result of an operation."""
 
-    def _record(self, record: OpRecord, problem: str | None) -> None:
+    def _record(self, record: OpRecord, problem: Fact | None) -> None:
         if record.rule is not None:
             self._used.add(record.rule)
         self._records.setdefault((record.op_id, record.operands), record)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+from ..program.facts import joined
 from ..program.fold import LEAST, folded
 from .results import Error, FloatOp, OpQuality, ParameterQuality
 
@@ -29,7 +30,7 @@ class NameRow(NamedTuple):
 
     Attributes:
         name: name of the operation or parameter.
-        weight: the parameter that the operation uses, or "".
+        weight: the parameters that the operation uses, or "".
         first: the first operation or parameter of the row.
         count: how many share the row.
     """
@@ -46,27 +47,31 @@ def op_rows(
     """Return operations' rows, folded if many and ``fold`` is given."""
     sizes = {one.path: (one.bytes_before, one.bytes_after) for one in parameters}
     if not fold or len(ops) <= LEAST:
-        return [OpRow(op, (op,), sizes.get(op.weight or "")) for op in ops]
+        return [OpRow(op, (op,), _size([op], sizes)) for op in ops]
 
     def same(place: int) -> object:
         op = ops[place]
-        return op.operands, op.qtypes, op.rule, op.kernel, op.kernel_reason, op.weight is None
+        return op.operands, op.qtypes, op.rule, op.kernel, op.kernel_reason, len(op.paths)
 
     rows = []
-    for one in folded([(op.op_id, op.weight or "") for op in ops], same):
+    for one in folded([(op.op_id, joined(op.paths)) for op in ops], same):
         members = tuple(ops[place] for place in one.rows)
-        paths = dict.fromkeys(op.weight or "" for op in members)
-        found = [sizes[path] for path in paths if path in sizes]
-        size = (sum(pair[0] for pair in found), sum(pair[1] for pair in found)) if found else None
-        rows.append(OpRow(_together(members, *one.texts), members, size))
+        rows.append(OpRow(_together(members, *one.texts), members, _size(members, sizes)))
     return rows
+
+
+def _size(ops: Sequence[OpQuality], sizes: Mapping[str, tuple[int, int]]) -> tuple[int, int] | None:
+    """Return the bytes of operations' parameters before and after, each once."""
+    paths = dict.fromkeys(path for op in ops for path in op.paths)
+    found = [sizes[path] for path in paths if path in sizes]
+    return (sum(pair[0] for pair in found), sum(pair[1] for pair in found)) if found else None
 
 
 def float_rows(ops: Sequence[FloatOp]) -> list[NameRow]:
     """Return the rows of operations that stay float for one reason."""
-    names = [(op.op_id, op.weight or "") for op in ops]
+    names = [(op.op_id, joined(op.paths)) for op in ops]
     if len(ops) <= LEAST:
-        return [NameRow(op.op_id, op.weight or "", op, 1) for op in ops]
+        return [NameRow(*name, op, 1) for name, op in zip(names, ops, strict=True)]
     found = folded(names, lambda place: (ops[place].operands, ops[place].kernel, ops[place].flops))
     return [NameRow(one.texts[0], one.texts[1], ops[one.rows[0]], len(one.rows)) for one in found]
 
@@ -89,7 +94,7 @@ def _together(members: Sequence[OpQuality], op_id: str, weight: str) -> OpQualit
     return dataclasses.replace(
         members[0],
         op_id=op_id,
-        weight=weight or None,
+        paths=(weight,) if weight else (),
         calls=sum(op.calls for op in members),
         error=Error(min(ratios, default=None), max(errors, default=None)),
         steps=(),

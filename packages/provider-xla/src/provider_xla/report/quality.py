@@ -14,6 +14,7 @@ from tabulate import tabulate
 from interception_core.report_kit import show_bytes, show_share, show_sqnr
 
 from ..errors import QuantizationError
+from ..program.facts import joined
 from ..program.fold import fold_lines, fold_rows
 from .fold import op_rows
 from .results import Results
@@ -94,7 +95,7 @@ class QualityReport(Results):
                 show_sqnr(op.error.sqnr_db),
                 show_error(op.error.max_abs_error),
                 f"{op.flops / 1e6:,.3f}",
-                op.weight or "",
+                joined(op.paths),
                 "" if size is None else f"{size[0]:,} -> {size[1]:,}",
             ]
             if timed:
@@ -117,7 +118,7 @@ class QualityReport(Results):
         parts = [self.table(sort, top)] if self.ops else []
         parts.append("\n".join(self.summary()))
         if self.float_ops:
-            rows = [[op.op_id, op.reason, op.weight or ""] for op in self.float_ops]
+            rows = [[op.op_id, op.reason, joined(op.paths)] for op in self.float_ops]
             rows = fold_rows(rows, (0, 1, 2))
             headers = ["stays float", "because", "weight"]
             parts.append(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))

@@ -49,7 +49,7 @@ class OpQuality:
         operands: dtype and shape of the operands, as ``f32[8,64]``.
         qtypes: qtype of both operands; None where it stays float.
         rule: index of the rule that decided; None for a lookup that no rule names.
-        weight: pytree path of the parameter among the operands, where it is known.
+        paths: pytree paths of the parameters behind the operands, where they are known.
         kernel: the FFI target that computes it; None if XLA does.
         kernel_reason: why XLA computes it.
         calls: how often it runs in one call of the program: steps of loops and mapped examples
@@ -68,7 +68,7 @@ class OpQuality:
     operands: tuple[str, ...]
     qtypes: tuple[str | None, str | None]
     rule: int | None
-    weight: str | None
+    paths: tuple[str, ...]
     kernel: str | None
     kernel_reason: str | None
     calls: float
@@ -91,7 +91,7 @@ class FloatOp:
         operands: dtype and shape of the operands.
         rule: index of the rule that decided, or None.
         reason: why it stays float.
-        weight: pytree path of the parameter among the operands, where it is known.
+        paths: pytree paths of the parameters behind the operands, where they are known.
         kernel: the FFI target that computes it; None if XLA does.
         flops: floating-point operations in one call of the program; None where it is not a
             contraction of floats, or was not seen to run.
@@ -102,7 +102,7 @@ class FloatOp:
     operands: tuple[str, ...]
     rule: int | None
     reason: str
-    weight: str | None
+    paths: tuple[str, ...]
     kernel: str | None
     flops: int | None
 
@@ -219,7 +219,7 @@ class Results:
 
         Args:
             by: "program" for that of the plan; "sqnr" and "error", the worst first; "flops",
-                "time" and "bytes" (saved by the operation's parameter), the most first.
+                "time" and "bytes" (saved by the operation's parameters), the most first.
 
         Raises:
             ValueError: ``by`` is another order.
@@ -233,6 +233,6 @@ class Results:
             "error": lambda op: -(op.error.max_abs_error or 0),
             "flops": lambda op: -op.flops,
             "time": lambda op: -(op.seconds or 0),
-            "bytes": lambda op: -saved.get(op.weight or "", 0),
+            "bytes": lambda op: -sum(saved.get(path, 0) for path in op.paths),
         }
         return sorted(self.ops, key=keys[by])

@@ -12,8 +12,7 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
 from ..program.matching import Rules, follows_values
-from ..program.record import OpRecord
-from ..program.sites import Site, Sites, ignore
+from ..program.sites import Record, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
 from .static import Statistics, calibrations
@@ -28,7 +27,7 @@ def infer(
     rules: Rules,
     fn: Callable[P, R],
     statistics: Statistics | None = None,
-    record: Callable[[OpRecord, str | None], None] = ignore,
+    record: Record = ignore,
 ) -> Callable[P, R]:
     """Return a function with its operations quantized, for stored parameters or arrays.
 
@@ -48,7 +47,7 @@ def sites_of(
     engine: Engine,
     rules: Rules,
     run: Callable[[Site], Any],
-    record: Callable[[OpRecord, str | None], None] = ignore,
+    record: Record = ignore,
     lookup: Callable[..., Any] | None = None,
     *,
     is_pure: bool = False,
