@@ -18,7 +18,7 @@ from ..program.facts import Code, Fact, joined
 from ..program.granularity import Granularity, fitted, tile_elements
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
-from ..program.sites import Site, short, unstorable
+from ..program.sites import Site, problem_of, record_of, short, unstorable
 from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
@@ -199,16 +199,9 @@ class Survey:
             how, remark = fitted(how, [operand.shape[a] for a in shared], rule.tile_fallback)
             if remark is not None:
                 self.remark(call, remark)
-        record = OpRecord(
-            lookup_id(call),
-            "take",
-            (short(operand), short(index)),
-            (None if how is None else how.qtype, None),
-            number,
-            None if how is not None else why,
-            weight.paths,
-            module_path=call.module_path,
-        )
+        why = None if how is not None else why
+        record = record_of(call, "take", (operand, index), number, why, weight.paths, (how, None))
+        record = dataclasses.replace(record, op_id=lookup_id(call))
         self.record(record, None)
         asked = Asked(record.op_id, number, how, shared, None, is_lookup=True)
         # A slice under vmap is mapped when it is made; then its indices are a batch.
@@ -256,18 +249,9 @@ class Survey:
         below = tuple(path.removeprefix(self.rules.params) for path in found)
         index = self.rules.find(("take",), call.module_path, below, True) if found else None
         if index is not None and self.rules.rules[index].weight_qtype is not None:
-            why, problem = unstorable(found)
-            record = OpRecord(
-                lookup_id(call),
-                "take",
-                (short(operand), short(indices)),
-                (None, None),
-                index,
-                why,
-                tuple(found),
-                module_path=call.module_path,
-            )
-            self.record(record, problem)
+            why = unstorable(found)
+            record = record_of(call, "take", (operand, indices), index, why, tuple(found))
+            self.record(dataclasses.replace(record, op_id=lookup_id(call)), problem_of(why))
 
     def stored(self, call: OpCall, operand: Any, weight: Weight, asked: Asked) -> list[Stored]:
         """Return what to store for an operand: see ``Storage.of``."""

@@ -122,8 +122,10 @@ class Sites:
         }
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:  # in all sites: the same targets share JAX's traces
-            handlers["primitive:pallas_call"] = self._note_kernel
-            handlers["hijax_trace.opaque_call"] = self._note_opaque
+            handlers["primitive:pallas_call"] = functools.partial(self._note_reader, Code.PALLAS())
+            handlers["hijax_trace.opaque_call"] = functools.partial(
+                self._note_reader, Code.OPAQUE()
+            )
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice
                 handlers["primitive:dynamic_slice"] = lookup
@@ -183,26 +185,28 @@ class Sites:
             wrong = rule is not None and not in_parts and rule.is_acting
             wrong = wrong and unread.code is not Code.SCALAR and (has_weight or not is_common)
             # If the parts are visited, it is they that use the parameters.
-            weights = () if in_parts else among.found
-            self._note(op, call, args, index, weights=weights, why=unread, wrong=wrong)
+            used = () if in_parts else among.paths
+            self._note(op, call, args, index, unread, used, problem=unread if wrong else None)
             return NotImplemented
         contraction, operands, extras = reading
         if rule is None or index is None:
             # The rule that would match if an operand were a weight.
             index = self._rules.find(*asked)
-            why = Code.NO_WEIGHT() if index is not None else Code.NO_RULE()
-            why = unstorable(scaled)[0] if scaled and index is not None else why
+            if index is None:
+                why = Code.NO_RULE()
+            else:
+                why = unstorable(scaled) if scaled else Code.NO_WEIGHT()
             # What consists of others is left whole where rules say the same about its parts.
             is_left = index is not None and not self._rules.names_operations
             is_whole = is_left or op.name in _WHOLE
-            known = {"weights": among.found, "scaled": tuple(scaled)}
-            self._note(op, call, operands, index if is_whole else None, why=why, **known)
+            index = index if is_whole else None
+            self._note(op, call, operands, index, why, (*among.paths, *scaled))
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
         weights = among.found
         if among.is_part:
-            self._note(op, call, operands, index, weights=weights, why=Code.COMPUTES_WEIGHT())
+            self._note(op, call, operands, index, Code.COMPUTES_WEIGHT(), among.paths)
             return call.proceed(*args, **kwargs)
         sides = tuple(weight is not None for weight in weights)
         if (index, sides) not in decisions:
@@ -219,21 +223,19 @@ class Sites:
             hows = floats
         for remark in remarks:
             self._remark(call, remark)
-        if self._surveys and not has_weight and rule.weight_qtype is not None:
-            lost = problem = Code.UNFOLLOWED()
-            if scaled:
-                lost, problem = unstorable(scaled)
-            if scaled or unfollowed:
-                why = why if any(hows) else lost
-                known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
-                self._note(op, call, operands, index, hows=hows, why=why, **known)
+        is_lost = (scaled or unfollowed) and not has_weight and rule.weight_qtype is not None
+        if self._surveys and is_lost:
+            lost = unstorable(scaled) if scaled else Code.UNFOLLOWED()
+            why = why if any(hows) else lost
+            self._note(op, call, operands, index, why, tuple(scaled), hows, problem_of(lost))
         if why is not None:
-            self._note(op, call, operands, index, why=why, weights=weights, wrong=wrong)
+            problem = why if wrong else None
+            self._note(op, call, operands, index, why, among.paths, problem=problem)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._note(op, call, operands, index, hows=hows, weights=weights)
+        self._note(op, call, operands, index, None, among.paths, hows)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         try:
             result = self._run(site)
@@ -255,15 +257,14 @@ class Sites:
         index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
-        shown = tuple(short(x) for x in jax.tree.leaves((args, kwargs)) if is_array(x))
-        record = OpRecord(call.op_id, op.name, shown, (None, None), index, None)
+        record = record_of(call, op.name, jax.tree.leaves((args, kwargs)), index)
         if self._rules.rules[index].kernel is None:
             self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
             return NotImplemented
         try:
             name, arrays, run, kernels = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as error:
-            why = error.why if isinstance(error, StaysFloat) else Code.READ(text=str(error))
+            why = Code.READ(text=str(error))
             # Rules name functions. A written-out attention that kernels can't compute is not a
             # problem of the rule.
             problem = None if function is attention else why
@@ -297,17 +298,7 @@ class Sites:
             return NotImplemented
         return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
-    def _note_kernel(self, call: OpCall, *operands: Any, **params: Any) -> Any:
-        """Record which parameters a Pallas kernel reads."""
-        return self._note_reader(call, operands, Code.PALLAS(), False)
-
-    def _note_opaque(self, call: OpCall, *operands: Any, **params: Any) -> Any:
-        """Record which parameters a library's primitive reads that holds programs."""
-        return self._note_reader(call, operands, Code.OPAQUE(), True)
-
-    def _note_reader(
-        self, call: OpCall, operands: Sequence[Any], why: Fact, is_problem: bool
-    ) -> Any:
+    def _note_reader(self, why: Fact, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a primitive reads as arrays."""
         if not self._surveys:
             return NotImplemented
@@ -315,21 +306,12 @@ class Sites:
         found = [self._rules.weights(call, (x,)).found[0] for x in arrays]
         paths = tuple(path for weight in found if weight is not None for path in weight.paths)
         index = None
-        if is_problem and paths:
+        if paths and why.code is Code.OPAQUE:
             below = tuple(path.removeprefix(self._rules.params) for path in paths)
             index = self._rules.find((call.op_name,), call.module_path, below, True)
-            is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
-        record = OpRecord(
-            call.op_id,
-            call.op_name,
-            tuple(map(short, arrays)),
-            (None, None),
-            index,
-            why,
-            paths,
-            module_path=call.module_path,
-        )
-        self._record(record, why if is_problem and paths else None)
+        is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
+        record = record_of(call, call.op_name, arrays, index, why, paths)
+        self._record(record, why if is_problem else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
@@ -357,28 +339,13 @@ class Sites:
         call: OpCall,
         operands: Sequence[Any],
         index: int | None,
+        why: Fact | None,
+        paths: tuple[str, ...],
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
-        weights: Sequence[Weight | None] = (),
-        why: Fact | None = None,
-        wrong: bool = False,
         problem: Fact | None = None,
-        scaled: tuple[str, ...] = (),
     ) -> None:
-        if self._record is ignore:
-            return
-        shapes = tuple(short(operand) for operand in operands if hasattr(operand, "shape"))
-        qtypes = tuple(None if how is None else how.qtype for how in hows)
-        record = OpRecord(
-            call.op_id,
-            op.name,
-            shapes,
-            qtypes,  # type: ignore[arg-type]
-            index,
-            why,
-            (*(path for w in weights if w is not None for path in w.paths), *scaled),
-            module_path=call.module_path,
-        )
-        self._record(record, why if wrong else problem)
+        if self._record is not ignore:
+            self._record(record_of(call, op.name, operands, index, why, paths, hows), problem)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
@@ -386,14 +353,30 @@ def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
     return untapped(call.proceed(*args, **kwargs))
 
 
-def unstorable(paths: Mapping[str, bool]) -> tuple[Fact, Fact | None]:
-    """Return why parameters that ``scaled_inputs`` names stay float, and the problem.
+def record_of(
+    call: OpCall,
+    op_name: str,
+    operands: Sequence[Any],
+    index: int | None,
+    why: Fact | None = None,
+    paths: tuple[str, ...] = (),
+    hows: Sequence[qn.HowToQuantize | None] = (None, None),
+) -> OpRecord:
+    """Return the record of a call, of which ``operands`` that are arrays are shown."""
+    shown = tuple(short(x) for x in operands if is_array(x))
+    lhs, rhs = (None if how is None else how.qtype for how in hows)
+    path = call.module_path
+    return OpRecord(call.op_id, op_name, shown, (lhs, rhs), index, why, paths, module_path=path)
 
-    A program that writes into a parameter uses it as a state, which is not a problem.
-    """
-    if all(paths.values()):
-        return Code.STATE(paths=paths), None
-    return (why := Code.SCALED(paths=paths)), why
+
+def unstorable(paths: Mapping[str, bool]) -> Fact:
+    """Return why parameters that ``scaled_inputs`` names stay float."""
+    return (Code.STATE if all(paths.values()) else Code.SCALED)(paths=paths)
+
+
+def problem_of(why: Fact) -> Fact | None:
+    """Return the problem with parameters that can't be stored: a state, as a cache, is none."""
+    return None if why.code is Code.STATE else why
 
 
 def short(x: Any) -> str:
