@@ -20,6 +20,7 @@ from provider_xla.program.fold import fold_lines, fold_rows, folded
         ([f"dot:{i}" for i in (1, 2, 4)], "dot:[1,2,4]"),
         ([f"dot:{i * i}" for i in range(9)], "dot:[0,1,4,9,...,64]"),
         ([f"b{i}/l{k}" for i in range(2) for k in range(3)], "b[0-1]/l[0-2]"),
+        (["layer_1", "layer_01"], "layer_[1,1]"),
         (["conv2d"], "conv2d"),
     ],
 )

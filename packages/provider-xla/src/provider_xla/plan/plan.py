@@ -14,7 +14,7 @@ from interception_core import Engine
 from ..cache.plan import CachePlan
 from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
-from ..program.matching import Rules
+from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
 from ..run.static import StaticRange
 from .weight import WeightPlan
@@ -155,7 +155,9 @@ class PlanData:
 
     def _why_float(self, ops: Sequence[OpRecord]) -> str:
         if not ops:
-            if any(op.why is not None and op.why.code is Code.UNFOLLOWED for op in self.ops):
+            codes = {op.why.code for op in self.ops if op.why is not None}
+            # The patch engine knows a parameter by its identity alone.
+            if Code.UNFOLLOWED in codes or not follows_values(self.engine):
                 return "no matmul, convolution or lookup is known to use it"
             # Rows at one index are slices, which are looked at only where a rule names lookups.
             lookup = "lookup" if self.rules.looks_up else "gather"

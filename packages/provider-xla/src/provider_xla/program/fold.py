@@ -96,8 +96,8 @@ def _numbers(given: Sequence[str]) -> str:
     if len(given) == 1:
         return given[0]
     numbers = sorted(map(int, given))
-    step = numbers[1] - numbers[0]
-    if numbers == list(range(numbers[0], numbers[-1] + 1, step)):
+    step = numbers[1] - numbers[0]  # 0 of 1 and 01
+    if step and numbers == list(range(numbers[0], numbers[-1] + 1, step)):
         return f"[{numbers[0]}-{numbers[-1]}{f':{step}' if step > 1 else ''}]"
     first = ",".join(map(str, numbers[:_SHOWN]))
     return f"[{first},...,{numbers[-1]}]" if len(numbers) > _SHOWN else f"[{first}]"

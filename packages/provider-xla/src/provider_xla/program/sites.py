@@ -122,10 +122,8 @@ class Sites:
         }
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if lookup is not None:  # in all sites: the same targets share JAX's traces
-            handlers["primitive:pallas_call"] = functools.partial(self._note_reader, Code.PALLAS())
-            handlers["hijax_trace.opaque_call"] = functools.partial(
-                self._note_reader, Code.OPAQUE()
-            )
+            handlers["primitive:pallas_call"] = functools.partial(self._note_reader, Code.PALLAS)
+            handlers["hijax_trace.opaque_call"] = functools.partial(self._note_reader, Code.OPAQUE)
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice
                 handlers["primitive:dynamic_slice"] = lookup
@@ -257,7 +255,10 @@ class Sites:
         index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
-        record = record_of(call, op.name, jax.tree.leaves((args, kwargs)), index)
+        arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
+        if arrays and all(self._are_weights(call, arrays)):
+            return NotImplemented  # a weight, which is computed once and stored
+        record = record_of(call, op.name, arrays, index)
         if self._rules.rules[index].kernel is None:
             self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
             return NotImplemented
@@ -292,13 +293,15 @@ class Sites:
         also_used: Sequence[str],
     ) -> Any:
         """Compute a written-out attention, unless rules match its parts."""
-        kinds = (call.kind(value, self._rules.is_parameter) for value in values)
-        weights = [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
-        if is_of_weights(written, weights):
+        if is_of_weights(written, self._are_weights(call, values)):
             return NotImplemented
         return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
-    def _note_reader(self, why: Fact, call: OpCall, *operands: Any, **params: Any) -> Any:
+    def _are_weights(self, call: OpCall, values: Sequence[Any]) -> list[bool]:
+        kinds = (call.kind(value, self._rules.is_parameter) for value in values)
+        return [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
+
+    def _note_reader(self, why: Code, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a primitive reads as arrays."""
         if not self._surveys:
             return NotImplemented
@@ -306,12 +309,12 @@ class Sites:
         found = [self._rules.weights(call, (x,)).found[0] for x in arrays]
         paths = tuple(path for weight in found if weight is not None for path in weight.paths)
         index = None
-        if paths and why.code is Code.OPAQUE:
+        if paths and why is Code.OPAQUE:
             below = tuple(path.removeprefix(self._rules.params) for path in paths)
             index = self._rules.find((call.op_name,), call.module_path, below, True)
         is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
-        record = record_of(call, call.op_name, arrays, index, why, paths)
-        self._record(record, why if is_problem else None)
+        record = record_of(call, call.op_name, arrays, index, why(), paths)
+        self._record(record, why() if is_problem else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
