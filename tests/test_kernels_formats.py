@@ -69,8 +69,10 @@ def test_every_type_of_gguf_in_kernels(path, fn, tmp_path):
     loaded = xla.load_gguf(path, like=like, names=names)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(3, K)), jnp.float32)
     plan = xla.PtqProvider(xla.rules_of(loaded)).plan(fn, like, x)
-    kernels = {kind: op.kernel for op in plan.ops for kind in KINDS if f"args[0]['{kind}']" in op.paths}
-    assert kernels == {kind: f"te_ffi_kernels.{op}" for kind, op in KINDS.items()}
+    kernels = {op.paths: op.kernel for op in plan.ops}
+    assert kernels == {
+        (f"args[0]['{kind}']",): f"te_ffi_kernels.{op}" for kind, op in KINDS.items()
+    }
     stored = plan.prepack(loaded)
     inner = {kind: getattr(w, "packed", None) or w.inner.packed for kind, w in stored.items()}
     assert len(inner) == len(KINDS)

@@ -72,7 +72,7 @@ def test_plans_choose_what_the_table_says():
     for rule, rows, dtype, wanted in CHOSEN:
         plan, *_ = planned(rule, rows, dtype)
         (op,) = plan.ops
-        kernel, reason = op.kernels["cuda"]
+        kernel, reason, _ = op.kernels["cuda"]
         if wanted in _limits.WORTH:
             assert (kernel, reason) == (f"te_ffi_kernels.{wanted}", None), (rows, reason)
             assert f"{kernel} (cpu, cuda)" in str(plan)
@@ -115,7 +115,7 @@ def test_functions_in_one_pass(monkeypatch):
             plan = PtqProvider(rules).plan(fused, params, x)
         found = {op.op_name: op.kernels["cuda"] for op in plan.ops if op.kernels}
         assert found["softmax"].kernel == "te_ffi_kernels.scaled_softmax_forward"
-        kernel, reason = found["attention"]
+        kernel, reason, _ = found["attention"]
         assert kernel == wanted if wanted == attention else wanted in reason
 
 

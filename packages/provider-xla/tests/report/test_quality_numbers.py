@@ -375,7 +375,7 @@ def test_text_and_json():
         assert op.op_id in text
     assert "3 of 3 operations quantized, 100.0% of the multiplications" in text
     content = json.loads(json.dumps(report.as_json(), allow_nan=False))
-    assert content["schema"] == 1
+    assert content["schema"] == 2
     assert content["summary"]["bytes_after"] == report.bytes_after
     assert content["summary"]["seconds"] is None
     assert [op["op_id"] for op in content["ops"]] == [op.op_id for op in report.ops]

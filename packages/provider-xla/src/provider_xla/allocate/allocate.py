@@ -7,13 +7,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
-
 from ..errors import QuantizationError
 from ..plan.allocation import AllocatedWeight, Allocation, Uniform
 from ..plan.make import make_plan
 from ..plan.quantize import check_parameters
 from ..plan.weight import WeightPlan
+from ..program.arrays import by_path
 from ..program.facts import Code, joined
 from .candidates import Candidate, Option, make_candidates, options_of, parameters_of, rules_for
 from .knapsack import choose
@@ -48,8 +47,7 @@ def allocate(
             "There is nothing to allocate: the plan quantizes no parameter. Its rules need a "
             "weight_qtype; print(plan) says why each operation stays float."
         )
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    leaves, _ = by_path(params, plan.prefix)
     check_parameters(plan, leaves)
     for path, weight in plan.weights.items():
         if weight.derived is None:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
@@ -17,6 +16,7 @@ from ..plan.beside import kept_beside
 from ..plan.make import run_survey, weights_of
 from ..plan.survey import Survey
 from ..plan.weight import WeightPlan
+from ..program.arrays import by_path
 from ..program.facts import Fact, joined
 from ..program.matching import Rules
 from ..program.record import OpRecord
@@ -142,8 +142,7 @@ def options_of(
     """
     trials: dict[Any, dict[str, WeightPlan]] = {}
     options: dict[tuple[str, ...], list[Option]] = {paths: [] for paths in groups_of(plan)}
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    leaves = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in flat}
+    leaves, _ = by_path(params, plan.prefix)
     for candidate in candidates:
         # All formats without blocks have scales at the same places.
         block = qn.get_qtype(candidate.qtype).block

@@ -24,7 +24,7 @@ from ..errors import QuantizationError
 from ..plan.make import in_float
 from ..plan.quantize import carried
 from ..plan.weight import WeightPlan, quantize_leaf
-from ..program.arrays import is_array, of_arrays
+from ..program.arrays import by_path, is_array, map_params, of_arrays
 from ..program.sites import Sites, ignore
 
 if TYPE_CHECKING:
@@ -72,11 +72,7 @@ class Measure:
         self._plan = plan
         self._params = params
         self._batch = batch
-        self._leaves = {
-            plan.rules.params + jax.tree_util.keystr(path): leaf
-            for path, leaf in jax.tree_util.tree_flatten_with_path(params)[0]
-        }
-        self._tree = jax.tree.structure(params)
+        self._leaves, self._tree = by_path(params, plan.prefix)
         compare = noise_to_signal if error is None else error
         built: list[Any] = []
 
@@ -187,13 +183,12 @@ def _with_computed(plan: PlanData) -> Callable[..., Any]:
 
     def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
         values = {path: _Value(value) for path, value in computed.items()}
-        found, treedef = jax.tree_util.tree_flatten_with_path(args[plan.argnum])
-        leaves = []
-        for keys, leaf in found:
-            path = plan.prefix + jax.tree_util.keystr(keys)
-            leaves.append(carried(plan, path, leaf, leaf, values) if path in plan.leaves else leaf)
+
+        def one(path: str, leaf: Any) -> Any:
+            return carried(plan, path, leaf, leaf, values) if path in plan.leaves else leaf
+
         given = list(args)
-        given[plan.argnum] = jax.tree.unflatten(treedef, leaves)
+        given[plan.argnum] = map_params(one, given[plan.argnum], plan.prefix)
         return tapped(*given)
 
     return fn

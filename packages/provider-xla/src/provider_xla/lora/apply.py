@@ -18,6 +18,7 @@ from interception_core import Engine, Interceptor
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
+from ..program.arrays import by_path
 from ..program.contractions import Contraction
 from ..program.matching import Rules
 from ..program.sites import Record, Site, ignore
@@ -138,8 +139,7 @@ def with_adapters(
 
 def _loaded(params: Any, prefix: str, key: Any) -> tuple[Any, frozenset[str]]:
     """Return parameters with LoraWeights, and the paths of these."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_adapted)
-    given = {prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given, treedef = by_path(params, prefix, is_adapted)
     paths = frozenset(path for path, leaf in given.items() if is_adapted(leaf))
     key = None if key is None or not paths else _typed(key)
     leaves = [_travelling(path, leaf, key) if path in paths else leaf

@@ -16,6 +16,7 @@ from hijax_trace import Carrier
 
 from ..errors import QuantizationError
 from ..plan.lora import LoraForm, LoraPlan, check_adapters
+from ..program.arrays import by_path, map_params
 from ..program.sites import short
 from ..run.stored import is_stored
 from .contract import delta_of
@@ -61,16 +62,8 @@ def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.A
 
 
 def merged(params: Any, prefix: str) -> Any:
-    """Return float parameters: adapters are added, stored values dequantized.
-
-    Args:
-        params: parameters, with an ``AdaptedWeight`` for each that has an adapter.
-        prefix: what the pytree path of each begins with.
-    """
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_kept)
-    return jax.tree.unflatten(
-        treedef, [_merged_leaf(prefix + jax.tree_util.keystr(path), leaf) for path, leaf in found]
-    )
+    """Return float parameters: AdaptedWeights are added, stored values dequantized."""
+    return map_params(_merged_leaf, params, prefix, _is_kept)
 
 
 def _merged_leaf(path: str, leaf: Any) -> Any:
@@ -93,8 +86,7 @@ def adapted(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax
     on the adapter.
     """
     check_adapters(plan.lora, adapters)
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given, treedef = by_path(params, plan.prefix, is_stored)
     check_params(plan, given)
     changing = {
         key

@@ -16,6 +16,7 @@ from hijax_trace import ArrayProxy, Carrier, MoveError
 
 from ..errors import QuantizationError
 from ..plan.weight import WeightPlan
+from ..program.arrays import by_path, map_params
 from ..program.sites import Site
 from ..run.stored import is_stored, unpacked_leaf
 
@@ -88,27 +89,22 @@ def stored_by(held: Any) -> ArrayProxy | None:
 
 def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
     """Return the parameters, with step numbers where loops step along them."""
-    held: dict[str, Any] = {}
-    if stored is not None:
-        found, _ = jax.tree_util.tree_flatten_with_path(stored, is_leaf=is_stored)
-        for path, leaf in found:
-            if is_stored(leaf):
-                held[plan.prefix + jax.tree_util.keystr(path)] = unpacked_leaf(leaf)
+    held, _ = by_path(stored, plan.prefix, is_stored)
+    held = {path: unpacked_leaf(leaf) for path, leaf in held.items() if is_stored(leaf)}
     derived = plan.derived
 
-    def one(path: Any, leaf: Any) -> Any:
-        name = plan.prefix + jax.tree_util.keystr(path)
-        found = held.get(name)
+    def one(path: str, leaf: Any) -> Any:
+        found, weight = held.get(path), plan.weights.get(path)
         if not isinstance(found, Carrier):
-            return _with_numbers(plan.weights.get(name), leaf, found)
-        own = _with_numbers(plan.weights.get(name), leaf, found.own)
+            return _with_numbers(weight, leaf, found)
+        own = _with_numbers(weight, leaf, found.own)
         beside = {
             key: _with_numbers(derived[key], part.restore(), part)
             for key, part in found.derived.items()
         }
         return dataclasses.replace(found, own=own, derived=beside)
 
-    return jax.tree_util.tree_map_with_path(one, params)
+    return map_params(one, params, plan.prefix)
 
 
 def _with_numbers(weight: WeightPlan | None, leaf: Any, held: Any) -> Any:

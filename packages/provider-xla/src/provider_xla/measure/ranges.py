@@ -14,7 +14,7 @@ from hijax_trace import Carrier
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.plan import PlanData
-from ..program.arrays import of_arrays
+from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites, ignore
 from ..run.infer import taking_stored
@@ -103,10 +103,10 @@ def _empty(
     ranges: Mapping[str, StaticRange], plan: PlanData, params: Any
 ) -> dict[str, qn.Statistics]:
     # Transformed activations have other ranges, and so other keys: see `key_of`.
-    found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
+    found, _ = by_path(params, plan.prefix, is_stored)
     ops: set[str] = set()
-    for path, leaf in found:
-        held = {plan.prefix + jax.tree_util.keystr(path): leaf}
+    for path, leaf in found.items():
+        held = {path: leaf}
         if isinstance(leaf, Carrier):
             held = dict.fromkeys(held, leaf.own)
             held |= {plan.derived[key].path: one for key, one in leaf.derived.items()}

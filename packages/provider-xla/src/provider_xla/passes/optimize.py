@@ -16,6 +16,7 @@ from ..measure.probe import Largest, probe
 from ..measure.whole import whole_results
 from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
+from ..program.arrays import by_path
 from ..program.matching import follows_values
 from ..program.sites import Site
 from .base import Pass
@@ -63,8 +64,7 @@ def optimize(
     batches = [tuple(batch) for batch in batches]
     if not batches:
         raise QuantizationError("There is nothing to measure from: batches is empty.")
-    found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given, treedef = by_path(params, plan.prefix)
     check_parameters(plan, given)
     names = [*given]
     given |= {

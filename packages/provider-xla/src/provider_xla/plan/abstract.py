@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding
 from interception_core import followed_spec
 
 from ..kernels.packing import abstract, of_panels
-from ..program.arrays import rebuilt
+from ..program.arrays import by_path, rebuilt
 from .quantize import carried, check_parameters
 from .weight import WeightPlan
 
@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 
 def quantized_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any:
     """Return the types of what ``Plan.quantize`` stores: see ``Plan.quantized_types``."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given, treedef = by_path(params, plan.prefix)
     check_parameters(plan, given, are_types=True)
     derived = {}
     for weight in plan.derived.values():

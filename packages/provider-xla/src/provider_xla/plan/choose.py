@@ -189,13 +189,7 @@ def choose(
     """Return each platform's packing, and what computes each operation there.
 
     A parameter is packed only if all of its operations run in kernels: any other operation would
-    unpack it at each call.
-
-    Args:
-        weight: the parameter.
-        uses: what each operation does with it, by operation id, or why no kernel can do it.
-        sharding: that of the parameter; None if it has none.
-        platforms: names of the platforms where the program may run.
+    unpack it at each call. ``uses`` are by operation id.
     """
     packings: dict[str, Packing] = {}
     choices: dict[str, dict[str, Choice]] = {op_id: {} for op_id in uses}
@@ -276,15 +270,7 @@ def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: A
 def _packing(
     platform: str, weight: WeightPlan, use: MatrixUse, sharding: Any, stacked: frozenset[int]
 ) -> Packing:
-    """Return how a parameter is packed for a contraction.
-
-    Args:
-        platform: where it runs.
-        weight: the parameter.
-        use: the contraction.
-        sharding: of the parameter, where it has one.
-        stacked: the axes that are a stack of matrices for any of its contractions.
-    """
+    """Return how a parameter is packed; ``stacked`` axes are a stack for any contraction."""
     lead = tuple(sorted(use.gone & stacked))
     kind = qn.get_qtype(weight.qtype)
     if kind.kind != "int" or kind.bits > 8:

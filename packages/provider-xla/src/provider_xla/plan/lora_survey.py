@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,19 +22,6 @@ from .lora import LoraPlan
 from .views import places_in
 
 
-@dataclasses.dataclass(frozen=True)
-class _Use:
-    """An operation whose rule gives one of its parameters an adapter."""
-
-    op_id: str
-    rule: int
-    lead: tuple[int, ...]
-    contracted: tuple[int, ...]
-    kept: tuple[int, ...]
-    stepped: tuple[int, ...]
-    is_lookup: bool
-
-
 class _Asked(NamedTuple):
     """An operation whose rule asks for an adapter of its weight.
 
@@ -52,6 +38,16 @@ class _Asked(NamedTuple):
     contracted: Sequence[int]
     batch: Sequence[int]
     is_lookup: bool
+
+
+class _Use(NamedTuple):
+    """A use of a parameter that gets an adapter: which of its axes are which, see LoraForm."""
+
+    asked: _Asked
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    kept: tuple[int, ...]
+    stepped: tuple[int, ...]
 
 
 def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -95,15 +91,7 @@ class LoraSurvey:
     def lookup(
         self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
     ) -> None:
-        """Record the adapter that the rule of a lookup asks for.
-
-        Args:
-            call: the lookup.
-            operand: what it looks up in.
-            index: the number of its rule; None without one.
-            weight: the parameter that the operand is.
-            along: the axes of the operand that it indexes.
-        """
+        """Record the adapter that the rule of a lookup asks for, which indexes ``along`` axes."""
         if index is not None and self._rules.rules[index].rank is not None:
             op_id = lookup_id(call)
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
@@ -111,7 +99,7 @@ class LoraSurvey:
     def forget(self, gone: Collection[str]) -> None:
         """Forget the lookups with these ids."""
         for path, uses in list(self._uses.items()):
-            self._uses[path] = [use for use in uses if use.op_id not in gone]
+            self._uses[path] = [use for use in uses if use.asked.op_id not in gone]
             if not self._uses[path]:
                 del self._uses[path]
         computed = self._computed.items()
@@ -126,15 +114,15 @@ class LoraSurvey:
         found = {}
         for path, uses in self._uses.items():
             # A contraction tells which axes are summed over; a lookup doesn't.
-            first = next((use for use in uses if not use.is_lookup), uses[0])
-            rule = self._rules.rules[first.rule]
-            self._check_same(path, first, rule, uses)
+            first = next((use for use in uses if not use.asked.is_lookup), uses[0])
+            asked, rule = first.asked, self._rules.rules[first.asked.rule]
+            self._check_same(path, asked, rule, uses)
             leaf = self._leaves[path]
             plan = LoraPlan(
                 path=path,
                 shape=tuple(leaf.shape),
                 dtype=np.dtype(leaf.dtype),
-                rule=first.rule,
+                rule=asked.rule,
                 rank=int(rule.rank or 0),
                 alpha=float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
                 dropout=float(rule.dropout),
@@ -142,10 +130,10 @@ class LoraSurvey:
                 contracted=first.contracted,
                 kept=first.kept,
                 stepped=first.stepped,
-                is_lookup=first.is_lookup,
-                ops=tuple(dict.fromkeys(use.op_id for use in uses)),
+                is_lookup=asked.is_lookup,
+                ops=tuple(dict.fromkeys(use.asked.op_id for use in uses)),
             )
-            _check_rank(plan, first.op_id)
+            _check_rank(plan, asked.op_id)
             found[path] = plan
         for (op_id, index), (paths, expression) in self._computed.items():
             left = [path for path in paths if path not in found]
@@ -185,14 +173,7 @@ class LoraSurvey:
         places: Sequence[Collection[int]],
         stepped: Sequence[int],
     ) -> None:
-        """Record a use of a parameter.
-
-        Args:
-            path: path of the parameter.
-            asked: what the operation asks for.
-            places: for each axis of the parameter, the axes of the operand that it became.
-            stepped: the axes of the parameter that loops step along.
-        """
+        """Record a use: ``places`` has the axes that each axis of the parameter became."""
         lead, summed, kept = [], [], []
         for axis, place in enumerate(places):
             # Each index of a step, cut or batch axis has a separate pair of factors.
@@ -203,21 +184,13 @@ class LoraSurvey:
                 summed.append(axis)
             else:
                 kept.append(axis)
-        use = _Use(
-            asked.op_id,
-            asked.rule,
-            tuple(lead),
-            tuple(summed),
-            tuple(kept),
-            tuple(stepped),
-            asked.is_lookup,
-        )
+        use = _Use(asked, tuple(lead), tuple(summed), tuple(kept), tuple(stepped))
         self._uses.setdefault(path, []).append(use)
 
     def _check_same(
-        self, path: str, first: _Use, rule: QuantizationRule, uses: Sequence[_Use]
+        self, path: str, first: _Asked, rule: QuantizationRule, uses: Sequence[_Use]
     ) -> None:
-        for use in uses:
+        for use, *_ in uses:
             other = self._rules.rules[use.rule]
             ours, theirs = ((r.rank, r.alpha, r.dropout) for r in (rule, other))
             if ours != theirs:

@@ -16,7 +16,7 @@ from interception_core import Engine, platform_of
 from interception_core.log import logger
 
 from ..kernels.matmul import NoKernel
-from ..program.arrays import is_array, of_arrays, rebuilt, types_of
+from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
 from ..program.facts import Code
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
@@ -50,25 +50,13 @@ def make_plan(
 ) -> PlanData:
     """Make a plan: see ``XlaProvider.plan``.
 
-    Args:
-        rules: decide.
-        engine: taps the program.
-        argnum: the position of the parameters.
-        fn: the program.
-        params: its parameters: arrays or types.
-        args: its other arguments.
-        kwargs: its keyword arguments.
-        kernels: whether kernels may run contractions.
-        scale_dtypes: those of the weights of a plan that is made again, by path; None to look at
-            the parameters' values.
+    A plan that is made again has the ``scale_dtypes`` of its weights, by path; None looks at the
+    parameters' values.
     """
-    found, params_tree = jax.tree_util.tree_flatten_with_path(params)
-    given = {
-        rules.params + jax.tree_util.keystr(path): leaf for path, leaf in found if is_array(leaf)
-    }
+    found, params_tree = by_path(params, rules.params)
+    given = {path: leaf for path, leaf in found.items() if is_array(leaf)}
     leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
-    kept = [leaves.get(rules.params + jax.tree_util.keystr(path), leaf) for path, leaf in found]
-    abstract = rebuilt(params_tree, kept)
+    abstract = rebuilt(params_tree, [*{**found, **leaves}.values()])
     survey = Survey(rules, leaves)
     run_survey(survey, engine, argnum, fn, params, args, kwargs)
 
@@ -192,8 +180,7 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
         given.insert(plan.argnum, jax.tree.unflatten(treedef, stored))
         return tapped(*given, **kwargs)
 
-    found, treedef = jax.tree_util.tree_flatten_with_path(plan.params)
-    everything = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    everything, treedef = by_path(plan.params, plan.prefix)
     call, arrays = of_arrays(program, [dict(plan.leaves), derived, *args], {})
     used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
     # The first arguments are the parameters, in the order of their paths.
@@ -255,13 +242,13 @@ def _with_kernels(
 ) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
     """Return parameters and operations with what computes them on each platform."""
     packed: dict[str, WeightPlan] = {}
-    by_path: dict[str, dict[str, dict[str, Choice]]] = {}
+    by_weight: dict[str, dict[str, dict[str, Choice]]] = {}
     names, left = platforms(platform), list(weights)
     while left:
         for path in left:
             sharding = getattr(params.get(path), "sharding", None)
             uses = survey.contractions.get(path, {})
-            packings, by_path[path] = choose(weights[path], uses, sharding, names)
+            packings, by_weight[path] = choose(weights[path], uses, sharding, names)
             packed[path] = dataclasses.replace(weights[path], packings=packings, platform=platform)
         left = []
         # A kernel takes one layout: if alternatives differ, none of them is packed.
@@ -272,7 +259,7 @@ def _with_kernels(
                     survey.contractions.setdefault(path, {})[one.op_id] = why
                 left += [path for path in one.paths if path in packed and packed[path].packings]
     choices: dict[str, dict[str, Choice]] = {}
-    for found in by_path.values():
+    for found in by_weight.values():
         for op_id, one in found.items():
             # An operation of several weights has a kernel if each of them has.
             before = choices.get(op_id, {})
@@ -291,17 +278,17 @@ def _with_kernels(
 
 def weights_of(survey: Survey) -> dict[str, WeightPlan]:
     """Return how each parameter is quantized, for all of its operations."""
-    by_path: dict[str, list[Use]] = {}
+    by_weight: dict[str, list[Use]] = {}
     for use in survey.uses:
-        by_path.setdefault(use.path, []).append(use)
+        by_weight.setdefault(use.stored.path, []).append(use)
     plans = {}
     derived = {one.path: one for one in survey.derived.values()}
     for path, leaf in {**survey.leaves, **derived}.items():
-        uses = by_path.get(path, [])
-        deciding = [use for use in uses if use.how is not None]
+        uses = by_weight.get(path, [])
+        deciding = [use for use in uses if use.asked.how is not None]
         if not deciding:
             continue
-        first = deciding[0]
+        first = deciding[0].asked
         if leaf.dtype not in qn.FLOAT_DTYPES:
             # Rounded to its scale, it would lose what it has: its numbers are those of a format.
             kept = jnp.dtype(leaf.dtype).name
@@ -310,19 +297,21 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
         assert first.how is not None
         assert first.rule is not None
         about = {"paths": (path,), "rule": first.rule, "qtype": first.how.qtype}
-        for other in deciding[1:]:
+        for other, *_ in deciding[1:]:
             assert other.how is not None
             if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):
                 others = {"other_op": other.op_id, "other_rule": other.rule}
                 others["other_qtype"] = other.how.qtype
                 survey.problems.append(Code.TWO_FORMATS(op_id=first.op_id, **about, **others))
         # Lookups take rows whatever their scales are: they decide only if nothing contracts it.
-        contractions = [use for use in uses if not use.is_lookup] or deciding
-        granularity = functools.reduce(Granularity.join, (use.granularity for use in contractions))
+        contractions = [use for use in uses if not use.asked.is_lookup] or deciding
+        granularity = functools.reduce(
+            Granularity.join, (use.stored.granularity for use in contractions)
+        )
         block = qn.get_qtype(first.how.qtype).block
         fitted = granularity if block is None else granularity.in_blocks(leaf.shape, block)
         if fitted is None:
-            ops = tuple(use.op_id for use in contractions)
+            ops = tuple(use.asked.op_id for use in contractions)
             survey.problems.append(Code.NO_BLOCKS(**about, block=block, ops=ops))
             continue
         stepped = set(contractions[0].stepped).intersection(
@@ -337,7 +326,7 @@ def weights_of(survey: Survey) -> dict[str, WeightPlan]:
             method=first.how.method,
             granularity=fitted,
             stepped=tuple(sorted(stepped)),
-            ops=tuple(dict.fromkeys(use.op_id for use in uses)),
+            ops=tuple(dict.fromkeys(use.asked.op_id for use in uses)),
             sparsity=_sparsity(survey, leaf, contractions),
             derived=derived.get(path),
             scale_dtype=first.how.scale_dtype,
@@ -355,15 +344,15 @@ def _with_scales(weight: WeightPlan, leaf: Any, survey: Survey) -> WeightPlan:
 
 def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
     """Return a parameter's sparsity by the first rule that decides."""
-    first = next(use for use in uses if use.rule is not None)
+    first, stored, *_ = next(use for use in uses if use.asked.rule is not None)
     assert first.rule is not None
     text = survey.rules.rules[first.rule].sparsity
     if text is None:
         return None
-    about = {"paths": (first.path,), "rule": first.rule, "sparsity": text}
+    about = {"paths": (stored.path,), "rule": first.rule, "sparsity": text}
     axes = {use.sparse_axis for use in uses}
     if first.is_lookup or len(axes) > 1 or None in axes:
-        ops = tuple(use.op_id for use in uses)
+        ops = tuple(use.asked.op_id for use in uses)
         survey.problems.append(Code.NO_COMMON_AXIS(**about, ops=ops))
         return None
     (axis,) = axes

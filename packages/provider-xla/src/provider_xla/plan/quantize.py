@@ -13,7 +13,7 @@ from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..program.arrays import is_array, rebuilt
+from ..program.arrays import by_path, is_array, map_params, rebuilt
 from ..program.sites import short
 from ..run.stored import is_stored
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
@@ -26,8 +26,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
     """Quantize the parameters: see ``Plan.quantize``."""
     from tqdm import tqdm
 
-    found, treedef = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    given, treedef = by_path(params, plan.prefix)
     check_parameters(plan, given)
     if donate:
         for path, weight in plan.weights.items():
@@ -54,13 +53,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
 
 
 def check_parameters(plan: PlanData, given: Mapping[str, Any], *, are_types: bool = False) -> None:
-    """Raise QuantizationError unless parameters are those that a plan is for.
-
-    Args:
-        plan: the plan.
-        given: the parameters by path.
-        are_types: whether leaves may be ``jax.ShapeDtypeStruct``.
-    """
+    """Raise QuantizationError unless parameters, or their types, are those of a plan."""
     arrays = {path for path, leaf in given.items() if path in plan.leaves or is_array(leaf)}
     for path in sorted(plan.leaves.keys() ^ arrays):
         where = "the plan has and the parameters have not" if path in plan.leaves else (
@@ -103,15 +96,7 @@ def _derived(
 
 
 def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
-    """Return a parameter together with the derived weights stored for it.
-
-    Args:
-        plan: the plan.
-        path: of the parameter.
-        leaf: the parameter, or its type.
-        stored: its quantized form, or the parameter.
-        derived: the quantized form of each derived weight, by name.
-    """
+    """Return a stored parameter with the derived weights, by name, that are stored for it."""
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed:
         return stored
@@ -130,40 +115,22 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
 
 
 def prepack(plan: PlanData, params: Any, platform: str | None = None) -> Any:
-    """Pack quantized parameters for kernels: see ``Plan.prepack``.
-
-    Args:
-        plan: the plan.
-        params: what it quantized.
-        platform: that of the kernels; None for the one that each parameter is on.
-    """
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    paths = [plan.prefix + jax.tree_util.keystr(path) for path, _ in found]
-    leaves = [
-        prepacked(plan, path, leaf, platform) for path, (_, leaf) in zip(paths, found, strict=True)
-    ]
-    return jax.tree.unflatten(treedef, leaves)
+    """Pack quantized parameters for kernels: see ``Plan.prepack``."""
+    return map_params(
+        lambda path, leaf: prepacked(plan, path, leaf, platform), params, plan.prefix, is_stored
+    )
 
 
 def convert(plan: PlanData, params: Any, platform: str | None = None) -> Any:
     """Change the form of stored parameters: see ``Plan.convert``."""
-    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
-    paths = [plan.prefix + jax.tree_util.keystr(path) for path, _ in found]
-    leaves = [
-        _each(plan, path, leaf, portable_leaf) for path, (_, leaf) in zip(paths, found, strict=True)
-    ]
-    portable = jax.tree.unflatten(treedef, leaves)
+    portable = map_params(
+        lambda path, leaf: _each(plan, path, leaf, portable_leaf), params, plan.prefix, is_stored
+    )
     return portable if platform is None else prepack(plan, portable, platform_of(platform))
 
 
 def prepacked(plan: PlanData, path: str, leaf: Any, platform: str | None = None) -> Any:
     """Return a stored leaf, packed for kernels where the plan says so.
-
-    Args:
-        plan: the plan.
-        path: of the leaf.
-        leaf: what is stored there, or an array.
-        platform: that of the kernels; None for the one that the leaf is on.
 
     Raises:
         QuantizationError: the leaf is quantized in another way than the plan says.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import quant_numerics as qn
 from hijax_trace import is_chosen, is_counted, scaled_inputs
@@ -15,7 +15,7 @@ from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact, joined
-from ..program.granularity import Granularity, fitted, tile_elements
+from ..program.granularity import fitted, tile_elements
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord
 from ..program.sites import Site, problem_of, record_of, short, unstorable
@@ -28,29 +28,20 @@ from .lora_survey import LoraSurvey
 from .storage import Asked, Storage, Stored, gone
 
 
-@dataclasses.dataclass(frozen=True)
-class Use:
+class Use(NamedTuple):
     """An operation that a parameter is an operand of.
 
     Attributes:
-        path: of the parameter.
-        op_id: of the operation.
-        rule: the number of its rule.
-        how: how that quantizes it; None for a lookup that no rule names.
-        granularity: the finest that the operation can use.
+        asked: what the operation asks; without ``how`` it is a lookup that no rule names.
+        stored: what is stored for it.
         stepped: the axes of the parameter that the operand lacks.
-        is_lookup: whether the operation takes rows, whatever the scales are.
         sparse_axis: the axis of the parameter along which N:M sparsity goes; None if that can't be
             followed.
     """
 
-    path: str
-    op_id: str
-    rule: int | None
-    how: qn.HowToQuantize | None
-    granularity: Granularity
+    asked: Asked
+    stored: Stored
     stepped: tuple[int, ...]
-    is_lookup: bool
     sparse_axis: int | None = None
 
 
@@ -232,7 +223,7 @@ class Survey:
             return
 
         self.records = {key: one for key, one in self.records.items() if one.op_id not in gone}
-        self.uses = [use for use in self.uses if use.op_id not in gone]
+        self.uses = [use for use in self.uses if use.asked.op_id not in gone]
         self.chosen = [one for one in self.chosen if one.op_id not in gone]
         self.notes = {one: None for one in self.notes if one.op_id not in gone}
         self.problems[:] = [one for one in self.problems if one.op_id not in gone]
@@ -289,14 +280,4 @@ class Survey:
             places = [axis for axis, became in enumerate(stored.axes) if became == asked.along]
             if len(places) == 1 and stored.shape[places[0]] == weight.shape[asked.along]:
                 (sparse,) = places
-        use = Use(
-            stored.path,
-            asked.op_id,
-            asked.rule,
-            asked.how,
-            stored.granularity,
-            stepped,
-            asked.is_lookup,
-            sparse,
-        )
-        self.uses.append(use)
+        self.uses.append(Use(asked, stored, stepped, sparse))

@@ -19,14 +19,7 @@ _SHOWN = 5
 def why_unused(
     index: int, rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]
 ) -> Fact:
-    """Return that a rule decides nothing, and why.
-
-    Args:
-        index: its number.
-        rules: the rules.
-        records: the operations of the program.
-        leaves: the pytree paths of its parameters.
-    """
+    """Return that a rule decides nothing, and why; ``leaves`` are the parameters' paths."""
     rule = rules.rules[index]
     why = _why(index, rule, rules, records, leaves)
     return Code.UNUSED(rule=index, shown=_shown(rule), why=why)

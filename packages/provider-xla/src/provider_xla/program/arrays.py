@@ -15,6 +15,20 @@ def is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def by_path(params: Any, prefix: str, is_leaf: Any = None) -> tuple[dict[str, Any], Any]:
+    """Return the leaves of parameters by their pytree paths, and the structure of the tree."""
+    found, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+    return {prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}, treedef
+
+
+def map_params(
+    change: Callable[[str, Any], Any], params: Any, prefix: str, is_leaf: Any = None
+) -> Any:
+    """Return parameters with each leaf changed by a function of its path and itself."""
+    found, treedef = by_path(params, prefix, is_leaf)
+    return jax.tree.unflatten(treedef, [change(path, leaf) for path, leaf in found.items()])
+
+
 def types_of(tree: Any) -> Any:
     """Return a tree with the types of its arrays; other leaves stay."""
 

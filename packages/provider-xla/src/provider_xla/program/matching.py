@@ -73,11 +73,6 @@ def weights_among(
     parameters and one of them uses such an array, the other one is the weight. A part that a
     computed index picks is an activation beside a weight (a row of an embedding table), and a
     weight beside an activation (an expert).
-
-    Args:
-        call: the operation.
-        operands: its arrays.
-        is_parameter: tells the paths of parameters among those of all inputs.
     """
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
@@ -215,14 +210,7 @@ class Rules:
     def decide(
         self, index: int, contraction: Contraction, operands: Sequence[Any], sides: Sequence[bool]
     ) -> Decision:
-        """Return what a rule says about a contraction.
-
-        Args:
-            index: the number of the rule.
-            contraction: the contraction.
-            operands: its operands.
-            sides: whether each is a weight.
-        """
+        """Return what a rule says; ``sides`` tell which operands are weights."""
         rule = self.rules[index]
         shapes = [operand.shape for operand in operands]
         hows = tuple(self.how(rule, is_weight) for is_weight in sides)

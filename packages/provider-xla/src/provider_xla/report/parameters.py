@@ -9,7 +9,7 @@ import jax
 from hijax_trace import Carrier
 
 from ..plan.weight import WeightPlan
-from ..program.arrays import is_array
+from ..program.arrays import by_path, is_array
 from ..run.stored import is_stored
 from .errors_at import Sums, difference, error_of
 from .results import ParameterQuality
@@ -21,16 +21,8 @@ if TYPE_CHECKING:
 def measure_parameters(
     plan: PlanData, params: Any, stored: Any, packed: Any
 ) -> tuple[ParameterQuality, ...]:
-    """Measure the error and size of each parameter and derived weight.
-
-    Args:
-        plan: the plan.
-        params: the float parameters.
-        stored: quantized values and scales.
-        packed: the same, packed for kernels.
-    """
-    found, _ = jax.tree_util.tree_flatten_with_path(params)
-    given = {plan.prefix + jax.tree_util.keystr(path): leaf for path, leaf in found}
+    """Measure the error of what is stored, and the size of it packed for kernels."""
+    given, _ = by_path(params, plan.prefix)
     trees = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (stored, packed))
     held = dict(zip(given, zip(*trees, strict=True), strict=True))
     # Derived weights have separate rows, so they do not count with their parameter.

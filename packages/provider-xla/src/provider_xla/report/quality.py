@@ -20,7 +20,7 @@ from .fold import op_rows
 from .results import Results
 from .text import show_error, show_ms, show_ranges
 
-SCHEMA = 1
+SCHEMA = 2
 """The version of what ``as_json`` returns."""
 
 

@@ -29,15 +29,7 @@ def infer(
     statistics: Statistics | None = None,
     record: Record = ignore,
 ) -> Callable[P, R]:
-    """Return a function with its operations quantized, for stored parameters or arrays.
-
-    Args:
-        engine: taps the operations.
-        rules: decide them.
-        fn: the function.
-        statistics: the static ranges that rules ask for.
-        record: called for every operation seen.
-    """
+    """Return a function with its operations quantized, for stored parameters or arrays."""
     run = functools.partial(run_site, statistics=statistics)
     interceptor = sites_of(engine, rules, run, record, is_pure=record is ignore).interceptor
     return taking_stored(engine.wrap(fn, interceptor), follows_values(engine))
