@@ -459,7 +459,7 @@ def test_flax_and_equinox_models_by_their_paths():
     convolution, head = provider.report()
     assert convolution.reason == "the rule leaves it float"
     assert head.op_id == "Net/head/dot_general:0"
-    assert head.weight == "args[0]['params']['head']['kernel']"
+    assert head.paths == ("args[0]['params']['head']['kernel']",)
 
     linear = nnx.Linear(8, 4, rngs=nnx.Rngs(0))
     mlp = jax.vmap(eqx.nn.MLP(8, 4, 16, 2, key=jax.random.key(0)))

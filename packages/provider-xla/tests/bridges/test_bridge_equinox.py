@@ -83,9 +83,8 @@ def test_paths_are_attributes_without_equinoxs_own_scopes():
     ]
     model = quantize_model(equinox_net(block=equinox_classes()[1]), ptq(*rules), ROW)
     ids = {op.op_id: op for op in model_plan(model).ops}
-    assert (
-        ids["blocks/0/attn/query_proj/matmul:0"].weight
-        == "args[0].blocks[0].attn.query_proj.weight"
+    assert ids["blocks/0/attn/query_proj/matmul:0"].paths == (
+        "args[0].blocks[0].attn.query_proj.weight",
     )
     assert ids["head/matmul:0"].reason == "the rule leaves it float"
     assert model.blocks[0].attn.key_proj.weight.qtype == "int4"

@@ -16,7 +16,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..plan.plan import PlanData
 from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
-from ..program.sites import Site, Sites, ignore
+from ..program.sites import SIDES, Site, Sites, ignore
 from ..run.infer import taking_stored
 from ..run.static import Observation, StaticRange, Statistics, key_of
 from ..run.stored import is_stored
@@ -104,7 +104,7 @@ def _empty(
 ) -> dict[str, qn.Statistics]:
     # Transformed activations have other ranges, and so other keys: see `key_of`.
     found, _ = by_path(params, plan.prefix, is_stored)
-    ops: set[str] = set()
+    transformed: set[str] = set()
     for path, leaf in found.items():
         held = {path: leaf}
         if isinstance(leaf, Carrier):
@@ -112,9 +112,10 @@ def _empty(
             held |= {plan.derived[key].path: one for key, one in leaf.derived.items()}
         for name, one in held.items():
             if isinstance(one, TransformedWeight):
-                ops.update(plan.weights[name].ops)
+                ops = plan.weights[name].ops
+                transformed.update(f"{op_id}#{side}" for op_id in ops for side in SIDES)
     return {
-        key_of(key, key.rpartition("#")[0] in ops): qn.Statistics(
+        key_of(key, key in transformed): qn.Statistics(
             one.shape, one.average, symmetric=one.symmetric
         )
         for key, one in ranges.items()
