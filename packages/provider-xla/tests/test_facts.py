@@ -8,12 +8,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import quant_numerics as qn
 from provider_xla import (
+    Hadamard,
     PtqProvider,
+    QtProvider,
+    QtRule,
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
     SmoothQuant,
+    model_plan,
+    quantize_model,
 )
 from provider_xla.program.facts import Code, joined
 
@@ -225,3 +231,51 @@ def test_a_fact_is_a_value_and_its_text():
     assert (problem.code, problem.rule, problem.paths) == (Code.STAYS_FLOAT, 3, paths)
     assert str(problem) == f"a/dot:0 of {joined(paths)} stays float: {fact} (rule 3)"
     assert str(Code.STAYS_FLOAT(op_id="a", rule=0, why=fact)) == f"a stays float: {fact} (rule 0)"
+
+
+def test_statistics_of_gradients_are_found_where_operands_are_transformed():
+    params, x = {"w": array(0, 16, 8)}, array(1, 4, 16)
+    f8 = "float8_e4m3fn"
+    rule = QtRule(
+        weight_qtype=f8,
+        act_qtype=f8,
+        bwd_qtype="float8_e5m2",
+        act_static_scale=True,
+        bwd_static_scale=True,
+        static_average=qn.AmaxHistory(4),
+    )
+    provider = QtProvider([rule])
+
+    def fn(p, x):
+        return x @ p["w"]
+
+    plan = provider.plan(fn, params, x)
+    stored, _ = plan.optimize(params, [(x,)], [Hadamard()])
+    statistics = plan.empty_statistics(stored)
+    assert set(statistics) == {"matmul:0#lhs (transformed)", "matmul:0#gradient"}
+    run = provider.apply(fn, statistics)
+    found = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(run(stored, x)))))(x)
+    wanted = jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x))))(x)
+    assert np.linalg.norm(found - wanted) < 0.15 * np.linalg.norm(wanted)
+
+
+def test_an_nnx_model_with_odd_names():
+    nnx = pytest.importorskip("flax.nnx")
+
+    names = ("q and k", "a, b", "0", "tile_size")
+
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.heads = nnx.Dict({name: nnx.Linear(8, 8, rngs=rngs) for name in names})
+
+        def __call__(self, x):
+            return sum(self.heads[name](x) for name in names)
+
+    net = Net(nnx.Rngs(0))
+    model = quantize_model(net, PtqProvider([W8]), array(0, 3, 8))
+    plan = model_plan(model)
+    assert len(plan.weights) == 4
+    assert {op.paths for op in plan.ops if op.quantized} == {(path,) for path in plan.weights}
+    assert plan.problems == ()
+    assert {why for _, _, why in plan.floats} == {"no matmul, convolution or gather uses it"}
+    np.testing.assert_allclose(model(array(0, 3, 8)), net(array(0, 3, 8)), atol=0.1)
