@@ -95,7 +95,7 @@ def test_paths_are_attributes_and_rules_go_by_them():
     model = quantize_model(nnx_net(block=nnx_classes()[1]), ptq(*rules), TOKENS)
     ops = {op.op_id: op for op in model_plan(model).ops}
     assert ops["blocks/0/attn/query/dot_general:0"].qtypes == (None, "int4")
-    assert ops["blocks/1/up/dot_general:0"].weight == "args[0]['blocks'][1]['up']['kernel']"
+    assert ops["blocks/1/up/dot_general:0"].paths == ("args[0]['blocks'][1]['up']['kernel']",)
     assert ops["head/dot_general:0"].reason == "the rule leaves it float"
     qtypes = {
         "/".join(map(str, path)): getattr(variable.get_raw_value(), "qtype", None)
