@@ -10,7 +10,6 @@ rounding explains. With --tiny, formats take turns.
 
 import argparse
 import concurrent.futures
-import dataclasses
 import os
 import sys
 import traceback
@@ -65,6 +64,8 @@ TRAINED = {
     ),
     "mxfp8": recipe("mxfp8", "mxfp8"),
     "nvfp4": recipe("nvfp4", "nvfp4"),
+    "float8, quantization-aware": xla.QtRule(weight_qtype="float8_e4m3fn"),
+    "nvfp4, quantization-aware": xla.QtRule(weight_qtype="nvfp4"),
     "int4, quantization-aware": xla.QtRule(weight_qtype="int4", act_qtype="int8", tile_size=32),
 }
 
@@ -188,9 +189,10 @@ def cases(tiny):
                 yield stored, program, name, rule, 4, True
         number += 1
         for name, rule in TRAINED.items():
-            static = rule.act_static_scale
-            if program in (dense, scanning, convolving) and not (tiny and static):
-                yield trained, program, name, dataclasses.replace(rule), 32
+            if program is convolving and rule.weight_qtype in BLOCKS:
+                continue
+            if program in (dense, scanning, convolving) and not (tiny and rule.act_static_scale):
+                yield trained, program, name, rule, 32
 
 
 def main():
@@ -201,7 +203,8 @@ def main():
     bad = total = 0
     # XLA compiles without Python.
     with concurrent.futures.ThreadPoolExecutor(min(12, os.cpu_count() or 1)) as threads:
-        for done in [threads.submit(check, *case) for case in cases(args.tiny)]:
+        checks = [threads.submit(check, *case) for case in cases(args.tiny)]
+        for done in concurrent.futures.as_completed(checks):
             good, line = done.result()
             print(line, flush=True)
             bad, total = bad + (not good), total + 1
