@@ -8,6 +8,7 @@ those of a rehearsal.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
 import functools
 import json
@@ -44,18 +45,18 @@ STEPS = 10
 """In a round; a history of largest magnitudes knows all ranges after as many."""
 
 
-def sides(loss, params, x):
-    """Return the compiled step of each side, by name."""
-    found = {}
-    for name, rule in {"bfloat16": None, **RULES}.items():
-        fn = loss
-        if rule is not None:
-            provider = xla.QtProvider(rule)
-            fn = provider.apply(loss)
-            if rule.act_static_scale:
-                fn = provider.apply(loss, provider.init_statistics(loss, params, x))
-        found[name] = functools.partial(jax.jit(jax.value_and_grad(fn)), params, x)
-    return found
+def compiled(name, rule, loss, params, x):
+    """Return a step, and say how long it was compiled."""
+    start, fn = time.perf_counter(), loss
+    if rule is not None:
+        provider = xla.QtProvider(rule)
+        fn = provider.apply(loss)
+        if rule.act_static_scale:
+            fn = provider.apply(loss, provider.init_statistics(loss, params, x))
+    step = functools.partial(jax.jit(jax.value_and_grad(fn)), params, x)
+    jax.block_until_ready(step())
+    print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+    return step
 
 
 def norm(tree):
@@ -69,10 +70,13 @@ def measured(kind, width, tokens, rounds):
         lambda leaf: leaf.astype(jnp.bfloat16) if hasattr(leaf, "dtype") else leaf,
         made(kind, width, tokens),
     )
-    steps = sides(loss, params, x)
+    rules = {"bfloat16": None, **RULES}
+    with concurrent.futures.ThreadPoolExecutor(len(rules)) as threads:
+        found = threads.map(lambda one: compiled(*one, loss, params, x), rules.items())
+        steps = dict(zip(rules, found, strict=True))
     times = {name: [] for name in steps}
     gradients = {}
-    for _ in range(rounds + 1):  # the first one compiles
+    for _ in range(rounds + 1):  # the first one isn't counted
         for name, step in steps.items():
             start = time.perf_counter()
             for _ in range(STEPS):
@@ -88,7 +92,6 @@ def measured(kind, width, tokens, rounds):
             "width": width,
             "tokens": tokens,
             "case": name,
-            "compiling": found[0] * STEPS,
             "seconds": statistics.median(found[1:]),
             "speed": statistics.median(ratios),
             "error": norm(away) / norm(of_float),

@@ -22,23 +22,23 @@ W8A8 = QuantizationRule(weight_qtype="int8", **A8)
 W8A8_GROUPS = QuantizationRule(weight_qtype="int8", tile_size=64, **A8)
 W4A8 = QuantizationRule(weight_qtype="int4", tile_size=32, **A8)
 SMALL_GROUPS = QuantizationRule(weight_qtype="int4", tile_size=16)
+ONE = "weights are packed for one row"
 FEW = "weights are packed for up to 8 rows"
-BOTH = f"{FEW} and 2048 rows or more without groups"
+BOTH = f"{FEW} and 512 rows or more without groups"
 
 CHOSEN = [
     (W8, 1, "float32", "gemv_w8"),
-    (W8, 4, "bfloat16", "gemv_w8"),
-    (W8, 8, "float16", "gemm_w8a16"),
-    (W8, 9, "bfloat16", f"it has 9 rows, and on GPUs {FEW}"),
-    (W8, 4096, "bfloat16", FEW),
+    (W8, 1, "bfloat16", "gemv_w8"),
+    (W8, 2, "float16", f"it has 2 rows, and on GPUs {ONE}"),
+    (W8, 4096, "bfloat16", ONE),
     (W4, 1, "bfloat16", "gemv_w4"),
     (W4, 8, "float32", "gemv_w4"),
     (W4, 9, "float32", FEW),
     (SMALL_GROUPS, 1, "float32", "groups of 16 rows, and not a multiple of 32"),
     (W8A8, 1, "bfloat16", "gemm_w8a8"),
     (W8A8, 9, "bfloat16", BOTH),
-    (W8A8, 2047, "bfloat16", BOTH),
-    (W8A8, 2048, "bfloat16", "gemm_w8a8"),
+    (W8A8, 511, "bfloat16", BOTH),
+    (W8A8, 512, "bfloat16", "gemm_w8a8"),
     (W8A8_GROUPS, 8, "bfloat16", "gemm_w8a8"),
     (W8A8_GROUPS, 2048, "bfloat16", BOTH),
     (W4A8, 8, "bfloat16", "gemm_w4a8"),

@@ -108,6 +108,19 @@ def test_tiles_and_four_bits():
     np.testing.assert_allclose(found, mapped(qn.dequantize(stored), TOKENS), rtol=1e-5)
 
 
+def test_rows_of_blocks_multiply_their_table():
+    """Each row brings its scale of scales along."""
+
+    def fn(table, tokens):
+        return table[tokens] @ table.T
+
+    rule = xla.QuantizationRule(weight_qtype="nvfp4", act_qtype="nvfp4")
+    plan = xla.PtqProvider(rule).plan(fn, TABLE, TOKENS)
+    stored = plan.quantize(TABLE)
+    found = jax.jit(plan.apply(fn))(stored, TOKENS)
+    np.testing.assert_allclose(found, fn(qn.dequantize(stored), TOKENS), rtol=1e-4, atol=1e-5)
+
+
 def test_what_takes_no_row_of_a_table():
     """Experts, layers' biases, elements and windows are used in other ways."""
 

@@ -1,5 +1,6 @@
 """Contractions of one block format on platforms that multiply blocks as they are."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -216,6 +217,24 @@ def test_what_has_no_such_call():
     assert block_dot.is_block_dot(*other, across)  # one scale for all rows is repeated
     found = jax.jit(functools.partial(block_dot._native, dimension_numbers=across))(*other)
     exact = value(other[0]) @ value(other[1]).T
+    assert np.abs(np.asarray(found) - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("at", [(0, 2), (1,)])
+def test_rows_have_global_scales_of_their_own(at):
+    """As rows of a table have that were looked up. Along the contraction there is one."""
+    rng = np.random.default_rng(3)
+    x, w = (rng.standard_normal(shape, np.float32) for shape in ((2, 32, 3), (5, 32)))
+    lhs = qn.quantize(x, "nvfp4", tile_axes={1: 16}, channel_axes=(0, 2))
+    rhs = qn.quantize(w, "nvfp4", tile_axes={1: 16}, channel_axes=(0,))
+    shape = [n if a in at else 1 for a, n in enumerate(lhs.scale.shape)]
+    whole = rng.uniform(0.5, 2, shape).astype(np.float32)
+    lhs = dataclasses.replace(lhs, global_scale=jnp.asarray(whole))
+    dims = (((1,), (1,)), ((), ()))
+    exact = np.einsum("ack,rc->akr", value(lhs), value(rhs))
+    assert block_dot.is_block_dot(lhs, rhs, dims) == (1 not in at)
+    run = block_dot._native if 1 not in at else qn.dot_general
+    found = jax.jit(functools.partial(run, dimension_numbers=dims))(lhs, rhs)
     assert np.abs(np.asarray(found) - exact).max() <= 1e-5 * np.abs(exact).max()
 
 

