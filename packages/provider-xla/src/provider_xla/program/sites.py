@@ -178,7 +178,7 @@ class Sites:
         if reading is None:
             assert unread is not None
             in_parts = unread.code in IN_PARTS
-            # Scaling is no problem, and other operands only if a parameter stays float by them.
+            # Scaling is never a problem, other operands only if a parameter stays float by them.
             is_common = unread.code in (Code.NO_ARRAY, Code.NO_FLOAT)
             wrong = rule is not None and not in_parts and rule.is_acting
             wrong = wrong and unread.code is not Code.SCALAR and (has_weight or not is_common)
