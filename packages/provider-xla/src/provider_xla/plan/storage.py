@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -77,6 +78,7 @@ class Storage:
         self.rules = rules
         self.leaves = leaves
         self.derived: dict[str, Derived] = {}
+        self._counts: Counter[str] = Counter()
         self._problem = problem
 
     def of(self, call: OpCall, operand: Any, weight: Weight, asked: Asked) -> list[Stored]:
@@ -186,9 +188,9 @@ class Storage:
 
     def _name(self, base: Expression) -> str:
         """Return a name for a derived weight that no other has."""
-        name, taken = str(base), {one.path for one in self.derived.values()}
-        count = sum(path == name or path.startswith(f"{name} #") for path in taken)
-        return f"{name} #{count + 1}" if count else name
+        name = str(base)
+        self._counts[name] += 1
+        return f"{name} #{self._counts[name]}" if self._counts[name] > 1 else name
 
     def _shape_of(self, base: Expression) -> tuple[int, ...] | None:
         """Return a derived weight's shape over all steps of its loops.
