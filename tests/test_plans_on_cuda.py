@@ -163,7 +163,7 @@ def test_stacks_of_weights_are_not_copied_on_gpus(monkeypatch):
     for rule, op in ((W8, "gemv_w8"), (W4, "gemv_w4"), (W8A8, "gemm_w8a8")):
         for fn, name, suffix in ((layers, "layers", "stack"), (experts, "experts", "groups")):
             params = {name: jnp.ones((4, K, K), "bfloat16")}
-            x = jax.ShapeDtypeStruct((4, K), "bfloat16")
+            x = jax.ShapeDtypeStruct((1 if fn is layers else 4, K), "bfloat16")
             plan = PtqProvider(rule).plan(fn, params, x)
             stored = plan.convert(plan.quantize(params), "cuda")
             traced = jax.jit(plan.apply(fn)).trace(stored, x)

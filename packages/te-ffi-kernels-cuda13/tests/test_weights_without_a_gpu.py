@@ -70,9 +70,10 @@ def test_stacks_are_worth_what_one_weight_is():
         for shape, group in itertools.product((few, (9, 64), many), (0, 32)):
             why = _limits.unworthy(op, shape[0], group)
             assert _limits.unworthy(f"{op}_stack", shape[0], group) == why
-            # Rows in groups have no library.
+            # Rows in groups have no library, and XLA would read all weights.
             grouped = _limits.unworthy(f"{op}_groups", shape[0], group)
             assert (grouped is None) == (shape == few)
+            assert _limits.unworthy(f"{op}_groups", 8, group) is None
     assert not _workspace.multiplies_with_cublaslt("gemm_w8a8_groups", 4096, 0, "bfloat16")
     assert _workspace.multiplies_with_cublaslt("gemm_w8a8_stack", 4096, 0, "bfloat16")
 

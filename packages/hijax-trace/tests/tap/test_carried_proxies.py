@@ -383,8 +383,8 @@ def test_left_says_why():
     reasons = []
 
     class Noting(Signs):
-        def left(self, why):
-            reasons.append(why)
+        def on_dropped(self, reason):
+            reasons.append(reason)
 
     jax.tree_util.register_dataclass(Noting, ["codes", "scale"], [])
     cache, rows, x = arguments()

@@ -66,10 +66,10 @@ WORTH: dict[str, tuple[Span, ...]] = {
 def unworthy(op: str, rows: int, group: int) -> str | None:
     """Return why a weight isn't packed for an op with so many rows; None where it is.
 
-    One of a stack takes as long as one alone. Rows in groups are never multiplied by cuBLASLt.
+    One of a stack takes as long as one alone. Of rows in groups each has its weight, and XLA would
+    read the weights of all groups; they are never multiplied by cuBLASLt.
     """
-    grouped = op.endswith(GROUPS)
-    spans = tuple(one for one in WORTH[of_one(op)] if not (grouped and one is LIBRARY))
+    spans = (FEW,) if op.endswith(GROUPS) else WORTH[of_one(op)]
     for span in spans:
         fits = span.least <= rows and (span.most is None or rows <= span.most)
         if fits and (span.grouped or not group):

@@ -36,7 +36,7 @@ class Dataflow:
         jaxpr: the open jaxpr.
         inputs: finds the expression of each argument.
         consts: the values of its constants; see ``inputs_of``.
-        foreign: the variables whose values handlers computed.
+        from_handler: the variables whose values handlers computed.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Dataflow:
         jaxpr: Any,
         inputs: Sequence[Express],
         consts: Sequence[Any] = (),
-        foreign: Set[Any] = frozenset(),
+        from_handler: Set[Any] = frozenset(),
     ):
         self._eqns = jaxpr.eqns
-        self._foreign = foreign
+        self._from_handler = from_handler
         self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
         self._known: dict[Any, Expression] = {}
         constants = compat.inputs_of(jaxpr)[: len(consts)]
@@ -84,7 +84,7 @@ class Dataflow:
             seen.add(var)
             place = self._makers.get(var)
             is_base = place is None and self._of(var).judged(is_parameter).kind == "activation"
-            if is_base or var in self._foreign or var in self._activations:
+            if is_base or var in self._from_handler or var in self._activations:
                 self._activations.add(atom)
                 return True
             if place is None:
@@ -119,7 +119,7 @@ class Dataflow:
 
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
         # A handler replaced this equation, so its program need not be looked into.
-        if self._foreign and all(var in self._foreign for var in eqn.outvars):
+        if self._from_handler and all(var in self._from_handler for var in eqn.outvars):
             return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
         opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
         if eqn.primitive.name == "axis_index":  # no constant: each device has another
@@ -130,7 +130,7 @@ class Dataflow:
         inside = _through(eqn, operands)
         return [
             unknown(var.aval, "a handler's result", operands)
-            if var in self._foreign
+            if var in self._from_handler
             else inside[i]
             if i in inside
             else unknown(var.aval, opaque, operands)

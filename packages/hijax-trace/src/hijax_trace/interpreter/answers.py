@@ -94,7 +94,7 @@ class Answers:
             source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
             arrays += compat.append(run.trace, made, values(numbers), source)
         run.frame.replaced.update(eqn.outvars)
-        run.frame.foreign.update(eqn.outvars)
+        run.frame.from_handler.update(eqn.outvars)
         run.values.update(zip(eqn.outvars, values(one.results), strict=True))
         return True
 

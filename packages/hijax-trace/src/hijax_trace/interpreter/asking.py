@@ -236,7 +236,7 @@ def _replace(run: Pass, call: TraceCall, eqn: Any, results: list[Any], is_own: b
     """Continue with a handler's results instead of the equation's."""
     run.frame.replaced.update(eqn.outvars)
     if not is_own:
-        run.frame.foreign.update(eqn.outvars)
+        run.frame.from_handler.update(eqn.outvars)
     for var, value in zip(eqn.outvars, results, strict=True):
         metadata = call.metadata_of(value)
         if metadata:

@@ -181,7 +181,7 @@ def tap_body(
             if type(var) is not compat.Literal and var in inner.metadata
         },
         replaced=bool(inner.replaced),
-        foreign=bool(inner.foreign),
+        from_handler=bool(inner.from_handler),
         counted=counted,
         takes_proxies=proxies is not NO_PROXIES,
         unused=unused_in(new, len(jaxpr.invars), proxies, is_numbered),

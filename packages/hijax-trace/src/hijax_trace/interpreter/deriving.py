@@ -10,7 +10,7 @@ from .atoms import metadata_of
 from .entering import inline
 from .frames import Frame, Operands
 from .one_pass import Pass, mark_replaced
-from .original import Derivatives, Linear, Once, Original
+from .original import Derivatives, Linear, Original, SharedProgram
 from .tasks import Task
 
 
@@ -37,21 +37,21 @@ def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
     # A derivative in a nested jaxpr finds the original of one around it in the session.
     kept = derivatives.program(eqn) or run.session.made.get(program)
-    once = kept if made is None else made.once
+    shared = kept if made is None else made.shared
     # A transpose of the program itself has its own operands, and no operation before it.
-    if once is None or not function.is_derived or (function.linear and made is None):
-        once = Once(_original(run, task, operands, info, function))
-        run.session.made[program] = once
-        derivatives.keep_program(eqn, once)
+    if shared is None or not function.is_derived or (function.linear and made is None):
+        shared = SharedProgram(_original(run, task, operands, info, function))
+        run.session.made[program] = shared
+        derivatives.keep_program(eqn, shared)
     with compat.at(info), eqn.ctx.manager:
         if made is not None:
             results = made.call(values[made.count :])
         elif derivative is None:
-            results = function.run(once.run, values, operands.proxies)
+            results = function.run(shared.run, values, operands.proxies)
         else:
-            results, call = derivative.split(once.run, values, operands.proxies)
-            derivatives.keep(derivative, eqn, Linear(len(values), call, once))
-    _finish(run, eqn, once.frame, results, None if function.is_derived else program.jaxpr)
+            results, call = derivative.split(shared.run, values, operands.proxies)
+            derivatives.keep(derivative, eqn, Linear(len(values), call, shared))
+    _finish(run, eqn, shared.frame, results, None if function.is_derived else program.jaxpr)
 
 
 def _original(run: Pass, task: Task, operands: Operands, info: Any, function: Function) -> Original:

@@ -47,7 +47,7 @@ class Frame:
     Attributes:
         index: the step's number, while the frame is staged as the body of a loop.
         replaced: variables whose values come from a handler's result.
-        foreign: those of them that the program's own operation did not compute.
+        from_handler: those of them that the program's own operation did not compute.
         read: the origins of inputs that handlers asked for.
         asked: the other questions that they asked; see ``questions``.
     """
@@ -65,7 +65,7 @@ class Frame:
         "_path",
         "asked",
         "depth",
-        "foreign",
+        "from_handler",
         "index",
         "is_later",
         "is_rule",
@@ -121,7 +121,7 @@ class Frame:
             jaxpr.invars[i]: proxy for i, proxy in (proxies or {}).items()
         }
         self.replaced: set[Any] = set()
-        self.foreign: set[Any] = set()
+        self.from_handler: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.asked: set[Question] = set()
 
@@ -210,7 +210,9 @@ class Frame:
 
     def _own_flow(self) -> Dataflow | None:
         if self._dataflow is None and self._jaxpr is not None and self._expressions is not None:
-            self._dataflow = Dataflow(self._jaxpr, self._expressions, self._consts, self.foreign)
+            self._dataflow = Dataflow(
+                self._jaxpr, self._expressions, self._consts, self.from_handler
+            )
         return self._dataflow
 
     def steps(self) -> tuple[Step, ...] | None:

@@ -84,7 +84,7 @@ class Joins:
 
     def _is_made(self, var: Any) -> bool:
         """Return whether a handler or a join made the value of a variable."""
-        return var in self._run.frame.foreign or var in self._results
+        return var in self._run.frame.from_handler or var in self._results
 
     def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
         """Return whether nothing else uses a variable, and its equation's operands are arrays.

@@ -21,7 +21,7 @@ class Tapped:
         extra: the values of its new leading inputs.
         metadata: the metadata of its results, by number.
         replaced: whether a handler replaced any operation.
-        foreign: whether any of those values was not the operation's own result.
+        from_handler: whether any of those values was not the operation's own result.
         counted: its operations, by module path below its own, label and name.
         takes_proxies: whether it takes the array proxies of its operands.
         unused: the inputs that it takes an array proxy for and does not use themselves.
@@ -34,7 +34,7 @@ class Tapped:
     extra: tuple[Any, ...] = ()
     metadata: Mapping[int, Metadata] = field(default_factory=dict)
     replaced: bool = False
-    foreign: bool = False
+    from_handler: bool = False
     counted: Mapping[Key, int] = field(default_factory=dict)
     takes_proxies: bool = False
     unused: tuple[int, ...] = ()

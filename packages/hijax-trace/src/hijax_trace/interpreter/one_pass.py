@@ -146,5 +146,5 @@ def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:
     """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
         frame.replaced.update(eqn.outvars)
-    if inner.foreign:
-        frame.foreign.update(eqn.outvars)
+    if inner.from_handler:
+        frame.from_handler.update(eqn.outvars)

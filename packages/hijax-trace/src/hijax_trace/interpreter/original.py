@@ -97,7 +97,7 @@ class Original:
         return found
 
 
-class Once:
+class SharedProgram:
     """An original whose handlers are asked at its first run alone.
 
     Its result is staged then, and later runs call that: an operation and its derivative share it.
@@ -141,12 +141,12 @@ class Linear(NamedTuple):
     Attributes:
         count: how many operands that equation has.
         call: returns the results of the linear function.
-        once: the original.
+        shared: the original.
     """
 
     count: int
     call: Call
-    once: Once
+    shared: SharedProgram
 
 
 class Derivatives:
@@ -169,7 +169,7 @@ class Derivatives:
             if (base := function.base) is not None:
                 self._of.setdefault(_at(base.key, eqn, base.count), []).append(function)
         self._linear: dict[Hashable, Linear] = {}
-        self._once: dict[Hashable, Once] = {}
+        self._shared: dict[Hashable, SharedProgram] = {}
 
     def has_no_derivative(self, program: Program) -> bool:
         """Return whether a program has no derivatives in this jaxpr."""
@@ -191,13 +191,13 @@ class Derivatives:
             None if base is None else self._linear.get(_at(eqn.params["function"], eqn, base.count))
         )
 
-    def keep_program(self, eqn: Any, once: Once) -> None:
+    def keep_program(self, eqn: Any, shared: SharedProgram) -> None:
         """Keep what was made of an equation's original."""
-        self._once[_program_at(eqn)] = once
+        self._shared[_program_at(eqn)] = shared
 
-    def program(self, eqn: Any) -> Once | None:
+    def program(self, eqn: Any) -> SharedProgram | None:
         """Return what was made of the original of a derivative's equation."""
-        return self._once.get(_program_at(eqn))
+        return self._shared.get(_program_at(eqn))
 
 
 def _program_at(eqn: Any) -> Hashable:

@@ -38,7 +38,7 @@ class Rebuilt(NamedTuple):
         values: its operands.
         metadata: the metadata of its results, by number.
         replaced: whether a handler replaced any operation in it.
-        foreign: whether any of those values was not the operation's own result.
+        from_handler: whether any of those values was not the operation's own result.
         results: which of the equation's results it has, the first ones of the new equation; None
             for all.
         returned: builds the array proxies of the others, by number, from all new results.
@@ -48,7 +48,7 @@ class Rebuilt(NamedTuple):
     values: list[Any]
     metadata: Mapping[int, Metadata]
     replaced: bool
-    foreign: bool
+    from_handler: bool
     results: Sequence[int] | None = None
     returned: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]] = lambda results: {}
 
@@ -140,8 +140,8 @@ def rebuild(
     if expands:
         rule = prim_rule(session, place, operands, before)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
-    replaced, foreign = any(t.replaced for t in tapped), any(t.foreign for t in tapped)
-    found = Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, foreign)
+    replaced, from_handler = any(t.replaced for t in tapped), any(t.from_handler for t in tapped)
+    found = Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, from_handler)
     if not results:
         return found
     # What all branches return of their operands as it is need not be a result, which XLA copies.

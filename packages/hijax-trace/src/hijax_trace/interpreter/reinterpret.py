@@ -84,7 +84,7 @@ class Interpreter(Pass):
         if frame.proxies and proxy_equations.make(self, task, values, info):
             pass
         elif task.do is Do.PASS:
-            joins = self.joins if frame.foreign else None
+            joins = self.joins if frame.from_handler else None
             if joins is None or not joins.make(task, values, info):
                 self.again(task, eqn, values, info)
         else:
@@ -93,7 +93,7 @@ class Interpreter(Pass):
             frame.untapped = untapped
         known = frame.metadata or frame.proxies
         # A handler's results are not the operands that the original returns.
-        if known and compat.holds_jaxprs(eqn) and not frame.foreign.issuperset(eqn.outvars):
+        if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
             forward(frame, eqn)
         if self._carries:
             carry(frame, eqn)

@@ -317,11 +317,11 @@ class ArrayProxy(_Operators, abc.ABC):
         """
         return None
 
-    def left(self, why: str) -> None:
+    def on_dropped(self, reason: str) -> None:
         """Learn why the program continues with the array.
 
         Args:
-            why: the reason, in words.
+            reason: in words.
         """
 
     def replace_parts(self, values: Mapping[str, Any]) -> Self:

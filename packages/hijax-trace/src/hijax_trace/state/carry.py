@@ -87,7 +87,7 @@ class Carrying(Restaging):
         closed = _called(eqn)
         if closed is None:
             for operand in filter(is_proxy, operands if compat.holds_jaxprs(eqn) else ()):
-                operand.left(f"{name} takes the array")
+                operand.on_dropped(f"{name} takes the array")
             return None
         jaxpr = compat.open_of(closed)
 
@@ -130,7 +130,7 @@ class Carrying(Restaging):
         for place, operand in enumerate(operands):
             axes = [one.ins[place] for one in levels]
             if is_proxy(operand) and (why := _why_not_along(operand, axes)):
-                operand.left(why)
+                operand.on_dropped(why)
                 return None
         return level(0, operands)
 
@@ -153,7 +153,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
         try:
             return proxies[0].updated(name, eqn.params, operands) if proxies else None
         except MoveError as error:
-            proxies[0].left(str(error))
+            proxies[0].on_dropped(str(error))
             return None
     held = [operand if is_proxy(operand) else None for operand in operands]
     avals = [var.aval for var in eqn.outvars]
@@ -161,7 +161,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     found = follow(name, eqn.params, operands, held, avals, *nothing)
     proxy = next((one for one in found if one is not None), None)
     if isinstance(proxy, Lost):
-        next(one for one in held if one is not None).left(proxy.why)
+        next(one for one in held if one is not None).on_dropped(proxy.why)
         return None
     return found if proxy is not None else None
 

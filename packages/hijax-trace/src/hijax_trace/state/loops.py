@@ -87,7 +87,7 @@ def _settled(
         if not changed:
             return carry
         for i in changed:
-            carry[i].left(f"{loop} carries {_made_by(compat.open_of(body), i)}")
+            carry[i].on_dropped(f"{loop} carries {_made_by(compat.open_of(body), i)}")
             carry[i] = stage_restoring(carry[i], atoms[i].aval)
 
 
@@ -118,7 +118,7 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     consts, carry, xs = operands[:first], operands[first:stepped], operands[stepped:]
     for i, x in enumerate(xs):
         if is_proxy(x) and isinstance(lost := x.step(0), Lost):
-            x.left(lost.why)
+            x.on_dropped(lost.why)
             xs[i] = stage_restoring(x, eqn.invars[stepped + i].aval)
     outs = compat.open_of(params["jaxpr"]).outvars[:count]
     steps = jax.tree.map(lambda leaf: compat.step_type(compat.typeof(leaf)), xs)
@@ -169,7 +169,7 @@ def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     for column, is_one in zip(zip(*found, strict=True), agree, strict=True):
         for one in column if not is_one else ():
             if is_proxy(one):
-                one.left("branches return it in different forms")
+                one.on_dropped("branches return it in different forms")
 
     def branch(call: Callable[..., Any], closed: Any) -> Callable[..., list[Any]]:
         atoms = compat.open_of(closed).outvars
@@ -190,7 +190,7 @@ def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
         axes = [axis for axis, names in enumerate(spec) if names is not None]
         if is_proxy(x) and any(len({leaf.shape[axis] for leaf in jax.tree.leaves(x)}) > 1
                                for axis in axes):  # fmt: skip
-            x.left("shard_map cuts it where elements share scales")
+            x.on_dropped("shard_map cuts it where elements share scales")
             operands[i] = stage_restoring(x, eqn.invars[i].aval)
 
     def body(*values: Any) -> list[Any]:

@@ -137,7 +137,7 @@ def run_in(
             finish()
 
 
-def disguised(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
+def wraps_as(call: Callable[..., Any], fn: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function with the name and signature of ``fn``."""
     wrapped = call
     if inspect.iscoroutinefunction(fn):

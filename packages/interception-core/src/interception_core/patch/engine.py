@@ -9,7 +9,7 @@ from ..errors import TargetError
 from ..frames import hides_frames
 from ..interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
-from .coroutines import disguised, run_in
+from .coroutines import run_in, wraps_as
 from .scope import OUTSIDE
 from .taps import Taps
 
@@ -79,7 +79,7 @@ class PatchEngine:
                 return fn(*args, **kwargs)
             return taps.run(fn, args, kwargs)
 
-        return disguised(call, fn)
+        return wraps_as(call, fn)
 
 
 def untapped(fn: Callable[P, R]) -> Callable[P, R]:
@@ -102,4 +102,4 @@ def untapped(fn: Callable[P, R]) -> Callable[P, R]:
             return fn(*args, **kwargs)
         return run_in(OUTSIDE, fn, args, kwargs)
 
-    return disguised(call, fn)
+    return wraps_as(call, fn)

@@ -66,7 +66,7 @@ class TrialArray(CacheArray):
         try:
             return super().moved(primitive, params, operands)
         except MoveError as error:
-            self.left(str(error))
+            self.on_dropped(str(error))
             raise
 
     def updated(
@@ -83,7 +83,7 @@ class TrialArray(CacheArray):
         """Return a contraction of the quantized values, which is scaled outside."""
         results = super().computed(primitive, params, operands)
         if results is None:
-            self.left(f"{primitive} takes the array")
+            self.on_dropped(f"{primitive} takes the array")
             return None
         side = next(i for i, operand in enumerate(operands) if operand is self)
         sizes = zip(self.shape, self.scale.shape, strict=True)
@@ -94,9 +94,9 @@ class TrialArray(CacheArray):
         )
         return results
 
-    def left(self, why: str) -> None:
+    def on_dropped(self, reason: str) -> None:
         """Record why the program takes the float array."""
-        self.log.lost.append(why)
+        self.log.lost.append(reason)
 
 
 def _is_trial(node: Any) -> bool:
