@@ -20,7 +20,7 @@ from ..program.granularity import (
     tile_elements,
 )
 from ..program.matching import Rules, Weight
-from ..program.record import OpRecord
+from ..program.record import OpRecord, check_misfit
 from ..program.sites import PART_OF_A_WEIGHT, Site, short, unstorable
 from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
@@ -104,6 +104,7 @@ class Survey:
                 tiles don't divide.
         """
         self.records.setdefault((record.op_id, record.operands), record)
+        check_misfit(record, problem)
         # What computes a weight reads no stored one.
         is_use = record.rule is not None and record.reason != PART_OF_A_WEIGHT
         if is_use and not record.quantized:
@@ -111,7 +112,6 @@ class Survey:
                 self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
             return
-        rule = self.rules.rules[record.rule]
         for path in record.paths:
             leaf = self.leaves.get(path)
             if leaf is not None and leaf.dtype not in qn.FLOAT_DTYPES:
@@ -121,12 +121,6 @@ class Survey:
                     "Convert it, or give the operation a rule without qtypes."
                 )
         about = f" of {record.weight}" if record.weight else ""
-        if record.weight and rule.weight_qtype is not None and "tile_size" in problem:
-            raise QuantizationError(
-                f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
-                f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
-                "separate rule."
-            )
         what = ":" if record.quantized else " stays float:"
         self.problems.append(f"{record.op_id}{about}{what} {problem} (rule {record.rule})")
 

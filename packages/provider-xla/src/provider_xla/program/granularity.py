@@ -172,21 +172,51 @@ def tiles_of(sizes: Sequence[int], tile_size: int | float) -> dict[int, int] | N
     return qn.contraction_tiles(sizes, range(len(sizes)), tile) if tile > 0 else None
 
 
-def misfit(sizes: Sequence[int], tile_size: int | float, fallback: str | None = None) -> str | None:
-    """Return why a contraction cannot have such tiles, or None.
+def misfit(
+    sizes: Sequence[int], how: qn.HowToQuantize | None, fallback: str | None = None
+) -> str | None:
+    """Return why a contraction cannot have an operand's tiles, or None.
 
     Args:
         sizes: of the contracted axes, the last of which changes fastest.
-        tile_size: the rule's.
+        how: how the operand is quantized.
         fallback: "padded" where the last tile may be shorter.
     """
+    if how is None or how.tile_size is None:
+        return None
+    tile_size, block = how.tile_size, qn.get_qtype(how.qtype).block
+    tile = f"tile_size {tile_size}" if block is None else f"the block of {how.qtype}, {block},"
     if not sizes:
-        return "tile_size is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
+        return f"{tile} is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
     tiles = tiles_of(sizes, tile_size)
     even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
     if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):
         return None
-    return f"tile_size {tile_size} does not divide contracted {list(sizes)}"
+    return f"{tile} does not divide contracted {list(sizes)}"
+
+
+FALLBACKS = ("divisor", "channel", "padded")
+"""What a rule's ``tile_fallback`` may be, besides None."""
+
+
+def remedy(sizes: Sequence[int], hows: Sequence[qn.HowToQuantize | None]) -> str:
+    """Return what to change in a rule whose tiles don't divide contracted axes.
+
+    Args:
+        sizes: of the contracted axes; empty where tiles are not possible.
+        hows: how the rule quantizes the operands.
+    """
+
+    def helps(fallback: str) -> bool:
+        found, _ = all_fitted(sizes, fallback, tuple(hows))
+        return not any(misfit(sizes, how, fallback) for how in found)
+
+    found = [f"tile_fallback={name!r}" for name in FALLBACKS if helps(name)]
+    if any(how and qn.get_qtype(how.qtype).block is not None for how in hows):
+        found.append("a format without blocks, such as 'int8' or 'int4'")
+    else:
+        found.append("another tile_size")
+    return f"Give the rule {' or '.join(found)}, or leave the operation float by a rule of its own."
 
 
 def fitted(
@@ -202,17 +232,17 @@ def fitted(
     Returns:
         The quantization; and what is done instead of what the rule says, or None.
     """
-    tile = how.tile_size
-    why = None if tile is None else misfit(sizes, tile)
+    tile, why = how.tile_size, misfit(sizes, how)
     if tile is None or why is None or fallback is None:
         return how, None
-    if misfit(sizes, tile, fallback) is None:
+    if misfit(sizes, how, fallback) is None:
         return how, f"{why}: a shorter last tile"
     if qn.get_qtype(how.qtype).block is not None:
         return how, None
     total = math.prod(sizes)
     most = min(tile_elements(tile, total), total) if sizes and fallback != "channel" else 0
-    found = next((n for n in range(most, 1, -1) if misfit(sizes, n) is None), None)
+    tried = (dataclasses.replace(how, tile_size=n) for n in range(most, 1, -1))
+    found = next((one.tile_size for one in tried if misfit(sizes, one) is None), None)
     found = None if found == total else found
     got = "one scale per channel" if found is None else f"tiles of {found}"
     return dataclasses.replace(how, tile_size=found), f"{why}: {got}"

@@ -10,10 +10,17 @@ from tabulate import tabulate
 
 from interception_core import kernel_platforms, platform_of, select_kernel
 
+from ..errors import QuantizationError
 from .fold import fold_rows
 
 IN_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
+
+
+class Misfit(str):
+    """Why the tiles of a parameter don't fit, and what to do: always an error."""
+
+    __slots__ = ()
 
 
 class Choice(NamedTuple):
@@ -192,3 +199,12 @@ def _row(record: OpRecord) -> list[str]:
 def _runs_as(record: OpRecord) -> str:
     qtypes = [qtype or "float" for qtype in record.qtypes] if record.quantized else ["float"]
     return " x ".join(qtypes) + ("" if record.rank is None else f" + rank {record.rank}")
+
+
+def check_misfit(record: OpRecord, problem: str | None) -> None:
+    """Raise QuantizationError if an operation's problem is a ``Misfit``."""
+    if isinstance(problem, Misfit):
+        raise QuantizationError(
+            f"Rule {record.rule} can't be followed for {record.weight}, an operand of "
+            f"{record.op_id}: {problem}"
+        )

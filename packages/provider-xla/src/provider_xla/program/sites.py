@@ -21,10 +21,11 @@ from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .fused import FusedOp, fused_ops
+from .granularity import remedy
 from .matching import NO_WEIGHT, Rules, Weight
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
-from .record import OpRecord, choices
+from .record import Misfit, OpRecord, choices
 
 SIDES = ("lhs", "rhs")
 
@@ -229,7 +230,11 @@ class Sites:
                 known: dict[str, Any] = {"problem": problem, "scaled": tuple(scaled)}
                 self._note(op, call, operands, index, hows=hows, reason=why, **known)
         if why is not None:
-            self._note(op, call, operands, index, reason=why, weights=weights, wrong=wrong)
+            problem = why if wrong else None
+            if wrong and any(sides) and rule.weight_qtype is not None:
+                sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
+                problem = Misfit(f"{why}. {remedy(sizes, hows)}")
+            self._note(op, call, operands, index, reason=why, weights=weights, problem=problem)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
