@@ -104,6 +104,15 @@ def test_a_box_that_is_closed_over_is_refused(jit, mesh, x, where):
         jit(each(lambda x: CLOSED_OVER[where](x, box), mesh, P("d")))(x)
 
 
+def test_one_value_for_each_device_is_refused(jit, mesh, x):
+    def add(box, x):
+        box.set(box.get() + x)
+        return x
+
+    with pytest.raises(TypeError, match="which all devices of a shard_map share"):
+        jit(each(add, mesh, P(), P("d")))(Box(put(mesh, np.zeros(1, np.float32))), x)
+
+
 def test_what_is_around_a_box(jit, mesh, x):
     outer, found = Box(np.float32(0)), []
 
