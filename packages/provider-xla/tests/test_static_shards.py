@@ -10,6 +10,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
+from interception_core import JaxtapError
 from jaxtap_testkit.meshes import line
 from jaxtap_testkit.xla_samples import draw
 from provider_xla.measure.probe import probe
@@ -114,6 +115,14 @@ def test_a_function_in_shard_map_takes_statistics_as_an_argument():
         jax.jit(given)(w, x, statistics)
     (one,) = statistics.values()
     np.testing.assert_allclose(one.calibration().upper, np.abs(x).max(1).mean(), rtol=1e-6)
+
+
+def test_statistics_on_another_device():
+    _, split, w, x = sample("examples", 4)
+    provider = xla.QtProvider(RULE)
+    statistics = provider.init_statistics(split, w, x)
+    with pytest.raises(JaxtapError, match=r"on all of them, got one on 1\. Make it \(statistics"):
+        jax.jit(provider.apply(split, statistics))(w, x)
 
 
 def test_what_can_not_be_measured_says_why():
