@@ -100,8 +100,7 @@ class Pass:
                 self.frame.proxies[var] = proxy
                 self.write([var], [later_array(proxy, var.aval)])
             return
-        effects = compat.has_effects(new.params)
-        if len(new.values) == len(eqn.invars) and not effects:
+        if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self.again(task, again, new.values, info)
             return
 
@@ -109,7 +108,8 @@ class Pass:
             return list(compat.rebind(again, values, info))
 
         # Outside of compiled programs JAX's shard_map takes no references.
-        if effects and eqn.primitive is compat.shard_map_p and not compat.is_staging(self.trace):
+        is_sharded = eqn.primitive is compat.shard_map_p and not compat.is_staging(self.trace)
+        if is_sharded and any(map(compat.is_ref, new.values)):
             bind = jax.jit(bind)
         self.write(eqn.outvars, bind(*new.values))
 
