@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import provider_xla as xla
 import quant_numerics as qn
 from interception_core import JaxtapError
-from jaxtap_testkit.meshes import grid, put
+from jaxtap_testkit.meshes import grid, line, put
 from jaxtap_testkit.xla_samples import PROGRAMS, draw, make
 
 HISTORY = qn.AmaxHistory(3)
@@ -363,6 +363,84 @@ def test_branches_train_with_ranges_that_are_given():
     apply = provider.apply(fn, given, update=False)
     found, wanted = (jax.jit(jax.grad(lambda w, f=f: (f(w, x) ** 2).sum()))(w) for f in (apply, fn))
     assert np.linalg.norm(found - wanted) < 0.2 * np.linalg.norm(wanted)
+
+
+def branch(w, x):
+    return lax.cond(x.sum() > 0, product, lambda w, x: x, w, x)
+
+
+UNRECORDED = {
+    "cond": (branch, r"cond\(product\)/dot_general:0 can't be recorded in a lax.cond"),
+    "scan in a switch": (
+        lambda w, x: lax.switch(1, [lambda w, x: x, lambda w, x: layers(w[None], x)], w, x),
+        r"scan\(body\)/dot_general:0 can't be recorded in a lax.cond or lax.switch",
+    ),
+    "while_loop": (
+        lambda w, x: lax.while_loop(lambda c: c[1] < 2, lambda c: (product(w, c[0]), c[1] + 1),
+                                    (x, 0))[0],
+        "can't be recorded in a loop of unknown length",
+    ),
+    "fori_loop": (
+        lambda w, x: lax.fori_loop(0, x.sum().astype(int), lambda i, x: product(w, x), x),
+        "can't be recorded in a loop of unknown length",
+    ),
+    "shard_map": (
+        lambda w, x: jax.shard_map(product, mesh=line(size=1), in_specs=(P(), P("d")),
+                                   out_specs=P("d"))(w, x),
+        "can't be recorded in a shard_map. Apply the provider inside",
+    ),
+    "second derivative": (
+        lambda w, x: jax.grad(lambda w: (product(w, x) ** 2).sum())(w),
+        "dot_general:0 can't have a second derivative",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", UNRECORDED)
+def test_where_gradients_can_not_be_recorded(where):
+    """A call that is not differentiated is right, and a derivative names the field."""
+    fn, message = UNRECORDED[where]
+    (w,), (x,) = draw((4, 4)), draw((2, 4), seed=1)
+    apply, statistics = started(fn, w, np.abs(x))
+    first = jax.jit(apply)(w, np.abs(x))  # of the first step, with scales of 1
+    assert np.linalg.norm(first - fn(w, np.abs(x))) < 0.2 * np.linalg.norm(first)
+    assert all(int(one.count) for key, one in statistics.items() if "#gradient" not in key)
+    slope = jax.grad(lambda w: (apply(w, np.abs(x)) ** 2).sum())
+    for differentiate in (slope, jax.jit(slope)):
+        with pytest.raises(xla.QuantizationError, match=f"With bwd_static_scale=True.*{message}"):
+            differentiate(w)
+
+
+def test_functions_of_the_program_with_derivative_rules():
+    (w,), (x,) = draw((8, 8)), draw((4, 8), seed=1)
+    forward = jax.custom_jvp(product)
+    forward.defjvp(lambda p, t: (product(*p), product(p[0], t[1]) + product(t[0], p[1])))
+    backward = jax.custom_vjp(product)
+    backward.defvjp(lambda w, x: (product(w, x), (w, x)), lambda kept, g: (
+        kept[1].T @ g, g @ kept[0].T))  # fmt: skip
+    for fn in (forward, backward):
+        found, _ = gradients(fn, w, x)
+        exact = jax.grad(lambda w: (product(w, x / 2) ** 2).sum())(w)
+        assert np.linalg.norm(found - exact) < 0.2 * np.linalg.norm(exact)
+
+
+def test_forward_mode_does_not_record():
+    (w,), (x,) = draw((8, 8)), draw((4, 8), seed=1)
+    apply, _ = started(product, w, x)
+    with pytest.raises(xla.QuantizationError, match=r"under jax\.jvp, got dot_general:0"):
+        jax.jvp(lambda w: apply(w, x), (w,), (w,))
+
+
+def test_ranges_in_loops_that_end_apart():
+    """Examples of vmap would add to one history at different steps."""
+    (w,), (x,) = draw((4, 4)), draw((2, 2, 4), seed=1)
+
+    def fn(w, x):
+        return lax.fori_loop(0, x.sum().astype(int), lambda i, x: product(w, x), x)
+
+    apply, _ = started(fn, w, x[0])
+    with pytest.raises(xla.QuantizationError, match="ends at another step for each example"):
+        jax.vmap(apply, (None, 0))(w, x)
 
 
 def test_two_calls_before_one_backward_pass():

@@ -10,7 +10,7 @@ from jax import lax
 
 from interception_core import UnknownNameError, get_provider
 from jaxtap_testkit.xla_samples import contractions
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationError, QuantizationRule
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 pytestmark = [pytest.mark.sample(2), pytest.mark.usefixtures("engine")]
@@ -396,17 +396,52 @@ def test_tiles(tile):
     np.testing.assert_allclose(result, grid(x, 127) @ grid(w.T, 7).T, rtol=1e-3, atol=1e-3)
 
 
-def test_tiles_that_do_not_fit_are_reported():
-    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=5, tile_fallback=None)
-    provider = PtqProvider([rule])
-    params, x = layer_inputs()
-    np.testing.assert_array_equal(provider.apply(two_layers)(params, x), two_layers(params, x))
-    assert {record.reason for record in provider.report()} == {
-        "tile_size 5 does not divide contracted [8]"
-    }
+# By a rule's fields: what is wrong, and which values of tile_fallback help.
+MISFITS = {
+    "int8": ({"tile_size": 3, "tile_fallback": None}, "tile_size 3 does not divide contracted [40]",
+             "tile_fallback='divisor' or tile_fallback='channel' or tile_fallback='padded' or "
+             "another tile_size"),
+    "mxfp8": ({}, "the block of mxfp8, 32, does not divide contracted [40]",
+              "tile_fallback='padded' or a format without blocks"),
+    "mxfp4": ({"tile_fallback": "channel"}, "the block of mxfp4, 32, does not divide contracted",
+              "tile_fallback='padded' or a format without blocks"),
+    "nvfp4": ({"tile_fallback": None}, "the block of nvfp4, 16, does not divide contracted [40]",
+              "tile_fallback='padded' or a format without blocks"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("qtype", MISFITS)
+def test_tiles_that_do_not_fit(qtype):
+    """An error in plans and without, in training, too; with a value that it names there is none."""
+    fields, reason, instead = MISFITS[qtype]
+    (w,), (x,) = draw((40, 8)), draw((4, 40), seed=1)
+
+    def fn(w, x):
+        return x @ w
+
+    def attempts(**more):
+        for act in (None, qtype):
+            rule = QtRule(weight_qtype=qtype, act_qtype=act, **(fields | more))
+            yield lambda rule=rule: PtqProvider(rule).plan(fn, w, x)
+            yield lambda rule=rule: PtqProvider(rule).apply(fn)(w, x)
+            yield lambda rule=rule: QtProvider(rule).apply(fn)(w, x)
+            yield lambda rule=rule: QtProvider(rule).plan(fn, w, x)
+
+    for attempt in attempts():
+        with pytest.raises(QuantizationError) as raised:
+            attempt()
+        assert "an operand of matmul:0" in str(raised.value)
+        assert reason in str(raised.value)
+        assert f"Give the rule {instead}" in str(raised.value)
+    *_, plan = [attempt() for attempt in attempts(tile_fallback="padded")]
+    assert plan.ops[0].quantized
+
+
+def test_tiles_of_a_convolution():
     image, kernel = draw((1, 8, 8, 5), (3, 3, 5, 5))
-    provider.apply(conv)(image, kernel)
-    assert "convolutions of float inputs" in provider.report()[-1].reason
+    rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=5, tile_fallback=None)
+    with pytest.raises(QuantizationError, match=r"convolutions of float inputs.*'channel' or"):
+        PtqProvider(rule, params_argnum=1).apply(conv)(image, kernel)
 
 
 # --- in programs ---------------------------------------------------------------------------------

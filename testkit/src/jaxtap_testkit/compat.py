@@ -8,7 +8,7 @@ import platform
 import re
 import threading
 import zlib
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
 
 import jax
@@ -160,12 +160,14 @@ def lower_cheaply(programs=100):
     # Other dialects that a program needs are loaded when it is parsed.
     mlir.JaxIrContext.load_all_available_dialects = lambda context: context.dialects["func"]
     original = mlir.make_ir_context
-    kept = threading.local()
+    # XLA's threads call Python and end: what only a thread held would go with it, which crashes.
+    kept, alive = threading.local(), deque(maxlen=16)
 
     def make_ir_context():
         left = getattr(kept, "left", 0)
         if not left:
             kept.context, left = original(), programs
+            alive.append(kept.context)
         kept.left = left - 1
         return kept.context
 

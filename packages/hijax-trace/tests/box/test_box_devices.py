@@ -89,10 +89,45 @@ def test_a_box_made_inside(jit, mesh, x):
     np.testing.assert_allclose(jit(each(local, mesh, P("d")))(x), 3 * NUMBERS)
 
 
-def test_a_box_that_is_closed_over_is_refused(jit, mesh, x):
+CLOSED_OVER = {
+    "at once": lambda x, box: x + box.get(),
+    "in a scan": lambda x, box: lax.scan(lambda c, _: (c + box.get(), None), x, length=2)[0],
+    "in jit": lambda x, box: jax.jit(lambda x: x + box.get())(x),
+    "written": lambda x, box: box.set(jnp.zeros_like(x)) or x,
+}
+
+
+@pytest.mark.parametrize("where", CLOSED_OVER)
+def test_a_box_that_is_closed_over_is_refused(jit, mesh, x, where):
     box = zeros(mesh)
     with pytest.raises(NotImplementedError, match="Pass the Box to the function with a spec"):
-        jit(each(lambda x: x + box.get(), mesh, P("d")))(x)
+        jit(each(lambda x: CLOSED_OVER[where](x, box), mesh, P("d")))(x)
+
+
+def test_one_value_for_each_device_is_refused(jit, mesh, x):
+    def add(box, x):
+        box.set(box.get() + x)
+        return x
+
+    with pytest.raises(TypeError, match="which all devices of a shard_map share"):
+        jit(each(add, mesh, P(), P("d")))(Box(put(mesh, np.zeros(1, np.float32))), x)
+
+
+def test_what_is_around_a_box(jit, mesh, x):
+    outer, found = Box(np.float32(0)), []
+
+    def local(box, x):
+        inner = Box(x)
+
+        def step(c, _):
+            found[:] = [one.around() for one in (outer, box, inner)]
+            return c, None
+
+        return lax.scan(step, x, length=2)[0]
+
+    jit(each(local, mesh, P("d"), P("d")))(zeros(mesh), x)
+    assert found == [["scan", "shard_map"], ["scan"], ["scan"]]
+    assert outer.around() == []
 
 
 def test_outside_of_shard_map_it_keeps_the_sharding_of_what_is_written(x):

@@ -338,6 +338,22 @@ def test_a_device_has_its_part(name, is_checked):
     np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", CUTS)
+def test_one_device_has_all(name):
+    """Along a mesh axis of size 1, too, an array varies to JAX."""
+    shape, kind, cut, rows, out, _ = CUTS[name]
+
+    def model(w, x):
+        body = lambda w, x: jax.lax.psum(x @ w, "d") if out == P() else x @ w  # noqa: E731
+        specs = {"in_specs": (cut, rows), "out_specs": out}
+        return jax.shard_map(body, mesh=line(size=1), **specs)(w, x)
+
+    w, x = coded(*shape, **kind), jnp.arange(4.0 * shape[0]).reshape(4, shape[0])
+    actual = jax.jit(tap(model, "function", []))(w, x)
+    reference = np.asarray(x, np.float64) @ np.asarray(w.restore(), np.float64)
+    np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-4)
+
+
 def test_an_array_twice_is_one():
     w, paths = coded(8, 8), []
 

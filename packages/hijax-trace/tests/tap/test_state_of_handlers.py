@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from hijax_trace import Box, TraceEngine
 from interception_core import Interceptor
+from jaxtap_testkit.meshes import line, put
 
 X = jnp.linspace(-1, 1, 12, dtype=jnp.float32).reshape(3, 4)
 MODES = pytest.mark.parametrize("mode", [lambda f: f, jax.jit], ids=["eager", "jit"])
@@ -90,3 +92,27 @@ def test_a_box_in_one_of_three_branches(mode):
     for i in range(3):
         np.testing.assert_allclose(tapped(i, X), fn(i, X), rtol=1e-6)
     assert box.get() == 1
+
+
+@MODES
+@pytest.mark.parametrize("is_checked", [True, False])
+def test_a_box_around_a_shard_map(mode, is_checked):
+    """It becomes an operand, also of the loops and functions in there."""
+    mesh = line(size=4)
+    block = jax.jit(lambda x: jnp.sin(x) * 2)
+
+    def body(x):
+        x = jnp.sin(x)
+        return lax.scan(lambda x, _: (block(x), None), x, length=3)[0]
+
+    def fn(x):
+        return jax.shard_map(
+            body, mesh=mesh, in_specs=P("d"), out_specs=P("d"), check_vma=is_checked
+        )(x)
+
+    box = Box(put(mesh, np.float32(0)))
+    tapped = mode(TraceEngine().wrap(fn, counting(box)))
+    x = jnp.arange(8.0)
+    for times in (1, 2):
+        np.testing.assert_allclose(tapped(x), fn(x), rtol=1e-6)
+        assert box.get() == 4 * times

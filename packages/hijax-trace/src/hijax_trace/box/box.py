@@ -30,8 +30,9 @@ class Box:
             ``jax.lax.stop_gradient``, and ``jax.checkpoint`` does not write them again.
     """
 
-    __slots__ = ("__weakref__", "_contents", "_earlier", "_fixed_by", "_home", "_passed")
+    __slots__ = ("__weakref__", "_axes", "_contents", "_earlier", "_fixed_by", "_home", "_passed")
 
+    _axes: frozenset[str]
     _contents: Contents
     _earlier: weakref.WeakValueDictionary[BoxType, Contents] | None
     _home: Any
@@ -44,6 +45,7 @@ class Box:
 
     def _set_up(self, contents: Contents, passed: bool) -> None:
         home = scope.home_trace()
+        self._axes = scope.shard_axes()
         self._contents = contents
         # Contents of earlier types, for as long as a program for them lives.
         self._earlier = None
@@ -71,7 +73,9 @@ class Box:
         home = self._resolved()._home_trace()
         scope.traces_up_to(home)  # raises if this Box escaped
         with compat.set_current_trace(compat.eval_trace if home is None else home):
-            return Box(value, differentiated=not self._resolved()._current().constant)
+            box = Box(value, differentiated=not self._resolved()._current().constant)
+        box._axes = self._resolved()._axes
+        return box
 
     def get(self) -> Any:
         """Return the value.
@@ -111,6 +115,22 @@ class Box:
             if replacement is error:
                 raise
             raise replacement from error
+
+    def around(self) -> list[str]:
+        """Return what the traces between here and the Box are for.
+
+        Returns:
+            Names such as "scan", "cond" and "grad", innermost first. What is around a "shard_map"
+            is not known.
+
+        Raises:
+            RuntimeError: the Box escaped its trace.
+        """
+        home, trace, found = self._resolved()._home_trace(), compat.current_trace(), []
+        while trace is not home and not compat.is_eval(trace):
+            found.append(compat.traced_for(trace))
+            trace = compat.parent_trace(trace)
+        return found
 
     @property
     def type(self) -> BoxType:
@@ -153,7 +173,7 @@ class Box:
     def _used(self) -> Contents:
         """Return the contents, and record which run or trace uses them."""
         between = scope.traces_up_to(self._home_trace())
-        scope.check_not_sharded(between)
+        scope.check_not_sharded(self._axes)
         contents = self._current()
         staging = scope.staging_in(between)
         if staging is None:
@@ -182,7 +202,7 @@ class Box:
         """Give the Box contents of another type."""
         home = self._home_trace()
         between = scope.traces_up_to(home)
-        scope.check_not_sharded(between)
+        scope.check_not_sharded(self._axes)
         staging = scope.staging_in(between)
         old = self._current().type
         run = next((r for r in scope.LOCAL.runs if r.owns(self, staging)), None)

@@ -122,15 +122,26 @@ class Contents:
             leaves: the values.
             passed: whether the Box is an argument.
             decides: whether the values decide which leaves are weak.
+
+        Raises:
+            TypeError: a value differs among the devices of a ``shard_map``, and the reference is
+                one for all.
         """
         refs = self.refs
         traced = not compat.is_eval(compat.current_trace())
         if decides:
             self.weak = _weak(leaves)
         for ref, leaf in zip(refs, leaves, strict=True):
+            if traced and not _varying(jax.typeof(leaf)) <= _varying(jax.typeof(ref).inner_aval):
+                raise TypeError(guard.VARYING)
             if traced and (passed or self.constant or compat.trace_of(ref) is None):
                 leaf = guard.written.bind(leaf, ref)
             ref[...] = leaf
+
+
+def _varying(aval: Any) -> frozenset[str]:
+    """Return the mesh axes of a ``shard_map`` along which values of a type differ, if known."""
+    return frozenset(getattr(getattr(aval, "mat", None), "varying", ()))
 
 
 def _weak(leaves: list) -> tuple[bool, ...]:

@@ -23,6 +23,11 @@ VMAPPED = (
     "all, got the value of one example. Pass the Box to the mapped function with a batch axis "
     "(in_axes=0), make it inside, or return the values and write them to the Box after vmap."
 )
+VARYING = (
+    "A value that is written to a Box which all devices of a shard_map share must be the same for "
+    "all, got the value of one device. Reduce it (jax.lax.psum, jax.lax.pmax), or pass the Box as "
+    "an argument with a spec that cuts it."
+)
 
 
 class Written(HiPrimitive):

@@ -7,8 +7,12 @@ inside of that one. Its type may change in its own trace, and in a function that
 
 from __future__ import annotations
 
+import contextlib
 import threading
+from collections.abc import Iterator
 from typing import Any
+
+import jax
 
 from .. import compat
 from . import guard
@@ -25,11 +29,12 @@ class _Local(threading.local):
         self.runs: list[Any] = []
         self.collected: list[Any] | None = None
         self.none_expected = False
+        self.lifted: frozenset[str] = frozenset()
 
 
 LOCAL = _Local()
-"""Of this thread: the runs that are being traced, the Boxes that ``collect`` found, and whether
-flattening a Box must raise ``BoxFound``."""
+"""Of this thread: the runs that are being traced, the Boxes that ``collect`` found, whether
+flattening a Box must raise ``BoxFound``, and the mesh axes of ``lifting``."""
 
 
 def home_trace() -> Any:
@@ -66,16 +71,34 @@ def staging_in(traces: list[Any]) -> Any:
     return next(filter(compat.is_staging, traces), None)
 
 
-def check_not_sharded(traces: list[Any]) -> None:
+def shard_axes() -> frozenset[str]:
+    """Return the mesh axes of the ``shard_map`` around."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+@contextlib.contextmanager
+def lifting() -> Iterator[None]:
+    """Let the program of a ``shard_map`` close over Boxes from outside.
+
+    Whoever stages the program makes what it closes over an operand.
+    """
+    before, LOCAL.lifted = LOCAL.lifted, shard_axes()
+    try:
+        yield
+    finally:
+        LOCAL.lifted = before
+
+
+def check_not_sharded(axes: frozenset[str]) -> None:
     """Refuse a closed-over Box inside of ``shard_map``.
 
     Args:
-        traces: the traces between the current one and the Box's.
+        axes: the ``shard_axes`` where the Box was made.
 
     Raises:
-        NotImplementedError: one of the traces is for ``shard_map``.
+        NotImplementedError: a ``shard_map`` is between.
     """
-    if any(compat.traced_for(trace) == "shard_map" for trace in traces):
+    if not (here := shard_axes()) <= axes and here != LOCAL.lifted:
         raise NotImplementedError(
             "A Box that is used inside of shard_map must be an argument, as JAX's references "
             "must, got one that is closed over. Pass the Box to the function with a spec "

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from .. import compat
+from ..box.scope import lifting
 from ..dataflow.dataflow import Express, expressions_inside
 from ..dataflow.flow import Origin, axes_inside
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
@@ -163,7 +165,8 @@ def tap_body(
         linear=linear,
     )
     before = session.numbers.copy()
-    new, consts, returned = stage_again(session, inner, body.jaxpr, consts, proxies, returns)
+    with lifting() if hoists else contextlib.nullcontext():
+        new, consts, returned = stage_again(session, inner, body.jaxpr, consts, proxies, returns)
     is_numbered = bool(body.length) and (STEPS,) in inner.asked and compat.used_inputs(new)[-1]
     if body.length and not is_numbered:
         new = compat.without_last_input(new, jaxpr.debug_info.arg_names)

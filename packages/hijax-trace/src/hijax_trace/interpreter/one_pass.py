@@ -6,6 +6,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
 from .atoms import metadata_of, variable
@@ -100,8 +102,16 @@ class Pass:
             return
         if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
             self.again(task, again, new.values, info)
-        else:
-            self.write(eqn.outvars, compat.rebind(again, new.values, info))
+            return
+
+        def bind(*values: Any) -> list[Any]:
+            return list(compat.rebind(again, values, info))
+
+        # Outside of compiled programs JAX's shard_map takes no references.
+        is_sharded = eqn.primitive is compat.shard_map_p and not compat.is_staging(self.trace)
+        if is_sharded and any(map(compat.is_ref, new.values)):
+            bind = jax.jit(bind)
+        self.write(eqn.outvars, bind(*new.values))
 
     def number(self, task: Task, name: str) -> int:
         """Count an operation. Return its number among those of its key."""

@@ -72,7 +72,8 @@ def rebuild(
         operands: what is known of them.
 
     Raises:
-        JaxtapError: a handler used a value from around a primitive that can't take more operands.
+        JaxtapError: a handler used a value from around a primitive that can't take more operands,
+            or a Box that is not on the mesh of a ``shard_map``.
     """
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
@@ -135,6 +136,8 @@ def rebuild(
         given, specs = len(tapped[0].extra), new["in_specs"]
         last = specs[given + len(taken[0].specs) :]
         new["in_specs"] = (*specs[:given], *taken[0].specs, *last)
+    if primitive is compat.shard_map_p:
+        _check_devices(tapped[0].extra, params["mesh"])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     if expands:
@@ -229,6 +232,25 @@ def _agreed(
         unused = unused_in(compat.open_of(jaxpr), inputs, part)
         found.append(dataclasses.replace(one, jaxpr=jaxpr, unused=unused))
     return found, kept, [(i, first[i][0]) for i in agreed]
+
+
+def _check_devices(values: Sequence[Any], mesh: Any) -> None:
+    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it.
+
+    Raises:
+        JaxtapError: one lies elsewhere.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return
+    for value in values:
+        if compat.is_ref(value) and not isinstance(value, compat.Tracer):
+            own, all_ = value.sharding.device_set, set(mesh.devices.flat)
+            if own != all_:
+                raise JaxtapError(
+                    f"A Box that a handler uses in a shard_map over {len(all_)} devices must be on "
+                    f"all of them, got one on {len(own)}. Make it (statistics, too) under "
+                    "jax.set_mesh(mesh)."
+                )
 
 
 def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:

@@ -110,11 +110,18 @@ def placed(proxy: ArrayProxy, spec: jax.sharding.PartitionSpec, params: dict[str
     names = [*spec, *[None] * (len(proxy.shape) - len(spec))]
     groups = [(one,) if isinstance(one, str) else tuple(one or ()) for one in names]
     counts = [int(np.prod([sizes[name] for name in group], dtype=int)) for group in groups]
+    # Mesh axes of size 1 cut nothing. But to JAX the array varies along them, and so must these.
+    uncut = [name for group, count in zip(groups, counts, strict=True) if count == 1
+             for name in group]  # fmt: skip
     proxy, local, axes, enter = proxy.shards(counts)
-    specs = tuple(
-        jax.sharding.PartitionSpec(*(None if axis is None else names[axis] for axis in places))
-        for places in axes
-    )
+
+    def spec_of(places: Sequence[int | None]) -> jax.sharding.PartitionSpec:
+        found = [() if axis is None else groups[axis] for axis in places]
+        if found and uncut:
+            found[0] = (*found[0], *uncut)
+        return jax.sharding.PartitionSpec(*(group or None for group in found))
+
+    specs = tuple(map(spec_of, axes))
     leaves, structure = jax.tree.flatten(proxy)
     leaves = [_resharded(*pair) for pair in zip(leaves, specs, strict=True)]
     proxy = jax.tree.unflatten(structure, leaves)

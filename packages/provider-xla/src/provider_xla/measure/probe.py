@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_batching import custom_vmap
-from jax.sharding import NamedSharding, PartitionSpec
 
 from hijax_trace import ArrayProxy, Box
 from interception_core import OpCall
@@ -105,7 +105,8 @@ def probe(
         By operation id, in the order of the program.
 
     Raises:
-        QuantizationError: there is no batch; a parameter's steps can't be told apart.
+        QuantizationError: there is no batch; a parameter's steps can't be told apart; an operation
+            is inside of ``shard_map``.
     """
     batches = iter(batches)
     first = next(batches, None)
@@ -161,14 +162,16 @@ def probe(
             )
 
     jax.eval_shape(*of_arrays(tapped(look), arguments(first), {}))
-    where = _everywhere(params)
-    boxes = {
-        op_id: Box(jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=where), zero))
-        for op_id, zero in zeros.items()
-    }
+    boxes: dict[str, Box] = {}
 
     def measure(op_id: str, call: Any, operands: Any, measured: Any) -> None:
         box = boxes.get(op_id)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            raise QuantizationError(
+                f"{op_id} can't be measured inside of shard_map, where each device has another "
+                "part of its operands. Measure the function that shard_map maps, with all of the "
+                "parameters."
+            )
         if box is not None:
             found = jax.tree.map(lax.stop_gradient, measured())
             step = step_of(call, operands)
@@ -182,21 +185,22 @@ def probe(
                 )
             )
 
-    measuring, run = tapped(measure), None
+    measured = tapped(measure)
+
+    def measuring(totals: Any, *args: Any) -> Any:
+        # Made here, Boxes lie where the program does, on one device or on a mesh.
+        boxes.update({op_id: Box(total) for op_id, total in totals.items()})
+        result = measured(*args)
+        return result, {op_id: box.get() for op_id, box in boxes.items()}
+
+    totals = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), zeros)
+    order, structure, run = list(totals), jax.tree.structure(totals), None
     for batch in itertools.chain([first], batches):
-        call, arrays = of_arrays(measuring, arguments(batch), {})
+        call, arrays = of_arrays(measuring, [totals, *arguments(batch)], {})
         run = run or jax.jit(call)
-        jax.block_until_ready(run(arrays))
-    return {op_id: box.get() for op_id, box in boxes.items()}
-
-
-def _everywhere(params: Any) -> NamedSharding | None:
-    """Return the replicated sharding on the devices of sharded parameters."""
-    for leaf in jax.tree.leaves(params):
-        sharding = getattr(leaf, "sharding", None)
-        if isinstance(sharding, NamedSharding) and len(sharding.device_set) > 1:
-            return NamedSharding(sharding.mesh, PartitionSpec())
-    return None
+        found = jax.block_until_ready(run(arrays))
+        totals = jax.tree.unflatten(structure, found[len(found) - structure.num_leaves :])
+    return {op_id: totals[op_id] for op_id in order}
 
 
 def _steps(plan: PlanData, op_id: str) -> tuple[int, ...]:

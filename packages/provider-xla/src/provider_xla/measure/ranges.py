@@ -34,10 +34,15 @@ def calibrate(
             "There is nothing to calibrate: no rule that decides an operation has "
             "act_static_scale=True."
         )
-    statistics = _empty(plan.ranges, plan, params)
+    empty = _empty(plan.ranges, plan, params)
+    states = {key: jax.tree.map(np.asarray, one.state) for key, one in empty.items()}
     stored = follows_values(plan.engine)
 
-    def measured(*args: Any) -> Any:
+    def measured(states: Any, *args: Any) -> Any:
+        # Made here, statistics lie where the program does, on one device or on a mesh.
+        statistics = _empty(plan.ranges, plan, params)
+        for key, one in statistics.items():
+            one.state = states[key]
         observation = Observation(statistics, trains=False, tells_cuts=True)
 
         def run(site: Site) -> Any:
@@ -48,30 +53,32 @@ def calibrate(
         with observation.running():
             result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
         observation.finish()
-        cuts = observation.cuts()
-        return result, [cuts[key] for key in statistics]
+        seen = {key: one.state for key, one in statistics.items()}
+        return result, (seen, observation.cuts())
 
     jitted, cuts = None, []
+    at_end = jax.tree.structure((states, dict.fromkeys(states, 0)))
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
         args = list(batch)
         args.insert(plan.argnum, params)
-        call, arrays = of_arrays(measured, args, {})
+        call, arrays = of_arrays(measured, [states, *args], {})
         jitted = jitted or jax.jit(call)
         found = jitted(arrays)
-        cuts.append([float(cut) for cut in found[len(found) - len(statistics) :]])
+        states, cut = jax.tree.unflatten(at_end, found[len(found) - at_end.num_leaves :])
+        cuts.append([float(cut[key]) for key in empty])
     if jitted is None:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
-    _warn(statistics, np.mean(cuts, axis=0))
-    return {key: one.calibration() for key, one in statistics.items()}
+    _warn(states, np.mean(cuts, axis=0))
+    return {key: one.average.get(states[key]) for key, one in empty.items()}
 
 
 MOST_CUT = 0.1
 """``calibrate`` warns about ranges that cut off a larger share of an activation's magnitude."""
 
 
-def _warn(statistics: Statistics, cuts: np.ndarray) -> None:
+def _warn(states: Mapping[str, Any], cuts: np.ndarray) -> None:
     """Warn about activations that no batch reached, and about ranges that are too small."""
-    missed = [key for key, one in statistics.items() if not int(one.count)]
+    missed = [key for key, one in states.items() if not int(one.count)]
     if missed:
         warnings.warn(
             f"No batch reached {', '.join(missed)}: there is no static range for what these "
@@ -80,9 +87,7 @@ def _warn(statistics: Statistics, cuts: np.ndarray) -> None:
             QuantizationWarning,
             stacklevel=4,
         )
-    small = [
-        f"{key} ({cut:.0%})" for key, cut in zip(statistics, cuts, strict=True) if cut > MOST_CUT
-    ]
+    small = [f"{key} ({cut:.0%})" for key, cut in zip(states, cuts, strict=True) if cut > MOST_CUT]
     if small:
         warnings.warn(
             f"Static ranges cut off more than {MOST_CUT:.0%} of {', '.join(small)}: they are the "

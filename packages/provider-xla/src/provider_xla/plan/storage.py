@@ -16,7 +16,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..program.facts import Code, Fact
-from ..program.granularity import Axes, Granularity, misfit, of_operand, tiles_of
+from ..program.granularity import Axes, Granularity, misfit, of_operand, remedies, tiles_of
 from ..program.matching import Rules, Weight
 from .derived import Derived
 from .views import axes_in, finest, scales_in, stays_packed
@@ -211,11 +211,11 @@ class Storage:
         if how is None or how.tile_size is None or not shared or asked.rule is None:
             return {}
         sizes = [shape[axis] for axis in shared]
-        why = misfit(sizes, how.tile_size, self.rules.rules[asked.rule].tile_fallback)
+        why = misfit(sizes, how, self.rules.rules[asked.rule].tile_fallback)
         if why is not None:
+            unfit = Code.UNFIT(why=why, others=remedies(sizes, (how,)))
             raise QuantizationError(
-                f"Rule {asked.rule} can't be followed for {asked.op_id}: {why}. Choose another "
-                "tile_size, or another tile_fallback."
+                f"Rule {asked.rule} can't be followed for {asked.op_id}: {unfit}."
             )
         found = tiles_of(sizes, how.tile_size) or {}
         return {shared[place]: tile for place, tile in found.items()}

@@ -14,10 +14,10 @@ from interception_core import OpCall
 from ..errors import QuantizationError
 from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
-from ..program.facts import Code, Fact, joined
+from ..program.facts import Code, Fact
 from ..program.granularity import fitted, tile_elements
 from ..program.matching import Rules, Weight
-from ..program.record import OpRecord
+from ..program.record import OpRecord, check_misfit
 from ..program.sites import Site, problem_of, record_of, short, unstorable
 from ..run.lookup import looked_up, lookup_id
 from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
@@ -92,6 +92,7 @@ class Survey:
                 tiles don't divide.
         """
         self.records.setdefault((record.op_id, record.operands), record)
+        check_misfit(record, problem)
         # What computes a weight reads no stored one.
         is_use = record.why is None or record.why.code is not Code.COMPUTES_WEIGHT
         if is_use and record.rule is not None and not record.quantized:
@@ -99,7 +100,6 @@ class Survey:
                 self._contraction(path, record.op_id, NoKernel("it stays float"))
         if problem is None or record.rule is None:
             return
-        rule = self.rules.rules[record.rule]
         for path in record.paths:
             leaf = self.leaves.get(path)
             if leaf is not None and leaf.dtype not in qn.FLOAT_DTYPES:
@@ -108,13 +108,6 @@ class Survey:
                     f"{record.op_id}: it is {short(leaf)}, and only floats can be quantized. "
                     "Convert it, or give the operation a rule without qtypes."
                 )
-        of_tiles = problem.code in (Code.NO_TILES, Code.MISFIT)
-        if record.paths and rule.weight_qtype is not None and of_tiles:
-            raise QuantizationError(
-                f"Rule {record.rule} can't be followed for {joined(record.paths)}, an operand of "
-                f"{record.op_id}: {problem}. Choose another tile_size, or give the operation a "
-                "separate rule."
-            )
         code = Code.IN_PART if record.quantized else Code.STAYS_FLOAT
         about = {"op_id": record.op_id, "paths": record.paths, "rule": record.rule}
         self.problems.append(code(**about, why=problem))

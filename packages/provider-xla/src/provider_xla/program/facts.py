@@ -24,8 +24,17 @@ class Code(enum.Enum):
     LEFT_FLOAT = "the rule leaves it float"
     LEFT_TO_XLA = "the rule leaves it to XLA"
     NOT_NAMED = "no rule names it"
-    NO_TILES = "tile_size is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
+    NO_TILES = (
+        "tile_size {tile} is for matmuls (1x1 convolutions, too), and convolutions of float inputs"
+    )
+    NO_BLOCKS_HERE = (
+        "the block of {qtype}, {tile}, is for matmuls (1x1 convolutions, too), and convolutions of "
+        "float inputs"
+    )
     MISFIT = "tile_size {tile} does not divide contracted [{sizes:, }]"
+    BLOCK_MISFIT = "the block of {qtype}, {tile}, does not divide contracted [{sizes:, }]"
+    UNFIT = ("{why}. Give the rule {others: or }, or leave the operation float by a rule of its "
+             "own")  # fmt: skip
     # What the program does.
     COMPUTES_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
     LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"

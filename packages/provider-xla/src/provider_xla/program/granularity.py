@@ -175,22 +175,51 @@ def tiles_of(sizes: Sequence[int], tile_size: int | float) -> dict[int, int] | N
 
 
 def misfit(
-    sizes: Sequence[int], tile_size: int | float, fallback: str | None = None
+    sizes: Sequence[int], how: qn.HowToQuantize | None, fallback: str | None = None
 ) -> Fact | None:
-    """Return why a contraction cannot have such tiles, or None.
+    """Return why a contraction cannot have an operand's tiles, or None.
 
     Args:
         sizes: of the contracted axes, the last of which changes fastest.
-        tile_size: the rule's.
+        how: how the operand is quantized.
         fallback: "padded" where the last tile may be shorter.
     """
+    if how is None or how.tile_size is None:
+        return None
+    tile_size, nowhere, uneven = how.tile_size, Code.NO_TILES, Code.MISFIT
+    if qn.get_qtype(how.qtype).block is not None:
+        nowhere, uneven = Code.NO_BLOCKS_HERE, Code.BLOCK_MISFIT
     if not sizes:
-        return Code.NO_TILES()
+        return nowhere(qtype=how.qtype, tile=tile_size)
     tiles = tiles_of(sizes, tile_size)
     even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
     if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):
         return None
-    return Code.MISFIT(tile=tile_size, sizes=tuple(sizes))
+    return uneven(qtype=how.qtype, tile=tile_size, sizes=tuple(sizes))
+
+
+FALLBACKS = ("divisor", "channel", "padded")
+"""What a rule's ``tile_fallback`` may be, besides None."""
+
+
+def remedies(sizes: Sequence[int], hows: Sequence[qn.HowToQuantize | None]) -> tuple[str, ...]:
+    """Return what a rule may have instead of tiles that don't divide contracted axes.
+
+    Args:
+        sizes: of the contracted axes; empty where tiles are not possible.
+        hows: how the rule quantizes the operands.
+    """
+
+    def helps(fallback: str) -> bool:
+        found, _ = all_fitted(sizes, fallback, tuple(hows))
+        return not any(misfit(sizes, how, fallback) for how in found)
+
+    found = [f"tile_fallback={name!r}" for name in FALLBACKS if helps(name)]
+    if any(how and qn.get_qtype(how.qtype).block is not None for how in hows):
+        found.append("a format without blocks, such as 'int8' or 'int4'")
+    else:
+        found.append("another tile_size")
+    return tuple(found)
 
 
 def fitted(
@@ -206,17 +235,17 @@ def fitted(
     Returns:
         The quantization; and what is done instead of what the rule says, or None.
     """
-    tile = how.tile_size
-    why = None if tile is None else misfit(sizes, tile)
+    tile, why = how.tile_size, misfit(sizes, how)
     if tile is None or why is None or fallback is None:
         return how, None
-    if misfit(sizes, tile, fallback) is None:
+    if misfit(sizes, how, fallback) is None:
         return how, Code.SHORTER_TILE(why=why)
     if qn.get_qtype(how.qtype).block is not None:
         return how, None
     total = math.prod(sizes)
     most = min(tile_elements(tile, total), total) if sizes and fallback != "channel" else 0
-    found = next((n for n in range(most, 1, -1) if misfit(sizes, n) is None), None)
+    tried = (dataclasses.replace(how, tile_size=n) for n in range(most, 1, -1))
+    found = next((one.tile_size for one in tried if misfit(sizes, one) is None), None)
     found = None if found == total else found
     done = Code.PER_CHANNEL(why=why) if found is None else Code.OTHER_TILES(why=why, tile=found)
     return dataclasses.replace(how, tile_size=found), done

@@ -256,9 +256,6 @@ def _why_not(
         if rule.weight_qtype is None and rule.rank is None:
             return Code.LEFT_FLOAT(), False
         return Code.NO_WEIGHT(), False
-    tiles = {how.tile_size for how in hows if how is not None}
-    for tile in sorted(tiles - {None}):
-        reason = misfit(sizes, tile, rule.tile_fallback)
-        if reason is not None:
-            return reason, True
-    return None, False
+    reasons = (misfit(sizes, how, rule.tile_fallback) for how in hows)
+    reason = next(filter(None, reasons), None)
+    return reason, reason is not None

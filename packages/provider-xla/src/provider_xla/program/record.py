@@ -10,7 +10,8 @@ from tabulate import tabulate
 
 from interception_core import kernel_platforms, platform_of, select_kernel
 
-from .facts import IN_PARTS, Fact, joined
+from ..errors import QuantizationError
+from .facts import IN_PARTS, Code, Fact, joined
 from .fold import fold_rows
 
 _WITH_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
@@ -199,3 +200,12 @@ def _row(record: OpRecord) -> list[str]:
 def _runs_as(record: OpRecord) -> str:
     qtypes = [qtype or "float" for qtype in record.qtypes] if record.quantized else ["float"]
     return " x ".join(qtypes) + ("" if record.rank is None else f" + rank {record.rank}")
+
+
+def check_misfit(record: OpRecord, problem: Fact | None) -> None:
+    """Raise QuantizationError if the tiles of an operation's parameter don't fit."""
+    if problem is not None and problem.code is Code.UNFIT:
+        raise QuantizationError(
+            f"Rule {record.rule} can't be followed for {joined(record.paths) or 'a parameter'}, an "
+            f"operand of {record.op_id}: {problem}."
+        )

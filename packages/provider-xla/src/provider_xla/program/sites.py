@@ -22,6 +22,7 @@ from .attention import WRITTEN, is_of_weights
 from .contractions import Contraction
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
+from .granularity import remedies
 from .matching import Rules, Weight
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
@@ -228,6 +229,9 @@ class Sites:
             self._note(op, call, operands, index, why, tuple(scaled), hows, problem_of(lost))
         if why is not None:
             problem = why if wrong else None
+            if wrong and any(sides) and rule.weight_qtype is not None:
+                sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
+                problem = Code.UNFIT(why=why, others=remedies(sizes, hows))
             self._note(op, call, operands, index, why, among.paths, problem=problem)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)

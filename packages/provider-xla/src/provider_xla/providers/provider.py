@@ -19,7 +19,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
 from ..program.facts import Fact
 from ..program.matching import Rules
-from ..program.record import OpRecord, Report
+from ..program.record import OpRecord, Report, check_misfit
 from ..program.sites import Site, Sites
 from ..rules.qwix import is_qwix, of_qwix
 from ..rules.rule import QuantizationRule
@@ -188,6 +188,7 @@ class XlaProvider(abc.ABC):
         if record.rule is not None:
             self._used.add(record.rule)
         self._records.setdefault((record.op_id, record.operands), record)
+        check_misfit(record, problem)
         if problem is not None and self.strict:
             raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -75,7 +77,9 @@ def has_range(site: Site, side: int, trains: bool = True) -> bool:
     if site.weights[side] is None:
         return site.is_static(side)
     rule, how = site.rule, site.hows[side]
-    return trains and how is not None and isinstance(rule, QtRule) and rule.weight_static_scale
+    if site.is_linear or not trains:  # what derivative rules do, no plan has
+        return False
+    return how is not None and isinstance(rule, QtRule) and rule.weight_static_scale
 
 
 def trained_hows(site: Site) -> tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]:
@@ -135,7 +139,21 @@ def measure(site: Site, side: int) -> qn.Calibration:
     if isinstance(_average(site), qn.AmaxHistory) or not site.rule.act_batch_axes:
         lower = None if found.lower is None else -_max(-found.lower)
         return qn.Calibration(lower, _max(found.upper))
+    cut = _cut_axes(site, side)
+    lower = None if found.lower is None else -_of_devices(-found.lower, lax.pmax, cut)
+    found = qn.Calibration(lower, _of_devices(found.upper, lax.pmax, cut))
     return jax.tree.map(lambda bound: _mean(jnp.mean(bound, axis=axes, keepdims=True)), found)
+
+
+def _cut_axes(site: Site, side: int) -> tuple[str, ...]:
+    """Return the mesh axes of a ``shard_map`` that cut what an operand's weight contracts.
+
+    Along others devices have different examples.
+    """
+    other = 1 - side
+    if site.weights[other] is None:
+        return ()
+    return tuple(sorted(_varying(site.operands[side]) & _varying(site.operands[other])))
 
 
 def _activation(site: Site, side: int) -> jax.Array:
@@ -205,27 +223,39 @@ _mean_of_examples, _max_of_examples = _over_examples(jnp.mean), _over_examples(j
 
 def _over_devices(x: jax.Array, reduce: Callable[..., jax.Array]) -> jax.Array:
     """Return what all devices that run the program of one agree on."""
-    axes = tuple(jax.sharding.get_abstract_mesh().manual_axes)
+    return _of_devices(x, reduce, tuple(jax.sharding.get_abstract_mesh().manual_axes))
+
+
+def _of_devices(x: jax.Array, reduce: Callable[..., jax.Array], axes: Sequence[str]) -> jax.Array:
+    """Return ``x``, reduced over the devices along mesh axes of a ``shard_map``."""
     if not axes:
         return x
-    varying = getattr(getattr(jax.typeof(x), "mat", None), "varying", ())
-    missing = tuple(axis for axis in axes if axis not in varying)
-    return reduce(lax.pcast(x, missing, to="varying") if missing else x, axes)
+    missing = tuple(sorted(set(axes) - _varying(x)))
+    return reduce(lax.pcast(x, missing, to="varying") if missing else x, tuple(axes))
 
 
-@jax.custom_vjp
-def _watched(statistics: qn.Statistics, place: _Place, y: jax.Array) -> jax.Array:
+def _varying(x: jax.Array) -> frozenset[str]:
+    """Return the mesh axes along which devices may have different values, if JAX knows."""
+    return frozenset(getattr(getattr(jax.typeof(x), "mat", None), "varying", ()))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _watched(op_id: str, statistics: qn.Statistics, place: _Place, y: jax.Array) -> jax.Array:
     """Return ``y``; the backward pass adds the largest magnitude of its gradient to statistics."""
     return y
 
 
-def _watched_forward(statistics: qn.Statistics, place: _Place, y: jax.Array) -> tuple[Any, Any]:
+def _watched_forward(
+    op_id: str, statistics: qn.Statistics, place: _Place, y: jax.Array
+) -> tuple[Any, Any]:
     return y, (statistics, place)
 
 
-def _watched_backward(kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
+def _watched_backward(op_id: str, kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
     statistics, place = kept
-    found = qn.Calibration(None, _max(jnp.max(jnp.abs(g), initial=0).astype(np.float32)))
+    g = _refused(f"{op_id} can't have a second derivative, since its backward pass writes", "", g)
+    seen = jnp.abs(lax.stop_gradient(g))
+    found = qn.Calibration(None, _max(jnp.max(seen, initial=0).astype(np.float32)))
     state = statistics.state  # what other steps of a loop have left
     new = statistics.average.record(place.state(state), found)
     statistics.state = place.put_state(state, new)
@@ -233,6 +263,22 @@ def _watched_backward(kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
 
 
 _watched.defvjp(_watched_forward, _watched_backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _refused(why: str, instead: str, y: jax.Array) -> jax.Array:
+    """Return ``y``, which raises an error if it is differentiated."""
+    return y
+
+
+@_refused.defjvp
+def _refused_jvp(why: str, instead: str, primals: Any, tangents: Any) -> Any:
+    raise QuantizationError(f"With bwd_static_scale=True {why}. {instead}{_WITHOUT_GRADIENTS}.")
+
+
+_WITHOUT_GRADIENTS = (
+    "Give this operation a rule with bwd_static_scale=False, or use apply(..., update=False)"
+)
 
 
 class Observation:
@@ -257,9 +303,12 @@ class Observation:
         self._cuts: dict[str, Box] | None = {} if tells_cuts else None
         self._seen: dict[str, Box] = {}
         self._observed: list[str] = []
+        self._in_loops: list[str] = []
+        self._watched: list[str] = []
         # Read before the program runs. What a step is computed from again, as jax.checkpoint does,
         # must be what it was.
-        self._before = {key: one.state for key, one in statistics.items()}
+        with _as_arguments():
+            self._before = {key: one.state for key, one in statistics.items()}
         for key, one in statistics.items():
             if key.endswith(_GRADIENT):
                 one.state = one.average.begin(self._before[key])
@@ -268,7 +317,7 @@ class Observation:
             # A branch that is never taken leaves these bounds, which are not finite.
             nothing: Any = [np.full(shape, bound, np.float32) for bound in (np.inf, -np.inf)]
             nothing = qn.Calibration(None if one.symmetric else nothing[0], nothing[1])
-            (box,) = jax.tree.leaves(one, is_leaf=lambda x: isinstance(x, Box))
+            box = _box(one)
             self._seen[key] = seen = box.beside(nothing)
             # A compiled program has the same Box in each call, so each call begins with these.
             seen.set(nothing)
@@ -281,25 +330,62 @@ class Observation:
         """Run the program whose operations are observed.
 
         Raises:
-            QuantizationError: ``vmap`` maps a branch in which an operation is observed. It would
-                compute all branches for all examples, and JAX does not say which one counts.
+            QuantizationError: JAX can't write there. For example, ``vmap`` maps a branch in which
+                an operation is observed. It would compute all branches for all examples, and JAX
+                does not say which one counts.
         """
         try:
             yield
-        except NotImplementedError as error:
-            if "vmap-of-cond" not in str(error):
+        except (AssertionError, NotImplementedError, TypeError) as error:
+            found = self._explained(error)
+            if found is None:
                 raise
-            in_branch = [one for one in self._observed if "cond(" in one or "switch(" in one]
-            raise QuantizationError(
-                "A static range can't be measured in a lax.cond or lax.switch under jax.vmap, got "
-                f"{', '.join(in_branch or self._observed)}. Run the branches outside of vmap "
-                "(jax.lax.map), or give a rule for these operations act_static_scale=False."
-            ) from error
+            raise found from error
+
+    def _explained(self, error: Exception) -> QuantizationError | None:
+        """Return an error for one of JAX's, or of a Box's, about what can't be written."""
+        text, ops = str(error), self._observed
+        instead = "give a rule for these operations act_static_scale=False"
+        if "vmap-of-cond" in text:
+            what = "A static range can't be measured in a lax.cond or lax.switch under jax.vmap"
+            instead = f"Run the branches outside of vmap (jax.lax.map), or {instead}"
+            ops = [one for one in ops if "cond(" in one or "switch(" in one] or ops
+        elif "cond partial-eval" in text:
+            what = "A static range can't be measured in a branch of a loop that is differentiated"
+            instead = (
+                "Measure with calls that are not differentiated, and train with "
+                f"apply(..., update=False), or {instead}"
+            )
+        elif "inside of shard_map" in text and ops:
+            what = (
+                "A static range can't be measured where the program differentiates a shard_map, or "
+                "differentiates inside of one"
+            )
+            instead = (
+                "Put jax.jit around the function that is differentiated, or apply the provider "
+                "inside of the shard_map, with the statistics as an argument"
+            )
+            ops = ops[-1:]
+        elif self._watched and ("forward-mode" in text or "custom_lin" in text):
+            what, ops = "Gradients can't be recorded under jax.jvp", self._watched
+            instead = _WITHOUT_GRADIENTS
+        elif isinstance(error, AssertionError) and self._in_loops and _is_of_jax(error):
+            what = (
+                "A static range can't be measured in a loop that ends at another step for each "
+                "example of jax.vmap"
+            )
+            instead = f"Run the loop outside of vmap (jax.lax.map), or {instead}"
+            ops = self._in_loops
+        else:
+            return None
+        return QuantizationError(f"{what}, got {', '.join(dict.fromkeys(ops))}. {instead}.")
 
     def observe(self, site: Site) -> None:
         """Record the ranges of a site's static operands."""
         if site.call.op_id not in self._observed:
             self._observed.append(site.call.op_id)
+            if _is_in_loop(site):
+                self._in_loops.append(site.call.op_id)
         for side in (0, 1):
             # An empty batch has no range.
             if has_range(site, side, self._trains) and site.operands[side].size:
@@ -342,9 +428,23 @@ class Observation:
     def watched(self, site: Site, y: jax.Array) -> jax.Array:
         """Return a site's result, whose gradient is observed by the backward pass."""
         key = _gradient_key(self._statistics, site)
+        op_id, box = site.call.op_id, _box(self._statistics[key])
+        around, instead = set(box.around()), ""
+        if "shard_map" in around:
+            where = "in a shard_map"
+            instead = "Apply the provider inside of it, with the statistics as an argument. Or: "
+        elif around & {"cond", "switch"}:
+            where = "in a lax.cond or lax.switch"
+        elif _is_in_loop(site) or "while_body" in around:
+            where = "in a loop of unknown length"
+        else:
+            where = None
+        if where is not None:
+            return _refused(f"the gradient of {op_id} can't be recorded {where}", instead, y)
+        self._watched.append(op_id)
         nothing: Any = np.zeros(self._before[key].shape, np.float32)
         place = _Place.of(site, qn.Calibration(None, nothing))
-        return _watched(self._statistics[key], place, y)
+        return _watched(op_id, self._statistics[key], place, y)
 
     def cuts(self) -> dict[str, jax.Array]:
         """Return the largest share of each activation that its range cuts off, by key."""
@@ -355,6 +455,40 @@ class Observation:
         """Add the call to the statistics."""
         for key, seen in self._seen.items():
             self._statistics[key].observe(_filled(seen.get()))
+
+
+def _box(statistics: qn.Statistics) -> Box:
+    (box,) = jax.tree.leaves(statistics, is_leaf=lambda x: isinstance(x, Box))
+    return box
+
+
+def _is_in_loop(site: Site) -> bool:
+    """Return whether a loop around a site has a length that only a run can tell."""
+    return any(step.length is None for step in site.call.steps or ())
+
+
+def _is_of_jax(error: Exception) -> bool:
+    """Return whether JAX raised an error, not the program."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).startswith("jax._src")
+
+
+@contextlib.contextmanager
+def _as_arguments() -> Iterator[None]:
+    """Read statistics.
+
+    Raises:
+        QuantizationError: they are closed over inside of ``shard_map``.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        raise QuantizationError(
+            "Statistics that provider.apply uses inside of shard_map must be an argument of the "
+            "function that shard_map maps, got some that it closes over. Write jax.shard_map("
+            "lambda params, x, statistics: provider.apply(fn, statistics)(params, x), in_specs="
+            "(..., jax.P())), and call it under jax.jit."
+        ) from error
 
 
 def _filled(seen: qn.Calibration) -> qn.Calibration:
@@ -447,10 +581,11 @@ def read(statistics: Statistics) -> dict[str, qn.Calibration]:
     They are read before the program runs. Read where they are used, they might be state in a
     branch, of which JAX has no derivative.
     """
-    return {
-        key: one if isinstance(one, qn.Calibration) else one.calibration()
-        for key, one in statistics.items()
-    }
+    with _as_arguments():
+        return {
+            key: one if isinstance(one, qn.Calibration) else one.calibration()
+            for key, one in statistics.items()
+        }
 
 
 def calibrations(
