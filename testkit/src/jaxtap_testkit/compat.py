@@ -8,7 +8,7 @@ import platform
 import re
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from pathlib import Path
 
 import jax
@@ -160,16 +160,16 @@ def lower_cheaply(programs=100):
     # Other dialects that a program needs are loaded when it is parsed.
     mlir.JaxIrContext.load_all_available_dialects = lambda context: context.dialects["func"]
     original = mlir.make_ir_context
-    # XLA's threads call Python and end: what only a thread held would go with it, which crashes.
-    kept, alive = threading.local(), deque(maxlen=16)
+    # Not a threading.local, which dies with each call that a thread of XLA makes into Python.
+    kept = {}
 
     def make_ir_context():
-        left = getattr(kept, "left", 0)
+        thread = threading.get_ident()
+        context, left = kept.get(thread, (None, 0))
         if not left:
-            kept.context, left = original(), programs
-            alive.append(kept.context)
-        kept.left = left - 1
-        return kept.context
+            context, left = original(), programs
+        kept[thread] = context, left - 1
+        return context
 
     mlir.make_ir_context = make_ir_context
 

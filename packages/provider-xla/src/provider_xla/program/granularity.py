@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 from dataclasses import dataclass, field
 
 import quant_numerics as qn
@@ -187,15 +188,16 @@ def misfit(
     if how is None or how.tile_size is None:
         return None
     tile_size, nowhere, uneven = how.tile_size, Code.NO_TILES, Code.MISFIT
+    about: dict[str, Any] = {"tile": tile_size}
     if qn.get_qtype(how.qtype).block is not None:
-        nowhere, uneven = Code.NO_BLOCKS_HERE, Code.BLOCK_MISFIT
+        nowhere, uneven, about["qtype"] = Code.NO_BLOCKS_HERE, Code.BLOCK_MISFIT, how.qtype
     if not sizes:
-        return nowhere(qtype=how.qtype, tile=tile_size)
+        return nowhere(**about)
     tiles = tiles_of(sizes, tile_size)
     even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
     if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):
         return None
-    return uneven(qtype=how.qtype, tile=tile_size, sizes=tuple(sizes))
+    return uneven(**about, sizes=tuple(sizes))
 
 
 FALLBACKS = ("divisor", "channel", "padded")
