@@ -29,6 +29,7 @@ from .interpreter.reinterpret import reinterpret
 from .interpreter.session import Session, Tapping, mode_of, widen_mode
 from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
+from .proxy.carrier import Carrier, without_replaced
 from .staging.packed import Packed
 from .state.carry import carry
 from .state.stacks import stacked
@@ -134,7 +135,12 @@ class _Tapped:
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
         packed, held, lacking = restored(args, kwargs)
-        origins = _Origins(packed, self._paths_of(args, kwargs, packed.treedef))
+        paths = self._paths_of(args, kwargs, packed.treedef)
+        origins = _Origins(packed, paths)
+        replaced: frozenset[str] = frozenset()
+        if any(type(one) is Carrier and one.inputs for one in held.values()):
+            given = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
+            held, replaced = without_replaced(held, dict(zip(paths, given, strict=True)))
         watcher = Watcher(Session(self._current()))
         while (staged := self._stage(watcher, (args, kwargs), packed, held, origins)) is None:
             _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
@@ -171,6 +177,7 @@ class _Tapped:
         frame = Frame(jaxpr, inputs, {}, "", **known)
         values = [*consts, *packed.arrays, *leaves]
         try:
+            session.replaced = replaced
             if lacking:
                 places = [len(consts) + i for i in lacking]
                 return build(reinterpret_without(session, frame, jaxpr, values, places))

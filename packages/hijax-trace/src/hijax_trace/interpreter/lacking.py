@@ -121,10 +121,12 @@ def _not_stored(
     ]
     # Operations with a handler tell a reader more than the primitives around them.
     noted.sort(key=lambda one: not one[1])
+    replaced = sorted(session.replaced)
     if not noted:
-        return NotStoredError("The program", sorted(paths), _typed(leaves[0]))
+        return NotStoredError("The program", sorted(paths), _typed(leaves[0]), replaced)
     op_id, _, met = noted[0]
-    return NotStoredError(op_id, sorted({leaf.path for leaf in met.leaves()} & paths), _typed(met))
+    own = sorted({leaf.path for leaf in met.leaves()} & paths)
+    return NotStoredError(op_id, own, _typed(met), replaced)
 
 
 def _typed(expression: Expression) -> str:

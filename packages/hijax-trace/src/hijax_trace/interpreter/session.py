@@ -130,6 +130,8 @@ class Session:
             then, and the operation's key and number.
         made: what was made of each program that meets a derivative; see ``staging.deferred``.
         lacking: the pytree paths of inputs of which nothing is stored; see ``lacking``.
+        replaced: the pytree paths of inputs that are arrays, of which values were derived that are
+            stored.
         uses_of_lacking: the operations that take values of such inputs: the id, whether a handler
             knows it by that, and the expression of the value.
     """
@@ -144,6 +146,7 @@ class Session:
         self.asked: list[tuple[int, Key, int]] = []
         self.made: dict[Any, Any] = {}
         self.lacking: frozenset[str] = frozenset()
+        self.replaced: frozenset[str] = frozenset()
         self.uses_of_lacking: list[tuple[str, bool, Any]] = []
 
     @property

@@ -11,7 +11,7 @@ import numpy as np
 
 from interception_core import JaxtapError
 
-from .array_proxy import ArrayProxy, Lost
+from .array_proxy import ArrayProxy, Lost, is_proxy
 
 
 class NotStoredError(JaxtapError):
@@ -21,14 +21,19 @@ class NotStoredError(JaxtapError):
         op_id: the operation that needs it.
         paths: the pytree paths of such inputs.
         met: the value that the operation needs, in words.
+        replaced: the pytree paths of other inputs, from which stored values were derived, and which
+            are arrays now.
     """
 
-    def __init__(self, op_id: str, paths: Sequence[str], met: str):
+    def __init__(self, op_id: str, paths: Sequence[str], met: str, replaced: Sequence[str] = ()):
         self.op_id, self.paths, self.met = op_id, tuple(paths), met
+        self.replaced = tuple(replaced)
+        text = "and only other values computed from it are stored. Call the program as it was "
+        text += "planned, or plan for this call."
+        if replaced:
+            text = f"which was stored for another {' and '.join(replaced)}. Quantize them together."
         super().__init__(
-            f"{op_id} must use values of {' and '.join(paths)} that are stored, got {met}, and "
-            "only other values computed from it are stored. Call the program as it was planned, "
-            "or plan for this call."
+            f"{op_id} must use values of {' and '.join(paths)} that are stored, got {met}, {text}"
         )
 
 
@@ -51,6 +56,8 @@ class Carrier(ArrayProxy):
             proxies do not travel with values that are computed from other inputs.
         shape: the shape of the input (static).
         dtype: the dtype of the input (static).
+        inputs: the pytree paths of the inputs that must be array proxies for a derived value to
+            count, by key (static): where one is an array, somebody has replaced what was stored.
     """
 
     own: Any
@@ -61,6 +68,9 @@ class Carrier(ArrayProxy):
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
+    inputs: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(
+        default=(), metadata={"static": True}
+    )
 
     def restore(self) -> jax.Array:
         """Return the input.
@@ -132,6 +142,35 @@ class Carrier(ArrayProxy):
             loops=tuple(left.items()),
             shape=shape,
         )
+
+
+def without_replaced(
+    held: Mapping[int, ArrayProxy], given: Mapping[str, Any]
+) -> tuple[dict[int, ArrayProxy], frozenset[str]]:
+    """Drop derived values whose inputs are no longer those that were stored.
+
+    Args:
+        held: the array proxies among a program's inputs, by number.
+        given: all of its inputs, by pytree path.
+
+    Returns:
+        The array proxies; and the paths of the inputs that were replaced by arrays.
+    """
+    found, replaced = dict(held), set[str]()
+    for i, one in held.items():
+        if type(one) is not Carrier:
+            continue
+        lost = {key: {path for path in paths if not is_proxy(given.get(path))}
+                for key, paths in one.inputs}  # fmt: skip
+        dropped = {key for key, paths in lost.items() if paths}
+        replaced.update(*lost.values())
+        if dropped:
+            found[i] = dataclasses.replace(
+                one,
+                derived={key: x for key, x in one.derived.items() if key not in dropped},
+                loops=tuple(pair for pair in one.loops if pair[0] not in dropped),
+            )
+    return found, frozenset(replaced & given.keys())
 
 
 def proxy_of(held: ArrayProxy | None) -> ArrayProxy | None:

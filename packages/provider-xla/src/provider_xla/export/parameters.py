@@ -79,7 +79,8 @@ def _fitted(given: Any, wanted: Any) -> Any:
             return dataclasses.replace(given, base=_fitted(given.base, wanted.base))
     if isinstance(wanted, Carrier) and isinstance(given, Carrier):
         derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}
-        return dataclasses.replace(given, own=_fitted(given.own, wanted.own), derived=derived)
+        own, inputs = _fitted(given.own, wanted.own), wanted.inputs
+        return dataclasses.replace(given, own=own, derived=derived, inputs=inputs)
     if isinstance(wanted, PrepackedWeight) and isinstance(given, qn.QArray | qn.PackedQArray):
         packing = packing_of(wanted)
         fits = given.shape == wanted.shape and given.zero_point is None

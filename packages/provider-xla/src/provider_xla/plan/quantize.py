@@ -111,7 +111,17 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
         plan.rules.is_parameter,
         tuple(leaf.shape),
         np.dtype(leaf.dtype),
+        tuple((key, _stored_inputs(plan, weight)) for key, weight in beside.items()),
     )
+
+
+def _stored_inputs(plan: PlanData, weight: WeightPlan) -> tuple[str, ...]:
+    """Return the parameters behind a derived weight that are stored in another form than arrays."""
+    leaves = () if weight.derived is None else weight.derived.leaves
+    return tuple(
+        path for path in leaves
+        if path in plan.absorbed or path in plan.weights or plan.beside(path)
+    )  # fmt: skip
 
 
 def prepack(plan: PlanData, params: Any, platform: str | None = None) -> Any:

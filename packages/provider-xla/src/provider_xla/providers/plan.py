@@ -64,6 +64,12 @@ def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
             for one in weights.values()
             if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
         ]
+        if error.replaced:
+            raise QuantizationError(
+                f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, "
+                f"which was computed from {' and '.join(error.replaced)}, got another array there. "
+                "Put new values into the float parameters, and call plan.quantize."
+            ) from error
         stored = " or ".join(planned) or f"none of which is of {' and '.join(error.paths)}"
         raise QuantizationError(
             f"{error.op_id} must use a weight that the plan stores, {stored}, got "

@@ -134,6 +134,7 @@ def _carrier(
         "params": leaf.is_parameter.prefix,
         "keys": list(leaf.derived),
         "loops": [dict(leaf.loops)[key] for key in leaf.derived],
+        "inputs": [list(dict(leaf.inputs).get(key, ())) for key in leaf.derived],
         "held": [None if one is None else {"kind": one.kind, "about": one.about} for one in held],
     }
     forms = {i: one for i, one in enumerate(held) if one is not None}

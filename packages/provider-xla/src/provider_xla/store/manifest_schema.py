@@ -130,11 +130,14 @@ class _Carrier(_Typed):
     keys: list[str]
     loops: list[Any]
     held: list[_Held | None]
+    inputs: list[list[str]] | UnsetType = UNSET
 
     def __post_init__(self):
         count = len(self.keys)
         if len(self.held) != count + 1 or len(self.loops) != count:
             raise ValueError(f"A carrier with {count} keys must hold as many values and itself")
+        if self.inputs is not UNSET and len(self.inputs) != count:
+            raise ValueError(f"A carrier with {count} keys must have the inputs of as many values")
 
 
 _FORMS: dict[str, tuple[Any, set[str]]] = {

@@ -70,6 +70,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
             for i, one in enumerate(about["held"])
         ]
+        inputs = about.get("inputs", [()] * len(about["keys"]))  # older files have none
         return Carrier(
             made[0],
             dict(zip(about["keys"], made[1:], strict=True)),
@@ -77,6 +78,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             Under(about["params"]),
             tuple(about["shape"]),
             jnp.dtype(about["dtype"]),
+            tuple((key, tuple(one)) for key, one in zip(about["keys"], inputs, strict=True)),
         )
     if kind == "calibration":
         return qn.Calibration(parts.get("lower"), parts["upper"])
