@@ -76,6 +76,42 @@ def test_stored_and_trained(name):
             assert relative(one, np.asarray(other)) < 0.1, key
 
 
+def adapted(params, x):
+    w, a, b, gain, mask = (params[name] for name in ("w", "a", "b", "gain", "mask"))
+    return (x @ ((w + a @ b) * gain * mask.astype(x.dtype))) * gain + x @ b.sum(0)[:, None]
+
+
+@pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
+def test_no_stored_value_outlives_what_it_is_computed_from(jit):
+    """Another array among the stored parameters counts, or is an error that names it.
+
+    It may be a parameter of which nothing else is stored, one that stays a float array, or one of
+    integers.
+    """
+    params = {
+        "w": draw(16, 16, seed=1),
+        "a": draw(16, 2, seed=2),
+        "b": draw(2, 16, seed=3),
+        "gain": draw(16, seed=4),
+        "mask": np.tri(16, dtype=np.int8),
+    }
+    x = draw(3, 16, seed=5)
+    plan = PtqProvider(RULES["weights"], strict=True).plan(adapted, params, x)
+    stored, run = plan.quantize(params), jit(plan.apply(adapted))
+    assert relative(run(stored, x), adapted(params, x)) < 0.02
+    errors = {}
+    for name in params:
+        new = {name: params[name][::-1].copy()}
+        try:
+            found = run({**stored, **new}, x)
+        except QuantizationError as error:
+            errors[name] = str(error)
+        else:
+            assert relative(found, adapted({**params, **new}, x)) < 0.02, name
+    assert errors
+    assert all(f"args[0]['{name}']" in text for name, text in errors.items())
+
+
 def test_what_can_not_be_stored_is_told():
     """A loop steps through a mask, and not through the parameter: its steps are not known apart."""
 

@@ -95,10 +95,16 @@ def _derived(
             yield weight, prepack_leaf(weight, stored) if prepack else stored
 
 
+def inputs_of(weight: WeightPlan) -> tuple[str, ...]:
+    """Return the paths of the parameters that a derived weight is computed from."""
+    return () if weight.derived is None else tuple(weight.derived.leaves)
+
+
 def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
     """Return a stored parameter with the derived weights, by name, that are stored for it."""
     beside = plan.beside(path)
-    if not beside and path not in plan.absorbed:
+    is_input = any(path in inputs_of(weight) for weight in plan.derived.values())
+    if not beside and not is_input:
         return stored
     return Carrier(
         None if path in plan.absorbed else stored,
@@ -111,17 +117,8 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
         plan.rules.is_parameter,
         tuple(leaf.shape),
         np.dtype(leaf.dtype),
-        tuple((key, _stored_inputs(plan, weight)) for key, weight in beside.items()),
+        tuple((key, inputs_of(weight)) for key, weight in beside.items()),
     )
-
-
-def _stored_inputs(plan: PlanData, weight: WeightPlan) -> tuple[str, ...]:
-    """Return the parameters behind a derived weight that are stored in another form than arrays."""
-    leaves = () if weight.derived is None else weight.derived.leaves
-    return tuple(
-        path for path in leaves
-        if path in plan.absorbed or path in plan.weights or plan.beside(path)
-    )  # fmt: skip
 
 
 def prepack(plan: PlanData, params: Any, platform: str | None = None) -> Any:
