@@ -297,6 +297,6 @@ def test_the_float_model_is_never_held(tmp_path):
     # In matrices of float32. What is returned are 41 of an eighth, with scales.
     assert float(everything) > depth
     assert float(returned.split()[2]) < depth / 2
-    assert float(written.split()[2]) < depth / 5
+    assert float(written.split()[2]) < depth / 3
     assert target.stat().st_size < source.stat().st_size / 6
     print(run.stdout)
