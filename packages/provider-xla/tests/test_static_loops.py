@@ -416,3 +416,29 @@ def test_the_patch_engine_joins_the_steps():
     assert {one.steps for one in plan.ranges.values()} == {()}
     found = [one.upper.max() for one in plan.calibrate(plan.fn, W, [(X,)]).values()]
     assert max(found) == np.abs(10 * X).max()
+
+
+def of_each_example(params, x):
+    def body(state):
+        return state[0] + 1, jnp.tanh(state[1] @ params["w"])
+
+    def alone(x):
+        return lax.while_loop(lambda state: jnp.abs(state[1]).sum() > 1, body, (0, x))[1]
+
+    return jax.vmap(alone)(x)
+
+
+def solved(params, x):
+    w = params["w"]
+    return jax.scipy.sparse.linalg.cg(lambda v: 2 * v + w.T @ (w @ v), x[0], maxiter=4)[0]
+
+
+@pytest.mark.parametrize("fn", [of_each_example, solved])
+def test_where_jax_can_write_no_range(fn):
+    """A loop that ends at another step for each example, and one inside a solver."""
+    params = {"w": np.eye(8, dtype=np.float32) / 2}
+    x = np.linspace(-1, 1, 24, dtype=np.float32).reshape(3, 8)
+    rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
+    plan = xla.PtqProvider(rule).plan(fn, params, x)
+    with pytest.raises(xla.QuantizationError, match=r"can't be measured.*act_static_scale=False"):
+        plan.calibrate(fn, params, [(x,)])

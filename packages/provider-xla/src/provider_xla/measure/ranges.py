@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site, Sites, ignore
 from ..run.infer import taking_stored
-from ..run.static import Observation, StaticRange, Statistics, key_of
+from ..run.static import Observation, StaticRange, Statistics, is_of_jax, key_of
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
 
@@ -63,13 +64,37 @@ def calibrate(
         args.insert(plan.argnum, params)
         call, arrays = of_arrays(measured, [states, *args], {})
         jitted = jitted or jax.jit(call)
-        found = jitted(arrays)
+        with _explaining(empty):
+            found = jitted(arrays)
         states, cut = jax.tree.unflatten(at_end, found[len(found) - at_end.num_leaves :])
         cuts.append([float(cut[key]) for key in empty])
     if jitted is None:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
     _warn(states, np.mean(cuts, axis=0))
     return {key: one.average.get(states[key]) for key, one in empty.items()}
+
+
+@contextlib.contextmanager
+def _explaining(keys: Iterable[str]) -> Iterator[None]:
+    """Explain what JAX says where it can't compile a program that writes ranges.
+
+    Args:
+        keys: of the ranges.
+    """
+    try:
+        yield
+    except (AssertionError, AttributeError, KeyError, ValueError) as error:
+        is_effect = not isinstance(error, ValueError) or "Effect" in str(error)
+        if not (is_effect and is_of_jax(error, __name__)):
+            raise
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise QuantizationError(
+            f"The ranges of {', '.join(keys)} can't be measured: JAX can't write them in some part "
+            f"of the program, and says {said!r}. That may be a loop that "
+            "ends at another step for each example of jax.vmap, or a solver such as cg. Take the "
+            "loop out of jax.vmap (jax.lax.map), or give the operations there a rule with "
+            "act_static_scale=False."
+        ) from error
 
 
 MOST_CUT = 0.1

@@ -369,7 +369,7 @@ class Observation:
         elif self._watched and ("forward-mode" in text or "custom_lin" in text):
             what, ops = "Gradients can't be recorded under jax.jvp", self._watched
             instead = _WITHOUT_GRADIENTS
-        elif isinstance(error, AssertionError) and self._in_loops and _is_of_jax(error):
+        elif isinstance(error, AssertionError) and self._in_loops and is_of_jax(error):
             what = (
                 "A static range can't be measured in a loop that ends at another step for each "
                 "example of jax.vmap"
@@ -467,10 +467,15 @@ def _is_in_loop(site: Site) -> bool:
     return any(step.length is None for step in site.call.steps or ())
 
 
-def _is_of_jax(error: Exception) -> bool:
-    """Return whether JAX raised an error, not the program."""
+def is_of_jax(error: Exception, caller: str = "jax._src") -> bool:
+    """Return whether JAX raised an error, not the program.
+
+    Args:
+        error: the error.
+        caller: the module that called JAX, whose own frames JAX may have removed.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__")).startswith("jax._src")
+    return str(frames[-1].f_globals.get("__name__")).startswith(("jax._src", caller))
 
 
 @contextlib.contextmanager
