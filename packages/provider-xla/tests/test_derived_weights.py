@@ -77,16 +77,17 @@ def test_stored_and_trained(name):
 
 
 def adapted(params, x):
-    w, a, b, gain, mask = (params[name] for name in ("w", "a", "b", "gain", "mask"))
-    return (x @ ((w + a @ b) * gain * mask.astype(x.dtype))) * gain + x @ b.sum(0)[:, None]
+    w, a, b, gain, mask, key = (params[one] for one in ("w", "a", "b", "gain", "mask", "noise"))
+    noise = jax.random.normal(key, w.shape)
+    return (x @ ((w + a @ b + noise) * gain * mask.astype(x.dtype))) * gain + x @ b.sum(0)[:, None]
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jit", "eager"])
 def test_no_stored_value_outlives_what_it_is_computed_from(jit):
     """Another array among the stored parameters counts, or is an error that names it.
 
-    It may be a parameter of which nothing else is stored, one that stays a float array, or one of
-    integers.
+    It may be a parameter of which nothing else is stored, one that stays a float array, one of
+    integers, or a key.
     """
     params = {
         "w": draw(16, 16, seed=1),
@@ -94,22 +95,26 @@ def test_no_stored_value_outlives_what_it_is_computed_from(jit):
         "b": draw(2, 16, seed=3),
         "gain": draw(16, seed=4),
         "mask": np.tri(16, dtype=np.int8),
+        "noise": jax.random.key(6),
     }
+    others = {name: x[::-1].copy() for name, x in params.items() if name != "noise"}
+    others["noise"] = jax.random.key(7)
     x = draw(3, 16, seed=5)
     plan = PtqProvider(RULES["weights"], strict=True).plan(adapted, params, x)
     stored, run = plan.quantize(params), jit(plan.apply(adapted))
     assert relative(run(stored, x), adapted(params, x)) < 0.02
     errors = {}
-    for name in params:
-        new = {name: params[name][::-1].copy()}
+    for name, new in others.items():
         try:
-            found = run({**stored, **new}, x)
+            found = run({**stored, name: new}, x)
         except QuantizationError as error:
             errors[name] = str(error)
         else:
-            assert relative(found, adapted({**params, **new}, x)) < 0.02, name
-    assert errors
-    assert all(f"args[0]['{name}']" in text for name, text in errors.items())
+            assert relative(found, adapted({**params, name: new}, x)) < 0.02, name
+    # With the parameter that a derived weight is stored beside, that goes, too.
+    (held,) = (name for name, text in errors.items() if f"args[0]['{name}']" not in text)
+    assert held == "a"
+    assert len(errors) > 1
 
 
 def test_what_can_not_be_stored_is_told():

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
-import numpy as np
 
 from hijax_trace import Carrier
 from interception_core import platform_of
@@ -116,7 +115,7 @@ def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[
         ),
         plan.rules.is_parameter,
         tuple(leaf.shape),
-        np.dtype(leaf.dtype),
+        leaf.dtype,  # that of a PRNG key is JAX's
         tuple((key, inputs_of(weight)) for key, weight in beside.items()),
     )
 

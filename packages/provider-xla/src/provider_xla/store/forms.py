@@ -130,7 +130,7 @@ def _carrier(
     held += [take_apart(name, one, derived.get(key)) for key, one in leaf.derived.items()]
     about = {
         "shape": list(leaf.shape),
-        "dtype": jnp.dtype(leaf.dtype).name,
+        "dtype": str(leaf.dtype),
         "params": leaf.is_parameter.prefix,
         "keys": list(leaf.derived),
         "loops": [dict(leaf.loops)[key] for key in leaf.derived],

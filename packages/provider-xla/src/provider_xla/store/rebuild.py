@@ -70,6 +70,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
             for i, one in enumerate(about["held"])
         ]
+        is_key = made[0] is not None and about["held"][0]["kind"] == "key"
         inputs = about.get("inputs", [()] * len(about["keys"]))  # older files have none
         return Carrier(
             made[0],
@@ -77,7 +78,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
             tuple(zip(about["keys"], about["loops"], strict=True)),
             Under(about["params"]),
             tuple(about["shape"]),
-            jnp.dtype(about["dtype"]),
+            made[0].dtype if is_key else jnp.dtype(about["dtype"]),
             tuple((key, tuple(one)) for key, one in zip(about["keys"], inputs, strict=True)),
         )
     if kind == "calibration":
