@@ -28,10 +28,10 @@ def heads(x):
 CALLS = {
     "softmax": lambda w, x: jax.nn.softmax(x * w),
     "softmax of one axis": lambda w, x: jax.nn.softmax(x * w, axis=1),
-    "softmax of a vector": lambda w, x: jax.nn.softmax(w),
+    "softmax of a vector": lambda w, x: jax.nn.softmax(x[0, 0] * w),
     "gelu": lambda w, x: jax.nn.gelu(x * w),
     "silu": lambda w, x: jax.nn.silu(x * w),
-    "silu of a vector": lambda w, x: jax.nn.silu(w),
+    "silu of a vector": lambda w, x: jax.nn.silu(x[0, 0] * w),
     "standardize": lambda w, x: jax.nn.standardize(x * w),
     "attention": lambda w, x: jax.nn.dot_product_attention(heads(x * w), heads(x), heads(x)),
     "causal attention": lambda w, x: jax.nn.dot_product_attention(

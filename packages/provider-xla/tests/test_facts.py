@@ -181,7 +181,11 @@ def test_a_function_of_weights_is_not_fused():
     params, x = {"w": array(0, 8, 8)}, array(1, 4, 8)
     rules = [QuantizationRule(op_names=["softmax"], kernel="fused"), W8]
     plan = planned(rules, lambda p, x: jax.nn.softmax(x @ jax.nn.softmax(p["w"])), params, x)
-    assert (plan.floats, [op.op_id for op in plan.ops]) == ((), ["matmul:0", "softmax:1"])
+    assert (plan.floats, [op.op_id for op in plan.ops]) == (
+        (),
+        ["softmax:0", "matmul:0", "softmax:1"],
+    )
+    assert plan.ops[0].why == Code.COMPUTES_WEIGHT()
     assert [one.derived is not None for one in plan.weights.values()] == [True]
 
 

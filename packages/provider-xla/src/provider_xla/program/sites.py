@@ -260,9 +260,11 @@ class Sites:
         if index is None or self._is_fused_around(call):
             return NotImplemented
         arrays = [x for x in jax.tree.leaves((args, kwargs)) if is_array(x)]
-        if arrays and all(self._are_weights(call, arrays)):
-            return NotImplemented  # a weight, which is computed once and stored
         record = record_of(call, op.name, arrays, index)
+        if arrays and all(self._are_weights(call, arrays)):
+            # It is computed once and stored.
+            self._record(dataclasses.replace(record, why=Code.COMPUTES_WEIGHT()), None)
+            return NotImplemented
         if self._rules.rules[index].kernel is None:
             self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
             return NotImplemented
