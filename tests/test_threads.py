@@ -68,7 +68,8 @@ def test_results_are_those_of_one_thread():
 def test_memory_is_flat():
     """What new shapes leave behind is in JAX's caches, which the program can clear.
 
-    JAX clears all but the types that its jitted functions were called with: about 30 KB for a plan.
+    JAX clears all but the types that its jitted functions were called with: 30 to 60 KB for a plan.
+    One compiled program that stays for each plan would be as much again.
     """
 
     plans = 4
@@ -86,4 +87,4 @@ def test_memory_is_flat():
         first, last = kept(1), kept(2)
     finally:
         tracemalloc.stop()
-    assert last - first < 60_000 * plans, (first, last)
+    assert last - first < 90_000 * plans, (first, last)
