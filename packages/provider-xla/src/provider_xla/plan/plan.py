@@ -93,6 +93,12 @@ class PlanData:
             if weight.derived is not None
         }
 
+    @functools.cached_property
+    def derived_from(self) -> frozenset[str]:
+        """The parameters that derived weights are computed from."""
+        found = (weight.derived for weight in self.derived.values())
+        return frozenset(path for one in found if one is not None for path in one.leaves)
+
     def beside(self, path: str) -> dict[str, WeightPlan]:
         """Return the derived weights that are stored beside a parameter, by key."""
         return {

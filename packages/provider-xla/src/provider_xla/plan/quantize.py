@@ -102,8 +102,7 @@ def inputs_of(weight: WeightPlan) -> tuple[str, ...]:
 def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
     """Return a stored parameter with the derived weights, by name, that are stored for it."""
     beside = plan.beside(path)
-    is_input = any(path in inputs_of(weight) for weight in plan.derived.values())
-    if not beside and not is_input:
+    if not beside and path not in plan.absorbed and path not in plan.derived_from:
         return stored
     return Carrier(
         None if path in plan.absorbed else stored,

@@ -76,7 +76,7 @@ def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
     facts, path = _facts(leaf), plan.prefix + leaf.path
     weight = plan.weights.get(path)
     derived = plan.beside(path).values()
-    if derived or path in plan.absorbed:
+    if derived or path in plan.absorbed or path in plan.derived_from:
         own = None if path in plan.absorbed else weight.qtype if weight else "float"
         return {**facts, "is": beside(own, [(w.qtype, w.shape) for w in derived])}
     if weight is None:
