@@ -94,28 +94,20 @@ def _derived(
             yield weight, prepack_leaf(weight, stored) if prepack else stored
 
 
-def inputs_of(weight: WeightPlan) -> tuple[str, ...]:
-    """Return the paths of the parameters that a derived weight is computed from."""
-    return () if weight.derived is None else tuple(weight.derived.leaves)
-
-
 def carried(plan: PlanData, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
     """Return a stored parameter with the derived weights, by name, that are stored for it."""
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed and path not in plan.derived_from:
         return stored
+    made = {key: weight.derived for key, weight in beside.items() if weight.derived}
     return Carrier(
         None if path in plan.absorbed else stored,
         {key: derived[weight.path] for key, weight in beside.items()},
-        tuple(
-            (key, weight.derived.expression.loops)
-            for key, weight in beside.items()
-            if weight.derived
-        ),
+        tuple((key, one.expression.loops) for key, one in made.items()),
         plan.rules.is_parameter,
         tuple(leaf.shape),
         leaf.dtype,  # that of a PRNG key is JAX's
-        tuple((key, inputs_of(weight)) for key, weight in beside.items()),
+        tuple((key, tuple(one.leaves)) for key, one in made.items()),
     )
 
 
