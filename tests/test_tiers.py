@@ -67,6 +67,7 @@ def test_workers_tell_what_tests_cost(run, pytester):
     assert len(found["tests"]) == 13
     assert 0.49 < found["tests"]["test_it.py::test_slow"] < 5
     assert found["starting"] > 0.2  # both import JAX
+    assert 0.05 < found["pace"] < 20
     result.stdout.fnmatch_lines(["CPU seconds: * to start, test_it.py *"])
 
 
@@ -92,13 +93,23 @@ def test_budgets_are_judged_by_package(monkeypatch):
         "tests/test_one.py::test_d": 4.9,
         "packages/new/tests/test_one.py::test_e": 0.1,
     }
-    remarks, wrong = budget.judge(tests)
+    remarks, wrong = budget.judge(tests, 1.0)
     assert len(remarks) == 4  # three tests are over 5 s
     assert "quant-numerics is over its budget" in remarks[-1]
     assert len(wrong) == 2
     assert "tests of hijax-trace must take" in wrong[0]
     assert "new must have a budget" in wrong[1]
-    assert "quant-numerics 72/60" in budget.summary(3.0, tests, full=False)
+    assert "quant-numerics 72/60" in budget.summary(3.0, tests, full=False, pace=1.0)
+
+
+def test_a_slow_machine_has_larger_budgets(monkeypatch):
+    monkeypatch.setattr(budget, "BUDGETS", {"tests": 60})
+    tests = {"tests/test_one.py::test_a": 89.0, "tests/test_one.py::test_b": 7.0}
+    assert "must take 60 CPU seconds" in budget.judge(tests, 1.0)[1][0]
+    remarks, wrong = budget.judge(tests, 1.5)
+    assert not wrong
+    assert [line.rpartition("::")[2] for line in remarks[:1]] == ["test_a"]  # 7 of 7.5 is allowed
+    assert "96 of 90 CPU seconds (60 at a pace of 1.50)" in remarks[1]
 
 
 def test_each_package_has_a_budget(pytestconfig):

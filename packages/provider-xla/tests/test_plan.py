@@ -278,7 +278,8 @@ def test_lookups_out_of_bounds_are_what_they_were():
         return (*rows, *columns, table @ table.T)
 
     params, x = {"table": draw((16, 8))[0]}, jnp.asarray([3, 40, 7])
-    plan = PtqProvider([W8]).plan(model, params, x)
+    with pytest.warns(QuantizationWarning, match="alone"):
+        plan = PtqProvider([W8]).plan(model, params, x)
     stored = plan.quantize(params)
     for actual, expected in zip(
         plan.apply(model)(stored, x), model(restored(stored), x), strict=True
@@ -729,8 +730,10 @@ def test_a_product_of_two_parameters_says_so():
         return x @ p["c"], p["a"] @ p["b"], p["c"] @ p["c"].T
 
     (w,) = draw((8, 8))
-    plan = PtqProvider(W8).plan(fn, dict.fromkeys("abc", w), jnp.ones((4, 8)))
-    assert not plan.problems
+    with pytest.warns(QuantizationWarning, match="alone"):
+        plan = PtqProvider(W8).plan(fn, dict.fromkeys("abc", w), jnp.ones((4, 8)))
+    (problem,) = plan.problems
+    assert problem.startswith("matmul:1 of args[0]['a'] and args[0]['b'] stays float")
     assert [*plan.weights] == ["args[0]['c']"]
     assert [(path, why.partition(":")[0]) for path, _, why in plan.floats] == [
         ("args[0]['a']", "matmul"),

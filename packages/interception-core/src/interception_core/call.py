@@ -47,12 +47,14 @@ class ValueKind(NamedTuple):
         paths: the pytree paths of the parameters behind a view or a derived value.
         closes_over: whether the value also depends on an array that the program closes over, such
             as a mask.
+        is_known: whether it is no state that a loop's steps compute of parameters alone.
     """
 
     kind: Literal["view", "derived", "activation", "constant"]
     is_dynamic: bool = False
     paths: frozenset[str] = frozenset()
     closes_over: bool = False
+    is_known: bool = True
 
 
 class Step(NamedTuple):

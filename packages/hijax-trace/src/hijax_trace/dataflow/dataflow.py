@@ -21,6 +21,7 @@ from .nodes import (
     Operation,
     Part,
     Shard,
+    State,
     Unknown,
 )
 from .sources import COLLECTIVES, CONSTANT, VIEWS, carry_behind, chosen_outside, sources_through
@@ -236,9 +237,12 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
                 if operand is not None and is_counter(body, i):
                     start = everything[operand]
                     return Counter(aval, start, united(everything), maps_of(everything))
-                one = unknown(aval, "a loop's carry", everything)
                 behind = carry_behind(body, i) if kind == CHANGES else None
-                one.operands = tuple(everything[k] for k in behind or ())
+                parts = [everything[k] for k in sorted(behind.inputs)] if behind is not None else []
+                if operand is not None and behind is not None and behind.contracted:
+                    return State(aval, everything[operand], parts)
+                one = unknown(aval, "a loop's carry", everything)
+                one.operands = tuple(parts)
                 return one
             whole = operands[operand]()
             if kind == SLICE:

@@ -14,7 +14,7 @@ from interception_core import ValueKind
 
 from .. import compat
 from ..proxy.moves import SAME
-from .expression import Expression, Leaf, maps_of
+from .expression import Expression, Kind, Leaf, maps_of, united
 from .sources import VIEWS, data_in
 
 
@@ -80,6 +80,29 @@ class Unknown(Expression):
     def text(self, operands: Sequence[str]) -> str:
         """Return what it is."""
         return self.why
+
+
+class State(Unknown):
+    """A carry that each step of a loop computes by a contraction from that of the step before.
+
+    It is an activation beside a weight: so is the state of a recurrent network. If it starts as a
+    parameter and nothing else is behind it than parameters and constants, it is a weight beside an
+    activation, as a power of a matrix.
+
+    Its first operand is its value before the first step, the others are what steps add.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, aval: Any, start: Expression, behind: Sequence[Expression]):
+        operands = start, *(one for one in behind if one is not start)
+        super().__init__(aval, "a loop's carry", united(operands), maps_of(operands))
+        self.operands = operands
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        if not found[0].paths or any(one.kind == "activation" or one.is_dynamic for one in found):
+            return ValueKind("activation")
+        return _made_of("derived", found, True)._replace(is_known=False)
 
 
 OTHER_TRACE = "a value of another trace"
@@ -229,17 +252,15 @@ class Operation(Expression):
         is_known = not any(one.is_dynamic or one.kind == "activation" for one in found)
         if self.primitive.name == "select_n" and is_known and found[0].kind != "constant":
             moved = None  # a mask of parameters makes another value, which is stored as it is
-        closes_over = any(one.closes_over for one in found)
         if moved is not None:
             return _judge_moved(found, moved)
-        paths = frozenset[str]().union(*(one.paths for one in found))
-        if "activation" in kinds or any(one.is_dynamic for one in found):
+        # What is computed of a state alone is one, too.
+        if "activation" in kinds or any(one.is_dynamic and one.is_known for one in found):
             # The program may compute where it writes parts of parameters to others.
             written = [found[i] for i in WRITTEN.get(self.primitive.name, ())]
             return _judge_carried(written, is_mixed=True)
-        if kinds <= {"constant"}:
-            return ValueKind("constant", closes_over=closes_over)
-        return ValueKind("derived", False, paths, closes_over)
+        is_state = any(one.is_dynamic for one in found)
+        return _made_of("constant" if kinds <= {"constant"} else "derived", found, is_state)
 
     def _described(self) -> tuple:
         params = sorted(self.params.items())
@@ -260,6 +281,13 @@ class Operation(Expression):
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
+def _made_of(kind: Kind, parts: Sequence[ValueKind], is_dynamic: bool = False) -> ValueKind:
+    """Return the kind of a value that is made of others."""
+    paths = frozenset[str]().union(*(one.paths for one in parts))
+    closes_over = any(one.closes_over for one in parts)
+    return ValueKind(kind, is_dynamic, paths, closes_over, all(one.is_known for one in parts))
+
+
 def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
     """Return the kind of a value that has elements of some of its operands."""
     data = [found[i] for i in moved]
@@ -270,12 +298,9 @@ def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
     if "activation" in kinds or (by_program and kinds == {"constant"}):
         return ValueKind("activation")
     if kinds == {"constant"} and all(one.kind == "constant" for one in indices):
-        closes_over = any(one.closes_over for one in found)
-        return ValueKind("constant", closes_over=closes_over)
+        return _made_of("constant", found)
     is_dynamic = by_program or any(one.is_dynamic for one in data)
-    paths = frozenset[str]().union(*(one.paths for one in data))
-    closes_over = any(one.closes_over for one in data)
-    return ValueKind("view" if kinds == {"view"} else "derived", is_dynamic, paths, closes_over)
+    return _made_of("view" if kinds == {"view"} else "derived", data, is_dynamic)
 
 
 _SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
@@ -300,8 +325,7 @@ class Choice(Expression):
         known = _judge_moved(found, self.moved)
         if found[0].kind in ("view", "derived") and known.kind == "view" and not known.is_dynamic:
             # A parameter chooses: that is known when parameters are stored.
-            paths = known.paths | found[0].paths
-            return ValueKind("derived", False, paths, known.closes_over)
+            return _made_of("derived", [known, found[0]])
         return known
 
     def _described(self) -> tuple:
@@ -358,10 +382,7 @@ def _judge_carried(found: Sequence[ValueKind], is_mixed: bool) -> ValueKind:
     kinds = {one.kind for one in found}
     if "activation" in kinds or kinds <= {"constant"}:
         return ValueKind("activation")
-    paths = frozenset[str]().union(*(one.paths for one in found))
-    closes_over = any(one.closes_over for one in found)
-    kind = "view" if kinds == {"view"} and not is_mixed else "derived"
-    return ValueKind(kind, True, paths, closes_over)
+    return _made_of("view" if kinds == {"view"} and not is_mixed else "derived", found, True)
 
 
 class Held(Operation):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .expression import Expression, Leaf
-from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, Unknown
+from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, State, Unknown
 from .sources import contracts
 
 _SCALES = frozenset(("clamp", "convert_element_type", "div", "max", "min", "mul", "neg"))
@@ -153,10 +153,12 @@ class _Activations:
     def __call__(self, node: Expression, *, given: bool = False) -> bool:
         """Return whether a value is one; with ``given``, also if it may be a factor or noise."""
         for one in _behind([node]):
-            if isinstance(one, Unknown) and not one.operands:
-                return True
             # What comes out of a contraction is an activation, whatever it is made of.
-            if isinstance(one, Operation) and contracts(one.primitive, one.params):
+            if isinstance(one, State) or (
+                isinstance(one, Operation) and contracts(one.primitive, one.params)
+            ):
+                return True
+            if isinstance(one, Unknown) and not one.operands:
                 return True
             if isinstance(one, Leaf) and self._is_given(one) and (given or one.path in self._known):
                 return True
@@ -180,7 +182,8 @@ def _behind(nodes: Sequence[Expression]) -> Iterator[Expression]:
         if id(one) not in seen:
             seen.add(id(one))
             yield one
-            stack += one.operands
+            # A mask of a recurrent weight is behind its state, and no activation for that.
+            stack += () if isinstance(one, State) else one.operands
 
 
 def _is_float(node: Expression) -> bool:

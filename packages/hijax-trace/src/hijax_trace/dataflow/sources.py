@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import MOVES, SAME
@@ -215,52 +217,59 @@ def _contracts(jaxpr: Any) -> bool:
     return found
 
 
-_READ: weakref.WeakKeyDictionary[Any, tuple[frozenset[int] | None, ...]] = (
-    weakref.WeakKeyDictionary()
-)
+class Behind(NamedTuple):
+    """What a value may depend on.
 
-
-def inputs_behind(jaxpr: Any) -> tuple[frozenset[int] | None, ...]:
-    """Return for each result of a jaxpr the numbers of the inputs that it may depend on.
-
-    None for what comes out of a contraction.
+    Attributes:
+        inputs: the numbers of inputs, or of operands.
+        contracted: whether it may come out of a contraction of them.
     """
+
+    inputs: frozenset[int] = frozenset()
+    contracted: bool = False
+
+    def __or__(self, other: Any) -> Behind:
+        return Behind(self.inputs | other.inputs, self.contracted or other.contracted)
+
+
+_READ: weakref.WeakKeyDictionary[Any, tuple[Behind, ...]] = weakref.WeakKeyDictionary()
+
+
+def inputs_behind(jaxpr: Any) -> tuple[Behind, ...]:
+    """Return for each result of a jaxpr the inputs that it may depend on."""
     jaxpr = compat.open_of(jaxpr)
     found = _READ.get(jaxpr)
     if found is None:
-        known: dict[Any, frozenset[int] | None]
-        known = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
+        known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
 
-        def behind(atom: Any) -> frozenset[int] | None:
-            return frozenset() if isinstance(atom, compat.Literal) else known.get(atom, frozenset())
+        def behind(atom: Any) -> Behind:
+            return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
 
         for eqn in jaxpr.eqns:
-            is_contracted = contracts(eqn.primitive, eqn.params)
-            found = None if is_contracted else _united([behind(atom) for atom in eqn.invars])
-            known.update(dict.fromkeys(eqn.outvars, found))
+            own = Behind(contracted=contracts(eqn.primitive, eqn.params))
+            own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
+            known.update(dict.fromkeys(eqn.outvars, own))
         found = _READ[jaxpr] = tuple(map(behind, jaxpr.outvars))
     return found
 
 
-def carry_behind(body: Body, index: int) -> list[int] | None:
+def carry_behind(body: Body, index: int) -> Behind | None:
     """Return the operands of a loop that a carried input of its body may depend on, in any step.
 
-    None if they are not all operands of the loop, or if a contraction makes it of them.
+    None if they are not all operands of the loop.
     """
     if body.step is not None:
         return carry_behind(body.step, index - body.carry.start + body.step.carry.start)
     results = inputs_behind(body.jaxpr)
-    found, left = {index}, [index]
+    found, left = Behind(frozenset([index])), [index]
     while left:
         one = left.pop()
         if one in body.carry:
             behind = results[one - body.carry.start]
-            if behind is None:
-                return None
-            left += behind - found
+            left += behind.inputs - found.inputs
             found |= behind
-    operands = [body.inputs[i] for i in sorted(found)]
-    return None if None in operands else operands  # type: ignore[return-value]
+    operands = [body.inputs[i] for i in found.inputs]
+    return None if None in operands else Behind(frozenset(operands), found.contracted)
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:

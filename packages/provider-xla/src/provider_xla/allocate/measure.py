@@ -179,7 +179,7 @@ class _Value(ArrayProxy):
 
 def _with_computed(plan: PlanData) -> Callable[..., Any]:
     """Return a plan's function, which takes computed weights as well."""
-    tapped = plan.engine.wrap(plan.fn, Sites(plan.rules, in_float, ignore).interceptor)
+    tapped = plan.engine.wrap(plan.fn, Sites(plan.engine, plan.rules, in_float, ignore).interceptor)
 
     def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
         values = {path: _Value(value) for path, value in computed.items()}

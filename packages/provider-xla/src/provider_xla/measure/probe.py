@@ -142,8 +142,9 @@ def probe(
                 measured = functools.partial(leave, call.op_id, contraction, operands, extras)
                 take(call.op_id, call, (), measured)
 
-        handler = run_lookup if traces and lookup is not None else None
-        sites = Sites(plan.rules, run, ignore, lookup=handler, leave=run_left, keyed=False)
+        sites = Sites(
+            plan.engine, plan.rules, run, ignore, lookup=run_lookup, leave=run_left, keyed=False
+        )
         return plan.engine.wrap(plan.fn, sites.interceptor)
 
     def arguments(batch: Sequence[Any]) -> list[Any]:

@@ -50,7 +50,7 @@ def calibrate(
             observation.observe(site)
             return NotImplemented
 
-        sites = Sites(plan.rules, run, ignore, keyed=False)
+        sites = Sites(plan.engine, plan.rules, run, ignore, keyed=False)
         with observation.running():
             result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
         observation.finish()

@@ -128,7 +128,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
                     found[path][op_id] = f"{op_id}: {why}"
         return NotImplemented
 
-    sites = Sites(plan.rules, run, ignore, keyed=False)
+    sites = Sites(plan.engine, plan.rules, run, ignore, keyed=False)
     args = list(batch)
     args.insert(plan.argnum, numbered(plan, params))
     jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))

@@ -17,7 +17,7 @@ from interception_core.log import logger
 
 from ..kernels.matmul import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
-from ..program.facts import Code
+from ..program.facts import Code, Fact
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
@@ -68,6 +68,7 @@ def make_plan(
         weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
                    for path, weight in weights.items()}  # fmt: skip
     survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
+    survey.problems += _unread(survey, weights)
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -114,6 +115,23 @@ def make_plan(
         return plan
     absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
     return _with_kept(plan, absorbed, has_numbers(args, kwargs), given, survey)
+
+
+def _unread(survey: Survey, weights: Mapping[str, WeightPlan]) -> list[Fact]:
+    """Return problems for parameters of which weights are computed that nothing stored uses."""
+    said = {path for problem in survey.problems for path in problem.paths}
+    said |= weights.keys()
+    said |= {path for one in survey.derived.values() if one.path in weights for path in one.leaves}
+    found = []
+    for record in survey.records.values():
+        if record.why is None or record.why.code is not Code.COMPUTES_WEIGHT:
+            continue
+        if record.rule is None or survey.rules.rules[record.rule].weight_qtype is None:
+            continue
+        if paths := tuple(dict.fromkeys(path for path in record.paths if path not in said)):
+            about = {"op_id": record.op_id, "paths": paths, "rule": record.rule}
+            found.append(Code.STAYS_FLOAT(**about, why=Code.UNREAD_WEIGHT()))
+    return found
 
 
 def _with_kept(
@@ -168,7 +186,7 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
         if weight.derived is not None
     }
 
-    sites = Sites(plan.rules, in_float, ignore)
+    sites = Sites(plan.engine, plan.rules, in_float, ignore)
     tapped = plan.engine.wrap(plan.fn, sites.interceptor)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
@@ -208,9 +226,14 @@ def run_survey(
     kwargs: Mapping[str, Any],
 ) -> None:
     """Run a program abstractly, and show its operations to a survey."""
-    lookup = survey.lookup if follows_values(engine) else None
     sites = Sites(
-        survey.rules, survey.run, survey.record, lookup=lookup, remark=survey.remark, keyed=False
+        engine,
+        survey.rules,
+        survey.run,
+        survey.record,
+        lookup=survey.lookup,
+        remark=survey.remark,
+        keyed=False,
     )
     everything = list(args)
     everything.insert(argnum, params)

@@ -143,7 +143,7 @@ class PlanData:
         found = []
         for path, leaf in self.leaves.items():
             if path not in self.weights and path not in self.absorbed:
-                why = self._why_float(uses.get(path, []))
+                why = self._why_float(path, uses.get(path, []))
                 found.append((path, leaf.size * leaf.dtype.itemsize, why))
         return tuple(sorted(found, key=lambda one: -one[1]))
 
@@ -159,8 +159,10 @@ class PlanData:
                 found[choice.reason] = (*found.get(choice.reason, ()), op.op_id)
         return found
 
-    def _why_float(self, ops: Sequence[OpRecord]) -> str:
+    def _why_float(self, path: str, ops: Sequence[OpRecord]) -> str:
         if not ops:
+            if (op := next((op for op in self.ops if path in op.beside), None)) is not None:
+                return f"{op.op_id}: {Code.BESIDE_WEIGHT()}"
             codes = {op.why.code for op in self.ops if op.why is not None}
             # The patch engine knows a parameter by its identity alone.
             if Code.UNFOLLOWED in codes or not follows_values(self.engine):

@@ -37,6 +37,11 @@ class Code(enum.Enum):
              "own")  # fmt: skip
     # What the program does.
     COMPUTES_WEIGHT = "all operands come from parameters: it computes a weight, or a part of one"
+    UNREAD_WEIGHT = (
+        "it computes a weight of parameters alone, at each call, and no operation that is "
+        "quantized reads it. Give it a rule without weight_qtype if that is meant"
+    )
+    BESIDE_WEIGHT = "it is an activation there, beside a weight"
     LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
     SCALED = ("{paths} can't be stored: the program multiplies or joins it with what it computes "
               "at each call")  # fmt: skip

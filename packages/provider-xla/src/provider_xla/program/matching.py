@@ -53,10 +53,12 @@ class Weights:
     Attributes:
         found: the weight that each operand is; None for activations.
         is_part: whether all operands are weights: the result is a weight, or a part of one.
+        beside: the paths of parameters of which activations are moved, as rows of a table.
     """
 
     found: tuple[Weight | None, ...]
     is_part: bool = False
+    beside: tuple[str, ...] = ()
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -72,7 +74,8 @@ def weights_among(
     An array that the program closes over may be data or a mask. So if both operands come from
     parameters and one of them uses such an array, the other one is the weight. A part that a
     computed index picks is an activation beside a weight (a row of an embedding table), and a
-    weight beside an activation (an expert).
+    weight beside an activation (an expert). So is a loop's state that starts as a parameter, but a
+    product of two such states is a part of a weight (a power of a matrix).
     """
     kinds: dict[int, ValueKind] = {}
     found: list[Weight | None] = [None] * len(operands)
@@ -98,10 +101,12 @@ def weights_among(
         return Weights(tuple(found))
     static = [i for i, kind in kinds.items() if not kind.is_dynamic]
     own = [i for i in static if not kinds[i].closes_over]
-    if len(own) == len(kinds):
+    if len(own) == len(kinds) or not any(kind.is_known for kind in kinds.values()):
         return Weights(tuple(found), is_part=True)
     kept = own if len(own) == 1 else static if len(static) == 1 else []
-    return Weights(tuple(one if i in kept else None for i, one in enumerate(found)))
+    beside = {path for i, kind in kinds.items() if i not in kept for path in kind.paths}
+    weights = tuple(one if i in kept else None for i, one in enumerate(found))
+    return Weights(weights, beside=tuple(sorted(beside)))
 
 
 class Decision(NamedTuple):

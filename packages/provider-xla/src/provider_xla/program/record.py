@@ -85,6 +85,7 @@ class OpRecord:
         rule: index of the rule that decided, or None.
         why: why the operation stays float; None if it is quantized.
         paths: pytree paths of the parameters behind the operands.
+        beside: those of other parameters of which its activations are made.
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
         module_path: the name stack around it, which rules match.
@@ -100,6 +101,7 @@ class OpRecord:
     kernels: Mapping[str, Choice] = field(default_factory=dict)
     rank: int | None = None
     module_path: str = ""
+    beside: tuple[str, ...] = ()
 
     @property
     def reason(self) -> str | None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import Attention, attention, is_followed, scaled_inputs
-from interception_core import Interceptor, OpCall, UnknownNameError, untapped
+from interception_core import Engine, Interceptor, OpCall, UnknownNameError, untapped
 
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
@@ -23,7 +23,7 @@ from .contractions import Contraction
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
-from .matching import Rules, Weight
+from .matching import Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
@@ -78,16 +78,23 @@ _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that call no other tapped operation."""
 
 
+def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
+    """Leave a lookup to the engine, which gathers stored rows."""
+    return NotImplemented
+
+
 class Sites:
     """A provider's handlers: find the rule, read the call, pass a Site on.
 
     Args:
+        engine: the engine that will ask them.
         rules: the rules.
         run: called with a Site; returns the result of the operation, or NotImplemented to let
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
         lookup: the handler of gathers and of slices that begin at an index, which may be lookups
-            of parameters; or None.
+            of parameters. Only an engine that follows values has them with JIT on, and hands
+            stored parameters to them.
         leave: called for each contraction that stays float, or None. An operation that calls
             another one, which is visited separately, doesn't count.
         remark: called with a call, and what is done with it that its rule does not say.
@@ -99,11 +106,12 @@ class Sites:
 
     def __init__(
         self,
+        engine: Engine,
         rules: Rules,
         run: Callable[[Site], Any],
         record: Record,
         *,
-        lookup: Callable[..., Any] | None = None,
+        lookup: Callable[..., Any] = leave_lookup,
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
         keyed: bool = True,
@@ -122,7 +130,8 @@ class Sites:
             target: functools.partial(self._handle, op) for target, op in OPS.items()
         }
         handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
-        if lookup is not None:  # in all sites: the same targets share JAX's traces
+        if follows_values(engine):  # in all sites: the same targets share JAX's traces
+            handlers["primitive:custom_linear_solve"] = self._leave_solver
             handlers["primitive:pallas_call"] = functools.partial(self._note_reader, Code.PALLAS)
             handlers["hijax_trace.opaque_call"] = functools.partial(self._note_reader, Code.OPAQUE)
             handlers["primitive:gather"] = lookup
@@ -237,7 +246,7 @@ class Sites:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._note(op, call, operands, index, None, among.paths, hows)
+        self._note(op, call, operands, index, None, among.paths, hows, beside=among.beside)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         try:
             result = self._run(site)
@@ -307,6 +316,26 @@ class Sites:
         kinds = (call.kind(value, self._rules.is_parameter) for value in values)
         return [kind is not None and kind.kind in ("view", "derived") for kind in kinds]
 
+    def _leave_solver(self, call: OpCall, *operands: Any, **params: Any) -> Any:
+        """Leave a solver as it is if it computes a weight.
+
+        Else its products would be quantized at each call, and their result would be no weight.
+        """
+        kinds = [call.kind(x, self._rules.is_parameter) for x in operands]
+        if any(
+            one is None or one.kind == "activation" or (one.is_dynamic and one.is_known)
+            for one in kinds
+        ):
+            return NotImplemented
+        paths = tuple(sorted({path for one in kinds if one is not None for path in one.paths}))
+        if not paths:
+            return NotImplemented
+        below = tuple(path.removeprefix(self._rules.params) for path in paths)
+        index = self._rules.find((call.op_name,), call.module_path, below)
+        why = Code.COMPUTES_WEIGHT()
+        self._record(record_of(call, call.op_name, operands, index, why, paths), None)
+        return call.proceed(*operands, **params)
+
     def _note_reader(self, why: Code, call: OpCall, *operands: Any, **params: Any) -> Any:
         """Record which parameters a primitive reads as arrays."""
         if not self._surveys:
@@ -352,9 +381,11 @@ class Sites:
         paths: tuple[str, ...],
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
         problem: Fact | None = None,
+        beside: tuple[str, ...] = (),
     ) -> None:
         if self._record is not ignore:
-            self._record(record_of(call, op.name, operands, index, why, paths, hows), problem)
+            record = record_of(call, op.name, operands, index, why, paths, hows)
+            self._record(dataclasses.replace(record, beside=beside), problem)
 
 
 def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:

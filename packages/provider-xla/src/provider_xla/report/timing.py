@@ -141,7 +141,7 @@ def time_ops(
             found[op_id] = _Call(site, statistics, mapped[op_id])
         return NotImplemented
 
-    sites = Sites(plan.rules, note, lambda record, problem: None, keyed=False)
+    sites = Sites(plan.engine, plan.rules, note, lambda record, problem: None, keyed=False)
     args = list(batch)
     args.insert(plan.argnum, packed)
     stored = follows_values(plan.engine)

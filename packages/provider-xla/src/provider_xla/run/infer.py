@@ -12,7 +12,7 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
 from ..program.matching import Rules, follows_values
-from ..program.sites import Record, Site, Sites, ignore
+from ..program.sites import Record, Site, Sites, ignore, leave_lookup
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
 from .static import Statistics, calibrations
@@ -40,20 +40,13 @@ def sites_of(
     rules: Rules,
     run: Callable[[Site], Any],
     record: Record = ignore,
-    lookup: Callable[..., Any] | None = None,
+    lookup: Callable[..., Any] = leave_lookup,
     *,
     is_pure: bool = False,
 ) -> Sites:
     """Return a provider's handlers; equivalent programs share traces."""
-    # Only an engine that follows values taps primitives with JIT on, and lookups are primitives.
-    taps = (lookup or leave_lookup) if follows_values(engine) else None
     keyed = not rules.is_static
-    return Sites(rules, run, record, lookup=taps, keyed=keyed, is_pure=is_pure)
-
-
-def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
-    """Leave a lookup to the engine, which gathers stored rows."""
-    return NotImplemented
+    return Sites(engine, rules, run, record, lookup=lookup, keyed=keyed, is_pure=is_pure)
 
 
 def run_site(site: Site, statistics: Statistics | None = None) -> Any:
