@@ -269,7 +269,8 @@ def carry_behind(body: Body, index: int) -> Behind | None:
             left += behind.inputs - found.inputs
             found |= behind
     operands = [body.inputs[i] for i in found.inputs]
-    return None if None in operands else Behind(frozenset(operands), found.contracted)
+    known = frozenset(i for i in operands if i is not None)
+    return Behind(known, found.contracted) if len(known) == len({*operands}) else None
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
