@@ -25,7 +25,7 @@ from ..program.sites import Record, Site, ignore
 from ..run.contraction import quantized_contraction, stored_operands
 from ..run.infer import sites_of, sparse, taking_stored
 from ..run.lookup import gather
-from ..run.static import Statistics, calibrations
+from ..run.static.statistics import Statistics, calibrations
 from ..run.stored import is_stored, unpacked_leaf
 from .contract import adapter_contraction
 from .lookup import adapter_rows

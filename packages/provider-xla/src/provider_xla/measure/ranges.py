@@ -19,7 +19,10 @@ from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site, Sites, ignore
 from ..run.infer import taking_stored
-from ..run.static import Observation, StaticRange, Statistics, is_of_jax, key_of
+from ..run.static.jax_errors import is_of_jax
+from ..run.static.observation import Observation
+from ..run.static.ranges import StaticRange
+from ..run.static.statistics import Statistics, key_of
 from ..run.stored import is_stored
 from ..run.transformed import TransformedWeight
 

@@ -16,7 +16,7 @@ from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
-from ..run.static import StaticRange
+from ..run.static.ranges import StaticRange
 from .weight import WeightPlan
 
 if TYPE_CHECKING:

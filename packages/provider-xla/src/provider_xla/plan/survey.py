@@ -20,7 +20,13 @@ from ..program.matching import Rules, Weight
 from ..program.record import OpRecord, check_misfit
 from ..program.sites import Site, problem_of, record_of, short, unstorable
 from ..run.lookup import looked_up, lookup_id
-from ..run.static import StaticRange, gradient_key, has_gradient_range, has_range, measure
+from ..run.static.ranges import (
+    StaticRange,
+    gradient_key,
+    has_gradient_range,
+    has_range,
+    measure,
+)
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
 from .chosen import Chosen
 from .derived import Derived

@@ -23,7 +23,7 @@ from ..plan.plan import PlanData
 from ..plan.weight import WeightPlan
 from ..program.matching import follows_values
 from ..run.infer import infer
-from ..run.static import Statistics
+from ..run.static.statistics import Statistics
 from ..run.stored import is_stored
 from .parameters import ParameterPlan
 

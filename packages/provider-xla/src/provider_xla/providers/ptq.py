@@ -10,7 +10,7 @@ from ..lora.apply import AdaptedRun
 from ..program.matching import follows_values
 from ..program.sites import Site
 from ..run.infer import infer, run_site, taking_stored
-from ..run.static import Statistics
+from ..run.static.statistics import Statistics
 from .provider import XlaProvider
 
 P = ParamSpec("P")

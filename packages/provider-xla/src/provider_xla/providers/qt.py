@@ -17,15 +17,9 @@ from ..program.sites import Site
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..run.contraction import quantized_contraction, trained_contraction
-from ..run.static import (
-    Observation,
-    Statistics,
-    calibrations,
-    gradient_range,
-    has_gradient_range,
-    read,
-    trained_hows,
-)
+from ..run.static.observation import Observation
+from ..run.static.ranges import has_gradient_range, trained_hows
+from ..run.static.statistics import Statistics, calibrations, gradient_range, read
 from .provider import XlaProvider
 
 

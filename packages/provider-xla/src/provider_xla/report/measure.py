@@ -21,7 +21,7 @@ from ..program.contractions import Contraction
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..run.infer import infer, run_operands
-from ..run.static import Statistics, calibrations, key_of, read
+from ..run.static.statistics import Statistics, calibrations, key_of, read
 from .errors_at import Sums, difference, error_of, flops, site_error, visits
 from .outputs import called, compare_outputs
 from .parameters import measure_parameters

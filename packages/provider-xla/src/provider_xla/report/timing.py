@@ -25,7 +25,7 @@ from ..program.matching import follows_values
 from ..program.sites import Site, Sites
 from ..run.contraction import quantized_contraction
 from ..run.infer import run_operands, taking_stored
-from ..run.static import Statistics, calibrations
+from ..run.static.statistics import Statistics, calibrations
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData

@@ -15,7 +15,7 @@ from ..program.matching import Rules, follows_values
 from ..program.sites import Record, Site, Sites, ignore, leave_lookup
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
-from .static import Statistics, calibrations
+from .static.statistics import Statistics, calibrations
 from .stored import is_stored, unpacked_leaf
 
 P = ParamSpec("P")

@@ -1,0 +1,1 @@
+"""Static ranges: of activations, and in training of parameters and gradients."""
