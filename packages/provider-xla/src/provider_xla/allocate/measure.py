@@ -25,7 +25,7 @@ from ..plan.make import in_float
 from ..plan.quantize import carried
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import by_path, is_array, map_params, of_arrays
-from ..program.sites import Sites, ignore
+from ..program.sites import Sites
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -143,8 +143,7 @@ class Measure:
 
     def _arguments(self, values: Mapping[str, jax.Array]) -> list[Any]:
         leaves = [values.get(path, leaf) for path, leaf in self._leaves.items()]
-        args = list(self._batch)
-        args.insert(self._plan.argnum, jax.tree.unflatten(self._tree, leaves))
+        args = self._plan.arguments(jax.tree.unflatten(self._tree, leaves), self._batch)
         if self._computed:
             args.insert(0, {path: values.get(path, one) for path, one in self._computed.items()})
         return args
@@ -179,7 +178,7 @@ class _Value(ArrayProxy):
 
 def _with_computed(plan: PlanData) -> Callable[..., Any]:
     """Return a plan's function, which takes computed weights as well."""
-    tapped = plan.engine.wrap(plan.fn, Sites(plan.engine, plan.rules, in_float, ignore).interceptor)
+    tapped = Sites(plan.engine, plan.rules, in_float).tap(plan.fn)
 
     def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
         values = {path: _Value(value) for path, value in computed.items()}

@@ -21,9 +21,9 @@ from ..kernels.packed import PrepackedWeight
 from ..program.arrays import by_path
 from ..program.contractions import Contraction
 from ..program.matching import Rules
-from ..program.sites import Record, Site, ignore
+from ..program.sites import Record, Site, Sites, ignore
 from ..run.contraction import quantized_contraction, stored_operands
-from ..run.infer import sites_of, sparse, taking_stored
+from ..run.infer import sparse, taking_stored
 from ..run.lookup import gather
 from ..run.static.statistics import Statistics, calibrations
 from ..run.stored import is_stored, unpacked_leaf
@@ -106,7 +106,7 @@ class AdaptedRun:
         if paths not in self._interceptors:
             rules = dataclasses.replace(self._rules, adapted=paths)
             run = functools.partial(_run_site, paths, self._statistics)
-            sites = sites_of(self._engine, rules, run, self._record, lookup=_lookup)
+            sites = Sites(self._engine, rules, run, self._record, lookup=_lookup)
             self._interceptors[paths] = sites.interceptor
         return self._interceptors[paths]
 

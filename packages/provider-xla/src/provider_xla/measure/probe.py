@@ -20,7 +20,7 @@ from ..errors import QuantizationError
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction
 from ..program.matching import follows_values
-from ..program.sites import Site, Sites, ignore
+from ..program.sites import Site, Sites
 from ..run.lookup import lookup_id
 from .numbered import numbered, step_of, stored_by
 
@@ -142,15 +142,8 @@ def probe(
                 measured = functools.partial(leave, call.op_id, contraction, operands, extras)
                 take(call.op_id, call, (), measured)
 
-        sites = Sites(
-            plan.engine, plan.rules, run, ignore, lookup=run_lookup, leave=run_left, keyed=False
-        )
-        return plan.engine.wrap(plan.fn, sites.interceptor)
-
-    def arguments(batch: Sequence[Any]) -> list[Any]:
-        args = list(batch)
-        args.insert(plan.argnum, moving)
-        return args
+        handlers = {"lookup": run_lookup, "leave": run_left}
+        return Sites(plan.engine, plan.rules, run, keyed=False, **handlers).tap(plan.fn)
 
     zeros: dict[str, Probed] = {}
 
@@ -162,7 +155,7 @@ def probe(
                 lambda x: jax.ShapeDtypeStruct((*steps, *x.shape), x.dtype), found
             )
 
-    jax.eval_shape(*of_arrays(tapped(look), arguments(first), {}))
+    jax.eval_shape(*of_arrays(tapped(look), plan.arguments(moving, first), {}))
     boxes: dict[str, Box] = {}
 
     def measure(op_id: str, call: Any, operands: Any, measured: Any) -> None:
@@ -197,7 +190,7 @@ def probe(
     totals = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), zeros)
     order, structure, run = list(totals), jax.tree.structure(totals), None
     for batch in itertools.chain([first], batches):
-        call, arrays = of_arrays(measuring, [totals, *arguments(batch)], {})
+        call, arrays = of_arrays(measuring, [totals, *plan.arguments(moving, batch)], {})
         run = run or jax.jit(call)
         found = jax.block_until_ready(run(arrays))
         totals = jax.tree.unflatten(structure, found[len(found) - structure.num_leaves :])

@@ -17,7 +17,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..plan.plan import PlanData
 from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
-from ..program.sites import SIDES, Site, Sites, ignore
+from ..program.sites import SIDES, Site, Sites
 from ..run.infer import taking_stored
 from ..run.static.jax_errors import is_of_jax
 from ..run.static.observation import Observation
@@ -53,9 +53,9 @@ def calibrate(
             observation.observe(site)
             return NotImplemented
 
-        sites = Sites(plan.engine, plan.rules, run, ignore, keyed=False)
+        tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(fn)
         with observation.running():
-            result = taking_stored(plan.engine.wrap(fn, sites.interceptor), stored)(*args)
+            result = taking_stored(tapped, stored)(*args)
         observation.finish()
         seen = {key: one.state for key, one in statistics.items()}
         return result, (seen, observation.cuts())
@@ -63,9 +63,7 @@ def calibrate(
     jitted, cuts = None, []
     at_end = jax.tree.structure((states, dict.fromkeys(states, 0)))
     for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
-        args = list(batch)
-        args.insert(plan.argnum, params)
-        call, arrays = of_arrays(measured, [states, *args], {})
+        call, arrays = of_arrays(measured, [states, *plan.arguments(params, batch)], {})
         jitted = jitted or jax.jit(call)
         with _explaining(empty):
             found = jitted(arrays)

@@ -20,7 +20,7 @@ from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.contractions import Matmul
 from ..program.matching import Weight as ProgramWeight
-from ..program.sites import Site, Sites, ignore
+from ..program.sites import Site, Sites
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -128,10 +128,8 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
                     found[path][op_id] = f"{op_id}: {why}"
         return NotImplemented
 
-    sites = Sites(plan.engine, plan.rules, run, ignore, keyed=False)
-    args = list(batch)
-    args.insert(plan.argnum, numbered(plan, params))
-    jax.eval_shape(*of_arrays(plan.engine.wrap(plan.fn, sites.interceptor), args, {}))
+    tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(plan.fn)
+    jax.eval_shape(*of_arrays(tapped, plan.arguments(numbered(plan, params), batch), {}))
     # After the trace, since this runs programs. If a program reorders elements along a contracted
     # axis, the channels measured would not be those of the stored weight.
     for path, op_id, layout, view in views:

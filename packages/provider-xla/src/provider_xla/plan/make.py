@@ -21,7 +21,7 @@ from ..program.facts import Code, Fact
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
-from ..program.sites import Site, Sites, ignore
+from ..program.sites import Site, Sites
 from ..rules.rule import FUSED_NAMES
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
@@ -186,17 +186,14 @@ def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> froze
         if weight.derived is not None
     }
 
-    sites = Sites(plan.engine, plan.rules, in_float, ignore)
-    tapped = plan.engine.wrap(plan.fn, sites.interceptor)
+    tapped = Sites(plan.engine, plan.rules, in_float).tap(plan.fn)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
         stored = [
             carried(plan, path, leaf, leaf, derived) if path in plan.leaves else leaf
             for path, leaf in {**everything, **leaves}.items()
         ]
-        given = list(args)
-        given.insert(plan.argnum, jax.tree.unflatten(treedef, stored))
-        return tapped(*given, **kwargs)
+        return tapped(*plan.arguments(jax.tree.unflatten(treedef, stored), args), **kwargs)
 
     everything, treedef = by_path(plan.params, plan.prefix)
     call, arrays = of_arrays(program, [dict(plan.leaves), derived, *args], {})
@@ -235,9 +232,8 @@ def run_survey(
         remark=survey.remark,
         keyed=False,
     )
-    everything = list(args)
-    everything.insert(argnum, params)
-    jax.eval_shape(*of_arrays(engine.wrap(fn, sites.interceptor), everything, kwargs))
+    everything = [*args[:argnum], params, *args[argnum:]]
+    jax.eval_shape(*of_arrays(sites.tap(fn), everything, kwargs))
     survey.settle()
 
 

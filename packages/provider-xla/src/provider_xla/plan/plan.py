@@ -107,6 +107,10 @@ class PlanData:
             if weight.derived is not None and weight.derived.carrier == path
         }
 
+    def arguments(self, params: Any, others: Sequence[Any]) -> list[Any]:
+        """Return the arguments of the function: the parameters, and all others."""
+        return [*others[: self.argnum], params, *others[self.argnum :]]
+
     @property
     def bytes_before(self) -> int:
         """Return the bytes of all float parameters."""

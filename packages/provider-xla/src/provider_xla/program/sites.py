@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ from .matching import Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
 from .record import OpRecord, choices
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 SIDES = ("lhs", "rhs")
 
@@ -78,6 +81,10 @@ _WHOLE = ("conv_general_dilated", "dot_general", "ragged_dot_general")
 """Operations that call no other tapped operation."""
 
 
+def ignore(record: OpRecord, problem: Fact | None) -> None:
+    """Take an operation, and do nothing."""
+
+
 def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
     """Leave a lookup to the engine, which gathers stored rows."""
     return NotImplemented
@@ -99,7 +106,8 @@ class Sites:
             another one, which is visited separately, doesn't count.
         remark: called with a call, and what is done with it that its rule does not say.
         keyed: whether operations in jitted functions share a trace if no rule tells apart their
-            module paths and the parameters among their operands. False asks about each call.
+            module paths and the parameters among their operands. False asks about each call. By
+            default they do unless rules have static ranges, of which each call has its own.
         is_pure: whether none of these functions does more than return a result; see
             ``Interceptor``.
     """
@@ -109,14 +117,16 @@ class Sites:
         engine: Engine,
         rules: Rules,
         run: Callable[[Site], Any],
-        record: Record,
+        record: Record = ignore,
         *,
         lookup: Callable[..., Any] = leave_lookup,
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
-        keyed: bool = True,
+        keyed: bool | None = None,
         is_pure: bool = False,
     ):
+        keyed = not rules.is_static if keyed is None else keyed
+        self._engine = engine
         self._rules = rules
         self._readings = Readings()
         self._leave = leave
@@ -152,6 +162,10 @@ class Sites:
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
         self.interceptor = Interceptor(handlers, **keys)
+
+    def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
+        """Return a function whose operations are asked about."""
+        return self._engine.wrap(fn, self.interceptor)
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
@@ -427,7 +441,3 @@ def short(x: Any) -> str:
 _SHORT: Mapping[str, str] = {"float32": "f32", "float64": "f64", "float16": "f16"} | {
     "bfloat16": "bf16"
 }
-
-
-def ignore(record: OpRecord, problem: Fact | None) -> None:
-    """Take an operation, and do nothing."""

@@ -23,7 +23,6 @@ from ..program.record import OpRecord, Report, check_misfit
 from ..program.sites import Site, Sites
 from ..rules.qwix import is_qwix, of_qwix
 from ..rules.rule import QuantizationRule
-from ..run.infer import sites_of
 from .plan import Plan
 
 P = ParamSpec("P")
@@ -178,7 +177,7 @@ class XlaProvider(abc.ABC):
         return rule
 
     def _sites(self, run: Callable[[Site], Any]) -> Sites:
-        return sites_of(self._engine, self._rules, run, self._record)
+        return Sites(self._engine, self._rules, run, self._record)
 
     @abc.abstractmethod
     def _run(self, site: Site) -> Any:

@@ -85,8 +85,6 @@ def called(fn: Callable[..., Any], plan: PlanData, params: Any, batch: tuple) ->
         names[:] = [name for name, _ in arrays]
         return [leaf for _, leaf in arrays]
 
-    args = list(batch)
-    args.insert(plan.argnum, params)
-    call, arrays = of_arrays(named, args, {})
+    call, arrays = of_arrays(named, plan.arguments(params, batch), {})
     jitted = jax.jit(call)
     return lambda: (jax.block_until_ready(jitted(arrays)), names)

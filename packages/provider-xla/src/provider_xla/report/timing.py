@@ -141,12 +141,9 @@ def time_ops(
             found[op_id] = _Call(site, statistics, mapped[op_id])
         return NotImplemented
 
-    sites = Sites(plan.engine, plan.rules, note, lambda record, problem: None, keyed=False)
-    args = list(batch)
-    args.insert(plan.argnum, packed)
-    stored = follows_values(plan.engine)
-    tapped = taking_stored(plan.engine.wrap(plan.fn, sites.interceptor), stored)
-    jax.eval_shape(*of_arrays(tapped, args, {}))
+    tapped = Sites(plan.engine, plan.rules, note, keyed=False).tap(plan.fn)
+    taking = taking_stored(tapped, follows_values(plan.engine))
+    jax.eval_shape(*of_arrays(taking, plan.arguments(packed, batch), {}))
     known: dict[Any, tuple[float, float]] = {}
     for call in found.values():
         if call.key not in known:

@@ -12,7 +12,7 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
 from ..program.matching import Rules, follows_values
-from ..program.sites import Record, Site, Sites, ignore, leave_lookup
+from ..program.sites import Record, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
 from .static.statistics import Statistics, calibrations
@@ -31,28 +31,14 @@ def infer(
 ) -> Callable[P, R]:
     """Return a function with its operations quantized, for stored parameters or arrays."""
     run = functools.partial(run_site, statistics=statistics)
-    interceptor = sites_of(engine, rules, run, record, is_pure=record is ignore).interceptor
-    return taking_stored(engine.wrap(fn, interceptor), follows_values(engine))
-
-
-def sites_of(
-    engine: Engine,
-    rules: Rules,
-    run: Callable[[Site], Any],
-    record: Record = ignore,
-    lookup: Callable[..., Any] = leave_lookup,
-    *,
-    is_pure: bool = False,
-) -> Sites:
-    """Return a provider's handlers; equivalent programs share traces."""
-    keyed = not rules.is_static
-    return Sites(engine, rules, run, record, lookup=lookup, keyed=keyed, is_pure=is_pure)
+    tapped = Sites(engine, rules, run, record, is_pure=record is ignore).tap(fn)
+    return taking_stored(tapped, follows_values(engine))
 
 
 def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     """Return the result of an operation that rules quantize."""
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
-    ranges = calibrations(statistics, site)
+    ranges = calibrations(statistics, site) if site.rule.is_static else (None, None)
     return contracted(site.contraction, hows, operands, site.extras, ranges)
 
 
