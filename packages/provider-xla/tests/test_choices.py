@@ -292,7 +292,13 @@ def decoded(p, x, key):
     return lax.scan(step, (p, x[:1]), jnp.arange(3))[0][1]
 
 
-GAINS |= {"lookups": lookups, "decoded": decoded}
+def fast(p, x, key):
+    """Return what rows find in weights that each of them changes."""
+    return lax.scan(lambda w, row: (0.9 * w + jnp.outer(row, row), row @ w), p, x)[1]
+
+
+GAINS |= {"lookups": lookups}
+STATES |= {"decoded": decoded, "fast weights": fast}
 
 
 @pytest.mark.parametrize("name", [*JOINED, *STATES, *GAINS])

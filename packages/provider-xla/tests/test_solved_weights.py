@@ -1,4 +1,8 @@
-"""Weights that a solver or a loop computes of parameters alone: stored, or a problem names them."""
+"""Weights that are computed of parameters alone in other ways than by arithmetic of elements.
+
+By solvers and loops, by products with constants, by roundings, read from references: they are
+stored, or a problem names them.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,8 +10,16 @@ import numpy as np
 import pytest
 import scipy.linalg
 from jax import lax
+from jax.custom_batching import custom_vmap, sequential_vmap
 
-from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule, QuantizationWarning
+from provider_xla import (
+    PtqProvider,
+    QtProvider,
+    QtRule,
+    QuantizationError,
+    QuantizationRule,
+    QuantizationWarning,
+)
 
 N = 16
 A, B = np.asarray(jax.random.normal(jax.random.key(0), (2, N, N))) / N
@@ -166,3 +178,124 @@ def test_a_state_that_starts_as_a_parameter_is_said_to_be_an_activation():
     ((path, _, why),) = plan.floats
     assert path == "args[0]['b']"
     assert why == "scan(<lambda>)/matmul:0: it is an activation there, beside a weight"
+
+
+def made(fn):
+    """Run a function in a name scope, which a rule may name."""
+    return lambda *args: jax.named_scope("made")(fn)(*args)
+
+
+BASIS = np.asarray(jax.random.normal(jax.random.key(2), (N, 4))) / 4
+
+# Adapters in a fixed basis, a sum of powers that begins with a constant, and in steps of layers.
+OF_CONSTANTS = {
+    "eye": lambda p, x: x @ (p["a"] + made(lambda b: jnp.eye(N) @ b)(p["b"])),
+    "basis": lambda p, x: x @ (p["a"] + made(lambda b: BASIS @ b[:4, :4] @ BASIS.T)(p["b"])),
+    "series": lambda p, x: x @ (
+        made(lambda b: lax.fori_loop(0, 3, lambda _, c: EYE + b @ c, EYE))(p["b"]) + p["a"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("act", [None, "int8"])
+@pytest.mark.parametrize("name", OF_CONSTANTS)
+def test_a_sum_with_what_constants_and_a_parameter_make(name, act):
+    """A constant is data for the product with it: what follows is made at each call."""
+    fn, rule = OF_CONSTANTS[name], QuantizationRule(weight_qtype="int8", act_qtype=act)
+    with pytest.raises(QuantizationError, match=r"is made of .*'a'.* at each call"):
+        PtqProvider([rule], strict=True).plan(fn, PARAMS, X)
+    # What the error says: a rule of its own for the product with the constant.
+    rules = [QuantizationRule(module_path="made(/.*)?"), rule]
+    plan = PtqProvider(rules, strict=True).plan(fn, PARAMS, X)
+    (stored,) = plan.derived.values()
+    assert set(stored.derived.leaves) == ALL
+    found = jax.jit(plan.apply(fn))(plan.quantize(PARAMS), X)
+    assert 1e-6 < relative(found, np.asarray(fn(PARAMS, X), np.float64)) < 0.02
+
+
+def test_a_stored_parameter_times_a_constant_is_a_note():
+    def fn(p, x):
+        return x @ (jnp.eye(N) @ p)
+
+    plan = PtqProvider([QuantizationRule(weight_qtype="int8")], strict=True).plan(fn, A, X)
+    assert [*plan.weights] == ["args[0]"]
+    (note,) = plan.notes
+    assert note.startswith("matmul:1 of args[0] stays float")
+
+
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("name", ["mantissa", "float4", "float8"])
+def test_what_rounds_a_weight_rounds_it(name, beside):
+    """Else quantized values of the parameter stand for another weight than the program's."""
+    rounded = {
+        "mantissa": lambda w: lax.reduce_precision(w, 8, 0),
+        "float4": lambda w: (4 * w).astype(jnp.float4_e2m1fn).astype(jnp.float32),
+        "float8": lambda w: w.astype(jnp.float8_e5m2).astype(jnp.float32),
+    }[name]
+
+    def fn(p, x):
+        return x @ rounded(p) + (x @ p if beside else 0)
+
+    plan = PtqProvider([QuantizationRule(weight_qtype="int8")], strict=True).plan(fn, A, X)
+    assert len(plan.derived) == 1
+    assert ("args[0]" in plan.weights) == beside
+    found = jax.jit(plan.apply(fn))(plan.quantize(A), X)
+    wanted = fn(A.astype(np.float64).astype(np.float32), X)
+    assert relative(found, np.asarray(wanted, np.float64)) < 0.012
+
+
+def test_bfloat16_is_a_view():
+    def fn(p, x):
+        return x @ lax.reduce_precision(p, 8, 7).astype(jnp.bfloat16).astype(jnp.float32)
+
+    plan = PtqProvider([QuantizationRule(weight_qtype="int8")], strict=True).plan(fn, A, X)
+    assert [*plan.weights] == ["args[0]"]
+
+
+def test_a_weight_that_is_read_from_a_reference_is_a_problem():
+    def fn(p, x):
+        return x @ jax.new_ref(p)[...]
+
+    with pytest.warns(QuantizationWarning, match=r"matmul:0 of args\[0\] stays float"):
+        plan = PtqProvider([QuantizationRule(weight_qtype="int8")]).plan(fn, A, X)
+    np.testing.assert_allclose(plan.apply(fn)(plan.quantize(A), X), X @ A, rtol=1e-5, atol=1e-5)
+
+
+def test_numbers_among_the_parameters():
+    """In a jitted call they are arrays: the weight is computed of the parameter beside it."""
+
+    def fn(p, x):
+        return x @ (p["w"] * p["scale"])
+
+    params = {"w": A, "scale": 2.0}
+    plan = PtqProvider([QuantizationRule(weight_qtype="int8")], strict=True).plan(fn, params, X)
+    stored, run = plan.quantize(params), plan.apply(fn)
+    for call in (run, jax.jit(run)):
+        for scale in (2.0, 3.0):
+            found = call({**stored, "scale": scale}, X)
+            assert relative(found, scale * (X.astype(np.float64) @ A)) < 0.02
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("maps", ["rows", "rule"])
+def test_functions_with_a_rule_for_vmap(maps, axes):
+    """Under vmap the rule gets what the program gave, and nothing of what is stored."""
+    one = sequential_vmap(lambda x, w: x @ w)
+    if maps == "rule":
+        one = custom_vmap(lambda x, w: x @ w)
+
+        @one.def_vmap
+        def rule(size, batched, x, w):
+            return jnp.einsum("...k,...kn->...n", x, w), True
+
+    x = X if axes[0] == 0 else X[0]
+
+    def fn(w, x):
+        return jax.vmap(one, axes)(x, w)
+
+    params = A if axes[1] is None else np.stack([A, B, -A, -B])
+    plan = PtqProvider([QuantizationRule(weight_qtype="int8")], strict=True).plan(fn, params, x)
+    found = jax.jit(plan.apply(fn))(plan.quantize(params), x)
+    spec = f"{'r' if axes[0] == 0 else ''}k,{'r' if axes[1] == 0 else ''}kn->rn"
+    wanted = np.einsum(spec, x.astype(np.float64), params.astype(np.float64))
+    assert relative(found, wanted) < 0.02

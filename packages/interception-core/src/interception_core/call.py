@@ -44,7 +44,8 @@ class ValueKind(NamedTuple):
         kind: "view" (a part or an arrangement of parameters), "derived" (another value of
             parameters and constants alone), "constant" or "activation".
         is_dynamic: whether the program computes an index of a view or a derived value.
-        paths: the pytree paths of the parameters behind a view or a derived value.
+        paths: the pytree paths of the parameters behind a view or a derived value; and behind an
+            activation that handlers have made of parameters and constants alone.
         closes_over: whether the value also depends on an array that the program closes over, such
             as a mask.
         is_known: whether it is no state that a loop's steps compute of parameters alone.

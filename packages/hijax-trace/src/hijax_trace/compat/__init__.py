@@ -112,6 +112,7 @@ from .pjit import (
     more_scan_steps,
     named_call,
     named_info,
+    rule_after,
     scan_p,
     scan_parts,
     shard_map_options,

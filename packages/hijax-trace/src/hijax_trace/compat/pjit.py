@@ -154,6 +154,20 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
     return again
 
 
+def rule_after(rule: Any, count: int) -> Any:
+    """Return the vmap rule of a ``custom_vmap_call`` with so many operands before the rule's."""
+
+    class After(type(rule)):
+        """It knows nothing of them."""
+
+        def __call__(self, size: int, batched: Sequence[Any], *args: Any) -> Any:
+            return super().__call__(size, batched[count:], *args[count:])
+
+    again = copy.copy(rule)
+    again.__class__ = After
+    return again
+
+
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:
     """Return a context manager to trace a ``shard_map``'s body in."""
     mesh, manual = params["mesh"], params["newly_manual_axes"]

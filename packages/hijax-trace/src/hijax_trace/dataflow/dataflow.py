@@ -14,6 +14,7 @@ from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_coun
 from .nodes import (
     OTHER_TRACE,
     Carried,
+    Carry,
     Choice,
     Constant,
     Counter,
@@ -121,7 +122,7 @@ class Dataflow:
     def _results(self, eqn: Any, operands: list[Expression]) -> list[Expression]:
         # A handler replaced this equation, so its program need not be looked into.
         if self._from_handler and all(var in self._from_handler for var in eqn.outvars):
-            return [unknown(var.aval, "a handler's result", operands) for var in eqn.outvars]
+            return [_from_handler(var.aval, operands) for var in eqn.outvars]
         opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
         if eqn.primitive.name == "axis_index":  # no constant: each device has another
             opaque = "the index of a device"
@@ -130,11 +131,11 @@ class Dataflow:
             return [Carried(var.aval, *own) for var in eqn.outvars]
         inside = _through(eqn, operands)
         return [
-            unknown(var.aval, "a handler's result", operands)
+            _from_handler(var.aval, operands)
             if var in self._from_handler
             else inside[i]
             if i in inside
-            else unknown(var.aval, opaque, operands)
+            else _opaque(var.aval, opaque, operands)
             if opaque is not None
             else Operation(var.aval, eqn.primitive, eqn.params, operands, i)
             for i, var in enumerate(eqn.outvars)
@@ -158,6 +159,18 @@ def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
         operands: what it is computed from.
     """
     return Unknown(aval, why, united(operands), maps_of(operands))
+
+
+def _from_handler(aval: Any, operands: Sequence[Expression]) -> Unknown:
+    made_of = tuple(operands)
+    return Unknown(aval, "a handler's result", united(operands), maps_of(operands), made_of)
+
+
+def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
+    """Return the expression of what an operation with an effect returns, as a read of a ref."""
+    found = unknown(aval, why, operands)
+    found.operands = tuple(operands)
+    return found
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
@@ -238,12 +251,11 @@ def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> l
                     start = everything[operand]
                     return Counter(aval, start, united(everything), maps_of(everything))
                 behind = carry_behind(body, i) if kind == CHANGES else None
-                parts = [everything[k] for k in sorted(behind.inputs)] if behind is not None else []
-                if operand is not None and behind is not None and behind.contracted:
-                    return State(aval, everything[operand], parts)
-                one = unknown(aval, "a loop's carry", everything)
-                one.operands = tuple(parts)
-                return one
+                if operand is None or behind is None:
+                    return unknown(aval, "a loop's carry", everything)
+                kind_of_carry = State if behind.contracted else Carry
+                others = sorted(behind.inputs - {operand})
+                return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
             whole = operands[operand]()
             if kind == SLICE:
                 return Part(aval, whole, 0, depth)

@@ -29,7 +29,11 @@ class Expression:
         axis: if it is one step of a loop or one example of a map, the axis of its operand along
             which the loop or map goes; else None.
         depth: how many loops and maps are around that loop or map.
+        made_of: if a handler made it, the operands of what the program would do. They are followed
+            to judge it alone: of a deep program they are all of it.
     """
+
+    made_of: Sequence[Expression] = ()
 
     __slots__ = (
         "__weakref__",
@@ -56,11 +60,14 @@ class Expression:
         # The predicate and its answer. Operands share nodes, so each node is judged once.
         self._judged: tuple[Callable[[str], bool], ValueKind] | None = None
 
-    def nodes(self, known: Callable[[Expression], bool] | None = None) -> Iterator[Expression]:
+    def nodes(
+        self, known: Callable[[Expression], bool] | None = None, *, judging: bool = False
+    ) -> Iterator[Expression]:
         """Yield this node and those that it is computed from, operands first.
 
         Args:
             known: whether to leave out a node, with those that it is computed from.
+            judging: whether to go on behind results of handlers; see ``made_of``.
         """
         seen: set[int] = set()
         stack: list[tuple[Expression, bool]] = [(self, False)]
@@ -71,7 +78,8 @@ class Expression:
             elif id(node) not in seen and not (known is not None and known(node)):
                 seen.add(id(node))
                 stack.append((node, True))
-                stack += [(operand, False) for operand in node.operands]
+                operands = node.made_of if judging and node.made_of else node.operands
+                stack += [(operand, False) for operand in operands]
 
     def leaves(self) -> list[Leaf]:
         """Return the inputs that it is computed from, in the program's order."""
@@ -104,8 +112,8 @@ class Expression:
         def known(node: Expression) -> bool:
             return node._judged is not None and node._judged[0] == is_parameter
 
-        for node in self.nodes(known):
-            found = [x._judged[1] for x in node.operands]  # type: ignore[index]
+        for node in self.nodes(known, judging=True):
+            found = [x._judged[1] for x in node.made_of or node.operands]  # type: ignore[index]
             node._judged = is_parameter, node._judge(found, is_parameter)
         assert self._judged is not None
         return self._judged[1]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .. import compat
+from ..proxy.moves import rounds
 from .axes import MOVES, Axes, compose, dropped, identity
 from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, tells_results
 
@@ -133,6 +134,8 @@ def move_of(
     """
     move = MOVES.get(primitive.name)
     if move is not None:
+        if rounds(primitive.name, params):
+            return None
         operand = result if len(ins) > result else 0
         before, after = (getattr(aval, "shape", None) for aval in (ins[operand], outs[result]))
         if before is None or after is None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from .. import compat
@@ -219,7 +220,13 @@ def _linear_call_rebuild(
 def _custom_vmap_rebuild(
     params: dict[str, Any], jaxprs: list[Any], extra: list[int]
 ) -> dict[str, Any]:
-    return {**params, "call": jaxprs[0]}
+    (more,) = extra
+    if not more:
+        return {**params, "call": jaxprs[0]}
+    leaf, given = jax.tree.structure(0), jax.tree_util.treedef_children(params["in_tree"])
+    in_tree = jax.tree_util.treedef_tuple([leaf] * more + given)
+    rule = compat.rule_after(params["rule"], more)
+    return {**params, "call": jaxprs[0], "in_tree": in_tree, "rule": rule}
 
 
 HOLDERS: dict[Any, Holder] = {

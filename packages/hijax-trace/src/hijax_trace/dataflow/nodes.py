@@ -13,7 +13,7 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import SAME
+from ..proxy.moves import SAME, rounds
 from .expression import Expression, Kind, Leaf, maps_of, united
 from .sources import VIEWS, data_in
 
@@ -63,16 +63,24 @@ class Unknown(Expression):
         operands: what it is computed from; empty if that is not known.
     """
 
-    __slots__ = ("why",)
+    __slots__ = ("made_of", "why")
 
-    def __init__(self, aval: Any, why: str, inputs: int | None, maps: int = 0):
+    def __init__(
+        self,
+        aval: Any,
+        why: str,
+        inputs: int | None,
+        maps: int = 0,
+        made_of: Sequence[Expression] = (),
+    ):
         super().__init__(aval)
         self.why = why
+        self.made_of = made_of
         self.inputs = inputs
         self.maps = maps if inputs is not None else -1
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return ValueKind("activation")
+        return _made_at_calls(found) if self.made_of else ValueKind("activation")
 
     def _described(self) -> tuple:
         return "unknown", self.why
@@ -82,22 +90,30 @@ class Unknown(Expression):
         return self.why
 
 
-class State(Unknown):
-    """A carry that each step of a loop computes by a contraction from that of the step before.
+class Carry(Unknown):
+    """A value that each step of a loop computes from that of the step before.
 
-    It is an activation beside a weight: so is the state of a recurrent network. If it starts as a
-    parameter and nothing else is behind it than parameters and constants, it is a weight beside an
-    activation, as a power of a matrix.
-
-    Its first operand is its value before the first step, the others are what steps add.
+    Its first operand is its value before the first step, the others are what steps compute it
+    from, too.
     """
 
     __slots__ = ()
 
-    def __init__(self, aval: Any, start: Expression, behind: Sequence[Expression]):
-        operands = start, *(one for one in behind if one is not start)
+    def __init__(self, aval: Any, start: Expression, others: Sequence[Expression]):
+        operands = start, *others
         super().__init__(aval, "a loop's carry", united(operands), maps_of(operands))
         self.operands = operands
+
+
+class State(Carry):
+    """A carry that steps compute by contractions.
+
+    It is an activation beside a weight: so is the state of a recurrent network. If it starts as a
+    parameter and nothing else is behind it than parameters and constants, it is a weight beside an
+    activation, as a power of a matrix.
+    """
+
+    __slots__ = ()
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         if not found[0].paths or any(one.kind == "activation" or one.is_dynamic for one in found):
@@ -237,7 +253,7 @@ class Operation(Expression):
     def moved(self) -> list[int] | None:
         """The operands whose elements it has; None if it computes new ones."""
         name = self.primitive.name
-        if name not in VIEWS:
+        if name not in VIEWS or rounds(name, self.params):
             return None
         if name == "select_n":
             # Scales follow a mask that keeps elements or zeros them.
@@ -258,7 +274,8 @@ class Operation(Expression):
         if "activation" in kinds or any(one.is_dynamic and one.is_known for one in found):
             # The program may compute where it writes parts of parameters to others.
             written = [found[i] for i in WRITTEN.get(self.primitive.name, ())]
-            return _judge_carried(written, is_mixed=True)
+            known = _judge_carried(written, is_mixed=True)
+            return _made_at_calls(found) if known.kind == "activation" else known
         is_state = any(one.is_dynamic for one in found)
         return _made_of("constant" if kinds <= {"constant"} else "derived", found, is_state)
 
@@ -281,6 +298,14 @@ class Operation(Expression):
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
+def _made_at_calls(parts: Sequence[ValueKind]) -> ValueKind:
+    """Return an activation, with its parameters if it is made of these and constants alone."""
+    known = all(one.paths or one.kind == "constant" for one in parts)
+    if not known or any(one.is_dynamic and one.is_known for one in parts):
+        return ValueKind("activation")
+    return ValueKind("activation", paths=frozenset[str]().union(*(one.paths for one in parts)))
+
+
 def _made_of(kind: Kind, parts: Sequence[ValueKind], is_dynamic: bool = False) -> ValueKind:
     """Return the kind of a value that is made of others."""
     paths = frozenset[str]().union(*(one.paths for one in parts))
@@ -295,7 +320,9 @@ def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
     indices = [one for i, one in enumerate(found) if i not in moved]
     kinds = {one.kind for one in data}
     by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
-    if "activation" in kinds or (by_program and kinds == {"constant"}):
+    if "activation" in kinds:
+        return _made_at_calls(found)
+    if by_program and kinds == {"constant"}:
         return ValueKind("activation")
     if kinds == {"constant"} and all(one.kind == "constant" for one in indices):
         return _made_of("constant", found)

@@ -41,8 +41,9 @@ def scaled_inputs(
     is_activation = _Activations(is_parameter, others)
     # Whatever is computed from parameters and no activation is a weight, unless it is of rows that
     # the program looks up, or a state.
-    if not is_activation(expression) and not any(map(_is_moved_apart, _behind([expression]))):
-        leaves = [one for one in expression.leaves() if is_parameter(one.path)]
+    behind = [*_behind([expression])]
+    if not is_activation(expression) and not any(map(_is_moved_apart, behind)):
+        leaves = [one for one in behind if isinstance(one, Leaf) and is_parameter(one.path)]
         if any(len(_shape(one)) > 1 for one in leaves):
             return dict.fromkeys(sorted(one.path for one in leaves), False)
     # A value may be written into at one place, and read as it is at another. Rows of a weight are
@@ -60,7 +61,9 @@ def scaled_inputs(
                 for path in sorted(kind.paths):
                     found[path] = found.get(path, True) and is_written
             continue
-        if isinstance(node, Operation) and node.primitive.name in WRITTEN and node.moved is None:
+        if isinstance(node, Unknown):  # a state that steps of a loop compute of what it was
+            stack += [(start, True, is_row) for start in node.operands[:1]]
+        elif isinstance(node, Operation) and node.primitive.name in WRITTEN and node.moved is None:
             into, *updates = (node.operands[i] for i in WRITTEN[node.primitive.name])
             # A state gets activations. What is made of parameters and constants is a weight.
             is_state = any(is_activation(update, given=True) for update in updates)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
-from ..proxy.moves import MOVES, SAME
+from ..proxy.moves import MOVES, SAME, rounds
 from .holders import Body, custom_body, holder_of, tells_results
 
 VIEWS = SAME | MOVES
@@ -69,6 +69,8 @@ def sources_through(
         return _own(i) if known is None else _known(eqn.invars[i], known)
 
     name = eqn.primitive.name
+    if rounds(name, eqn.params):
+        return None
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
     body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))

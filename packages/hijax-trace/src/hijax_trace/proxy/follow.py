@@ -10,7 +10,7 @@ import numpy as np
 
 from .array_proxy import ArrayProxy, Lost, is_proxy
 from .move import MoveError
-from .moves import MOVES, SAME, data_of, narrowed
+from .moves import MOVES, SAME, data_of, narrowed, rounds
 from .placing import placed
 
 
@@ -37,12 +37,14 @@ def follow(
     Returns:
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
     """
+    nothing: list[ArrayProxy | None] = [None] * len(avals)
+    if rounds(primitive, params):
+        return nothing
     if primitive in SAME:
         found = list(held[: len(avals)])
         if primitive == "sharding_constraint":
             found = [proxy and placed(params, "sharding", proxy, _constrained) for proxy in found]
         return found
-    nothing: list[ArrayProxy | None] = [None] * len(avals)
     data = data_of(primitive, held, is_proxy) if primitive in MOVES else []
     moved = [proxy for i in data if (proxy := held[i]) is not None]
     if not moved:

@@ -9,7 +9,7 @@ factor, stay last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -267,4 +267,19 @@ SAME = frozenset(
         "stop_gradient",
     }
 )
-"""Primitives whose result ``k`` is operand ``k``, element by element."""
+"""Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
+
+
+def rounds(primitive: str, params: Mapping[str, Any]) -> bool:
+    """Return whether a primitive rounds floats to fewer bits than bfloat16 has.
+
+    Then its result has other elements than its operand, and scales of these are not its scales.
+    """
+    if primitive == "reduce_precision":
+        return params["mantissa_bits"] < _BFLOAT16_BITS
+    if primitive != "convert_element_type" or not jnp.issubdtype(params["new_dtype"], jnp.floating):
+        return False
+    return jnp.finfo(params["new_dtype"]).nmant < _BFLOAT16_BITS
+
+
+_BFLOAT16_BITS = jnp.finfo(jnp.bfloat16).nmant

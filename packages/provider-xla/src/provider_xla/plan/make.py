@@ -69,6 +69,7 @@ def make_plan(
                    for path, weight in weights.items()}  # fmt: skip
     survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
     survey.problems += _unread(survey, weights)
+    _settle_made(survey, weights)
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -114,14 +115,34 @@ def make_plan(
     if not any(weight.derived for weight in weights.values()):
         return plan
     absorbed = absorbed_by(plan, args, kwargs) - _kept_for_adapters(plan)
-    return _with_kept(plan, absorbed, has_numbers(args, kwargs), given, survey)
+    # Where a call is jitted, numbers among the parameters are arrays, and part of no expression.
+    with_numbers = has_numbers((params, *args), kwargs)
+    return _with_kept(plan, absorbed, with_numbers, given, survey)
+
+
+def _stored_in(survey: Survey, weights: Mapping[str, WeightPlan]) -> set[str]:
+    """Return the parameters that are stored, themselves or in a derived weight."""
+    derived = (one.leaves for one in survey.derived.values() if one.path in weights)
+    return {*weights, *(path for leaves in derived for path in leaves)}
+
+
+def _settle_made(survey: Survey, weights: Mapping[str, WeightPlan]) -> None:
+    """Make notes of problems with weights that are made at each call of stored parameters."""
+    stored, left = _stored_in(survey, weights), []
+    for problem in survey.problems:
+        why = dict(problem.values).get("why")
+        is_made = isinstance(why, Fact) and why.code is Code.MADE_AT_CALLS
+        if is_made and stored.issuperset(problem.paths):
+            survey.notes[problem] = None
+        else:
+            left.append(problem)
+    survey.problems[:] = left
 
 
 def _unread(survey: Survey, weights: Mapping[str, WeightPlan]) -> list[Fact]:
     """Return problems for parameters of which weights are computed that nothing stored uses."""
     said = {path for problem in survey.problems for path in problem.paths}
-    said |= weights.keys()
-    said |= {path for one in survey.derived.values() if one.path in weights for path in one.leaves}
+    said |= _stored_in(survey, weights)
     found = []
     for record in survey.records.values():
         if record.why is None or record.why.code is not Code.COMPUTES_WEIGHT:
@@ -231,6 +252,7 @@ def run_survey(
         lookup=survey.lookup,
         remark=survey.remark,
         keyed=False,
+        is_given=any(is_array(x) and _is_float(x) for x in jax.tree.leaves((args, dict(kwargs)))),
     )
     everything = [*args[:argnum], params, *args[argnum:]]
     jax.eval_shape(*of_arrays(sites.tap(fn), everything, kwargs))

@@ -175,7 +175,8 @@ class PlanData:
             lookup = "lookup" if self.rules.looks_up else "gather"
             return f"no matmul, convolution or {lookup} uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
-        return f"{first.op_id}: " + (first.reason or "it can't be stored")
+        other = "a weight computed from it is stored" if path in self.derived_from else ""
+        return f"{first.op_id}: " + (first.reason or other or "it can't be stored")
 
     def __str__(self) -> str:
         table = self.ops.table({path: weight.bytes for path, weight in self.weights.items()})

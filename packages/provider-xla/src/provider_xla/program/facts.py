@@ -41,6 +41,10 @@ class Code(enum.Enum):
         "it computes a weight of parameters alone, at each call, and no operation that is "
         "quantized reads it. Give it a rule without weight_qtype if that is meant"
     )
+    MADE_AT_CALLS = (
+        "it is made of {paths} at each call, since an operation before it is quantized, for which "
+        "a constant is data. Give that one a rule without weight_qtype, and this weight is stored"
+    )
     BESIDE_WEIGHT = "it is an activation there, beside a weight"
     LINEAR = "JAX transposes it, so that it must be linear: its activations stay float"
     SCALED = ("{paths} can't be stored: the program multiplies or joins it with what it computes "

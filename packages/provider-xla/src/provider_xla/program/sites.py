@@ -108,6 +108,8 @@ class Sites:
         keyed: whether operations in jitted functions share a trace if no rule tells apart their
             module paths and the parameters among their operands. False asks about each call. By
             default they do unless rules have static ranges, of which each call has its own.
+        is_given: whether the program is given floats besides its parameters, so that arrays that
+            it closes over are no data.
         is_pure: whether none of these functions does more than return a result; see
             ``Interceptor``.
     """
@@ -123,11 +125,13 @@ class Sites:
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
         keyed: bool | None = None,
+        is_given: bool = False,
         is_pure: bool = False,
     ):
         keyed = not rules.is_static if keyed is None else keyed
         self._engine = engine
         self._rules = rules
+        self._is_given = is_given
         self._readings = Readings()
         self._leave = leave
         self._remark = remark
@@ -186,10 +190,13 @@ class Sites:
             values = reading.operands
         among = self._rules.weights(call, values)
         paths, has_weight = self._rules.paths(among), any(among.found)
-        scaled, unfollowed, is_one = {}, False, has_weight
+        scaled, made, unfollowed, is_one = {}, (), False, has_weight
         if reading is not None and not has_weight and self._tells_weights:
             expressions = [one for x in values if (one := call.expression(x)) is not None]
             scaled = self._scaled(expressions)
+            if self._is_given and not scaled:
+                found = [one.judged(self._rules.is_parameter) for one in expressions]
+                made = tuple(sorted({path for one in found for path in one.paths}))
             unfollowed = not all(map(is_followed, expressions))
             # A weight that can't be stored is one nevertheless, but a state, as a cache, is not.
             is_one = unfollowed or not all(scaled.values())
@@ -218,11 +225,15 @@ class Sites:
                 why = Code.NO_RULE()
             else:
                 why = unstorable(scaled) if scaled else Code.NO_WEIGHT()
+                if made and self._rules.rules[index].weight_qtype is not None:
+                    why = Code.MADE_AT_CALLS(paths=made)
             # What consists of others is left whole where rules say the same about its parts.
             is_left = index is not None and not self._rules.names_operations
             is_whole = is_left or op.name in _WHOLE
             index = index if is_whole else None
-            self._note(op, call, operands, index, why, (*among.paths, *scaled))
+            problem = why if why.code is Code.MADE_AT_CALLS and is_whole else None
+            paths = (*among.paths, *scaled, *made)
+            self._note(op, call, operands, index, why, paths, problem=problem)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
@@ -245,11 +256,13 @@ class Sites:
             hows = floats
         for remark in remarks:
             self._remark(call, remark)
-        is_lost = (scaled or unfollowed) and not has_weight and rule.weight_qtype is not None
-        if self._surveys and is_lost:
+        is_lost = (scaled or made or unfollowed) and not has_weight
+        if self._surveys and is_lost and rule.weight_qtype is not None:
             lost = unstorable(scaled) if scaled else Code.UNFOLLOWED()
+            lost = Code.MADE_AT_CALLS(paths=made) if made and not scaled else lost
             why = why if any(hows) else lost
-            self._note(op, call, operands, index, why, tuple(scaled), hows, problem_of(lost))
+            paths = (*scaled, *made)
+            self._note(op, call, operands, index, why, paths, hows, problem_of(lost))
         if why is not None:
             problem = why if wrong else None
             if wrong and any(sides) and rule.weight_qtype is not None:
