@@ -13,6 +13,7 @@ from interception_core import (
     EngineSpec,
     KernelSpec,
     PluginError,
+    PluginRecord,
     PluginWarning,
     ProviderSpec,
     UnknownNameError,
@@ -20,9 +21,9 @@ from interception_core import (
     get_provider,
 )
 from interception_core.plugins import host as _host
-from interception_core.plugins.discovery import Found, discover
+from interception_core.plugins.discovery import discover
 
-BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
+BROKEN = PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 
 
 class Provider:
@@ -144,7 +145,7 @@ def test_the_specs_can_be_listed(acme, host):
 
 class TestWarnings:
     def test_once_per_broken_plugin_and_process(self, acme, host):
-        host(acme, BROKEN, Found("worse", "", "worse-dist", "1"))
+        host(acme, BROKEN, PluginRecord("worse", "", "worse-dist", "1"))
         with pytest.warns(PluginWarning) as caught:
             get_provider("acme")
         assert len(caught) == 2

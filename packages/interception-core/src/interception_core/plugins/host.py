@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PluginError, PluginWarning, UnknownNameError
-from .discovery import Found, discover
+from .discovery import discover
 from .paths import resolve
 from .records import PluginRecord
 from .registry import Claim, Registry, build, rivals
@@ -63,7 +63,9 @@ class Host:
     """
 
     def __init__(
-        self, discover: Callable[[], Iterable[Found]], environ: Mapping[str, str] = os.environ
+        self,
+        discover: Callable[[], Iterable[PluginRecord]],
+        environ: Mapping[str, str] = os.environ,
     ):
         self._discover = discover
         self._environ = environ
@@ -218,13 +220,11 @@ def find_bridge(model: Any) -> Any:
         + (f" ({spec.install})" if spec.install else "")
         for spec in (claim.spec for claim in claims)
     )
-    failed = [f"{one.label}, {one.reason}" for one in registry.broken if not one.provides]
-    hint = f" Failed: {' '.join(failed)}" if failed else ""
     cls = type(model)
     error = UnknownNameError(
         "The model must be of a class that a bridge is for, got a "
         f"{cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. Declare a bridge in a "
-        f"plugin, with jaxtap_register_bridges.{hint}"
+        f"plugin, with jaxtap_register_bridges. {registry.left_out}".rstrip()
     )
     error.kind, error.given = "bridge", f"{cls.__module__}.{cls.__qualname__}"
     error.known = tuple(claim.spec.name for claim in claims)

@@ -36,7 +36,7 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "install": _LINE,
 }
 _PATH = (is_path, f"a {PATH_FORM} string")
-_OPTIONAL = {None: " or None", "": ", or empty"}
+_OPTIONAL: dict[object, str] = {None: " or None", "": ", or empty"}
 
 
 def _refuse(spec: object, field: str, wanted: str) -> PluginError:
