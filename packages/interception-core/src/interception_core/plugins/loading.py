@@ -7,6 +7,7 @@ results of all others with it.
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import ModuleType
@@ -18,7 +19,7 @@ from ..errors import PluginError, nearest_name
 from . import hookspecs as _hookspecs
 from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT
 from .records import Phase, PluginRecord
-from .specs import Spec
+from .specs import Spec, is_version
 
 _PREFIX = f"{PROJECT}_"
 
@@ -92,19 +93,10 @@ def _check_entry(found: PluginRecord) -> None:
 def _check_api(module: ModuleType) -> None:
     ours = ".".join(map(str, API_VERSION))
     api = getattr(module, "API", None)
-    if api is None:
+    if not is_version(api):
         raise PluginError(
-            f"{module.__name__} must have the version of the plugin API that it is written for, "
-            f"got none. Add `API = {API_VERSION}` to it."
-        )
-    if (
-        not isinstance(api, tuple)
-        or len(api) != 2
-        or not all(isinstance(part, int) and not isinstance(part, bool) for part in api)
-    ):
-        raise PluginError(
-            f"{module.__name__}.API must be a tuple of two ints, got {api!r}. Write for example "
-            f"{API_VERSION}."
+            f"{module.__name__}.API must be the version of the plugin API that it is written for, "
+            f"a tuple of two ints, got {api!r}. Add `API = {API_VERSION}` to it."
         )
     major, minor = api
     if major == API_VERSION[0] and minor <= API_VERSION[1]:
@@ -184,11 +176,8 @@ def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterator[Spec]:
 
 
 def _check_repeats(specs: Iterable[Spec]) -> None:
-    seen = set()
-    for spec in specs:
-        if (spec.kind, spec.key) in seen:
+    for (kind, key), count in Counter((spec.kind, spec.key) for spec in specs).items():
+        if count > 1:
             raise PluginError(
-                f"A plugin must declare each {spec.kind} once, got {spec.key!r} twice. Leave one "
-                "out."
+                f"A plugin must declare each {kind} once, got {key!r} twice. Leave one out."
             )
-        seen.add((spec.kind, spec.key))

@@ -6,7 +6,7 @@ Each class has a `kind` and a `key`. Two plugins must not claim the same key of 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeGuard
 
 from ..errors import PluginError
 from .paths import PATH_FORM, is_path
@@ -37,6 +37,11 @@ _FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 _PATH = (is_path, f"a {PATH_FORM} string")
 _OPTIONAL: dict[object, str] = {None: " or None", "": ", or empty"}
+
+
+def is_version(value: object) -> TypeGuard[tuple[int, int]]:
+    """Return whether a value is a version: (major, minor)."""
+    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
 
 
 def _refuse(spec: object, field: str, wanted: str) -> PluginError:
