@@ -13,7 +13,7 @@ USE = """
 import sys
 import interception_core as core
 
-assert [spec.name for spec in core.qtypes()] == ["nf3"]
+assert [spec.name for spec in core.declared_specs(core.QTypeSpec)] == ["nf3"]
 assert "jax" not in sys.modules and "nf3_format.formats" not in sys.modules
 
 import jax, jax.numpy as jnp, numpy as np

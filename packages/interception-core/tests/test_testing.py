@@ -116,13 +116,13 @@ def test_plugins_are_installed_for_the_length_of_a_test(monkeypatch):
     spec = EngineSpec("acme", "an engine", "interception_core:PatchEngine")
     module.API, module.jaxtap_register_engines = (1, 1), hookimpl(lambda: [spec])
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    before = interception_core.engines()
+    before = interception_core.declared_specs(EngineSpec)
     with testing.installed_plugins(module.__name__, without={"interception-core"}):
-        names = [spec.name for spec in interception_core.engines()]
+        names = [spec.name for spec in interception_core.declared_specs(EngineSpec)]
         assert "acme" in names
         assert "patch" not in names
         assert interception_core.get_engine("acme").disable_jit is False
-    assert interception_core.engines() == before
+    assert interception_core.declared_specs(EngineSpec) == before
     with pytest.raises(UnknownNameError):
         interception_core.get_engine("acme")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
-from interception_core import KernelCall, kernels, read_table
+from interception_core import KernelCall, KernelSpec, declared_specs, read_table
 from interception_core.cli.bench import bench_of
 from te_ffi_kernels import _measured, _supports
 
-OURS = [spec for spec in kernels() if spec.target.startswith("te_ffi_kernels.")]
+OURS = [spec for spec in declared_specs(KernelSpec) if spec.target.startswith("te_ffi_kernels.")]
 MEASURED = ("matmul", "attention")
 BENCHED = [spec for spec in OURS if spec.bench.partition(":")[2] in MEASURED]
 """Those that are refused where XLA is faster."""

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from interception_core import kernels
+from interception_core import KernelSpec, declared_specs
 from interception_core.cli import main
 from interception_core.cli.bench import bench_of
 from interception_core.kernels.select import chosen_kernel
 
-OURS = [spec for spec in kernels() if spec.target.startswith("te_ffi_kernels.")]
+OURS = [spec for spec in declared_specs(KernelSpec) if spec.target.startswith("te_ffi_kernels.")]
 DOCUMENT = Path(__file__).parents[3] / "docs" / "ops.md"
 
 

@@ -3,17 +3,16 @@
 Importing this package does not import jax: the names that need it are imported when they are
 first used. A plugin module may therefore import its specs and `hookimpl` from here.
 
-`kernels` and `plugins` are functions, and folders have these names, too. The imports below load
-both folders before they bind the functions, so that no later import rebinds the names.
+`plugins` is a function, and a folder has this name, too. The import below loads the folder before
+it binds the function, so that no later import rebinds the name.
 """
 
 import importlib
 from importlib.metadata import version
 
 from .imports import when_imported
-from .kernels import ops as _ops  # noqa: F401
 from .lazy import lazy_exports
-from .plugins.host import kernels, plugins  # noqa: F401
+from .plugins.host import plugins  # noqa: F401
 
 __version__ = version("interception-core")
 __getattr__, __dir__, __all__ = lazy_exports(__name__)

@@ -5,6 +5,8 @@ from .plugins.specs import CommandSpec, DoctorCheck, EngineSpec
 
 API = (1, 1)
 
+_CLI = "interception_core.cli"
+
 
 @hookimpl
 def jaxtap_register_engines() -> list[EngineSpec]:
@@ -21,74 +23,31 @@ def jaxtap_register_engines() -> list[EngineSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Return the commands that this package adds to ``jaxtap``."""
+    """Return the commands that this package adds to ``jaxtap``: modules of `cli`."""
+    summaries = {
+        "plugins": "list the installed plugins and whether they were loaded",
+        "doctor": "check versions, devices, plugins and the environment",
+        "new": "make a distribution for a provider, a kernel, a bridge or a number format",
+        "bench": "time a kernel beside the op's reference and the kernel that it displaces",
+        "ops": "list the ops that have kernels, and what a kernel of each is called with",
+        "demo": "show what a provider does, on handwritten digits",
+    }
     return [
-        CommandSpec(
-            name="plugins",
-            summary="list the installed plugins and whether they were loaded",
-            run="interception_core.cli.plugins:run",
-            configure="interception_core.cli.plugins:configure",
-        ),
-        CommandSpec(
-            name="doctor",
-            summary="check versions, devices, plugins and the environment",
-            run="interception_core.cli.doctor:run",
-            configure="interception_core.cli.doctor:configure",
-        ),
-        CommandSpec(
-            name="new",
-            summary="make a distribution for a provider, a kernel, a bridge or a number format",
-            run="interception_core.cli.new:run",
-            configure="interception_core.cli.new:configure",
-        ),
-        CommandSpec(
-            name="bench",
-            summary="time a kernel beside the op's reference and the kernel that it displaces",
-            run="interception_core.cli.bench:run",
-            configure="interception_core.cli.bench:configure",
-        ),
-        CommandSpec(
-            name="ops",
-            summary="list the ops that have kernels, and what a kernel of each is called with",
-            run="interception_core.cli.ops:run",
-            configure="interception_core.cli.ops:configure",
-        ),
-        CommandSpec(
-            name="demo",
-            summary="show what a provider does, on handwritten digits",
-            run="interception_core.cli.demo:run",
-            configure="interception_core.cli.demo:configure",
-        ),
+        CommandSpec(name, summary, f"{_CLI}.{name}:run", f"{_CLI}.{name}:configure")
+        for name, summary in summaries.items()
     ]
 
 
 @hookimpl
 def jaxtap_doctor_checks() -> list[DoctorCheck]:
-    """Return the checks of the installation."""
+    """Return the checks of the installation: functions of `cli.checks`."""
+    summaries = {
+        "versions": "Python, jax and jaxlib are of supported versions",
+        "devices": "JAX's backends initialise",
+        "plugins": "every installed plugin loads",
+        "kernels": "every kernel for a platform of this machine can be registered",
+        "environment": "no environment variable changes how programs run unnoticed",
+    }
     return [
-        DoctorCheck(
-            name="versions",
-            summary="Python, jax and jaxlib are of supported versions",
-            run="interception_core.cli.checks:versions",
-        ),
-        DoctorCheck(
-            name="devices",
-            summary="JAX's backends initialise",
-            run="interception_core.cli.checks:devices",
-        ),
-        DoctorCheck(
-            name="plugins",
-            summary="every installed plugin loads",
-            run="interception_core.cli.checks:plugins",
-        ),
-        DoctorCheck(
-            name="kernels",
-            summary="every kernel for a platform of this machine can be registered",
-            run="interception_core.cli.checks:kernels",
-        ),
-        DoctorCheck(
-            name="environment",
-            summary="no environment variable changes how programs run unnoticed",
-            run="interception_core.cli.checks:environment",
-        ),
+        DoctorCheck(name, summary, f"{_CLI}.checks:{name}") for name, summary in summaries.items()
     ]

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from interception_core import hookimpl
+from interception_core import PluginRecord, hookimpl
 from interception_core.plugins import host as _host
-from interception_core.plugins.discovery import Found
 
 DOCS = Path(__file__).parents[4] / "docs" / "plugins.md"
 
@@ -26,7 +25,7 @@ def declare(monkeypatch):
             function = result if callable(result) else lambda result=result: result
             setattr(module, hook, hookimpl(function))
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        return Found(name, module.__name__, distribution or f"{name}-dist", "1.0")
+        return PluginRecord(name, module.__name__, distribution or f"{name}-dist", "1.0")
 
     return make
 

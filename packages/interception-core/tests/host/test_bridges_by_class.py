@@ -9,7 +9,7 @@ from interception_core import (
     BridgeSpec,
     PluginError,
     UnknownNameError,
-    bridges,
+    declared_specs,
     find_bridge,
 )
 
@@ -55,7 +55,7 @@ def two(declare, host, implementation):
 
 
 def test_a_model_is_known_by_a_class_in_the_package_or_below(two):
-    assert [one.name for one in bridges()] == ["acme", "deep"]
+    assert [one.name for one in declared_specs(BridgeSpec)] == ["acme", "deep"]
     base = model_class("acme.nn.core.base")
     mine = model_class("my_program", "Mine", (base,))
     assert find_bridge(base()).name == "acme"

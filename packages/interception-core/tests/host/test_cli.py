@@ -6,13 +6,12 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from interception_core import CommandSpec, PluginError, ProviderSpec, TargetError
+from interception_core import CommandSpec, PluginError, PluginRecord, ProviderSpec, TargetError
 from interception_core.cli import main
-from interception_core.plugins.discovery import Found
 from jaxtap_testkit.processes import run_python
 
-OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
-BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
+OWN = PluginRecord("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
+BROKEN = PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 
 
 @pytest.fixture

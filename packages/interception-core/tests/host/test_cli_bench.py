@@ -15,6 +15,7 @@ from interception_core import (
     JaxtapError,
     KernelSpec,
     PluginError,
+    PluginRecord,
     read_table,
     select_kernel,
     slower_than,
@@ -22,9 +23,8 @@ from interception_core import (
 from interception_core.cli import main
 from interception_core.kernels.bench import write_table
 from interception_core.kernels.select import chosen_kernel
-from interception_core.plugins.discovery import Found
 
-OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
+OWN = PluginRecord("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
 X = jnp.ones((4, 64, 64))
 
 

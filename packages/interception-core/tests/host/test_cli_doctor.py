@@ -7,13 +7,12 @@ from pathlib import Path
 import jax
 import pytest
 
-from interception_core import CheckResult, DoctorCheck, KernelSpec
+from interception_core import CheckResult, DoctorCheck, KernelSpec, PluginRecord
 from interception_core.cli import checks as _checks
 from interception_core.cli import main
-from interception_core.plugins.discovery import Found
 
-OWN = Found("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
-BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
+OWN = PluginRecord("interception-core", "interception_core._plugin", "interception-core", "0.1.0")
+BROKEN = PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 import pytest
 
-from interception_core.plugins.discovery import Found, discover
+from interception_core import PluginRecord
+from interception_core.plugins.discovery import discover
 
 
 @pytest.fixture
@@ -25,14 +26,14 @@ def found(*names):
 def test_finds_the_entry_points_of_the_group(installed):
     installed("acme", "[jaxtap]\nacme = acme.plugin\nacme-more = acme.more\n[other]\nx = y\n")
     assert found("acme", "acme-more", "x") == [
-        Found("acme", "acme.plugin", "acme", "1.0"),
-        Found("acme-more", "acme.more", "acme", "1.0"),
+        PluginRecord("acme", "acme.plugin", "acme", "1.0"),
+        PluginRecord("acme-more", "acme.more", "acme", "1.0"),
     ]
 
 
 def test_finds_its_own(installed):
     (own,) = found("interception-core")
-    assert own.value == "interception_core._plugin"
+    assert own.module == "interception_core._plugin"
 
 
 @pytest.mark.slow
@@ -42,7 +43,7 @@ def test_unreadable_metadata_is_the_problem_of_its_distribution_alone(installed)
     installed("unrelated", "[other]\nnot an entry point\n")
     assert [item.name for item in discover() if item.distribution == "unrelated"] == []
     good, bad = found("good", "bad")[::-1]
-    assert good == Found("good", "good.plugin", "good", "1.0")
+    assert good == PluginRecord("good", "good.plugin", "good", "1.0")
     assert bad.error is not None
     assert found("interception-core")
 
@@ -55,11 +56,11 @@ def test_a_distribution_hides_its_namesake_later_on_the_path(installed, tmp_path
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 2.0\n")
     (newer / "entry_points.txt").write_text("[jaxtap]\nacme = acme.new\n")
     monkeypatch.syspath_prepend(newer.parent)
-    assert found("acme") == [Found("acme", "acme.new", "acme", "2.0")]
+    assert found("acme") == [PluginRecord("acme", "acme.new", "acme", "2.0")]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:importlib.metadata")
 def test_incomplete_metadata_is_not_an_error(installed):
     installed("acme", "[jaxtap]\nacme = acme.plugin\n", metadata="")
     (item,) = found("acme")
-    assert item.value == "acme.plugin"
+    assert item.module == "acme.plugin"

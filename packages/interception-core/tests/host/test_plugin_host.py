@@ -13,16 +13,18 @@ from interception_core import (
     EngineSpec,
     KernelSpec,
     PluginError,
+    PluginRecord,
     PluginWarning,
     ProviderSpec,
     UnknownNameError,
+    declared_specs,
     get_engine,
     get_provider,
 )
 from interception_core.plugins import host as _host
-from interception_core.plugins.discovery import Found, discover
+from interception_core.plugins.discovery import discover
 
-BROKEN = Found("broken", "no_such_module_here", "broken-dist", "0.3")
+BROKEN = PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 
 
 class Provider:
@@ -130,21 +132,21 @@ class TestByName:
 
 def test_the_specs_can_be_listed(acme, host):
     host(acme)
-    assert [spec.name for spec in interception_core.providers()] == [
+    assert [spec.name for spec in declared_specs(ProviderSpec)] == [
         "acme",
         "data",
         "half",
         "missing",
     ]
-    assert [spec.name for spec in interception_core.engines()] == ["acme", "nothing"]
-    assert [spec.target for spec in interception_core.kernels()] == ["acme.gemm"]
+    assert [spec.name for spec in declared_specs(EngineSpec)] == ["acme", "nothing"]
+    assert [spec.target for spec in declared_specs(KernelSpec)] == ["acme.gemm"]
     (record,) = interception_core.plugins()
     assert record.name == "acme-plugin"
 
 
 class TestWarnings:
     def test_once_per_broken_plugin_and_process(self, acme, host):
-        host(acme, BROKEN, Found("worse", "", "worse-dist", "1"))
+        host(acme, BROKEN, PluginRecord("worse", "", "worse-dist", "1"))
         with pytest.warns(PluginWarning) as caught:
             get_provider("acme")
         assert len(caught) == 2
@@ -196,7 +198,7 @@ class TestLoading:
         assert len({id(registry) for registry in seen}) == 1
 
     def test_a_plugin_that_asks_for_plugins_is_told_not_to(self, declare, host):
-        found = declare("loop", jaxtap_register_providers=lambda: interception_core.providers())
+        found = declare("loop", jaxtap_register_providers=lambda: declared_specs(ProviderSpec))
         host(found)
         with pytest.warns(PluginWarning, match="must not ask for plugins while it is being loaded"):
             (record,) = interception_core.plugins()
@@ -223,10 +225,9 @@ class TestPackage:
             assert getattr(interception_core, name) is not None
             assert name in dir(interception_core)
 
-    @pytest.mark.parametrize("name", ["kernels", "plugins"])
-    def test_functions_are_not_hidden_by_the_folders_of_their_names(self, name):
-        assert inspect.ismodule(importlib.import_module(f"interception_core.{name}"))
-        assert isinstance(getattr(interception_core, name)(), tuple)
+    def test_a_function_is_not_hidden_by_the_folder_of_its_name(self):
+        assert inspect.ismodule(importlib.import_module("interception_core.plugins"))
+        assert isinstance(interception_core.plugins(), tuple)
 
     def test_it_knows_its_version(self):
         from importlib.metadata import version
@@ -239,5 +240,5 @@ class TestPackage:
 
     def test_its_own_plugin_provides_the_patch_engine(self, host):
         host(*[found for found in discover() if found.distribution == "interception-core"])
-        assert [spec.name for spec in interception_core.engines()] == ["patch"]
+        assert [spec.name for spec in declared_specs(EngineSpec)] == ["patch"]
         assert isinstance(get_engine("patch"), interception_core.PatchEngine)

@@ -7,19 +7,25 @@ from interception_core import (
     EngineSpec,
     KernelSpec,
     PluginError,
+    PluginRecord,
     ProviderSpec,
     hookimpl,
 )
 from interception_core.plugins import loading as _loading
-from interception_core.plugins.discovery import Found
-from interception_core.plugins.loading import load
+from interception_core.plugins.hookspecs import SELECT
 
 SPEC = ProviderSpec("acme", "ternary weights", "acme:Acme")
 
 
+def load(found, strict=False):
+    return _loading.load(_loading.new_manager(), found, strict)
+
+
 def refused(found, phase, message):
-    record, specs, _ = load(found)
-    assert (record.status, record.phase, specs) == ("failed", phase, ())
+    manager = _loading.new_manager()
+    record = _loading.load(manager, found)
+    assert (record.status, record.phase, record.specs) == ("failed", phase, ())
+    assert not manager.get_plugins(), "what failed must not stay registered"
     assert message in str(record.error)
     return record
 
@@ -29,8 +35,8 @@ def test_a_plugin_declares_its_specs(declare):
     found = declare(
         "acme", jaxtap_register_providers=[SPEC], jaxtap_register_kernels=lambda: iter([kernel])
     )
-    record, specs, _ = load(found)
-    assert specs == (SPEC, kernel)
+    record = load(found)
+    assert record.specs == (SPEC, kernel)
     assert record.status == "ok"
     assert record.phase == "declare"
     assert record.error is None
@@ -39,17 +45,17 @@ def test_a_plugin_declares_its_specs(declare):
 
 
 def test_a_plugin_may_declare_nothing(declare):
-    assert load(declare("acme")).record.status == "ok"
+    assert load(declare("acme")).status == "ok"
 
 
 class TestMetadata:
     @pytest.mark.parametrize("value", ["", "acme:plugin", "acme plugin", "acme..plugin"])
     def test_the_entry_point_names_a_module(self, value):
-        refused(Found("acme", value, "d", "1"), "metadata", "must name a plugin module")
+        refused(PluginRecord("acme", value, "d", "1"), "metadata", "must name a plugin module")
 
     def test_what_discovery_could_not_read_is_kept(self):
         error = ValueError("unreadable")
-        record = refused(Found("acme", "", "d", "1", error), "metadata", "unreadable")
+        record = refused(PluginRecord("acme", "", "d", "1", error=error), "metadata", "unreadable")
         assert record.error is error
 
 
@@ -61,7 +67,7 @@ class TestImport:
         def write(source):
             (tmp_path / "written_plugin.py").write_text(source)
             monkeypatch.delitem(sys.modules, "written_plugin", raising=False)
-            return Found("acme", "written_plugin", "d", "1")
+            return PluginRecord("acme", "written_plugin", "d", "1")
 
         yield write
         sys.modules.pop("written_plugin", None)
@@ -77,7 +83,7 @@ class TestImport:
         ],
     )
     def test_any_failure_is_a_record_with_its_traceback(self, module, source, error):
-        record, _, _ = load(module(source))
+        record = load(module(source))
         assert (record.status, record.phase) == ("failed", "import")
         assert type(record.error) is error
         assert record.error.__traceback__ is not None
@@ -99,13 +105,13 @@ class TestImport:
             f"    {'import jax' if where == 'hook' else ''}\n    return []\n"
         )
         monkeypatch.delitem(sys.modules, "jax")
-        record, _, _ = load(found)
+        record = load(found)
         assert record.status == "ok"
         assert "must not import jax, and it does" in record.notes[0]
 
         del sys.modules["jax"], sys.modules["written_plugin"]
-        record, specs, _ = load(found, strict=True)
-        assert (record.status, record.phase, specs) == ("failed", "import", ())
+        record = load(found, strict=True)
+        assert (record.status, record.phase, record.specs) == ("failed", "import", ())
         assert "must not import jax, and it does" in str(record.error)
 
 
@@ -129,7 +135,7 @@ class TestApi:
 
     def test_an_older_minor_version_is_taken(self, declare, monkeypatch):
         monkeypatch.setattr(_loading, "API_VERSION", (1, 3))
-        assert load(declare("acme", api=(1, 0))).record.status == "ok"
+        assert load(declare("acme", api=(1, 0))).status == "ok"
 
 
 class TestHooks:
@@ -145,7 +151,7 @@ class TestHooks:
     @pytest.mark.parametrize("name", ["jaxtap_register_providers", "jaxtap_register_provider"])
     def test_an_unmarked_function_is_refused(self, declare, name):
         found = declare("acme")
-        setattr(sys.modules[found.value], name, lambda: [SPEC])
+        setattr(sys.modules[found.module], name, lambda: [SPEC])
         refused(found, "hooks", "Put `@hookimpl` above it")
 
     def test_an_argument_too_many_is_refused(self, declare):
@@ -155,14 +161,14 @@ class TestHooks:
 
     def test_an_optional_hook_may_be_newer_than_this_host(self, declare):
         found = declare("acme", jaxtap_register_providers=[SPEC])
-        module = sys.modules[found.value]
+        module = sys.modules[found.module]
         module.jaxtap_from_the_future = hookimpl(optionalhook=True)(lambda: [1])
-        assert load(found).record.status == "ok"
+        assert load(found).status == "ok"
 
     def test_data_and_modules_may_have_such_names(self, declare):
         found = declare("acme")
-        sys.modules[found.value].jaxtap_settings = {"a": 1}
-        assert load(found).record.status == "ok"
+        sys.modules[found.module].jaxtap_settings = {"a": 1}
+        assert load(found).status == "ok"
 
 
 class TestDeclare:
@@ -206,7 +212,7 @@ class TestDeclare:
             return (yield)
 
         found = declare("acme")
-        module = sys.modules[found.value]
+        module = sys.modules[found.module]
         module.jaxtap_register_providers = hookimpl(wrapper=True)(wrapper)
         refused(found, "declare", "there is nothing to wrap")
 
@@ -215,7 +221,7 @@ class TestDeclare:
             return (yield)
 
         found = declare("acme")
-        module = sys.modules[found.value]
+        module = sys.modules[found.module]
         module.jaxtap_select_kernel = hookimpl(wrapper=True)(wrapper)
         refused(found, "declare", "jaxtap_select_kernel must not be a wrapper")
 
@@ -223,8 +229,12 @@ class TestDeclare:
         def choose(call, candidates):
             raise AssertionError("called")
 
-        assert load(declare("acme")).select is None
-        assert load(declare("acme", jaxtap_select_kernel=choose)).select is not None
+        manager = _loading.new_manager()
+        assert _loading.load(manager, declare("acme")).status == "ok"
+        found = declare("chooser", jaxtap_select_kernel=choose)
+        assert _loading.load(manager, found).status == "ok"
+        assert not _loading.implementations(manager, SELECT, "acme")
+        assert _loading.implementations(manager, SELECT, "chooser")
 
     def test_the_same_name_in_two_kinds_is_fine(self, declare):
         found = declare(
@@ -232,4 +242,4 @@ class TestDeclare:
             jaxtap_register_providers=[SPEC],
             jaxtap_register_engines=[EngineSpec("acme", "s", "a:b")],
         )
-        assert load(found).record.provides == ("provider:acme", "engine:acme")
+        assert load(found).provides == ("provider:acme", "engine:acme")

@@ -2,8 +2,7 @@ import dataclasses
 
 import pytest
 
-from interception_core import EngineSpec, PluginError, ProviderSpec, UnknownNameError
-from interception_core.plugins.discovery import Found
+from interception_core import EngineSpec, PluginError, PluginRecord, ProviderSpec, UnknownNameError
 from interception_core.plugins.registry import build
 
 
@@ -31,7 +30,7 @@ def rival(declare):
 
 @pytest.fixture
 def broken():
-    return Found("broken", "no_such_module_here", "broken-dist", "0.3")
+    return PluginRecord("broken", "no_such_module_here", "broken-dist", "0.3")
 
 
 def test_a_broken_plugin_leaves_the_others_alone(acme, broken):
@@ -42,6 +41,36 @@ def test_a_broken_plugin_leaves_the_others_alone(acme, broken):
     (line,) = registry.warnings
     assert line.startswith("plugin 'broken' (broken-dist 0.3) is left out. import: ModuleNotFound")
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    "hooks",
+    [
+        {"jaxtap_register_provider": []},
+        {"jaxtap_register_providers": lambda config: []},
+        {"jaxtap_register_providers": lambda: 1 / 0},
+        {"api": (9, 0)},
+    ],
+    ids=["an unknown hook", "a wrong signature", "an error", "another API"],
+)
+def test_a_fault_in_a_hook_leaves_plugins_before_and_after_alone(declare, hooks):
+    plugins = [
+        declare(name, jaxtap_register_providers=[provider(name)]) for name in ("before", "then")
+    ]
+    choose = {"jaxtap_select_kernel": lambda call, candidates: None}
+    registry = build([plugins[0], declare("faulty", **hooks, **choose), plugins[1]], {})
+    assert status(registry) == {"before": "ok", "faulty": "failed", "then": "ok"}
+    assert names(registry) == ["before", "then"]
+    assert [name for name, _ in registry.manager.list_name_plugin()] == ["before", "then"]
+    assert not registry.manager.hook.jaxtap_select_kernel.get_hookimpls()
+
+
+def test_a_module_is_one_plugin(acme):
+    again = dataclasses.replace(acme, name="again")
+    registry = build([acme, again], {})
+    assert status(registry) == {"acme": "ok", "again": "failed"}
+    assert names(registry) == ["acme", "acme-more"]
+    assert "which the plugin 'acme' is, too. Leave out one of" in str(registry.records[1].error)
 
 
 def test_the_registry_cannot_be_changed(acme):

@@ -111,8 +111,8 @@ JAXTAP = ("-m", "interception_core")
 def test_a_provider_from_its_own_distribution_runs_by_name(python, guide_blocks):
     code = (
         "import sys\n"
-        "from interception_core import providers\n"
-        "assert 'acme' in [spec.name for spec in providers()]\n"
+        "from interception_core import ProviderSpec, declared_specs\n"
+        "assert 'acme' in [spec.name for spec in declared_specs(ProviderSpec)]\n"
         "assert 'jax' not in sys.modules and 'acme_quant.provider' not in sys.modules\n"
     )
     python("-c", code + guide_blocks["use"], installed=["acme"])

@@ -14,6 +14,7 @@ from interception_core import (
     PluginWarning,
     UnknownNameError,
     get_op,
+    hookimpl,
     select_kernel,
 )
 
@@ -225,6 +226,21 @@ class TestHook:
         host(plugin("a", None), plugin("b", "c.gemm"), plugin("c", "a.gemm"))
         choice = select_kernel("gemm", "cpu")
         assert choice == (spec("c.gemm"), "picked by plugin 'b' (b-dist 1.0)")
+
+    def test_plugins_are_asked_by_name_whatever_their_options(self, declare, host):
+        last = declare("z", jaxtap_register_kernels=[spec("acme.a"), spec("acme.z")])
+        hook = hookimpl(tryfirst=True)(lambda call, candidates: "acme.z")
+        sys.modules[last.module].jaxtap_select_kernel = hook
+        host(declare("a", jaxtap_select_kernel=lambda call, candidates: "acme.a"), last)
+        assert select_kernel("gemm", "cpu").spec.target == "acme.a"
+
+    def test_takes_the_arguments_that_it_names(self, kernels):
+        kernels(
+            spec("acme.a"),
+            spec("acme.b"),
+            jaxtap_select_kernel=lambda candidates, other=None: candidates[-1],
+        )
+        assert select_kernel("gemm", "cpu").spec.target == "acme.b"
 
     @pytest.mark.parametrize(
         ("hook", "message"),

@@ -79,10 +79,12 @@ COUNTER = {"acme.Counter": {"type_id": "AcmeCounterId", "type_info": "AcmeCounte
 # twice in the same words, and does JAX work?
 PRELUDE = """
 import jax, numpy as np
-from interception_core import KernelError, get_op, kernels, register_kernel, select_kernel
+from interception_core import (
+    KernelError, KernelSpec, declared_specs, get_op, register_kernel, select_kernel
+)
 
 def spec(target):
-    (found,) = [one for one in kernels() if one.target == target]
+    (found,) = [one for one in declared_specs(KernelSpec) if one.target == target]
     return found
 
 def refused(spec, *parts):
@@ -236,8 +238,7 @@ class TestOneName:
         code = """
 import warnings
 warnings.simplefilter("ignore")
-assert [one.target for one in kernels()] == ["acme.count"]
-from interception_core import KernelSpec
+assert [one.target for one in declared_specs(KernelSpec)] == ["acme.count"]
 for package in ("acme", "rival"):
     contested = KernelSpec("acme.scale", "cpu", f"{package}_kernels.ffi:handlers", "scale")
     refused(contested, "plugin 'acme' (acme-kernels 1.0)", "plugin 'rival' (rival-kernels 1.0)",

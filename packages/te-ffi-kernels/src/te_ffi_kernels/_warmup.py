@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from interception_core import kernels, register_kernel
+from interception_core import KernelSpec, declared_specs, register_kernel
 
 from .op import has_backend
 
@@ -41,7 +41,11 @@ def register() -> tuple[str, ...]:
         KernelError: one of them can't be registered.
     """
     # A device calls its platform "gpu"; kernels are for "cuda".
-    found = [spec for spec in kernels() if spec.platform == "cpu" or has_backend(spec.platform)]
+    found = [
+        spec
+        for spec in declared_specs(KernelSpec)
+        if spec.platform == "cpu" or has_backend(spec.platform)
+    ]
     return tuple(register_kernel(spec) for spec in found)
 
 
@@ -53,4 +57,6 @@ def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     """
     from jax.export import DisabledSafetyCheck
 
-    return tuple(DisabledSafetyCheck.custom_call(spec.target) for spec in kernels())
+    return tuple(
+        DisabledSafetyCheck.custom_call(spec.target) for spec in declared_specs(KernelSpec)
+    )

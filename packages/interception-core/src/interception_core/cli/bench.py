@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _kernel(name: str) -> KernelSpec:
     platform = platform_of()
-    here = [spec for spec in _host.kernels() if spec.platform == platform]
+    here = [spec for spec in _host.declared_specs(KernelSpec) if spec.platform == platform]
     fit = [spec for spec in here if name in (spec.target, spec.op)]
     if not fit:
         near = nearest_name(name, [part for spec in here for part in (spec.target, spec.op)])
@@ -182,7 +182,7 @@ def _sides(
     op = functools.cache(case.make)
     rivals = [
         other
-        for other in _host.kernels()
+        for other in _host.declared_specs(KernelSpec)
         if (other.op, other.platform) == (spec.op, spec.platform) and other != spec
     ]
     first = max(rivals, key=lambda other: other.priority, default=None)

@@ -46,12 +46,11 @@ def run(args: argparse.Namespace) -> int | None:
 def _find(registry: Registry, name: str | None) -> Claim[CommandSpec]:
     keys = [claim.spec.key for claim in registry.of(CommandSpec)]
     names = [key.removeprefix(PREFIX) for key in keys if key.startswith(PREFIX)]
-    failed = " ".join(f"Failed: {record.label}, {record.reason}" for record in registry.broken)
     if name is None:
         if not names:
             text = "A provider with a demo must be installed, got none. Install provider-xla[demo]."
-            raise PluginError(" ".join(filter(None, [text, failed])))
+            raise PluginError(f"{text} {registry.left_out}".rstrip())
         name = _DEFAULT if _DEFAULT in names else names[0]
     elif name not in names and ("command", PREFIX + name) not in registry.claims:
-        raise unknown_name("demo", name, names, failed)
+        raise unknown_name("demo", name, names, registry.left_out)
     return registry.get(CommandSpec, PREFIX + name)

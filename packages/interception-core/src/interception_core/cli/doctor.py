@@ -3,6 +3,7 @@
 import argparse
 import json
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ..errors import PluginError, one_line
@@ -67,10 +68,7 @@ def _as_json(finding: Finding) -> dict[str, Any]:
     return {
         "name": finding.check.name,
         "summary": finding.check.summary,
-        "results": [
-            {"status": result.status, "message": result.message, "hint": result.hint}
-            for result in finding.results
-        ],
+        "results": [asdict(result) for result in finding.results],
     }
 
 

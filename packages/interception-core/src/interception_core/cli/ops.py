@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         JaxtapError: no kernel implements an op.
     """
     kernels: dict[str, list[KernelSpec]] = {}
-    for spec in sorted(_host.kernels(), key=lambda spec: -spec.priority):
+    for spec in sorted(_host.declared_specs(KernelSpec), key=lambda spec: -spec.priority):
         kernels.setdefault(spec.op, []).append(spec)
     for op in args.ops:
         if op not in kernels:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plugins.host import kernels
+from ..plugins.host import declared_specs
+from ..plugins.specs import KernelSpec
 
 _GPUS = ("cuda", "rocm")
 """The platforms that JAX's devices call "gpu"."""
@@ -12,7 +13,7 @@ _GPUS = ("cuda", "rocm")
 
 def kernel_platforms() -> tuple[str, ...]:
     """Return the platforms that there are kernels for, sorted."""
-    return tuple(sorted({spec.platform for spec in kernels()}))
+    return tuple(sorted({spec.platform for spec in declared_specs(KernelSpec)}))
 
 
 def platform_of(where: Any = None) -> str:

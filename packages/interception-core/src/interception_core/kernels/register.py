@@ -50,7 +50,7 @@ def register_kernel(spec: KernelSpec) -> str:
     The backend of the kernel's platform is started first. Any thread may call it.
 
     Args:
-        spec: the kernel, from `select_kernel` or `kernels`.
+        spec: the kernel, from `select_kernel` or `declared_specs`.
 
     Returns:
         The name of the target, for `jax.ffi.ffi_call`.

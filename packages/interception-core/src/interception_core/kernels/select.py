@@ -20,6 +20,7 @@ from ..log import logger
 from ..plugins import host as _host
 from ..plugins.hookspecs import SELECT
 from ..plugins.kernel_call import KernelCall
+from ..plugins.loading import implementations
 from ..plugins.paths import resolve
 from ..plugins.registry import Claim, Registry
 from ..plugins.specs import KernelSpec
@@ -136,14 +137,17 @@ def _choose(registry: Registry, call: KernelCall) -> tuple[KernelChoice, list[st
     if not candidates:
         return KernelChoice(None, "; ".join(refusals)), faults
 
-    for selector in registry.selectors:
-        try:
-            spec = _picked(selector.select(call=call, candidates=tuple(candidates)), candidates)
-        except (Exception, SystemExit) as error:
-            faults.append(f"{SELECT} of {selector.owner.label} failed: {one_line(error)}")
-            continue
-        if spec is not None:
-            return KernelChoice(spec, f"picked by {selector.owner.label}"), faults
+    given = {"call": call, "candidates": tuple(candidates)}
+    for plugin in registry.records:
+        for one in implementations(registry.manager, SELECT, plugin.name):
+            try:
+                answer = one.function(*(given[name] for name in one.argnames))
+                spec = _picked(answer, candidates)
+            except (Exception, SystemExit) as error:
+                faults.append(f"{SELECT} of {plugin.label} failed: {one_line(error)}")
+                continue
+            if spec is not None:
+                return KernelChoice(spec, f"picked by {plugin.label}"), faults
     best = candidates[0]
     passed = f"; not {'; '.join(refusals)}" if refusals else ""
     return KernelChoice(best, f"priority {best.priority} of {len(candidates)}{passed}"), faults

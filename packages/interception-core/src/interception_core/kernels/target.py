@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import PluginError
+from ..plugins.specs import is_version
 
 STAGES = ("instantiate", "prepare", "initialize", "execute")
 """The stages of a handler, in the order in which XLA runs them."""
@@ -50,16 +51,11 @@ class FfiTarget:
             )
         for stage, capsule in self.stages.items():
             _check_capsule(f"stages[{stage!r}]", capsule)
-        version = self.api_version
-        if (
-            not isinstance(version, tuple)
-            or len(version) != 2
-            or not all(isinstance(part, int) and not isinstance(part, bool) for part in version)
-        ):
+        if not is_version(self.api_version):
             raise PluginError(
-                "FfiTarget.api_version must be a tuple of two ints, got "
-                f"{version!r}. Pass (XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) of the headers that the "
-                "handlers were compiled with, such as (0, 3)."
+                f"FfiTarget.api_version must be a tuple of two ints, got {self.api_version!r}. "
+                "Pass (XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR) of the headers that the handlers were "
+                "compiled with, such as (0, 3)."
             )
         if not isinstance(self.types, Mapping):
             raise PluginError(

@@ -1,33 +1,14 @@
 """The metadata plane: which plugins are installed."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions, entry_points
 
 from .hookspecs import PROJECT
+from .records import PluginRecord
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """An installed entry point of the group ``jaxtap``.
-
-    Attributes:
-        name: the name of the entry point.
-        value: the plugin module.
-        distribution: the name of its distribution.
-        version: the distribution's version.
-        error: why the distribution's metadata could not be read, or None.
-    """
-
-    name: str
-    value: str
-    distribution: str
-    version: str
-    error: Exception | None = None
-
-
-def discover() -> tuple[Found, ...]:
-    """Return the installed plugins, sorted by name."""
+def discover() -> tuple[PluginRecord, ...]:
+    """Return the installed plugins, not yet loaded, sorted by name."""
     try:
         found = [_from_entry_point(entry) for entry in entry_points(group=PROJECT)]
     except Exception:
@@ -44,12 +25,12 @@ def _identity(home: Distribution) -> tuple[str, str]:
         return "unnamed", "?"
 
 
-def _from_entry_point(entry: EntryPoint) -> Found:
-    home = entry.dist
-    return Found(entry.name, entry.value, *(_identity(home) if home is not None else ("?", "?")))
+def _from_entry_point(entry: EntryPoint) -> PluginRecord:
+    distribution, version = ("?", "?") if entry.dist is None else _identity(entry.dist)
+    return PluginRecord(entry.name, entry.value, distribution, version)
 
 
-def _one_by_one(installed: Iterable[Distribution]) -> Iterable[Found]:
+def _one_by_one(installed: Iterable[Distribution]) -> Iterable[PluginRecord]:
     seen = set()
     for home in installed:
         try:
@@ -66,4 +47,4 @@ def _one_by_one(installed: Iterable[Distribution]) -> Iterable[Found]:
                 _from_entry_point(entry) for entry in home.entry_points.select(group=PROJECT)
             ]
         except Exception as error:
-            yield Found(name, "", name, version, error)
+            yield PluginRecord(name, "", name, version, error=error)

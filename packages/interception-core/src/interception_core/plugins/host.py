@@ -14,43 +14,39 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import PluginError, PluginWarning, UnknownNameError
-from .discovery import Found, discover
+from .discovery import discover
 from .paths import resolve
 from .records import PluginRecord
-from .registry import Claim, Registry, build, rivals
-from .specs import (
-    BridgeSpec,
-    EngineSpec,
-    ExportBackendSpec,
-    KernelSpec,
-    ProviderSpec,
-    QTypeSpec,
-)
+from .registry import Claim, Registry, S, build, rivals
+from .specs import BridgeSpec, EngineSpec, ExportBackendSpec, ProviderSpec, QTypeSpec, Spec
 
 if TYPE_CHECKING:
     from ..engine import Engine
 
-_PROVIDER_MEMBERS = {
-    "engine": "the name of the engine that it runs on",
-    "disable_jit": "whether that engine runs with jit off",
-    "interceptor": "interceptor() -> Interceptor",
-    "apply": "apply(fn) -> fn",
-}
-_ENGINE_MEMBERS = {"wrap": "wrap(fn, interceptor) -> fn"}
-_QTYPE_MEMBERS = {
-    "name": "the name of the format",
-    "storage_dtype": "the dtype of quantized values",
-    "scale_dtype": "the dtype of scales",
-}
-_EXPORT_BACKEND_MEMBERS = {
-    "name": "the name that reports give it",
-    "check": "check(rules) -> None",
-    "quantize": "quantize(file) -> QuantizedFile",
-}
-_BRIDGE_MEMBERS = {
-    "parameters": "parameters(model) -> pytree of arrays",
-    "function": "function(model, method) -> fn(parameters, *args, **kwargs)",
-    "rebuild": "rebuild(model, parameters, quantized) -> model",
+# What the factories of each kind return: by member, its meaning.
+_MEMBERS: dict[type[Spec], dict[str, str]] = {
+    ProviderSpec: {
+        "engine": "the name of the engine that it runs on",
+        "disable_jit": "whether that engine runs with jit off",
+        "interceptor": "interceptor() -> Interceptor",
+        "apply": "apply(fn) -> fn",
+    },
+    EngineSpec: {"wrap": "wrap(fn, interceptor) -> fn"},
+    QTypeSpec: {
+        "name": "the name of the format",
+        "storage_dtype": "the dtype of quantized values",
+        "scale_dtype": "the dtype of scales",
+    },
+    ExportBackendSpec: {
+        "name": "the name that reports give it",
+        "check": "check(rules) -> None",
+        "quantize": "quantize(file) -> QuantizedFile",
+    },
+    BridgeSpec: {
+        "parameters": "parameters(model) -> pytree of arrays",
+        "function": "function(model, method) -> fn(parameters, *args, **kwargs)",
+        "rebuild": "rebuild(model, parameters, quantized) -> model",
+    },
 }
 
 
@@ -63,7 +59,9 @@ class Host:
     """
 
     def __init__(
-        self, discover: Callable[[], Iterable[Found]], environ: Mapping[str, str] = os.environ
+        self,
+        discover: Callable[[], Iterable[PluginRecord]],
+        environ: Mapping[str, str] = os.environ,
     ):
         self._discover = discover
         self._environ = environ
@@ -141,49 +139,16 @@ def plugins() -> tuple[PluginRecord, ...]:
     return ready().records
 
 
-def providers() -> tuple[ProviderSpec, ...]:
-    """Return the declared providers that one plugin claims, by name.
+def declared_specs(kind: type[S]) -> tuple[S, ...]:
+    """Return the declared specs of a kind that one plugin claims, by key.
+
+    Args:
+        kind: the class of the specs, such as `ProviderSpec`, `EngineSpec` or `KernelSpec`.
 
     Raises:
         PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
     """
-    return tuple(claim.spec for claim in ready().of(ProviderSpec))
-
-
-def engines() -> tuple[EngineSpec, ...]:
-    """Return the declared engines that one plugin claims, by name.
-
-    Raises:
-        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
-    """
-    return tuple(claim.spec for claim in ready().of(EngineSpec))
-
-
-def kernels() -> tuple[KernelSpec, ...]:
-    """Return the declared kernels that one plugin claims, by target.
-
-    Raises:
-        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
-    """
-    return tuple(claim.spec for claim in ready().of(KernelSpec))
-
-
-def bridges() -> tuple[BridgeSpec, ...]:
-    """Return the declared bridges that one plugin claims, by name.
-
-    Raises:
-        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
-    """
-    return tuple(claim.spec for claim in ready().of(BridgeSpec))
-
-
-def qtypes() -> tuple[QTypeSpec, ...]:
-    """Return the declared number formats that one plugin claims, by name.
-
-    Raises:
-        PluginError: `JAXTAP_STRICT_PLUGINS` is set and a plugin is broken.
-    """
-    return tuple(claim.spec for claim in ready().of(QTypeSpec))
+    return tuple(claim.spec for claim in ready().of(kind))
 
 
 def find_bridge(model: Any) -> Any:
@@ -212,19 +177,17 @@ def find_bridge(model: Any) -> Any:
         if len(found) > 1:
             raise rivals(found, f"{cls.__module__}.{cls.__qualname__}")
         if found:
-            return _made(found[0], {}, _BRIDGE_MEMBERS)
+            return _made(found[0], {})
     known = "; ".join(
         f"{spec.name!r} for {spec.model.replace(':', '.')}"
         + (f" ({spec.install})" if spec.install else "")
         for spec in (claim.spec for claim in claims)
     )
-    failed = [f"{one.label}, {one.reason}" for one in registry.broken if not one.provides]
-    hint = f" Failed: {' '.join(failed)}" if failed else ""
     cls = type(model)
     error = UnknownNameError(
         "The model must be of a class that a bridge is for, got a "
         f"{cls.__module__}.{cls.__qualname__}. There are: {known or 'none'}. Declare a bridge in a "
-        f"plugin, with jaxtap_register_bridges.{hint}"
+        f"plugin, with jaxtap_register_bridges. {registry.left_out}".rstrip()
     )
     error.kind, error.given = "bridge", f"{cls.__module__}.{cls.__qualname__}"
     error.known = tuple(claim.spec.name for claim in claims)
@@ -247,7 +210,7 @@ def get_provider(name: str, /, **config: Any) -> Any:
         PluginError: two plugins claim the name, the plugin of that name failed, the factory can't
             be imported, or its result is not a provider.
     """
-    return _made(ready().get(ProviderSpec, name), config, _PROVIDER_MEMBERS)
+    return _made(ready().get(ProviderSpec, name), config)
 
 
 def get_engine(name: str | None = None, /, **config: Any) -> Engine:
@@ -269,12 +232,9 @@ def get_engine(name: str | None = None, /, **config: Any) -> Engine:
     """
     registry = ready()
     if name is None:
-        name = max(
-            (claim.spec for claim in registry.of(EngineSpec)),
-            key=lambda spec: spec.priority,
-            default=_PATCH,
-        ).name
-    return _made(registry.get(EngineSpec, name), config, _ENGINE_MEMBERS)
+        engines = [claim.spec for claim in registry.of(EngineSpec)]
+        name = max(engines, key=lambda spec: spec.priority).name if engines else "patch"
+    return _made(registry.get(EngineSpec, name), config)
 
 
 def get_export_backend(name: str, /, **config: Any) -> Any:
@@ -293,7 +253,7 @@ def get_export_backend(name: str, /, **config: Any) -> Any:
         PluginError: two plugins claim the name, the plugin of that name failed, the factory
             cannot be imported, or what it returns is not an export backend.
     """
-    return _made(ready().get(ExportBackendSpec, name), config, _EXPORT_BACKEND_MEMBERS)
+    return _made(ready().get(ExportBackendSpec, name), config)
 
 
 def make_qtype(name: str) -> Any:
@@ -315,7 +275,7 @@ def make_qtype(name: str) -> Any:
     made = _qtypes.setdefault(registry, {})
     if name not in made:
         claim = registry.get(QTypeSpec, name)
-        qtype = _made(claim, {}, _QTYPE_MEMBERS)
+        qtype = _made(claim, {})
         if qtype.name != name:
             raise PluginError(
                 f"{claim.label}: {claim.spec.factory!r} must return a format called {name!r}, got "
@@ -329,14 +289,12 @@ def make_qtype(name: str) -> Any:
 _qtypes: weakref.WeakKeyDictionary[Registry, dict[str, Any]] = weakref.WeakKeyDictionary()
 
 
-_PATCH = EngineSpec("patch", "asked for if no engine is installed", "interception_core:PatchEngine")
-
-
-def _made(claim: Claim[Any], config: Mapping[str, Any], members: Mapping[str, str]) -> Any:
+def _made(claim: Claim[Any], config: Mapping[str, Any]) -> Any:
     factory = claim.spec.factory
     # Exceptions of the factory, such as for an unknown option, are for the caller.
     made = resolve(factory, claim.label)(**config)
-    missing = [meaning for member, meaning in members.items() if not hasattr(made, member)]
+    members = _MEMBERS[type(claim.spec)].items()
+    missing = [meaning for member, meaning in members if not hasattr(made, member)]
     if missing:
         raise PluginError(
             f"{claim.label}: the result of {factory!r} must have all members of a "

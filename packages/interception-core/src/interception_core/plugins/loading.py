@@ -1,23 +1,25 @@
 """The declaration plane: imports a plugin module and collects its specs.
 
-Each plugin is registered with a separate pluggy manager, so that it can't break, wrap or reorder
-another plugin.
+All plugins are registered with one pluggy manager, each under its name. An implementation of a hook
+is called by itself and not through the hook: in a call of the hook, one that raises would take the
+results of all others with it.
 """
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import pluggy
 
 from ..errors import PluginError, nearest_name
 from . import hookspecs as _hookspecs
-from .discovery import Found
-from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT, SELECT
-from .records import Phase, PluginRecord, Status
-from .specs import Spec
+from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT
+from .records import Phase, PluginRecord
+from .specs import Spec, is_version
 
 _PREFIX = f"{PROJECT}_"
 
@@ -28,105 +30,73 @@ JAX_NOTE = (
 )
 
 
-class Loaded(NamedTuple):
-    """A plugin's record and its declarations.
-
-    Attributes:
-        record: the record.
-        specs: the declarations; none unless the record's status is ``"ok"``.
-        select: the plugin's `jaxtap_select_kernel`, or None.
-    """
-
-    record: PluginRecord
-    specs: tuple[Spec, ...] = ()
-    select: Callable[..., Any] | None = None
+def new_manager() -> pluggy.PluginManager:
+    """Return a manager that knows jaxtap's hooks and no plugin."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(_hookspecs)
+    return manager
 
 
-def record_of(
-    found: Found,
-    status: Status,
-    phase: Phase,
-    error: BaseException | None = None,
-    provides: Iterable[str] = (),
-    notes: Iterable[str] = (),
-) -> PluginRecord:
-    """Build the record of an installed plugin."""
-    return PluginRecord(
-        name=found.name,
-        distribution=found.distribution,
-        version=found.version,
-        module=found.value,
-        status=status,
-        phase=phase,
-        error=error,
-        provides=tuple(provides),
-        notes=tuple(notes),
-    )
+def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> list[pluggy.HookImpl]:
+    """Return a plugin's implementations of a hook: one, as a rule, or none."""
+    caller: pluggy.HookCaller = getattr(manager.hook, hook)
+    return [one for one in caller.get_hookimpls() if one.plugin_name == plugin]
 
 
-def load(found: Found, strict: bool = False) -> Loaded:
+def load(manager: pluggy.PluginManager, found: PluginRecord, strict: bool = False) -> PluginRecord:
     """Load one plugin. Faults of the plugin do not raise.
 
     Args:
+        manager: gets the plugin, unless it fails.
         found: the installed plugin.
         strict: whether importing jax is a failure and not a note.
 
     Returns:
-        Its record and its specs.
+        Its record, with its specs.
     """
     # If jax is imported already, a plugin that imports it can't be found. If another thread imports
     # jax at this moment, the plugin is blamed, which is rare.
     had_jax = "jax" in sys.modules
     phase: Phase = "metadata"
     try:
-        module_name = _module_name(found)
+        _check_entry(found)
         phase = "import"
-        module = importlib.import_module(module_name)
+        module = importlib.import_module(found.module)
         phase = "api"
         _check_api(module)
         phase = "hooks"
-        manager = _register(module, found.name)
+        _register(manager, module, found.name)
         phase = "declare"
-        specs = tuple(_declared(manager))
-        select = _selector(manager)
+        specs = tuple(_declared(manager, found.name))
         _check_repeats(specs)
-        notes = [JAX_NOTE] if "jax" in sys.modules and not had_jax else []
+        notes = (JAX_NOTE,) if "jax" in sys.modules and not had_jax else ()
         if notes and strict:
             phase = "import"
             raise PluginError(JAX_NOTE)
     except (Exception, SystemExit) as error:
-        return Loaded(record_of(found, "failed", phase, error))
-    provides = (f"{spec.kind}:{spec.key}" for spec in specs)
-    return Loaded(record_of(found, "ok", phase, None, provides, notes), specs, select)
+        if manager.has_plugin(found.name):
+            manager.unregister(name=found.name)
+        return replace(found, status="failed", phase=phase, error=error)
+    return replace(found, phase=phase, specs=specs, notes=notes)
 
 
-def _module_name(found: Found) -> str:
+def _check_entry(found: PluginRecord) -> None:
     if found.error is not None:
         raise found.error
-    if not all(part.isidentifier() for part in found.value.split(".")):
+    if not all(part.isidentifier() for part in found.module.split(".")):
         raise PluginError(
-            f"The entry point {found.name!r} must name a plugin module, got {found.value!r}. "
+            f"The entry point {found.name!r} must name a plugin module, got {found.module!r}. "
             "Write for example 'acme_quant.plugin'."
         )
-    return found.value
 
 
 def _check_api(module: ModuleType) -> None:
     ours = ".".join(map(str, API_VERSION))
     api = getattr(module, "API", None)
-    if api is None:
+    if not is_version(api):
         raise PluginError(
-            f"{module.__name__} must have the version of the plugin API that it is written for, "
-            f"got none. Add `API = {API_VERSION}` to it."
-        )
-    if (
-        not isinstance(api, tuple)
-        or len(api) != 2
-        or not all(isinstance(part, int) and not isinstance(part, bool) for part in api)
-    ):
-        raise PluginError(
-            f"{module.__name__}.API must be a tuple of two ints, got {api!r}. Write for example "
-            f"{API_VERSION}."
+            f"{module.__name__}.API must be the version of the plugin API that it is written for, "
+            f"a tuple of two ints, got {api!r}. Add `API = {API_VERSION}` to it."
         )
     major, minor = api
     if major == API_VERSION[0] and minor <= API_VERSION[1]:
@@ -138,9 +108,13 @@ def _check_api(module: ModuleType) -> None:
     )
 
 
-def _register(module: ModuleType, name: str) -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(_hookspecs)
+def _register(manager: pluggy.PluginManager, module: ModuleType, name: str) -> None:
+    other = manager.get_name(module)
+    if other is not None:
+        raise PluginError(
+            f"A module must be that of one plugin, got {module.__name__}, which the plugin "
+            f"{other!r} is, too. Leave out one of the entry points {other!r} and {name!r}."
+        )
     for attribute, value in vars(module).items():
         if (
             attribute.startswith(_PREFIX)
@@ -159,14 +133,14 @@ def _register(module: ModuleType, name: str) -> pluggy.PluginManager:
     try:
         manager.check_pending()
     except pluggy.PluginValidationError as error:
-        unknown = sorted(hook for hook in vars(manager.hook) if hook not in ALL_HOOKS)
+        callers = manager.get_hookcallers(module) or ()
+        unknown = sorted(caller.name for caller in callers if not caller.has_spec())
         raise PluginError(
             f"{module.__name__} must implement known hooks, got {', '.join(map(repr, unknown))}, "
             "which is not a hook."
             + "".join(map(_did_you_mean, unknown))
             + f" Hooks: {', '.join(ALL_HOOKS)}."
         ) from error
-    return manager
 
 
 def _did_you_mean(attribute: str) -> str:
@@ -174,40 +148,23 @@ def _did_you_mean(attribute: str) -> str:
     return f" Did you mean {near!r}?" if near not in (None, attribute) else ""
 
 
-def _declared(manager: pluggy.PluginManager) -> Iterable[Spec]:
-    for hook, wanted in HOOKS.items():
-        caller: pluggy.HookCaller = getattr(manager.hook, hook)
-        implementations = _implementations(caller, "Return a list.")
-        # pluggy leaves out results that are None.
-        results = caller()
-        if len(results) != len(implementations):
-            raise PluginError(
-                f"{hook} must return a list of {wanted.__name__} objects, got None. Return an "
-                "empty list if there is nothing to declare."
-            )
-        for result in results:
-            yield from _checked(hook, wanted, result)
+def _declared(manager: pluggy.PluginManager, plugin: str) -> Iterator[Spec]:
+    for hook in ALL_HOOKS:
+        for one in implementations(manager, hook, plugin):
+            if one.wrapper or one.hookwrapper:
+                raise PluginError(
+                    f"{hook} must not be a wrapper, got one, and there is nothing to wrap. Put "
+                    "`@hookimpl` without options above it."
+                )
+            if hook in HOOKS:
+                yield from _checked(hook, HOOKS[hook], one.function())
 
 
-def _implementations(caller: pluggy.HookCaller, remedy: str) -> list[pluggy.HookImpl]:
-    found = caller.get_hookimpls()
-    if any(one.wrapper or one.hookwrapper for one in found):
-        raise PluginError(
-            f"{caller.name} must not be a wrapper, got one, and there is nothing to wrap. {remedy}"
-        )
-    return found
-
-
-def _selector(manager: pluggy.PluginManager) -> Callable[..., Any] | None:
-    caller: pluggy.HookCaller = getattr(manager.hook, SELECT)
-    return caller if _implementations(caller, "Return a candidate or None.") else None
-
-
-def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterable[Spec]:
+def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterator[Spec]:
     if isinstance(result, Spec) or not isinstance(result, Iterable):
         raise PluginError(
             f"{hook} must return a list of {wanted.__name__} objects, got {result!r}. Return a "
-            "list, also for one object."
+            "list, also for one object or none."
         )
     for spec in result:
         if not isinstance(spec, wanted):
@@ -219,11 +176,8 @@ def _checked(hook: str, wanted: type[Spec], result: Any) -> Iterable[Spec]:
 
 
 def _check_repeats(specs: Iterable[Spec]) -> None:
-    seen = set()
-    for spec in specs:
-        if (spec.kind, spec.key) in seen:
+    for (kind, key), count in Counter((spec.kind, spec.key) for spec in specs).items():
+        if count > 1:
             raise PluginError(
-                f"A plugin must declare each {spec.kind} once, got {spec.key!r} twice. Leave one "
-                "out."
+                f"A plugin must declare each {kind} once, got {key!r} twice. Leave one out."
             )
-        seen.add((spec.kind, spec.key))

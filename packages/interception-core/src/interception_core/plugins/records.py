@@ -1,9 +1,10 @@
-"""PluginRecord: the outcome of loading one installed plugin."""
+"""PluginRecord: an installed plugin, and the outcome of loading it."""
 
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..errors import one_line
+from .specs import Spec
 
 Status: TypeAlias = Literal["ok", "failed", "disabled", "conflict"]
 Phase: TypeAlias = Literal["metadata", "import", "api", "hooks", "declare"]
@@ -11,37 +12,42 @@ Phase: TypeAlias = Literal["metadata", "import", "api", "hooks", "declare"]
 
 @dataclass(frozen=True, slots=True)
 class PluginRecord:
-    """The outcome of loading one installed plugin.
+    """An installed plugin, and the outcome of loading it.
 
     Attributes:
         name: the entry-point name; `JAXTAP_DISABLE_PLUGINS` takes it.
+        module: the plugin module, as in the entry point.
         distribution: the plugin's distribution, such as ``"acme-quant"``.
         version: the version of that distribution.
-        module: the plugin module, as in the entry point.
         status: ``"ok"``; ``"failed"``, left out; ``"disabled"``, left out on request;
             ``"conflict"``, without the names that another plugin claims, too.
         phase: the last phase, so for a failed plugin the one that failed: ``"metadata"`` (the
             entry point), ``"import"`` (of the module), ``"api"`` (the version), ``"hooks"`` (their
             names and arguments) or ``"declare"`` (their results).
         error: why the plugin failed, or its conflict, with cause and traceback; or None.
-        provides: the declarations, such as ``"provider:acme"``.
+        specs: the declarations; none unless the plugin was loaded.
         notes: faults that a plugin is not left out for.
     """
 
     name: str
+    module: str
     distribution: str
     version: str
-    module: str
-    status: Status
-    phase: Phase
+    status: Status = "ok"
+    phase: Phase = "metadata"
     error: BaseException | None = None
-    provides: tuple[str, ...] = ()
+    specs: tuple[Spec, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """The plugin and where it comes from, for messages."""
         return f"plugin {self.name!r} ({self.distribution} {self.version})"
+
+    @property
+    def provides(self) -> tuple[str, ...]:
+        """The names of the declarations, such as ``"provider:acme"``."""
+        return tuple(f"{spec.kind}:{spec.key}" for spec in self.specs)
 
     @property
     def reason(self) -> str:

@@ -1,14 +1,15 @@
 """The registry: every declared name and its owner."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+import pluggy
+
 from ..errors import PluginError, nearest_name, one_line, unknown_name
 from ..log import logger
-from .discovery import Found
-from .loading import Loaded, load, record_of
+from .loading import load, new_manager
 from .records import PluginRecord
 from .specs import Spec
 
@@ -32,13 +33,6 @@ class Claim(NamedTuple, Generic[S]):
         return f"{self.spec.kind.capitalize()} {self.spec.key!r} of {self.owner.label}"
 
 
-class Selector(NamedTuple):
-    """A plugin's `jaxtap_select_kernel`."""
-
-    owner: PluginRecord
-    select: Callable[..., Any]
-
-
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Registry:
     """The installed plugins and their declarations. It never changes.
@@ -48,19 +42,33 @@ class Registry:
         claims: the claims of each (kind, key), several if plugins conflict.
         warnings: one line per plugin that is left out or has a fault.
         strict: whether failures of plugins are raised.
-        selectors: the plugins that choose kernels, sorted by name.
+        manager: pluggy's manager, with the plugins that did not fail.
     """
 
     records: tuple[PluginRecord, ...]
     claims: Mapping[tuple[str, str], tuple[Claim, ...]]
     warnings: tuple[str, ...]
     strict: bool
-    selectors: tuple[Selector, ...] = ()
+    manager: pluggy.PluginManager
 
     @property
     def broken(self) -> tuple[PluginRecord, ...]:
         """The records of the plugins that failed or that conflict."""
         return tuple(record for record in self.records if record.error is not None)
+
+    @property
+    def undeclared(self) -> tuple[PluginRecord, ...]:
+        """The records of the plugins that failed before they could declare anything."""
+        return tuple(record for record in self.broken if not record.specs)
+
+    @property
+    def left_out(self) -> str:
+        """The plugins that may have an unknown name, for messages; empty if there are none."""
+        hints = [f"Failed: {record.label}, {record.reason}" for record in self.undeclared]
+        disabled = [record.name for record in self.records if record.status == "disabled"]
+        if disabled:
+            hints.append(f"Disabled by {DISABLE}: {', '.join(disabled)}.")
+        return " ".join(hints)
 
     def of(self, wanted: type[S]) -> tuple[Claim[S], ...]:
         """Return the uncontested claims of a kind of spec, by key."""
@@ -82,25 +90,19 @@ class Registry:
             UnknownNameError: nothing has that name. The message lists the plugins that failed,
                 because one of them may provide it. The first one's error is the cause.
         """
-        kind = wanted.kind
+        found = self.claims.get((wanted.kind, name), ())
+        if len(found) > 1:
+            raise conflict(found)
         available = {claim.spec.key: claim for claim in self.of(wanted)}
-        if name in available:
+        if found:
             return available[name]
-        if (kind, name) in self.claims:
-            raise conflict(self.claims[kind, name])
-        # Plugins that failed before they could declare anything. One may have had the name.
-        undeclared = [record for record in self.broken if not record.provides]
-        for record in undeclared:
+        for record in self.undeclared:
             if record.name == name:
                 raise PluginError(
-                    f"No {kind} {name!r}: {record.label} failed. {record.reason}"
+                    f"No {wanted.kind} {name!r}: {record.label} failed. {record.reason}"
                 ) from record.error
-        hints = [f"Failed: {record.label}, {record.reason}" for record in undeclared]
-        disabled = [record.name for record in self.records if record.status == "disabled"]
-        if disabled:
-            hints.append(f"Disabled by {DISABLE}: {', '.join(disabled)}.")
-        cause = undeclared[0].error if undeclared else None
-        raise unknown_name(kind, name, available, " ".join(hints)) from cause
+        cause = self.undeclared[0].error if self.undeclared else None
+        raise unknown_name(wanted.kind, name, available, self.left_out) from cause
 
     def raise_if_strict(self) -> None:
         """Raise for broken plugins, if failures are to be raised.
@@ -115,7 +117,7 @@ class Registry:
             ) from self.broken[0].error
 
 
-def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
+def build(installed: Iterable[PluginRecord], environ: Mapping[str, str]) -> Registry:
     """Load the plugins and collect their declarations.
 
     Args:
@@ -128,35 +130,38 @@ def build(installed: Iterable[Found], environ: Mapping[str, str]) -> Registry:
     installed = tuple(installed)
     strict = environ.get(STRICT, "") not in ("", "0")
     disabled = {name.strip() for name in environ.get(DISABLE, "").split(",")} - {""}
-    loaded = [_load_unless(found, installed, disabled, strict) for found in installed]
+    manager = new_manager()
+    loaded = [
+        _left_out(found, installed, disabled) or load(manager, found, strict) for found in installed
+    ]
     claims = _claims(loaded)
-    records = tuple(_with_conflicts(one.record, claims) for one in loaded)
+    records = tuple(_with_conflicts(record, claims) for record in loaded)
     for record in records:
-        _log.debug("%s: %s (%d declarations)", record.label, record.status, len(record.provides))
-    warnings = [*_unknown_disabled(disabled, installed), *_warnings(records)]
-    selectors = tuple(Selector(one.record, one.select) for one in loaded if one.select)
-    return Registry(records, MappingProxyType(claims), tuple(warnings), strict, selectors)
+        _log.debug("%s: %s (%d declarations)", record.label, record.status, len(record.specs))
+    warnings = (*_unknown_disabled(disabled, installed), *_warnings(records))
+    return Registry(records, MappingProxyType(claims), warnings, strict, manager)
 
 
-def _load_unless(
-    found: Found, installed: tuple[Found, ...], disabled: set[str], strict: bool
-) -> Loaded:
+def _left_out(
+    found: PluginRecord, installed: tuple[PluginRecord, ...], disabled: set[str]
+) -> PluginRecord | None:
+    """Return the record of a plugin that must not be loaded, or None."""
     if found.name in disabled:
-        return Loaded(record_of(found, "disabled", "metadata"))
+        return replace(found, status="disabled", error=None)
     namesakes = [other.distribution for other in installed if other.name == found.name]
-    if len(namesakes) > 1:
-        error = PluginError(
-            f"A plugin name must be claimed by one distribution, got {found.name!r} from the "
-            f"distributions {' and '.join(namesakes)}; neither is loaded. Uninstall one of them."
-        )
-        return Loaded(record_of(found, "conflict", "metadata", error))
-    return load(found, strict)
+    if len(namesakes) == 1:
+        return None
+    error = PluginError(
+        f"A plugin name must be claimed by one distribution, got {found.name!r} from the "
+        f"distributions {' and '.join(namesakes)}; neither is loaded. Uninstall one of them."
+    )
+    return replace(found, status="conflict", error=error)
 
 
-def _claims(loaded: Iterable[Loaded]) -> dict[tuple[str, str], tuple[Claim, ...]]:
+def _claims(records: Iterable[PluginRecord]) -> dict[tuple[str, str], tuple[Claim, ...]]:
     claims: dict[tuple[str, str], tuple[Claim, ...]] = {}
-    for record, specs, _ in loaded:
-        for spec in specs:
+    for record in records:
+        for spec in record.specs:
             key = (spec.kind, spec.key)
             claims[key] = (*claims.get(key, ()), Claim(spec, record))
     return dict(sorted(claims.items()))
@@ -196,7 +201,7 @@ def rivals(claims: Iterable[Claim[Any]], what: str) -> PluginError:
     )
 
 
-def _unknown_disabled(disabled: set[str], installed: tuple[Found, ...]) -> Iterator[str]:
+def _unknown_disabled(disabled: set[str], installed: tuple[PluginRecord, ...]) -> Iterator[str]:
     known = {found.name for found in installed}
     for name in sorted(disabled - known):
         near = nearest_name(name, known)

@@ -4,14 +4,44 @@ Each class has a `kind` and a `key`. Two plugins must not claim the same key of 
 """
 
 import re
-from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, TypeGuard
 
 from ..errors import PluginError
 from .paths import PATH_FORM, is_path
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9._-]*")
-_TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
+
+def _matches(pattern: str) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
+
+
+_NAME = (
+    _matches(r"[a-z0-9][a-z0-9._-]*"),
+    "a name of lower-case letters, digits, '-', '_' and '.', such as 'acme'",
+)
+_LINE = (_matches(r".*\S.*"), "one line of text")
+
+# Fields of one name have one form in all specs. The fields that are not listed are paths.
+_FORMS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "name": _NAME,
+    "platform": _NAME,
+    "op": _NAME,
+    "target": (
+        _matches(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"),
+        "a dotted name that starts with its package, such as 'acme.gemm'",
+    ),
+    "priority": (lambda value: isinstance(value, int) and not isinstance(value, bool), "an int"),
+    "summary": _LINE,
+    "install": _LINE,
+}
+_PATH = (is_path, f"a {PATH_FORM} string")
+_OPTIONAL: dict[object, str] = {None: " or None", "": ", or empty"}
+
+
+def is_version(value: object) -> TypeGuard[tuple[int, int]]:
+    """Return whether a value is a version: (major, minor)."""
+    return isinstance(value, tuple) and len(value) == 2 and all(type(part) is int for part in value)
 
 
 def _refuse(spec: object, field: str, wanted: str) -> PluginError:
@@ -19,41 +49,30 @@ def _refuse(spec: object, field: str, wanted: str) -> PluginError:
     return PluginError(f"{type(spec).__name__}.{field} must be {wanted}, got {given!r}.")
 
 
-def _check_name(spec: Any, field: str = "name") -> None:
-    value = getattr(spec, field)
-    if not isinstance(value, str) or not _NAME.fullmatch(value):
-        raise _refuse(
-            spec, field, "a name of lower-case letters, digits, '-', '_' and '.', such as 'acme'"
-        )
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """What a plugin declares. The base class of all specs."""
 
+    kind: ClassVar[str]
 
-def _check_summary(spec: Any, may_be_empty: bool = False) -> None:
-    value = spec.summary
-    if not isinstance(value, str) or "\n" in value or not (value.strip() or may_be_empty):
-        raise _refuse(spec, "summary", "one line of text")
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            has_form, form = _FORMS.get(field.name, _PATH)
+            optional = _OPTIONAL.get(field.default, "")
+            if not has_form(value) and not (optional and value == field.default):
+                raise _refuse(self, field.name, form + optional)
 
-
-def _check_priority(spec: Any) -> None:
-    if not isinstance(spec.priority, int) or isinstance(spec.priority, bool):
-        raise _refuse(spec, "priority", "an int")
-
-
-def _check_path(spec: Any, field: str, optional: bool = False) -> None:
-    value = getattr(spec, field)
-    if not is_path(value) and not (optional and value is None):
-        raise _refuse(spec, field, f"a {PATH_FORM} string{' or None' if optional else ''}")
+    @property
+    def key(self) -> str:
+        """What only one plugin may declare of this kind."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
-class _NamedSpec:
+class _NamedSpec(Spec):
     name: str
     summary: str
-
-    # Subclasses call this by its class: super() fails, since a dataclass with slots is another
-    # class than the one defined here.
-    def __post_init__(self) -> None:
-        _check_name(self)
-        _check_summary(self)
 
     @property
     def key(self) -> str:
@@ -64,10 +83,6 @@ class _NamedSpec:
 @dataclass(frozen=True, slots=True)
 class _FactorySpec(_NamedSpec):
     factory: str
-
-    def __post_init__(self) -> None:
-        _NamedSpec.__post_init__(self)
-        _check_path(self, "factory")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +121,9 @@ class EngineSpec(_FactorySpec):
     kind: ClassVar[str] = "engine"
     priority: int = 0
 
-    def __post_init__(self) -> None:
-        _FactorySpec.__post_init__(self)
-        _check_priority(self)
-
 
 @dataclass(frozen=True, slots=True)
-class KernelSpec:
+class KernelSpec(Spec):
     """Declare a kernel: an XLA FFI target for an op.
 
     Args:
@@ -157,21 +168,6 @@ class KernelSpec:
     workspace: str | None = None
     bench: str | None = None
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
-            raise _refuse(
-                self, "target", "a dotted name that starts with its package, such as 'acme.gemm'"
-            )
-        _check_name(self, "platform")
-        _check_path(self, "handlers")
-        _check_name(self, "op")
-        _check_path(self, "supports", optional=True)
-        _check_priority(self)
-        _check_summary(self, may_be_empty=True)
-        _check_path(self, "apply", optional=True)
-        _check_path(self, "workspace", optional=True)
-        _check_path(self, "bench", optional=True)
-
     @property
     def key(self) -> str:
         """The target on its platform, unique among kernels."""
@@ -201,12 +197,6 @@ class BridgeSpec(_FactorySpec):
     kind: ClassVar[str] = "bridge"
     model: str
     install: str = ""
-
-    def __post_init__(self) -> None:
-        _FactorySpec.__post_init__(self)
-        _check_path(self, "model")
-        if not isinstance(self.install, str) or "\n" in self.install:
-            raise _refuse(self, "install", "one line of text, or empty")
 
     def is_for(self, cls: type) -> bool:
         """Return whether a class is the base class of the models."""
@@ -257,11 +247,6 @@ class CommandSpec(_NamedSpec):
     run: str
     configure: str | None = None
 
-    def __post_init__(self) -> None:
-        _NamedSpec.__post_init__(self)
-        _check_path(self, "run")
-        _check_path(self, "configure", optional=True)
-
 
 @dataclass(frozen=True, slots=True)
 class DoctorCheck(_NamedSpec):
@@ -279,10 +264,6 @@ class DoctorCheck(_NamedSpec):
 
     kind: ClassVar[str] = "check"
     run: str
-
-    def __post_init__(self) -> None:
-        _NamedSpec.__post_init__(self)
-        _check_path(self, "run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,15 +290,3 @@ class CheckResult:
         for field in ("message", "hint"):
             if not isinstance(getattr(self, field), str):
                 raise _refuse(self, field, "a str")
-
-
-Spec: TypeAlias = (
-    ProviderSpec
-    | EngineSpec
-    | KernelSpec
-    | BridgeSpec
-    | QTypeSpec
-    | ExportBackendSpec
-    | CommandSpec
-    | DoctorCheck
-)

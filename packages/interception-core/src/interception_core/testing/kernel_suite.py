@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis.strategies import SearchStrategy
 from jax import lax
 
-from .. import JaxtapError, KernelSpec, kernels, register_kernel
+from .. import JaxtapError, KernelSpec, declared_specs, register_kernel
 
 Case: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 """The operands of a call, arrays all, and its parameters."""
@@ -90,10 +90,10 @@ class KernelConformance:
         """The kernel's declaration, which an installed plugin must have."""
         found = [
             spec
-            for spec in kernels()
+            for spec in declared_specs(KernelSpec)
             if (spec.target, spec.platform) == (self.target, self.platform)
         ]
-        known = ", ".join(sorted(spec.key for spec in kernels())) or "none"
+        known = ", ".join(sorted(spec.key for spec in declared_specs(KernelSpec))) or "none"
         assert found, f"no plugin declares {self.target}@{self.platform}; declared: {known}"
         return found[0]
 

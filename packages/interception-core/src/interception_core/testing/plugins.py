@@ -7,7 +7,8 @@ import sys
 from collections.abc import Collection, Iterator
 
 from ..plugins import host
-from ..plugins.discovery import Found, discover
+from ..plugins.discovery import discover
+from ..plugins.records import PluginRecord
 
 
 @contextlib.contextmanager
@@ -23,9 +24,9 @@ def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[
         without: the names of installed plugins to leave out.
     """
 
-    def found() -> Iterator[Found]:
+    def found() -> Iterator[PluginRecord]:
         yield from (plugin for plugin in discover() if plugin.name not in without)
-        yield from (Found(module, module, module, "0") for module in modules)
+        yield from (PluginRecord(module, module, module, "0") for module in modules)
 
     _reset(host.Host(found))
     try:

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 import quant_numerics as qn
-from interception_core import get_op, kernels
+from interception_core import KernelSpec, declared_specs, get_op
 
 from ..decide.decision import Site
 from .once import traced_once
@@ -67,7 +67,7 @@ _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 def fused_op() -> Callable[..., Any] | None:
     """Return the op of an installed package that does a site in one call, or None."""
-    found = any(spec.op == "fake_quantize" and spec.apply for spec in kernels())
+    found = any(spec.op == "fake_quantize" and spec.apply for spec in declared_specs(KernelSpec))
     return get_op("fake_quantize") if found else None
 
 

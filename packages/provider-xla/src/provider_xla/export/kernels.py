@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import jax
 
 from interception_core import (
     JaxtapError,
     KernelSpec,
-    PluginRecord,
+    declared_specs,
     get_op,
-    kernels,
     plugins,
     register_kernel,
 )
@@ -43,7 +42,10 @@ def export_checks() -> tuple[jax.export.DisabledSafetyCheck, ...]:
     JAX promises nothing for custom calls in saved programs. Instead, loading one checks the
     versions of the packages.
     """
-    return tuple(jax.export.DisabledSafetyCheck.custom_call(spec.target) for spec in kernels())
+    return tuple(
+        jax.export.DisabledSafetyCheck.custom_call(spec.target)
+        for spec in declared_specs(KernelSpec)
+    )
 
 
 def called_in(exported: jax.export.Exported) -> dict[str, KernelOf]:
@@ -53,7 +55,7 @@ def called_in(exported: jax.export.Exported) -> dict[str, KernelOf]:
     # Serialized names end with a zero byte, so that a name does not match one that it begins.
     return {
         spec.target: owners[spec.target]
-        for spec in kernels()
+        for spec in declared_specs(KernelSpec)
         if spec.platform in exported.platforms and f"{spec.target}\0".encode() in text
     }
 
@@ -66,7 +68,7 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
         KernelError: one of them can't be registered.
     """
     here = [target for target, kernel in wanted.items() if _has(kernel.platform)]
-    specs = {spec.target: spec for spec in kernels()}
+    specs = {spec.target: spec for spec in declared_specs(KernelSpec)}
     owners = _owners()
     for target in here:
         kernel = wanted[target]
@@ -111,17 +113,13 @@ def _missing(target: str, wanted: Mapping[str, KernelOf], specs: Mapping[str, Ke
 
 def _owners() -> dict[str, KernelOf]:
     """Return the package of each kernel, by target."""
-    found = {}
-    records: Iterable[PluginRecord] = plugins()
-    platforms = {spec.key: spec for spec in kernels()}
-    for record in records:
-        for name in record.provides:
-            kind, _, key = name.partition(":")
-            if kind == KernelSpec.kind and key in platforms:
-                spec = platforms[key]
-                owner = KernelOf(spec.platform, record.distribution, record.version)
-                found[spec.target] = owner
-    return found
+    uncontested = declared_specs(KernelSpec)
+    return {
+        spec.target: KernelOf(spec.platform, record.distribution, record.version)
+        for record in plugins()
+        for spec in record.specs
+        if isinstance(spec, KernelSpec) and spec in uncontested
+    }
 
 
 def _has(platform: str) -> bool:

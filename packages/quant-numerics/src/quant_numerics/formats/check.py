@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 
-from interception_core import CheckResult, PluginError, qtypes
+from interception_core import CheckResult, PluginError, QTypeSpec, declared_specs
 from quant_numerics.formats.qtypes import QTYPES, get_qtype
 
 
 def formats() -> Iterator[CheckResult]:
     """Report this package's formats, and try each that a plugin declares."""
     yield CheckResult("ok", f"{len(QTYPES)} of quant-numerics: {', '.join(QTYPES)}")
-    for spec in qtypes():
+    for spec in declared_specs(QTypeSpec):
         if spec.name in QTYPES:
             yield CheckResult(
                 "fail",
