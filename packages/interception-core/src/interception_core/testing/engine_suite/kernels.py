@@ -1,4 +1,4 @@
-"""Kernels: the body of a Pallas kernel is how an operation is computed, not a part of the program."""
+"""Kernels: the body of a Pallas kernel is how an operation is computed, not the program."""
 
 from __future__ import annotations
 
