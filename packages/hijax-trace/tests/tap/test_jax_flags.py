@@ -12,16 +12,16 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from jaxtap_testkit.conformance import SETTINGS
 from jaxtap_testkit.tap_helpers import Log, ids_of, look, tap, times
 
-NAMES = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
-SETTINGS = [(), *((name,) for name in NAMES), NAMES] if jax.__version_info__ >= (0, 12) else [()]
+WITH_NONE = [(), *(names for names in SETTINGS if names)]
 W = jnp.linspace(0.5, -1.0, 9, dtype=jnp.float32).reshape(3, 3)
 X = jnp.linspace(-1.0, 1.0, 6, dtype=jnp.float32).reshape(2, 3)
 DOT = "jax.numpy.dot"
 
 
-@pytest.fixture(autouse=True, params=SETTINGS, ids=lambda names: " ".join(names) or "as before")
+@pytest.fixture(autouse=True, params=WITH_NONE, ids=lambda names: " ".join(names) or "as before")
 def _flags(request):
     before = {name: getattr(jax.config, name) for name in request.param}
     for name in request.param:

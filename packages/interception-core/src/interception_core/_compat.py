@@ -133,8 +133,16 @@ eval_shape: FunctionType = _api.eval_shape
 linear_transpose: FunctionType = _api.linear_transpose
 """Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
 
-evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
-"""Evaluates a program that ``jax.checkpoint`` has traced. It was tapped when it was traced."""
+evaluations: tuple[FunctionType, ...] = (
+    _ad_checkpoint.remat_impl,
+    *(prim.expand for prim in _CUSTOM_PRIMS),
+    *([_ad_checkpoint.RematTraced.expand] if _CUSTOM_PRIMS else []),
+)
+"""Evaluate a program that ``jax.checkpoint`` or a function with custom rules has traced.
+
+It was tapped when it was traced. Where JAX 0.12 has the flags of ``_CUSTOM_PRIMS``, and
+``jax_remat3``, these functions are HiPrims, which JAX expands.
+"""
 
 jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
 """Stages the call of a jitted function, or inlines its body.

@@ -244,7 +244,6 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.lower_jaxpr_to_module, _lower),
     (_compat.backward_pass, _rules),
     (_compat.jit_staging_rule, _stage_jitted),
-    (_compat.evaluate_checkpoint, _rules),
     (_compat.evaluate_partially, _evaluate),
     (_compat.hoist, _hoist),
     (_compat.trace_partially, _trace_partially),
@@ -252,6 +251,7 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.linear_transpose, _transpose),
     (jax.lax.custom_linear_solve, _solve),
     *((runner, _bind) for runner in _compat.rule_runners),
+    *((evaluation, _rules) for evaluation in _compat.evaluations),
     *((tracer, _trace) for tracer in _compat.tracers),
 )
 
