@@ -4,11 +4,6 @@ import jax
 import pytest
 
 from interception_core.testing import EngineConformance
-from interception_core.testing.engine_suite.base import Suite
-from interception_core.testing.engine_suite.forms import DIFFERENTIABLE, FORMS
-from interception_core.testing.engine_suite.isolation import MODES
-from interception_core.testing.engine_suite.transformations import TRANSFORMATIONS
-from interception_core.testing.programs import FORM_NAMES
 
 
 class TieredConformance(EngineConformance):
@@ -29,16 +24,24 @@ flags, or unfinished ones."""
 SETTINGS = [*((name,) for name in FLAGS), FLAGS] if jax.__version_info__ >= (0, 12) else [()]
 
 
-def of_flags(names):
-    """Return the cases that are about what the flags change."""
+def cases(test, argument):
+    """Return the cases of a test of the suite."""
+    marks = (mark.args for mark in test.pytestmark if mark.name == "parametrize")
+    return next(list(values) for name, values, *_ in marks if name == argument)
+
+
+def of_flags(test, argument="form"):
+    """Return those that are about what the flags change."""
     words = ("checkpoint", "remat", "custom_jvp", "custom_vjp")
-    found = [name for name in names if any(word in name for word in words)]
+    found = [name for name in cases(test, argument) if any(word in name for word in words)]
     assert len(found) >= 3, "no case of a kind would be left out unseen"
     return found
 
 
-class ConformanceWithFlags(Suite):
+class ConformanceWithFlags:
     """What of the suite is about functions that JAX's flags change, with each flag and with all."""
+
+    primitives = disables_jit = labels_jit = False
 
     @pytest.fixture(autouse=True, params=SETTINGS, ids=lambda names: " ".join(names) or "none")
     def _flags(self, request):
@@ -55,32 +58,36 @@ class ConformanceWithFlags(Suite):
         names = ("engine", "primitives", "disables_jit", "labels_jit", "examples")
         return type("Whole", (EngineConformance,), {n: getattr(self, n) for n in names})()
 
-    @pytest.mark.parametrize("transformation", of_flags(TRANSFORMATIONS))
+    @pytest.mark.parametrize(
+        "transformation", of_flags(EngineConformance.test_transformed_and_tapped, "transformation")
+    )
     def test_transformed(self, transformation):
         self.whole.test_transformed_and_tapped(transformation)
         self.whole.test_transformed_inside(transformation)
         self.whole.test_nothing_changes_where_handlers_let_everything_run(transformation)
 
-    @pytest.mark.parametrize("form", of_flags(FORMS))
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_plain_first))
+    @pytest.mark.parametrize("mode", cases(EngineConformance.test_isolation_plain_first, "mode"))
     def test_isolation(self, form, mode):
         self.whole.test_isolation_plain_first(form, mode)
         self.whole.test_isolation_one_interceptor_then_another(form, mode)
 
-    @pytest.mark.parametrize("form", of_flags(DIFFERENTIABLE))
+    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_of_gradients))
     def test_gradients(self, form):
         self.whole.test_isolation_of_gradients(form, jax.jit)
         if self.primitives:
             self.whole.test_a_primitive_below_a_gradient(form)
 
     @pytest.mark.parametrize("mode", ["eager", "outer jit", "inner jit"])
-    @pytest.mark.parametrize("form", of_flags(FORMS))
+    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_plain_first))
     def test_primitives(self, form, mode):
         if self.primitives:
             self.whole.test_a_primitive_in_every_form(form, mode)
         else:
             self.whole.test_primitives_are_refused()
 
-    @pytest.mark.parametrize("form", of_flags(FORM_NAMES))
+    @pytest.mark.parametrize(
+        "form", of_flags(EngineConformance.test_generated_programs_keep_their_bits)
+    )
     def test_generated_programs(self, form):
         self.whole.test_generated_programs_keep_their_bits(form)
