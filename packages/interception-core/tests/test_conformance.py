@@ -3,7 +3,7 @@
 import pytest
 
 from interception_core import PatchEngine
-from jaxtap_testkit.conformance import TieredConformance
+from jaxtap_testkit.conformance import ConformanceWithFlags, TieredConformance
 from jaxtap_testkit.tiers import count
 
 pytestmark = pytest.mark.sample(2)
@@ -20,3 +20,16 @@ class TestPatchEngineWithoutJit(TieredConformance):
     primitives = True
     disables_jit = True
     examples = count(44)  # the programs are the same ones: two of each form
+
+
+class TestPatchEngineWithFlags(ConformanceWithFlags):
+    engine = PatchEngine()
+    labels_jit = True
+    examples = count(44)
+
+
+class TestPatchEngineWithoutJitWithFlags(ConformanceWithFlags):
+    engine = PatchEngine(disable_jit=True)
+    primitives = True
+    disables_jit = True
+    examples = count(22)

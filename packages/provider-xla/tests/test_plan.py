@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import quant_numerics as qn
+from interception_core.testing.engine_suite.kernels import kernel_makers
 from jaxtap_testkit.xla_samples import PROGRAMS, contractions, draw, make, stack, tied
 from provider_xla import (
     PtqProvider,
@@ -705,22 +706,25 @@ def test_reasons_of_parameters_that_no_rule_matched():
     assert plan.ops[0].paths == ("args[0]['q and k']",)
 
 
-def test_a_parameter_of_a_pallas_kernel_says_so():
-    from jax.experimental import pallas
-
-    def kernel(x, w, out):
+@pytest.mark.parametrize(
+    ("name", "primitive"), [("pallas_call", "pallas_call"), ("kernel", "mpmd_map")]
+)
+def test_a_parameter_of_a_pallas_kernel_says_so(name, primitive):
+    def body(x, w, out):
         out[...] = x[...] @ w[...]
 
+    kernel = kernel_makers(body, jax.ShapeDtypeStruct((4, 8), jnp.float32))[name]()
+
     def fn(p, x):
-        shape = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, p["a"]) @ p["b"]
+        return kernel(x, p["a"]) @ p["b"]
 
     a, b = draw((8, 8), (8, 8))
     plan = PtqProvider(W8).plan(fn, {"a": a, "b": b}, jnp.ones((4, 8)))
     ((path, _, why),) = plan.floats
     assert path == "args[0]['a']"
-    assert why.startswith("pallas_call:")
-    assert "a Pallas kernel stays as it is written" in why
+    assert why.startswith(f"{primitive}:0: ")
+    assert "it is used inside a Pallas kernel" in why
+    assert list(plan.weights) == ["args[0]['b']"]
 
 
 def test_a_product_of_two_parameters_says_so():

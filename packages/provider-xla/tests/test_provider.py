@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from interception_core import UnknownNameError, get_provider
+from interception_core.testing.engine_suite.kernels import kernel_makers
 from jaxtap_testkit.xla_samples import contractions
 from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationError, QuantizationRule
 
@@ -505,16 +506,16 @@ def test_flax_and_equinox_models_by_their_paths():
         assert all(record.quantized for record in provider.report())
 
 
-def test_pallas_kernels_stay_as_they_are():
-    from jax.experimental import pallas
-
-    def kernel(a, b, out):
+@pytest.mark.parametrize("name", ["pallas_call", "kernel", "kernel on references"])
+def test_pallas_kernels_stay_as_they_are(name):
+    def body(a, b, out):
         out[...] = jnp.dot(a[...], b[...])
 
-    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    # It is made before the model is wrapped, as a library's kernel is.
+    kernel = kernel_makers(body, jax.ShapeDtypeStruct((8, 8), jnp.float32))[name]()
 
     def model(x, w):
-        return pallas.pallas_call(kernel, out_shape=shape, interpret=True)(x, w) @ w
+        return kernel(x, w) @ w
 
     x, w = draw((8, 8), (8, 8))
     provider = PtqProvider([INT8], params_argnum=1)

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import hijax_trace as ht
-from interception_core import Interceptor
+from interception_core import Interceptor, JaxtapError
 from jaxtap_testkit import hijax_samples as hi
 from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_same, ids_of, look, stablehlo, tap, times
 
@@ -247,6 +247,88 @@ def test_the_operations_of_rules_are_tapped():
     jax.jvp(tapped, (X,), (X,))
     assert log.names.count("cos") == 1
     assert set(log.ids) == {"sin:0", "cos:0"}
+
+
+DERIVED = {
+    "grad": lambda fn: jax.grad(lambda x: fn(x).sum()),
+    "grad of jit": lambda fn: jax.grad(lambda x: jax.jit(fn)(x).sum()),
+    "jit of grad": lambda fn: jax.jit(jax.grad(lambda x: fn(x).sum())),
+    "grad of checkpoint": lambda fn: jax.grad(jax.checkpoint(lambda x: fn(x).sum())),
+    "grad in scan": lambda fn: (
+        lambda x: lax.scan(lambda c, _: (jax.grad(lambda r: fn(r).sum())(c), None), x, length=2)[0]
+    ),
+    "jvp": lambda fn: lambda x: jax.jvp(fn, (x,), (x,)),
+    "vjp": lambda fn: lambda x: jax.vjp(fn, x)[1](x),
+    "grad of vmap": lambda fn: jax.grad(lambda x: jax.vmap(fn)(x).sum()),
+    "jacfwd": jax.jacfwd,
+    "hessian": lambda fn: jax.hessian(lambda x: fn(x).sum()),
+    "jvp of grad": lambda fn: lambda x: jax.jvp(jax.grad(lambda x: fn(x).sum()), (x,), (x,)),
+}
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("derived", DERIVED)
+@pytest.mark.parametrize("cls", ALL)
+def test_a_rule_that_applies_the_prim_asks_nothing_again(cls, derived):
+    log, fn = Log(), lambda x: jnp.sin(sine(cls)(x))
+    program = DERIVED[derived](fn)
+    expected = program(X)
+    found = jax.jit(tap(program, log, SINE))(X)
+    assert [name.rpartition("/")[2] for name in log.ids] == ["sin:0", "sin:1"], log.ids
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 1e-5, 1e-6), found, expected)
+
+
+def test_a_rule_applies_the_prim_to_one_operand_twice():
+    class Product(ht.HiPrim):
+        def __init__(self, aval):
+            self.in_avals, self.out_aval, self.params = (aval, aval), aval, {}
+            super().__init__()
+
+        def expand(self, x, y):
+            return jnp.sin(x) * y
+
+        def jvp(self, primals, tangents):
+            (x, y), (dx, dy) = primals, ht.instantiate_zeros(tangents)
+            return Product(jax.typeof(x))(x, y), jnp.cos(x) * y * dx + jnp.sin(x) * dy
+
+        lin, linearized = ht.linearize_from_jvp
+        vjp_fwd, vjp_bwd_retval = ht.vjp_from_jvp
+
+    log, fn = Log(), lambda x: Product(jax.typeof(x))(x, x)
+    _, slope = jax.jit(tap(lambda x: jax.jvp(fn, (x,), (x,)), log, SINE))(X)
+    np.testing.assert_allclose(slope, (np.cos(X) * X + np.sin(X)) * X, rtol=1e-5)
+    assert log.ids == ["sin:0", "sin:1"]  # the second is of the rule alone
+
+
+@pytest.mark.parametrize("cls", [FromJvp, Retval])
+def test_a_rule_that_applies_the_prim_gets_the_values_of_handlers(cls):
+    """They are operands of the HiPrim, and so outlive the trace in which it was tapped."""
+    steps = ht.Box(jnp.float32(0))
+
+    def handler(call, x, **params):
+        steps.set(steps.get() + 1)
+        return call.proceed(x, **params) * steps.get()
+
+    fn = jax.jit(sine(cls))
+    value, slope = jax.jit(tap(value_and_slope(fn), handler, SINE))(X)
+    np.testing.assert_allclose(value, np.sin(X).sum(), rtol=1e-6)
+    np.testing.assert_allclose(slope, np.cos(X), rtol=1e-6)
+    assert steps.get() == 1
+
+    @jax.jit
+    def scaled(x, by):
+        return value_and_slope(tap(fn, lambda call, x, **kw: call.proceed(x, **kw) * by, SINE))(x)
+
+    value, slope = scaled(X, 3.0)
+    np.testing.assert_allclose(value, 3 * np.sin(X).sum(), rtol=1e-6)
+    np.testing.assert_allclose(slope, np.cos(X), rtol=1e-6)
+
+    def program(by):
+        return tap(fn, lambda call, x, **kw: call.proceed(x, **kw) * by, SINE)(X).sum()
+
+    for derivative in (jax.grad(program), lambda by: jax.jvp(program, (by,), (by,))):
+        with pytest.raises(JaxtapError, match=r"a HiPrim, got .* that is differentiated"):
+            derivative(3.0)
 
 
 def test_handlers_write_to_boxes_and_use_values_around():

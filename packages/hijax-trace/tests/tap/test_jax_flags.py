@@ -12,16 +12,17 @@ import pytest
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxtap_testkit.tap_helpers import Log, ids_of, look, tap, times
+from interception_core import Interceptor, PatchEngine
+from jaxtap_testkit.conformance import SETTINGS
+from jaxtap_testkit.tap_helpers import ENGINE, Log, ids_of, look, tap, times
 
-NAMES = ("jax_remat3", "jax_custom_vjp3", "jax_custom_jvp3")
-SETTINGS = [(), *((name,) for name in NAMES), NAMES] if jax.__version_info__ >= (0, 12) else [()]
+WITH_NONE = [(), *(names for names in SETTINGS if names)]
 W = jnp.linspace(0.5, -1.0, 9, dtype=jnp.float32).reshape(3, 3)
 X = jnp.linspace(-1.0, 1.0, 6, dtype=jnp.float32).reshape(2, 3)
 DOT = "jax.numpy.dot"
 
 
-@pytest.fixture(autouse=True, params=SETTINGS, ids=lambda names: " ".join(names) or "as before")
+@pytest.fixture(autouse=True, params=WITH_NONE, ids=lambda names: " ".join(names) or "as before")
 def _flags(request):
     before = {name: getattr(jax.config, name) for name in request.param}
     for name in request.param:
@@ -111,6 +112,23 @@ def test_a_rule_that_the_program_runs_is_a_part_of_it(wrap):
     found = jax.jit(tap(gradient, log, DOT))(X)
     assert log.names == ["dot", "dot"]
     np.testing.assert_allclose(found, jnp.cos(X) * (jnp.ones((2, 3)) @ W.T), 1e-5)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("engine", [ENGINE, PatchEngine()], ids=["trace", "patch"])
+def test_a_tap_that_lets_all_run_changes_no_gradient_in_nested_jits(engine):
+    interceptor = Interceptor({DOT: look, "jax.lax.dot_general": look})
+    for name, fn in functions().items():
+
+        def loss(x, w, fn=fn):
+            return jnp.sin(jax.jit(lambda x, w: jax.jit(fn)(x, w))(x, w)).sum()
+
+        gradient = jax.jit(jax.grad(jax.jit(loss), (0, 1)))
+        expected = jax.grad(lambda x, w: jnp.sin(plain()(x, w)).sum(), (0, 1))(X, W)
+        tapped = engine.wrap(loss, interceptor)
+        for found in (engine.wrap(gradient, interceptor), jax.grad(jax.jit(tapped), (0, 1))):
+            for a, b in zip(found(X, W), expected, strict=True):
+                np.testing.assert_allclose(a, b, 1e-5, 1e-6, err_msg=name)
 
 
 @pytest.mark.slow

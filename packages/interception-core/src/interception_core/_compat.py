@@ -111,12 +111,38 @@ trace_partially: FunctionType = _pe.trace_to_jaxpr_nounits
 """Hoists loop invariants out of a differentiated loop. ``hoist`` forgets all name scopes, and calls
 ``trace_partially``."""
 
+tracers: tuple[FunctionType, ...] = tuple(
+    getattr(_pe, name)
+    for name in ("trace_to_jaxpr_dynamic", "trace_to_jaxpr_nocache")
+    if hasattr(_pe, name)  # the second since 0.11
+)
+"""Trace a function to a jaxpr. See ``traces_kernel``."""
+
+
+def traces_kernel(function: Any, avals: Any, debug_info: Any = None, *_: Any, **__: Any) -> bool:
+    """Return whether one of ``tracers`` is called with the body of a Pallas kernel.
+
+    Asking what is traced needs no import of Pallas, and works for functions that Pallas made
+    before: ``pallas_call``, ``kernel``, and what others build of the primitives of these.
+    """
+    info = function.debug_info if debug_info is None else debug_info
+    return info is not None and info.traced_for.startswith(("pallas", "mpmd_map"))
+
+
 eval_shape: FunctionType = _api.eval_shape
 linear_transpose: FunctionType = _api.linear_transpose
 """Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
 
-evaluate_checkpoint: FunctionType = _ad_checkpoint.remat_impl
-"""Evaluates a program that ``jax.checkpoint`` has traced. It was tapped when it was traced."""
+evaluations: tuple[FunctionType, ...] = (
+    _ad_checkpoint.remat_impl,
+    *(prim.expand for prim in _CUSTOM_PRIMS),
+    *([_ad_checkpoint.RematTraced.expand] if _CUSTOM_PRIMS else []),
+)
+"""Evaluate a program that ``jax.checkpoint`` or a function with custom rules has traced.
+
+It was tapped when it was traced. Where JAX 0.12 has the flags of ``_CUSTOM_PRIMS``, and
+``jax_remat3``, these functions are HiPrims, which JAX expands.
+"""
 
 jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
 """Stages the call of a jitted function, or inlines its body.

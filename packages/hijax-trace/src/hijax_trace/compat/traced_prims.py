@@ -18,7 +18,7 @@ from jax._src import stages as _stages  # 0.10.2 - 0.12
 from jax._src.tree_util import tracing_registry as _registry  # 0.10.2 - 0.12
 
 from .hijax import Zero, instantiate
-from .jaxpr import with_consts
+from .jaxpr import as_function, with_consts
 from .pjit import named_info
 from .trace import stage
 
@@ -84,7 +84,29 @@ def prim_with_program(prim: Any, jaxpr: Any, extra: int) -> Any:
     """
     if not isinstance(prim, _REMAT):
         return prim
-    return type(prim)(jaxpr, prim.policy, more_flags(prim.prevent_cse, extra))
+    return _TappedRemat(jaxpr, prim.policy, more_flags(prim.prevent_cse, extra))
+
+
+class _TappedRemat(*_REMAT):  # type: ignore[misc]
+    """The call of a ``jax.checkpoint`` function, whose zero tangents stay symbolic.
+
+    JAX makes arrays of them, and then a value of a handler, which must not be differentiated in a
+    function with custom rules, would look as if it were.
+    """
+
+    jaxpr: Any
+
+    def jvp(self, primals: Any, tangents: Any) -> Any:
+        """Return the results and their tangents."""
+        varying = [i for i, tangent in enumerate(tangents) if not isinstance(tangent, Zero)]
+
+        def program(*values: Any) -> Any:
+            given = [*primals]
+            for i, value in zip(varying, values, strict=True):
+                given[i] = value
+            return as_function(self.jaxpr)(*given)
+
+        return jax.jvp(program, *(tuple(part[i] for i in varying) for part in (primals, tangents)))
 
 
 def more_flags(flags: Any, extra: int) -> Any:

@@ -306,6 +306,7 @@ _PRIM = Holder(
 _KERNELS = frozenset(
     {
         "pallas_call",
+        "mpmd_map",
         "core_map",
         "custom_partitioning",
         "reduce",

@@ -38,6 +38,16 @@ class _Axes:
         return jax.tree.unflatten(self.treedef, self.leaves)
 
 
+def mapped(prim: Any, axis_data: Any, args: Any, dims: Any) -> tuple[Any, Any]:
+    """Return the results of a HiPrim under ``vmap``, and their mapped axes."""
+    if not jax.tree.leaves(dims):
+        # JAX asks for the rule even if no operand is mapped, and so must not be the result: the
+        # value beside a tangent, for jacfwd.
+        return prim(*args), jax.tree.map(lambda aval: None, prim.out_aval)
+    again = MappedPrim(prim, axis_data, dims)
+    return again(*args), again.out_dims
+
+
 class MappedPrim(compat.HiPrimBase):
     """A HiPrim of whole batches.
 
@@ -151,5 +161,4 @@ class MappedPrim(compat.HiPrimBase):
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
         """Return the results under another ``vmap``, and their mapped axes."""
-        again = MappedPrim(self, axis_data, dims)
-        return again(*args), again.out_dims
+        return mapped(self, axis_data, args, dims)

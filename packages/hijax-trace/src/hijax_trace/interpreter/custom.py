@@ -14,8 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 
-from interception_core import JaxtapError
-
 from .. import compat
 from ..dataflow.holders import SAME, Body, custom_body
 from ..staging.marker import hoisted
@@ -23,6 +21,7 @@ from ..staging.packed import NUMBERS, NUMPY, Packed
 from .bodies import tap_body
 from .body_proxies import proxies_of_body, untrained
 from .frames import Operands, Place
+from .hi_prims import refuse
 from .rebuild import Rebuilt, share
 from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
 from .session import Session
@@ -134,7 +133,7 @@ def _rebuild_prim(
             (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.extra])
             call = _given(prim, compat.as_function(rule), *staged.rest)
     hidden = list(map(compat.typeof, leading))
-    made = compat.custom_with(prim, jaxpr, hidden, call, _refuse)
+    made = compat.custom_with(prim, jaxpr, hidden, call, refuse)
     new, all_values = {"_prim": made}, [*leading, *values]
     return Rebuilt(new, all_values, tapped.metadata, tapped.replaced, tapped.from_handler)
 
@@ -175,15 +174,7 @@ Hidden = tuple[int, int]
 def _check_hidden(varies: Sequence[bool], hidden: Hidden) -> None:
     """Raise JaxtapError if a handler's value is differentiated."""
     if any(varies[: hidden[0]]):
-        _refuse()
-
-
-def _refuse() -> None:
-    raise JaxtapError(
-        "A handler must use only its arguments and values without derivatives in a function "
-        "with custom derivative rules, got a value from around it that is differentiated. Use "
-        "jax.lax.stop_gradient(value), or tap the function as a whole."
-    )
+        refuse()
 
 
 def _jvp_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:

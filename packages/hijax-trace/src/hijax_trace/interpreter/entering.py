@@ -12,7 +12,7 @@ from .atoms import variable
 from .custom import rebuild_custom
 from .frames import Frame
 from .one_pass import Pass, mark_replaced
-from .rebuild import rebuild
+from .rebuild import again, rebuild
 from .tasks import Task
 
 
@@ -82,6 +82,10 @@ def enter(
     is_inlined = task.inlined and compat.staging_trace(run.trace) is not None
     if is_inlined or _returns_proxy(run, eqn):
         inline(run, task, eqn.params["jaxpr"], values, info, within)
+        return
+    applied = run.frame.applied
+    if applied is not None and applied.is_by(eqn):
+        run.emit(task, eqn, again(applied, values), info)
         return
     place, operands = run.place(task, within), run.operands(eqn)
     new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)

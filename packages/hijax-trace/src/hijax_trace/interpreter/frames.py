@@ -13,6 +13,7 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, Resolve, flow_of
 from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
+from .hi_prims import Applied
 from .numbers import join_path
 from .questions import EXPRESSION, KINDS, PATH, STEPS, Question
 
@@ -50,6 +51,7 @@ class Frame:
         from_handler: those of them that the program's own operation did not compute.
         read: the origins of inputs that handlers asked for.
         asked: the other questions that they asked; see ``questions``.
+        applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
     """
 
     __slots__ = (
@@ -63,6 +65,7 @@ class Frame:
         "_linear_count",
         "_parent",
         "_path",
+        "applied",
         "asked",
         "depth",
         "from_handler",
@@ -124,6 +127,7 @@ class Frame:
         self.from_handler: set[Any] = set()
         self.read: dict[int, Origin | None] = {}
         self.asked: set[Question] = set()
+        self.applied: Applied | None = None
 
     def _and_around(self) -> Iterator[Frame]:
         """Yield this frame and those around it, innermost first."""

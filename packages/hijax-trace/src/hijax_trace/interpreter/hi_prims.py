@@ -11,21 +11,26 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
+from interception_core import JaxtapError
+
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
-from ..hi.mapped_prim import MappedPrim
+from ..hi.mapped_prim import MappedPrim, mapped
 from ..staging.packed import NUMBERS, NUMPY, Packed
+from .numbers import Numbers
 
 Run = Callable[[Callable[..., Any], tuple], Any]
 """Calls a function with a tuple of arguments, while the targets are tapped."""
-Rule = Callable[[Callable[..., Any], int, tuple, int], Any]
-"""``rule(fn, first, args, linear)`` calls a rule with its operations tapped. The leaves of ``args``
-from ``first`` on are the HiPrim's operands; it is linear in the last ``linear`` leaves."""
+Rule = Callable[..., Any]
+"""``rule(fn, first, args, linear, tapped, extra)`` calls a rule with its operations tapped. The
+leaves of ``args`` from ``first`` on are the HiPrim's operands; it is linear in the last ``linear``
+leaves. If there is ``tapped``, the ``TappedPrim`` of ``extra`` and those operands stands for the
+HiPrim where the rule applies it to them."""
 
 
 class Expansion:
@@ -163,16 +168,25 @@ class TappedPrim(compat.HiPrimBase):
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         """Return the results and their tangents."""
+        if any(not isinstance(tangent, compat.Zero) for tangent in tangents[0]):
+            refuse()
         args = primals[1:], tangents[1:]
-        return self._program.rule(self.prim.jvp, 0, args, len(jax.tree.leaves(args[1])))
+        linear = len(jax.tree.leaves(args[1]))
+        return self._program.rule(self.prim.jvp, 0, args, linear, self, primals[0])
 
     def lin(self, nzs_in: Any, *primals: Any) -> Any:
         """Return the results, and the residuals of ``linearized``."""
-        return self._program.rule(self.prim.lin, self._count, (nzs_in[1:], *primals[1:]), 0)
+        return self._forward(self.prim.lin, nzs_in, primals)
 
     def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
         """Return the results, and the residuals of ``vjp_bwd``."""
-        return self._program.rule(self.prim.vjp_fwd, self._count, (nzs_in[1:], *primals[1:]), 0)
+        return self._forward(self.prim.vjp_fwd, nzs_in, primals)
+
+    def _forward(self, fn: Callable[..., Any], nzs_in: Any, primals: tuple) -> Any:
+        if any(nzs_in[0]):
+            refuse()
+        args, first = (nzs_in[1:], *primals[1:]), len(self.prim.in_avals_flat)
+        return self._program.rule(fn, first, args, 0, self, primals[0])
 
     def linearized(self, *given: Any) -> Any:
         """Return the tangents of the results."""
@@ -199,12 +213,65 @@ class TappedPrim(compat.HiPrimBase):
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
         """Return the results under ``vmap``, and their mapped axes."""
-        mapped = MappedPrim(self, axis_data, dims)
-        return mapped(*args), mapped.out_dims
+        return mapped(self, axis_data, args, dims)
 
-    @property
-    def _count(self) -> int:
-        return len(self.prim.in_avals_flat)
+
+class Asked(NamedTuple):
+    """What came of asking handlers about what a HiPrim expands to.
+
+    Attributes:
+        numbers: the operations so far, after those.
+        metadata: the metadata of its results, by number.
+        replaced: whether a handler replaced any operation in it.
+        from_handler: whether any of those values was not the operation's own result.
+    """
+
+    numbers: Numbers
+    metadata: Mapping[int, Mapping[str, Any]]
+    replaced: bool
+    from_handler: bool
+
+
+class Applied(NamedTuple):
+    """The application of a HiPrim whose rule runs.
+
+    A rule often applies the HiPrim itself, for the result beside the derivative. That is the
+    operation that handlers were asked about: they are not asked twice, and what they used from
+    around it was made an operand, which outlives the trace.
+
+    Attributes:
+        tapped: the HiPrim with its operations tapped.
+        extra: the values of its additional operands.
+        variables: the operands of the HiPrim, as the rule has them; None for one that it has not.
+        asked: what came of asking.
+    """
+
+    tapped: TappedPrim
+    extra: tuple[Any, ...]
+    variables: Sequence[Any]
+    asked: Asked
+
+    def is_by(self, eqn: Any) -> bool:
+        """Return whether an equation applies the HiPrim to its operands."""
+        if eqn.primitive is not compat.call_hi_primitive_p:
+            return False
+        own, prim = self.tapped.prim, eqn.params["_prim"]
+        # Equal HiPrims may have operands of different types, but variables have one type each.
+        same = len(eqn.invars) == len(self.variables) and all(map(_is, eqn.invars, self.variables))
+        return same and (prim is own or prim == own)
+
+
+def _is(one: Any, other: Any) -> bool:
+    return one is other
+
+
+def refuse() -> None:
+    """Raise JaxtapError: a handler's value that a rule knows nothing of is differentiated."""
+    raise JaxtapError(
+        "A handler must use only its arguments and values without derivatives in a function "
+        "with custom derivative rules or a HiPrim, got a value from around it that is "
+        "differentiated. Use jax.lax.stop_gradient(value), or tap the function as a whole."
+    )
 
 
 class _Program:

@@ -24,7 +24,7 @@ from .body_proxies import (
     untrained,
 )
 from .frames import Metadata, Operands, Place
-from .hi_prims import TappedPrim
+from .hi_prims import Applied, Asked, TappedPrim
 from .memo import Tapped
 from .rules import prim_rule
 from .session import Session
@@ -140,11 +140,13 @@ def rebuild(
         _check_devices(tapped[0].extra, params["mesh"])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
-    if expands:
-        rule = prim_rule(session, place, operands, before)
-        new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     replaced, from_handler = any(t.replaced for t in tapped), any(t.from_handler for t in tapped)
-    found = Rebuilt(new, all_values, _metadata(holder.results, tapped), replaced, from_handler)
+    metadata = _metadata(holder.results, tapped)
+    if expands:
+        asked = Asked(session.numbers.copy(), metadata, replaced, from_handler)
+        rule = prim_rule(session, place, operands, before, asked=asked)
+        new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
+    found = Rebuilt(new, all_values, metadata, replaced, from_handler)
     if not results:
         return found
     # What all branches return of their operands as it is need not be a result, which XLA copies.
@@ -171,6 +173,12 @@ def rebuild(
         }
 
     return found._replace(params=new, results=kept, returned=returned)
+
+
+def again(applied: Applied, values: Sequence[Any]) -> Rebuilt:
+    """Return what replaces the equation of a HiPrim in its own rule."""
+    _, *made = applied.asked
+    return Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], *made)
 
 
 def _returned_by_branches(

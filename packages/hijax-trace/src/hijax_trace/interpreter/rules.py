@@ -16,7 +16,7 @@ from ..proxy.array_proxy import Lost
 from ..proxy.carrier import proxy_of
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Operands, Place
-from .hi_prims import Rule, staged_rule
+from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
 from .numbers import Numbers
 from .session import Session
 
@@ -155,7 +155,12 @@ def _rule_frame(
 
 
 def prim_rule(
-    session: Session, place: Place, operands: Operands, numbers: Numbers, is_later: bool = True
+    session: Session,
+    place: Place,
+    operands: Operands,
+    numbers: Numbers,
+    is_later: bool = True,
+    asked: Asked | None = None,
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
@@ -165,9 +170,17 @@ def prim_rule(
         operands: what is known of its operands.
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
+        asked: what came of asking handlers about its expansion, if that stands for it in rules.
     """
 
-    def rule(fn: Callable[..., Any], first: int, args: tuple, linear: int) -> Any:
+    def rule(
+        fn: Callable[..., Any],
+        first: int,
+        args: tuple,
+        linear: int,
+        tapped: TappedPrim | None = None,
+        extra: tuple[Any, ...] = (),
+    ) -> Any:
         packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
         if not session.tapping.tasks.wants(jaxpr):
             return fn(*args)
@@ -179,7 +192,14 @@ def prim_rule(
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
         inner = _rule_frame(jaxpr, place, operands, places, consts, is_later, along)
-        counting = session.counting(numbers.copy())
+        start = numbers
+        if tapped is not None and asked is not None:
+            given = [packed.place_of(leaf) for leaf in own]
+            variables = [None if i is None else jaxpr.invars[before + i] for i in given]
+            applied = Applied(tapped, extra, variables, asked)
+            if any(map(applied.is_by, jaxpr.eqns)):
+                inner.applied, start = applied, asked.numbers
+        counting = session.counting(start.copy())
         return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 
     return rule

@@ -21,7 +21,13 @@ from .values import VIEWS
 
 _MANY = 2
 """More contractions than an equation of a pattern may hold."""
-_HOLDING = ("conv_general_dilated", "ragged_dot_general", "pallas_call", "call_hi_primitive")
+_HOLDING = (
+    "conv_general_dilated",
+    "ragged_dot_general",
+    "pallas_call",
+    "mpmd_map",
+    "call_hi_primitive",
+)
 
 Value = Tracked | Expression | None
 """What is known of a value; None if it was computed from scores in another way."""

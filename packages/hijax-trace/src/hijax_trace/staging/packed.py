@@ -83,6 +83,10 @@ class Packed:
         """Return the number of the first leaf that is array ``index``."""
         return self._first[index]
 
+    def place_of(self, leaf: int) -> int | None:
+        """Return the number of the array that leaf ``leaf`` is, or None."""
+        return self._places[leaf]
+
     def forget(self) -> list[Any]:
         """Drop the arrays. Return them."""
         arrays, self.arrays = self.arrays, []

@@ -6,6 +6,8 @@
   program, so the scope is asleep while they run.
 * The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` belong to the program, but may run
   after the scope has ended, so they take the scope along.
+* The body of a Pallas kernel works on blocks of memory, for compilers that know few operations, so
+  the scope ends there.
 """
 
 from __future__ import annotations
@@ -106,6 +108,14 @@ def _hoist(site: Any, original: Callable, state: State, args: tuple, kwargs: dic
 def _trace_partially(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     with _compat.settled() if _HOISTING.settled else contextlib.nullcontext():
         return original(*args, **kwargs)
+
+
+def _trace(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
+    if isinstance(state, Scope) and _compat.traces_kernel(*args, **kwargs):
+        # Not asleep: what the body calls has traces of its own, which must not serve the program.
+        with CONTEXT(OUTSIDE):
+            return original(*args, **kwargs)
+    return original(*args, **kwargs)
 
 
 def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
@@ -234,7 +244,6 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.lower_jaxpr_to_module, _lower),
     (_compat.backward_pass, _rules),
     (_compat.jit_staging_rule, _stage_jitted),
-    (_compat.evaluate_checkpoint, _rules),
     (_compat.evaluate_partially, _evaluate),
     (_compat.hoist, _hoist),
     (_compat.trace_partially, _trace_partially),
@@ -242,6 +251,8 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.linear_transpose, _transpose),
     (jax.lax.custom_linear_solve, _solve),
     *((runner, _bind) for runner in _compat.rule_runners),
+    *((evaluation, _rules) for evaluation in _compat.evaluations),
+    *((tracer, _trace) for tracer in _compat.tracers),
 )
 
 ALWAYS: tuple[Patch, ...] = (

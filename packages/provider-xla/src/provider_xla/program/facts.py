@@ -51,7 +51,7 @@ class Code(enum.Enum):
               "at each call")  # fmt: skip
     STATE = "{paths} can't be stored: the program writes into it at each call, as into a cache"
     COUNTED = "a loop counts the index: it takes the rows in turn"
-    PALLAS = "a Pallas kernel stays as it is written"
+    PALLAS = "it is used inside a Pallas kernel, which stays as it is written"
     OPAQUE = (
         "it is a primitive of a library and holds programs, in which nothing is quantized. Give "
         "the parameter a rule without weight_qtype, or write this part of the program with JAX's "

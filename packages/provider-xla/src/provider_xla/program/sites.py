@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import Attention, attention, is_followed, scaled_inputs
-from interception_core import Engine, Interceptor, OpCall, UnknownNameError, untapped
+from interception_core import Engine, Interceptor, OpCall, UnknownNameError
 
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
@@ -143,10 +143,10 @@ class Sites:
         handlers: dict[str, Callable[..., Any]] = {
             target: functools.partial(self._handle, op) for target, op in OPS.items()
         }
-        handlers["jax.experimental.pallas.pallas_call"] = _leave_kernel
         if follows_values(engine):  # in all sites: the same targets share JAX's traces
             handlers["primitive:custom_linear_solve"] = self._leave_solver
-            handlers["primitive:pallas_call"] = functools.partial(self._note_reader, Code.PALLAS)
+            for name in _pallas_primitives():
+                handlers[f"primitive:{name}"] = functools.partial(self._note_reader, Code.PALLAS)
             handlers["hijax_trace.opaque_call"] = functools.partial(self._note_reader, Code.OPAQUE)
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice
@@ -415,9 +415,11 @@ class Sites:
             self._record(dataclasses.replace(record, beside=beside), problem)
 
 
-def _leave_kernel(call: OpCall, *args: Any, **kwargs: Any) -> Any:
-    """Leave a Pallas kernel as written: it manages blocks of memory."""
-    return untapped(call.proceed(*args, **kwargs))
+def _pallas_primitives() -> tuple[str, str]:
+    """Return the primitives of ``pallas_call`` and of ``kernel``, which exist from now on."""
+    import jax.experimental.pallas  # noqa: F401  # it makes them
+
+    return "pallas_call", "mpmd_map"
 
 
 def record_of(

@@ -5,6 +5,7 @@ from .generated import GeneratedSuite
 from .handlers import HandlerSuite
 from .identity import IdentitySuite
 from .isolation import IsolationSuite
+from .kernels import KernelSuite
 from .nesting import NestingSuite
 from .operands import OperandSuite
 from .primitives import PrimitiveSuite
@@ -22,6 +23,7 @@ class EngineConformance(
     OperandSuite,
     ErrorSuite,
     PrimitiveSuite,
+    KernelSuite,
     GeneratedSuite,
 ):
     """The tests that every engine passes. Subclass it in a test module.
