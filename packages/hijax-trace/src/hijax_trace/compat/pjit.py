@@ -157,7 +157,7 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
 def rule_after(rule: Any, count: int) -> Any:
     """Return the vmap rule of a ``custom_vmap_call`` with so many operands before the rule's."""
 
-    class After(type(rule)):
+    class After(type(rule)):  # pyrefly: ignore [invalid-inheritance]
         """It knows nothing of them."""
 
         def __call__(self, size: int, batched: Sequence[Any], *args: Any) -> Any:

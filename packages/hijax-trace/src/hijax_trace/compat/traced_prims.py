@@ -106,7 +106,8 @@ class _TappedRemat(*_REMAT):  # type: ignore[misc]
                 given[i] = value
             return as_function(self.jaxpr)(*given)
 
-        return jax.jvp(program, *(tuple(part[i] for i in varying) for part in (primals, tangents)))
+        first, along = (tuple(part[i] for i in varying) for part in (primals, tangents))
+        return jax.jvp(program, first, along)
 
 
 def more_flags(flags: Any, extra: int) -> Any:

@@ -177,8 +177,9 @@ def rebuild(
 
 def again(applied: Applied, values: Sequence[Any]) -> Rebuilt:
     """Return what replaces the equation of a HiPrim in its own rule."""
-    _, *made = applied.asked
-    return Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], *made)
+    asked, params = applied.asked, {"_prim": applied.tapped}
+    values = [*applied.extra, *values]
+    return Rebuilt(params, values, asked.metadata, asked.replaced, asked.from_handler)
 
 
 def _returned_by_branches(

@@ -38,10 +38,11 @@ def kernel_makers(body: Callable, out: Any) -> dict[str, Callable[[], Callable]]
     if jax.__version_info__ < (0, 11):
         mesh = tpu.create_tensorcore_mesh("core", num_cores=1)
     else:
-        mesh = tpu.TensorCoreMesh(axis_name="core", num_cores=1)
+        make: Any = tpu.TensorCoreMesh  # pyrefly: ignore [missing-attribute]
+        mesh = make(axis_name="core", num_cores=1)
 
     def on_references() -> Callable:
-        kernel = pallas.kernel(body, mesh=mesh, interpret=True)
+        kernel: Any = pallas.kernel(body, mesh=mesh, interpret=True)
 
         def run(x: Any, w: Any) -> Any:
             result = jax.new_ref(jnp.zeros(out.shape, out.dtype))
