@@ -86,8 +86,8 @@ def test_recorders_change_nothing_and_agree(name, inner, outer):
     both = tap(tap(fn, logs[0], inner), logs[1], outer)
     if name == "grad" and inner != outer:
         # A function is kept as one equation, its dot is settled: the two cotangents of its
-        # operands meet in the other order, on JAX 0.12 with the engines in turn as well. An addition
-        # has the same bits both ways.
+        # operands meet in the other order, on JAX 0.12 whichever engine is outside. The bits of an
+        # addition are the same both ways.
         np.testing.assert_array_equal(jax.jit(both)(X), jax.jit(fn)(X))
     else:
         assert stablehlo(both, X) == stablehlo(fn, X)
