@@ -25,6 +25,7 @@ N = 16
 A, B = np.asarray(jax.random.normal(jax.random.key(0), (2, N, N))) / N
 X = np.asarray(jax.random.normal(jax.random.key(1), (4, N)))
 EYE = np.eye(N, dtype=np.float32)
+MASK = np.tri(N, k=-1, dtype=np.float32)
 PARAMS = {"a": A, "b": B}
 ALL = {"args[0]['a']", "args[0]['b']"}
 
@@ -76,6 +77,14 @@ WEIGHTS = {
     "power": (
         lambda p: lax.fori_loop(0, 2, lambda _, c: c @ c, p["a"] + p["b"]),
         lambda a, b: np.linalg.matrix_power(a + b, 4),
+    ),
+    "masked": (
+        lambda p: (MASK * p["a"]) @ (MASK * p["a"]).T + p["b"],
+        lambda a, b: (MASK * a) @ (MASK * a).T + b,
+    ),
+    "exponential of a masked one": (
+        lambda p: jax.scipy.linalg.expm(MASK * p["a"]) + p["b"],
+        lambda a, b: scipy.linalg.expm(MASK * a) + b,
     ),
     "in a map": (
         lambda p: jax.vmap(jnp.linalg.inv)(EYE + jnp.stack([p["a"], p["b"]])).sum(0),

@@ -101,7 +101,9 @@ def weights_among(
         return Weights(tuple(found))
     static = [i for i, kind in kinds.items() if not kind.is_dynamic]
     own = [i for i in static if not kinds[i].closes_over]
-    if len(own) == len(kinds) or not any(kind.is_known for kind in kinds.values()):
+    # Where both use such an array, it masks a weight in both.
+    are_alike = len(static) == len(kinds) and len(own) != 1
+    if are_alike or not any(kind.is_known for kind in kinds.values()):
         return Weights(tuple(found), is_part=True)
     kept = own if len(own) == 1 else static if len(static) == 1 else []
     beside = {path for i, kind in kinds.items() if i not in kept for path in kind.paths}
