@@ -19,6 +19,7 @@ from jax._src import mesh as _mesh  # 0.10.2 - 0.12
 from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import sharding_impls as _sharding_impls  # 0.10.2 - 0.12
+from jax._src import tree_util as _tree_util  # 0.10.2 - 0.12
 from jax._src.interpreters import ad  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.lax.control_flow import conditionals as _conditionals  # 0.10.2 - 0.12
@@ -147,6 +148,14 @@ def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
     )
 
 
+# Since 0.11 JAX traces with a registry of pytrees of its own, in which None is a leaf.
+_has_registry = hasattr(_tree_util, "treedef_tuple_tracing_registry")
+_registry = _tree_util.tracing_registry if _has_registry else _tree_util.default_registry
+_treedef_tuple: Callable[[Sequence[Any]], Any] = getattr(
+    _tree_util, "treedef_tuple_tracing_registry", jax.tree_util.treedef_tuple
+)
+
+
 def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
     """Return the vmap rule of a ``custom_vmap_call``, wrapped."""
     again = copy.copy(rule)
@@ -154,8 +163,14 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
     return again
 
 
-def rule_after(rule: Any, count: int) -> Any:
-    """Return the vmap rule of a ``custom_vmap_call`` with so many operands before the rule's."""
+def rule_after(in_tree: Any, rule: Any, count: int) -> tuple[Any, Any]:
+    """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own.
+
+    Args:
+        in_tree: the structure of its own operands.
+        rule: its rule.
+        count: the number of the others.
+    """
 
     class After(type(rule)):  # pyrefly: ignore [invalid-inheritance]
         """It knows nothing of them."""
@@ -165,7 +180,8 @@ def rule_after(rule: Any, count: int) -> Any:
 
     again = copy.copy(rule)
     again.__class__ = After
-    return again
+    leaf = _registry.flatten(0)[1]
+    return _treedef_tuple([*[leaf] * count, *in_tree.children()]), again
 
 
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:

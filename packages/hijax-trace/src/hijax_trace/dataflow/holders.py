@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 from jax.sharding import PartitionSpec
 
 from .. import compat
@@ -223,9 +222,7 @@ def _custom_vmap_rebuild(
     (more,) = extra
     if not more:
         return {**params, "call": jaxprs[0]}
-    leaf, given = jax.tree.structure(0), jax.tree_util.treedef_children(params["in_tree"])
-    in_tree = jax.tree_util.treedef_tuple([leaf] * more + given)
-    rule = compat.rule_after(params["rule"], more)
+    in_tree, rule = compat.rule_after(params["in_tree"], params["rule"], more)
     return {**params, "call": jaxprs[0], "in_tree": in_tree, "rule": rule}
 
 
