@@ -33,7 +33,7 @@ BUDGETS = {
     "provider-odml": 120,
     "provider-odml-aeq": 15,
     "provider-xla": 205,
-    "quant-numerics": 65,
+    "quant-numerics": 75,
     "te-ffi-kernels": 130,
     "te-ffi-kernels-cuda13": 5,
     "tests": 150,
