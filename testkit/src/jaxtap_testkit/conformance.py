@@ -1,5 +1,7 @@
 """The suite of all engines, in two tiers."""
 
+import contextlib
+
 import jax
 import pytest
 
@@ -38,6 +40,19 @@ def of_flags(test, argument="form"):
     return found
 
 
+@contextlib.contextmanager
+def flags_set(names):
+    """Set flags of JAX."""
+    before = {name: getattr(jax.config, name) for name in names}
+    for name in names:
+        jax.config.update(name, True)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 class ConformanceWithFlags:
     """What of the suite is about functions that JAX's flags change, with each flag and with all."""
 
@@ -45,12 +60,8 @@ class ConformanceWithFlags:
 
     @pytest.fixture(autouse=True, params=SETTINGS, ids=lambda names: " ".join(names) or "none")
     def _flags(self, request):
-        before = {name: getattr(jax.config, name) for name in request.param}
-        for name in request.param:
-            jax.config.update(name, True)
-        yield
-        for name, value in before.items():
-            jax.config.update(name, value)
+        with flags_set(request.param):
+            yield
 
     @property
     def whole(self):

@@ -13,7 +13,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from interception_core import Interceptor, PatchEngine
-from jaxtap_testkit.conformance import SETTINGS
+from jaxtap_testkit.conformance import SETTINGS, flags_set
 from jaxtap_testkit.tap_helpers import ENGINE, Log, ids_of, look, tap, times
 
 WITH_NONE = [(), *(names for names in SETTINGS if names)]
@@ -24,12 +24,8 @@ DOT = "jax.numpy.dot"
 
 @pytest.fixture(autouse=True, params=WITH_NONE, ids=lambda names: " ".join(names) or "as before")
 def _flags(request):
-    before = {name: getattr(jax.config, name) for name in request.param}
-    for name in request.param:
-        jax.config.update(name, True)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with flags_set(request.param):
+        yield
 
 
 def functions():
