@@ -172,16 +172,19 @@ def rule_after(in_tree: Any, rule: Any, count: int) -> tuple[Any, Any]:
         count: the number of the others.
     """
 
-    class After(type(rule)):  # pyrefly: ignore [invalid-inheritance]
-        """It knows nothing of them."""
-
-        def __call__(self, size: int, batched: Sequence[Any], *args: Any) -> Any:
-            return super().__call__(size, batched[count:], *args[count:])
-
-    again = copy.copy(rule)
-    again.__class__ = After
     leaf = _registry.flatten(0)[1]
-    return _treedef_tuple([*[leaf] * count, *in_tree.children()]), again
+    return _treedef_tuple([*[leaf] * count, *in_tree.children()]), _RuleAfter(rule, count)
+
+
+class _RuleAfter(_custom_batching.ClosedRule):
+    """A vmap rule that knows nothing of the first operands, which an engine has added."""
+
+    def __init__(self, rule: Any, count: int):
+        self.__dict__.update(rule.__dict__)
+        self._count = count + getattr(rule, "_count", 0)  # an engine around may add others
+
+    def __call__(self, size: int, batched: Sequence[Any], *args: Any) -> Any:
+        return super().__call__(size, batched[self._count :], *args[self._count :])
 
 
 def in_shard_map(params: dict[str, Any]) -> contextlib.ExitStack:

@@ -272,7 +272,7 @@ def carry_behind(body: Body, index: int) -> Behind | None:
             found |= behind
     operands = [body.inputs[i] for i in found.inputs]
     known = frozenset(i for i in operands if i is not None)
-    return Behind(known, found.contracted) if len(known) == len({*operands}) else None
+    return None if None in operands else Behind(known, found.contracted)
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:

@@ -222,7 +222,7 @@ def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, d
             if path in chosen:
                 paths = deciding.setdefault(record.rule, {}).setdefault(chosen[path], [])
                 paths.append(path.removeprefix(plan.rules.params))
-    every = [path.removeprefix(plan.rules.params) for path in plan.leaves]
+    every = plan.rules.below(plan.leaves)
     rules: list[Any] = []
     numbers = {}
     for i, rule in enumerate(plan.rules.rules):

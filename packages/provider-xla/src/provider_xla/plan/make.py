@@ -17,7 +17,7 @@ from interception_core.log import logger
 
 from ..kernels.matmul import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
-from ..program.facts import Code, Fact
+from ..program.facts import Code
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
@@ -68,8 +68,7 @@ def make_plan(
         weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
                    for path, weight in weights.items()}  # fmt: skip
     survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
-    survey.problems += _unread(survey, weights)
-    _settle_made(survey, weights)
+    survey.settle_weights(weights)
     records = [_with_format(record, weights) for record in survey.records.values()]
     # The patch engine can't pass stored parameters to the operations that use them.
     if kernels and follows_values(engine):
@@ -118,41 +117,6 @@ def make_plan(
     # Where a call is jitted, numbers among the parameters are arrays, and part of no expression.
     with_numbers = has_numbers((params, *args), kwargs)
     return _with_kept(plan, absorbed, with_numbers, given, survey)
-
-
-def _stored_in(survey: Survey, weights: Mapping[str, WeightPlan]) -> set[str]:
-    """Return the parameters that are stored, themselves or in a derived weight."""
-    derived = (one.leaves for one in survey.derived.values() if one.path in weights)
-    return {*weights, *(path for leaves in derived for path in leaves)}
-
-
-def _settle_made(survey: Survey, weights: Mapping[str, WeightPlan]) -> None:
-    """Make notes of problems with weights that are made at each call of stored parameters."""
-    stored, left = _stored_in(survey, weights), []
-    for problem in survey.problems:
-        why = dict(problem.values).get("why")
-        is_made = isinstance(why, Fact) and why.code is Code.MADE_AT_CALLS
-        if is_made and stored.issuperset(problem.paths):
-            survey.notes[problem] = None
-        else:
-            left.append(problem)
-    survey.problems[:] = left
-
-
-def _unread(survey: Survey, weights: Mapping[str, WeightPlan]) -> list[Fact]:
-    """Return problems for parameters of which weights are computed that nothing stored uses."""
-    said = {path for problem in survey.problems for path in problem.paths}
-    said |= _stored_in(survey, weights)
-    found = []
-    for record in survey.records.values():
-        if record.why is None or record.why.code is not Code.COMPUTES_WEIGHT:
-            continue
-        if record.rule is None or survey.rules.rules[record.rule].weight_qtype is None:
-            continue
-        if paths := tuple(dict.fromkeys(path for path in record.paths if path not in said)):
-            about = {"op_id": record.op_id, "paths": paths, "rule": record.rule}
-            found.append(Code.STAYS_FLOAT(**about, why=Code.UNREAD_WEIGHT()))
-    return found
 
 
 def _with_kept(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import quant_numerics as qn
@@ -232,11 +232,36 @@ class Survey:
         if self.lora is not None:
             self.lora.forget(gone)
 
+    def settle_weights(self, stored: Collection[str]) -> None:
+        """Say what is made of parameters alone at each call, once it is known what is stored.
+
+        Args:
+            stored: the paths of stored parameters, and the names of stored derived weights.
+        """
+        derived = (one.leaves for one in self.derived.values() if one.path in stored)
+        known = {*stored, *(path for leaves in derived for path in leaves)}
+        said = known | {path for problem in self.problems for path in problem.paths}
+        for record in self.records.values():
+            if record.why is None or record.why.code is not Code.COMPUTES_WEIGHT:
+                continue
+            if record.rule is None or self.rules.rules[record.rule].weight_qtype is None:
+                continue
+            if paths := tuple(dict.fromkeys(path for path in record.paths if path not in said)):
+                about = {"op_id": record.op_id, "paths": paths, "rule": record.rule}
+                self.problems.append(Code.STAYS_FLOAT(**about, why=Code.UNREAD_WEIGHT()))
+        # What is made of stored parameters is no problem, but a surprise.
+        for problem in [*self.problems]:
+            why = dict(problem.values).get("why")
+            is_made = isinstance(why, Fact) and why.code is Code.MADE_AT_CALLS
+            if is_made and known.issuperset(problem.paths):
+                self.problems.remove(problem)
+                self.notes[problem] = None
+
     def _lookup_of_scaled(self, call: OpCall, operand: Any, indices: Any) -> None:
         """Record a lookup in parameters that the program multiplies or joins with others."""
         others = [call.expression(indices)]
         found = scaled_inputs(call.expression(operand), self.rules.is_parameter, others)
-        below = tuple(path.removeprefix(self.rules.params) for path in found)
+        below = self.rules.below(found)
         index = self.rules.find(("take",), call.module_path, below, True) if found else None
         if index is not None and self.rules.rules[index].weight_qtype is not None:
             why = unstorable(found)

@@ -41,7 +41,7 @@ def _why(
     leaves: Sequence[str],
 ) -> str:
     paths = dict.fromkeys(record.module_path for record in records)  # in the program's order
-    below = [path.removeprefix(rules.params) for path in leaves]
+    below = rules.below(leaves)
     if not records:
         return "the program has no operation that rules can match"
     if not any(matches_path(rule.module_path, path) for path in paths):
@@ -60,7 +60,7 @@ def _why(
         known = _known("the parameters are", rule.weight_path, below)
         return f"its weight_path matches no parameter; {known}"
     for record in records:
-        own = [path.removeprefix(rules.params) for path in record.paths]
+        own = rules.below(record.paths)
         matches = rule.matches(
             record.op_name, record.module_path, own, has_weight=bool(record.paths)
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -201,7 +201,11 @@ class Rules:
         """Return paths of parameters for ``find``, if a rule needs them."""
         if not self._by_weight:  # type: ignore[attr-defined]
             return ()
-        return tuple(path.removeprefix(self.params) for path in weights.paths)
+        return self.below(weights.paths)
+
+    def below(self, paths: Iterable[str]) -> tuple[str, ...]:
+        """Return paths as rules name parameters: below the argument that holds them."""
+        return tuple(path.removeprefix(self.params) for path in paths)
 
     def how(self, rule: QuantizationRule, is_weight: bool) -> qn.HowToQuantize | None:
         """Return how a rule quantizes an operand."""

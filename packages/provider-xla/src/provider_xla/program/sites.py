@@ -357,8 +357,7 @@ class Sites:
         paths = tuple(sorted({path for one in kinds if one is not None for path in one.paths}))
         if not paths:
             return NotImplemented
-        below = tuple(path.removeprefix(self._rules.params) for path in paths)
-        index = self._rules.find((call.op_name,), call.module_path, below)
+        index = self._rules.find((call.op_name,), call.module_path, self._rules.below(paths))
         why = Code.COMPUTES_WEIGHT()
         self._record(record_of(call, call.op_name, operands, index, why, paths), None)
         return call.proceed(*operands, **params)
@@ -372,8 +371,8 @@ class Sites:
         paths = tuple(path for weight in found if weight is not None for path in weight.paths)
         index = None
         if paths and why is Code.OPAQUE:
-            below = tuple(path.removeprefix(self._rules.params) for path in paths)
-            index = self._rules.find((call.op_name,), call.module_path, below, True)
+            asked = (call.op_name,), call.module_path, self._rules.below(paths)
+            index = self._rules.find(*asked, True)
         is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
         record = record_of(call, call.op_name, arrays, index, why(), paths)
         self._record(record, why() if is_problem else None)
