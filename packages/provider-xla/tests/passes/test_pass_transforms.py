@@ -12,8 +12,8 @@ import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.coded import followed
 from provider_xla import TransformedWeight
+from provider_xla.forms.transformed import Rotated, Scaled, hadamard
 from provider_xla.program.contractions import Matmul
-from provider_xla.run.transformed import Rotated, Scaled, hadamard
 
 
 def normal(seed, *shape):

@@ -35,6 +35,14 @@ class Contraction(abc.ABC):
         """Return whether its gradients can be contractions of quantized arrays."""
         return True
 
+    def takes_scales(self, side: int, shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
+        """Return whether scales of operand 0 or 1 allow the matmul of its quantized values."""
+        shared = self.shared(side, len(shape))
+        sums = math.prod(scale_shape[axis] for axis in shared)
+        # One scale for each contracted index would take a separate contraction for each.
+        fewer = sums < math.prod(shape[axis] for axis in shared)
+        return sums == 1 or (fewer and self.takes_tiles(side, shape))
+
     @abc.abstractmethod
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         """Return the axes of operand 0 or 1 that share a scale."""
@@ -276,14 +284,3 @@ class RaggedMatmul(Contraction):
     def _numbers(self) -> lax.RaggedDotDimensionNumbers:
         dims, ragged, groups = self.numbers
         return lax.RaggedDotDimensionNumbers(dims, list(ragged), list(groups))
-
-
-def fits(
-    contraction: Contraction, side: int, shape: Sequence[int], scale_shape: Sequence[int]
-) -> bool:
-    """Return whether an operand's scales allow the matmul of its quantized values."""
-    shared = contraction.shared(side, len(shape))
-    sums = math.prod(scale_shape[axis] for axis in shared)
-    # One scale for each contracted index would take a separate contraction for each.
-    fewer = sums < math.prod(shape[axis] for axis in shared)
-    return sums == 1 or (fewer and contraction.takes_tiles(side, shape))
