@@ -20,8 +20,8 @@ from ..errors import QuantizationError
 from ..program.arrays import of_arrays
 from ..program.contractions import Contraction
 from ..program.matching import follows_values
+from ..program.record import lookup_id
 from ..program.sites import Site, Sites
-from ..run.lookup import lookup_id
 from .numbered import numbered, step_of, stored_by
 
 if TYPE_CHECKING:
