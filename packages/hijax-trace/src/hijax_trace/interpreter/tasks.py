@@ -8,8 +8,6 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from interception_core.engine_api import AHEAD
-
 from .. import compat
 from ..dataflow.called import called
 from ..dataflow.holders import (
@@ -319,4 +317,4 @@ def _contracts(eqn: Any) -> bool:
 def _is_ahead(task: Task) -> bool:
     # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
-    return task.stack is not stack and AHEAD in compat.scopes_of(stack)
+    return task.stack is not stack and compat.AHEAD in compat.scopes_of(stack)
