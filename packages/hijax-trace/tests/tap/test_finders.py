@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import Jaxpr, Literal, Var
 
 import hijax_trace as ht
 from interception_core import Interceptor, TargetError
 
 X = jnp.linspace(-2, 2, 6)
-LOOKED: list[object] = []
+LOOKED: list[Jaxpr] = []
 
 
 def parts(eqn):
@@ -138,6 +138,14 @@ def test_without_the_target_nothing_is_looked_for():
     assert LOOKED == []
     tap(plain, leave)(X)
     assert LOOKED != []
+
+
+def test_a_function_that_jax_inlines_is_one_equation():
+    """Its program is traced and derived once for all of its calls."""
+    LOOKED.clear()
+    tap(plain, leave)(X)
+    calls = [ht.called(eqn) for eqn in LOOKED[-1].eqns]
+    assert [len(call.jaxpr.eqns) for call in calls if call is not None] == [1, 1, 1]
 
 
 def test_a_handler_may_leave_it_to_those_of_its_parts():
