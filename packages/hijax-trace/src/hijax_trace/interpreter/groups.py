@@ -106,56 +106,82 @@ def groups_of(jaxpr: Any, site: Any, find: Finder) -> list[Found]:
     # A program may be sorted while a primitive is bound, when JAX has no current trace.
     with compat.set_current_trace(compat.eval_trace):
         groups = list(find(jaxpr))
+    if not groups:
+        return []
+    program = _Program(jaxpr)
     for group in groups:
-        _check(jaxpr, group)
+        program.check(group)
     # An effect has to happen where the program has it.
     return [
-        Found(site, group, *_uses(jaxpr, group))
+        Found(site, group, program.also_used(group), program.unused(group))
         for group in groups
         if not any(jaxpr.eqns[i].effects for i in group.members)
     ]
 
 
-def _check(jaxpr: Any, group: Group) -> None:
-    eqns, places = jaxpr.eqns, [*group.members]
-    if not places or sorted({*places}) != places or places[0] < 0 or places[-1] >= len(eqns):
-        problem = f"members must be numbers of the {len(eqns)} equations, in order, got {places}"
-    elif len(eqns[places[-1]].outvars) != 1:
-        problem = f"last member must have one result, got {len(eqns[places[-1]].outvars)}"
-    elif not all(_is_known(x, jaxpr, places) for x in group.inputs):
-        problem = "inputs must be variables from before its last member that no member makes"
-    else:
-        return
-    raise TargetError(f"A group's {problem}. Mend the finder of {group.name!r}.")
+class _Program:
+    """What makes and uses the variables of a jaxpr, found once for all of its groups."""
 
+    def __init__(self, jaxpr: Any):
+        self._eqns = jaxpr.eqns
+        self._results = frozenset(_variables(jaxpr.outvars))
+        self._needed = compat.used_equations(jaxpr)
+        self._makers: dict[Any, int] = dict.fromkeys(compat.inputs_of(jaxpr), -1)
+        self._readers: dict[Any, list[int]] = {}
+        for i, eqn in enumerate(jaxpr.eqns):
+            self._makers.update(dict.fromkeys(eqn.outvars, i))
+            for var in _variables(eqn.invars):
+                self._readers.setdefault(var, []).append(i)
 
-def _is_known(var: Any, jaxpr: Any, members: Sequence[int]) -> bool:
-    """Return whether a value is known before the last member, without any member."""
-    others = set(range(members[-1])).difference(members)
-    makers = (jaxpr.eqns[i].outvars for i in others)
-    return any(var is x for made in (compat.inputs_of(jaxpr), *makers) for x in made)
+    def check(self, group: Group) -> None:
+        """Raise TargetError unless a group is one of this jaxpr."""
+        eqns, places = self._eqns, [*group.members]
+        if not places or sorted({*places}) != places or places[0] < 0 or places[-1] >= len(eqns):
+            problem = (
+                f"members must be numbers of the {len(eqns)} equations, in order, got {places}"
+            )
+        elif len(eqns[places[-1]].outvars) != 1:
+            problem = f"last member must have one result, got {len(eqns[places[-1]].outvars)}"
+        elif not all(self._is_known(x, places) for x in group.inputs):
+            problem = "inputs must be variables from before its last member that no member makes"
+        else:
+            return
+        raise TargetError(f"A group's {problem}. Mend the finder of {group.name!r}.")
 
+    def _is_known(self, var: Any, members: Sequence[int]) -> bool:
+        if type(var) is compat.Literal or var not in self._makers:
+            return False
+        maker = self._makers[var]
+        return maker < members[-1] and maker not in members
 
-def _uses(jaxpr: Any, group: Group) -> tuple[tuple[str, ...], list[int]]:
-    """Return the values that are used elsewhere in words, and the dead equations that use any."""
-    inside = set(group.members)
-    made = {var: i for i in group.members[:-1] for var in jaxpr.eqns[i].outvars}
-    used: dict[Any, None] = {}
-    unused: list[int] = []
-    in_vain: set[Any] = set()
-    needed = compat.used_equations(jaxpr)
-    for i, eqn in enumerate(jaxpr.eqns):
-        found = [] if i in inside else _variables(eqn.invars)
-        if needed[i]:
-            used.update((var, None) for var in found if var in made)
-        elif any(var in made or var in in_vain for var in found):
-            unused.append(i)
-            in_vain.update(eqn.outvars)
-    used.update((var, None) for var in _variables(jaxpr.outvars) if var in made)
-    words = [
-        group.words.get(var, f"a result of {jaxpr.eqns[made[var]].primitive.name}") for var in used
-    ]
-    return tuple(dict.fromkeys(words)), unused
+    def also_used(self, group: Group) -> tuple[str, ...]:
+        """Return the values in between that the program uses elsewhere, in words."""
+        found = [
+            (i, group.words.get(var, f"a result of {self._eqns[maker].primitive.name}"))
+            for maker, var in self._between(group)
+            for i in self._uses(var)
+            if i not in group.members
+        ]
+        return tuple(dict.fromkeys(words for _, words in sorted(found, key=lambda use: use[0])))
+
+    def _uses(self, var: Any) -> list[int]:
+        """Return the equations that use a value, if anything needs these; the results come last."""
+        needed = [i for i in self._readers.get(var, ()) if self._needed[i]]
+        return [*needed, len(self._eqns)] if var in self._results else needed
+
+    def unused(self, group: Group) -> list[int]:
+        """Return the dead equations that use values of the group."""
+        found, stack = set[int](), [var for _, var in self._between(group)]
+        while stack:
+            for i in self._readers.get(stack.pop(), ()):
+                if not self._needed[i] and i not in found and i not in group.members:
+                    found.add(i)
+                    stack += self._eqns[i].outvars
+        return sorted(found)
+
+    def _between(self, group: Group) -> list[tuple[int, Any]]:
+        """Return the variables that members make for each other, with the numbers of these."""
+        return [(i, var) for i in group.members[:-1] for var in self._eqns[i].outvars]
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
