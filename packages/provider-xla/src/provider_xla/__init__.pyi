@@ -43,6 +43,8 @@ from .plan.allocation import Allocation as Allocation
 from .plan.lora import LoraPlan as LoraPlan
 from .plan.plan import Plan as Plan
 from .plan.weight import WeightPlan as WeightPlan
+from .program.patterns.attention import Attention as Attention
+from .program.patterns.find import attention as attention
 from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
 from .providers.given import Presets as Presets
