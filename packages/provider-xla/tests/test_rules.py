@@ -96,7 +96,7 @@ def test_rules_of_qwix_keep_their_meaning():
     named = {"weight_qtype": "int8", "act_qtype": "int8", "op_names": ("einsum",)}
     assert PtqProvider(TheirRule(**named)).rules == (QuantizationRule(**named),)
     first = TheirRule(weight_qtype="int8", op_names=("dot_general",))
-    with pytest.warns(UserWarning, match="rule 1 decides nothing"):
+    with pytest.warns(UserWarning, match="rule 1 has no effect"):
         plan = PtqProvider([first, TheirRule(weight_qtype="int4")]).plan(fn, w, x)
     (weight,) = plan.weights.values()
     assert weight.qtype == "int8"

@@ -206,3 +206,24 @@ def test_dequantized_parameters(name):
     for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert one.dtype == exact.dtype
         assert np.linalg.norm(one - exact) < 0.15 * np.linalg.norm(exact)
+
+
+def test_a_batch_that_is_not_a_tuple():
+    params, x = inputs()
+    static = xla.PtqProvider(Rule(weight="int8", act=Static("int8"))).plan(mlp, params, x)
+    plan = xla.PtqProvider("int4").plan(mlp, params, x)
+    for run in (
+        lambda batches: static.calibrate(mlp, params, batches),
+        lambda batches: plan.optimize(params, batches, [xla.Gptq()]),
+        lambda batches: plan.report(params, batches=batches),
+    ):
+        for batches in ([x], x, [{"x": x}]):
+            with pytest.raises(xla.QuantizationError, match=r"hold tuples.*\[\(x,\)\], got "):
+                run(batches)
+
+
+def test_parameters_that_are_stored_already():
+    params, x = inputs()
+    plan = xla.PtqProvider("int8").plan(mlp, params, x)
+    with pytest.raises(xla.QuantizationError, match=r"Some are stored already.*plan.apply\(\)"):
+        plan.quantize(plan.quantize(params))

@@ -42,6 +42,11 @@ def plan(
     Raises:
         QuantizationError: a rule does not fit a parameter; see ``provider_xla.XlaProvider.plan``.
     """
+    if not args:
+        raise TypeError(
+            "jaxtap.plan takes a function, its parameters and its other arguments, or a model and "
+            f"its inputs, got {fn!r} alone. Types (jax.ShapeDtypeStruct) are enough."
+        )
     options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
     provider = xla.PtqProvider(rules, **options)
     try:

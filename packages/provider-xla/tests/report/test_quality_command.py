@@ -87,7 +87,7 @@ def test_arguments_as_those_of_trace(file, capsys):
 
 def test_problems_are_printed(file, capsys):
     out = printed(capsys, "plan", f"{file}:case", "--rules", '[{"module_path": "x"}]')
-    assert "problem: rule 0 decides nothing" in out
+    assert "problem: rule 0 has no effect" in out
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
-from ..program.arrays import is_array
+from ..program.arrays import as_batch, is_array
 from ..program.sites import short
 from ..providers.given import provider_of
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
@@ -153,7 +153,7 @@ def calibrate_model(
         QuantizationError: no rule has ``act_static_scale``, there is no batch, the model holds no
             parameters, or they are stored as quantized values.
     """
-    provider, batches = provider_of(provider), list(batches)
+    provider, batches = provider_of(provider), list(map(as_batch, batches))
     if not batches:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
     bridge, plan, _ = planned(model, provider, batches[0], methods, {})
