@@ -17,7 +17,8 @@ _XLA = (
     *("CacheRule", "Gradient", "Lora", "Plan", "Presets", "PtqProvider", "Q", "QtProvider"),
     *("QtRule", "QuantizationError", "QuantizationRule", "QuantizationWarning", "Rule", "Static"),
     *("StoreError", "calibrate_model", "load", "load_exported", "load_model", "merge_model"),
-    *("model_plan", "presets", "quantize_file", "quantize_model", "save", "save_model"),
+    *("model_plan", "presets", "quantize_file", "quantize_model", "quantize_params", "save"),
+    *("save_model",),
 )
 _HERE = ("plan", "report", "train")
 _MODULES = ("compressed_tensors", "gguf", "lora", "odml", "passes")

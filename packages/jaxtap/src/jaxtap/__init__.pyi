@@ -24,6 +24,7 @@ from provider_xla import model_plan as model_plan
 from provider_xla import presets as presets
 from provider_xla import quantize_file as quantize_file
 from provider_xla import quantize_model as quantize_model
+from provider_xla import quantize_params as quantize_params
 from provider_xla import save as save
 from provider_xla import save_model as save_model
 

@@ -42,6 +42,7 @@ from .plan.allocation import AllocatedWeight as AllocatedWeight
 from .plan.allocation import Allocation as Allocation
 from .plan.lora import LoraPlan as LoraPlan
 from .plan.plan import Plan as Plan
+from .plan.template import quantize_params as quantize_params
 from .plan.weight import WeightPlan as WeightPlan
 from .program.patterns.attention import Attention as Attention
 from .program.patterns.find import attention as attention

@@ -21,7 +21,7 @@ from hijax_trace import OutsideError
 from interception_core import hides_frames
 
 from ..lora.weight import AdaptedWeight, is_adapted
-from .bridge import Bridge, Quantized, holds_kept, is_kept
+from .bridge import Bridge, Quantized, holds_kept, is_kept, keeps_floats
 from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 
 _FIELD = "jaxtap_quantized"
@@ -36,8 +36,9 @@ class LinenBridge(Bridge):
     """Bridge ``linen.Module`` objects, bound or not.
 
     An unbound module holds no parameters: only its methods are quantized, for ``apply`` with float
-    or stored variables. A bound module (``net.bind(variables)``) holds variables, and all of their
-    collections are parameters, as for ``provider.plan(net.apply, variables, ...)``.
+    or stored variables. Its ``init`` returns stored ones, as Qwix's does. A bound module
+    (``net.bind(variables)``) holds variables, and all of their collections are parameters, as for
+    ``provider.plan(net.apply, variables, ...)``.
     """
 
     def parameters(self, model: linen.Module) -> Any:
@@ -267,6 +268,21 @@ def _apply(self: Any, variables: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @linen.nowrap
+@hides_frames
+def _init(self: Any, rngs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return new variables, stored as those of a bound module are; see ``linen.Module.init``."""
+    quantized, plain = getattr(self, _FIELD, None), _original(self)
+    variables = plain.init(rngs, *args, **kwargs)
+    if quantized is None or keeps_floats(quantized.provider) or "params" not in variables:
+        return variables
+    rngs = rngs if isinstance(rngs, Mapping) else {"params": rngs}
+    # What a method writes is of no interest to the plan, and may be as large as the parameters.
+    run = functools.partial(plain.apply, rngs=dict(rngs), mutable=False)
+    kwargs.pop("mutable", None)
+    return quantized.provider.plan(run, variables, *args, **kwargs).quantize(variables)
+
+
+@linen.nowrap
 def _reduce(self: Any, protocol: Any) -> Any:
     """Return how a module is pickled: a bound one by its variables."""
     if self.scope is None:
@@ -342,6 +358,7 @@ def _namespace() -> dict[str, Any]:
     fields = {"__annotations__": {_FIELD: Any, _PATH: Any}, _FIELD: None, _PATH: None}
     return fields | {
         "apply": _apply,
+        "init": _init,
         "__reduce_ex__": _reduce,
         "__getattribute__": _attribute,
         "__getattr__": _attribute_of_setup,
