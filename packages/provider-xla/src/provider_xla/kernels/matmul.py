@@ -15,8 +15,8 @@ from opt_einsum import parser
 
 import quant_numerics as qn
 from interception_core import get_op
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
-from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
 from ..program.record import choice
 from .packed import PrepackedWeight
@@ -134,7 +134,7 @@ def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int
         raise NoKernel("the input of a convolution")
     if not contraction.is_pointwise(w_shape):
         raise NoKernel("a convolution with a window, padding or groups")
-    numbers, given = contraction.numbers, dict(contraction.arguments)
+    numbers = contraction.numbers
     batch, feature, *places = numbers.lhs_spec
     ndim, (_, features, *window) = len(numbers.lhs_spec), numbers.rhs_spec
     kept = tuple(axis for axis in range(ndim) if axis != feature)
@@ -143,7 +143,7 @@ def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int
     result = (
         len(kept) if became[axis] == feature else kept.index(became[axis]) for axis in range(ndim)
     )
-    strides = dict(zip(places, given["window_strides"], strict=True))
+    strides = dict(zip(places, contraction.window_strides, strict=True))
     return Layout(kept, pairs, tuple(result), tuple(strides.get(axis, 1) for axis in range(ndim)))
 
 

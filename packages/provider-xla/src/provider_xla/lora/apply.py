@@ -15,11 +15,11 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Carrier, repeated
 from interception_core import Engine, Interceptor
+from quant_numerics import Contraction
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
 from ..program.arrays import by_path
-from ..program.contractions import Contraction
 from ..program.matching import Rules
 from ..program.sites import Record, Site, Sites, ignore
 from ..run.contraction import quantized_contraction, stored_operands

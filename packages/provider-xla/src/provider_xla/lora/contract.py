@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from opt_einsum import get_symbol, parser
 
-from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 Labels = list[str]
 
@@ -118,7 +118,7 @@ def _convolution(
     """Return the convolution with one factor, then the other per pixel."""
     # The factor without output channels is a kernel with `rank` outputs. The other factor, if it
     # has nothing but output channels, mixes these at each pixel.
-    numbers, arguments = contraction.numbers, dict(contraction.arguments)
+    numbers, arguments = contraction.numbers, contraction.arguments
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:
         a, b = b, a

@@ -12,8 +12,7 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Move, MoveError, Part
-
-from ..program.contractions import Contraction, Matmul, RaggedMatmul
+from quant_numerics import Contraction, Matmul, RaggedMatmul
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -10,12 +10,11 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import repeated
+from quant_numerics import Contraction
 
 from ..kernels.matmul import NoKernel, can_add, multiply
 from ..kernels.packed import PrepackedWeight
 from ..kernels.products import NOTHING, Added
-from ..program.contractions import Contraction
-from ..program.contractions import fits as scales_fit
 from ..program.joining import Joining
 from .affine import AffineWeight, without_minimum
 from .stored import stored_form, takes, transformed
@@ -34,7 +33,7 @@ def fits(contraction: Contraction, side: int, held: Stored) -> bool:
     """Return whether a stored operand is one that ``quantized_contraction`` takes."""
     form: Any = stored_form(held)
     scales = form.scale_shape if isinstance(form, PrepackedWeight) else form.scale.shape
-    return scales_fit(contraction, side, form.shape, scales)
+    return contraction.fits(side, form.shape, scales)
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:

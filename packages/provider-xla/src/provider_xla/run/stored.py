@@ -9,10 +9,10 @@ from typing import Any
 
 import quant_numerics as qn
 from hijax_trace import Carrier
+from quant_numerics import Contraction
 
 from ..errors import QuantizationError
 from ..kernels.packed import PrepackedWeight
-from ..program.contractions import Contraction
 from ..program.matching import Under
 from ..program.sites import Site
 from .affine import AffineWeight, takes_minimum

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec
 import quant_numerics as qn
 from hijax_trace import Part
 from interception_core import explicit_mesh, explicit_spec, with_auto_axes
+from quant_numerics import Contraction, Matmul
 
 from ..kernels.matmul import Rotation
 from ..kernels.packed import PrepackedWeight
-from ..program.contractions import Contraction, Matmul
 from .affine import AroundStored
 
 
