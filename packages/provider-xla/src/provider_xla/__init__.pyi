@@ -24,6 +24,8 @@ from .formats.gguf import read_gguf_metadata as read_gguf_metadata
 from .formats.gguf import save_gguf as save_gguf
 from .formats.names import Target as Target
 from .formats.rules import rules_of as rules_of
+from .forms.affine import AffineWeight as AffineWeight
+from .forms.transformed import TransformedWeight as TransformedWeight
 from .kernels.packed import PrepackedWeight as PrepackedWeight
 from .lora.weight import AdaptedWeight as AdaptedWeight
 from .lora.weight import adapter_mask as adapter_mask
@@ -47,8 +49,6 @@ from .providers.qt import QtProvider as QtProvider
 from .report.quality import QualityReport as QualityReport
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
-from .run.affine import AffineWeight as AffineWeight
-from .run.transformed import TransformedWeight as TransformedWeight
 from .store.errors import StoreError as StoreError
 from .store.errors import StoreMismatchError as StoreMismatchError
 from .store.float_files import Source as Source

@@ -12,7 +12,7 @@ import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.coded import followed
 from provider_xla import TransformedWeight
-from provider_xla.run.transformed import Rotated, Scaled, hadamard
+from provider_xla.forms.transformed import Rotated, Scaled, hadamard
 from quant_numerics import Matmul
 
 

@@ -12,7 +12,7 @@ import quant_numerics as qn
 from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, same
-from provider_xla.kernels.packed import qarray_of
+from provider_xla.kernels.packed import portable
 
 RULES = {
     "int8": xla.QuantizationRule(weight_qtype="int8"),
@@ -58,10 +58,10 @@ def test_weights_of_one_layout_are_unpacked_by_one_program(tmp_path):
     params = mlp_params(depth=6, width=24, out=8)
     plan = mlp_plan(params=params)
     packed = plan.quantize(params)
-    before = qarray_of._cache_size()
+    before = portable._cache_size()
     xla.save(tmp_path / "a.safetensors", packed, plan)
     # The layers' and the head's.
-    assert qarray_of._cache_size() - before == 2
+    assert portable._cache_size() - before == 2
 
 
 def test_one_scale_for_all(tmp_path):

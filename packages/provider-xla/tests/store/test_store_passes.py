@@ -8,7 +8,7 @@ import safetensors.numpy
 
 import provider_xla as xla
 from jaxtap_testkit.store_samples import mlp, mlp_params, mlp_plan, quantized, same
-from provider_xla.run import transformed
+from provider_xla.forms import transformed
 
 PASSES = {
     "scaled": [xla.SmoothQuant()],

@@ -35,12 +35,12 @@ def test_equal_ones_are_equal():
 
 
 def test_scales_that_fit():
-    assert MATMUL.fits(1, (8, 4), (1, 4))
-    assert MATMUL.fits(1, (8, 4), (2, 1))
-    assert not MATMUL.fits(1, (8, 4), (8, 1))  # a contraction for each row
-    assert CONV.fits(1, (1, 1, 8, 4), (1, 1, 2, 4))
-    assert not CONV.fits(1, (3, 3, 8, 4), (1, 1, 2, 4))
-    assert not CONV.fits(0, (2, 6, 6, 8), (2, 1, 1, 2))
+    assert MATMUL.takes_scales(1, (8, 4), (1, 4))
+    assert MATMUL.takes_scales(1, (8, 4), (2, 1))
+    assert not MATMUL.takes_scales(1, (8, 4), (8, 1))  # a contraction for each row
+    assert CONV.takes_scales(1, (1, 1, 8, 4), (1, 1, 2, 4))
+    assert not CONV.takes_scales(1, (3, 3, 8, 4), (1, 1, 2, 4))
+    assert not CONV.takes_scales(0, (2, 6, 6, 8), (2, 1, 1, 2))
 
 
 def test_sizes_that_tiles_divide():

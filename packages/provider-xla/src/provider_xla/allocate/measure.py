@@ -195,5 +195,5 @@ def _with_computed(plan: PlanData) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _restored(stored: qn.QArray | qn.PackedQArray, dtype: np.dtype) -> jax.Array:
-    q = qn.unpack(stored) if isinstance(stored, qn.PackedQArray) else stored
+    q = stored.unpacked()
     return qn.dequantize(q).astype(dtype)

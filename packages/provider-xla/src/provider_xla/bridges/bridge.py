@@ -13,8 +13,8 @@ import jax
 from interception_core import Provider, ProviderPlan
 
 from ..errors import QuantizationError
+from ..forms.tree import is_stored
 from ..lora.weight import is_adapted
-from ..run.stored import is_stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

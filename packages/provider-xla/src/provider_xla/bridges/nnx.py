@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from ..cache.find import is_cache
+from ..forms.tree import is_stored
 from ..lora.weight import AdaptedWeight, is_adapted
-from ..run.stored import is_stored
 from .bridge import Bridge, Quantized, is_kept, path_of
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 

@@ -11,8 +11,8 @@ import numpy as np
 
 from interception_core import demo_kit, get_provider
 
+from ..forms.tree import is_stored
 from ..rules.rule import QuantizationRule
-from ..run.stored import is_stored
 
 if TYPE_CHECKING:
     from ..providers.plan import Plan

@@ -11,12 +11,9 @@ import jax
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..kernels.packed import PrepackedWeight
+from ..forms.tree import is_stored
 from ..kernels.packing import abstract, packing_of, prepack
 from ..lora.weight import AdaptedWeight, is_adapted
-from ..run.affine import AffineWeight
-from ..run.stored import is_stored
-from ..run.transformed import TransformedWeight
 from ..store.errors import StoreError
 
 _ADAPTED = {"base", "a", "b"}
@@ -69,9 +66,6 @@ def _fits(given: Any, wanted: Any) -> bool:
 
 def _fitted(given: Any, wanted: Any) -> Any:
     """Return one parameter in the form of another where that is possible."""
-    kinds = TransformedWeight | AffineWeight
-    if isinstance(wanted, kinds) and isinstance(given, type(wanted)):
-        return dataclasses.replace(given, inner=_fitted(given.inner, wanted.inner))
     if isinstance(wanted, AdaptedWeight):
         if isinstance(given, Mapping):
             given = AdaptedWeight(**given, form=wanted.form)
@@ -81,14 +75,21 @@ def _fitted(given: Any, wanted: Any) -> Any:
         derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}
         own, inputs = _fitted(given.own, wanted.own), wanted.inputs
         return dataclasses.replace(given, own=own, derived=derived, inputs=inputs)
-    if isinstance(wanted, PrepackedWeight) and isinstance(given, qn.QArray | qn.PackedQArray):
-        packing = packing_of(wanted)
-        fits = given.shape == wanted.shape and given.zero_point is None
-        if fits and _type(abstract(given, packing)) == _type(wanted):
-            return prepack(given, packing)
-    if isinstance(wanted, qn.QArray | qn.PackedQArray) and isinstance(given, PrepackedWeight):
-        return given.qarray(wanted.scale.shape)
+    if qn.is_form(wanted) and qn.is_form(given):
+        return given.with_values(lambda values: _repacked(values, wanted.values))
     return given
+
+
+def _repacked(given: Any, wanted: Any) -> Any:
+    """Return quantized values in the layout of others, a kernel's or none, where possible."""
+    if wanted.platform is None:
+        return given if given.platform is None else given.portable(wanted.scale_shape)
+    if given.platform is not None:
+        return given
+    packing = packing_of(wanted)
+    fits = given.shape == wanted.shape and given.zero_point is None
+    fits = fits and _type(abstract(given, packing)) == _type(wanted)
+    return prepack(given, packing) if fits else given
 
 
 def _type(leaf: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 
 import quant_numerics as qn
 
-from ..run.affine import AffineWeight
+from ..forms.affine import AffineWeight
 from ..store.errors import StoreError, require
 from ..store.files import appearing
 from ..store.float_files import INDEX, SINGLE, Names, files_of

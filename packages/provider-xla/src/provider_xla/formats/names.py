@@ -13,8 +13,8 @@ import numpy as np
 
 import quant_numerics as qn
 
-from ..run.affine import AffineWeight
-from ..run.stored import is_stored
+from ..forms.affine import AffineWeight
+from ..forms.tree import is_stored
 from ..store.errors import StoreError
 from ..store.float_files import WIDER, Names, source_of
 from ..store.tree import describe, fill
@@ -102,10 +102,8 @@ def _like(about: str, source: Any, value: Any, wanted: Any) -> Any:
 
 def _stored(value: Any) -> Any:
     """Return a leaf as plans store it: packed if its storage has spare bits."""
-    if isinstance(value, AffineWeight):
-        return dataclasses.replace(value, inner=_stored(value.inner))
-    if isinstance(value, qn.QArray):
-        return qn.pack(value) if qn.get_qtype(value.qtype).packable else value
+    if qn.is_form(value):
+        return value.with_values(lambda q: qn.pack(q) if qn.get_qtype(q.qtype).packable else q)
     value = np.asarray(value)
     # JAX would cut 64 bits to 32 without x64.
     is_wide = jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype
@@ -157,16 +155,9 @@ def _maker(name: str, value: Any, target: Target) -> Callable[[], Any]:
 
 def _portable(name: str, value: Any) -> Any:
     """Return a leaf as quantized values and scales, or a NumPy array."""
-    if isinstance(value, AffineWeight):
-        inner = value.inner
-        if hasattr(inner, "qarray"):
-            inner = inner.qarray(value.minimum.shape)
-        return dataclasses.replace(value, inner=inner).unpacked()
-    if hasattr(value, "qarray"):
-        value = value.qarray()
-    if isinstance(value, qn.PackedQArray):
-        return qn.unpack(value)
-    if isinstance(value, qn.QArray):
+    if qn.is_form(value):
+        value = value.portable().unpacked()
+    if isinstance(value, qn.QArray | AffineWeight):
         return value
     if is_stored(value) or not isinstance(value, jax.Array | np.ndarray):
         raise StoreError(

@@ -10,9 +10,8 @@ import numpy as np
 
 import quant_numerics as qn
 
+from ..forms.tree import is_stored
 from ..rules.rule import QuantizationRule
-from ..run.affine import AffineWeight
-from ..run.stored import is_stored
 from ..store.errors import StoreError
 
 
@@ -34,7 +33,7 @@ def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule
     found, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_stored)
     by_format: dict[tuple[Any, ...], list[str]] = {}
     for path, leaf in found:
-        leaf = leaf.inner if isinstance(leaf, AffineWeight) else leaf
+        leaf = leaf.values if qn.is_form(leaf) else leaf
         if isinstance(leaf, qn.QArray | qn.PackedQArray):
             name = jax.tree_util.keystr(path)
             by_format.setdefault(_format(name, leaf), []).append(re.escape(name))

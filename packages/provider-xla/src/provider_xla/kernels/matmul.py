@@ -19,7 +19,6 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from ..program.record import choice
-from .packed import PrepackedWeight
 from .products import NOTHING, Added, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -217,12 +216,34 @@ def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
     return jnp.dtype(out)
 
 
+def product(
+    contraction: Contraction,
+    side: int,
+    x: Any,
+    weight: Any,
+    *,
+    how: qn.HowToQuantize | None,
+    calibration: qn.Calibration | None,
+    extras: Sequence[jax.Array],
+    added: Added,
+    rotation: Rotation | None = None,
+) -> Any:
+    """Return a contraction with a packed weight, or NotImplemented without a kernel for it.
+
+    The arguments are those of ``StoredForm.contract``, and a rotation of ``x``.
+    """
+    try:
+        return multiply(contraction, how, calibration, x, weight, side, extras, rotation, added)
+    except NoKernel:
+        return NotImplemented
+
+
 def multiply(
     contraction: Contraction,
     how: qn.HowToQuantize | None,
     range_: qn.Calibration | None,
     x: jax.Array,
-    weight: PrepackedWeight,
+    weight: Any,
     side: int,
     extras: Sequence[jax.Array] = (),
     rotation: Rotation | None = None,
@@ -235,7 +256,7 @@ def multiply(
         how: how ``x`` is quantized; None if it stays float.
         range_: the static range of ``x``, of size 1; None if it has none.
         x: the activation, a float array.
-        weight: the other operand.
+        weight: the other operand, a ``PrepackedWeight``.
         side: which operand the weight is, 0 or 1.
         extras: the sizes of groups, for a ragged matmul.
         rotation: how the op rotates ``x`` first; None if it doesn't.
@@ -303,7 +324,7 @@ def multiply(
     return y if adds else added.to(y)
 
 
-def can_add(weight: PrepackedWeight) -> bool:
+def can_add(weight: Any) -> bool:
     """Return whether a kernel may add to the columns of a packed weight."""
     plain = len(weight.n_sizes) == 1 and not (weight.gone or weight.misses)
     return plain and getattr(weight.packed, "adds", False)
@@ -316,7 +337,7 @@ def _scale_of(how: qn.HowToQuantize | None, range_: qn.Calibration | None) -> ja
     return qn.scale_of(range_, how.qtype)[0].reshape(())
 
 
-def _check_rotation(rotation: Rotation, weight: PrepackedWeight) -> None:
+def _check_rotation(rotation: Rotation, weight: Any) -> None:
     """Raise NoKernel unless a weight was packed as it was rotated."""
     if not getattr(weight.packed, "rotates", False):
         raise NoKernel("its package has no rotations")
@@ -331,7 +352,7 @@ def _check_rows(
     op: str,
     x: jax.Array,
     kept: Sequence[int],
-    weight: PrepackedWeight,
+    weight: Any,
 ) -> None:
     """Raise NoKernel if the kernel of an op can't rotate or scale its rows so."""
     packed, k = weight.packed, math.prod(weight.k_sizes)
@@ -350,7 +371,7 @@ def _multiply_groups(
     how: qn.HowToQuantize | None,
     range_: qn.Calibration | None,
     x: jax.Array,
-    weight: PrepackedWeight,
+    weight: Any,
     side: int,
     sizes: jax.Array,
 ) -> jax.Array:

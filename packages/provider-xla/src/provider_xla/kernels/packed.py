@@ -19,12 +19,13 @@ from interception_core import get_op
 
 from ..errors import QuantizationError
 from .cuts import shards_of
+from .matmul import can_add, product
 from .rows import Rows, row_of, rows_of
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PrepackedWeight(ArrayProxy):
+class PrepackedWeight(qn.StoredForm):
     """A quantized parameter in a kernel's memory order; a pytree of arrays.
 
     ``plan.quantize`` makes it of parameters whose contractions all run in a kernel. The kernels of
@@ -67,6 +68,7 @@ class PrepackedWeight(ArrayProxy):
     """
 
     packed: Any
+    # pyrefly: ignore [bad-override]
     qtype: str = dataclasses.field(metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(metadata={"static": True})
@@ -75,6 +77,7 @@ class PrepackedWeight(ArrayProxy):
     group: int = dataclasses.field(metadata={"static": True})
     order: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     inner: int = dataclasses.field(metadata={"static": True})
+    # pyrefly: ignore [bad-override]
     platform: str = dataclasses.field(metadata={"static": True})
     index: Any = None
     misses: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -155,18 +158,28 @@ class PrepackedWeight(ArrayProxy):
         """Return its quantized values and scales, in the order of its axes."""
         return _unpacked(self)
 
-    def qarray(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
+    def portable(self, scale_shape: Sequence[int] | None = None) -> qn.QArray | qn.PackedQArray:
         """Return quantized values and scales, as they were before they were packed.
 
         Args:
             scale_shape: the shape that scales had before packing repeated them; None if it did not.
         """
-        q = self.unpacked()
-        if scale_shape is not None:
-            strides = [n // m for n, m in zip(q.scale.shape, scale_shape, strict=True)]
-            scale = jax.lax.slice(q.scale, [0] * q.ndim, q.scale.shape, strides)
-            q = dataclasses.replace(q, scale=scale)
-        return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+        return portable(self, None if scale_shape is None else tuple(scale_shape))
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> qn.Parts:
+        """Return the parts of its portable form, which are computed when they are written."""
+        shape = None if scale_shape is None else tuple(scale_shape)
+        parts = portable.eval_shape(self, shape).to_parts()
+        return parts._replace(make=lambda: portable(self, shape).to_parts().arrays)
+
+    @property
+    def can_add(self) -> bool:
+        """Return whether a kernel may add to its columns."""
+        return can_add(self)
+
+    def contract(self, contraction: Any, side: int, x: Any, **how: Any) -> Any:
+        """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``."""
+        return product(contraction, side, x, self, **how)
 
     def restore(self) -> jax.Array:
         """Return the dequantized array."""
@@ -332,8 +345,17 @@ def packed_bits(qtype: str) -> int:
 
 
 # Jitted once: weights of one layout share a program.
-qarray_of = jax.jit(PrepackedWeight.qarray, static_argnums=1)
-"""``PrepackedWeight.qarray`` of a weight and a shape of scales."""
+@functools.partial(jax.jit, static_argnums=1)
+def portable(
+    weight: PrepackedWeight, scale_shape: tuple[int, ...] | None
+) -> qn.QArray | qn.PackedQArray:
+    """Return a weight's quantized values and scales; see ``PrepackedWeight.portable``."""
+    q = weight.unpacked()
+    if scale_shape is not None:
+        strides = [n // m for n, m in zip(q.scale.shape, scale_shape, strict=True)]
+        scale = jax.lax.slice(q.scale, [0] * q.ndim, q.scale.shape, strides)
+        q = dataclasses.replace(q, scale=scale)
+    return qn.pack(q) if qn.get_qtype(q.qtype).packable else q
 
 
 # Jitted: a program that doesn't use the result has one equation of it, traced once per shape.

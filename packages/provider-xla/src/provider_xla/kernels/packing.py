@@ -145,8 +145,8 @@ def _prepack(q: Any, packing: Packing, sharding: Any) -> PrepackedWeight:
     return jax.lax.with_sharding_constraint(result, sharding)
 
 
-def _packed(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
-    q = qn.unpack(q) if isinstance(q, qn.PackedQArray) else q
+def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+    q: Any = stored.unpacked()
     first, count = packing.lead, len(packing.lead)
     order = (*first, *packing.k_axes, *packing.n_axes)
     k_sizes, n_sizes = packing.sizes(q.shape)

@@ -10,27 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-import quant_numerics as qn
-from hijax_trace import Carrier, repeated
+from hijax_trace import Carrier
 from interception_core import Engine, Interceptor
-from quant_numerics import Contraction
 
 from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight
+from ..forms.tree import is_stored, own_form, unpacked_leaf
 from ..program.arrays import by_path
 from ..program.matching import Rules
-from ..program.sites import Record, Site, Sites, ignore
-from ..run.contraction import quantized_contraction, stored_operands
-from ..run.infer import sparse, taking_stored
-from ..run.lookup import gather
-from ..run.static.statistics import Statistics, calibrations
-from ..run.stored import is_stored, unpacked_leaf
-from .contract import adapter_contraction
-from .lookup import adapter_rows
+from ..program.sites import Record, Sites, ignore
+from ..run.infer import run_site, taking_stored
+from ..run.static.statistics import Statistics
 from .tree import adapted, salt
-from .weight import AdaptedWeight, LoraWeight, dropped_out, is_adapted
+from .weight import AdaptedWeight, LoraWeight, is_adapted
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -105,9 +97,8 @@ class AdaptedRun:
     def _interceptor(self, paths: frozenset[str]) -> Interceptor:
         if paths not in self._interceptors:
             rules = dataclasses.replace(self._rules, adapted=paths)
-            run = functools.partial(_run_site, paths, self._statistics)
-            sites = Sites(self._engine, rules, run, self._record, lookup=_lookup)
-            self._interceptors[paths] = sites.interceptor
+            run = functools.partial(run_site, statistics=self._statistics)
+            self._interceptors[paths] = Sites(self._engine, rules, run, self._record).interceptor
         return self._interceptors[paths]
 
 
@@ -150,7 +141,7 @@ def _loaded(params: Any, prefix: str, key: Any) -> tuple[Any, frozenset[str]]:
 def _travelling(path: str, weight: AdaptedWeight, key: jax.Array | None) -> Any:
     """Return a parameter with an adapter as it travels through a program."""
     held, form = weight.base, weight.form
-    leaf = unpacked_leaf(held.own if isinstance(held, Carrier) else held, kernels=True)
+    leaf = unpacked_leaf(own_form(held), kernels=True)
     leaf = leaf if is_stored(leaf) else jnp.asarray(leaf)
     a, b = form.factors(weight.a, weight.b)
     data, impl = None, None
@@ -160,78 +151,6 @@ def _travelling(path: str, weight: AdaptedWeight, key: jax.Array | None) -> Any:
         data, impl = jax.random.key_data(keys), jax.random.key_impl(key)
     found = LoraWeight(leaf, a, b, data, form.scale, form.dropout, impl)
     return dataclasses.replace(held, own=found) if isinstance(held, Carrier) else found
-
-
-def _run_site(adapted_paths: frozenset[str], statistics: Statistics | None, site: Site) -> Any:
-    """Return the result of an operation whose parameters may be LoraWeights."""
-    stored = [site.call.proxy(operand) for operand in site.operands]
-    among: dict[int, LoraWeight] = {}
-    for side, (held, operand) in enumerate(zip(stored, site.operands, strict=True)):
-        if isinstance(held, LoraWeight):
-            stored[side] = held.base
-            if held.shape == operand.shape:
-                among[side] = held
-    found, how = stored_operands(site, stored)
-    operands, hows = list(found), list(how)
-    for side, weight in enumerate(site.weights):
-        if side in among:
-            if operands[side] is site.operands[side]:
-                operands[side] = among[side].base_array()
-        elif weight is not None and not adapted_paths.isdisjoint(weight.paths):
-            # The weight came as an array with the adapter added, which must not be quantized.
-            hows[side] = None
-        if weight is not None and hows[side] is not None:
-            operands[side] = sparse(site, side, operands[side])
-    if not among and not any(hows) and not any(map(is_stored, operands)):
-        return NotImplemented
-    ranges = calibrations(statistics, site)
-    if any(hows) or any(map(is_stored, operands)):
-        static = site.contraction, tuple(hows)
-        y = repeated(quantized_contraction, static, *operands, site.extras, ranges)
-    else:
-        y = site.contraction.run(*operands, *site.extras)
-    for side, weight in among.items():
-        # If both operands W and V have adapters D and E, the sum is W V + D V + (W + D) E.
-        other = site.operands[1 - side]
-        if side == 0 and 1 in among:
-            other = among[1].base_array()
-        number = None if weight.key is None else np.uint32(salt(site.call.op_id))
-        delta = _adapter(site.contraction, side, other, weight, site.extras, number)
-        y = y + delta.astype(y.dtype)
-    return y
-
-
-def _lookup(call: Any, operand: Any, indices: Any, *starts: Any, **params: Any) -> Any:
-    held = call.proxy(operand)
-    # A slice takes the factors' rows as it takes those of the parameter.
-    if not isinstance(held, LoraWeight) or call.op_name != "gather":
-        return NotImplemented
-    delta = adapter_rows(held, indices, params)
-    base = held.base.unpacked() if isinstance(held.base, PrepackedWeight) else held.base
-    if isinstance(base, qn.QArray):
-        rows = gather(base, indices, params)
-    else:
-        rows = call.proceed(base, indices, **params)
-    if delta is None or rows is None:
-        return NotImplemented
-    return rows.astype(operand.dtype) + delta.astype(operand.dtype)
-
-
-# Jitted so that a model with many equal layers traces it once.
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _adapter(
-    contraction: Contraction,
-    side: int,
-    x: jax.Array,
-    weight: LoraWeight,
-    extras: tuple[Any, ...],
-    number: Any,
-) -> jax.Array:
-    """Return the contraction of an activation with an adapter, scaled."""
-    seen = dropped_out(x, weight, number)
-    return adapter_contraction(
-        contraction, side, seen, weight.a, weight.b, weight.shape, extras
-    ) * (weight.scale)
 
 
 def _typed(key: Any) -> jax.Array:

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Mapping, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 
-import quant_numerics as qn
 from hijax_trace import Carrier
 
 from ..errors import QuantizationError
+from ..forms.tree import is_stored
 from ..plan.lora import LoraForm, LoraPlan, check_adapters
 from ..program.arrays import by_path, map_params
 from ..program.sites import short
-from ..run.stored import is_stored
 from .contract import delta_of
-from .weight import AdaptedWeight, is_adapted, wide
+from .weight import AdaptedWeight, is_adapted, salt, wide
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData
@@ -49,11 +47,6 @@ def _init(plan: LoraPlan, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
         a = jax.random.uniform(key, plan.a_shape, dtype, -bound, bound)
         b = jnp.zeros(plan.b_shape, dtype)
     return {"a": a, "b": b}
-
-
-def salt(name: str) -> int:
-    """Return a number for a name, the same in every process."""
-    return zlib.crc32(name.encode())
 
 
 def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
@@ -132,7 +125,7 @@ def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
 
 @jax.jit
 def _dequantized(leaf: Any) -> jax.Array:
-    return (qn.unpack(leaf) if isinstance(leaf, qn.PackedQArray) else leaf).restore()
+    return leaf.restore()
 
 
 @functools.partial(jax.jit, static_argnums=0)

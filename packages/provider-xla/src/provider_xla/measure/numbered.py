@@ -15,10 +15,10 @@ import quant_numerics as qn
 from hijax_trace import ArrayProxy, Carrier, MoveError
 
 from ..errors import QuantizationError
+from ..forms.tree import is_stored, unpacked_leaf
 from ..plan.weight import WeightPlan
 from ..program.arrays import by_path, map_params
 from ..program.sites import Site
-from ..run.stored import is_stored, unpacked_leaf
 
 if TYPE_CHECKING:
     from ..plan.plan import PlanData

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Carrier
 
 from ..errors import QuantizationError, QuantizationWarning
+from ..forms.tree import is_stored, map_forms
 from ..plan.plan import PlanData
 from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
@@ -23,8 +23,6 @@ from ..run.static.jax_errors import is_of_jax
 from ..run.static.observation import Observation
 from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics, key_of
-from ..run.stored import is_stored
-from ..run.transformed import TransformedWeight
 
 
 def calibrate(
@@ -137,14 +135,14 @@ def _empty(
     found, _ = by_path(params, plan.prefix, is_stored)
     transformed: set[str] = set()
     for path, leaf in found.items():
-        held = {path: leaf}
-        if isinstance(leaf, Carrier):
-            held = dict.fromkeys(held, leaf.own)
-            held |= {plan.derived[key].path: one for key, one in leaf.derived.items()}
-        for name, one in held.items():
-            if isinstance(one, TransformedWeight):
-                ops = plan.weights[name].ops
-                transformed.update(f"{op_id}#{side}" for op_id in ops for side in SIDES)
+
+        def note(key: str | None, form: Any, path: str = path) -> Any:
+            if form.changes_activation:
+                weight = plan.weights[path] if key is None else plan.derived[key]
+                transformed.update(f"{op_id}#{side}" for op_id in weight.ops for side in SIDES)
+            return form
+
+        map_forms(note, leaf)
     return {
         key_of(key, key in transformed): qn.Statistics(
             one.shape, one.average, symmetric=one.symmetric

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 
-from ..run.transformed import Scaled
+from ..forms.transformed import Scaled
 from .base import TRANSFORM, Pass
 from .layout import Layout
 from .state import Weight, difference, output_squares

@@ -9,7 +9,7 @@ import zlib
 import jax.numpy as jnp
 import numpy as np
 
-from ..run.transformed import Rotated
+from ..forms.transformed import Rotated
 from .base import TRANSFORM, Pass
 from .state import Weight
 

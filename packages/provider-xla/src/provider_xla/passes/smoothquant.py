@@ -6,7 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ..run.transformed import Scaled
+from ..forms.transformed import Scaled
 from .base import TRANSFORM, Pass
 from .state import Weight
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 
+from ..forms.transformed import Step, TransformedWeight
 from ..plan.weight import WeightPlan
 from ..rules.sparsity import Sparsity, kept
-from ..run.transformed import Step, TransformedWeight
 from .layout import Layout
 
 
@@ -142,5 +142,4 @@ def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
     if weight.ranges is not None:
         parts = qn.scale_of(weight.ranges, plan.qtype, plan.scale_dtype)
         return qn.quantize_with(array, plan.qtype, *parts, tile_axes=plan.granularity.tile_axes)
-    q = dataclasses.replace(plan, sparsity=None)._quantize(array)
-    return qn.unpack(q) if isinstance(q, qn.PackedQArray) else q
+    return dataclasses.replace(plan, sparsity=None)._quantize(array).unpacked()

@@ -10,9 +10,8 @@ import jax
 
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, replay
 
-from ..kernels.packed import PrepackedWeight
+from ..forms.tree import unpacked_leaf
 from ..program.facts import Code, Fact
-from ..run.stored import unpacked_leaf
 from .weight import WeightPlan
 
 
@@ -52,7 +51,7 @@ def stays_packed(chosen: Chosen, weights: Mapping[str, WeightPlan], platform: st
         return True
     packed = {path: dataclasses.replace(weight, platform=platform) for path, weight in own.items()}
     try:
-        return isinstance(_replayed(chosen, packed), PrepackedWeight)
+        return getattr(_replayed(chosen, packed), "platform", None) is not None
     except MoveError:
         return False
 

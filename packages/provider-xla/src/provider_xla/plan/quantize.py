@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +11,9 @@ from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
+from ..forms.tree import is_stored, map_forms, own_form
 from ..program.arrays import by_path, is_array, map_params, rebuilt
 from ..program.sites import short
-from ..run.stored import is_stored
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ def quantize(plan: PlanData, params: Any, *, donate: bool = False, prepack: bool
                 stored = quantize_leaf(weight, leaf, check=not donate)
                 stored = prepack_leaf(weight, stored) if prepack else stored
             stored = carried(plan, path, leaf, stored, derived)
-            is_kept = stored is leaf or (isinstance(stored, Carrier) and stored.own is leaf)
+            is_kept = own_form(stored) is leaf
             if donate and isinstance(leaf, jax.Array) and not is_kept:
                 leaf.delete()
             leaves.append(stored)
@@ -143,11 +142,5 @@ def _each(
     plan: PlanData, path: str, leaf: Any, change: Callable[[WeightPlan | None, Any], Any]
 ) -> Any:
     """Return a leaf with each stored part changed by its plan."""
-
-    def one(weight: WeightPlan | None, held: Any) -> Any:
-        return change(weight, held) if is_stored(held) else held
-
-    if not isinstance(leaf, Carrier):
-        return one(plan.weights.get(path), leaf)
-    derived = {key: one(plan.derived.get(key), held) for key, held in leaf.derived.items()}
-    return dataclasses.replace(leaf, own=one(plan.weights.get(path), leaf.own), derived=derived)
+    own, derived = plan.weights.get(path), plan.derived
+    return map_forms(lambda key, held: change(derived.get(key) if key else own, held), leaf)

@@ -15,12 +15,10 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packed import PrepackedWeight, qarray_of
+from ..forms.affine import with_minimum
 from ..kernels.packing import Packing, abstract, prepack
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
-from ..run.affine import AffineWeight, with_minimum
-from ..run.transformed import TransformedWeight
 from . import chunks
 from .derived import Derived
 
@@ -182,17 +180,12 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     return jax.block_until_ready(plan._quantize(leaf))
 
 
-def portable_leaf(plan: WeightPlan | None, held: Any) -> Any:
+def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm:
     """Return a stored parameter in the portable form: values and scales."""
-    if isinstance(held, TransformedWeight | AffineWeight):
-        return dataclasses.replace(held, inner=portable_leaf(plan, held.inner))
-    if not isinstance(held, PrepackedWeight):
-        return held
-    shape = None if plan is None else plan.granularity.scale_shape(plan.shape)
-    return qarray_of(held, shape)
+    return held.portable(None if plan is None else plan.granularity.scale_shape(plan.shape))
 
 
-def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
+def prepack_leaf(plan: WeightPlan, q: qn.StoredForm, platform: str | None = None) -> Any:
     """Pack a quantized parameter if its plan and sharding allow it.
 
     Args:
@@ -203,17 +196,19 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     Raises:
         QuantizationError: ``q`` has another format, shape or scales than the plan says.
     """
-    if isinstance(q, TransformedWeight | AffineWeight):
-        return dataclasses.replace(q, inner=prepack_leaf(plan, q.inner, platform))
+    return q.with_values(lambda values: _packed(plan, values, platform))
+
+
+def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
     first = jax.tree.leaves(q)[0]
     packing = plan.packings.get(platform_of(first) if platform is None else platform)
-    if packing is None or isinstance(q, PrepackedWeight):
+    if packing is None or q.platform is not None:
         return q
     counts = plan.granularity.scale_shape(plan.shape)
-    if (q.shape, q.qtype, q.scale.shape) != (plan.shape, plan.qtype, counts):
+    if (q.shape, q.qtype, q.scale_shape) != (plan.shape, plan.qtype, counts):
         raise QuantizationError(
             f"{plan.path} (rule {plan.rule}) is {q.qtype}{list(q.shape)} with scales of shape "
-            f"{list(q.scale.shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
+            f"{list(q.scale_shape)}, but the plan has {plan.qtype}{list(plan.shape)} with scales "
             f"of shape {list(counts)}. Pack what this plan, or one like it, has quantized."
         )
     sharding = getattr(first, "sharding", None)
@@ -222,8 +217,7 @@ def prepack_leaf(plan: WeightPlan, q: Any, platform: str | None = None) -> Any:
     if getattr(q, "zero_point", None) is None:
         return prepack(q, packing)
     # Kernels know no zero points. The sums of the activation know what they add.
-    held = with_minimum(qn.unpack(q) if isinstance(q, qn.PackedQArray) else q)
-    return dataclasses.replace(held, inner=prepack(held.inner, packing))
+    return with_minimum(q.unpacked()).with_values(lambda values: prepack(values, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Weight:
         axes: for each axis of the parameter, the axis of the operand that it became; None unless
             the operand is one whole parameter, or a step of it, with its axes in another order.
         is_dynamic: whether the program computes which part of the parameters it is.
+        is_adapted: whether a parameter behind it has an adapter in this call.
     """
 
     paths: tuple[str, ...]
@@ -44,6 +45,7 @@ class Weight:
     dtype: Any
     axes: Axes | None
     is_dynamic: bool = False
+    is_adapted: bool = False
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,10 @@ class Weights:
 
 
 def weights_among(
-    call: OpCall, operands: Sequence[Any], is_parameter: Callable[[str], bool]
+    call: OpCall,
+    operands: Sequence[Any],
+    is_parameter: Callable[[str], bool],
+    adapted: Set[str] = frozenset(),
 ) -> Weights:
     """Return which operands of a matmul or convolution are weights.
 
@@ -95,8 +100,8 @@ def weights_among(
         if known.shape is None:
             continue
         kinds[i] = kind
-        paths = tuple(sorted(kind.paths))
-        found[i] = Weight(paths, known.shape, known.dtype, known.axes, kind.is_dynamic)
+        paths, is_adapted = tuple(sorted(kind.paths)), not adapted.isdisjoint(kind.paths)
+        found[i] = Weight(paths, known.shape, known.dtype, known.axes, kind.is_dynamic, is_adapted)
     if len(kinds) < 2:
         return Weights(tuple(found))
     static = [i for i, kind in kinds.items() if not kind.is_dynamic]
@@ -195,7 +200,7 @@ class Rules:
 
     def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
         """Return which operands of an operation are weights."""
-        return weights_among(call, operands, self.is_parameter)
+        return weights_among(call, operands, self.is_parameter, self.adapted)
 
     def paths(self, weights: Weights) -> tuple[str, ...]:
         """Return paths of parameters for ``find``, if a rule needs them."""

@@ -17,6 +17,7 @@ from interception_core import hides_frames
 
 from ..cache.use import with_caches
 from ..errors import QuantizationError, QuantizationWarning
+from ..forms.tree import is_stored
 from ..lora.apply import ARGUMENTS, with_adapters
 from ..measure import ranges
 from ..plan.plan import PlanData
@@ -24,7 +25,6 @@ from ..plan.weight import WeightPlan
 from ..program.matching import follows_values
 from ..run.infer import infer
 from ..run.static.statistics import Statistics
-from ..run.stored import is_stored
 from .parameters import ParameterPlan
 
 if TYPE_CHECKING:

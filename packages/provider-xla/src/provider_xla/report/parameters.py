@@ -6,11 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from hijax_trace import Carrier
-
+from ..forms.tree import is_stored, own_form
 from ..plan.weight import WeightPlan
 from ..program.arrays import by_path, is_array
-from ..run.stored import is_stored
 from .errors_at import Sums, difference, error_of
 from .results import ParameterQuality
 
@@ -27,7 +25,7 @@ def measure_parameters(
     held = dict(zip(given, zip(*trees, strict=True), strict=True))
     # Derived weights have separate rows, so they do not count with their parameter.
     values = {path: leaf for path, leaf in given.items() if is_array(leaf)}
-    parts = {path: tuple(map(_own, pair)) for path, pair in held.items()}
+    parts = {path: tuple(map(own_form, pair)) for path, pair in held.items()}
     for path, weight in plan.weights.items():
         if weight.derived is not None:
             key = weight.derived.expression.key
@@ -59,11 +57,6 @@ def _bytes_run(run: Any, leaf: Any, weight: WeightPlan | None) -> int:
     if run is None:
         return 0
     return leaf.size * leaf.dtype.itemsize if weight is None else weight.bytes_after
-
-
-def _own(held: Any) -> Any:
-    """Return what is stored for a parameter itself."""
-    return held.own if isinstance(held, Carrier) else held
 
 
 @jax.jit

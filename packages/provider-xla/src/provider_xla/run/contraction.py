@@ -12,28 +12,14 @@ import quant_numerics as qn
 from hijax_trace import repeated
 from quant_numerics import Contraction
 
-from ..kernels.matmul import NoKernel, can_add, multiply
-from ..kernels.packed import PrepackedWeight
 from ..kernels.products import NOTHING, Added
 from ..program.joining import Joining
-from .affine import AffineWeight, without_minimum
-from .stored import stored_form, takes, transformed
-from .transformed import TransformedWeight
 
 if TYPE_CHECKING:
     from ..program.sites import Site
 
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
-Stored = qn.QArray | PrepackedWeight | TransformedWeight | AffineWeight
-_STORED = (qn.QArray, PrepackedWeight, TransformedWeight, AffineWeight)
-
-
-def fits(contraction: Contraction, side: int, held: Stored) -> bool:
-    """Return whether a stored operand is one that ``quantized_contraction`` takes."""
-    form: Any = stored_form(held)
-    scales = form.scale_shape if isinstance(form, PrepackedWeight) else form.scale.shape
-    return contraction.fits(side, form.shape, scales)
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
@@ -45,17 +31,19 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
     """
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
-        if held is None:
+        if not qn.is_form(held):
             continue
+        other = stored[1 - side]
         # A row that was looked up in a table is an activation. Packed weights take it as an array.
-        if site.weights[side] is None and isinstance(stored[1 - side], PrepackedWeight):
+        if site.weights[side] is None and getattr(other, "platform", None) is not None:
             continue
-        if isinstance(held, _STORED):
-            fitting = held.shape == operands[side].shape and fits(site.contraction, side, held)
-            if hows[side] is not None and fitting and takes(site, side, held):
-                operands[side] = held
-            # Stored values are never quantized a second time, whatever the rule says.
-            hows[side] = None
+        found, how = None, None
+        if held.shape == operands[side].shape:
+            x_shape = None if other is not None else operands[1 - side].shape
+            found, how = held.operand_of(site.contraction, side, x_shape, hows[side])
+        hows[side] = how
+        if found is not None:
+            operands[side] = found.at_op(site.call.op_id)
     return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 
@@ -67,8 +55,7 @@ def contracted(
     calibrations: tuple[Any, Any],
 ) -> jax.Array:
     """Return ``quantized_contraction``, which joins additions if its kernel may do them."""
-    forms = map(stored_form, operands)
-    if not any(isinstance(form, PrepackedWeight) and can_add(form) for form in forms):
+    if not any(qn.is_form(x) and x.can_add for x in operands):
         static = contraction, hows
         return repeated(quantized_contraction, static, *operands, extras, calibrations)
     leaves, treedef = jax.tree.flatten((*operands, extras, calibrations))
@@ -110,17 +97,17 @@ _ADDING = Joining("quantized_contraction", _run, _join)
 def quantized_contraction(
     contraction: Contraction,
     hows: Hows,
-    lhs: jax.Array | Stored,
-    rhs: jax.Array | Stored,
+    lhs: jax.Array | qn.StoredForm,
+    rhs: jax.Array | qn.StoredForm,
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     added: Added = NOTHING,
 ) -> jax.Array:
     """Quantize operands that are still float, then run the contraction.
 
-    A packed parameter is multiplied by the kernel that it was packed for, if that computes this
-    contraction, and unpacked otherwise. Derivatives, with respect to the operands that are float,
-    are the float operation's.
+    A stored operand is contracted as its form says: by a kernel, if that computes this contraction,
+    or as a QArray. Derivatives, with respect to the operands that are float, are the float
+    operation's.
 
     Args:
         contraction: what to compute.
@@ -132,35 +119,28 @@ def quantized_contraction(
         added: what is added to the result, which a kernel may do as it stores it.
     """
 
-    def unpacked(operands: Operands) -> list[Any]:
-        found = transformed(contraction, operands)
-        return [x.unpacked() if isinstance(x, PrepackedWeight) else x for x in found]
+    def plain(operands: Operands) -> list[Any]:
+        found = list(operands)
+        for side, held in enumerate(operands):
+            if qn.is_form(held):
+                found[side], found[1 - side] = held.operand(contraction, side, found[1 - side])
+        return found
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
     def quantized(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
     ) -> jax.Array:
-        # First ask for a kernel that rotates the activation, then for one that gets it rotated.
-        for is_rotated in (False, True):
-            given = transformed(contraction, operands) if is_rotated else operands
-            for side, held in enumerate(given):
-                rotation, weight, x = None, held, given[1 - side]
-                if isinstance(held, TransformedWeight):
-                    weight, rotation = held.inner, held.rotation(contraction, side, x.shape)
-                if not isinstance(weight, PrepackedWeight):
-                    continue
-                how, range_ = hows[1 - side], calibrations[1 - side]
-                try:
-                    return multiply(
-                        contraction, how, range_, x, weight, side, extras, rotation, added
-                    )
-                except NoKernel:
-                    continue
+        for side, held in enumerate(operands):
+            if qn.is_form(held):
+                other = 1 - side
+                how = {"how": hows[other], "calibration": calibrations[other]}
+                how |= {"extras": extras, "added": added}
+                found = held.contract(contraction, side, operands[other], **how)
+                if found is not NotImplemented:
+                    return found
         sides = []
-        for i, (x, how, range_) in enumerate(
-            zip(unpacked(operands), hows, calibrations, strict=True)
-        ):
-            if how is None or isinstance(x, qn.QArray):
+        for i, (x, how, range_) in enumerate(zip(plain(operands), hows, calibrations, strict=True)):
+            if how is None:
                 sides.append(x)
             elif range_ is None:
                 sides.append(contraction.quantize(i, x, how))
@@ -171,19 +151,25 @@ def quantized_contraction(
     def in_float(
         operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
     ) -> jax.Array:
-        return added.to(contraction.run(*unpacked(operands), *extras))
+        return added.to(contraction.run(*plain(operands), *extras))
 
-    # The activation is transformed exactly, and so are its derivatives.
-    lhs, rhs = transformed(contraction, (lhs, rhs), but_rotated=True)
-    (lhs, rhs), lacks = without_minimum(contraction, (lhs, rhs), extras)
-    stored = any(isinstance(x, Stored) for x in (lhs, rhs))
+    # What a form does beside the contraction of its quantized values, such as a map of the
+    # activation, is exact, and so are its derivatives.
+    operands: list[Any] = [lhs, rhs]
+    lacks = None
+    for side in (0, 1):
+        held, x = operands[side], operands[1 - side]
+        if qn.is_form(held):
+            operands[side], operands[1 - side], one = held.reduced(contraction, side, x, extras)
+            lacks = one if lacks is None else lacks if one is None else lacks + one
+    stored = any(map(qn.is_form, operands))
     # The backward pass dequantizes again. Otherwise JAX would save a float array for each step of
     # a scan, which is the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
     run = qn.straight_through(quantized, differentiated)
     if lacks is None:
-        return run((lhs, rhs), extras, calibrations, added)
-    found = run((lhs, rhs), extras, calibrations, NOTHING)
+        return run(tuple(operands), extras, calibrations, added)
+    found = run(tuple(operands), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
 
 

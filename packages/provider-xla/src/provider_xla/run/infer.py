@@ -8,15 +8,16 @@ from typing import Any, ParamSpec, TypeVar
 
 import jax
 
+import quant_numerics as qn
 from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
+from ..forms.tree import is_stored, unpacked_leaf
 from ..program.matching import Rules, follows_values
 from ..program.sites import Record, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
 from .static.statistics import Statistics, calibrations
-from .stored import is_stored, unpacked_leaf
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,6 +39,8 @@ def infer(
 def run_site(site: Site, statistics: Statistics | None = None) -> Any:
     """Return the result of an operation that rules quantize."""
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
+    if not any(hows) and not any(map(qn.is_form, operands)):
+        return NotImplemented
     ranges = calibrations(statistics, site) if site.rule.is_static else (None, None)
     return contracted(site.contraction, hows, operands, site.extras, ranges)
 
@@ -74,12 +77,24 @@ def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
 
 def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
     """Return what the contraction of a site is run with; see ``stored_operands``."""
+    stored = list(stored)
     found, hows = stored_operands(site, stored)
+    # A weight that came as an array with an adapter in it is not the one that a rule quantizes.
+    hows = tuple(
+        None if weight is not None and weight.is_adapted and not qn.is_form(held) else how
+        for how, weight, held in zip(hows, site.weights, stored, strict=True)
+    )
     operands = [
-        x if how is None or weight is None else sparse(site, side, x)
+        x if how is None or weight is None else _sparse(site, side, x)
         for side, (x, how, weight) in enumerate(zip(found, hows, site.weights, strict=True))
     ]
     return tuple(operands), hows  # type: ignore[return-value]
+
+
+def _sparse(site: Site, side: int, w: Any) -> Any:
+    if qn.is_form(w):
+        return w.with_values(lambda values: sparse(site, side, values))
+    return sparse(site, side, w)
 
 
 def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Forms of leaves: their arrays, and how to rebuild them."""
+"""Leaves in files: taken apart into arrays and JSON, and put together again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,11 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..kernels.packed import PrepackedWeight, qarray_of
 from ..program.granularity import Granularity
 from ..program.matching import Under
-from ..run.affine import AffineWeight
-from ..run.transformed import Rotated, Scaled, TransformedWeight
-from .averages import average_json
+from .averages import average_json, average_of
 from .carriers import is_storable
 from .errors import StoreError
-
-QUANTIZED = ("qarray", "packed", "transformed", "affine")
-"""The kinds that are quantized values and scales."""
 
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""
@@ -34,8 +28,8 @@ class Form:
     """A leaf, taken apart.
 
     Attributes:
-        kind: "array", "numpy", "key", "qarray", "packed", "transformed", "affine", "carrier",
-            "calibration", "statistics", "history", "value" or "static".
+        kind: that of a stored form (``quant_numerics.form_kinds``), "array", "numpy", "key",
+            "carrier", "calibration", "statistics", "history", "value" or "static".
         about: what else rebuilds the leaf, as JSON; shape and dtype if it has them.
         parts: by name, the dtype and shape of each array that it consists of.
         arrays: returns these arrays by name; None if the leaf is abstract.
@@ -67,16 +61,8 @@ def take_apart(
     """
     if isinstance(leaf, Carrier):
         return _carrier(name, leaf, granularity, derived or {})
-    if isinstance(leaf, TransformedWeight):
-        return _transformed(name, leaf, granularity)
-    if isinstance(leaf, AffineWeight):
-        return _affine(name, leaf, granularity)
-    if isinstance(leaf, PrepackedWeight):
-        return _unpacked(name, leaf, granularity)
-    if isinstance(leaf, qn.QArray):
-        return _of(name, "qarray", _about(leaf), _fields(leaf))
-    if isinstance(leaf, qn.PackedQArray):
-        return _of(name, "packed", _about(leaf), _fields(leaf))
+    if qn.is_form(leaf):
+        return _stored(name, leaf, granularity)
     if isinstance(leaf, qn.Calibration):
         return _of(name, "calibration", {}, leaf._asdict())
     if isinstance(leaf, qn.Statistics):
@@ -102,19 +88,80 @@ def take_apart(
     return _of(name, kind, about, {"": leaf})
 
 
+def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    """Return the leaf that ``take_apart`` took apart.
+
+    Raises:
+        StoreError: the parts don't make such a leaf.
+    """
+    try:
+        return _put_together(kind, about, parts)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise StoreError(f"{name} can't be made of what is stored: {error}") from error
+
+
+def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
+    if kind in ("array", "numpy"):
+        return parts[""]
+    if kind == CARRIER:
+        return _held_together(about, parts)
+    if kind == "calibration":
+        return qn.Calibration(parts.get("lower"), parts["upper"])
+    if kind == "statistics":
+        average, symmetric = average_of({"decay": about["decay"]}), about["symmetric"]
+        result = qn.Statistics(parts["upper"].shape, average, symmetric=symmetric)
+        total = qn.Calibration(parts.get("lower"), parts["upper"])
+        result.state = qn.AverageState(total, parts["count"])
+        return result
+    if kind == "history":
+        past, upper = parts["past"], parts["upper"]
+        result = qn.Statistics(upper.shape, average_of(about))
+        if past.shape != (wanted := (*upper.shape, about["length"])):
+            raise ValueError(f"a history of shape {past.shape} is not {wanted}")
+        result.state = qn.HistoryState(qn.Calibration(None, past), qn.Calibration(None, upper))
+        return result
+    if kind == "key":
+        return jax.random.wrap_key_data(parts["data"], impl=about["impl"])
+    if kind == "value":
+        text = about["value"]
+        if about["type"] == "bool":
+            return {"True": True, "False": False}[text]
+        if about["type"] == "str":
+            return text
+        return {"int": int, "float": float}[about["type"]](text)
+    return qn.form_of_kind(kind).from_parts(about, parts)
+
+
 def part_of(leaf: Any, part: str) -> Any:
     """Return a leaf's part of that name; None without it."""
     if isinstance(leaf, Carrier):
         number, _, part = part.partition(".")
         held = [leaf.own, *leaf.derived.values()][int(number)]
         return part_of(held, part) if part else held
-    if isinstance(leaf, TransformedWeight):
-        if part.startswith("step"):
-            return jax.tree.leaves(leaf.steps[int(part.removeprefix("step"))])[0]
-        leaf = leaf.inner
-    if isinstance(leaf, AffineWeight) and part != "minimum":
-        leaf = leaf.inner
-    return getattr(leaf, part, None)
+    return leaf.arrays().get(part) if qn.is_form(leaf) else getattr(leaf, part, None)
+
+
+def _stored(name: str, leaf: qn.StoredForm, granularity: Granularity | None) -> Form:
+    """Return the form of a stored parameter."""
+    scales = None if granularity is None else granularity.scale_shape(leaf.shape)
+    try:
+        kind, about, arrays, make = leaf.to_parts(scales)
+    except (AttributeError, NotImplementedError) as error:
+        packed = "packed for a kernel whose package can't unpack it"
+        what = f"a {type(leaf).__name__} that can't be saved" if leaf.platform is None else packed
+        raise StoreError(
+            f"{name} is {what} ({error}). Save plan.quantize(params, prepack=False)."
+        ) from error
+    form = _of(name, kind, about, arrays)
+    if make is None:
+        return form
+
+    def made() -> Mapping[str, Any]:
+        for array in jax.tree.leaves(leaf):
+            _check(name, array)
+        return make()
+
+    return dataclasses.replace(form, arrays=made)
 
 
 def _carrier(
@@ -156,63 +203,33 @@ def _carrier(
     return Form(CARRIER, about, parts, arrays)
 
 
-def _transformed(name: str, leaf: TransformedWeight, granularity: Granularity | None) -> Form:
-    """Return the form of a transformed weight: values, scales, and its maps' arrays."""
-    inner = take_apart(name, leaf.inner, granularity)
-    steps, arrays = [], {}
-    for i, step in enumerate(leaf.steps):
-        if isinstance(step, Scaled):
-            steps.append({"kind": "scaled"})
-            arrays[f"step{i}"] = step.by
-        elif isinstance(step, Rotated):
-            steps.append({"kind": "rotated", "block": step.block})
-            arrays[f"step{i}"] = step.signs
-        else:
-            raise StoreError(
-                f"{name} has a {type(step).__name__} among its steps, and only SmoothQuant's, "
-                "AWQ's and Hadamard's can be saved."
-            )
-    about = {"steps": steps, "k_axes": list(leaf.k_axes)}
-    return _around(inner, _of(name, "transformed", about, arrays))
+def _held_together(about: Mapping[str, Any], parts: Mapping[str, Any]) -> Carrier:
+    """Return a parameter with derived weights beside it."""
+    made: list[Any] = [
+        None if one is None else _put_together(one["kind"], one["about"], _below(parts, i))
+        for i, one in enumerate(about["held"])
+    ]
+    is_key = made[0] is not None and about["held"][0]["kind"] == "key"
+    inputs = about.get("inputs", [()] * len(about["keys"]))  # older files have none
+    return Carrier(
+        made[0],
+        dict(zip(about["keys"], made[1:], strict=True)),
+        tuple(zip(about["keys"], about["loops"], strict=True)),
+        Under(about["params"]),
+        tuple(about["shape"]),
+        made[0].dtype if is_key else jnp.dtype(about["dtype"]),
+        tuple((key, tuple(one)) for key, one in zip(about["keys"], inputs, strict=True)),
+    )
 
 
-def _affine(name: str, leaf: AffineWeight, granularity: Granularity | None) -> Form:
-    """Return the form of a weight with a minimum for each scale."""
-    if granularity is None and isinstance(leaf.inner, PrepackedWeight):
-        shape, least = leaf.shape, leaf.minimum.shape
-        tiles = {
-            axis: n // m for axis, (n, m) in enumerate(zip(shape, least, strict=True)) if m > 1
-        }
-        granularity = Granularity((), tiles)
-    inner = take_apart(name, leaf.inner, granularity)
-    own = _of(name, "affine", {"shift": leaf.shift}, {"minimum": leaf.minimum})
-    return _around(inner, own)
-
-
-def _around(inner: Form, own: Form) -> Form:
-    """Return the form of a weight that holds another and more arrays."""
-    about = {"inner": inner.kind, **own.about, **inner.about}
-    found, arrays = inner.arrays, own.arrays
-    both = None if found is None or arrays is None else (lambda: {**found(), **arrays()})
-    return Form(own.kind, about, {**inner.parts, **own.parts}, both)
-
-
-def _about(leaf: qn.QArray | qn.PackedQArray) -> dict[str, Any]:
-    """Return the fields of a quantized array that are not arrays, as JSON."""
-    about: dict[str, Any] = {
-        "shape": list(leaf.shape),
-        "dtype": jnp.dtype(leaf.dtype).name,
-        "qtype": leaf.qtype,
-    }
-    if leaf.ragged_tiles:
-        about["ragged_tiles"] = [list(pair) for pair in leaf.ragged_tiles]
-    return about
-
-
-def _fields(leaf: Any) -> dict[str, Any]:
-    """Return the arrays of a dataclass of arrays and static fields."""
-    fields = dataclasses.fields(leaf)
-    return {f.name: getattr(leaf, f.name) for f in fields if not f.metadata.get("static")}
+def _below(parts: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the parts of one of the values that a carrier holds, by name."""
+    found = {}
+    for name, value in parts.items():
+        first, _, rest = name.partition(".")
+        if int(first) == number:
+            found[rest] = value
+    return found
 
 
 def _of(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Form:
@@ -236,25 +253,3 @@ def _check(name: str, array: Any) -> None:
         )
     if isinstance(array, jax.Array) and array.is_deleted():
         raise StoreError(f"{name} was deleted or donated. Save it before.")
-
-
-def _unpacked(name: str, weight: PrepackedWeight, granularity: Granularity | None) -> Form:
-    """Return the form of a weight packed for kernels: values and scales."""
-
-    scales = None if granularity is None else granularity.scale_shape(weight.shape)
-    try:
-        abstract = qarray_of.eval_shape(weight, scales)
-    except (AttributeError, NotImplementedError) as error:
-        raise StoreError(
-            f"{name} is packed for a kernel whose package can't unpack it ({error}). Save "
-            "plan.quantize(params, prepack=False)."
-        ) from error
-    form = take_apart(name, abstract)
-
-    def arrays() -> Mapping[str, Any]:
-        for leaf in jax.tree.leaves(weight):
-            _check(name, leaf)
-        found = _fields(qarray_of(weight, scales))
-        return {part: found[part] for part in form.parts}
-
-    return dataclasses.replace(form, arrays=arrays)

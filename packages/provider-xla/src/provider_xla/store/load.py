@@ -17,10 +17,10 @@ from ..plan.quantize import prepacked
 from . import orbax, safetensors, shards
 from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
+from .forms import put_together
 from .manifest import Manifest, Tree
 from .placing import find_placements, shardings_of
 from .plans import check_storable, is_ours
-from .rebuild import put_together
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:

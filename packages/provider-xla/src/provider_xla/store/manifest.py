@@ -12,6 +12,7 @@ import jax
 from tabulate import tabulate
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
+from quant_numerics import form_kinds
 
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
@@ -19,7 +20,7 @@ from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
-from .forms import CARRIER, QUANTIZED, Form
+from .forms import CARRIER, Form
 from .manifest_schema import FormatOnly, ManifestSchema
 from .plan_diff import PlanDiff
 from .plans import is_ours, manifest_changes, manifest_of
@@ -157,9 +158,11 @@ class Manifest:
                     for one in about["held"]
                 )
                 facts["is"] = beside(own and own[0], derived)
-            if leaf.kind in QUANTIZED:
+            if leaf.kind in form_kinds():
+                facts["is"] = about["qtype"]
+            if leaf.kind in form_kinds() and "scale" in leaf.tensors:
                 dtype, shape = self.tensors[leaf.tensors["scale"]]
-                facts |= {"is": about["qtype"], "scales": list(shape), "scale_dtype": dtype}
+                facts |= {"scales": list(shape), "scale_dtype": dtype}
                 facts["ragged_tiles"] = about.get("ragged_tiles", [])
                 if leaf.name in weights:
                     facts["method"] = weights[leaf.name]["method"]
@@ -212,7 +215,7 @@ class Manifest:
         if sorted(used) != sorted(self.tensors):
             raise ValueError("its leaves are made of other tensors than it has")
         for leaf in leaves:
-            if leaf.kind in QUANTIZED:
+            if leaf.kind in form_kinds() and "scale" in leaf.tensors:
                 _, scales = self.tensors[leaf.tensors["scale"]]
                 if len(scales) != len(leaf.about["shape"]):
                     raise ValueError(f"the scales of {leaf.name} have another rank than it")
@@ -228,7 +231,7 @@ class Manifest:
             runs = leaf.about.get("qtype", leaf.about.get("dtype", leaf.kind))
             rows.append([leaf.name, runs, str(leaf.about.get("shape", "")), parts])
         table = tabulate(rows, ["name", "is", "shape", "stored as"], disable_numparse=True)
-        count = sum(leaf.kind in (*QUANTIZED, CARRIER) for leaf in self.params.leaves)
+        count = sum(leaf.kind in (*form_kinds(), CARRIER) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"{table}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
 

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
+from quant_numerics import form_kinds
+
 from .schema import Object, OpenObject, Size, check
 
 _Shape = list[Size]
@@ -112,9 +114,7 @@ class _Form(Object):
     about: dict[str, Any]
 
     def __post_init__(self):
-        if self.kind not in _FORMS:
-            raise ValueError(f"kind must be one of {', '.join(_FORMS)}, got {self.kind!r}")
-        schema, _ = _FORMS[self.kind]
+        schema, _ = _schema_of(self.kind)
         check(self.about, schema)
 
 
@@ -158,13 +158,32 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
 """By kind of a form: the schema of what is known about it, and the parts that it must have."""
 
 
+class _OtherForm(OpenObject):
+    """A stored form of another package, which checks the rest itself."""
+
+    shape: _Shape
+    dtype: str
+    qtype: str
+
+
+def _schema_of(kind: str) -> tuple[Any, set[str]]:
+    if kind in _FORMS:
+        return _FORMS[kind]
+    if kind in form_kinds():
+        return _OtherForm, set()
+    known = ", ".join(sorted({*_FORMS, *form_kinds()}))
+    raise ValueError(
+        f"kind must be one of {known}, got {kind!r}. Install the package whose form it is"
+    )
+
+
 class _Leaf(_Form):
     name: str
     tensors: dict[str, str]
 
     def __post_init__(self):
         super().__post_init__()
-        _, parts = _FORMS[self.kind]
+        _, parts = _schema_of(self.kind)
         missing = parts - self.tensors.keys()
         if missing:
             raise ValueError(f"{self.name} must have tensors {sorted(missing)}")

@@ -10,8 +10,8 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
+from ..forms.tree import is_stored
 from ..lora.weight import is_adapted
-from ..run.stored import is_stored
 from .errors import StoreError
 
 

@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from quant_numerics.array.qarray import QArray
+from quant_numerics.array.stored import is_form
 from quant_numerics.formats.dtypes import float_dtype
 
 Operand: TypeAlias = Any
-"""What ops take: a QArray, a PackedQArray, or a float array."""
+"""What ops take: a QArray, another StoredForm, or a float array."""
 
 
 _FORMS: dict[type, Callable[[Any], QArray]] = {}
@@ -22,7 +23,7 @@ def register_operand(
     to_qarray: Callable[[Any], QArray],
     restore: Callable[[Any], jax.Array] | None = None,
 ) -> None:
-    """Let ops and ``dequantize`` take values of a class or JAX type.
+    """Let ops and ``dequantize`` take values of a class or JAX type that is no ``StoredForm``.
 
     Args:
       form: the class of values, or of the types of traced values.
@@ -39,7 +40,7 @@ def _form(x: Any) -> type:
 
 
 def dequantize(q: Operand) -> jax.Array:
-    """Dequantize a QArray to an array of its shape and logical dtype.
+    """Dequantize a QArray, or another stored form, to an array of its shape and logical dtype.
 
     Each value is multiplied by its scale in float32 (float64 for logical float64), then rounded.
     In a slice with an infinity or a NaN every element is non-finite: infinities keep their sign,
@@ -51,7 +52,7 @@ def dequantize(q: Operand) -> jax.Array:
     Raises:
       TypeError: `q` is neither a QArray nor another form of one.
     """
-    if isinstance(q, QArray):
+    if is_form(q):
         return q.restore()
     if (restore := _RESTORED.get(_form(q))) is not None:
         return restore(q)
@@ -72,8 +73,8 @@ def as_operand(x: Any, what: str) -> QArray | jax.Array:
     Raises:
       TypeError: `x` is none of these.
     """
-    if isinstance(x, QArray):
-        return x
+    if is_form(x):
+        return found if isinstance(found := x.unpacked(), QArray) else x.restore()
     if (to_qarray := _FORMS.get(_form(x))) is not None:
         return to_qarray(x)
     x = jnp.asarray(x)

@@ -8,11 +8,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import ArrayProxy, Move, MoveError, Part
+from hijax_trace import Move, MoveError, Part
 from quant_numerics.array import moves
-from quant_numerics.array.operand import register_operand
-from quant_numerics.array.qarray import QArray, qtype_of, stored_bytes
+from quant_numerics.array.qarray import (
+    QArray,
+    about,
+    qarray,
+    qtype_of,
+    stored_bytes,
+    stored_tiles,
+)
 from quant_numerics.array.serialization import register_serialization
+from quant_numerics.array.stored import Parts, StoredForm
 from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
@@ -20,7 +27,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedQArray(ArrayProxy):
+class PackedQArray(StoredForm, kind="packed"):
     """A QArray whose quantized values are stored as bit planes; a pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
@@ -43,6 +50,7 @@ class PackedQArray(ArrayProxy):
     zero_point: jax.Array | None = None
     global_scale: jax.Array | None = None
     last: int = dataclasses.field(kw_only=True, metadata={"static": True})
+    # pyrefly: ignore [bad-override]
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
@@ -61,9 +69,43 @@ class PackedQArray(ArrayProxy):
         """Return the bytes of its arrays, with sub-byte dtypes packed."""
         return stored_bytes(self)
 
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales."""
+        return self.scale.shape
+
     def restore(self) -> jax.Array:
         """Return the dequantized array."""
         return unpack(self).restore()
+
+    def unpacked(self) -> QArray:
+        """Return the QArray that was packed."""
+        return unpack(self)
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
+        """Return its arrays, and what they are; see ``StoredForm``."""
+        return Parts("packed", about(self), self.arrays())
+
+    @classmethod
+    def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "PackedQArray":
+        """Return the packed array of its arrays; see ``StoredForm``."""
+        last, bits = about["shape"][-1], get_qtype(about["qtype"]).bits
+        shape = (*about["shape"][:-1], bits, -(-last // 8))
+        if arrays["planes"].shape != shape:
+            raise ValueError(f"planes of shape {arrays['planes'].shape} are not {shape}")
+        result = cls(
+            arrays["planes"],
+            arrays["scale"],
+            arrays.get("zero_point"),
+            last=last,
+            qtype=about["qtype"],
+            dtype=jnp.dtype(about["dtype"]),
+            ragged_tiles=stored_tiles(about),
+        )
+        # Unpacked as a type, it passes the checks of any QArray: nothing is computed.
+        types = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), result)
+        jax.eval_shape(lambda p: _checked(unpack(p)), types)
+        return result
 
     def parts(self) -> dict[str, Part]:
         """Return planes (all axes but the last), scales and zero points."""
@@ -160,6 +202,11 @@ def unpack(p: PackedQArray) -> QArray:
     )
 
 
+def _checked(q: QArray) -> QArray:
+    optional = {"zero_point": q.zero_point, "tile_axes": dict(q.ragged_tiles)}
+    return qarray(q.qvalue, q.scale, q.qtype, q.dtype, **optional)
+
+
 def _byte(kind: QType) -> np.dtype:
     """Return the dtype of a byte that holds one quantized value."""
     return np.dtype(np.int8 if kind.kind == "int" else np.uint8)
@@ -172,5 +219,4 @@ def _counting(n: int, axis_from_end: int, ndim: int) -> jax.Array:
     return jnp.arange(n, dtype=jnp.uint8).reshape(shape)
 
 
-register_operand(PackedQArray, unpack)
 register_serialization(PackedQArray)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from hijax_trace import ArrayProxy, Move, MoveError, Part
+from hijax_trace import Move, MoveError, Part
 from quant_numerics.array import moves
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.serialization import register_serialization
+from quant_numerics.array.stored import Parts, StoredForm
 from quant_numerics.array.tiles import (
     RaggedTiles,
     Slices,
@@ -27,7 +28,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class QArray(ArrayProxy):
+class QArray(StoredForm, kind="qarray"):
     """Quantized values and scales that stand for a float array; a pytree.
 
     It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
@@ -61,6 +62,7 @@ class QArray(ArrayProxy):
     scale: jax.Array
     zero_point: jax.Array | None = None
     global_scale: jax.Array | None = None
+    # pyrefly: ignore [bad-override]
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
@@ -77,6 +79,27 @@ class QArray(ArrayProxy):
     def restore(self) -> jax.Array:
         """Return the dequantized array; see ``dequantize``."""
         return sharded_like(_restored, self.qvalue, self)
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales."""
+        return self.scale.shape
+
+    def unpacked(self) -> "QArray":
+        """Return itself."""
+        return self
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
+        """Return its arrays, and what they are; see ``StoredForm``."""
+        return Parts("qarray", about(self), self.arrays())
+
+    @classmethod
+    def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "QArray":
+        """Return the QArray of its arrays; see ``StoredForm``."""
+        optional = {name: arrays.get(name) for name in ("zero_point", "global_scale")}
+        tiles = dict(stored_tiles(about))
+        given = arrays["qvalue"], arrays["scale"], about["qtype"], about["dtype"]
+        return qarray(*given, **optional, tile_axes=tiles)
 
     @property
     def slices(self) -> Slices:
@@ -162,6 +185,23 @@ def _restored(q: QArray) -> jax.Array:
 
 
 register_serialization(QArray)
+
+
+def about(q: Any) -> dict[str, Any]:
+    """Return the fields of a quantized array that are not arrays, as JSON values."""
+    found: dict[str, Any] = {
+        "shape": list(q.shape),
+        "dtype": jnp.dtype(q.dtype).name,
+        "qtype": q.qtype,
+    }
+    if q.ragged_tiles:
+        found["ragged_tiles"] = [list(pair) for pair in q.ragged_tiles]
+    return found
+
+
+def stored_tiles(about: Mapping[str, Any]) -> RaggedTiles:
+    """Return the tiles of axes whose last tile is shorter, of what ``about`` returned."""
+    return tuple((axis, tile) for axis, tile in about.get("ragged_tiles", ()))
 
 
 def stored_bytes(tree: Any) -> int:

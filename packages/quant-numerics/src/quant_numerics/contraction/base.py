@@ -74,7 +74,7 @@ class Contraction(abc.ABC):
         """Return whether scales of an operand may differ along the axes that share one."""
         return True
 
-    def fits(self, side: int, shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
+    def takes_scales(self, side: int, shape: Sequence[int], scale_shape: Sequence[int]) -> bool:
         """Return whether an operand's scales allow a contraction of its quantized values."""
         shared = self.shared(side, len(shape))
         sums = math.prod(scale_shape[axis] for axis in shared)

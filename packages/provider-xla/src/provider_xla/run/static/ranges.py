@@ -19,7 +19,6 @@ from interception_core import Step
 from ...program.sites import Site
 from ...rules.qt_rule import QtRule
 from ...rules.rule import MOST_STEPS
-from ..stored import beside
 
 _MEAN = qn.MovingAverage()
 
@@ -151,9 +150,19 @@ def _cut_axes(site: Site, side: int) -> tuple[str, ...]:
     return tuple(sorted(varying_axes(site.operands[side]) & varying_axes(site.operands[other])))
 
 
+def transforming(site: Site, side: int) -> qn.StoredForm | None:
+    """Return the stored weight that changes an activation before it is quantized, or None."""
+    held = site.call.proxy(site.operands[1 - side])
+    if not (qn.is_form(held) and held.changes_activation):
+        return None
+    x = site.operands[side]
+    x_shape = None if site.call.proxy(x) is not None else x.shape
+    return held if held.takes(site.contraction, 1 - side, x_shape) else None
+
+
 def activation_of(site: Site, side: int) -> jax.Array:
     """Return what is quantized for an operand, without its derivative."""
-    x, held = jax.lax.stop_gradient(site.operands[side]), beside(site, side)
+    x, held = jax.lax.stop_gradient(site.operands[side]), transforming(site, side)
     return x if held is None else held.activation(site.contraction, 1 - side, x)
 
 

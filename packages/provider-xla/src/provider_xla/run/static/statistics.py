@@ -16,9 +16,8 @@ from interception_core import JaxtapError
 
 from ...errors import QuantizationError, QuantizationWarning
 from ...program.sites import SIDES, Site
-from ..stored import beside
 from .place import Place, scalar
-from .ranges import activation_of, extremes, gradient_key, has_range
+from .ranges import activation_of, extremes, gradient_key, has_range, transforming
 
 Statistics = Mapping[str, Any]
 """By site and side (``"mlp/dot:0#lhs"``): ``quant_numerics.Statistics``, or a Calibration."""
@@ -154,7 +153,7 @@ def _bounds(statistics: Statistics | None, key: str) -> qn.Calibration:
 
 def key_at(statistics: Statistics | None, site: Site, side: int) -> str:
     """Return an operand's statistics key; raise if it has none."""
-    key = key_of(site.key(side), beside(site, side) is not None)
+    key = key_of(site.key(side), transforming(site, side) is not None)
     return _checked(statistics, site, key, SIDES[side])
 
 

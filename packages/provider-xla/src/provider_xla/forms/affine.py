@@ -4,54 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import ArrayProxy, Move, MoveError, Part
+from hijax_trace import Move, MoveError, Part
 from quant_numerics import Contraction, Matmul, RaggedMatmul
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class AroundStored(ArrayProxy):
-    """Base of stored parameters that hold a QArray, ``inner``, and more.
-
-    Attributes:
-        inner: a QArray, PackedQArray or PrepackedWeight.
-    """
-
-    inner: Any
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.inner.shape
-
-    @property
-    # pyrefly: ignore [bad-override]
-    def dtype(self) -> np.dtype:
-        """Float dtype of the parameter."""
-        return self.inner.dtype
-
-    @property
-    def qtype(self) -> str:
-        """Name of the quantized type."""
-        return self.inner.qtype
-
-    def unpacked(self) -> Self:
-        """Return it with a QArray inside, if that is in packed storage."""
-        if not isinstance(self.inner, qn.PackedQArray):
-            return self
-        return dataclasses.replace(self, inner=qn.unpack(self.inner))
+from .around import AroundStored
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AffineWeight(AroundStored):
+class AffineWeight(AroundStored, kind="affine"):
     """A quantized parameter for ``(value + shift) * scale + minimum``.
 
     GGUF's formats with a minimum (Q4_1, Q4_K, ...) are stored so. A contraction with it is the sum
@@ -105,7 +72,7 @@ class AffineWeight(AroundStored):
     ) -> Sequence[Any]:
         """Return a primitive's move of it; looked-up rows are unpacked."""
         if primitive == "gather" and not isinstance(self.inner, qn.QArray):
-            held = dataclasses.replace(self, inner=_values_of(self.inner))
+            held = self.unpacked()
             return held.moved(primitive, params, [held if x is self else x for x in operands])
         return super().moved(primitive, params, operands)
 
@@ -113,16 +80,23 @@ class AffineWeight(AroundStored):
         """Return it for a parameter of another float dtype."""
         return dataclasses.replace(self, inner=self.inner.astype(dtype))
 
-    def correction(
-        self, contraction: Contraction, side: int, x: jax.Array, extras: Sequence[Any] = ()
-    ) -> jax.Array:
-        """Return what the contraction lacks without minimum and shift, in float32.
+    def portable(self, scale_shape: Sequence[int] | None = None) -> AffineWeight:
+        """Return it in no kernel's layout, with scales where the minima are."""
+        return super().portable(self.minimum.shape if scale_shape is None else scale_shape)
 
-        Args:
-            contraction: one that ``takes_minimum`` allows.
-            side: which operand the parameter is, 0 or 1.
-            x: the other operand, a float array.
-            extras: the contraction's other arrays.
+    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+        """Return whether it can be an operand: a contraction with a minimum is one of sums."""
+        # Groups of rows have sums of columns, groups of columns would not.
+        is_grouped = isinstance(contraction, RaggedMatmul) and contraction.trains
+        takes = is_grouped or isinstance(contraction, Matmul)
+        return takes and super().takes(contraction, side, x_shape)
+
+    def reduced(
+        self, contraction: Contraction, side: int, x: Any, extras: Sequence[Any]
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Return ``inner``, and what its contraction lacks without minimum and shift, in float32.
+
+        See ``StoredForm``.
         """
         assert isinstance(contraction, Matmul | RaggedMatmul)
         w_axes = contraction.shared(side, self.ndim)
@@ -138,7 +112,23 @@ class AffineWeight(AroundStored):
             shape = (*sums.shape[:x_axis], lacks.shape[axis], -1, *sums.shape[x_axis + 1 :])
             sums = sums.reshape(shape).sum(x_axis + 1)
         wide = dataclasses.replace(contraction, preferred_element_type=jnp.dtype(jnp.float32))
-        return wide.run(*((lacks, sums) if side == 0 else (sums, lacks)), *extras)
+        operands = (lacks, sums) if side == 0 else (sums, lacks)
+        return self.inner, x, wide.run(*operands, *extras)
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> qn.Parts:
+        """Return the parts of ``inner``, and the minima; see ``StoredForm``."""
+        inner = self.inner.to_parts(self.minimum.shape if scale_shape is None else scale_shape)
+        return inner.around("affine", {"shift": self.shift}, {"minimum": self.minimum})
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of ``inner``, and the minima."""
+        return {**self.inner.arrays(), "minimum": self.minimum}
+
+    @classmethod
+    def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> AffineWeight:
+        """Return the weight of its parts; see ``StoredForm``."""
+        inner = qn.form_of_kind(about["inner"]).from_parts(about, arrays)
+        return cls(inner, arrays["minimum"], about["shift"])
 
 
 def with_minimum(q: qn.QArray) -> AffineWeight:
@@ -149,40 +139,14 @@ def with_minimum(q: qn.QArray) -> AffineWeight:
     return AffineWeight(inner, -points * q.scale.astype(jnp.float32), 0)
 
 
-def takes_minimum(contraction: Contraction) -> bool:
-    """Return whether a contraction with a minimum is a matmul of sums."""
-    # Groups of rows have sums of columns, groups of columns would not.
-    is_grouped = isinstance(contraction, RaggedMatmul) and contraction.trains
-    return isinstance(contraction, Matmul) or is_grouped
-
-
-def without_minimum(
-    contraction: Contraction, operands: Sequence[Any], extras: Sequence[Any] = ()
-) -> tuple[list[Any], jax.Array | None]:
-    """Return operands without minima, and what the result then lacks."""
-    found, lacks = list(operands), None
-    for side, held in enumerate(operands):
-        if isinstance(held, AffineWeight):
-            lacks = held.correction(contraction, side, operands[1 - side], extras)
-            found[side] = held.inner
-    return found, lacks
-
-
 def _scale_of(inner: Any, shape: Sequence[int]) -> jax.Array:
-    return inner.scale if hasattr(inner, "scale") else inner.qarray(tuple(shape)).scale
-
-
-def _values_of(inner: Any) -> qn.QArray:
-    """Return quantized values and scales as a QArray."""
-    if isinstance(inner, qn.PackedQArray):
-        return qn.unpack(inner)
-    return inner if isinstance(inner, qn.QArray) else inner.unpacked()
+    return inner.portable(tuple(shape)).scale
 
 
 # Jitted: a program that doesn't use the result has one equation of it, traced once per shape.
 @jax.jit
 def _restored(held: AffineWeight) -> jax.Array:
-    inner = _values_of(held.inner)
+    inner = held.inner.unpacked()
 
     def spread(array: jax.Array) -> jax.Array:
         for axis, size in enumerate(inner.shape):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,8 @@ from hijax_trace import Part
 from interception_core import explicit_mesh, explicit_spec, with_auto_axes
 from quant_numerics import Contraction, Matmul
 
-from ..kernels.matmul import Rotation
-from ..kernels.packed import PrepackedWeight
-from .affine import AroundStored
+from ..kernels.matmul import Rotation, product
+from .around import AroundStored
 
 
 class Step(Protocol):
@@ -122,7 +121,7 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TransformedWeight(AroundStored):
+class TransformedWeight(AroundStored, kind="transformed"):
     """A transformed stored parameter, with the maps for its activations.
 
     ``plan.optimize`` makes it where a pass balances or rotates channels: the contraction of the
@@ -135,6 +134,8 @@ class TransformedWeight(AroundStored):
         k_axes: the contracted axes, counted from the last (negative), in the order in which they
             make K (static).
     """
+
+    changes_activation: ClassVar[bool] = True
 
     steps: tuple[Any, ...]
     k_axes: tuple[int, ...] = dataclasses.field(metadata={"static": True})
@@ -201,23 +202,66 @@ class TransformedWeight(AroundStored):
             return None
         return [(axis, pairs[axis]) for axis in k_axes]
 
-    def split(self) -> tuple[TransformedWeight, TransformedWeight | None]:
-        """Return the maps before a last rotation, and that rotation alone.
+    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+        """Return whether it can be an operand: all of K must be contracted, and nothing else."""
+        takes = super().takes(contraction, side, x_shape)
+        return takes and self.pairs(contraction, side, x_shape or ()) is not None
 
-        A kernel may rotate the activation. The rotation is None if the parameter is not packed for
-        kernels, or if the last map is not a rotation.
+    def reduced(
+        self, contraction: Contraction, side: int, x: Any, extras: Sequence[Any]
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Return ``inner``, and the transformed activation; see ``StoredForm``.
+
+        A last rotation stays with a weight that is packed for kernels, since they may do it.
         """
-        if not isinstance(self.inner, PrepackedWeight) or not isinstance(self.steps[-1], Rotated):
-            return self, None
-        first = dataclasses.replace(self, steps=self.steps[:-1])
-        return first, dataclasses.replace(self, steps=self.steps[-1:])
+        rotates = self.platform is not None and isinstance(self.steps[-1], Rotated)
+        first = dataclasses.replace(self, steps=self.steps[:-1]) if rotates else self
+        x = first.activation(contraction, side, x)
+        if rotates:
+            return dataclasses.replace(self, steps=self.steps[-1:]), x, None
+        return self.inner.reduced(contraction, side, x, extras)
 
-    def rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
+    def contract(self, contraction: Contraction, side: int, x: Any, **how: Any) -> Any:
+        """Return the contraction of a kernel that rotates ``x``, or of one that gets it rotated."""
+        found = NotImplemented
+        if [type(step) for step in self.steps] == [Rotated]:
+            rotation = self._rotation(contraction, side, x.shape)
+            found = product(contraction, side, x, self.inner, rotation=rotation, **how)
+        if found is not NotImplemented:
+            return found
+        x = self.activation(contraction, side, x)
+        return self.inner.contract(contraction, side, x, **how)
+
+    def _rotation(self, contraction: Contraction, side: int, x_shape: Sequence[int]) -> Rotation:
         """Return its single rotation in the form that kernels take."""
         pairs = self.pairs(contraction, side, x_shape)
         assert pairs is not None
         (step,) = self.steps
         return Rotation(step.signs, step.block, tuple(axis for axis, _ in pairs))
+
+    def operand(self, contraction: Contraction, side: int, x: Any) -> tuple[Any, Any]:
+        """Return the QArray of ``inner``, and the transformed activation."""
+        return self.inner.operand(contraction, side, self.activation(contraction, side, x))
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> qn.Parts:
+        """Return the parts of ``inner``, and the arrays of its maps; see ``StoredForm``."""
+        about = {"steps": [_about(step) for step in self.steps], "k_axes": list(self.k_axes)}
+        inner = self.inner.to_parts(scale_shape)
+        return inner.around("transformed", about, self._step_arrays())
+
+    def arrays(self) -> dict[str, Any]:
+        """Return the arrays of ``inner``, and of the maps by their number."""
+        return {**self.inner.arrays(), **self._step_arrays()}
+
+    def _step_arrays(self) -> dict[str, Any]:
+        return {f"step{i}": jax.tree.leaves(step)[0] for i, step in enumerate(self.steps)}
+
+    @classmethod
+    def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> TransformedWeight:
+        """Return the weight of its parts; see ``StoredForm``."""
+        inner = qn.form_of_kind(about["inner"]).from_parts(about, arrays)
+        steps = tuple(_step(one, arrays[f"step{i}"]) for i, one in enumerate(about["steps"]))
+        return cls(inner, steps, tuple(about["k_axes"]))
 
     def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
         """Return the transformed activation of a contraction that ``pairs`` allows."""
@@ -236,6 +280,23 @@ class TransformedWeight(AroundStored):
             y = step.forward(y)
         inverse = [order.index(axis) for axis in range(x.ndim)]
         return y.reshape(sizes).transpose(inverse).astype(x.dtype)
+
+
+def _about(step: Step) -> dict[str, Any]:
+    if isinstance(step, Scaled):
+        return {"kind": "scaled"}
+    if isinstance(step, Rotated):
+        return {"kind": "rotated", "block": step.block}
+    raise NotImplementedError(
+        f"a {type(step).__name__} is among its steps, and only SmoothQuant's, AWQ's and "
+        "Hadamard's can be saved"
+    )
+
+
+def _step(about: Mapping[str, Any], array: jax.Array) -> Step:
+    if about["kind"] == "scaled":
+        return Scaled(array)
+    return {"rotated": Rotated}[about["kind"]](array, about["block"])
 
 
 # Jitted: a program that doesn't use the result has one equation of it, traced once per shape.

@@ -1,0 +1,260 @@
+"""StoredForm: what a plan stores for a float array, as one protocol for all of its users."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Self
+
+import jax
+
+from hijax_trace import ArrayProxy
+
+
+class Parts(NamedTuple):
+    """A stored form, taken apart for a file.
+
+    Attributes:
+      kind: name of the form's class in files; ``form_of_kind`` returns the class.
+      about: what else ``from_parts`` needs, as JSON values: "shape", "dtype" and "qtype" at least.
+      arrays: by name, the arrays that it consists of, or their types.
+      make: computes the arrays where `arrays` holds types of what a form has in another layout.
+        None where `arrays` holds what there is.
+    """
+
+    kind: str
+    about: Mapping[str, Any]
+    arrays: Mapping[str, Any]
+    make: Callable[[], Mapping[str, Any]] | None = None
+
+    def around(self, kind: str, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> Parts:
+        """Return the parts of a form that holds this one.
+
+        Args:
+          kind: that of the form around.
+          about: what it needs beside what this one needs.
+          arrays: its own arrays.
+        """
+        make = None if (inner := self.make) is None else (lambda: {**inner(), **arrays})
+        about = {"inner": self.kind, **about, **self.about}
+        return Parts(kind, about, {**self.arrays, **arrays}, make)
+
+
+_KINDS: dict[str, type[StoredForm]] = {}
+
+
+class StoredForm(ArrayProxy):
+    """Base class of what is stored for a float array: a pytree dataclass of arrays.
+
+    Whoever has a form asks it, and needs not know which it is: contractions ask ``operand_of``,
+    ``reduced``, ``contract`` and ``operand``, in this order, plans ``portable`` and
+    ``with_values``, files ``to_parts``. Each has an answer that is right for quantized values with
+    scales, so that a form of its own says what is different.
+
+    A class with ``kind="name"`` after its bases is known to files by that name.
+    """
+
+    kind: ClassVar[str] = ""
+    changes_activation: ClassVar[bool] = False
+    """Whether ``activation`` changes the other operand, whose static range then is another one."""
+
+    qtype: str
+    platform: str | None = None
+    """The platform whose kernels alone read its layout; None for a form that is portable."""
+
+    def __init_subclass__(cls, kind: str | None = None, **options: Any):
+        super().__init_subclass__(**options)
+        if kind is None:
+            return
+        known = _KINDS.get(kind)
+        if known is not None and (known.__module__, known.__name__) != (
+            cls.__module__,
+            cls.__name__,
+        ):
+            raise ValueError(
+                f"kind must be another name than those of other stored forms, got {kind!r}, which "
+                f"is {known.__module__}.{known.__name__}. Choose one that begins with your "
+                "distribution's name."
+            )
+        cls.kind, _KINDS[kind] = kind, cls
+
+    # What it is.
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of its scales: one size per axis of the array."""
+        raise NotImplementedError(f"{type(self).__name__} has no scales")
+
+    @property
+    def values(self) -> StoredForm:
+        """Return the form that holds its quantized values: another one if it is around that."""
+        return self
+
+    def with_values(self, change: Callable[[Any], Any]) -> Any:
+        """Return it with the form that holds its quantized values changed."""
+        return change(self)
+
+    def unpacked(self) -> StoredForm:
+        """Return it with a ``QArray`` for quantized values in any other layout."""
+        return self
+
+    def portable(self, scale_shape: Sequence[int] | None = None) -> StoredForm:
+        """Return it in a layout that is no kernel's.
+
+        Args:
+          scale_shape: shape of its scales before packing repeated them; None if it did not.
+        """
+        return self
+
+    # How it is contracted. `contraction` is what to compute without its operands, `side` which of
+    # its operands this is, and `x` the other one.
+
+    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+        """Return whether it can be an operand without being restored.
+
+        Args:
+          contraction: what to compute.
+          side: which operand this is, 0 or 1.
+          x_shape: shape of the other operand; None if that is stored, too.
+        """
+        return contraction.takes_scales(side, self.shape, self.scale_shape)
+
+    def operand_of(
+        self, contraction: Any, side: int, x_shape: Sequence[int] | None, how: Any
+    ) -> tuple[Any, Any]:
+        """Return what an operation takes for it, and how that is still to be quantized.
+
+        Args:
+          contraction: what to compute.
+          side: which operand this is, 0 or 1.
+          x_shape: shape of the other operand; None if that is stored, too.
+          how: how the operation's rule quantizes this operand; None if it stays float.
+
+        Returns:
+          A form, or None for the restored array; and None, since stored values are never quantized
+          a second time, but for values that are stored as floats.
+        """
+        takes = how is not None and self.takes(contraction, side, x_shape)
+        return (self if takes else None), None
+
+    def at_op(self, op_id: str) -> StoredForm:
+        """Return it for one operation, which may, for example, draw other random numbers."""
+        return self
+
+    def reduced(
+        self, contraction: Any, side: int, x: Any, extras: Sequence[Any]
+    ) -> tuple[Any, Any, jax.Array | None]:
+        """Return the contraction as one of a simpler form, exactly and differentiably.
+
+        Args:
+          contraction: what to compute.
+          side: which operand this is, 0 or 1.
+          x: the other operand.
+          extras: the contraction's other arrays, such as sizes of groups.
+
+        Returns:
+          The operand and the other operand of a contraction that remains; and what its result
+          lacks, to be added, or None.
+        """
+        return self, x, None
+
+    def activation(self, contraction: Any, side: int, x: jax.Array) -> jax.Array:
+        """Return the other operand as the quantized values are contracted with it."""
+        return x
+
+    @property
+    def can_add(self) -> bool:
+        """Return whether ``contract`` may add a bias or a residual as it stores the result."""
+        return False
+
+    def contract(
+        self,
+        contraction: Any,
+        side: int,
+        x: Any,
+        *,
+        how: Any,
+        calibration: Any,
+        extras: Sequence[Any],
+        added: Any,
+    ) -> Any:
+        """Return the contraction as a kernel of this form computes it.
+
+        Args:
+          contraction: what to compute.
+          side: which operand this is, 0 or 1.
+          x: the other operand, a float array or stored.
+          how: how `x` is quantized; None if it stays float.
+          calibration: the static range of `x`; None to measure it.
+          extras: the contraction's other arrays.
+          added: what is added to the result: its method ``to(y)`` returns the sum.
+
+        Returns:
+          The result, or NotImplemented: then ``operand`` is contracted.
+        """
+        return NotImplemented
+
+    def operand(self, contraction: Any, side: int, x: Any) -> tuple[Any, Any]:
+        """Return both operands for quant-numerics' own ops: a ``QArray``, and the other one."""
+        return self.unpacked(), self.activation(contraction, side, x)
+
+    # How it is written.
+
+    def arrays(self) -> Mapping[str, Any]:
+        """Return what it consists of, by the names that files have for it: arrays, or types."""
+        return array_fields(self)
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
+        """Return what a file holds of it, which may be abstract.
+
+        Args:
+          scale_shape: see ``portable``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} can't be written")
+
+    @classmethod
+    def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> Self:
+        """Return the form of which ``to_parts`` returned these.
+
+        Raises:
+          Exception: they don't make one. Files may be damaged, so all of it is checked.
+        """
+        raise NotImplementedError(f"{cls.__name__} can't be read")
+
+
+def form_of_kind(kind: str) -> type[StoredForm]:
+    """Return the class of a kind of stored forms.
+
+    Raises:
+      ValueError: no class that is imported has this kind.
+    """
+    if kind not in _KINDS:
+        raise ValueError(
+            f"kind must be one of {', '.join(sorted(_KINDS))}, got {kind!r}. Import the package "
+            "whose form it is."
+        )
+    return _KINDS[kind]
+
+
+def form_kinds() -> tuple[str, ...]:
+    """Return the kinds of stored forms, sorted."""
+    return tuple(sorted(_KINDS))
+
+
+def is_form(node: Any) -> bool:
+    """Return whether a node is a stored form."""
+    return _is_form_type(type(node))
+
+
+# Asked for each leaf and operand: isinstance of an abstract class costs ten times as much.
+@functools.lru_cache(maxsize=256)
+def _is_form_type(kind: type) -> bool:
+    return issubclass(kind, StoredForm)
+
+
+def array_fields(form: Any) -> dict[str, Any]:
+    """Return the arrays of a dataclass by name, without those that are None."""
+    found = {f.name: getattr(form, f.name) for f in dataclasses.fields(form)
+             if not f.metadata.get("static")}  # fmt: skip
+    return {name: array for name, array in found.items() if array is not None}
