@@ -187,7 +187,7 @@ class TestPlugins:
         host(OWN, BROKEN)
         assert main(["plugins", "--json"]) == 0
         content = json.loads(capsys.readouterr().out)
-        assert content["api"] == [1, 6]
+        assert content["api"] == [1, 7]
         own, broken = content["plugins"]
         assert own["status"] == "ok"
         assert own["error"] is None

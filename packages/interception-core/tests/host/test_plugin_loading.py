@@ -119,14 +119,14 @@ class TestApi:
     @pytest.mark.parametrize(
         ("api", "message"),
         [
-            (None, "Add `API = (1, 6)`"),
+            (None, "Add `API = (1, 7)`"),
             ("1.0", "tuple of two ints"),
             ((1,), "tuple of two ints"),
             ((1, 0, 0), "tuple of two ints"),
             ((1, True), "tuple of two ints"),
             ([1, 0], "tuple of two ints"),
             ((2, 0), "Upgrade interception-core"),
-            ((1, 7), "Upgrade interception-core"),
+            ((1, 8), "Upgrade interception-core"),
             ((0, 9), "Upgrade the plugin"),
         ],
     )

@@ -1,8 +1,8 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import BridgeSpec, CommandSpec, ProviderSpec, hookimpl
+from interception_core import BridgeSpec, CommandSpec, FormSpec, ProviderSpec, hookimpl
 
-API = (1, 2)
+API = (1, 7)
 
 
 @hookimpl
@@ -18,6 +18,23 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
             name="qt",
             summary="quantized training: contractions in int8, int4 or fp8, forward and backward",
             factory="provider_xla:QtProvider",
+        ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_forms() -> list[FormSpec]:
+    """Return the stored forms that hold another one."""
+    return [
+        FormSpec(
+            name="affine",
+            summary="quantized values with a float minimum per group",
+            form="provider_xla:AffineWeight",
+        ),
+        FormSpec(
+            name="transformed",
+            summary="quantized values with maps for the activations",
+            form="provider_xla:TransformedWeight",
         ),
     ]
 

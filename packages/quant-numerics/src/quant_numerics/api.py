@@ -9,7 +9,7 @@ from quant_numerics.array.operand import dequantize
 from quant_numerics.array.packed import PackedQArray, pack, unpack
 from quant_numerics.array.qarray import QArray, qarray
 from quant_numerics.array.serialization import register_serialization
-from quant_numerics.array.stored import Parts, StoredForm, form_kinds, form_of_kind, is_form
+from quant_numerics.array.stored import Parts, StoredForm, is_form
 from quant_numerics.array.tiles import contraction_tiles
 from quant_numerics.autodiff.linear import linear_with_transpose
 from quant_numerics.autodiff.straight_through import straight_through
@@ -80,8 +80,6 @@ __all__ = [
     "einsum",
     "einsum_dimension_numbers",
     "fake_quant",
-    "form_kinds",
-    "form_of_kind",
     "from_hi",
     "get_qtype",
     "has_normal_scales",

@@ -11,6 +11,7 @@ from .specs import (
     DoctorCheck,
     EngineSpec,
     ExportBackendSpec,
+    FormSpec,
     KernelSpec,
     ProviderSpec,
     QTypeSpec,
@@ -22,7 +23,7 @@ PROJECT = "jaxtap"
 
 # (major, minor). A new hook or a new optional field of a spec is a minor step. A change that breaks
 # a correct plugin is a major one.
-API_VERSION = (1, 6)
+API_VERSION = (1, 7)
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
@@ -55,6 +56,12 @@ def jaxtap_register_bridges() -> Iterable[BridgeSpec]:
 @hookspec
 def jaxtap_register_qtypes() -> Iterable[QTypeSpec]:
     """Return the number formats of this plugin, as `QTypeSpec` objects."""
+    return ()
+
+
+@hookspec
+def jaxtap_register_forms() -> Iterable[FormSpec]:
+    """Return the stored forms of this plugin, as `FormSpec` objects."""
     return ()
 
 
@@ -98,6 +105,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_kernels": KernelSpec,
     "jaxtap_register_bridges": BridgeSpec,
     "jaxtap_register_qtypes": QTypeSpec,
+    "jaxtap_register_forms": FormSpec,
     "jaxtap_register_export_backends": ExportBackendSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,

@@ -18,7 +18,15 @@ from .discovery import discover
 from .paths import resolve
 from .records import PluginRecord
 from .registry import Claim, Registry, S, build, rivals
-from .specs import BridgeSpec, EngineSpec, ExportBackendSpec, ProviderSpec, QTypeSpec, Spec
+from .specs import (
+    BridgeSpec,
+    EngineSpec,
+    ExportBackendSpec,
+    FormSpec,
+    ProviderSpec,
+    QTypeSpec,
+    Spec,
+)
 
 if TYPE_CHECKING:
     from ..engine import Engine
@@ -254,6 +262,32 @@ def get_export_backend(name: str, /, **config: Any) -> Any:
             cannot be imported, or what it returns is not an export backend.
     """
     return _made(ready().get(ExportBackendSpec, name), config)
+
+
+def get_form(kind: str) -> Any:
+    """Return the class of a stored form that a plugin declares.
+
+    Args:
+        kind: the name that a plugin declares it under, and that files have for it.
+
+    Returns:
+        The class: a subclass of `quant_numerics.StoredForm`.
+
+    Raises:
+        UnknownNameError: no plugin has a stored form of that name. The message lists the known
+            ones, and the plugins that failed.
+        PluginError: two plugins claim the name, the plugin of that name failed, the class can't
+            be imported, or has another kind.
+    """
+    claim = ready().get(FormSpec, kind)
+    form = resolve(claim.spec.form, claim.label)
+    if getattr(form, "kind", None) != kind:
+        raise PluginError(
+            f"{claim.label}: {claim.spec.form!r} must be a stored form of kind {kind!r}, got "
+            f"{form!r}. Declare it as class {claim.spec.form.partition(':')[2]}("
+            f"quant_numerics.StoredForm, kind={kind!r})."
+        )
+    return form
 
 
 def make_qtype(name: str) -> Any:

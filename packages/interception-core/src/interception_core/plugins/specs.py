@@ -216,6 +216,23 @@ class QTypeSpec(_FactorySpec):
 
 
 @dataclass(frozen=True, slots=True)
+class FormSpec(_NamedSpec):
+    """Declare a stored form: what plans and files hold for a float array.
+
+    Args:
+        name: the kind that files have for it, the same as that of the class.
+        summary: one line about it.
+        form: ``"module:Class"``, a subclass of `quant_numerics.StoredForm`.
+
+    Raises:
+        PluginError: a field has the wrong type or form.
+    """
+
+    kind: ClassVar[str] = "stored form"
+    form: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExportBackendSpec(_FactorySpec):
     """Declare what quantizes an exported float file, which `get_export_backend` builds.
 

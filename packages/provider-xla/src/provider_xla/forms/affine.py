@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import Move, MoveError, Part
+from interception_core import get_form
 from quant_numerics import Contraction, Matmul, RaggedMatmul
 
 from .around import AroundStored
@@ -18,7 +19,7 @@ from .around import AroundStored
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class AffineWeight(AroundStored, kind="affine"):
+class AffineWeight(AroundStored):
     """A quantized parameter for ``(value + shift) * scale + minimum``.
 
     GGUF's formats with a minimum (Q4_1, Q4_K, ...) are stored so. A contraction with it is the sum
@@ -32,6 +33,8 @@ class AffineWeight(AroundStored, kind="affine"):
         shift: what is added to each quantized value: GGUF's numbers have no sign, and are stored
             here less ``shift`` (static).
     """
+
+    kind: ClassVar[str] = "affine"
 
     minimum: jax.Array
     shift: int = dataclasses.field(metadata={"static": True})
@@ -118,7 +121,7 @@ class AffineWeight(AroundStored, kind="affine"):
     def to_parts(self, scale_shape: Sequence[int] | None = None) -> qn.Parts:
         """Return the parts of ``inner``, and the minima; see ``StoredForm``."""
         inner = self.inner.to_parts(self.minimum.shape if scale_shape is None else scale_shape)
-        return inner.around("affine", {"shift": self.shift}, {"minimum": self.minimum})
+        return inner.around(self.kind, {"shift": self.shift}, {"minimum": self.minimum})
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays of ``inner``, and the minima."""
@@ -127,7 +130,7 @@ class AffineWeight(AroundStored, kind="affine"):
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> AffineWeight:
         """Return the weight of its parts; see ``StoredForm``."""
-        inner = qn.form_of_kind(about["inner"]).from_parts(about, arrays)
+        inner = get_form(about["inner"]).from_parts(about, arrays)
         return cls(inner, arrays["minimum"], about["shift"])
 
 

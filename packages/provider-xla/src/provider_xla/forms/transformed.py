@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import Part
-from interception_core import explicit_mesh, explicit_spec, with_auto_axes
+from interception_core import explicit_mesh, explicit_spec, get_form, with_auto_axes
 from quant_numerics import Contraction, Matmul
 
 from ..kernels.matmul import Rotation, product
@@ -121,7 +121,7 @@ def _hadamard(x: jax.Array, block: int) -> jax.Array:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class TransformedWeight(AroundStored, kind="transformed"):
+class TransformedWeight(AroundStored):
     """A transformed stored parameter, with the maps for its activations.
 
     ``plan.optimize`` makes it where a pass balances or rotates channels: the contraction of the
@@ -135,6 +135,7 @@ class TransformedWeight(AroundStored, kind="transformed"):
             make K (static).
     """
 
+    kind: ClassVar[str] = "transformed"
     changes_activation: ClassVar[bool] = True
 
     steps: tuple[Any, ...]
@@ -247,7 +248,7 @@ class TransformedWeight(AroundStored, kind="transformed"):
         """Return the parts of ``inner``, and the arrays of its maps; see ``StoredForm``."""
         about = {"steps": [_about(step) for step in self.steps], "k_axes": list(self.k_axes)}
         inner = self.inner.to_parts(scale_shape)
-        return inner.around("transformed", about, self._step_arrays())
+        return inner.around(self.kind, about, self._step_arrays())
 
     def arrays(self) -> dict[str, Any]:
         """Return the arrays of ``inner``, and of the maps by their number."""
@@ -259,7 +260,7 @@ class TransformedWeight(AroundStored, kind="transformed"):
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> TransformedWeight:
         """Return the weight of its parts; see ``StoredForm``."""
-        inner = qn.form_of_kind(about["inner"]).from_parts(about, arrays)
+        inner = get_form(about["inner"]).from_parts(about, arrays)
         steps = tuple(_step(one, arrays[f"step{i}"]) for i, one in enumerate(about["steps"]))
         return cls(inner, steps, tuple(about["k_axes"]))
 

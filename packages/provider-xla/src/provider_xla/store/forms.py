@@ -12,6 +12,7 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
+from interception_core import FormSpec, declared_specs, get_form
 
 from ..program.granularity import Granularity
 from ..program.matching import Under
@@ -28,7 +29,7 @@ class Form:
     """A leaf, taken apart.
 
     Attributes:
-        kind: that of a stored form (``quant_numerics.form_kinds``), "array", "numpy", "key",
+        kind: that of a stored form that a plugin declares, "array", "numpy", "key",
             "carrier", "calibration", "statistics", "history", "value" or "static".
         about: what else rebuilds the leaf, as JSON; shape and dtype if it has them.
         parts: by name, the dtype and shape of each array that it consists of.
@@ -88,6 +89,16 @@ def take_apart(
     return _of(name, kind, about, {"": leaf})
 
 
+def is_quantized(kind: str) -> bool:
+    """Return whether leaves of a kind are stored forms."""
+    return kind in known_forms()
+
+
+def known_forms() -> list[str]:
+    """Return the kinds of stored forms of installed plugins."""
+    return [spec.name for spec in declared_specs(FormSpec)]
+
+
 def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[str, Any]) -> Any:
     """Return the leaf that ``take_apart`` took apart.
 
@@ -129,7 +140,7 @@ def _put_together(kind: str, about: Mapping[str, Any], parts: Mapping[str, Any])
         if about["type"] == "str":
             return text
         return {"int": int, "float": float}[about["type"]](text)
-    return qn.form_of_kind(kind).from_parts(about, parts)
+    return get_form(kind).from_parts(about, parts)
 
 
 def part_of(leaf: Any, part: str) -> Any:

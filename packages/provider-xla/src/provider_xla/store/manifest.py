@@ -12,7 +12,6 @@ import jax
 from tabulate import tabulate
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
-from quant_numerics import form_kinds
 
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
@@ -20,7 +19,7 @@ from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
-from .forms import CARRIER, Form
+from .forms import CARRIER, Form, is_quantized
 from .manifest_schema import FormatOnly, ManifestSchema
 from .plan_diff import PlanDiff
 from .plans import is_ours, manifest_changes, manifest_of
@@ -158,9 +157,9 @@ class Manifest:
                     for one in about["held"]
                 )
                 facts["is"] = beside(own and own[0], derived)
-            if leaf.kind in form_kinds():
+            if is_quantized(leaf.kind):
                 facts["is"] = about["qtype"]
-            if leaf.kind in form_kinds() and "scale" in leaf.tensors:
+            if is_quantized(leaf.kind) and "scale" in leaf.tensors:
                 dtype, shape = self.tensors[leaf.tensors["scale"]]
                 facts |= {"scales": list(shape), "scale_dtype": dtype}
                 facts["ragged_tiles"] = about.get("ragged_tiles", [])
@@ -215,7 +214,7 @@ class Manifest:
         if sorted(used) != sorted(self.tensors):
             raise ValueError("its leaves are made of other tensors than it has")
         for leaf in leaves:
-            if leaf.kind in form_kinds() and "scale" in leaf.tensors:
+            if is_quantized(leaf.kind) and "scale" in leaf.tensors:
                 _, scales = self.tensors[leaf.tensors["scale"]]
                 if len(scales) != len(leaf.about["shape"]):
                     raise ValueError(f"the scales of {leaf.name} have another rank than it")
@@ -231,7 +230,7 @@ class Manifest:
             runs = leaf.about.get("qtype", leaf.about.get("dtype", leaf.kind))
             rows.append([leaf.name, runs, str(leaf.about.get("shape", "")), parts])
         table = tabulate(rows, ["name", "is", "shape", "stored as"], disable_numparse=True)
-        count = sum(leaf.kind in (*form_kinds(), CARRIER) for leaf in self.params.leaves)
+        count = sum(leaf.kind == CARRIER or is_quantized(leaf.kind) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"{table}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
 

@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
-from quant_numerics import form_kinds
-
+from .forms import is_quantized, known_forms
 from .schema import Object, OpenObject, Size, check
 
 _Shape = list[Size]
@@ -169,9 +168,9 @@ class _OtherForm(OpenObject):
 def _schema_of(kind: str) -> tuple[Any, set[str]]:
     if kind in _FORMS:
         return _FORMS[kind]
-    if kind in form_kinds():
+    if is_quantized(kind):
         return _OtherForm, set()
-    known = ", ".join(sorted({*_FORMS, *form_kinds()}))
+    known = ", ".join(sorted({*_FORMS, *known_forms()}))
     raise ValueError(
         f"kind must be one of {known}, got {kind!r}. Install the package whose form it is"
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedQArray(StoredForm, kind="packed"):
+class PackedQArray(StoredForm):
     """A QArray whose quantized values are stored as bit planes; a pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
@@ -44,6 +44,8 @@ class PackedQArray(StoredForm, kind="packed"):
       dtype: float dtype that the array stands for (static).
       ragged_tiles: as in ``QArray`` (static).
     """
+
+    kind: ClassVar[str] = "packed"
 
     planes: jax.Array
     scale: jax.Array
@@ -84,7 +86,7 @@ class PackedQArray(StoredForm, kind="packed"):
 
     def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
         """Return its arrays, and what they are; see ``StoredForm``."""
-        return Parts("packed", about(self), self.arrays())
+        return Parts(self.kind, about(self), self.arrays())
 
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "PackedQArray":

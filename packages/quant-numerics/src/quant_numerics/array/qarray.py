@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class QArray(StoredForm, kind="qarray"):
+class QArray(StoredForm):
     """Quantized values and scales that stand for a float array; a pytree.
 
     It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
@@ -57,6 +57,8 @@ class QArray(StoredForm, kind="qarray"):
         counted from the last (-1), and the size (static): vmap and scan may add leading axes.
         Elsewhere the shapes of values and scales tell it.
     """
+
+    kind: ClassVar[str] = "qarray"
 
     qvalue: jax.Array
     scale: jax.Array
@@ -91,7 +93,7 @@ class QArray(StoredForm, kind="qarray"):
 
     def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
         """Return its arrays, and what they are; see ``StoredForm``."""
-        return Parts("qarray", about(self), self.arrays())
+        return Parts(self.kind, about(self), self.arrays())
 
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "QArray":

@@ -16,7 +16,8 @@ class Parts(NamedTuple):
     """A stored form, taken apart for a file.
 
     Attributes:
-      kind: name of the form's class in files; ``form_of_kind`` returns the class.
+      kind: name of the form's class in files, of which ``interception_core.get_form`` returns the
+        class.
       about: what else ``from_parts`` needs, as JSON values: "shape", "dtype" and "qtype" at least.
       arrays: by name, the arrays that it consists of, or their types.
       make: computes the arrays where `arrays` holds types of what a form has in another layout.
@@ -41,9 +42,6 @@ class Parts(NamedTuple):
         return Parts(kind, about, {**self.arrays, **arrays}, make)
 
 
-_KINDS: dict[str, type[StoredForm]] = {}
-
-
 class StoredForm(ArrayProxy):
     """Base class of what is stored for a float array: a pytree dataclass of arrays.
 
@@ -52,32 +50,16 @@ class StoredForm(ArrayProxy):
     ``with_values``, files ``to_parts``. Each has an answer that is right for quantized values with
     scales, so that a form of its own says what is different.
 
-    A class with ``kind="name"`` after its bases is known to files by that name.
     """
 
     kind: ClassVar[str] = ""
+    """Name of the class in files, if it can be written: a plugin declares it by a ``FormSpec``."""
     changes_activation: ClassVar[bool] = False
     """Whether ``activation`` changes the other operand, whose static range then is another one."""
 
     qtype: str
     platform: str | None = None
     """The platform whose kernels alone read its layout; None for a form that is portable."""
-
-    def __init_subclass__(cls, kind: str | None = None, **options: Any):
-        super().__init_subclass__(**options)
-        if kind is None:
-            return
-        known = _KINDS.get(kind)
-        if known is not None and (known.__module__, known.__name__) != (
-            cls.__module__,
-            cls.__name__,
-        ):
-            raise ValueError(
-                f"kind must be another name than those of other stored forms, got {kind!r}, which "
-                f"is {known.__module__}.{known.__name__}. Choose one that begins with your "
-                "distribution's name."
-            )
-        cls.kind, _KINDS[kind] = kind, cls
 
     # What it is.
 
@@ -221,25 +203,6 @@ class StoredForm(ArrayProxy):
           Exception: they don't make one. Files may be damaged, so all of it is checked.
         """
         raise NotImplementedError(f"{cls.__name__} can't be read")
-
-
-def form_of_kind(kind: str) -> type[StoredForm]:
-    """Return the class of a kind of stored forms.
-
-    Raises:
-      ValueError: no class that is imported has this kind.
-    """
-    if kind not in _KINDS:
-        raise ValueError(
-            f"kind must be one of {', '.join(sorted(_KINDS))}, got {kind!r}. Import the package "
-            "whose form it is."
-        )
-    return _KINDS[kind]
-
-
-def form_kinds() -> tuple[str, ...]:
-    """Return the kinds of stored forms, sorted."""
-    return tuple(sorted(_KINDS))
 
 
 def is_form(node: Any) -> bool:

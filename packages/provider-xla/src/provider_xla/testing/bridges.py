@@ -12,7 +12,7 @@ import numpy as np
 import quant_numerics as qn
 from interception_core import find_bridge
 
-from . import (
+from .. import (
     PtqProvider,
     QtProvider,
     QuantizationRule,

@@ -1,0 +1,179 @@
+"""Stored forms: ours, and one that a plugin brings."""
+
+import dataclasses
+import sys
+import types
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import interception_core as core
+import provider_xla as xla
+import quant_numerics as qn
+from hijax_trace import Part
+from interception_core.testing import installed_plugins
+from provider_xla.forms.transformed import Rotated, Scaled
+from provider_xla.testing import StoredFormConformance
+
+
+def quantized(w, qtype="int8"):
+    return qn.quantize(w, qtype, channel_axes=(1,))
+
+
+class TestQArray(StoredFormConformance):
+    def make(self, w):
+        return quantized(w)
+
+
+class TestPackedQArray(StoredFormConformance):
+    def make(self, w):
+        return qn.pack(quantized(w, "int6"))
+
+
+class TestAffineWeight(StoredFormConformance):
+    tolerance = 0.1
+
+    def make(self, w):
+        low, high = (
+            x.reshape(4, 1, 24) for x in (w.reshape(4, 16, 24).min(1), w.reshape(4, 16, 24).max(1))
+        )
+        scale = (high - low) / 15
+        values = jnp.round((w.reshape(4, 16, 24) - low) / scale) - 8
+        q = qn.qarray(
+            values.reshape(64, 24).astype(jnp.int4), scale.reshape(4, 24), "int4", jnp.float32
+        )
+        return xla.AffineWeight(q, low.reshape(4, 24), 8)
+
+
+class TestTransformedWeight(StoredFormConformance):
+    def make(self, w):
+        rng = np.random.default_rng(3)
+        by = jnp.asarray(rng.uniform(0.5, 2, 64), jnp.float32)
+        steps = (Scaled(by), Rotated(jnp.asarray(rng.choice([-1, 1], 64), jnp.int8), 32))
+        for step in steps:
+            w = step.weight(w)
+        return xla.TransformedWeight(quantized(w), steps, (-2,))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Split(qn.StoredForm):
+    """Two int4 arrays whose sum is the array: what the first lacks is rounded a second time."""
+
+    kind: ClassVar[str] = "acme-split"
+    qtype: ClassVar[str] = "int4"
+
+    coarse: qn.QArray
+    fine: qn.QArray
+
+    @property
+    def shape(self):
+        return self.coarse.shape
+
+    @property
+    def dtype(self):
+        return self.coarse.dtype
+
+    @property
+    def nbytes(self):
+        return self.coarse.nbytes + self.fine.nbytes
+
+    @property
+    def scale_shape(self):
+        return self.coarse.scale_shape
+
+    def restore(self):
+        return self.coarse.restore() + self.fine.restore()
+
+    def parts(self):
+        return {"coarse": Part(self.coarse), "fine": Part(self.fine)}
+
+    def reduced(self, contraction, side, x, extras):
+        operands = (self.fine, x) if side == 0 else (x, self.fine)
+        return self.coarse, x, contraction.run(*operands, *extras)
+
+    def arrays(self):
+        parts = {"coarse": self.coarse.arrays(), "fine": self.fine.arrays()}
+        return {f"{of}.{name}": x for of, held in parts.items() for name, x in held.items()}
+
+    def to_parts(self, scale_shape=None):
+        about = {"shape": list(self.shape), "dtype": self.dtype.name, "qtype": self.qtype}
+        return qn.Parts(self.kind, about, self.arrays())
+
+    @classmethod
+    def from_parts(cls, about, arrays):
+        def one(name):
+            held = {
+                part.partition(".")[2]: x for part, x in arrays.items() if part.startswith(name)
+            }
+            return qn.QArray.from_parts(about, held)
+
+        return cls(one("coarse"), one("fine"))
+
+
+qn.register_serialization(Split)
+
+
+def split(w):
+    coarse = quantized(w, "int4")
+    return Split(coarse, quantized(w - coarse.restore(), "int4"))
+
+
+@pytest.fixture
+def declared(monkeypatch):
+    """A function that declares the form of this file under a name, in a plugin."""
+
+    def declare(name):
+        module = types.ModuleType("acme_split_plugin")
+        module.API, module.Split = (1, 7), Split
+        spec = core.FormSpec(name, "two int4 arrays", "acme_split_plugin:Split")
+        module.jaxtap_register_forms = core.hookimpl(lambda: [spec])
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+        return installed_plugins(module.__name__)
+
+    return declare
+
+
+@pytest.fixture
+def plugin(declared):
+    with declared("acme-split"):
+        yield
+
+
+@pytest.mark.usefixtures("plugin")
+class TestOfAPlugin(StoredFormConformance):
+    tolerance = 0.02
+
+    def make(self, w):
+        return split(w)
+
+
+def test_a_file_with_a_form_of_a_plugin_that_is_not_here(plugin, tmp_path):
+    path = tmp_path / "a.safetensors"
+    xla.save(path, {"w": split(jnp.ones((64, 24)))})
+    assert "acme-split" in str(xla.read_manifest(path).params)
+    with installed_plugins(), pytest.raises(xla.StoreError, match=r"got 'acme-split'.*Install"):
+        xla.load(path)
+
+
+def test_a_spec_of_another_class(declared):
+    with declared("acme-other"):
+        with pytest.raises(core.PluginError, match="of kind 'acme-other', got"):
+            core.get_form("acme-other")
+        with pytest.raises(core.UnknownNameError):
+            core.get_form("acme-split")
+
+
+def test_a_form_without_parts_can_not_be_saved(tmp_path):
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Unwritten(Split):
+        def to_parts(self, scale_shape=None):
+            return qn.StoredForm.to_parts(self, scale_shape)
+
+    form = split(jnp.ones((64, 24)))
+    with pytest.raises(xla.StoreError, match="w is a Unwritten that can't be saved"):
+        xla.save(tmp_path / "a.safetensors", {"w": Unwritten(form.coarse, form.fine)})
