@@ -34,6 +34,15 @@ def test_equal_ones_are_equal():
         qn.Matmul(MATMUL.dims, preferred_element_type=jnp.int32)
 
 
+def test_labels_are_those_of_an_einsum():
+    assert qn.Matmul((((1,), (0,)), ((), ())), "...ab,bc->...ca").labels(2, 2) == ("ab", "bc", "ca")
+    x, w = normal(2, 3, 4, 5), normal(4, 6, 2, 5, seed=1)
+    contraction = qn.Matmul((((2,), (0,)), ((3, 0), (3, 2))))
+    left, right, out = contraction.labels(x.ndim, w.ndim)
+    expected = np.einsum(f"{left},{right}->{out}", x, w)
+    np.testing.assert_allclose(contraction.run(x, w), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_scales_that_fit():
     assert MATMUL.takes_scales(1, (8, 4), (1, 4))
     assert MATMUL.takes_scales(1, (8, 4), (2, 1))

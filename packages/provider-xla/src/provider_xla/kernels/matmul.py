@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from opt_einsum import parser
 
 import quant_numerics as qn
 from interception_core import get_op
@@ -117,12 +116,9 @@ def layout_of(
     kept = tuple(axis for axis in range(len(x_shape)) if axis not in x_axes)
     columns = [axis for axis in range(len(w_shape)) if axis not in w_axes]
     ours = [(1 - side, axis) for axis in kept] + [(side, axis) for axis in columns]
-    theirs = sorted(ours)  # the axes of the lhs come first
-    if contraction.spec is not None:
-        shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
-        inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
-        labels = inputs.split(",")
-        theirs.sort(key=lambda place: output.index(labels[place[0]][place[1]]))
+    shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
+    *labels, out = contraction.labels(*map(len, shapes))
+    theirs = sorted(ours, key=lambda place: out.index(labels[place[0]][place[1]]))
     pairs = tuple(zip(w_axes, x_axes, strict=True))
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
 

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from opt_einsum import parser
 
 import quant_numerics as qn
 from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
@@ -90,11 +89,11 @@ def _einsum_contraction(
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
     except ValueError as error:  # a diagonal; an invalid spec fails in the float op
         raise StaysFloat(Code.DIAGONAL()) from error
-    inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
-    left, right = (set(labels) for labels in inputs.split(","))
-    if (left ^ right) - set(output):
+    contraction = Matmul(dims, spec, **_options(arguments))
+    left, right, out = map(set, contraction.labels(lhs.ndim, rhs.ndim))
+    if (left ^ right) - out:
         raise StaysFloat(Code.SUMMED_FIRST())
-    return Reading(Matmul(dims, spec, **_options(arguments)), (lhs, rhs))
+    return Reading(contraction, (lhs, rhs))
 
 
 def _conv(arguments: dict[str, Any]) -> Reading:

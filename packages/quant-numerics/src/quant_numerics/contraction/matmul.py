@@ -10,6 +10,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
+from opt_einsum import get_symbol
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.contraction.base import Contraction, Side
@@ -44,6 +45,19 @@ class Matmul(Contraction):
             "preferred_element_type": self.preferred_element_type,
             "out_sharding": self.out_sharding,
         }
+
+    def labels(self, lhs_ndim: int, rhs_ndim: int) -> tuple[str, str, str]:
+        """Return a letter for each axis of lhs, rhs and the result, as in an einsum."""
+        if self.spec is not None:
+            (left, right), out = parse(self.spec, (lhs_ndim, rhs_ndim))
+            return left, right, out
+        (lc, rc), (lb, rb) = self.dims
+        pool = map(get_symbol, range(lhs_ndim + rhs_ndim))
+        left = "".join(next(pool) for _ in range(lhs_ndim))
+        same = dict(zip((*rc, *rb), (*lc, *lb), strict=True))
+        right = "".join(left[same[a]] if a in same else next(pool) for a in range(rhs_ndim))
+        batch, summed = ("".join(left[a] for a in axes) for axes in (lb, lc))
+        return left, right, batch + "".join(c for c in left + right if c not in batch + summed)
 
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         return self.dims[0][side]  # type: ignore[return-value]
