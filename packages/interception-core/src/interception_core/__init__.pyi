@@ -45,6 +45,7 @@ from .plugins.host import declared_specs as declared_specs
 from .plugins.host import find_bridge as find_bridge
 from .plugins.host import get_engine as get_engine
 from .plugins.host import get_export_backend as get_export_backend
+from .plugins.host import get_feature as get_feature
 from .plugins.host import get_form as get_form
 from .plugins.host import get_provider as get_provider
 from .plugins.host import make_qtype as make_qtype
@@ -58,6 +59,7 @@ from .plugins.specs import CommandSpec as CommandSpec
 from .plugins.specs import DoctorCheck as DoctorCheck
 from .plugins.specs import EngineSpec as EngineSpec
 from .plugins.specs import ExportBackendSpec as ExportBackendSpec
+from .plugins.specs import FeatureSpec as FeatureSpec
 from .plugins.specs import FormSpec as FormSpec
 from .plugins.specs import KernelSpec as KernelSpec
 from .plugins.specs import ProviderSpec as ProviderSpec

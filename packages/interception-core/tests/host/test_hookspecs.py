@@ -21,6 +21,7 @@ def test_the_hooks_are_these():
         "jaxtap_register_commands",
         "jaxtap_register_engines",
         "jaxtap_register_export_backends",
+        "jaxtap_register_features",
         "jaxtap_register_forms",
         "jaxtap_register_kernels",
         "jaxtap_register_providers",

@@ -40,10 +40,10 @@ from .passes.wanda import Wanda as Wanda
 from .plan.allocation import AllocatedWeight as AllocatedWeight
 from .plan.allocation import Allocation as Allocation
 from .plan.lora import LoraPlan as LoraPlan
+from .plan.plan import Plan as Plan
 from .plan.weight import WeightPlan as WeightPlan
 from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
-from .providers.plan import Plan as Plan
 from .providers.ptq import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .report.quality import QualityReport as QualityReport

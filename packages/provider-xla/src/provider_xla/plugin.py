@@ -1,6 +1,13 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import BridgeSpec, CommandSpec, FormSpec, ProviderSpec, hookimpl
+from interception_core import (
+    BridgeSpec,
+    CommandSpec,
+    FeatureSpec,
+    FormSpec,
+    ProviderSpec,
+    hookimpl,
+)
 
 API = (1, 7)
 
@@ -36,6 +43,23 @@ def jaxtap_register_forms() -> list[FormSpec]:
             summary="quantized values with maps for the activations",
             form="provider_xla:TransformedWeight",
         ),
+    ]
+
+
+@hookimpl
+def jaxtap_register_features() -> list[FeatureSpec]:
+    """Return what the methods of a plan do that none of the other methods needs."""
+    return [
+        FeatureSpec(f"plan-{name}", summary, f"provider_xla.{run}")
+        for name, summary, run in (
+            ("adapters", "run a function with adapters", "lora.apply:with_adapters"),
+            ("init-adapters", "make adapters", "lora.tree:init_adapters"),
+            ("merge", "add adapters to parameters", "lora.tree:merge"),
+            ("optimize", "round parameters by passes over data", "passes.optimize:optimize"),
+            ("allocate", "choose formats for a budget", "allocate.allocate:allocate"),
+            ("report", "measure errors, bytes and times", "report.measure:make_report"),
+            ("export", "put a program into a file", "export.make:export"),
+        )
     ]
 
 

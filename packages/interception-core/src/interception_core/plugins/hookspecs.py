@@ -11,6 +11,7 @@ from .specs import (
     DoctorCheck,
     EngineSpec,
     ExportBackendSpec,
+    FeatureSpec,
     FormSpec,
     KernelSpec,
     ProviderSpec,
@@ -66,6 +67,12 @@ def jaxtap_register_forms() -> Iterable[FormSpec]:
 
 
 @hookspec
+def jaxtap_register_features() -> Iterable[FeatureSpec]:
+    """Return what methods of other packages do here, as `FeatureSpec` objects."""
+    return ()
+
+
+@hookspec
 def jaxtap_register_export_backends() -> Iterable[ExportBackendSpec]:
     """Return the export backends of this plugin, as `ExportBackendSpec` objects."""
     return ()
@@ -106,6 +113,7 @@ HOOKS: dict[str, type[Spec]] = {
     "jaxtap_register_bridges": BridgeSpec,
     "jaxtap_register_qtypes": QTypeSpec,
     "jaxtap_register_forms": FormSpec,
+    "jaxtap_register_features": FeatureSpec,
     "jaxtap_register_export_backends": ExportBackendSpec,
     "jaxtap_register_commands": CommandSpec,
     "jaxtap_doctor_checks": DoctorCheck,

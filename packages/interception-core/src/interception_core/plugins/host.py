@@ -22,6 +22,7 @@ from .specs import (
     BridgeSpec,
     EngineSpec,
     ExportBackendSpec,
+    FeatureSpec,
     FormSpec,
     ProviderSpec,
     QTypeSpec,
@@ -262,6 +263,22 @@ def get_export_backend(name: str, /, **config: Any) -> Any:
             cannot be imported, or what it returns is not an export backend.
     """
     return _made(ready().get(ExportBackendSpec, name), config)
+
+
+def get_feature(name: str) -> Callable[..., Any]:
+    """Return the function of a feature that a plugin declares.
+
+    Args:
+        name: the name that a plugin declares it under, such as ``"plan-optimize"``.
+
+    Raises:
+        UnknownNameError: no plugin has that feature. The message lists the known ones, and the
+            plugins that failed.
+        PluginError: two plugins claim the name, the plugin of that name failed, or the function
+            can't be imported.
+    """
+    claim = ready().get(FeatureSpec, name)
+    return resolve(claim.spec.run, claim.label)
 
 
 def get_form(kind: str) -> Any:

@@ -233,6 +233,23 @@ class FormSpec(_NamedSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureSpec(_NamedSpec):
+    """Declare a feature: what a method of another package's objects does.
+
+    Args:
+        name: what that method asks for, such as ``"plan-optimize"``.
+        summary: one line about it.
+        run: ``"module:attribute"`` of a function, which gets the object first.
+
+    Raises:
+        PluginError: a field has the wrong type or form.
+    """
+
+    kind: ClassVar[str] = "feature"
+    run: str
+
+
+@dataclass(frozen=True, slots=True)
 class ExportBackendSpec(_FactorySpec):
     """Declare what quantizes an exported float file, which `get_export_backend` builds.
 

@@ -19,7 +19,7 @@ from .knapsack import choose
 from .measure import Error, Measure
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 Options = Mapping[tuple[str, ...], Sequence[Option]]
 Errors = Mapping[tuple[str, ...], Mapping[str, float]]
@@ -27,7 +27,7 @@ Costs = Mapping[tuple[str, ...], Sequence[float]]
 
 
 def allocate(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batch: Sequence[Any],
     *,
@@ -37,7 +37,7 @@ def allocate(
     tile_size: Any,
     error: Error | None,
     errors: Errors | None,
-) -> PlanData:
+) -> Plan:
     """Make a plan with the least error within a budget: see ``Plan.allocate``."""
     from tqdm import tqdm
 
@@ -110,7 +110,7 @@ def _elements(options: Options) -> int:
     return sum(math.prod(weight.shape) for some in options.values() for weight in some[0].weights)
 
 
-def _budget(plan: PlanData, options: Options, bits: float | None, size: int | None) -> int:
+def _budget(plan: Plan, options: Options, bits: float | None, size: int | None) -> int:
     """Return the most bytes that the quantized parameters may take.
 
     Raises:
@@ -192,12 +192,12 @@ def _uniform(
 
 
 def _planned(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batch: Sequence[Any],
     picked: Sequence[Option],
     allocation: Allocation,
-) -> PlanData:
+) -> Plan:
     """Return the plan of what was chosen.
 
     Raises:

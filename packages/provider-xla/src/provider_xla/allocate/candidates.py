@@ -22,7 +22,7 @@ from ..program.matching import Rules
 from ..program.record import OpRecord
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 OWN = "rule"
 """The tile size of the rule that decides a parameter."""
@@ -89,7 +89,7 @@ class Option:
         return {weight.path: weight for weight in self.weights}
 
 
-def groups_of(plan: PlanData) -> list[tuple[str, ...]]:
+def groups_of(plan: Plan) -> list[tuple[str, ...]]:
     """Return the groups of weights that have one format: their paths.
 
     A rule decides by the paths of parameters, so weights that share a parameter share a format.
@@ -134,7 +134,7 @@ def make_candidates(qtypes: Iterable[Any], tile_size: Any) -> list[Candidate]:
 
 
 def options_of(
-    plan: PlanData, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
+    plan: Plan, params: Any, batch: Sequence[Any], candidates: Sequence[Candidate]
 ) -> dict[tuple[str, ...], list[Option]]:
     """Return what weights can be, by group: see ``groups_of``.
 
@@ -185,7 +185,7 @@ class _Trial(Survey):
 
 
 def _try(
-    plan: PlanData, params: Any, batch: Sequence[Any], candidate: Candidate
+    plan: Plan, params: Any, batch: Sequence[Any], candidate: Candidate
 ) -> dict[str, WeightPlan]:
     """Return how parameters are quantized if all have one format."""
     rules = tuple(
@@ -202,7 +202,7 @@ def _try(
     }
 
 
-def rules_for(plan: PlanData, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
+def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
     """Return rules for the chosen formats, and the plan's for the rest.
 
     Each new rule comes right before the rule that it narrows, so that earlier rules still win.

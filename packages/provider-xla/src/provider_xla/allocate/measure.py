@@ -28,7 +28,7 @@ from ..program.arrays import by_path, is_array, map_params, of_arrays
 from ..program.sites import Sites
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 Error = Callable[[Any, Any], Any]
 """Takes what the function returns in float, and with quantized parameters; returns a scalar."""
@@ -68,7 +68,7 @@ class Measure:
         error: how outputs are compared; ``noise_to_signal`` by default.
     """
 
-    def __init__(self, plan: PlanData, params: Any, batch: Sequence[Any], error: Error | None):
+    def __init__(self, plan: Plan, params: Any, batch: Sequence[Any], error: Error | None):
         self._plan = plan
         self._params = params
         self._batch = batch
@@ -176,7 +176,7 @@ class _Value(ArrayProxy):
         return _Value(self.value.astype(dtype))
 
 
-def _with_computed(plan: PlanData) -> Callable[..., Any]:
+def _with_computed(plan: Plan) -> Callable[..., Any]:
     """Return a plan's function, which takes computed weights as well."""
     tapped = Sites(plan.engine, plan.rules, in_float).tap(plan.fn)
 

@@ -83,7 +83,7 @@ def run_report(args: argparse.Namespace) -> int:
     with told(f"{args.function} can't be measured"):
         import jax
 
-        from ..providers.plan import Plan
+        from ..plan.plan import Plan
 
         if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((params, batch))):
             raise JaxtapError(

@@ -15,7 +15,7 @@ from ..forms.tree import is_stored
 from ..rules.rule import QuantizationRule
 
 if TYPE_CHECKING:
-    from ..providers.plan import Plan
+    from ..plan.plan import Plan
     from .models import Model
 
 

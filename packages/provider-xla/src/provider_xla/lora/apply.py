@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from interception_core import Engine, Interceptor
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, own_form, unpacked_leaf
+from ..plan.plan import OF_ADAPTERS, Plan
 from ..program.arrays import by_path
 from ..program.matching import Rules
 from ..program.sites import Record, Sites, ignore
@@ -23,13 +24,6 @@ from ..run.infer import run_site, taking_stored
 from ..run.static.statistics import Statistics
 from .tree import adapted, salt
 from .weight import AdaptedWeight, LoraWeight, is_adapted
-
-if TYPE_CHECKING:
-    from ..plan.plan import PlanData
-
-
-ARGUMENTS = frozenset({"adapters", "dropout_key"})
-"""Further arguments of a function whose parameters may have adapters."""
 
 
 class AdaptedRun:
@@ -103,7 +97,7 @@ class AdaptedRun:
 
 
 def with_adapters(
-    plan: PlanData, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
+    plan: Plan, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
 ) -> Callable[..., Any]:
     """Return ``fn`` for a call with adapters, or without.
 
@@ -167,6 +161,6 @@ def _typed(key: Any) -> jax.Array:
 
 def _takes_ours(fn: Callable[..., Any]) -> bool:
     try:
-        return not ARGUMENTS.isdisjoint(inspect.signature(fn).parameters)
+        return not OF_ADAPTERS.isdisjoint(inspect.signature(fn).parameters)
     except (TypeError, ValueError):
         return False

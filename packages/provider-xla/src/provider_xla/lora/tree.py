@@ -21,12 +21,10 @@ from .contract import delta_of
 from .weight import AdaptedWeight, is_adapted, salt, wide
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
-def init_adapters(
-    plan: PlanData, key: jax.Array, dtype: Any = None
-) -> dict[str, dict[str, jax.Array]]:
+def init_adapters(plan: Plan, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
     """Make adapters that change nothing yet: see ``Plan.init_adapters``."""
     if not plan.lora:
         check_adapters(plan.lora, {})
@@ -49,7 +47,7 @@ def _init(plan: LoraPlan, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:
     return {"a": a, "b": b}
 
 
-def merge(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+def merge(plan: Plan, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
     """Return float parameters with the adapters added: see ``Plan.merge``."""
     return merged(adapted(plan, params, adapters), plan.prefix)
 
@@ -72,7 +70,7 @@ def _merged_leaf(path: str, leaf: Any) -> Any:
     return _merged(leaf.form, base, leaf.a, leaf.b) if is_adapted(leaf) else base
 
 
-def adapted(plan: PlanData, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+def adapted(plan: Plan, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
     """Return parameters with an ``AdaptedWeight`` for each that has an adapter.
 
     Weights that are derived from such a parameter are no longer stored beside it, since they depend
@@ -109,7 +107,7 @@ def _is_kept(node: Any) -> bool:
     return is_adapted(node) or is_stored(node)
 
 
-def check_params(plan: PlanData, given: Mapping[str, Any]) -> None:
+def check_params(plan: Plan, given: Mapping[str, Any]) -> None:
     """Raise QuantizationError if a parameter is missing that has an adapter."""
     for path, one in plan.lora.items():
         leaf = given.get(path)

@@ -21,7 +21,7 @@ from ..program.arrays import by_path, map_params
 from ..program.sites import Site
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 class _Numbered(ArrayProxy):
@@ -87,7 +87,7 @@ def stored_by(held: Any) -> ArrayProxy | None:
     return held.stored if isinstance(held, _Numbered) else None
 
 
-def numbered(plan: PlanData, params: Any, stored: Any = None) -> Any:
+def numbered(plan: Plan, params: Any, stored: Any = None) -> Any:
     """Return the parameters, with step numbers where loops step along them."""
     held, _ = by_path(stored, plan.prefix, is_stored)
     held = {path: unpacked_leaf(leaf) for path, leaf in held.items() if is_stored(leaf)}

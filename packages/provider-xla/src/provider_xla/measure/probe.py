@@ -20,12 +20,12 @@ from quant_numerics import Contraction
 from ..errors import QuantizationError
 from ..program.arrays import of_arrays
 from ..program.matching import follows_values
+from ..program.record import lookup_id
 from ..program.sites import Site, Sites
-from ..run.lookup import lookup_id
 from .numbered import numbered, step_of, stored_by
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 Visit = Callable[[Site], Any]
 """Takes an operation that a rule quantizes, with its float operands; returns a pytree of arrays."""
@@ -76,7 +76,7 @@ class Probed(NamedTuple):
 
 
 def probe(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batches: Iterable[Sequence[Any]],
     visit: Visit,
@@ -197,7 +197,7 @@ def probe(
     return {op_id: totals[op_id] for op_id in order}
 
 
-def _steps(plan: PlanData, op_id: str) -> tuple[int, ...]:
+def _steps(plan: Plan, op_id: str) -> tuple[int, ...]:
     """Return the sizes of the loop axes of an operation's first weight."""
     if not follows_values(plan.engine):
         return ()

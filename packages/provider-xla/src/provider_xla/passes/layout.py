@@ -23,7 +23,7 @@ from ..program.matching import Weight as ProgramWeight
 from ..program.sites import Site, Sites
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 class NotMatrix(Exception):
@@ -97,7 +97,7 @@ class Seen(NamedTuple):
     operands: dict[tuple[str, int], Operand]
 
 
-def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
+def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> Seen:
     """Return how each stored weight is seen by its operations.
 
     Args:
@@ -140,7 +140,7 @@ def layouts(plan: PlanData, params: Any, batch: Sequence[Any]) -> Seen:
     return Seen(settled, operands)
 
 
-def _stored_for(plan: PlanData, op_id: str, paths: Sequence[str]) -> list[str]:
+def _stored_for(plan: Plan, op_id: str, paths: Sequence[str]) -> list[str]:
     """Return the stored weights that an operation may use."""
     return [
         path
@@ -200,7 +200,7 @@ def _axes(
 
 
 def _settled(
-    plan: PlanData, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
+    plan: Plan, path: str, weight: WeightPlan, uses: Mapping[str, Layout | str]
 ) -> Layout | str:
     """Return how all uses see a parameter, or why they disagree."""
     computed = {op_id for one in plan.derived.values() for op_id in one.ops}

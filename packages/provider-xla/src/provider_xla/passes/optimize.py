@@ -25,7 +25,7 @@ from .report import PassReport, WeightErrors
 from .state import Weight
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 GRAM_BYTES = 2**31
 """Bytes of Gram matrices that are measured at once; for more, the batches are run again."""
@@ -44,7 +44,7 @@ class Optimized(NamedTuple):
 
 
 def optimize(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batches: Iterable[Sequence[Any]],
     passes: Sequence[Pass],
@@ -144,7 +144,7 @@ def _contraction(sizes: Sequence[int]) -> int:
 
 
 def _run(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     given: Mapping[str, Any],
     batches: Sequence[Sequence[Any]],
@@ -202,7 +202,7 @@ def gram(rows: jax.Array) -> jax.Array:
 
 
 def _measured(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batches: Sequence[Sequence[Any]],
     operands: Mapping[tuple[str, int], Operand],

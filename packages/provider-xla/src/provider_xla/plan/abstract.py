@@ -15,10 +15,10 @@ from .quantize import carried, check_parameters
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
-    from .plan import PlanData
+    from .plan import Plan
 
 
-def quantized_types(plan: PlanData, params: Any, *, prepack: bool = True) -> Any:
+def quantized_types(plan: Plan, params: Any, *, prepack: bool = True) -> Any:
     """Return the types of what ``Plan.quantize`` stores: see ``Plan.quantized_types``."""
     given, treedef = by_path(params, plan.prefix)
     check_parameters(plan, given, are_types=True)

@@ -15,9 +15,9 @@ from quant_numerics import Matmul, RaggedMatmul
 from ..errors import QuantizationError
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, Weight
+from ..program.record import lookup_id
 from ..program.sites import Site
 from ..rules.rule import QuantizationRule
-from ..run.lookup import lookup_id
 from .lora import LoraPlan
 from .views import places_in
 

@@ -28,7 +28,7 @@ from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
 from .chosen import stays_packed, why_lost
 from .lora import LoraPlan, check_engine
-from .plan import PlanData
+from .plan import Plan
 from .quantize import carried
 from .survey import Survey, Use
 from .unused import why_unused
@@ -47,7 +47,7 @@ def make_plan(
     kwargs: Mapping[str, Any],
     kernels: bool = True,
     scale_dtypes: Mapping[str, str | None] | None = None,
-) -> PlanData:
+) -> Plan:
     """Make a plan: see ``XlaProvider.plan``.
 
     A plan that is made again has the ``scale_dtypes`` of its weights, by path; None looks at the
@@ -85,7 +85,7 @@ def make_plan(
     survey.problems += (why_unused(i, rules, records, [*leaves]) for i in unused)
     ops = Report(records)
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
-    plan = PlanData(
+    plan = Plan(
         ops=ops,
         weights=weights,
         faults=tuple(survey.problems),
@@ -120,12 +120,12 @@ def make_plan(
 
 
 def _with_kept(
-    plan: PlanData,
+    plan: Plan,
     absorbed: frozenset[str],
     with_numbers: bool,
     given: Mapping[str, Any],
     survey: Survey,
-) -> PlanData:
+) -> Plan:
     """Return a plan that stores parameters beside derived weights of which calls may differ."""
     derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
     differing = [one for one in derived if may_differ(one.expression, with_numbers)]
@@ -153,14 +153,14 @@ def _is_float(leaf: Any) -> bool:
     return leaf.dtype in qn.FLOAT_DTYPES
 
 
-def _kept_for_adapters(plan: PlanData) -> set[str]:
+def _kept_for_adapters(plan: Plan) -> set[str]:
     """Return the parameters of derived weights that depend on adapters: see ``adapted``."""
     derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
     changing = [one for one in derived if not plan.lora.keys().isdisjoint(one.leaves)]
     return {path for one in changing for path in one.leaves}
 
 
-def absorbed_by(plan: PlanData, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
+def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the parameters that are unused once derived weights are stored."""
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {

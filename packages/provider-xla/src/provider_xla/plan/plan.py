@@ -1,35 +1,55 @@
-"""PlanData: what rules do to a program, before anything runs."""
+"""Plan: what rules do to a program and its parameters, as data, and what can be done with that."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 
-from interception_core import Engine
+import quant_numerics as qn
+from hijax_trace import NotStoredError
+from interception_core import Engine, get_feature, hides_frames
 
+from ..cache.find import parameters_of
 from ..cache.plan import CachePlan
+from ..cache.use import quantize_cache, with_caches
+from ..errors import QuantizationError, QuantizationWarning
+from ..forms.tree import is_stored
 from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
+from ..run.calibrate import calibrate, empty_statistics
+from ..run.infer import infer
 from ..run.static.ranges import StaticRange
+from ..run.static.statistics import Statistics
+from . import quantize
+from .abstract import quantized_types
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
+    from ..export.program import ExportedProgram
+    from ..passes.base import Pass
+    from ..passes.optimize import Optimized
+    from ..report.quality import QualityReport
     from .allocation import Allocation
     from .lora import LoraPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+OF_ADAPTERS = frozenset({"adapters", "dropout_key"})
+"""Further arguments of a function whose parameters may have adapters."""
+
 
 @dataclasses.dataclass(frozen=True)
-class PlanData:
-    """What rules do to a program and its parameters. ``print`` shows a table.
+class Plan:
+    """What rules do to a program and its parameters. ``print`` shows a table. Immutable.
 
     Attributes:
         ops: every operation: its rule and its parameter, or why it stays float.
@@ -63,7 +83,7 @@ class PlanData:
     leaves: Mapping[str, jax.ShapeDtypeStruct] = dataclasses.field(repr=False)
     fn: Callable[..., Any] = dataclasses.field(repr=False)
     params: Any = dataclasses.field(repr=False)
-    again: functools.partial[PlanData] = dataclasses.field(repr=False)
+    again: functools.partial[Plan] = dataclasses.field(repr=False)
     allocation: Allocation | None = None
     lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
@@ -205,3 +225,435 @@ class PlanData:
     def prefix(self) -> str:
         """Return what the pytree path of every parameter begins with."""
         return self.rules.params
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Expressions of derived weights hold programs: a pickle makes the plan again, by a trace.
+        scales = {path: weight.scale_dtype for path, weight in self.weights.items()}
+        kept = {name: getattr(self, name) for name in _KEPT}
+        return _made_again, (self.again, scales, kept)
+
+    def quantize(self, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
+        """Quantize parameters one by one, with a progress bar on terminals.
+
+        Each parameter keeps its sharding. At its peak this needs, beside ``params``, the parameters
+        that are quantized so far and a copy of one parameter.
+
+        Args:
+            params: the same tree as the plan's, of arrays.
+            donate: whether to delete each parameter as soon as its quantized values are made. All
+                are checked first, so that nothing is deleted if one can't be quantized.
+            prepack: whether to pack parameters for the kernels that run their contractions. False
+                gives quantized values and scales, to be saved: see ``prepack``.
+
+        Returns:
+            The tree with a ``quant_numerics.QArray`` instead of each quantized parameter
+            (a ``PackedQArray`` for 3, 5, 6 and 7 bits, which JAX has no dtypes for), or a
+            ``PrepackedWeight``.
+
+        Raises:
+            QuantizationError: ``params`` is another tree or has other shapes or dtypes than the
+                plan; a leaf is not an array; values are not finite; or scales don't fit their
+                dtype. It names the parameter and its rule, and nothing is changed.
+        """
+        return quantize.quantize(self, params, donate=donate, prepack=prepack)
+
+    def quantized_types(self, params: Any, *, prepack: bool = True) -> Any:
+        """Return the types of what ``quantize`` would store, to compile without parameters.
+
+        Args:
+            params: the same tree as the plan's, of arrays or ``jax.ShapeDtypeStruct``. The
+                shardings of the result follow from theirs.
+            prepack: as for ``quantize``.
+
+        Returns:
+            The tree that ``quantize`` returns, with a ``jax.ShapeDtypeStruct`` for each array:
+            ``jax.jit(plan.apply(fn)).lower(types, ...)`` takes it. Nothing is computed.
+
+        Raises:
+            QuantizationError: ``params`` is another tree, or has other shapes or dtypes.
+        """
+        return quantized_types(self, params, prepack=prepack)
+
+    def prepack(self, params: Any) -> Any:
+        """Pack quantized parameters for the kernels that compute their contractions.
+
+        ``quantize`` does this for the platform that they are on. This method is for parameters that
+        were stored without it; ``convert`` packs for other platforms.
+
+        Args:
+            params: what ``quantize(..., prepack=False)`` returned, here or elsewhere.
+
+        Returns:
+            The tree with a ``PrepackedWeight`` for each parameter that the plan has a kernel for.
+            A parameter that is sharded along a contracted axis, or within a panel, stays
+            unpacked. One that is packed already stays the same.
+
+        Raises:
+            QuantizationError: a parameter is quantized in another way than the plan says.
+        """
+        return quantize.prepack(self, params)
+
+    def convert(self, params: Any, platform: str | None = None) -> Any:
+        """Convert stored parameters for the kernels of another platform.
+
+        Quantized values and scales are the same in every form, bit for bit. Nothing is moved to
+        other devices.
+
+        Args:
+            params: what ``quantize``, ``optimize`` or ``load`` returned, here or elsewhere.
+            platform: ``"cpu"``, ``"gpu"``, ``"cuda"``, ...; None for quantized values and scales,
+                which run everywhere.
+
+        Returns:
+            The tree. A parameter that the plan has no kernel for on that platform is a ``QArray``
+            or ``PackedQArray``.
+        """
+        return quantize.convert(self, params, platform)
+
+    def optimize(
+        self,
+        params: Any,
+        batches: Iterable[Sequence[Any]],
+        passes: Sequence[Pass],
+        *,
+        donate: bool = False,
+        prepack: bool = True,
+    ) -> Optimized:
+        """Quantize the parameters as ``quantize`` does, after passes that look at data.
+
+        The function runs in float on the batches. What is measured at its contractions decides how
+        parameters are transformed and rounded. The function needs no change: each parameter
+        carries the maps that its activations go through.
+
+        Args:
+            params: the same tree as the plan's, of arrays.
+            batches: each the other arguments of a call, as a tuple.
+            passes: such as ``[Hadamard(), Gptq()]``, run one after the other. An empty list only
+                rounds.
+            donate: whether to delete the parameters at the end.
+            prepack: as for ``quantize``.
+
+        Returns:
+            The stored parameters, with a ``TransformedWeight`` for each that was transformed, and
+            a report. Parameters that passes can't change (of convolutions, lookups, contractions
+            with batch axes and such) are quantized as by ``quantize``; the report says why.
+
+        Raises:
+            QuantizationError: as ``quantize``; there is no batch; activations are not finite; or
+                the plan is for the patch engine.
+            TypeError: ``passes`` holds something else than passes.
+            ValueError: the passes are in an order that can't work.
+        """
+        run = get_feature("plan-optimize")
+        return run(self, params, batches, passes, donate=donate, prepack=prepack)
+
+    def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
+        """Quantize the caches of an argument, for the function of ``apply``.
+
+        The function of ``apply`` quantizes caches that are still float. If they are quantized
+        before, the first call takes less memory, and can donate them like all others.
+
+        Args:
+            value: an argument of the plan's function: arrays, or types for lowering.
+            argument: its name or position. None if the plan carries caches of only one argument.
+
+        Returns:
+            The tree with a ``CacheArray`` for each array that the plan carries quantized, sharded
+            as the array is.
+
+        Raises:
+            QuantizationError: ``value`` is another tree, or has another shape or dtype than the
+                plan says; or the plan carries caches of several arguments, and none is named.
+        """
+        return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
+
+    def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
+        """Make adapters for ``apply`` and ``merge``, which change nothing before training.
+
+        Args:
+            key: random key.
+            dtype: float dtype; None is float32.
+
+        Returns:
+            For each parameter in ``lora``, by its pytree path, ``"a"`` and ``"b"``, of ``a_shape``
+            and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the LoRA paper
+            (arXiv:2106.09685), and B is zero. If the parameter is only looked up, A is zero and B
+            normal.
+
+        Raises:
+            QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
+        """
+        return get_feature("plan-init-adapters")(self, key, dtype)
+
+    def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
+        """Return float parameters with adapters added: ``W + (alpha / rank) * A B``.
+
+        Args:
+            params: the plan's parameters, quantized or not.
+            adapters: as ``init_adapters`` makes them, trained.
+
+        Returns:
+            The tree of float arrays, in which quantized ones are dequantized. Run it, or
+            ``quantize`` it.
+
+        Raises:
+            QuantizationError: ``adapters`` has other paths or shapes than the plan.
+        """
+        return get_feature("plan-merge")(self, params, adapters)
+
+    # A plan changes nothing, so it is its own copy.
+    def __copy__(self) -> Plan:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Plan:
+        return self
+
+    def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
+        """Return ``fn`` for parameters that ``quantize`` returned.
+
+        Put a ``jax.jit`` around it, or around its caller: without, each parameter is also
+        dequantized at each call. Arguments: see ``PtqProvider.apply``.
+
+        Caches that the plan carries quantized may be float arrays or what ``quantize_cache``
+        returned; the function returns them quantized.
+
+        If rules have a rank, the function also takes ``adapters``, as ``init_adapters`` makes them,
+        and for training ``dropout_key``, a random key that is new at each step. Without a key
+        nothing is dropped.
+        """
+        plain = infer(self.engine, self.rules, fn, statistics)
+        # The patch engine takes arrays alone.
+        told = not self.weights or not follows_values(self.engine)
+        adapt = functools.partial(self._with_adapters, fn, plain, statistics)
+        adapted = adapt() if self.rules.adapts else None
+
+        @functools.wraps(fn)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            nonlocal told
+            given = args[self.argnum : self.argnum + 1]
+            if not told and given and not _holds_stored(given):
+                told = True
+                _tell_floats(len(self.weights))
+            # Adapters without a rule for them are an error, which the feature raises.
+            run = plain if OF_ADAPTERS.isdisjoint(kwargs) else adapt()
+            with _telling_planned(self.weights):
+                return run(*args, **kwargs)
+
+        applied = adapted or call
+        return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+
+    def export(
+        self,
+        fn: Callable[..., Any],
+        stored: Any,
+        *args: Any,
+        shapes: Any = None,
+        statistics: Statistics | None = None,
+        platforms: Sequence[str] | None = None,
+        inside: bool = False,
+    ) -> ExportedProgram:
+        """Export ``apply(fn)`` with ``jax.export``, kernels included, for processes that serve it.
+
+        Args:
+            fn: the function that the plan is for.
+            stored: its parameters: what ``quantize``, ``optimize`` or ``load`` returned.
+            args: its other arguments: arrays or ``jax.ShapeDtypeStruct``.
+            shapes: symbolic sizes of ``args``, as ``jax.export.symbolic_args_specs`` takes them:
+                ``"b, ..."`` for a first axis of any size. None for the shapes of ``args``.
+            statistics: as for ``apply``.
+            platforms: the platforms to lower for, such as ``("cpu", "cuda")``; None for that of
+                ``stored``.
+            inside: whether the parameters are constants of the program (less than 2 GB); otherwise
+                they are its first argument.
+
+        Returns:
+            The program: ``save`` it, and load it by ``provider_xla.load_exported`` in another
+            process.
+
+        Raises:
+            QuantizationError: the program doesn't hold for every size of symbolic shapes.
+        """
+        run, applied = get_feature("plan-export"), self.apply(fn, statistics)
+        return run(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
+
+    def _with_adapters(
+        self, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
+    ) -> Callable[..., Any]:
+        """Return ``fn`` for a call with adapters, or without; ``plain`` runs it without."""
+        return get_feature("plan-adapters")(self, fn, plain, statistics)
+
+    def calibrate(
+        self, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
+    ) -> Statistics:
+        """Measure the static ranges of activations, in float, with a progress bar.
+
+        Args:
+            fn: the function that the plan is for.
+            params: its parameters, arrays. If ``optimize`` transformed some, what it returned: the
+                ranges must be those of the transformed activations.
+            batches: each the other arguments of a call, as a tuple.
+
+        Returns:
+            The mean range over the batches, by site: a pytree for ``apply``, to be saved with the
+            parameters. Steps of a loop have a range each or share one, as
+            ``QuantizationRule.static_range`` says.
+
+        Raises:
+            QuantizationError: no rule has ``act_static_scale``, or there is no batch.
+        """
+        return calibrate(self, fn, params, batches)
+
+    def report(
+        self,
+        params: Any,
+        *batch: Any,
+        batches: Iterable[Sequence[Any]] | None = None,
+        statistics: Statistics | None = None,
+        stored: Any = None,
+        time: bool = True,
+    ) -> QualityReport:
+        """Measure what quantization costs on data, per operation and in all.
+
+        The function runs in float; each operation that is quantized is computed from the same
+        float operands in both ways. Then the quantized program runs as a whole.
+
+        Args:
+            params: the function's parameters: arrays.
+            batch: its other arguments.
+            batches: several batches instead, each a tuple of arguments with the shapes of the
+                first.
+            statistics: the ranges that rules with ``act_static_scale`` need: what ``calibrate``
+                returns.
+            stored: the parameters as ``optimize`` or ``load`` returned them; None for what
+                ``quantize`` makes of ``params``.
+            time: whether to time operations and programs, too, each compiled alone.
+
+        Returns:
+            The report: ``print`` it, or ``save_html`` it.
+
+        Raises:
+            QuantizationError: the parameters are not the plan's; there is no batch.
+            JaxtapError: a static range is needed, and ``statistics`` has none.
+            TypeError: ``batch`` and ``batches`` are both given.
+        """
+        if batches is not None and batch:
+            raise TypeError("Give the arguments of one batch, or batches=, not both.")
+        batches = [batch] if batches is None else batches
+        run = get_feature("plan-report")
+        return run(self, params, batches, statistics, stored, time)
+
+    def allocate(
+        self,
+        params: Any,
+        *batch: Any,
+        budget_bits: float | None = None,
+        budget_bytes: int | None = None,
+        qtypes: Iterable[Any] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8"),
+        tile_size: int | float | Sequence[int | float | None] | None = None,
+        error: Callable[[Any, Any], Any] | None = None,
+        errors: Mapping[tuple[str, ...], Mapping[str, float]] | None = None,
+    ) -> Plan:
+        """Return a plan whose bits are spent where they help most.
+
+        It has the least error of the output within the budget, as far as the errors of single
+        parameters add up. Each of these is measured, with a progress bar: the function runs in
+        float once for every parameter and qtype.
+
+        Args:
+            params: the parameters: arrays.
+            batch: the other arguments of a call: real data, a few dozen examples.
+            budget_bits: average bits per element of the parameters that the plan quantizes,
+                scales included.
+            budget_bytes: instead, bytes of all parameters, those that stay float included, as
+                ``bytes_after`` counts them if nothing is packed for kernels.
+            qtypes: the formats to choose from. A parameter that can't have one, because tiles do
+                not divide it, has no such choice.
+            tile_size: elements per scale, as in a rule, or a sequence of those to choose from, in
+                which None is one scale per channel. None leaves it to the rules.
+            error: a function of what ``fn`` returns in float and with quantized parameters, that
+                returns a scalar, 0 or more. None is the squared error over the squared norm,
+                the mean over the floating arrays.
+            errors: ``allocation.errors`` of a plan that was allocated for the same batch. Errors
+                that it has are not measured again.
+
+        Returns:
+            The plan. It has this plan's rules, and before each rule that is narrowed one for each
+            chosen format (``weight_path``); ``plan.allocation`` shows the choice. All steps of a
+            parameter that a loop takes in steps have one format.
+
+        Raises:
+            QuantizationError: the budget is too small (the message says what is needed); nothing
+                is quantized; a parameter has no effect on the output for this batch; two
+                parameters are multiplied with each other.
+            ValueError: neither or both budgets are given, or a qtype doesn't exist.
+        """
+        return get_feature("plan-allocate")(
+            self,
+            params,
+            batch,
+            budget_bits=budget_bits,
+            budget_bytes=budget_bytes,
+            qtypes=qtypes,
+            tile_size=tile_size,
+            error=error,
+            errors=errors,
+        )
+
+    def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
+        """Return empty statistics for all that has a static range, in training.
+
+        Args:
+            params: what ``optimize`` returned, where the function is run with that.
+        """
+        return empty_statistics(self, params)
+
+
+_KEPT = ("faults", "remarks", "allocation", "caches")
+"""What a plan holds beside the result of ``make_plan``."""
+
+
+def _made_again(again: Callable[..., Plan], scales: Mapping[str, Any], kept: Any) -> Plan:
+    return dataclasses.replace(again(scale_dtypes=scales), **kept)
+
+
+def _holds_stored(params: Any) -> bool:
+    return any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+
+
+def _tell_floats(count: int) -> None:
+    warnings.warn(
+        f"The parameters must be what plan.quantize(params) returns, got arrays: {count} weights "
+        "that the plan stores are quantized at each call, which takes many times as long. Pass "
+        "plan.quantize(params).",
+        QuantizationWarning,
+        stacklevel=3,
+    )
+
+
+@contextlib.contextmanager
+def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
+    """Name the planned values in the error of a program that needs others.
+
+    Args:
+        weights: the weights of the plan.
+    """
+    try:
+        yield
+    except NotStoredError as error:
+        planned = [
+            f"{one.path} of shape {tuple(one.shape)}"
+            for one in weights.values()
+            if one.derived is not None and not {*error.paths}.isdisjoint(one.derived.leaves)
+        ]
+        if error.replaced:
+            raise QuantizationError(
+                f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, "
+                f"which was computed from {' and '.join(error.replaced)}, got another array there. "
+                "Put new values into the float parameters, and call plan.quantize."
+            ) from error
+        stored = " or ".join(planned) or f"none of which is of {' and '.join(error.paths)}"
+        raise QuantizationError(
+            f"{error.op_id} must use a weight that the plan stores, {stored}, got "
+            f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
+            "function with the lengths, numbers and flags of the plan, or make a plan for these."
+        ) from error

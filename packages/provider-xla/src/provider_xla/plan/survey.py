@@ -17,9 +17,8 @@ from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
 from ..program.granularity import fitted, tile_elements
 from ..program.matching import Rules, Weight
-from ..program.record import OpRecord, check_misfit
+from ..program.record import OpRecord, check_misfit, lookup_id
 from ..program.sites import Site, problem_of, record_of, short, unstorable
-from ..run.lookup import looked_up, lookup_id
 from ..run.static.ranges import (
     StaticRange,
     gradient_key,
@@ -166,7 +165,8 @@ class Survey:
             index, along, axes, count = indices[axis], (axis,), (axis,), 1
         else:
             (index,) = indices
-            along, axes = looked_up(params), looked_up_axes(params, operand.shape) or ()
+            along = tuple(params["dimension_numbers"].start_index_map)
+            axes = looked_up_axes(params, operand.shape) or ()
             count = math.prod(index.shape[:-1])
         # A loop over layers takes their biases and gains by its counter: these are not tables.
         counts = call.op_name == "dynamic_slice" and is_counted(call.expression(index))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
-from interception_core import kernel_platforms, platform_of, select_kernel
+from interception_core import OpCall, kernel_platforms, platform_of, select_kernel
 
 from ..errors import QuantizationError
 from .facts import IN_PARTS, Code, Fact, joined
@@ -33,6 +33,11 @@ class Choice(NamedTuple):
     kernel: str | None
     reason: str | None
     is_lookup: bool = False
+
+
+def lookup_id(call: OpCall) -> str:
+    """Return the id of a lookup, which a gather shows under the name that rules have for it."""
+    return call.op_id.replace("gather:", "take:")
 
 
 def platforms(first: str | None = None) -> tuple[str, ...]:

@@ -17,13 +17,13 @@ from ..cache.find import find_caches
 from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
 from ..plan.make import make_plan
+from ..plan.plan import Plan
 from ..program.facts import Fact
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report, check_misfit
 from ..program.sites import Site, Sites
 from ..rules.qwix import is_qwix, of_qwix
 from ..rules.rule import QuantizationRule
-from .plan import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -139,14 +139,13 @@ class XlaProvider(abc.ABC):
         """
         argnum = self.params_argnum
         _check_options(fn, kwargs)
-        found = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
+        plan = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
             everything = [*args[:argnum], params, *args[argnum:]]
             caches, faults = find_caches(
                 self.cache_rules, self._engine, argnum, fn, everything, kwargs
             )
-            found = dataclasses.replace(found, caches=caches, faults=(*found.faults, *faults))
-        plan = Plan.of(found)
+            plan = dataclasses.replace(plan, caches=caches, faults=(*plan.faults, *faults))
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
             if self.strict:

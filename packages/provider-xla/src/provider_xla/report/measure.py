@@ -30,11 +30,11 @@ from .results import Error, FloatOp, OpQuality, Range
 from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 def make_report(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     batches: Iterable[Sequence[Any]],
     statistics: Statistics | None,
@@ -84,7 +84,7 @@ def make_report(
 
 
 def _probe(
-    plan: PlanData,
+    plan: Plan,
     params: Any,
     stored: Any,
     batches: Sequence[tuple],
@@ -124,7 +124,7 @@ def _probe(
 
 
 def _ranges(
-    plan: PlanData, statistics: Statistics | None, op_id: str
+    plan: Plan, statistics: Statistics | None, op_id: str
 ) -> tuple[Range | None, Range | None]:
     """Return the static ranges of an operation."""
 
@@ -152,7 +152,7 @@ def _mapped(found: dict[str, Probed]) -> dict[str, int]:
 
 
 def _ops(
-    plan: PlanData,
+    plan: Plan,
     found: dict[str, Probed],
     per_visit: dict[str, int],
     seconds: dict[str, tuple[float, float]],

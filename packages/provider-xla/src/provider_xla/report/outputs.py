@@ -15,11 +15,11 @@ from .errors_at import Sums, difference, error_of
 from .results import OutputQuality
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 def compare_outputs(
-    plan: PlanData,
+    plan: Plan,
     quantized: Callable[..., Any],
     params: Any,
     packed: Any,
@@ -75,7 +75,7 @@ def _output(name: str, x: Any, parts: Sequence[tuple[Any, int]]) -> OutputQualit
     return OutputQuality(*about, error_of(total), cosine, None)
 
 
-def called(fn: Callable[..., Any], plan: PlanData, params: Any, batch: tuple) -> Callable[[], Any]:
+def called(fn: Callable[..., Any], plan: Plan, params: Any, batch: tuple) -> Callable[[], Any]:
     """Return a jitted call that returns the result's arrays and structure."""
     names: list[str] = []
 

@@ -13,11 +13,11 @@ from .errors_at import Sums, difference, error_of
 from .results import ParameterQuality
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 def measure_parameters(
-    plan: PlanData, params: Any, stored: Any, packed: Any
+    plan: Plan, params: Any, stored: Any, packed: Any
 ) -> tuple[ParameterQuality, ...]:
     """Measure the error of what is stored, and the size of it packed for kernels."""
     given, _ = by_path(params, plan.prefix)

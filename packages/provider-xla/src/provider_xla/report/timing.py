@@ -28,7 +28,7 @@ from ..run.infer import run_operands, taking_stored
 from ..run.static.statistics import Statistics, calibrations
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 ROUNDS = 15
 BUDGET = 0.3
@@ -115,7 +115,7 @@ class _Call:
 
 
 def time_ops(
-    plan: PlanData,
+    plan: Plan,
     packed: Any,
     batch: Sequence[Any],
     statistics: Statistics | None,

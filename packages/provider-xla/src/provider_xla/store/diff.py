@@ -17,14 +17,14 @@ from .rules import rule_json
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 Facts = Mapping[str, Any]
 """What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "method"; of its scales,
 "scales" (their shape), "scale_dtype" and "ragged_tiles"."""
 
 
-def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanData) -> PlanDiff:
+def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: Plan) -> PlanDiff:
     """Return what differs between the parameters of a file and a plan's.
 
     Args:
@@ -41,9 +41,7 @@ def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: PlanDa
     return _diff(found, planned, differ)
 
 
-def _adapters(
-    stored: Mapping[str, Facts], planned: Mapping[str, Facts], plan: PlanData
-) -> set[str]:
+def _adapters(stored: Mapping[str, Facts], planned: Mapping[str, Facts], plan: Plan) -> set[str]:
     """Return a file's leaves that are a plan's adapters, by any name.
 
     Each framework stores them under other names. So the leaves that the plan does not have are
@@ -71,7 +69,7 @@ def compare_template(stored: Sequence[Facts], leaves: Sequence[Leaf]) -> PlanDif
     return _diff({leaf["name"]: leaf for leaf in stored}, wanted, ())
 
 
-def of_plan(plan: PlanData, leaf: Leaf) -> dict[str, Any]:
+def of_plan(plan: Plan, leaf: Leaf) -> dict[str, Any]:
     """Return what a plan makes of a leaf."""
     facts, path = _facts(leaf), plan.prefix + leaf.path
     weight = plan.weights.get(path)

@@ -24,13 +24,13 @@ from .plans import check_storable, is_ours
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 def load(
     path: str | os.PathLike[str],
     *,
-    plan: PlanData | StorablePlan | None = None,
+    plan: Plan | StorablePlan | None = None,
     template: Any = None,
     sharding: Any = None,
     prepack: bool = True,
@@ -139,11 +139,11 @@ def _open(path: Path) -> Any:
     return orbax.Reader(path) if path.is_dir() else safetensors.Reader(path)
 
 
-def _planned(plan: PlanData) -> list[Leaf]:
+def _planned(plan: Plan) -> list[Leaf]:
     return describe(plan.params)[1]
 
 
-def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
+def _with_adapters(plan: Plan, manifest: Manifest) -> Any:
     """Return a plan's parameters with the adapters in a file."""
     names = {leaf.name for leaf in manifest.params.leaves}
     found = []
@@ -157,7 +157,7 @@ def _with_adapters(plan: PlanData, manifest: Manifest) -> Any:
     return fill(plan.params, found)
 
 
-def _check_plan(path: Path, manifest: Manifest, plan: PlanData | StorablePlan) -> None:
+def _check_plan(path: Path, manifest: Manifest, plan: Plan | StorablePlan) -> None:
     diff = manifest.diff(plan)
     # Only for leaves of our plans is it known whether they fit although the rules differ.
     if diff.of_leaves or (diff and not is_ours(plan)):

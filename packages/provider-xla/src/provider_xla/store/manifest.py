@@ -28,7 +28,7 @@ from .schema import check
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 VERSION = 1
 """The version of the format. Files of a later version are refused."""
@@ -238,7 +238,7 @@ class Manifest:
 def build(
     params: tuple[Any, Sequence[tuple[str, Form]]],
     extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
-    plan: PlanData | StorablePlan | None,
+    plan: Plan | StorablePlan | None,
 ) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
     """Return a manifest, and each tensor's form and part.
 

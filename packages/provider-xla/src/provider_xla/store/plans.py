@@ -11,13 +11,13 @@ from interception_core import StorablePlan
 from .errors import StoreError
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 _OURS = ("params", "prefix", "weights", "derived", "rules", "lora")
 """What ``save`` and ``load`` read of a plan of provider-xla."""
 
 
-def is_ours(plan: Any) -> TypeGuard[PlanData]:
+def is_ours(plan: Any) -> TypeGuard[Plan]:
     """Return whether a plan has what provider-xla's have."""
     return all(hasattr(plan, name) for name in _OURS)
 

@@ -25,11 +25,11 @@ from .save import format_of, save
 from .tree import Leaf, describe, fill
 
 if TYPE_CHECKING:
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 
 def quantize_file(
-    plan: PlanData,
+    plan: Plan,
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     target: str | os.PathLike[str] | None = None,
     *,
@@ -90,7 +90,7 @@ class _Parameters:
         StoreError: ``names`` or ``sharding`` has a parameter that the plan lacks.
     """
 
-    def __init__(self, plan: PlanData, files: FloatFiles, names: Names, sharding: Any):
+    def __init__(self, plan: Plan, files: FloatFiles, names: Names, sharding: Any):
         self._plan, self._files = plan, files
         self.structure, self.leaves = describe(plan.params)
         known = [leaf.name for leaf in self.leaves]

@@ -24,7 +24,7 @@ from .tree import describe
 if TYPE_CHECKING:
     from interception_core import StorablePlan
 
-    from ..plan.plan import PlanData
+    from ..plan.plan import Plan
 
 Format = Literal["safetensors", "orbax", "shards"]
 
@@ -32,7 +32,7 @@ Format = Literal["safetensors", "orbax", "shards"]
 def save(
     path: str | os.PathLike[str],
     params: Any,
-    plan: PlanData | StorablePlan | None = None,
+    plan: Plan | StorablePlan | None = None,
     *,
     extra: Any = None,
     format: Format | None = None,
@@ -166,7 +166,7 @@ def format_of(path: Path, format: str | None) -> str:
     return format or ("safetensors" if path.suffix == ".safetensors" else "orbax")
 
 
-def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
+def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Granularity]]:
     """Return the granularities of weights by name, and of derived weights.
 
     The latter are by the key of their expression.
@@ -178,7 +178,7 @@ def plan_granularities(plan: PlanData) -> tuple[dict[str, Granularity], dict[str
     return own, derived
 
 
-def check_plan(manifest: Manifest, plan: PlanData | StorablePlan, what: str) -> None:
+def check_plan(manifest: Manifest, plan: Plan | StorablePlan, what: str) -> None:
     """Raise StoreMismatchError unless a manifest's parameters are those of a plan."""
     diff = manifest.diff(plan)
     if diff.of_leaves:

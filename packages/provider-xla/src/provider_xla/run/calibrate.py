@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,19 +14,21 @@ import quant_numerics as qn
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..forms.tree import is_stored, map_forms
-from ..plan.plan import PlanData
 from ..program.arrays import by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site, Sites
-from ..run.infer import taking_stored
-from ..run.static.jax_errors import is_of_jax
-from ..run.static.observation import Observation
-from ..run.static.ranges import StaticRange
-from ..run.static.statistics import Statistics, key_of
+from .infer import taking_stored
+from .static.jax_errors import is_of_jax
+from .static.observation import Observation
+from .static.ranges import StaticRange
+from .static.statistics import Statistics, key_of
+
+if TYPE_CHECKING:
+    from ..plan.plan import Plan
 
 
 def calibrate(
-    plan: PlanData, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
+    plan: Plan, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
 ) -> Statistics:
     """Measure the static ranges of activations: see ``Plan.calibrate``."""
     from tqdm import tqdm
@@ -123,14 +125,12 @@ def _warn(states: Mapping[str, Any], cuts: np.ndarray) -> None:
         )
 
 
-def empty_statistics(plan: PlanData, params: Any = None) -> dict[str, qn.Statistics]:
+def empty_statistics(plan: Plan, params: Any = None) -> dict[str, qn.Statistics]:
     """Return statistics of nothing: see ``Plan.empty_statistics``."""
     return _empty({**plan.ranges, **plan.trained_ranges}, plan, params)
 
 
-def _empty(
-    ranges: Mapping[str, StaticRange], plan: PlanData, params: Any
-) -> dict[str, qn.Statistics]:
+def _empty(ranges: Mapping[str, StaticRange], plan: Plan, params: Any) -> dict[str, qn.Statistics]:
     # Transformed activations have other ranges, and so other keys: see `key_of`.
     found, _ = by_path(params, plan.prefix, is_stored)
     transformed: set[str] = set()
