@@ -451,7 +451,7 @@ def test_rules_of_a_file(folder, tmp_path):
     with pytest.raises(LlmError, match="one of float, int8"):
         quantize.read_rules(config, "int5")
     path.write_text('[{"module_path": "heda", "weight_qtype": "int8"}]')
-    with pytest.raises(LlmError, match="can't be followed: rule 0 decides nothing"):
+    with pytest.raises(LlmError, match="can't be followed: rule 0 has no effect"):
         quantize.quantize(folder, tmp_path / "other", str(path))
     assert not (tmp_path / "other").exists()
     with pytest.raises(LlmError, match="must be a folder, got a file"):

@@ -16,17 +16,12 @@ X = jnp.arange(6.0).reshape(2, 3)
 class Outline:
     """Asks no handler itself: notes the calls, and what meets a transformation."""
 
-    stages = False
-
     def __init__(self):
         self.calls, self.primitives = [], []
 
     def bind(self, path, trace, primitive, values, params):
         self.primitives.append((path, primitive.name))
         return NotImplemented
-
-    def defers_inlining(self, trace):
-        return False
 
     def call(self, function, call, args, kwargs):
         return call(*args, **kwargs)
@@ -115,3 +110,63 @@ def test_settled_operations_are_under_a_scope_that_says_so(name):
     sin, cos = jax.make_jaxpr(program)(1.0).eqns
     assert str(sin.source_info.name_stack) == name
     assert str(cos.source_info.name_stack) == ""
+
+
+def test_an_engine_patches_functions_while_it_taps():
+    seen = []
+
+    def note(original, args, kwargs):
+        seen.append([Taps.sees_program(), len(Taps.observers())])
+        with Taps.unobserved():
+            seen[-1].append(len(Taps.observers()))
+        with Taps.unobserved(lambda observer: observer is engine):
+            seen[-1].append(len(Taps.observers()))
+        return original(*args, **kwargs)
+
+    taps = Taps(
+        Interceptor({"jax.numpy.dot": let}), patches=[engine_api.patch_calls(jax.eval_shape, note)]
+    )
+    engine = Outline()
+
+    def shape():
+        return jax.eval_shape(jnp.sin, X)
+
+    assert taps.run(shape, (), {}, observer=engine) == shape()
+    assert seen == [[True, 1, 0, 1]]
+    assert taps.run(shape, (), {}) == shape()  # without an observer
+    assert seen[1:] == [[False, 0, 0, 0]]
+    PatchEngine().wrap(shape, Interceptor({"jax.numpy.dot": let}))()
+    assert len(seen) == 2
+
+
+def test_a_patch_is_around_those_of_every_engine():
+    """Whichever is installed first: JAX's functions are changed by both, and by none in the end."""
+    seen = []
+
+    def note(original, args, kwargs):
+        seen.append("patch")
+        return original(*args, **kwargs)
+
+    def tell(call, x, w):
+        seen.append(call.is_linear(x))
+        return NotImplemented
+
+    def program():
+        return jax.linear_transpose(lambda x: jnp.dot(x, jnp.eye(2)), jnp.ones(2))(jnp.ones(2))
+
+    interceptor, code = Interceptor({"jax.numpy.dot": tell}), jax.linear_transpose.__code__
+    taps = Taps(interceptor, patches=[engine_api.patch_calls(jax.linear_transpose, note)])
+    patched = PatchEngine().wrap(program, interceptor)
+
+    def ours():
+        return taps.run(program, (), {})
+
+    assert ours()[0].sum() == 2
+    assert seen == ["patch", True]
+    other = Interceptor({"jax.numpy.sin": let})
+    PatchEngine().wrap(ours, other)()
+    taps.run(PatchEngine().wrap(program, other), (), {})
+    assert seen == ["patch", True] * 3
+    patched()
+    assert seen[6:] == [True]
+    assert jax.linear_transpose.__code__ is code

@@ -463,7 +463,7 @@ def test_the_first_rule_that_matches_decides():
 
 def test_a_rule_that_decides_nothing():
     rules = [W8A8, OdmlRule(module_path="decoder.*")]
-    with pytest.raises(OdmlError, match=r"rule 1 decides nothing.*decoder"):
+    with pytest.raises(OdmlError, match=r"rule 1 has no effect.*decoder"):
         plan_of(mlp, MLP, X, rules=rules)
     (problem,) = plan_of(mlp, MLP, X, rules=rules, strict=False).problems
     assert "rule 1" in problem

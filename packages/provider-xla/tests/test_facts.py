@@ -35,7 +35,7 @@ NAMES = [
     "{rule}",
     "tile_size 8",
     "in parts",
-    "rule 0 decides nothing: x",
+    "rule 0 has no effect: x",
     "a'] and args[0]['b",
 ]
 
@@ -154,7 +154,7 @@ def test_a_weight_that_a_matmul_uses_is_not_said_to_be_unused(engine):
     rule = QuantizationRule(module_path="none", weight_qtype="int8")
 
     def why(fn):
-        with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+        with pytest.warns(QuantizationWarning, match="rule 0 has no effect"):
             plan = PtqProvider([rule], engine=engine).plan(fn, params, x)
         ((_, _, why),) = plan.floats
         return why

@@ -304,7 +304,7 @@ def test_by_name_and_with_plain_rules():
     assert provider.rules == (QtRule(weight_qtype="int8", act_qtype="int8"),)
     fn, params, x = make("tied")
     assert "2 of 2 parameters quantized" in str(provider.plan(fn, params, x))
-    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+    with pytest.warns(QuantizationWarning, match="rule 0 has no effect"):
         QtProvider([QtRule(module_path="x"), QT]).plan(fn, params, x)
 
 

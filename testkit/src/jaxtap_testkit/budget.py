@@ -30,6 +30,7 @@ import pytest
 BUDGETS = {
     "hijax-trace": 80,
     "interception-core": 40,
+    "jaxtap": 15,
     "provider-odml": 120,
     "provider-odml-aeq": 15,
     "provider-xla": 205,

@@ -23,6 +23,7 @@ from .dataflow.nodes import Unknown
 from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame
+from .interpreter.jax_patches import PATCHES
 from .interpreter.lacking import reinterpret_without
 from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
@@ -189,7 +190,7 @@ class _Tapped:
         mode, tapping = mode_of(self._interceptor), self._tapping
         if tapping is None or tapping.mode != mode:
             tapping = self._tapping = Tapping(
-                self._interceptor, self._rewrap, mode, _observe, reinterpret
+                self._interceptor, self._rewrap, mode, _observe, reinterpret, PATCHES
             )
         return tapping
 

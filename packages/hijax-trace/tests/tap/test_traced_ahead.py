@@ -202,6 +202,19 @@ def test_types_alone(targets):
     assert ids_of(jax.jit(program), W, X, targets=targets) == names(1)
 
 
+def test_types_of_modules():
+    """Handlers of modules are asked while the program is staged, but not about types alone."""
+    model = nn.Dense(8)
+    given = variables(model)
+
+    def program(given, x):
+        assert jax.eval_shape(model.apply, given, x).shape == x.shape
+        return model.apply(given, x)
+
+    targets = ("flax.linen.Dense.__call__",)
+    assert ids_of(program, given, X, targets=targets) == ["Dense.__call__:0"]
+
+
 @TARGETS
 def test_a_jaxpr_that_is_run(targets):
     def loss(w, x):

@@ -15,10 +15,8 @@ from typing import Any
 import jax
 import jaxlib
 from jax._src import ad_checkpoint as _ad_checkpoint  # 0.10.2 - 0.12
-from jax._src import api as _api  # 0.10.2 - 0.12
 from jax._src import core as _core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12
-from jax._src import pjit as _pjit  # 0.10.2 - 0.12
 from jax._src import shard_map as _shard_map  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src import traceback_util as _traceback  # 0.10.2 - 0.12
@@ -27,7 +25,6 @@ from jax._src.interpreters import batching as _batching  # 0.10.2 - 0.12
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as _pe  # 0.10.2 - 0.12
 from jax._src.interpreters import remat as _remat  # 0.10.2 - 0.12
-from jax._src.lax.control_flow import loops as _loops  # 0.10.2 - 0.12
 from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
 from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
@@ -70,8 +67,9 @@ rule_runners: tuple[FunctionType, ...] = (
     _batching.BatchTrace.process_primitive,
     _remat.RematTrace.process_primitive,
     _shard_map.ShardMapTrace.process_primitive,
+    _pe.JaxprTrace.process_primitive,
 )
-"""Run the rules of primitives (derivative, batching, ...).
+"""Run the rules of primitives (derivative, batching, partial evaluation, ...).
 
 Called with the trace, the primitive, its operands and its parameters. These rules call lax
 functions, too. Code of the program runs inside of them only in the rules of ``custom_vjp``,
@@ -100,17 +98,6 @@ _DERIVATIVES = (_ad.JVPTrace, _ad.LinearizeTrace)
 backward_pass: FunctionType = _ad.backward_pass3
 """Runs the transpose rules. See ``rule_runners``."""
 
-evaluate_partially: FunctionType = _pe.JaxprTrace.process_primitive
-"""Computes a primitive of known operands, and traces one of unknown operands.
-
-See ``rule_runners``.
-"""
-
-hoist: FunctionType = _loops._scan_known_hoisting
-trace_partially: FunctionType = _pe.trace_to_jaxpr_nounits
-"""Hoists loop invariants out of a differentiated loop. ``hoist`` forgets all name scopes, and calls
-``trace_partially``."""
-
 tracers: tuple[FunctionType, ...] = tuple(
     getattr(_pe, name)
     for name in ("trace_to_jaxpr_dynamic", "trace_to_jaxpr_nocache")
@@ -129,10 +116,6 @@ def traces_kernel(function: Any, avals: Any, debug_info: Any = None, *_: Any, **
     return info is not None and info.traced_for.startswith(("pallas", "mpmd_map"))
 
 
-eval_shape: FunctionType = _api.eval_shape
-linear_transpose: FunctionType = _api.linear_transpose
-"""Public as ``jax.eval_shape`` and ``jax.linear_transpose``."""
-
 evaluations: tuple[FunctionType, ...] = (
     _ad_checkpoint.remat_impl,
     *(prim.expand for prim in _CUSTOM_PRIMS),
@@ -143,18 +126,6 @@ evaluations: tuple[FunctionType, ...] = (
 It was tapped when it was traced. Where JAX 0.12 has the flags of ``_CUSTOM_PRIMS``, and
 ``jax_remat3``, these functions are HiPrims, which JAX expands.
 """
-
-jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
-"""Stages the call of a jitted function, or inlines its body.
-
-Called with the trace, the source line and the operands. The parameters are keywords.
-"""
-
-
-def keep_call(trace: Any, source_info: Any, *operands: Any, **params: Any) -> Any:
-    """Stage a jitted call in a jaxpr, even one to be inlined."""
-    return trace.default_process_primitive(_pjit.jit_p, operands, params, source_info=source_info)
-
 
 SETTLED = "jaxtap.settled"
 """Prefix of the name scope of operations that a rule or a handler adds to an observed program."""
@@ -179,72 +150,9 @@ def unsettled() -> Any:
     return _source_info.set_name_stack(_source_info.NameStack(kept))
 
 
-AHEAD = "jaxtap.ahead"
-"""The name scope of operations that a program computes while it traces a function ahead."""
-
-TRANSPOSED = "jaxtap.transposed"
-"""The name scope in which ``jax.linear_transpose`` traces a function."""
-
-
-def is_transposing(trace: Any) -> bool:
-    """Return whether a trace is that of a function that ``jax.linear_transpose`` transposes."""
-    if not isinstance(trace, _pe.JaxprTrace):
-        return False
-    return any(entry.name.startswith(TRANSPOSED) for entry in trace.name_stack.stack)
-
-
 def is_tangent(value: Any) -> bool:
     """Return whether a value is a tangent in a derivative's rule that JAX transposes."""
     return isinstance(value, _pe.JaxprTracer) and not value.is_known()
-
-
-def _is_ahead(trace: Any) -> bool:
-    """Return whether the program evaluates a function partially.
-
-    JAX's rules and transposes also evaluate partially, but do not run the function later.
-    """
-    if not isinstance(trace, _pe.JaxprTrace):
-        return False
-    names = [entry.name for entry in trace.name_stack.stack]
-    return not any(name.startswith((SETTLED, TRANSPOSED)) for name in names)
-
-
-def unknown_ahead(value: Any) -> bool:
-    """Return whether a value is unknown to a partial evaluation.
-
-    An operation on such a value is only traced. If the program runs it, it runs later.
-    """
-    while isinstance(value, _core.Tracer):
-        if isinstance(value, _pe.JaxprTracer):
-            return _is_ahead(value._trace) and not value.is_known()
-        if isinstance(value, _ad.JVPTracer | _ad.LinearizeTracer):
-            value = value.primal
-        elif isinstance(value, _batching.BatchTracer):
-            value = value.val
-        else:
-            return False
-    return False
-
-
-def known_ahead(trace: Any, values: Any) -> list[Any] | None:
-    """Return the known operands of a partial evaluation, or None.
-
-    The result is None for other traces, and if an operand is unknown.
-    """
-    if not _is_ahead(trace):
-        return None
-    found = [
-        value.pval.get_known()
-        if isinstance(value, _pe.JaxprTracer) and value._trace is trace
-        else value
-        for value in values
-    ]
-    return None if any(value is None or unknown_ahead(value) for value in found) else found
-
-
-def around(trace: Any) -> Any:
-    """Return a context manager that computes operations outside of a trace."""
-    return _core.set_current_trace(trace.parent_trace)
 
 
 Primitive: type = _core.Primitive

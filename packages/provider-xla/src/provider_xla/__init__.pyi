@@ -9,6 +9,7 @@ from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
 from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan
+from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
 from .cache.array import CacheArray as CacheArray
 from .cache.plan import CachePlan as CachePlan
@@ -42,8 +43,12 @@ from .plan.allocation import Allocation as Allocation
 from .plan.lora import LoraPlan as LoraPlan
 from .plan.plan import Plan as Plan
 from .plan.weight import WeightPlan as WeightPlan
+from .program.patterns.attention import Attention as Attention
+from .program.patterns.find import attention as attention
 from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
+from .providers.given import Presets as Presets
+from .providers.given import presets as presets
 from .providers.ptq import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .report.quality import QualityReport as QualityReport
@@ -61,3 +66,8 @@ from .store.quantize_file import quantize_file as quantize_file
 from .store.save import save as save
 
 __version__: str
+from .rules.written import Gradient as Gradient
+from .rules.written import Lora as Lora
+from .rules.written import Q as Q
+from .rules.written import Rule as Rule
+from .rules.written import Static as Static

@@ -54,6 +54,7 @@ def jaxtap_register_features() -> list[FeatureSpec]:
         for name, summary, run in (
             ("adapters", "run a function with adapters", "lora.apply:with_adapters"),
             ("init-adapters", "make adapters", "lora.tree:init_adapters"),
+            ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
             ("merge", "add adapters to parameters", "lora.tree:merge"),
             ("optimize", "round parameters by passes over data", "passes.optimize:optimize"),
             ("allocate", "choose formats for a budget", "allocate.allocate:allocate"),
@@ -100,6 +101,18 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print what quantization rules do to a JAX function; nothing is run",
             run="provider_xla.cli.command:run_plan",
             configure="provider_xla.cli.command:configure_plan",
+        ),
+        CommandSpec(
+            name="explain",
+            summary="print why one operation or parameter is quantized as it is",
+            run="provider_xla.cli.command:run_explain",
+            configure="provider_xla.cli.command:configure_explain",
+        ),
+        CommandSpec(
+            name="presets",
+            summary="print the rules that have a name: what they do, bytes, kernels here",
+            run="provider_xla.cli.command:run_presets",
+            configure="provider_xla.cli.command:configure_presets",
         ),
         CommandSpec(
             name="report",

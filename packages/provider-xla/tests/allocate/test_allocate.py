@@ -425,7 +425,7 @@ def test_a_parameter_that_the_batch_does_not_use():
         )  # fmt: skip
 
     plan = PtqProvider(W8, strict=True).plan(fn, params, x)
-    with pytest.raises(QuantizationError, match=r"args\[0\]\['a'\] is quantized to.*the same"):
+    with pytest.raises(QuantizationError, match=r"args\[0\]\['a'\] does not change the output"):
         plan.allocate(params, x, budget_bits=14, qtypes=["int4", "int8"])
     zero = params | {"a": jnp.zeros_like(a)}
     assert (
@@ -457,7 +457,7 @@ def test_nothing_to_allocate(model):
 
 def test_other_parameters_than_the_plans(model):
     params, x = model
-    with pytest.raises(QuantizationError, match="another tree"):
+    with pytest.raises(QuantizationError, match="a tree like the plan's"):
         planned(params, x).allocate({"out": params["out"]}, x, budget_bits=5)
 
 

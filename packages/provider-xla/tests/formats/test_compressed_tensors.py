@@ -381,7 +381,7 @@ def test_what_has_no_scheme_is_said_and_nothing_is_written(tmp_path, case):
 def test_a_folder_that_is_there(tmp_path):
     tree = {"a.weight": qn.quantize(W, "int8", channel_axes=(0,))}
     xla.save_compressed_tensors(tmp_path / "out", tree)
-    with pytest.raises(xla.StoreError, match="is there already"):
+    with pytest.raises(xla.StoreError, match="already exists"):
         xla.save_compressed_tensors(tmp_path / "out", tree)
     xla.save_compressed_tensors(tmp_path / "out", tree, overwrite=True)
     with pytest.raises(xla.StoreError, match="act_qtype must be"):

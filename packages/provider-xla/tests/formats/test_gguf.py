@@ -288,7 +288,7 @@ def test_names_and_keys_that_do_not_fit(tmp_path):
             xla.save_gguf(path, tree, **options)
         assert list(tmp_path.iterdir()) == []
     xla.save_gguf(path, tree)
-    with pytest.raises(xla.StoreError, match="is there already"):
+    with pytest.raises(xla.StoreError, match="already exists"):
         xla.save_gguf(path, tree)
     xla.save_gguf(path, tree, overwrite=True)
 

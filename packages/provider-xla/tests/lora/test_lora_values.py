@@ -235,7 +235,7 @@ def looked_up(params, ids):
 
 def test_lookups_alone_have_adapters_where_a_rule_names_them():
     params, ids = {"table": draw((16, 8))[0]}, jnp.asarray([[1, 4], [0, 15]])
-    with pytest.warns(QuantizationWarning, match="rule 0 decides nothing"):
+    with pytest.warns(QuantizationWarning, match="rule 0 has no effect"):
         assert not PtqProvider(rule("int8")).plan(looked_up, params, ids).lora
     named = rule("int8", op_names=["take"])
     plan, stored, adapters, run = prepared(looked_up, params, ids, named)

@@ -87,7 +87,7 @@ def test_arguments_as_those_of_trace(file, capsys):
 
 def test_problems_are_printed(file, capsys):
     out = printed(capsys, "plan", f"{file}:case", "--rules", '[{"module_path": "x"}]')
-    assert "problem: rule 0 decides nothing" in out
+    assert "problem: rule 0 has no effect" in out
 
 
 @pytest.mark.parametrize(
@@ -275,3 +275,21 @@ def test_model_objects(tmp_path, capsys):
         out = printed(capsys, "report", f"{file}:{name}", given, "--no-time")
         assert "int8 x int8" in out
     assert "Bind a Linen module first" in refused(capsys, "plan", f"{file}:unbound", "x")
+
+
+def test_presets(file, capsys):
+    found = json.loads(printed(capsys, "presets", "--json"))
+    assert {"int8", "w4a8", "train-fp8"} <= {one["name"] for one in found}
+    assert "w4a8" in printed(capsys, "presets")
+    assert ops(capsys, f"{file}:case", "--preset", "w8a8") == [("dense/matmul:0", "int8", "int8")]
+    assert "Did you mean 'w8a8'" in refused(capsys, "plan", f"{file}:case", "--preset", "w8a9")
+    both = ("plan", f"{file}:case", "--preset", "int8", "--weight", "int4")
+    assert "Give either --preset, or --rules" in refused(capsys, *both)
+    other = ("plan", f"{file}:case", "--preset", "int8", "--provider", "ptq")
+    assert "--preset can't be given with --provider" in refused(capsys, *other)
+
+
+def test_explain(file, capsys):
+    text = printed(capsys, "explain", f"{file}:case", "--preset", "int8", "--name", "['w']")
+    assert "args[0]['w']: float32[16, 8]\nstored in int8 by rule 0" in text
+    assert "the nearest are" in refused(capsys, "explain", f"{file}:case", "--name", "wx")

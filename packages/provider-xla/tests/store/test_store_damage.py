@@ -106,7 +106,7 @@ def test_other_files(tmp_path):
     refused(tmp_path / "pickled")
     (tmp_path / "nothing").mkdir()
     assert "jaxtap.json" in refused(tmp_path / "nothing")
-    with pytest.raises(xla.StoreError, match="is not there"):
+    with pytest.raises(xla.StoreError, match="does not exist"):
         xla.load(tmp_path / "absent")
 
 

@@ -46,7 +46,7 @@ def test_one_of_many_writers_wins(tmp_path, name):
     for thread in threads:
         thread.join()
     assert (len(won), len(lost)) == (1, count - 1)
-    assert all("is there already" in message for message in lost)
+    assert all("already exists" in message for message in lost)
     data = path / "data" if name == "folder" else path
     assert data.read_bytes() == bytes(won)
     assert [p.name for p in tmp_path.iterdir()] == [name]
@@ -91,7 +91,7 @@ def test_a_folder_that_was_being_replaced_comes_back(tmp_path):
     path.rename(tmp_path / f"{hidden}.old")
     (tmp_path / f"{hidden}.new").mkdir()
     (tmp_path / f"{hidden}.lock").touch()
-    with pytest.raises(xla.StoreError, match="is there already"):
+    with pytest.raises(xla.StoreError, match="already exists"):
         xla.save(path, tree(2))
     assert [p.name for p in tmp_path.iterdir()] == ["folder"]
     np.testing.assert_array_equal(xla.load(path)["w"], tree(1)["w"])
@@ -101,7 +101,7 @@ def test_a_folder_that_was_being_replaced_comes_back(tmp_path):
 def test_a_link_to_nothing_is_there(tmp_path, name):
     path = tmp_path / name
     path.symlink_to(tmp_path / "nowhere")
-    with pytest.raises(xla.StoreError, match="is there already"):
+    with pytest.raises(xla.StoreError, match="already exists"):
         xla.save(path, tree(1))
     assert path.is_symlink()
     xla.save(path, tree(1), overwrite=True)

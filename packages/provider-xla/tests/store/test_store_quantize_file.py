@@ -181,7 +181,7 @@ def test_errors_name_the_parameter(source, plan, params, tmp_path):
         "transform raised ZeroDivisionError",
         names={"head": xla.Source("head", transform=lambda x: 1 / 0)},
     )
-    fails("is not there", path=tmp_path / "absent.safetensors")
+    fails("does not exist", path=tmp_path / "absent.safetensors")
     fails("neither model.safetensors.index.json nor", path=make(tmp_path / "empty"))
     with pytest.raises(ValueError, match="needs a transform"):
         xla.Source("a", "b")

@@ -60,7 +60,7 @@ def test_with_a_plan_and_what_is_beside(tmp_path):
     xla.save(tmp_path / "model", params, plan, extra={"ranges": jnp.ones(3)}, format="shards")
     assert_same(xla.load(tmp_path / "model", plan=plan, prepack=False), params)
     np.testing.assert_array_equal(xla.load_extra(tmp_path / "model")["ranges"], np.ones(3))
-    with pytest.raises(xla.StoreError, match="is there already"):
+    with pytest.raises(xla.StoreError, match="already exists"):
         xla.save(tmp_path / "model", params, plan, format="shards")
 
 
@@ -112,7 +112,7 @@ try:
     xla.save(folder + "/model", stored, plan)
 except xla.StoreError as error:
     # Process 0 finds out, and all of them raise.
-    assert "is there already" in str(error), error
+    assert "already exists" in str(error), error
 else:
     raise AssertionError("saved twice")
 try:

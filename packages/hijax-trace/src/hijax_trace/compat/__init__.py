@@ -4,6 +4,16 @@ All names were checked on 0.10.2, 0.11.2 and 0.12.0.1. A comment at an import sa
 have it; names without a version are equal on all.
 """
 
+from .ahead import (
+    AHEAD,
+    TRANSPOSED,
+    evaluate_partially,
+    hoist,
+    is_transposing,
+    known_ahead,
+    trace_partially,
+    unknown_ahead,
+)
 from .deferred import (
     batch_type,
     batched,
@@ -106,6 +116,8 @@ from .pjit import (
     in_shard_map,
     is_inlined,
     jit_p,
+    jit_staging_rule,
+    keep_call,
     linear_call_p,
     linear_solve_p,
     more_scan_consts,

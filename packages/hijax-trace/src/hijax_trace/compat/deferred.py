@@ -14,7 +14,7 @@ from jax._src.interpreters import (
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
-from interception_core.engine_api import is_transposing
+from .ahead import is_transposing
 
 deferred_p = core.Primitive("deferred")
 """Calls its parameter ``function``, a ``staging.functions.Function``."""

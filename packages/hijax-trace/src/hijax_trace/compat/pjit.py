@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import jax
@@ -48,6 +49,18 @@ custom_vmap_p = _custom_batching.custom_vmap_p
 linear_solve_p = _solves.linear_solve_p
 shard_map_p = _shard_map.shard_map_p
 """The primitives whose programs can't be replaced by changing one parameter alone."""
+
+
+jit_staging_rule: FunctionType = _pjit.pjit_staging_rule
+"""Stages the call of a jitted function, or inlines its body.
+
+Called with the trace, the source line and the operands. The parameters are keywords.
+"""
+
+
+def keep_call(trace: Any, source_info: Any, *operands: Any, **params: Any) -> Any:
+    """Stage a jitted call in a jaxpr, even one to be inlined."""
+    return trace.default_process_primitive(jit_p, operands, params, source_info=source_info)
 
 
 def named_info(name: str) -> Any:

@@ -87,11 +87,11 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Ask the handler of a function that several equations spell out."""
     gathered = task.gathered
     assert gathered is not None
-    group, eqn = gathered.group, task.eqn
-    entry = None if run.frame.untapped else run.session.tapping.functions.get(gathered.site)
+    (site, group, also_used, _), eqn = gathered.found, task.eqn
+    entry = None if run.frame.untapped else run.session.tapping.functions.get(site)
     if entry is not None:
         arrays = [run.values[var] for var in group.inputs]
-        params = {"written": group.written, "also_used": group.also_used}
+        params = {"written": group.written, "also_used": also_used}
 
         def proceed(*values: Any, written: Any, also_used: Any) -> Any:
             return written(*values)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import Interceptor
-from interception_core.engine_api import Taps
+from interception_core.engine_api import Patch, Taps
 
 from .. import compat
 from ..dataflow.flow import Origin
@@ -61,6 +61,7 @@ class Tapping:
         mode: how programs are staged.
         observe: makes an observer of what derivative rules stage later.
         reinterpret: the function ``reinterpret.reinterpret``, which imports this module.
+        patches: ``jax_patches.PATCHES``.
 
     Attributes:
         owner: identifies its markers. Equal for interceptors that share JAX's traces.
@@ -73,6 +74,7 @@ class Tapping:
         mode: Mode,
         observe: Callable[[Tapping], Any],
         reinterpret: Callable[..., list[Any]],
+        patches: Sequence[Patch],
     ):
         self.rewrap = rewrap
         self.mode = mode
@@ -82,7 +84,7 @@ class Tapping:
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
         # Markers are the same whoever asks about them, so interceptors with one key share traces.
         shared = None if mode.by_path else ("staged", interceptor.given_key)
-        self.taps = Taps(staged, on_call=_on_call, shared_key=shared)
+        self.taps = Taps(staged, on_call=_on_call, shared_key=shared, patches=patches)
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions

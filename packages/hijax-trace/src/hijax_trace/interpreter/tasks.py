@@ -8,9 +8,8 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from interception_core.engine_api import AHEAD
-
 from .. import compat
+from ..dataflow.called import called
 from ..dataflow.holders import (
     CUSTOM_CALLS,
     Body,
@@ -20,10 +19,10 @@ from ..dataflow.holders import (
     is_opaque,
     opaque_call,
 )
-from ..patterns.find import FINDERS, contractions
-from ..patterns.group import Group
+from ..dataflow.sources import contracts
 from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
+from .groups import Found, finder_of, groups_of
 from .hi_prims import Expansions
 from .numbers import Key, Numbers, join_path
 from .scopes import Where, where_of
@@ -88,13 +87,11 @@ class Gathered(NamedTuple):
     """A group of equations whose handler is asked.
 
     Attributes:
-        site: the target that they spell out.
-        group: the group.
-        tasks: what to do with them if the handler leaves them.
+        found: the group.
+        tasks: what to do with its equations if the handler leaves them.
     """
 
-    site: Any
-    group: Group
+    found: Found
     tasks: Sequence[Task]
 
 
@@ -119,7 +116,7 @@ class Tasks:
         expansions: Expansions,
         functions: Mapping[Any, tuple[str, Any]] = MappingProxyType({}),
     ):
-        self._finders = [(site, find) for site in functions if (find := _finder(site.subject))]
+        self._finders = [(site, find) for site in functions if (find := finder_of(site.subject))]
         asked = (entry for site, entry in functions.items() if site.subject is opaque_call)
         self._opaque = next(asked, None)
         self._expansions = expansions
@@ -213,7 +210,7 @@ class Tasks:
             sorts: dict[Hashable, _Sort] = {}
             tasks = _without_unused(jaxpr, [self.task(eqn, sorts) for eqn in jaxpr.eqns])
             for site, find in self._finders:
-                tasks = _gathered(tasks, site, find(jaxpr))
+                tasks = _gathered(tasks, groups_of(jaxpr, site, find))
             wanted = any(
                 task.do is not Do.PASS or task.stack is not task.eqn.source_info.name_stack
                 for task in tasks
@@ -283,36 +280,41 @@ def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
     ]
 
 
-def _finder(function: Any) -> Any:
-    return next((find for pattern, find in FINDERS.items() if pattern is function), None)
-
-
-def _gathered(tasks: list[Task], site: Any, groups: Iterable[Group]) -> list[Task]:
+def _gathered(tasks: list[Task], groups: Iterable[Found]) -> list[Task]:
     """Let the last equation of each group decide for all of it."""
-    found = list(tasks)
-    for group in groups:
-        members = [tasks[i] for i in group.members]
+    result = list(tasks)
+    for found in groups:
+        places = found.group.members
+        members = [tasks[i] for i in places]
         if not all(map(_can_wait, members)):
             continue
-        alone = not group.also_used
+        alone = not found.also_used
         # Equations that only dead code needs are not made, either.
-        for i in (*group.members, *group.unused) if alone else ():
-            found[i] = tasks[i]._replace(do=Do.LATER)
-        gathered = Gathered(site, group, members if alone else members[-1:])
-        found[group.last] = members[-1]._replace(do=Do.GROUP, gathered=gathered)
-    return found
+        for i in (*places, *found.unused) if alone else ():
+            result[i] = tasks[i]._replace(do=Do.LATER)
+        gathered = Gathered(found, members if alone else members[-1:])
+        result[places[-1]] = members[-1]._replace(do=Do.GROUP, gathered=gathered)
+    return result
 
 
 def _can_wait(task: Task) -> bool:
     """Return whether an equation may be made later, or not at all."""
     # A settled contraction is a handler's result: its handler has decided already.
-    asked = task.settled and contractions(task.eqn) > 0
+    asked = task.settled and _contracts(task.eqn)
     if task.do is Do.DEFERRED and task.eqn.params["function"].program.is_differentiated:
         return False
     return not (asked or task.unused or task.do is Do.FOREIGN_CALL)
 
 
+def _contracts(eqn: Any) -> bool:
+    """Return whether an equation is a contraction, or holds one."""
+    body = called(eqn)
+    if body is None:
+        return contracts(eqn.primitive, eqn.params)
+    return any(map(_contracts, body.jaxpr.eqns))
+
+
 def _is_ahead(task: Task) -> bool:
     # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
-    return task.stack is not stack and AHEAD in compat.scopes_of(stack)
+    return task.stack is not stack and compat.AHEAD in compat.scopes_of(stack)

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
-from interception_core.engine_api import is_transposing
 
 from .. import compat
 from ..dataflow.axes import dropped
@@ -273,7 +272,7 @@ class KnownTracers(NamedTuple):
         """Return whether the operation must be linear in it."""
         value = self.values[index]
         while value is not None:
-            if isinstance(value, compat.Tracer) and is_transposing(compat.trace_of(value)):
+            if isinstance(value, compat.Tracer) and compat.is_transposing(compat.trace_of(value)):
                 return True
             value = (compat.inner_value(value) or (None,))[0]
         return False

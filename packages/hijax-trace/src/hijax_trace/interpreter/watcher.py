@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from interception_core.engine_api import AHEAD, known_ahead, settled, unknown_ahead
+from interception_core.engine_api import settled
 
 from .. import compat
 from ..dataflow.holders import custom_body
@@ -23,7 +23,7 @@ from .session import Session
 class Watcher:
     """Observes tapped calls while a program is staged, and stages markers.
 
-    It implements ``interception_core.engine_api.Observer``.
+    It implements ``interception_core.engine_api.Observer``; ``jax_patches`` asks it, too.
 
     Args:
         session: the call of the wrapped function.
@@ -58,19 +58,19 @@ class Watcher:
             if compat.is_staging(trace):
                 return self._stage(call, args, kwargs)
             packed = Packed((args, kwargs), ())
-            known = known_ahead(trace, packed.arrays)
+            known = compat.known_ahead(trace, packed.arrays)
             if known is not None:
                 # The operation depends on known values alone, so it belongs to the trace around.
                 args, kwargs = packed.build(known)
-                with compat.set_current_trace(compat.parent_trace(trace)), settled(AHEAD):
+                with compat.set_current_trace(compat.parent_trace(trace)), settled(compat.AHEAD):
                     return self.on_call(handler, call, args, kwargs)
-            if any(map(unknown_ahead, packed.arrays)):
+            if any(map(compat.unknown_ahead, packed.arrays)):
                 return NotImplemented
             if defers(trace, self.early.tracers.base()):
                 found = self._staged(call, packed)
                 if can_defer(found, trace):
                     return found.results.build(defer(found, packed.arrays))
-        if any(map(unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
+        if any(map(compat.unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
 
@@ -170,7 +170,7 @@ class Watcher:
         values = list(values)
         if not self.session.tapping.tasks.wants_call(primitive, params, len(values)):
             return NotImplemented
-        if any(map(unknown_ahead, values)):
+        if any(map(compat.unknown_ahead, values)):
             return NotImplemented
         if compat.is_derivative(trace) and custom_body(primitive, params, len(values)) is not None:
             return NotImplemented  # its rule runs now, a part of the program

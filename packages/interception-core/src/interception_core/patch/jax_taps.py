@@ -1,7 +1,6 @@
 """Taps on JAX, which keep the scope right in JAX's machinery.
 
 * A name scope extends the module path of the current scope.
-* ``jax.eval_shape`` runs nothing, so observers see nothing of it, unless they only stage it.
 * JAX's rules (derivatives, batching, lowering) call lax functions that are not operations of the
   program, so the scope is asleep while they run.
 * The rules of ``custom_vjp``, ``custom_jvp`` and ``custom_vmap`` belong to the program, but may run
@@ -14,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -78,38 +76,6 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
     return _rules(site, original, state, args, kwargs)
 
 
-def _evaluate(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Compute a primitive of known operands in a partial evaluation."""
-    if isinstance(state, Scope) and state.observed and not state.asleep:
-        trace, primitive, values, params = args
-        known = _compat.known_ahead(trace, values)
-        if known is not None:
-            with _compat.around(trace), _compat.settled(_compat.AHEAD):
-                return primitive.bind(*known, **primitive.get_bind_params(params))
-    return _bind(site, original, state, args, kwargs)
-
-
-class _Hoisting(threading.local):
-    settled = False
-
-
-_HOISTING = _Hoisting()
-
-
-def _hoist(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Remember whether operations are settled, which JAX forgets here."""
-    before, _HOISTING.settled = _HOISTING.settled, _compat.is_settled()
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _HOISTING.settled = before
-
-
-def _trace_partially(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    with _compat.settled() if _HOISTING.settled else contextlib.nullcontext():
-        return original(*args, **kwargs)
-
-
 def _trace(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     if isinstance(state, Scope) and _compat.traces_kernel(*args, **kwargs):
         # Not asleep: what the body calls has traces of its own, which must not serve the program.
@@ -118,52 +84,12 @@ def _trace(site: Any, original: Callable, state: State, args: tuple, kwargs: dic
     return original(*args, **kwargs)
 
 
-def _infer_shapes(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Trace for types alone, and show observers nothing of it that would ask a handler.
-
-    Handlers without an observer may change types, and are asked.
-    """
-    level = state if isinstance(state, Scope) else None
-    observers = []
-    while level is not None and level.activation.observer is not None:
-        observers.append(level.activation.observer)
-        level = level.parent
-    # Types may hold programs, whose like the program stages again.
-    if all(observer.stages for observer in observers):
-        return original(*args, **kwargs)
-    with CONTEXT(state if level is not None else OUTSIDE):
-        return original(*args, **kwargs)
-
-
 def _solve(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     """Trace functions that JAX transposes, now or later."""
     if not isinstance(state, Scope) or state.observed:
         return original(*args, **kwargs)
     with CONTEXT(state.transposed()):
         return original(*args, **kwargs)
-
-
-def _transpose(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    # An observer finds the programs of a solve in its primitive, but what is transposed at once
-    # has none.
-    observed = isinstance(state, Scope) and state.observed
-    with _compat.settled(_compat.TRANSPOSED) if observed else contextlib.nullcontext():
-        return _solve(site, original, state, args, kwargs)
-
-
-def _stage_jitted(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
-    """Keep the call of a jitted function if an observer wants it.
-
-    JAX's rules keep such calls, too: the derivative of what they leave sums in the calls' order.
-    """
-    if isinstance(state, Scope) and state.observed:
-        level: Scope | None = state
-        while level is not None:
-            observer = level.activation.observer
-            if observer is not None and observer.defers_inlining(args[0]):
-                return _compat.keep_call(*args, **kwargs)
-            level = level.parent
-    return original(*args, **kwargs)
 
 
 def _call(sites: CallSites, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
@@ -243,12 +169,7 @@ _TAPPED: tuple[tuple[FunctionType, Dispatch], ...] = (
     (_compat.NameScope.__exit__, _exit_name),
     (_compat.lower_jaxpr_to_module, _lower),
     (_compat.backward_pass, _rules),
-    (_compat.jit_staging_rule, _stage_jitted),
-    (_compat.evaluate_partially, _evaluate),
-    (_compat.hoist, _hoist),
-    (_compat.trace_partially, _trace_partially),
-    (_compat.eval_shape, _infer_shapes),
-    (_compat.linear_transpose, _transpose),
+    (jax.linear_transpose, _solve),
     (jax.lax.custom_linear_solve, _solve),
     *((runner, _bind) for runner in _compat.rule_runners),
     *((evaluation, _rules) for evaluation in _compat.evaluations),

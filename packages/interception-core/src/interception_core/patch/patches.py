@@ -149,6 +149,25 @@ class CodePatch:
             self.fn.__dict__.pop("__signature__", None)
 
 
+def patch_calls(
+    function: FunctionType, run: Callable[[Callable[..., Any], tuple, dict[str, Any]], Any]
+) -> Patch:
+    """Return a patch by which ``run(original, args, kwargs)`` makes the calls of a function.
+
+    It acts on the threads on which functions run tapped, while an engine has it installed; see
+    ``Taps``. Make one patch of a function, and share it: patches are counted.
+
+    Args:
+        function: a Python function, such as a rule of JAX. All its aliases are patched.
+        run: returns the call's result. ``original`` does what the function does without it.
+    """
+
+    def dispatch(site: Any, original: Callable, state: Any, args: tuple, kwargs: dict) -> Any:
+        return run(original, args, kwargs)
+
+    return CodePatch(function, dispatch, None, keep_signature=False)
+
+
 class AttributePatch:
     """Replaces an attribute of a module, a class or an instance."""
 

@@ -42,13 +42,6 @@ class Observer(Protocol):
             params: its parameters.
         """
 
-    @property
-    def stages(self) -> bool:
-        """Whether it asks no handler in traces of nested functions, but only stages them."""
-
-    def defers_inlining(self, trace: Any) -> bool:
-        """Return whether a trace keeps jitted calls that JAX would inline."""
-
     def call(
         self,
         function: Any,

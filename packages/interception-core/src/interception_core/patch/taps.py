@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..interceptor import Handler, Interceptor
 from .context import CONTEXT
 from .coroutines import run_in
 from .jax_taps import ALWAYS, SITES
-from .scope import Activation, Observer, Scope
+from .patches import Patch
+from .scope import OUTSIDE, Activation, Observer, Scope
 from .targets import Resolved
 
 _RESOLVE_LOCK = threading.RLock()
@@ -33,6 +36,7 @@ class Taps:
         shared_key: the key in JAX's caches, together with the targets, for all module paths.
             ``on_call`` and observers must leave the same in traces for all interceptors with that
             key.
+        patches: of ``patch_calls``, installed while functions run tapped.
     """
 
     def __init__(
@@ -42,11 +46,13 @@ class Taps:
         disable_jit: bool = False,
         on_call: OnCall | None = None,
         shared_key: Hashable = None,
+        patches: Sequence[Patch] = (),
     ):
         self.interceptor = interceptor
         self._disable_jit = disable_jit
         self._on_call = on_call
         self._shared_key = shared_key
+        self._patches = (*ALWAYS, *patches)
         self._resolved: Resolved | None = None
 
     @staticmethod
@@ -54,6 +60,15 @@ class Taps:
         """Return whether an observer is active on this thread."""
         state = CONTEXT.value
         return isinstance(state, Scope) and state.observed
+
+    @staticmethod
+    def sees_program() -> bool:
+        """Return whether observers are shown what runs on this thread now.
+
+        They are not while JAX runs its rules, whose operations are not the program's.
+        """
+        state = CONTEXT.value
+        return isinstance(state, Scope) and state.observed and not state.asleep
 
     def holds(self) -> bool:
         """Return whether an equal interceptor is active on this thread."""
@@ -69,6 +84,25 @@ class Taps:
         if not isinstance(state, Scope):
             return []
         return [active.observer for active in state.activations() if active.observer is not None]
+
+    @staticmethod
+    def unobserved(
+        is_seen: Callable[[Observer], bool] = lambda observer: False,
+    ) -> AbstractContextManager[None]:
+        """Return a context in which the innermost observers are shown nothing.
+
+        Their interceptors do not act in it. The context ends at an interceptor without observer.
+
+        Args:
+            is_seen: whether an observer may be shown what runs. If all may, nothing changes.
+        """
+        state, found = CONTEXT.value, []
+        while isinstance(state, Scope) and state.activation.observer is not None:
+            found.append(state.activation.observer)
+            state = state.parent
+        if all(map(is_seen, found)):
+            return contextlib.nullcontext()
+        return CONTEXT(OUTSIDE if state is None else state)
 
     @property
     def key(self) -> Hashable:
@@ -125,5 +159,5 @@ class Taps:
     def _find(self) -> Resolved:
         if self._resolved is None or not self._resolved.is_current():
             with _RESOLVE_LOCK:
-                self._resolved = Resolved(self.interceptor, SITES, ALWAYS, self._disable_jit)
+                self._resolved = Resolved(self.interceptor, SITES, self._patches, self._disable_jit)
         return self._resolved

@@ -47,7 +47,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
     decider = _Decider(Ruled(graph, tuple(rules)), options)
     decisions = {node.op_id: decider.decide(node) for node in graph.nodes.values()}
     used = {decision.rule for decision in decisions.values()}
-    idle = [f"rule {i} decides nothing: {one!r}" for i, one in enumerate(rules) if i not in used]
+    idle = [f"rule {i} has no effect: {one!r}" for i, one in enumerate(rules) if i not in used]
     return Plan(
         decisions,
         decider.placed.sites,

@@ -42,7 +42,7 @@ class OdmlQatProvider:
         average: how ranges are averaged over the steps: ``quant_numerics.MovingAverage()`` (the
             mean of all, as Qwix's) or with a ``decay`` (exponential).
         strict: whether an operation that LiteRT's integer kernels don't know, or a rule that
-            decides nothing, is an error.
+            has no effect, is an error.
 
     Raises:
         TypeError: ``rules`` holds something else than rules.
@@ -93,7 +93,7 @@ class OdmlQatProvider:
 
         Raises:
             OdmlError: with ``strict=True``, an operation that LiteRT's integer kernels don't
-                know, or a rule that decides nothing.
+                know, or a rule that has no effect.
         """
         given = list(args)
         given.insert(self.params_argnum, params)

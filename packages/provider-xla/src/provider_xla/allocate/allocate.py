@@ -152,9 +152,9 @@ def _check_used(measure: Measure, options: Options, errors: Costs) -> None:
     ]
     if unused:
         raise QuantizationError(
-            f"Whatever {', '.join(unused)} is quantized to, the output for this batch is the same, "
-            "so there is nothing to choose by. Give a batch that uses it, or leave it as it is: "
-            "QuantizationRule(weight_path=..., op_names=[...]) without qtypes, in front."
+            f"Quantizing {', '.join(unused)} does not change the output for this batch. Give a "
+            "batch that uses it, or leave it float by a rule in front: "
+            "QuantizationRule(weight_path=..., op_names=[...]) without qtypes."
         )
 
 

@@ -13,8 +13,9 @@ from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..lora.tree import adapted, merged
-from ..program.arrays import is_array
+from ..program.arrays import as_batch, is_array
 from ..program.sites import short
+from ..providers.given import provider_of
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
 from .caches import check_planned, planned_function, with_caches
 
@@ -22,7 +23,7 @@ from .caches import check_planned, planned_function, with_caches
 @hides_frames
 def quantize_model(
     model: Any,
-    provider: Provider,
+    provider: Provider | Any,
     *args: Any,
     methods: Collection[str] = ("__call__",),
     prepack: bool = True,
@@ -54,8 +55,8 @@ def quantize_model(
             from its parameters. The parameters may be types (``nnx.eval_shape``,
             ``jax.eval_shape``), and the call may be traced: then so are the stored parameters, to
             be loaded or restored (``load_model``).
-        provider: a ``PtqProvider``, a ``QtProvider``, or any ``interception_core.Provider``. Its
-            rules name modules by the framework's own paths.
+        provider: the name of a preset, a rule or rules; or a ``PtqProvider``, a ``QtProvider``, or
+            any ``interception_core.Provider``. Rules name modules by the framework's own paths.
         args: example inputs of the first of ``methods``, or their types
             (``jax.ShapeDtypeStruct``): nothing is run on them. A ``PtqProvider`` needs them; with
             a ``QtProvider`` they are for finding what rules can't be followed before training.
@@ -75,7 +76,7 @@ def quantize_model(
 
     Raises:
         UnknownNameError: there is no bridge for such a model. The known ones are listed.
-        TypeError: ``provider`` is not an ``interception_core.Provider``, or ``model`` is a class.
+        TypeError: ``provider`` is none of these, or ``model`` is a class.
         QuantizationError: the parameters are quantized already; example inputs are needed, or a
             rule needs statistics, and there are none; or rules do not fit: see
             ``PtqProvider.plan``.
@@ -84,6 +85,7 @@ def quantize_model(
         QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
             followed to where they are used. Errors with ``strict=True``.
     """
+    provider = provider_of(provider)
     bridge, plan, held = planned(model, provider, args, methods, kwargs)
     parameters = bridge.parameters(model)
     if not keeps_floats(provider) and parameters is not None:
@@ -130,7 +132,7 @@ def _has_values(parameters: Any) -> bool:
 @hides_frames
 def calibrate_model(
     model: Any,
-    provider: Provider,
+    provider: Provider | Any,
     batches: Iterable[Sequence[Any]],
     *,
     methods: Collection[str] = ("__call__",),
@@ -139,7 +141,7 @@ def calibrate_model(
 
     Args:
         model: a model as ``quantize_model`` takes it.
-        provider: with rules that have ``act_static_scale=True``.
+        provider: as ``quantize_model`` takes it, with rules that have ``act_static_scale=True``.
         batches: each the inputs of a call, as a tuple.
         methods: the first is called; pass the same to ``quantize_model``.
 
@@ -151,7 +153,7 @@ def calibrate_model(
         QuantizationError: no rule has ``act_static_scale``, there is no batch, the model holds no
             parameters, or they are stored as quantized values.
     """
-    batches = list(batches)
+    provider, batches = provider_of(provider), list(map(as_batch, batches))
     if not batches:
         raise QuantizationError("There is nothing to calibrate from: batches is empty.")
     bridge, plan, _ = planned(model, provider, batches[0], methods, {})
@@ -183,6 +185,35 @@ class _Constant:
     """A leaf of parameters that is not an array."""
 
     value: Any
+
+
+@hides_frames
+def plan_model(
+    model: Any,
+    provider: Provider | Any,
+    *args: Any,
+    methods: Collection[str] = ("__call__",),
+    **kwargs: Any,
+) -> ProviderPlan:
+    """Find what rules do to a model object, without quantizing it.
+
+    Args:
+        model: a float model as ``quantize_model`` takes it.
+        provider: as ``quantize_model`` takes it.
+        args: example inputs of the first of ``methods``, or their types.
+        methods: as for ``quantize_model``.
+        kwargs: more of the example inputs.
+
+    Raises:
+        QuantizationError: as ``quantize_model``; or there are no inputs, or no parameters.
+    """
+    _, plan, _ = planned(model, provider_of(provider), args, methods, kwargs)
+    if plan is None:
+        raise QuantizationError(
+            f"plan_model needs a {type(model).__name__} with parameters, and example inputs. Bind "
+            "a Linen module first, and pass the inputs after the provider."
+        )
+    return plan
 
 
 def model_plan(model: Any) -> ProviderPlan | None:
@@ -244,12 +275,6 @@ def planned(
             f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
         )
     bridge = find_bridge(model)
-    if not isinstance(provider, Provider):
-        raise TypeError(
-            f"quantize_model takes a provider, such as "
-            f"PtqProvider(QuantizationRule(weight_qtype='int8')), got {provider!r}. Pass an object "
-            "with engine, disable_jit, interceptor() and apply(fn)."
-        )
     argnum = getattr(provider, "params_argnum", 0)
     if argnum != 0:
         raise QuantizationError(

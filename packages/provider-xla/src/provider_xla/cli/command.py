@@ -38,6 +38,49 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-time", action="store_true", help="time nothing")
 
 
+def configure_explain(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``jaxtap explain``."""
+    configure(parser)
+    parser.add_argument(
+        "--name", required=True, help="the id of an operation, or the path of a parameter"
+    )
+
+
+def run_explain(args: argparse.Namespace) -> int:
+    """Print why an operation or a parameter is quantized as it is.
+
+    Returns:
+        0.
+
+    Raises:
+        JaxtapError: the file, the function, an argument or the rules can't be used; or nothing, or
+            too much, has the name.
+    """
+    plan, _, _ = make_plan(args)
+    _check_has(plan, "explain", "jaxtap explain")
+    with told(f"{args.name} can't be explained"):
+        print(plan.explain(args.name))
+    return 0
+
+
+def configure_presets(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``jaxtap presets``."""
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run_presets(args: argparse.Namespace) -> int:
+    """Print what each preset does, its bytes and its kernel here.
+
+    Returns:
+        0.
+    """
+    from ..providers.given import presets
+
+    found = presets()
+    print(json.dumps([one._asdict() for one in found], indent=2) if args.json else found)
+    return 0
+
+
 def run_plan(args: argparse.Namespace) -> int:
     """Print a plan.
 

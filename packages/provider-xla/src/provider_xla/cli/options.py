@@ -34,6 +34,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="an expression on what FILE defines: rules, or a provider; or JSON: the fields of a "
         "rule, or a list of those",
     )
+    rules.add_argument(
+        "--preset", metavar="NAME", help="such as int8 or w4a8: jaxtap presets lists them"
+    )
     rules.add_argument("--weight", metavar="QTYPE", help="of all parameters, such as int4")
     rules.add_argument("--act", metavar="QTYPE", help="of all activations, such as int8")
     rules.add_argument("--tile", type=_tile, metavar="N", help="elements that share a scale")
@@ -143,6 +146,10 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
         return _named(args)
     if args.config is not None:
         raise JaxtapError("--config is for --provider NAME. Give rules, or name a provider.")
+    if args.preset is not None:
+        if args.rules is not None or any(value is not None for value in simple.values()):
+            raise JaxtapError("Give either --preset, or --rules, or --weight, --act and --tile.")
+        return PtqProvider(args.preset, **config)
     if args.rules is None:
         if args.weight is None and args.act is None:
             simple |= {"weight_qtype": "int8", "act_qtype": "int8"}
@@ -164,7 +171,8 @@ def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
 
 def _named(args: argparse.Namespace) -> Any:
     """Return the provider that ``--provider`` names."""
-    given = {"--rules": args.rules, "--weight": args.weight, "--act": args.act, "--tile": args.tile}
+    given = {"--preset": args.preset, "--rules": args.rules, "--weight": args.weight}
+    given |= {"--act": args.act, "--tile": args.tile}
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise JaxtapError(

@@ -112,7 +112,7 @@ def check_params(plan: Plan, given: Mapping[str, Any]) -> None:
     for path, one in plan.lora.items():
         leaf = given.get(path)
         if getattr(leaf, "shape", None) != one.shape:
-            what = "is not there" if leaf is None else (
+            what = "is missing" if leaf is None else (
                 f"is {short(leaf)}" if hasattr(leaf, "shape") else f"is {leaf!r:.80}"
             )  # fmt: skip
             raise QuantizationError(

@@ -16,7 +16,7 @@ from ..measure.probe import Largest, probe
 from ..measure.whole import whole_results
 from ..plan.quantize import carried, check_parameters, prepacked
 from ..plan.weight import quantize_leaf
-from ..program.arrays import by_path
+from ..program.arrays import as_batch, by_path
 from ..program.matching import follows_values
 from ..program.sites import Site
 from .base import Pass
@@ -61,7 +61,7 @@ def optimize(
             "plan.optimize needs the trace engine, which hands stored parameters on: make the "
             "plan with PtqProvider(rules, engine='trace')."
         )
-    batches = [tuple(batch) for batch in batches]
+    batches = list(map(as_batch, batches))
     if not batches:
         raise QuantizationError("There is nothing to measure from: batches is empty.")
     given, treedef = by_path(params, plan.prefix)

@@ -30,6 +30,7 @@ from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics
 from . import quantize
 from .abstract import quantized_types
+from .explain import explain
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
@@ -347,6 +348,30 @@ class Plan:
         run = get_feature("plan-optimize")
         return run(self, params, batches, passes, donate=donate, prepack=prepack)
 
+    def dequantize(self, params: Any) -> Any:
+        """Return float parameters: stored ones are dequantized, others stay as they are.
+
+        Args:
+            params: what ``quantize``, ``optimize`` or ``load`` returned, with adapters or without:
+                these are added.
+
+        Raises:
+            QuantizationError: of a parameter nothing but derived weights is stored.
+        """
+        return get_feature("plan-dequantize")(params, self.prefix)
+
+    def explain(self, name: str) -> str:
+        """Return why an operation or a parameter is quantized as it is, in lines of text.
+
+        Args:
+            name: the id of an operation, as the plan prints it, or the pytree path of a parameter,
+                or a part that no other has.
+
+        Raises:
+            QuantizationError: no operation and no parameter has that name, or several have.
+        """
+        return explain(self, name)
+
     def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
         """Quantize the caches of an argument, for the function of ``apply``.
 
@@ -408,8 +433,10 @@ class Plan:
     def __deepcopy__(self, memo: Any) -> Plan:
         return self
 
-    def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
-        """Return ``fn`` for parameters that ``quantize`` returned.
+    def apply(
+        self, fn: Callable[P, R] | None = None, statistics: Statistics | None = None
+    ) -> Callable[P, R]:
+        """Return ``fn`` for parameters that ``quantize`` returned; None is the plan's function.
 
         Put a ``jax.jit`` around it, or around its caller: without, each parameter is also
         dequantized at each call. Arguments: see ``PtqProvider.apply``.
@@ -421,6 +448,7 @@ class Plan:
         and for training ``dropout_key``, a random key that is new at each step. Without a key
         nothing is dropped.
         """
+        fn = self.fn if fn is None else fn
         plain = infer(self.engine, self.rules, fn, statistics)
         # The patch engine takes arrays alone.
         told = not self.weights or not follows_values(self.engine)

@@ -25,7 +25,8 @@ def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = T
     from tqdm import tqdm
 
     given, treedef = by_path(params, plan.prefix)
-    check_parameters(plan, given)
+    is_again = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
+    check_parameters(plan, given, is_again=is_again)
     if donate:
         for path, weight in plan.weights.items():
             if weight.derived is None:
@@ -50,16 +51,28 @@ def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = T
     return rebuilt(treedef, leaves)
 
 
-def check_parameters(plan: Plan, given: Mapping[str, Any], *, are_types: bool = False) -> None:
-    """Raise QuantizationError unless parameters, or their types, are those of a plan."""
+def check_parameters(
+    plan: Plan, given: Mapping[str, Any], *, are_types: bool = False, is_again: bool = False
+) -> None:
+    """Raise QuantizationError unless parameters, or their types, are those of a plan.
+
+    Args:
+        plan: the plan.
+        given: the parameters by path.
+        are_types: whether they may be types.
+        is_again: whether some are stored already.
+    """
     arrays = {path for path, leaf in given.items() if path in plan.leaves or is_array(leaf)}
     for path in sorted(plan.leaves.keys() ^ arrays):
-        where = "the plan has and the parameters have not" if path in plan.leaves else (
-            "the parameters have and the plan has not"
-        )  # fmt: skip
+        what = "missing" if path in plan.leaves else "unexpected"
         raise QuantizationError(
-            f"The parameters are another tree than the plan's: {path} is one that {where}. "
-            "Make the plan for these parameters."
+            f"The parameters must be a tree like the plan's, got another: {path} is {what}. "
+            + (
+                "Some are stored already: pass them to plan.apply(), or quantize what "
+                "plan.dequantize() makes of them."
+                if is_again
+                else "Make the plan for these parameters."
+            )
         )
     for path, expected in plan.leaves.items():
         leaf = given[path]

@@ -1,4 +1,4 @@
-"""Unused: why a rule decides nothing, and what it could match."""
+"""Unused: why a rule has no effect, and what it could match."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN = 5
 def why_unused(
     index: int, rules: Rules, records: Sequence[OpRecord], leaves: Sequence[str]
 ) -> Fact:
-    """Return that a rule decides nothing, and why; ``leaves`` are the parameters' paths."""
+    """Return that a rule has no effect, and why; ``leaves`` are the parameters' paths."""
     rule = rules.rules[index]
     why = _why(index, rule, rules, records, leaves)
     return Code.UNUSED(rule=index, shown=_shown(rule), why=why)

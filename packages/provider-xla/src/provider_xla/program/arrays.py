@@ -29,6 +29,21 @@ def map_params(
     return jax.tree.unflatten(treedef, [change(path, leaf) for path, leaf in found.items()])
 
 
+def as_batch(batch: Any) -> tuple[Any, ...]:
+    """Return one of the batches that a plan's methods take, as a tuple.
+
+    Raises:
+        QuantizationError: it is not a tuple or a list of arguments.
+    """
+    if isinstance(batch, tuple | list):
+        return tuple(batch)
+    what = f"{batch.dtype}{list(batch.shape)}" if is_array(batch) else type(batch).__name__
+    raise QuantizationError(
+        "batches must hold tuples of the function's arguments without the parameters, such as "
+        f"[(x,)], got {what}. Put it into a tuple."
+    )
+
+
 def types_of(tree: Any) -> Any:
     """Return a tree with the types of its arrays; other leaves stay."""
 

@@ -10,13 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hijax_trace import Attention, shared_array
+from hijax_trace import shared_array
 
 from .ops import StaysFloat
+from .patterns.attention import Attention
 
 ATTENTION = "fused_attn_forward"
 """The op of attention."""
-WRITTEN = "hijax_trace.attention"
+WRITTEN = "provider_xla.attention"
 """The target of an attention that a program writes out as contractions and a softmax."""
 
 _FEW_QUERIES = 8

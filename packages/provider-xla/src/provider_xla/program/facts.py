@@ -121,7 +121,7 @@ class Code(enum.Enum):
     )
     AXES_LOST = ("{paths} {get} no adapter from {op_id} (rule {rule}): its axes can't be followed "
                  "to the operand {weight}")  # fmt: skip
-    UNUSED = "rule {rule} decides nothing: {shown}: {why}"
+    UNUSED = "rule {rule} has no effect: {shown}: {why}"
     NO_CACHE = "no array matches {cache_rule}"
     CACHE_FLOAT = "{cache}"
 

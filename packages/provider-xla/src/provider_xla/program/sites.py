@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
-from hijax_trace import Attention, attention, is_followed, scaled_inputs
+from hijax_trace import is_followed, scaled_inputs
 from interception_core import Engine, Interceptor, OpCall, UnknownNameError
 from quant_numerics import Contraction
 
@@ -26,6 +26,8 @@ from .granularity import remedies
 from .matching import Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .over_cache import ATTENTION, over_cache
+from .patterns.attention import Attention
+from .patterns.find import attention
 from .record import OpRecord, choices
 
 P = ParamSpec("P")

@@ -22,7 +22,7 @@ from ..program.facts import Fact
 from ..program.matching import Rules
 from ..program.record import OpRecord, Report, check_misfit
 from ..program.sites import Site, Sites
-from ..rules.qwix import is_qwix, of_qwix
+from ..rules.presets import as_rules
 from ..rules.rule import QuantizationRule
 
 P = ParamSpec("P")
@@ -41,7 +41,8 @@ class XlaProvider(abc.ABC):
     Args:
         rules: the first rule that matches an operation decides; an operation without a match
             stays float, but the tapped operations that it consists of are looked at. Default:
-            int8 for everything. A ``CacheRule`` among them is about arguments that the program
+            int8 for everything. The name of a preset, such as ``"w8a8"``, stands for its rule:
+            see ``presets``. A ``CacheRule`` among them is about arguments that the program
             updates.
         params_argnum: index of the positional argument that holds the parameters: an operand
             that is a leaf of it, moved or not, is a weight.
@@ -62,7 +63,9 @@ class XlaProvider(abc.ABC):
 
     def __init__(
         self,
-        rules: QuantizationRule | CacheRule | Iterable[QuantizationRule | CacheRule] = (INT8,),
+        rules: QuantizationRule | CacheRule | str | Iterable[QuantizationRule | CacheRule | str] = (
+            INT8,
+        ),
         *,
         params_argnum: int = 0,
         engine: str | None = None,
@@ -70,9 +73,7 @@ class XlaProvider(abc.ABC):
     ):
         self.engine = engine
         self.strict = strict
-        single = isinstance(rules, QuantizationRule | CacheRule) or is_qwix(rules)
-        several: Iterable[Any] = (rules,) if single else rules  # type: ignore[assignment]
-        given = tuple(of_qwix(rule) if is_qwix(rule) else rule for rule in several)
+        given = as_rules(rules, (CacheRule,))
         self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
         self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
         if self.cache_rules and not self.carries:
@@ -80,12 +81,6 @@ class XlaProvider(abc.ABC):
                 f"{type(self).__name__} takes no CacheRule, got {self.cache_rules[0]!r}. Use "
                 "PtqProvider."
             )
-        for rule in self.rules:
-            if not isinstance(rule, QuantizationRule):
-                raise TypeError(
-                    f"{type(self).__name__} takes QuantizationRules, got {rule!r}. Write for "
-                    "example QuantizationRule(weight_qtype='int8', act_qtype='int8')."
-                )
         self.rules = tuple(map(self._init_rule, self.rules))
         self.params_argnum = params_argnum
         self._rules = Rules(self.rules, f"args[{params_argnum}]")

@@ -18,6 +18,7 @@ from ..errors import QuantizationError
 from ..measure.numbered import stored_operand
 from ..measure.probe import Lookup, Probed, probe
 from ..plan.quantize import prepack, quantize
+from ..program.arrays import as_batch
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..run.infer import infer, run_operands
@@ -42,7 +43,7 @@ def make_report(
     time: bool,
 ) -> QualityReport:
     """Make a report: see ``Plan.report``."""
-    taken = [tuple(batch) for batch in batches]
+    taken = list(map(as_batch, batches))
     if not taken:
         raise QuantizationError("There is nothing to measure on: batches is empty.")
     params = jax.tree.map(lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from .qt_rule import QtRule
@@ -45,11 +46,17 @@ def of_qwix(rule: Any) -> QuantizationRule:
             f"A rule of Qwix must have fields that QtRule has, got {names}. Write it as a QtRule: "
             "docs/quantization.md lists what differs."
         )
-    if "dot_general" in given.get("op_names", ()):
-        given["op_names"] = {*given["op_names"], "dot", "matmul"}
-    if given.get("act_qtype") is not None and not given.get("op_names"):
-        given["weights_only"] = False
-    return kind(**given)
+    return kind(**in_qwix_words(given))
+
+
+def in_qwix_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a rule here for those of one of Qwix, with the meaning there."""
+    found = dict(given)
+    if "dot_general" in (found.get("op_names") or ()):
+        found["op_names"] = {*found["op_names"], "dot", "matmul"}
+    if found.get("act_qtype") is not None and not found.get("op_names"):
+        found["weights_only"] = False
+    return found
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -14,7 +14,7 @@ import quant_numerics as qn
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..forms.tree import is_stored, map_forms
-from ..program.arrays import by_path, of_arrays
+from ..program.arrays import as_batch, by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site, Sites
 from .infer import taking_stored
@@ -62,7 +62,8 @@ def calibrate(
 
     jitted, cuts = None, []
     at_end = jax.tree.structure((states, dict.fromkeys(states, 0)))
-    for batch in tqdm(batches, desc="calibrating", unit="batch", disable=None):
+    for given in tqdm(batches, desc="calibrating", unit="batch", disable=None):
+        batch = as_batch(given)
         call, arrays = of_arrays(measured, [states, *plan.arguments(params, batch)], {})
         jitted = jitted or jax.jit(call)
         with _explaining(empty):

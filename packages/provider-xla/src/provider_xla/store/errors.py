@@ -58,6 +58,6 @@ def require(module: str, extra: str) -> Any:
 def damaged(path: Path, what: str) -> StoreError:
     """Return the error of a file that isn't what was written."""
     return StoreError(
-        f"{path} is not what was saved: {what}. It was cut short or altered; take another copy, "
+        f"{path} is corrupted: {what}. It was cut short or altered; take another copy, "
         "or save it again."
     )

@@ -94,7 +94,7 @@ def _take(new: Path, path: Path) -> None:
 def _check(path: Path, overwrite: bool) -> None:
     # lexists: a link to nothing counts as being there.
     if os.path.lexists(path) and not overwrite:
-        raise StoreError(f"{path} is there already. Pass overwrite=True to replace it.")
+        raise StoreError(f"{path} already exists. Pass overwrite=True to replace it.")
 
 
 def _synchronize(path: Path) -> None:

@@ -159,7 +159,7 @@ class FloatFiles:
 
     def _open(self, path: Path) -> Any:
         if not path.is_file():
-            raise StoreError(f"{path} is not there, or is not a file.")
+            raise StoreError(f"{path} does not exist, or is not a file.")
         try:
             return self._library.safe_open(path, framework="np", backend="pread")
         except self._library.SafetensorError as error:

@@ -133,7 +133,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 def _open(path: Path) -> Any:
     if not path.exists():
-        raise StoreError(f"{path} is not there.")
+        raise StoreError(f"{path} does not exist.")
     if (path / shards.INDEX).is_file():
         return shards.Reader(path)
     return orbax.Reader(path) if path.is_dir() else safetensors.Reader(path)

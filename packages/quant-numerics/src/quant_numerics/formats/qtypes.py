@@ -249,7 +249,7 @@ def _of_a_plugin(name: str) -> QType:
 
 def _unknown(given: object, text: str, names: Iterable[str]) -> ValueError:
     known = [*sorted(names), *_ALIASES]
-    nearest = difflib.get_close_matches(text, known, n=1, cutoff=0.0)[0]
+    nearest = difflib.get_close_matches(text.casefold(), known, n=1, cutoff=0.0)[0]
     return ValueError(
         f"a qtype must be one of {', '.join(known)}, got {given!r}. Did you mean {nearest!r}? A "
         "plugin can declare another with jaxtap_register_qtypes."

@@ -316,7 +316,7 @@ TEST(cuda_gemm_of_int8_has_any_number_of_rows) {
   }
 }
 
-// What is there already in multiples is read where it is, and summed where the result will be.
+// What already exists in multiples is read where it is, and summed where the result will be.
 TEST(cuda_gemm_of_int8_copies_only_what_it_must) {
   te::Gemm args;
   args.lhs = {nullptr, DType::S8, true, nullptr};

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..dataflow.expression import Expression
+from hijax_trace import Expression
+
 from .softmax import Logits
 from .values import Labels, arranged
 
@@ -170,20 +170,3 @@ class Attention:
         probs = jax.nn.softmax(logits).reshape(batch, key.shape[2], -1, *logits.shape[-2:])
         out = jnp.einsum("bhgqk,bkhd->bqhgd", probs, value.astype(jnp.float32))
         return self.result(out.reshape(batch, queries, heads, -1), *values)
-
-
-def attention(*values: jax.Array, written: Attention, also_used: Sequence[str] = ()) -> jax.Array:
-    """Compute an attention that a program spells out.
-
-    Programs do not call it. TraceEngine asks a handler of this function where a program contracts
-    two activations, takes the softmax of the result, and contracts that with a third one. The
-    scores may be scaled, capped, biased and masked in any order that attention allows. If the
-    handler returns a result, none of these operations is run, or shown to other handlers.
-
-    Args:
-        values: the values that the operations read.
-        written: what they compute.
-        also_used: the intermediate values that the program uses elsewhere, in words. If there are
-            any, the operations run in any case.
-    """
-    return written(*values)

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import compat
-from ..dataflow.expression import Expression
-from ..dataflow.nodes import Operation
+from hijax_trace import Expression, Operation
 
 Labels = tuple[tuple[str, ...], ...]
 """For each axis of a value, the labels of the scores' axes that it consists of. An axis of one
@@ -53,9 +51,7 @@ def _is_wider(before: Any, after: Any) -> bool:
 
 def evaluated(value: Expression) -> np.ndarray:
     """Return the value of an expression of constants."""
-    # JAX has no current trace while it binds a primitive, so set one.
-    with compat.set_current_trace(compat.eval_trace):
-        return np.asarray(value.evaluate({}))
+    return np.asarray(value.evaluate({}))
 
 
 def constant(value: Expression) -> float | None:

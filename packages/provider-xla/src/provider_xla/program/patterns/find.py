@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.extend.core import Literal
 
-from .. import compat
-from ..dataflow.expression import Expression, Leaf
-from ..dataflow.holders import custom_body, holder_of
-from ..dataflow.nodes import Constant, Operation
-from .attention import RESULT, Attention, attention
-from .group import Group, uses
+from hijax_trace import (
+    Called,
+    Constant,
+    Expression,
+    Group,
+    Leaf,
+    Operation,
+    called,
+    found_by,
+    holds_programs,
+)
+
+from .attention import RESULT, Attention
 from .read import NotAttention, finish, start
 from .softmax import Tracked, follow
 from .values import VIEWS
@@ -34,13 +43,27 @@ Value = Tracked | Expression | None
 
 
 def find(jaxpr: Any) -> list[Group]:
-    """Return the attentions in an open jaxpr."""
-    dots = sum(contractions(eqn) for eqn in jaxpr.eqns)
+    """Return the attentions in a jaxpr."""
+    dots = sum(_contractions(eqn) for eqn in jaxpr.eqns)
     return _Walk(jaxpr).groups() if dots >= 2 else []
 
 
-FINDERS: Mapping[Any, Callable[[Any], Sequence[Group]]] = {attention: find}
-"""By target: what finds the groups of equations that spell out the function in a jaxpr."""
+@found_by(find)
+def attention(*values: jax.Array, written: Attention, also_used: Sequence[str] = ()) -> jax.Array:
+    """Compute an attention that a program spells out.
+
+    Programs do not call it. TraceEngine asks a handler of this function where a program contracts
+    two activations, takes the softmax of the result, and contracts that with a third one. The
+    scores may be scaled, capped, biased and masked in any order that attention allows. If the
+    handler returns a result, none of these operations is run, or shown to other handlers.
+
+    Args:
+        values: the values that the operations read.
+        written: what they compute.
+        also_used: the intermediate values that the program uses elsewhere, in words. If there are
+            any, the operations run in any case.
+    """
+    return written(*values)
 
 
 class _Walk:
@@ -68,7 +91,7 @@ class _Walk:
         return groups
 
     def _read(self, atom: Any) -> Value:
-        if isinstance(atom, compat.Literal):
+        if isinstance(atom, Literal):
             return Constant(atom.aval, atom.val)
         if atom not in self._env:
             number = len(self._inputs)
@@ -84,27 +107,28 @@ class _Walk:
         if others or not isinstance(result, Expression) or not _has_result(result):
             return None
         members = tuple(sorted(probs.members | {self._place}))
-        if any(self._jaxpr.eqns[i].effects for i in members):
-            return None
         written, numbers = written.of(result)
-        used, unused = uses(self._jaxpr, members)
-        also = [_name(self._env.get(var), self._jaxpr.eqns[i]) for var, i in used.items()]
         inputs = tuple(self._inputs[number] for number in numbers)
-        also_used = tuple(dict.fromkeys(also))
-        return Group("attention", members, inputs, written, also_used, tuple(unused))
+        words = {
+            var: _WORDS.get(value.kind, _PART)
+            for i in members
+            for var in self._jaxpr.eqns[i].outvars
+            if isinstance(value := self._env.get(var), Tracked)
+        }
+        return Group("attention", members, inputs, written, words)
 
     def _results(self, eqn: Any, operands: Sequence[Value]) -> list[Value]:
         """Return what is known of the results of an equation."""
         nothing: list[Value] = [None] * len(eqn.outvars)
         if any(operand is None for operand in operands):
             return nothing
-        body = _called(eqn)
+        body = called(eqn)
         tracked = [operand for operand in operands if isinstance(operand, Tracked)]
-        if body is not None and (tracked or contractions(eqn) == 1):
-            return self._inside(body, operands) if contractions(eqn) < _MANY else nothing
+        if body is not None and (tracked or _contractions(eqn) == 1):
+            return self._inside(body, operands) if _contractions(eqn) < _MANY else nothing
         if eqn.primitive.name == "dot_general":
             return [self._contraction(eqn, operands)]
-        if tracked and any(compat.is_symbolic(x.aval) for x in (*eqn.invars, *eqn.outvars)):
+        if tracked and any(map(_is_symbolic, (*eqn.invars, *eqn.outvars))):
             return nothing
         if not tracked:
             return [_operation(eqn, operands, i) for i in range(len(eqn.outvars))]
@@ -114,23 +138,20 @@ class _Walk:
         members = frozenset().union(*(one.members for one in tracked), {self._place})
         return [dataclasses.replace(value, members=members)]
 
-    def _inside(self, body: Any, operands: Sequence[Value]) -> list[Value]:
+    def _inside(self, body: Called, operands: Sequence[Value]) -> list[Value]:
         """Return what is known of the results of a called function."""
-        jaxpr = compat.open_of(body)
-        consts = [Constant(compat.typeof(value), value) for value in compat.consts_of(body)]
-        env: dict[Any, Value] = dict(
-            zip(compat.inputs_of(jaxpr), [*consts, *operands], strict=True)
-        )
+        consts = [Constant(jax.typeof(value), value) for value in body.consts]
+        env: dict[Any, Value] = dict(zip(body.inputs, [*consts, *operands], strict=True))
 
         def read(atom: Any) -> Value:
-            is_literal = isinstance(atom, compat.Literal)
+            is_literal = isinstance(atom, Literal)
             return Constant(atom.aval, atom.val) if is_literal else env[atom]
 
-        for eqn in jaxpr.eqns:
+        for eqn in body.jaxpr.eqns:
             results = self._results(eqn, [read(atom) for atom in eqn.invars])
             env.update(zip(eqn.outvars, results, strict=True))
         # The call belongs to the group of what it returns, even if that is an operand.
-        results = [read(atom) for atom in jaxpr.outvars]
+        results = [read(atom) for atom in body.jaxpr.outvars]
         return [
             dataclasses.replace(one, members=one.members | {self._place})
             if isinstance(one, Tracked)
@@ -143,7 +164,7 @@ class _Walk:
         if not all(jnp.issubdtype(x.aval.dtype, jnp.floating) for x in eqn.invars):
             return None
         # Labels are told apart by their sizes, and symbolic ones can't be compared.
-        if any(compat.is_symbolic(x.aval) for x in (*eqn.invars, *eqn.outvars)):
+        if any(map(_is_symbolic, (*eqn.invars, *eqn.outvars))):
             return None
         tracked = [side for side in (0, 1) if isinstance(operands[side], Tracked)]
         if not tracked:
@@ -179,42 +200,29 @@ def _has_result(value: Expression) -> bool:
     return any(leaf.path == RESULT for leaf in value.leaves())
 
 
-def _called(eqn: Any) -> Any:
-    """Return the program of a function's call; None for other equations."""
-    if eqn.primitive is compat.jit_p:
-        return eqn.params["jaxpr"]
-    if eqn.primitive is compat.deferred_p:
-        function = eqn.params["function"]
-        # A derivative shares what is made of its program, which then can't be part of another.
-        return None if function.program.is_differentiated else function.jaxpr
-    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    return None if body is None else body.jaxpr
+_WORDS = {"scores": "its scores", "probs": "its probabilities"}
+_PART = "a part of its softmax"
 
 
-def _name(value: Value, eqn: Any) -> str:
-    """Describe an intermediate value in words."""
-    if isinstance(value, Tracked):
-        return {"scores": "its scores", "probs": "its probabilities"}.get(
-            value.kind, "a part of its softmax"
-        )
-    return f"a result of {eqn.primitive.name}"
+def _is_symbolic(atom: Any) -> bool:
+    """Return whether a value has a size that is not a number, as in ``jax.export``."""
+    return not all(isinstance(size, int) for size in getattr(atom.aval, "shape", ()))
 
 
 _KNOWN: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
-def contractions(eqn: Any) -> int:
+def _contractions(eqn: Any) -> int:
     """Return how many contractions an equation holds, at most ``_MANY``."""
     name = eqn.primitive.name
     if name == "dot_general":
         return 1
     if eqn.effects or name in _HOLDING:
         return _MANY
-    body = _called(eqn)
+    body = called(eqn)
     if body is None:
-        holds = compat.holds_jaxprs(eqn) and holder_of(eqn.primitive, eqn.params) is not None
-        return _MANY if holds else 0
-    jaxpr = compat.open_of(body)
+        return _MANY if holds_programs(eqn) else 0
+    jaxpr = body.jaxpr
     if jaxpr not in _KNOWN:
-        _KNOWN[jaxpr] = min(_MANY, sum(map(contractions, jaxpr.eqns)))
+        _KNOWN[jaxpr] = min(_MANY, sum(map(_contractions, jaxpr.eqns)))
     return _KNOWN[jaxpr]

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..dataflow.expression import Expression
+from hijax_trace import Expression
+
 from .attention import Attention, Beside
 from .softmax import Logits, Step, Tracked
 from .values import Labels, compact, constant, evaluated

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from ..dataflow.expression import Expression
+from hijax_trace import Expression
+
 from .values import Labels, constant
 
 Kind = Literal["scores", "row", "shifted", "exp", "sum", "inverse", "log", "lse", "logp", "probs"]

@@ -1,0 +1,98 @@
+"""Plan, measure and train: functions of parameters, and model objects of any framework."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from interception_core import UnknownNameError, find_bridge
+
+from ._needs import needed
+
+xla: Any = needed("provider_xla", "xla", "jaxtap")
+
+
+def plan(
+    fn: Any,
+    *args: Any,
+    rules: Any = "w8a8",
+    params_argnum: int = 0,
+    engine: str | None = None,
+    strict: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Find what rules do to a function or a model object, without running or copying anything.
+
+    Args:
+        fn: a function of parameters and other arguments; or a model object of Flax, Equinox or
+            another framework with a bridge, which holds its parameters.
+        args: the parameters, then the other arguments; or the inputs of the model: arrays or
+            ``jax.ShapeDtypeStruct``.
+        rules: the name of a preset (``print(jaxtap.presets())`` shows all), a ``Rule``, or several.
+        params_argnum: which argument of a function holds the parameters.
+        engine: "trace" or "patch"; None for the best.
+        strict: whether a rule that can't be followed is an error instead of a warning.
+        kwargs: keyword arguments of the function or the model.
+
+    Returns:
+        The plan: ``print`` it. ``plan.quantize(params)`` stores the parameters, ``plan.apply()``
+        is the function for these.
+
+    Raises:
+        QuantizationError: a rule does not fit a parameter; see ``provider_xla.XlaProvider.plan``.
+    """
+    if not args:
+        raise TypeError(
+            "jaxtap.plan takes a function, its parameters and its other arguments, or a model and "
+            f"its inputs, got {fn!r} alone. Types (jax.ShapeDtypeStruct) are enough."
+        )
+    options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
+    provider = xla.PtqProvider(rules, **options)
+    try:
+        find_bridge(fn)
+    except UnknownNameError:
+        return provider.plan(fn, *args, **kwargs)
+    return xla.plan_model(fn, provider, *args, **kwargs)
+
+
+def report(fn: Callable[..., Any], params: Any, *batch: Any, rules: Any = "w8a8") -> Any:
+    """Measure what rules cost a function on data: errors, bytes and times.
+
+    Args:
+        fn: a function ``fn(params, *batch)``.
+        params: its parameters: arrays.
+        batch: its other arguments.
+        rules: as for ``plan``.
+
+    Returns:
+        The report: ``print`` it, or ``save_html`` it.
+    """
+    return plan(fn, params, *batch, rules=rules).report(params, *batch)
+
+
+def train(
+    fn: Callable[..., Any],
+    rules: Any = "train-int8",
+    *,
+    gradient: Any = None,
+    params_argnum: int = 0,
+) -> Callable[..., Any]:
+    """Return a loss function whose matmuls and their gradients are quantized.
+
+    Args:
+        fn: takes float parameters; differentiate the result by them, under ``jax.jit``.
+        rules: as for ``plan``: presets for training begin with "train" and "qat".
+        gradient: the format of incoming gradients, for rules without one.
+        params_argnum: which argument holds the parameters.
+    """
+    found = xla.QtProvider(rules, params_argnum=params_argnum)
+    if gradient is not None:
+        own = [
+            dataclasses.replace(rule, bwd_qtype=gradient)
+            if rule.is_acting and rule.bwd_qtype is None
+            else rule
+            for rule in found.rules
+        ]
+        found = xla.QtProvider(own, params_argnum=params_argnum)
+    return found.apply(fn)

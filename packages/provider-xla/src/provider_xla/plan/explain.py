@@ -1,0 +1,116 @@
+"""Explain one operation or parameter of a plan: rule by rule, use by use, kernel by kernel."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from ..errors import QuantizationError
+from ..program.facts import Code
+from ..program.record import OpRecord
+from .weight import WeightPlan
+
+if TYPE_CHECKING:
+    from .plan import Plan
+
+
+def explain(plan: Plan, name: str) -> str:
+    """Return why an operation or a parameter is as it is: see ``Plan.explain``."""
+    ops = {op.op_id: op for op in plan.ops}
+    known = [*ops, *plan.leaves, *(one.path for one in plan.derived.values())]
+    found = [name] if name in known else [one for one in known if name in one]
+    if len(found) != 1:
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
+        what = f"{len(found)} have it: {', '.join(found[:5])}" if found else (
+            f"the nearest are {', '.join(near) or 'none'}"
+        )  # fmt: skip
+        raise QuantizationError(
+            f"name must be that of one operation or parameter of the plan, got {name!r}, and "
+            f"{what}. print(plan) lists all."
+        )
+    (one,) = found
+    lines = _of_op(plan, ops[one]) if one in ops else _of_parameter(plan, one)
+    return "\n".join(lines)
+
+
+def _of_op(plan: Plan, op: OpRecord) -> Iterator[str]:
+    yield f"{op.op_id}: {op.op_name} of {' and '.join(op.operands)}"
+    yield from _rules(plan, op)
+    quantized = [
+        f"{side} in {qtype}"
+        for side, qtype in zip(("the left operand", "the right one"), op.qtypes, strict=True)
+        if qtype is not None
+    ]
+    if quantized and op.reason is None:
+        yield f"it runs with {' and '.join(quantized)}"
+    elif op.reason is not None:
+        yield f"it stays float: {op.reason}"
+        before = "" if op.rule is None else f", before rule {op.rule}"
+        if op.why is not None and op.why.code in (Code.LEFT_FLOAT, Code.NO_RULE):
+            yield f"a rule with a format for {op.module_path or 'all paths'}{before} changes that"
+    yield from _kernels(op, "  ")
+    for path in op.paths:
+        state = plan.weights.get(path)
+        yield f"parameter {path}: " + (_stored(state) if state else _float(plan, path))
+
+
+def _of_parameter(plan: Plan, path: str) -> Iterator[str]:
+    weight, leaf = plan.weights.get(path), plan.leaves.get(path)
+    if leaf is not None:
+        yield f"{path}: {leaf.dtype.name}{list(leaf.shape)}"
+    if weight is not None:
+        yield _stored(weight)
+        for platform, packing in weight.packings.items():
+            yield f"on {platform} it is packed by {packing.op} for the kernels of its operations"
+    else:
+        yield _float(plan, path)
+    if path in plan.lora:
+        adapter = plan.lora[path]
+        yield f"it has an adapter of rank {adapter.form.rank}: {adapter.size:,} numbers to train"
+    beside = plan.beside(path) if leaf is not None else {}
+    yield from (f"stored beside it: {one.path}, {_stored(one)}" for one in beside.values())
+    uses = [op for op in plan.ops if path in op.paths or op.op_id in (weight.ops if weight else ())]
+    for op in uses:
+        yield f"used by {op.op_id}" + (f", which stays float: {op.reason}" if op.reason else "")
+        yield from _rules(plan, op, "  ")
+        yield from _kernels(op, "  ")
+
+
+def _rules(plan: Plan, op: OpRecord, indent: str = "") -> Iterator[str]:
+    """Yield what each rule says of an operation, up to the one that decides."""
+    last = len(plan.rules.rules) if op.rule is None else op.rule + 1
+    for i, rule in enumerate(plan.rules.rules[:last]):
+        told = {
+            name: value
+            for name, field in rule.__dataclass_fields__.items()
+            if (value := getattr(rule, name)) != field.default
+        }
+        shown = ", ".join(f"{name}={value!r}" for name, value in told.items()) or "no fields"
+        verdict = "decides" if i == op.rule else "does not match"
+        yield f"{indent}rule {i} ({shown}) {verdict}"
+    if op.rule is None:
+        yield f"{indent}no rule matches {op.module_path or 'the top level'}"
+
+
+def _kernels(op: OpRecord, indent: str) -> Iterator[str]:
+    for platform, choice in op.kernels.items():
+        if choice.kernel is not None:
+            yield f"{indent}on {platform} it runs in {choice.kernel}"
+        else:
+            yield f"{indent}on {platform} XLA computes it: {choice.reason or 'no kernel is asked'}"
+
+
+def _stored(weight: WeightPlan) -> str:
+    shape = list(weight.granularity.scale_shape(weight.shape))
+    return (
+        f"stored in {weight.qtype} by rule {weight.rule}, scales of shape {shape}: "
+        f"{weight.bytes_before:,} -> {weight.bytes_after:,} bytes"
+    )
+
+
+def _float(plan: Plan, path: str) -> str:
+    if path in plan.absorbed:
+        return "nothing is stored for it itself, since only derived weights use it"
+    why = {one: reason for one, _, reason in plan.floats}
+    return f"it stays float: {why.get(path, 'no rule matches its operations')}"

@@ -1,0 +1,79 @@
+"""Providers of rules, and what presets do here."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from tabulate import tabulate
+
+from interception_core import Provider
+
+from ..cache.rule import CacheRule
+from ..rules.presets import PRESETS, as_rules, bits_of
+from ..rules.qt_rule import QtRule
+from .ptq import PtqProvider
+from .qt import QtProvider
+
+
+def provider_of(given: Any) -> Any:
+    """Return a provider as it is, or that of rules: for training if a rule is a ``QtRule``.
+
+    Args:
+        given: a provider; or the name of a preset, a rule, or several of these.
+    """
+    if isinstance(given, Provider):
+        return given
+    try:
+        rules = as_rules(given, (CacheRule,))
+    except TypeError as error:
+        raise TypeError(
+            "quantize_model takes a provider, such as "
+            "PtqProvider(QuantizationRule(weight_qtype='int8')): an object with engine, "
+            "disable_jit, interceptor() and apply(fn); or rules, or the name of a preset. Got "
+            f"{given!r}."
+        ) from error
+    return (QtProvider if any(isinstance(one, QtRule) for one in rules) else PtqProvider)(rules)
+
+
+class PresetRow(NamedTuple):
+    """What a preset does on this machine.
+
+    Attributes:
+        name: of the preset.
+        about: what it is for.
+        bytes_per_weight: of a matrix with 1,024 rows, scales included.
+        runs: the FFI target that multiplies one row with it, "XLA", or "training".
+    """
+
+    name: str
+    about: str
+    bytes_per_weight: float
+    runs: str
+
+
+class Presets(tuple[PresetRow, ...]):
+    """All presets. ``print`` shows a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        rows = [(one.name, f"{one.bytes_per_weight:.2f}", one.runs, one.about) for one in self]
+        return tabulate(rows, ["preset", "bytes a weight", "one row runs in", "for"])
+
+
+def presets() -> Presets:
+    """Return what each preset does, its bytes and its kernel on this machine."""
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    x = jax.ShapeDtypeStruct((1, 1024), jnp.float32)
+
+    def row(name: str) -> PresetRow:
+        about, rule = PRESETS[name]
+        runs = "training"
+        if not isinstance(rule, QtRule):
+            (op,) = PtqProvider(rule).plan(lambda w, x: x @ w, w, x).ops
+            runs = next((one.kernel for one in op.kernels.values()), None) or "XLA"
+        return PresetRow(name, about, bits_of(rule) / 8, runs)
+
+    return Presets(map(row, PRESETS))

@@ -1,0 +1,131 @@
+"""Presets: rules by name, in one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import quant_numerics as qn
+
+from ..errors import QuantizationError
+from .qt_rule import QtRule
+from .qwix import is_qwix, of_qwix
+from .rule import QuantizationRule
+from .written import Lora, Q, Rule
+
+_BLOCKS = Q("int4", tile=32, scales="float16")
+
+
+class Preset(NamedTuple):
+    """A rule for all operations.
+
+    Attributes:
+        about: what it is for, in a line.
+        rule: the rule.
+    """
+
+    about: str
+    rule: QuantizationRule
+
+
+PRESETS: Mapping[str, Preset] = {
+    "int8": Preset("weights in int8: decoding, and models that int8 activations hurt",
+                   Rule(weight="int8")),
+    "int4": Preset("weights in int4, a scale for 32: decoding", Rule(weight=_BLOCKS)),
+    "w8a8": Preset("weights and activations in int8: encoders, prefill, CNNs",
+                   Rule(weight="int8", act="int8")),
+    "w4a8": Preset("weights in int4, activations in int8, a scale for 32: language models",
+                   Rule(weight=_BLOCKS, act="int8")),
+    "nf4": Preset("weights in nf4, a scale for 64: small files, QLoRA's base",
+                  Rule(weight=Q("nf4", tile=64))),
+    "fp8": Preset("weights and activations in float8_e4m3fn: GPUs with FP8",
+                  Rule(weight="float8_e4m3fn", act="float8_e4m3fn")),
+    "mxfp4": Preset("weights in mxfp4, a scale for 32", Rule(weight="mxfp4")),
+    "mxfp8": Preset("weights and activations in mxfp8, a scale for 32",
+                    Rule(weight="mxfp8", act="mxfp8")),
+    "qlora": Preset("weights in nf4, and float adapters of rank 8 to train",
+                    Rule(weight=Q("nf4", tile=64), lora=Lora(8))),
+    "qat-w8a8": Preset("training that sees int8 weights and activations: w8a8 afterwards",
+                       QtRule.of(Rule(weight="int8", act="int8"))),
+    "qat-int4": Preset("training that sees int4 weights: int4 afterwards",
+                       QtRule.of(Rule(weight=_BLOCKS))),
+    "train-int8": Preset("training with int8 matmuls, forward and backward",
+                         Rule(weight="int8", act="int8", gradient="int8")),
+    "train-fp8": Preset("training with float8 matmuls, E4M3 forward and E5M2 backward",
+                        Rule(weight="float8_e4m3fn", act="float8_e4m3fn", gradient="float8_e5m2")),
+}  # fmt: skip
+"""By name. ``"int4/64"`` is the preset with a scale for 64."""
+
+_WITH_TILE = re.compile(r"([^/]+)/(\d+)")
+
+
+def preset(name: str) -> QuantizationRule:
+    """Return the rule of a preset.
+
+    Args:
+        name: one of ``PRESETS``; of those with tiles also with the number of elements that share
+            a scale, such as ``"w4a8/64"``.
+
+    Raises:
+        QuantizationError: there is no such preset; gives the nearest, and all.
+    """
+    found = _WITH_TILE.fullmatch(name)
+    base, tile = found.groups() if found else (name, None)
+    known = PRESETS.get(base)
+    if known is None:
+        near = difflib.get_close_matches(base.lower(), PRESETS, n=1, cutoff=0.5)
+        guess = f" Did you mean {near[0]!r}?" if near else ""
+        raise QuantizationError(
+            f"A preset must be one of {', '.join(PRESETS)}, got {name!r}.{guess} Or give rules, "
+            "such as Rule(weight='int8')."
+        )
+    if tile is None:
+        return known.rule
+    if known.rule.tile_size is None or int(tile) < 1:
+        tiled = [one for one, it in PRESETS.items() if it.rule.tile_size is not None]
+        raise QuantizationError(
+            f"A number of elements per scale is for {', '.join(tiled)}, got {name!r}."
+        )
+    return dataclasses.replace(known.rule, tile_size=int(tile))
+
+
+def as_rules(given: Any, others: tuple[type, ...] = ()) -> list[Any]:
+    """Return rules: from one, a preset's name, a rule of Qwix, or several of these.
+
+    Args:
+        given: the rule or rules.
+        others: further kinds of rules, which stay as they are.
+
+    Raises:
+        TypeError: there is something else among them.
+        QuantizationError: there is no preset of a name.
+    """
+    kinds = (QuantizationRule, *others)
+    single = isinstance(given, (str, *kinds)) or is_qwix(given) or not isinstance(given, Iterable)
+    rules = []
+    for rule in (given,) if single else given:
+        if isinstance(rule, str):
+            rules.append(preset(rule))
+        elif is_qwix(rule):
+            rules.append(of_qwix(rule))
+        elif isinstance(rule, kinds):
+            rules.append(rule)
+        else:
+            raise TypeError(
+                f"A provider takes QuantizationRules and names of presets, got {rule!r}. Write "
+                "for example QuantizationRule(weight_qtype='int8', act_qtype='int8')."
+            )
+    return rules
+
+
+def bits_of(rule: QuantizationRule) -> float:
+    """Return the bits that a rule's format takes for a number of a matrix of 1,024 rows."""
+    kind = qn.get_qtype(rule.weight_qtype)
+    scales = kind if rule.scale_dtype is None else kind.with_scales(rule.scale_dtype)
+    size = rule.tile_size or kind.block or 1024
+    size = size if isinstance(size, int) else math.ceil(1024 * size)
+    return kind.bits + scales.scale_dtype.itemsize * 8 / size

@@ -1,0 +1,195 @@
+"""Rules as they read: ``Rule("mlp/.*", weight=Q("int4", tile=32), act="int8")``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from typing import Any, Literal
+
+from .qt_rule import QtRule
+from .qwix import in_qwix_words
+from .rule import ANY_PATH, QuantizationRule
+
+QWIX_NAMES = (
+    "module_path",
+    "op_names",
+    "weight_qtype",
+    "act_qtype",
+    "tile_size",
+    "act_static_scale",
+    "weight_calibration_method",
+    "act_calibration_method",
+    "act_batch_axes",
+)
+"""The fields of Qwix's rule."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Q:
+    """A format, with its scales.
+
+    Attributes:
+        qtype: a name or a dtype, such as ``"int4"`` or ``jnp.int4``.
+        tile: elements that share a scale along the contracted axes; None for one scale per channel.
+        scales: dtype of the scales, ``"float16"`` or ``"bfloat16"``; None for the format's own.
+        calibration: how the range is found; see ``quant_numerics.calibrate``.
+        fallback: what to do where ``tile`` does not divide: ``"divisor"``, ``"channel"``,
+            ``"padded"``, or None for an error.
+    """
+
+    qtype: Any
+    tile: int | float | None = None
+    scales: Any = None
+    calibration: str = "absmax"
+    fallback: Literal["divisor", "channel", "padded"] | None = "divisor"
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """A format of activations whose range is measured beforehand, by ``plan.calibrate``.
+
+    Attributes:
+        qtype: a name or a dtype.
+        calibration: how the range of a batch is found.
+        steps: ``"step"`` for a range for each step of a loop, ``"joined"`` for one of all; None
+            for one for each step of short loops.
+        unseen: what an operation does that no batch has reached: ``"dynamic"`` or ``"error"``.
+        batch_axes: axes of which the mean of the ranges is taken.
+    """
+
+    qtype: Any
+    calibration: str = "absmax"
+    steps: Literal["step", "joined"] | None = None
+    unseen: Literal["dynamic", "error"] = "dynamic"
+    batch_axes: Collection[int] = (0,)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """A float adapter beside each parameter (arXiv:2106.09685).
+
+    Attributes:
+        rank: of its factors.
+        alpha: the adapter is scaled by ``alpha / rank``; None is ``rank``.
+        dropout: share of the activation that it does not see in training.
+    """
+
+    rank: int
+    alpha: float | None = None
+    dropout: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Gradient:
+    """How incoming gradients are quantized in training.
+
+    Attributes:
+        qtype: a name or a dtype.
+        calibration: how their range is found.
+        tile: elements that share a scale; None for one scale per channel.
+        rounding: ``"uniform"`` or ``"low_bit_uniform"`` noise; None rounds to nearest.
+    """
+
+    qtype: Any
+    calibration: str = "absmax"
+    tile: int | float | None = None
+    rounding: Literal["uniform", "low_bit_uniform"] | None = None
+
+
+def Rule(  # it reads as the class that it returns
+    path: str | None = None,
+    *,
+    weight: Any = None,
+    act: Any = None,
+    gradient: Any = None,
+    ops: Collection[str] | None = None,
+    param: str | None = None,
+    activations: bool | None = None,
+    sparsity: str | None = None,
+    lora: Lora | int | None = None,
+    fused: bool = False,
+    **qwix: Any,
+) -> QuantizationRule:
+    """Return a rule. Without a format its operations stay float.
+
+    Args:
+        path: regular expression that must match the whole module path; None for all.
+        weight: the format of parameters: a qtype or a ``Q``.
+        act: that of activations: a qtype, or ``Static`` for a range measured beforehand.
+        gradient: that of incoming gradients in training: a qtype or a ``Gradient``.
+        ops: names of operations; None for all contractions.
+        param: regular expression that must match the whole pytree path of a parameter; None for
+            operations of any.
+        activations: whether it is also for matmuls of two activations, such as attention scores;
+            None for where ``ops`` names them.
+        sparsity: such as ``"2:4"``.
+        lora: an adapter: a rank or a ``Lora``.
+        fused: whether softmax, attention, norms and activations run in kernels.
+        qwix: instead of the arguments above, the fields of a rule of Qwix, with its meaning.
+
+    Returns:
+        A ``QuantizationRule``, or a ``QtRule`` with a ``gradient``.
+
+    Raises:
+        TypeError: an argument is unknown, or both ways of writing are mixed.
+        ValueError: a value is not allowed; names the rule's field.
+    """
+    if qwix:
+        unknown = sorted(qwix.keys() - set(QWIX_NAMES))
+        ours = (path, weight, act, gradient, ops, param, activations, sparsity, lora, fused or None)
+        if unknown or any(one is not None for one in ours):
+            raise TypeError(
+                "Rule takes path, weight, act, gradient, ops, param, activations, sparsity, lora "
+                f"and fused, or the fields of a Qwix rule ({', '.join(QWIX_NAMES)}) alone, got "
+                f"{', '.join(unknown or sorted(qwix))}."
+            )
+        return QuantizationRule(**in_qwix_words(qwix))
+    fields: dict[str, Any] = {
+        "module_path": ANY_PATH if path is None else path,
+        "op_names": ops,
+        "weight_path": param,
+        "sparsity": sparsity,
+        "kernel": "fused" if fused else None,
+        "weights_only": None if activations is None else not activations,
+    }
+    kind: type[QuantizationRule] = QuantizationRule
+    if weight is not None:
+        weight = weight if isinstance(weight, Q) else Q(weight)
+        fields |= {
+            "weight_qtype": weight.qtype,
+            "tile_size": weight.tile,
+            "scale_dtype": weight.scales,
+            "weight_calibration_method": weight.calibration,
+            "tile_fallback": weight.fallback,
+        }
+    if isinstance(act, Static):
+        fields |= {
+            "act_qtype": act.qtype,
+            "act_static_scale": True,
+            "act_calibration_method": act.calibration,
+            "static_range": act.steps,
+            "unseen_range": act.unseen,
+            "act_batch_axes": act.batch_axes,
+        }
+    elif isinstance(act, Q):
+        if act.scales is not None or act.tile not in (None, fields.get("tile_size")):
+            raise TypeError(
+                f"act must be in tiles of its weight, with the format's own scales, got {act}. "
+                "Give act a qtype, and the tile to weight=Q(...)."
+            )
+        fields |= {"act_qtype": act.qtype, "act_calibration_method": act.calibration}
+    elif act is not None:
+        fields["act_qtype"] = act
+    if lora is not None:
+        fields |= dataclasses.asdict(lora if isinstance(lora, Lora) else Lora(lora))
+    if gradient is not None:
+        gradient = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
+        kind, tile = QtRule, gradient.tile
+        fields |= {
+            "bwd_qtype": gradient.qtype,
+            "bwd_calibration_method": gradient.calibration,
+            "bwd_act_grad_tile_size": tile,
+            "bwd_weight_grad_tile_size": tile,
+            "bwd_stochastic_rounding": gradient.rounding,
+        }
+    return kind(**fields)
