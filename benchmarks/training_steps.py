@@ -21,8 +21,8 @@ import numpy as np
 from paired import in_turn
 
 import provider_xla as xla
+from quant_numerics.contraction import in_kernel
 from quant_numerics.formats import rounding
-from quant_numerics.train import in_kernel
 
 RULE = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 RANDOM = dataclasses.replace(

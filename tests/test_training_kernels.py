@@ -12,7 +12,7 @@ import provider_xla as xla
 import quant_numerics as qn
 from jaxtap_testkit.meshes import line
 from jaxtap_testkit.te.calls import calls
-from quant_numerics.train import in_kernel
+from quant_numerics.contraction import in_kernel
 
 INT8 = qn.HowToQuantize("int8")
 RULE = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")

@@ -13,7 +13,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.coded import followed
 from provider_xla import TransformedWeight
 from provider_xla.forms.transformed import Rotated, Scaled, hadamard
-from provider_xla.program.contractions import Matmul
+from quant_numerics import Matmul
 
 
 def normal(seed, *shape):
@@ -94,7 +94,7 @@ def test_several_contracted_axes_in_any_place(data):
     x = normal(5, *sizes)
     x_axes = [places.index(k_axes.index(axis)) for axis in pairs]
     dims = ((tuple(x_axes), tuple(pairs)), ((), ()))
-    contraction = Matmul(dims, None, None, None)
+    contraction = Matmul(dims)
     turned = weight.activation(contraction, 1, jnp.asarray(x))
     assert turned.shape == x.shape
     expected = np.tensordot(x.astype(np.float64), w, (x_axes, pairs))

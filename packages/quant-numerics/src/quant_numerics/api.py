@@ -25,6 +25,11 @@ from quant_numerics.calibration.quantize import (
     quantize_with,
 )
 from quant_numerics.calibration.scale import Calibration, has_normal_scales, scale_of
+from quant_numerics.contraction.base import Contraction
+from quant_numerics.contraction.convolution import Convolution, train_conv_general_dilated
+from quant_numerics.contraction.matmul import Matmul, train_dot_general, train_einsum
+from quant_numerics.contraction.options import Backward, HowToQuantize
+from quant_numerics.contraction.ragged import RaggedMatmul, train_ragged_dot
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
 from quant_numerics.formats.qtypes import QTYPES, QType, get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
@@ -35,11 +40,6 @@ from quant_numerics.ops.matmul import dot, matmul
 from quant_numerics.ops.pointwise import is_pointwise
 from quant_numerics.ops.ragged_dot import ragged_dot, ragged_dot_general
 from quant_numerics.ops.take import take
-from quant_numerics.train.conv import train_conv_general_dilated
-from quant_numerics.train.dot import train_dot_general
-from quant_numerics.train.einsum import train_einsum
-from quant_numerics.train.options import Backward, HowToQuantize
-from quant_numerics.train.ragged_dot import train_ragged_dot
 
 hide_frames(Path(__file__).parent)
 
@@ -51,16 +51,20 @@ __all__ = [
     "Backward",
     "Calibration",
     "CalibrationMethod",
+    "Contraction",
+    "Convolution",
     "HiQArray",
     "HistoryState",
     "HowToQuantize",
     "LeadingAxis",
+    "Matmul",
     "MovingAverage",
     "PackedQArray",
     "Parts",
     "QArray",
     "QArrayTy",
     "QType",
+    "RaggedMatmul",
     "Statistics",
     "StochasticRounding",
     "StoredForm",

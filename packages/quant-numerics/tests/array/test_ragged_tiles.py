@@ -30,7 +30,7 @@ from quant_numerics import (
     unpack,
 )
 from quant_numerics.calibration.calibrate import calibrate
-from quant_numerics.train.options import HowToQuantize
+from quant_numerics.contraction.options import HowToQuantize
 
 MATMUL = (((1,), (0,)), ((), ()))
 dequantize, quantize, quantize_for_dot = map(as_program, (dequantize, quantize, quantize_for_dot))

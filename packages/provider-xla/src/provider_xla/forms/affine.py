@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import Move, MoveError, Part
 from interception_core import get_form
+from quant_numerics import Contraction, Matmul, RaggedMatmul
 
-from ..program.contractions import Contraction, Matmul, RaggedMatmul
 from .around import AroundStored
 
 

@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec
 import quant_numerics as qn
 from hijax_trace import Part
 from interception_core import explicit_mesh, explicit_spec, get_form, with_auto_axes
+from quant_numerics import Contraction, Matmul
 
 from ..kernels.matmul import Rotation, product
-from ..program.contractions import Contraction, Matmul
 from .around import AroundStored
 
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from opt_einsum import parser
 
 import quant_numerics as qn
 from interception_core import get_op
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
-from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.granularity import tile_elements
 from ..program.record import choice
 from .products import NOTHING, Added, mapped_contraction
@@ -117,12 +116,9 @@ def layout_of(
     kept = tuple(axis for axis in range(len(x_shape)) if axis not in x_axes)
     columns = [axis for axis in range(len(w_shape)) if axis not in w_axes]
     ours = [(1 - side, axis) for axis in kept] + [(side, axis) for axis in columns]
-    theirs = sorted(ours)  # the axes of the lhs come first
-    if contraction.spec is not None:
-        shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
-        inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
-        labels = inputs.split(",")
-        theirs.sort(key=lambda place: output.index(labels[place[0]][place[1]]))
+    shapes = (w_shape, x_shape) if side == 0 else (x_shape, w_shape)
+    *labels, out = contraction.labels(*map(len, shapes))
+    theirs = sorted(ours, key=lambda place: out.index(labels[place[0]][place[1]]))
     pairs = tuple(zip(w_axes, x_axes, strict=True))
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
 
@@ -133,7 +129,7 @@ def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int
         raise NoKernel("the input of a convolution")
     if not contraction.is_pointwise(w_shape):
         raise NoKernel("a convolution with a window, padding or groups")
-    numbers, given = contraction.numbers, dict(contraction.arguments)
+    numbers = contraction.numbers
     batch, feature, *places = numbers.lhs_spec
     ndim, (_, features, *window) = len(numbers.lhs_spec), numbers.rhs_spec
     kept = tuple(axis for axis in range(ndim) if axis != feature)
@@ -142,7 +138,7 @@ def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int
     result = (
         len(kept) if became[axis] == feature else kept.index(became[axis]) for axis in range(ndim)
     )
-    strides = dict(zip(places, given["window_strides"], strict=True))
+    strides = dict(zip(places, contraction.window_strides, strict=True))
     return Layout(kept, pairs, tuple(result), tuple(strides.get(axis, 1) for axis in range(ndim)))
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from opt_einsum import get_symbol, parser
+from opt_einsum import get_symbol
 
-from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 Labels = list[str]
 
@@ -61,23 +61,6 @@ def adapter_contraction(
     return contraction.run(*operands, *extras)
 
 
-def labels_of(contraction: Matmul, shapes: Sequence[Sequence[int]]) -> list[Labels]:
-    """Return labels for the axes of both operands and the result."""
-    if contraction.spec is not None:
-        inputs, output, _ = parser.parse_einsum_input((contraction.spec, *shapes), shapes=True)
-        return [list(part) for part in (*inputs.split(","), output)]
-    (contracted, batch), (left, right) = contraction.dims, shapes
-    pool = iter(_symbols(len(left) + len(right)))
-    lhs = [next(pool) for _ in left]
-    shared = {**dict(zip(contracted[1], contracted[0], strict=True)),
-              **dict(zip(batch[1], batch[0], strict=True))}  # fmt: skip
-    rhs = [lhs[shared[axis]] if axis in shared else next(pool) for axis in range(len(right))]
-    out = [lhs[axis] for axis in batch[0]]
-    out += [x for axis, x in enumerate(lhs) if axis not in (*contracted[0], *batch[0])]
-    out += [x for axis, x in enumerate(rhs) if axis not in (*contracted[1], *batch[1])]
-    return [lhs, rhs, out]
-
-
 def _matrix(
     contraction: Matmul,
     side: int,
@@ -86,8 +69,8 @@ def _matrix(
     b: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    shapes = (shape, x.shape) if side == 0 else (x.shape, shape)
-    *operands, out = labels_of(contraction, shapes)
+    ndims = (len(shape), x.ndim) if side == 0 else (x.ndim, len(shape))
+    *operands, out = map(list, contraction.labels(*ndims))
     ours, theirs = operands[side], operands[1 - side]
     rank = get_symbol(next(n for n in range(99) if get_symbol(n) not in {*ours, *theirs}))
     factors = [_squeezed(factor, ours, rank) for factor in (a, b)]
@@ -118,7 +101,7 @@ def _convolution(
     """Return the convolution with one factor, then the other per pixel."""
     # The factor without output channels is a kernel with `rank` outputs. The other factor, if it
     # has nothing but output channels, mixes these at each pixel.
-    numbers, arguments = contraction.numbers, dict(contraction.arguments)
+    numbers, arguments = contraction.numbers, contraction.arguments
     out, groups, rank = numbers.rhs_spec[0], arguments["feature_group_count"], a.shape[-1]
     if a.shape[out] != 1:
         a, b = b, a

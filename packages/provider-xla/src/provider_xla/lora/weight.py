@@ -14,9 +14,9 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Move, MoveError, Part
+from quant_numerics import Contraction
 
 from ..plan.lora import LoraForm
-from ..program.contractions import Contraction
 from .contract import adapter_contraction, delta_of
 
 

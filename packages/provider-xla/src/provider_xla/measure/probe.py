@@ -15,10 +15,10 @@ from jax.custom_batching import custom_vmap
 
 from hijax_trace import ArrayProxy, Box
 from interception_core import OpCall
+from quant_numerics import Contraction
 
 from ..errors import QuantizationError
 from ..program.arrays import of_arrays
-from ..program.contractions import Contraction
 from ..program.matching import follows_values
 from ..program.record import lookup_id
 from ..program.sites import Site, Sites

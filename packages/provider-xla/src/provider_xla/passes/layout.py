@@ -12,13 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from hijax_trace import Expression, Leaf
+from quant_numerics import Matmul
 
 from ..measure.numbered import numbered
 from ..measure.whole import whole
 from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
-from ..program.contractions import Matmul
 from ..program.matching import Weight as ProgramWeight
 from ..program.sites import Site, Sites
 

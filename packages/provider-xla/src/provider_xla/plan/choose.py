@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import is_cut, mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op
+from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.matmul import (
     GROUPS,
@@ -26,7 +27,6 @@ from ..kernels.matmul import (
 from ..kernels.packed import packed_bits
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
-from ..program.contractions import Convolution, RaggedMatmul
 from ..program.granularity import Axes
 from ..program.record import Choice, choice
 from ..program.sites import Site

@@ -10,9 +10,9 @@ import numpy as np
 
 from hijax_trace import Expression, Leaf
 from interception_core import OpCall
+from quant_numerics import Matmul, RaggedMatmul
 
 from ..errors import QuantizationError
-from ..program.contractions import Matmul, RaggedMatmul
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, Weight
 from ..program.record import lookup_id
@@ -202,12 +202,10 @@ class LoraSurvey:
 def _batch(site: Site, side: int) -> tuple[int, ...]:
     """Return the batch axes of an operand."""
     contraction = site.contraction
-    if isinstance(contraction, Matmul):
-        return contraction.dims[1][side]
-    if isinstance(contraction, RaggedMatmul):
-        dims, _, groups = contraction.numbers
-        return (*dims[1][side], *(groups if side == 1 else ()))
-    return ()
+    batch = contraction.dims[1][side] if isinstance(contraction, Matmul | RaggedMatmul) else ()
+    if isinstance(contraction, RaggedMatmul) and side == 1:
+        return (*batch, *contraction.numbers.rhs_group_dimensions)
+    return tuple(batch)
 
 
 def _check_rank(plan: LoraPlan, op_id: str) -> None:

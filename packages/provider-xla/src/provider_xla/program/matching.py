@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import quant_numerics as qn
 from interception_core import Engine, OpCall, ValueKind
+from quant_numerics import Contraction
 
 from ..rules.rule import FUSED_NAMES, NAMED_ONLY, QuantizationRule
-from .contractions import Contraction
 from .facts import Code, Fact
 from .granularity import Axes, all_fitted, misfit
 

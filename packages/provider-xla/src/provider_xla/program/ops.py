@@ -11,11 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from opt_einsum import parser
 
 import quant_numerics as qn
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
-from .contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from .facts import Code, Fact
 
 
@@ -52,20 +51,20 @@ def _dot_general(arguments: dict[str, Any]) -> Reading:
         dims = (((lhs.ndim - 1,), (0,)), ((), ()))
     (lc, rc), (lb, rb) = dims
     normal = ((_axes(lc, lhs), _axes(rc, rhs)), (_axes(lb, lhs), _axes(rb, rhs)))
-    return Reading(Matmul(normal, None, *_options(arguments)), (lhs, rhs))
+    return Reading(Matmul(normal, **_options(arguments)), (lhs, rhs))
 
 
 def _dot(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
     dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-    return Reading(Matmul(dims, None, *_options(arguments)), (a, b))
+    return Reading(Matmul(dims, **_options(arguments)), (a, b))
 
 
 def _matmul(arguments: dict[str, Any]) -> Reading:
     a, b = _promoted(arguments["a"], arguments["b"])
     if a.ndim <= 2 and b.ndim <= 2:
         dims = (((a.ndim - 1,), (max(b.ndim - 2, 0),)), ((), ()))
-        return Reading(Matmul(dims, None, *_options(arguments)), (a, b))
+        return Reading(Matmul(dims, **_options(arguments)), (a, b))
     left = "j" if a.ndim == 1 else "...ij"
     right = "j" if b.ndim == 1 else "...jk"
     out = "..." + "i" * (a.ndim > 1) + "k" * (b.ndim > 1)
@@ -90,19 +89,18 @@ def _einsum_contraction(
         dims = qn.einsum_dimension_numbers(spec, lhs.ndim, rhs.ndim)
     except ValueError as error:  # a diagonal; an invalid spec fails in the float op
         raise StaysFloat(Code.DIAGONAL()) from error
-    inputs, output, _ = parser.parse_einsum_input((spec, lhs.shape, rhs.shape), shapes=True)
-    left, right = (set(labels) for labels in inputs.split(","))
-    if (left ^ right) - set(output):
+    contraction = Matmul(dims, spec, **_options(arguments))
+    left, right, out = map(set, contraction.labels(lhs.ndim, rhs.ndim))
+    if (left ^ right) - out:
         raise StaysFloat(Code.SUMMED_FIRST())
-    return Reading(Matmul(dims, spec, *_options(arguments)), (lhs, rhs))
+    return Reading(contraction, (lhs, rhs))
 
 
 def _conv(arguments: dict[str, Any]) -> Reading:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
-    precision, preferred, out_sharding = _options(arguments)
-    if out_sharding is not None:
+    options = _options(arguments)
+    if options["out_sharding"] is not None:
         raise StaysFloat("out_sharding is given to a convolution")
-    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, arguments["dimension_numbers"])
     names = (
         "window_strides",
         "padding",
@@ -111,40 +109,20 @@ def _conv(arguments: dict[str, Any]) -> Reading:
         "feature_group_count",
         "batch_group_count",
     )
-    given = tuple((name, _frozen(arguments[name])) for name in names)
-    options = (("precision", precision), ("preferred_element_type", preferred))
-    return Reading(Convolution(numbers, given + options), (lhs, rhs))
-
-
-_RAGGED_DOT = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((1,), (1,)), ((), ())),
-    lhs_ragged_dimensions=[0],
-    rhs_group_dimensions=[0],
-)
+    numbers = lax.conv_dimension_numbers(lhs.shape, rhs.shape, arguments["dimension_numbers"])
+    given = {name: arguments[name] for name in names}
+    return Reading(Convolution(numbers, **given, **options), (lhs, rhs))
 
 
 def _ragged_dot(arguments: dict[str, Any]) -> Reading:
-    return _ragged(arguments, _RAGGED_DOT)
-
-
-def _ragged_dot_general(arguments: dict[str, Any]) -> Reading:
-    return _ragged(arguments, arguments["ragged_dot_dimension_numbers"])
-
-
-def _ragged(arguments: dict[str, Any], numbers: lax.RaggedDotDimensionNumbers) -> Reading:
     lhs, rhs = _operands(arguments["lhs"], arguments["rhs"])
-    precision, preferred, _ = _options(arguments)
+    options = _options(arguments)
+    options.pop("out_sharding")
     if arguments["group_offset"] is not None:
         raise StaysFloat("group_offset is given")
-    contraction = RaggedMatmul(RaggedMatmul.freeze(numbers), precision, preferred)
-    return Reading(contraction, (lhs, rhs), (arguments["group_sizes"],))
-
-
-def _frozen(value: Any) -> Any:
-    """Return sequences and NumPy arrays as tuples, all the way down."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
+    if "ragged_dot_dimension_numbers" in arguments:
+        options["numbers"] = arguments["ragged_dot_dimension_numbers"]
+    return Reading(RaggedMatmul(**options), (lhs, rhs), (arguments["group_sizes"],))
 
 
 def _operands(*values: Any) -> tuple[jax.Array, jax.Array]:
@@ -166,13 +144,16 @@ def _promoted(*values: Any) -> tuple[jax.Array, jax.Array]:
     return lhs, rhs
 
 
-def _options(arguments: Mapping[str, Any]) -> tuple[Any, Any, Any]:
-    """Return precision, preferred_element_type and out_sharding."""
+def _options(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return precision, preferred_element_type and out_sharding, by name."""
     preferred = arguments["preferred_element_type"]
     if preferred is not None and jnp.dtype(preferred) not in qn.FLOAT_DTYPES:
         raise StaysFloat(f"preferred_element_type is {jnp.dtype(preferred)}")
-    preferred = preferred if preferred is None else jnp.dtype(preferred)
-    return _frozen(arguments["precision"]), preferred, arguments.get("out_sharding")
+    return {
+        "precision": arguments["precision"],
+        "preferred_element_type": preferred,
+        "out_sharding": arguments.get("out_sharding"),
+    }
 
 
 def _axes(axes: Any, x: jax.Array) -> tuple[int, ...]:
@@ -215,9 +196,7 @@ OPS = {
     "jax.lax.dot": _op("dot_general", lax.dot, _dot_general),
     "jax.lax.conv_general_dilated": _op("conv_general_dilated", lax.conv_general_dilated, _conv),
     "jax.lax.ragged_dot": _op("ragged_dot", lax.ragged_dot, _ragged_dot),
-    "jax.lax.ragged_dot_general": _op(
-        "ragged_dot_general", lax.ragged_dot_general, _ragged_dot_general
-    ),
+    "jax.lax.ragged_dot_general": _op("ragged_dot_general", lax.ragged_dot_general, _ragged_dot),
 }
 """The tapped functions, by target."""
 

@@ -14,12 +14,12 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import is_followed, scaled_inputs
 from interception_core import Engine, Interceptor, OpCall, UnknownNameError
+from quant_numerics import Contraction
 
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
-from .contractions import Contraction
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..measure.probe import Largest
 from ..measure.whole import whole_results
-from ..program.contractions import Contraction, Convolution, Matmul, RaggedMatmul
 from ..program.sites import Site
 from ..run.contraction import Hows, Operands, quantized_contraction
 from .results import Error
@@ -127,14 +127,16 @@ def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...])
     size = int(np.prod(out.shape, dtype=np.int64))
     if isinstance(contraction, Convolution):
         return 2 * size * (int(np.prod(rhs.shape)) // rhs.shape[contraction.numbers.rhs_spec[0]])
-    dims = contraction.dims if isinstance(contraction, Matmul) else contraction.numbers[0]  # type: ignore[attr-defined]
-    left, right = dims[0]
+    assert isinstance(contraction, Matmul | RaggedMatmul)
+    left, right = contraction.dims[0]
     contracted = math.prod(
         max(lhs.shape[a], rhs.shape[b]) for a, b in zip(left, right, strict=True)
     )
-    if isinstance(contraction, RaggedMatmul) and set(contraction.numbers[1]) & set(left):
-        # Groups cut the contracted axis, and each result sums over one of them.
-        size //= extras[0].shape[-1]
+    if isinstance(contraction, RaggedMatmul):
+        (ragged,) = contraction.numbers.lhs_ragged_dimensions
+        if ragged in left:
+            # Groups cut the contracted axis, and each result sums over one of them.
+            size //= extras[0].shape[-1]
     return 2 * size * contracted
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from interception_core import platform_of
+from quant_numerics import Contraction
 
 from ..errors import QuantizationError
 from ..measure.numbered import stored_operand
 from ..measure.probe import Lookup, Probed, probe
 from ..plan.quantize import prepack, quantize
 from ..program.arrays import as_batch
-from ..program.contractions import Contraction
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..run.infer import infer, run_operands

@@ -16,11 +16,11 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy
+from quant_numerics import Contraction, RaggedMatmul
 
 from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
-from ..program.contractions import Contraction, RaggedMatmul
 from ..program.matching import follows_values
 from ..program.sites import Site, Sites
 from ..run.contraction import quantized_contraction
@@ -180,7 +180,7 @@ def _types(tree: Any) -> Any:
 def _extra(contraction: Contraction, operands: Sequence[Any], x: Any) -> np.ndarray:
     """Return the other array of a grouped matmul: groups of one size."""
     assert isinstance(contraction, RaggedMatmul)
-    rows = operands[0].shape[contraction.numbers[1][0]]
+    rows = operands[0].shape[contraction.numbers.lhs_ragged_dimensions[0]]
     return np.full(x.shape, rows // x.shape[-1], x.dtype)
 
 

@@ -10,9 +10,9 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import repeated
+from quant_numerics import Contraction
 
 from ..kernels.products import NOTHING, Added
-from ..program.contractions import Contraction
 from ..program.joining import Joining
 
 if TYPE_CHECKING:

@@ -264,14 +264,13 @@ def quantize_for_conv(
         )
     x = jnp.asarray(x)
     (channel,) = canonical_axes(x.shape, spec[:1])
-    summed = [a for a in range(x.ndim) if a != channel]
-    channels, tiles = dot_granularity(x.shape, summed, tile, channelwise)
-    return quantize(
+    return quantize_for_dot(
         x,
+        [axis for axis in range(x.ndim) if axis != channel],
         qtype,
-        channel_axes=channels,
-        tile_axes=tiles,
+        tile_size,
         method=method,
         rounding=rounding,
+        channelwise=channelwise,
         scale_dtype=scale_dtype,
     )

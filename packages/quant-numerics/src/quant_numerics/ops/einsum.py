@@ -15,13 +15,13 @@ from quant_numerics.formats.dtypes import float_dtype, promote_floats
 from quant_numerics.ops.dot import dot_general
 from quant_numerics.ops.subscripts import (
     DimensionNumbers,
+    as_dot,
     before_transpose,
     check_sizes,
     diagonals,
     dimension_numbers,
     from_interleaved,
     parse,
-    squeeze,
     sum_lone,
 )
 
@@ -111,17 +111,7 @@ def _two(
     out_sharding: Any,
 ) -> jax.Array:
     """Compute an einsum of two operands without repeated labels."""
-    sizes_l = dict(zip(in_l, left.shape, strict=True))
-    sizes_r = dict(zip(in_r, right.shape, strict=True))
-    left, in_l = squeeze(left, in_l, {c for c in in_r if sizes_r[c] != sizes_l.get(c)})
-    right, in_r = squeeze(right, in_r, {c for c in in_l if sizes_l[c] != sizes_r.get(c)})
-    left, in_l = sum_lone(left, in_l, in_r + out)
-    right, in_r = sum_lone(right, in_r, in_l + out)
-
-    dims = dimension_numbers(in_l, in_r, out)
-    batch = "".join(in_l[a] for a in dims[1][0])
-    labels = batch + "".join(c for c in in_l + in_r if c in out and c not in batch)
-    order = [labels.index(c) for c in out]
+    left, right, dims, order = as_dot((left, in_l), (right, in_r), out)
     result = dot_general(
         left,
         right,

@@ -136,6 +136,32 @@ def sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray
     return x, "".join(c for a, c in enumerate(labels) if a not in axes)
 
 
+def as_dot(
+    lhs: tuple[QArray | jax.Array, str], rhs: tuple[QArray | jax.Array, str], out: str
+) -> tuple[QArray | jax.Array, QArray | jax.Array, DimensionNumbers, list[int]]:
+    """Return an einsum of two operands as a dot_general and a transpose.
+
+    Args:
+      lhs: an operand and its labels, each of which it has once.
+      rhs: the same.
+      out: the labels of the output.
+
+    Returns:
+      The operands of the dot_general, its dimension numbers, and the order of the transpose.
+    """
+    (left, in_l), (right, in_r) = lhs, rhs
+    sizes_l = dict(zip(in_l, left.shape, strict=True))
+    sizes_r = dict(zip(in_r, right.shape, strict=True))
+    left, in_l = squeeze(left, in_l, {c for c in in_r if sizes_r[c] != sizes_l.get(c)})
+    right, in_r = squeeze(right, in_r, {c for c in in_l if sizes_l[c] != sizes_r.get(c)})
+    left, in_l = sum_lone(left, in_l, in_r + out)
+    right, in_r = sum_lone(right, in_r, in_l + out)
+    dims = dimension_numbers(in_l, in_r, out)
+    batch = "".join(in_l[a] for a in dims[1][0])
+    labels = batch + "".join(c for c in in_l + in_r if c in out and c not in batch)
+    return left, right, dims, [labels.index(c) for c in out]
+
+
 def before_transpose(sharding: Any, order: Sequence[int]) -> Any:
     """Return the sharding of an array whose transpose by `order` has `sharding`."""
     if sharding is None:

@@ -1,11 +1,10 @@
-"""What all quantized training ops have in common: their residuals and derivatives."""
+"""Contractions of operands that each step quantizes: their residuals and derivatives."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from quant_numerics.calibration.calibrate import calibrate
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
+from quant_numerics.contraction.cotangent import Cotangent, without_infinities
+from quant_numerics.contraction.in_kernel import quantize_scaled
+from quant_numerics.contraction.options import Backward, Backwards, Hows, HowToQuantize
 from quant_numerics.formats.dtypes import compute_dtype
-from quant_numerics.train.cotangent import Cotangent, without_infinities
-from quant_numerics.train.in_kernel import quantize_scaled
-from quant_numerics.train.options import Backward, Backwards, HowToQuantize
 
 
 class Residual(NamedTuple):
@@ -40,45 +39,29 @@ class Residual(NamedTuple):
     inside: jax.Array | None
 
 
-class TrainingOp(Protocol):
-    """A contraction or convolution without its operands. Hashable by value.
-
-    `aux` is what the op takes beside its two operands, such as the sizes of groups.
-    """
-
-    def slices(self, side: int, x: jax.Array, how: HowToQuantize) -> tuple[Sequence[int], dict]:
-        """Return channel axes and tiles for operand 0 or 1."""
-
-    def run(self, lhs: Any, rhs: Any, aux: Any) -> jax.Array:
-        """Run it; operands may be QArrays."""
-
-    def gradient(self, side: int, g: jax.Array, residuals: Any, to: Cotangent) -> jax.Array:
-        """Return the quantized gradient of operand 0 or 1, without mask."""
-
-    def batched(self, lhs: bool, rhs: bool) -> tuple[TrainingOp, int] | None:
-        """Return the batched op, and where the batch axis comes out."""
-
-
 @dataclasses.dataclass(frozen=True)
 class TrainingPair(LinearPair):
-    """The derivative of a training op: float forward, quantized (or float) backward."""
+    """The derivative of a contraction: float forward, quantized (or float) backward."""
 
-    op: Any
+    op: Any  # a Contraction, or one of a batch
+    lhs_ndim: int
     backward: Backwards | None
     key_impl: Any = None
     unmapped: tuple[bool, bool] = (False, False)
     """Whether the scales of a side lack a leading axis that its quantized values have."""
 
     def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
-        sides, key, aux, upper = residuals
+        sides, key, extras, upper = residuals
         values = [side.value for side in sides]
         if not turned:
             lhs, rhs = map(_masked, tangent, sides)
-            return lax.add(self.op.run(lhs, values[1], aux), self.op.run(values[0], rhs, aux))
+            return lax.add(
+                self.op.run(lhs, values[1], *extras), self.op.run(values[0], rhs, *extras)
+            )
         g = tangent
         grads: list[Any] = [None, None]
         if self.backward is None or None in self.backward:
-            _, pull = jax.vjp(lambda *operands: self.op.run(*operands, aux), *values)
+            _, pull = jax.vjp(lambda *operands: self.op.run(*operands, *extras), *values)
             grads = list(pull(g))
         full = tuple(map(_with_all_axes, sides))
         if key is not None:
@@ -90,7 +73,7 @@ class TrainingPair(LinearPair):
                 wanted = list(full)
                 if backward.residual is not None:
                     wanted[1 - i] = full[1 - i]._replace(quantized=None)
-                residuals = (tuple(wanted), aux)
+                residuals = (tuple(wanted), extras)
 
                 def gradient(
                     g: jax.Array,
@@ -100,7 +83,8 @@ class TrainingPair(LinearPair):
                     i: int = i,
                     how: Backward = backward,
                 ) -> jax.Array:
-                    return self.op.gradient(i, g, residuals, Cotangent(how, key, upper))
+                    operands, extras = residuals
+                    return self.op.gradient(i, g, operands, Cotangent(how, key, upper), *extras)
 
                 grads[i] = sharded_like(gradient, sides[i].value, g, residuals, own, upper)
         return tuple(map(_masked, grads, sides))
@@ -108,11 +92,11 @@ class TrainingPair(LinearPair):
     def batched(
         self, axis: Axis, residuals: Any, tangents: Any, outs: Any
     ) -> tuple[LinearPair, int]:
-        sides, key, aux, upper = residuals
+        sides, key, extras, upper = residuals
         mapped = tuple(side.value for side in sides)
         # One contraction for the whole batch is possible if of each side all arrays are mapped, or
         # none are.
-        plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, aux, upper)))
+        plain = all(jax.tree.leaves(outs)) and not any(jax.tree.leaves((key, extras, upper)))
         unmapped = list(self.unmapped)
         for i, side in enumerate(sides):
             like = {tangents[i], *jax.tree.leaves(side.inside)}
@@ -128,15 +112,16 @@ class TrainingPair(LinearPair):
                 else:
                     plain &= not any(jax.tree.leaves(fixed))
             plain &= like == {mapped[i]}
-        whole = self.op.batched(*mapped) if plain and any(mapped) else None
+        whole = self.op.batched(*mapped, self.lhs_ndim) if plain and any(mapped) else None
         if whole is None:
             return super().batched(axis, residuals, tangents, outs)
         op, out_axis = whole
         backward = self.backward
         if backward is not None:
             backward = tuple(one and _mapped_noise(one, out_axis) for one in backward)
+        ndim = self.lhs_ndim + mapped[0]
         return dataclasses.replace(
-            self, op=op, backward=backward, unmapped=tuple(unmapped)
+            self, op=op, lhs_ndim=ndim, backward=backward, unmapped=tuple(unmapped)
         ), out_axis
 
 
@@ -182,25 +167,25 @@ def _key_for(key: jax.Array, impl: Any, g: jax.Array) -> jax.Array:
 # Jitted so that a model with many equal layers traces it once.
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def train(
-    op: TrainingOp,
-    hows: tuple[HowToQuantize | None, HowToQuantize | None],
+    op: Any,
+    hows: Hows,
     backward: Backwards | None,
     operands: tuple[jax.Array, jax.Array],
     calibrations: tuple[Calibration | None, Calibration | None],
     key: jax.Array | None,
-    aux: Any = None,
+    extras: tuple[Any, ...] = (),
     cotangent: Calibration | None = None,
 ) -> jax.Array:
-    """Run a quantized op, with the derivatives that `backward` asks for.
+    """Run a contraction of quantized operands, with the derivatives that `backward` asks for.
 
     Args:
-      op: the op.
+      op: the contraction.
       hows: how each operand is quantized; None: it stays float.
       backward: how each gradient is quantized; None: float.
       operands: float arrays.
       calibrations: a range for each operand, or None to measure it.
       key: random key, for stochastic rounding.
-      aux: what the op takes beside its operands.
+      extras: the other arrays that it takes.
       cotangent: the range of the cotangent, or None to measure it.
     """
     sides = tuple(
@@ -208,7 +193,7 @@ def train(
         for i, (x, how, calibration) in enumerate(zip(operands, hows, calibrations, strict=True))
     )
     lhs, rhs = (lax.stop_gradient(s.value) if s.quantized is None else s.quantized for s in sides)
-    value = op.run(lhs, rhs, aux)
+    value = op.run(lhs, rhs, *extras)
     backwards = backward or (None, None)
     # The quantized values of an operand are for the gradient of the other one.
     sides = tuple(
@@ -221,12 +206,12 @@ def train(
     elif key is not None and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         impl, key = jax.random.key_impl(key), jax.random.key_data(key)
     upper = None if cotangent is None else lax.stop_gradient(cotangent.upper)
-    pair = TrainingPair(op, backward, impl)
-    return with_tangent(value, pair, (sides, key, aux, upper), operands)
+    pair = TrainingPair(op, operands[0].ndim, backward, impl)
+    return with_tangent(value, pair, (sides, key, extras, upper), operands)
 
 
 def _quantized(
-    op: TrainingOp,
+    op: Any,
     side: int,
     x: jax.Array,
     how: HowToQuantize | None,
@@ -235,7 +220,7 @@ def _quantized(
     if how is None:
         return Residual(x, None, None)
     fixed = lax.stop_gradient(x)
-    channel_axes, tiles = op.slices(side, x, how)
+    channel_axes, tiles = op.granularity(side, x.shape, how)
     cut = slices(x.shape, channel_axes, tiles)
     if calibration is None and not parse_calibration_method(how.method).clips:
         quantized = quantize_scaled(

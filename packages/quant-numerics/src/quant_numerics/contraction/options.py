@@ -1,4 +1,4 @@
-"""The options of training ops."""
+"""How contractions are quantized, forward and backward."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
+import numpy as np
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.calibration.method import parse_calibration_method
@@ -102,21 +102,20 @@ class Backward:
         )
 
 
+Hows = tuple[HowToQuantize | None, HowToQuantize | None]
+"""How either operand is quantized; None: it stays float."""
 Backwards = tuple[Backward | None, Backward | None]
 """How the gradient of either operand is quantized; None: float."""
 
 
-def check_operands(
-    operands: Sequence[Any], hows: Sequence[HowToQuantize | None], calibrations: Sequence[Any]
-) -> tuple[jax.Array, jax.Array]:
-    """Return the operands as float arrays.
+def float_operands(lhs: Any, rhs: Any) -> tuple[jax.Array, jax.Array]:
+    """Return operands as float arrays.
 
     Raises:
       TypeError: an operand that is not a float array.
-      ValueError: a calibration of an operand that stays float.
     """
     arrays = []
-    for name, x, how, calibration in zip(("lhs", "rhs"), operands, hows, calibrations, strict=True):
+    for name, x in (("lhs", lhs), ("rhs", rhs)):
         if isinstance(x, QArray):
             raise TypeError(
                 f"{name} of a training op must be a float array, which is quantized in each step, "
@@ -125,10 +124,6 @@ def check_operands(
             )
         x = jnp.asarray(x)
         float_dtype(x.dtype, f"{name} of a training op")
-        if how is None and calibration is not None:
-            raise ValueError(
-                f"{name}_how must be given with {name}_calibration, got None. Give both."
-            )
         arrays.append(x)
     return arrays[0], arrays[1]
 
@@ -183,10 +178,8 @@ def _check_range(calibration: Calibration, pair: Sequence[Backward | None]) -> N
 
 
 def hashable(value: Any) -> Any:
-    """Return a value with its lists made tuples."""
-    return tuple(map(hashable, value)) if isinstance(value, list | tuple) else value
-
-
-def result_dtype(preferred: DTypeLike | None) -> Any:
-    """Return a preferred dtype, checked, or None."""
-    return None if preferred is None else float_dtype(preferred, "preferred_element_type")
+    """Return a value with its lists and NumPy arrays as tuples, all the way down."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
+    # Subclasses of tuple, such as dimension numbers and shardings, stay themselves.
+    return tuple(map(hashable, value)) if type(value) in (list, tuple) else value

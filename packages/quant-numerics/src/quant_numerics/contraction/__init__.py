@@ -1,0 +1,1 @@
+"""Contractions without their operands: how each is quantized, run and trained."""

@@ -1,1 +1,0 @@
-"""Operations that quantize their operands and know their derivatives."""
