@@ -25,7 +25,7 @@ def test_equal_ones_are_equal():
     assert hash(lists) == hash(tuples)
     assert isinstance(lists.numbers, lax.ConvDimensionNumbers)
     given = dataclasses.replace(MATMUL, preferred_element_type=jnp.float32)
-    assert given.asked_dtype == np.dtype("float32")
+    assert given.preferred_element_type == np.dtype("float32")
     assert len({given, MATMUL, dataclasses.replace(given, precision="high")}) == 3
     assert qn.RaggedMatmul() == qn.RaggedMatmul(
         lax.RaggedDotDimensionNumbers((((1,), [1]), ((), [])), [0], [0])

@@ -87,7 +87,7 @@ class AffineWeight(AroundStored):
         """Return it in no kernel's layout, with scales where the minima are."""
         return super().portable(self.minimum.shape if scale_shape is None else scale_shape)
 
-    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+    def takes(self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
         """Return whether it can be an operand: a contraction with a minimum is one of sums."""
         # Groups of rows have sums of columns, groups of columns would not.
         is_grouped = isinstance(contraction, RaggedMatmul) and contraction.trains

@@ -67,7 +67,7 @@ class AroundStored(qn.StoredForm):
         """Return it around a form in no kernel's layout; see ``StoredForm``."""
         return dataclasses.replace(self, inner=self.inner.portable(scale_shape))
 
-    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+    def takes(self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
         """Return whether it can be an operand: the other one must be an array."""
         return x_shape is not None and self.inner.takes(contraction, side, x_shape)
 

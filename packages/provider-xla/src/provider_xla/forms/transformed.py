@@ -203,7 +203,7 @@ class TransformedWeight(AroundStored):
             return None
         return [(axis, pairs[axis]) for axis in k_axes]
 
-    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
+    def takes(self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
         """Return whether it can be an operand: all of K must be contracted, and nothing else."""
         takes = super().takes(contraction, side, x_shape)
         return takes and self.pairs(contraction, side, x_shape or ()) is not None

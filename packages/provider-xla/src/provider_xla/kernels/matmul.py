@@ -203,7 +203,7 @@ def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
     Raises:
         NoKernel: kernels don't have one of the dtypes.
     """
-    out = contraction.asked_dtype
+    out = contraction.preferred_element_type
     if out is None:
         out = x.dtype if x.dtype == dtype else jnp.float32
     for found in (x.dtype, dtype, out):

@@ -177,7 +177,7 @@ class PrepackedWeight(qn.StoredForm):
         """Return whether a kernel may add to its columns."""
         return can_add(self)
 
-    def contract(self, contraction: Any, side: int, x: Any, **how: Any) -> Any:
+    def contract(self, contraction: qn.Contraction, side: int, x: Any, **how: Any) -> Any:
         """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``."""
         return product(contraction, side, x, self, **how)
 

@@ -149,7 +149,7 @@ class LoraWeight(qn.StoredForm):
         return dataclasses.replace(self, base=base)
 
     def operand_of(
-        self, contraction: Any, side: int, x_shape: Sequence[int] | None, how: Any
+        self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None, how: Any
     ) -> tuple[Any, Any]:
         """Return it with ``base`` as the operation takes it, and how that is quantized."""
         if not qn.is_form(self.base):

@@ -57,11 +57,6 @@ class Contraction(abc.ABC):
             object.__setattr__(self, "preferred_element_type", dtype)
 
     @property
-    def asked_dtype(self) -> Any:
-        """Return the dtype of the result that is asked for, or None."""
-        return self.preferred_element_type
-
-    @property
     def trains(self) -> bool:
         """Return whether its gradients can be contractions of quantized arrays."""
         return True
@@ -82,7 +77,9 @@ class Contraction(abc.ABC):
         fewer = sums < math.prod(shape[axis] for axis in shared)
         return sums == 1 or (fewer and self.takes_tiles(side, shape))
 
-    def tiled_sizes(self, shapes: Sequence[tuple[int, ...]], hows: Hows) -> tuple[int, ...]:
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[HowToQuantize | None]
+    ) -> tuple[int, ...]:
         """Return the contracted sizes in order; empty if tiles are impossible.
 
         Args:

@@ -64,7 +64,9 @@ class Convolution(Contraction):
     def shared(self, side: int, ndim: int) -> tuple[int, ...]:
         return tuple(axis for axis in range(ndim) if axis != self._specs[side][0])
 
-    def tiled_sizes(self, shapes: Sequence[tuple[int, ...]], hows: Hows) -> tuple[int, ...]:
+    def tiled_sizes(
+        self, shapes: Sequence[tuple[int, ...]], hows: Sequence[HowToQuantize | None]
+    ) -> tuple[int, ...]:
         kernel = shapes[1]
         # Formats with blocks want them in both operands, and the input has none.
         blocks = any(how is not None and get_qtype(how.qtype).block for how in hows)

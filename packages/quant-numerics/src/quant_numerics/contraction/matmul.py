@@ -236,7 +236,8 @@ def train_einsum(
     operands = float_operands(lhs, rhs)
     terms, out = parse(spec, [x.ndim for x in operands])
     check_sizes(spec, operands, terms)
-    *pair, dims, order = as_dot(*map(diagonals, operands, terms), out)
+    left, right = map(diagonals, operands, terms)
+    *pair, dims, order = as_dot(left, right, out)
     for name, given, taken in zip(("lhs", "rhs"), operands, pair, strict=True):
         if options.get(f"{name}_calibration") is not None and given.ndim != taken.ndim:
             raise ValueError(

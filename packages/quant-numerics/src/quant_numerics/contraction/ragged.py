@@ -156,7 +156,7 @@ def train_ragged_dot(
 
     def first(x: jax.Array) -> jax.Array:
         # The rows before the first group go behind all others.
-        return jnp.roll(x, -start, 0) if x.shape[0] > 1 else x
+        return jnp.roll(x, -start, 0) if x.ndim and x.shape[0] > 1 else x
 
     options["lhs_calibration"] = jax.tree.map(first, options.get("lhs_calibration"))
     return jnp.roll(op.train(first(left), right, sizes, **options), start, 0)
