@@ -20,6 +20,13 @@ NEEDS = {
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
+    "provider-xla-formats": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-formats",
+    ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "provider-odml-aeq": [
         "interception-core",
@@ -41,6 +48,8 @@ CHECKS = {
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
+    "provider-xla-formats": "import provider_xla as xla, provider_xla_formats as formats; "
+    "assert xla.load_gguf is formats.load_gguf",
     "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"

@@ -34,6 +34,7 @@ BUDGETS = {
     "provider-odml": 120,
     "provider-odml-aeq": 15,
     "provider-xla": 205,
+    "provider-xla-formats": 10,
     "quant-numerics": 75,
     "te-ffi-kernels": 130,
     "te-ffi-kernels-cuda13": 5,

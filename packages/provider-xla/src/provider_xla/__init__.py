@@ -4,8 +4,23 @@ Importing this package does not import jax, so that plugin discovery stays light
 """
 
 from importlib.metadata import version
+from typing import Any
 
 from interception_core import lazy_exports
 
 __version__ = version("provider-xla")
-__getattr__, __dir__, __all__ = lazy_exports(__name__)
+_get, __dir__, __all__ = lazy_exports(__name__)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        return _get(name)
+    except ModuleNotFoundError as error:
+        if error.name != "provider_xla_formats":
+            raise
+        from .store.errors import MissingExtraError
+
+        raise MissingExtraError(
+            f"{__name__}.{name} is of provider-xla-formats, which is missing: run pip install "
+            "'provider-xla[gguf]'"
+        ) from error

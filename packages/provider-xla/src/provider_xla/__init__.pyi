@@ -1,5 +1,13 @@
 """The public names, and the modules that they are from."""
 
+from provider_xla_formats import Target as Target
+from provider_xla_formats import load_compressed_tensors as load_compressed_tensors
+from provider_xla_formats import load_gguf as load_gguf
+from provider_xla_formats import read_gguf_metadata as read_gguf_metadata
+from provider_xla_formats import rules_of as rules_of
+from provider_xla_formats import save_compressed_tensors as save_compressed_tensors
+from provider_xla_formats import save_gguf as save_gguf
+
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
 from .bridges.export import export_model as export_model
@@ -18,13 +26,6 @@ from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
 from .export.program import ExportedProgram as ExportedProgram
 from .export.program import load_exported as load_exported
-from .formats.compressed_tensors import load_compressed_tensors as load_compressed_tensors
-from .formats.compressed_tensors import save_compressed_tensors as save_compressed_tensors
-from .formats.gguf import load_gguf as load_gguf
-from .formats.gguf import read_gguf_metadata as read_gguf_metadata
-from .formats.gguf import save_gguf as save_gguf
-from .formats.names import Target as Target
-from .formats.rules import rules_of as rules_of
 from .forms.affine import AffineWeight as AffineWeight
 from .forms.transformed import TransformedWeight as TransformedWeight
 from .kernels.packed import PrepackedWeight as PrepackedWeight

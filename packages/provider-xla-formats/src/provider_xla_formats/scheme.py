@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 import quant_numerics as qn
-
-from ..store.errors import StoreError
+from provider_xla.file_formats import StoreError
 
 INT, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
 _NAIVE = "naive-quantized"

@@ -12,12 +12,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-
-from ..forms.affine import AffineWeight
-from ..forms.tree import is_stored
-from ..store.errors import StoreError
-from ..store.float_files import WIDER, Names, source_of
-from ..store.tree import describe, fill
+from provider_xla import AffineWeight
+from provider_xla.file_formats import (
+    WIDER,
+    Names,
+    StoreError,
+    is_stored,
+    named_leaves,
+    source_of,
+    with_leaves,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +62,7 @@ def load_tree(
         if names is not None:
             raise StoreError("names= says which tensors make the leaves of like=. Give both.")
         return {name: _stored(tensor(name)) for name in known}
-    leaves = describe(like)[1]
+    leaves = named_leaves(like)[1]
     found = []
     for leaf in leaves:
         source = source_of(names, leaf.name)
@@ -76,7 +80,7 @@ def load_tree(
         except Exception as error:
             raise StoreError(f"{about} has a transform that raised {error!r}.") from error
         found.append(_stored(_like(about, source, value, leaf.value)))
-    return fill(like, found)
+    return with_leaves(like, found)
 
 
 def _like(about: str, source: Any, value: Any, wanted: Any) -> Any:
@@ -120,7 +124,7 @@ def tensors_of(params: Any, names: Targets) -> list[tuple[str, str, Callable[[],
     """
     found: list[tuple[str, str, Callable[[], Any]]] = []
     taken: dict[str, str] = {}
-    for leaf in describe(params)[1]:
+    for leaf in named_leaves(params)[1]:
         given = names(leaf.name) if callable(names) else (names or {}).get(leaf.name)
         given = leaf.name if given is None else given
         targets = [Target(given)] if isinstance(given, str) else given

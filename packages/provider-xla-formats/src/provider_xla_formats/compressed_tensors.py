@@ -12,11 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from provider_xla import AffineWeight
+from provider_xla.file_formats import (
+    INDEX,
+    SINGLE,
+    Names,
+    StoreError,
+    atomic_write,
+    require_extra,
+    safetensors_files,
+)
 
-from ..forms.affine import AffineWeight
-from ..store.errors import StoreError, require
-from ..store.files import appearing
-from ..store.float_files import INDEX, SINGLE, Names, files_of
 from . import int32
 from .names import Targets, load_tree, tensors_of
 from .scheme import FLOAT, KEYS, PACKED, Scheme, config_of, find, read_schemes, scheme_of, shaped
@@ -140,7 +146,7 @@ def save_compressed_tensors(
                 ignored.append(module)
             written[name] = np.asarray(value)
     found = {**(config or {}), KEYS[0]: config_of(schemes, ignored, act_qtype)}
-    with appearing(Path(folder), overwrite) as new:
+    with atomic_write(Path(folder), overwrite) as new:
         try:
             new.mkdir()
             (new / _CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -153,12 +159,12 @@ class _Tensors(Mapping[str, Path]):
     """The tensors of a checkpoint, by name, each with its file."""
 
     def __init__(self, folder: Path):
-        library = require("safetensors", "safetensors")
+        library = require_extra("safetensors", "safetensors")
         self._files: dict[str, Path] = {}
         self._headers: dict[Path, tuple[Mapping[str, Any], int]] = {}
         if not folder.is_dir() or not any((folder / name).is_file() for name in (INDEX, SINGLE)):
             raise StoreError(f"{folder} must be a folder with {INDEX} or {SINGLE}, got neither.")
-        for path in files_of(folder):
+        for path in safetensors_files(folder):
             try:
                 # Checks the header; its arrays of NumPy lack dtypes that JAX has.
                 with library.safe_open(path, framework="np", backend="pread") as file:

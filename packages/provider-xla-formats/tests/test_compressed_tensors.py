@@ -10,7 +10,7 @@ import pytest
 import provider_xla as xla
 import quant_numerics as qn
 from jaxtap_testkit.store_samples import same
-from provider_xla.formats import int32
+from provider_xla_formats import int32
 
 N, K = 24, 64
 SHORT = {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32", "float16": "F16"}

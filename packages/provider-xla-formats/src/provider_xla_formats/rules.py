@@ -9,10 +9,8 @@ import jax
 import numpy as np
 
 import quant_numerics as qn
-
-from ..forms.tree import is_stored
-from ..rules.rule import QuantizationRule
-from ..store.errors import StoreError
+from provider_xla import QuantizationRule
+from provider_xla.file_formats import StoreError, is_stored
 
 
 def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule]:

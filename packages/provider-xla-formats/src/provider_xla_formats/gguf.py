@@ -15,11 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from provider_xla import AffineWeight
+from provider_xla.file_formats import Names, StoreError, atomic_write, require_extra
 
-from ..forms.affine import AffineWeight
-from ..store.errors import StoreError, require
-from ..store.files import appearing
-from ..store.float_files import Names
 from . import blocks
 from .blocks import BlockType, Groups
 from .names import Targets, load_tree, tensors_of
@@ -130,7 +128,7 @@ def save_gguf(
         StoreError: ``path`` exists; or GGUF has no type for the leaf that the message names.
         MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
     """
-    library = require("gguf", "gguf")
+    library = require_extra("gguf", "gguf")
     metadata = dict(metadata or {})
     for key in metadata:
         if key.startswith(_SPLIT):
@@ -140,7 +138,7 @@ def save_gguf(
             )
     tensors = tensors_of(params, names)
     kinds = library.GGMLQuantizationType
-    with appearing(Path(path), overwrite) as new:
+    with atomic_write(Path(path), overwrite) as new:
         writer = library.GGUFWriter(new, metadata.pop(_ARCHITECTURE, "jax"))
         try:
             alignment = metadata.pop(_ALIGNMENT, None)
@@ -225,7 +223,7 @@ def _parts(path: Path) -> list[_Part]:
 
 
 def _reader(path: Path) -> Any:
-    library = require("gguf", "gguf")
+    library = require_extra("gguf", "gguf")
     if not path.is_file():
         parts = sorted(path.parent.glob(f"{glob.escape(path.stem)}-00001-of-*.gguf"))
         hint = f" Give {parts[0].name}, the first part of a split file." if parts else ""

@@ -1,1 +1,0 @@
-"""Other projects' formats: GGUF and compressed-tensors as trees of QArrays."""
