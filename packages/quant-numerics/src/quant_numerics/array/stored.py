@@ -48,11 +48,10 @@ class Parts(NamedTuple):
 class StoredForm(ArrayProxy):
     """Base class of what is stored for a float array: a pytree dataclass of arrays.
 
-    Whoever has a form asks it, and needs not know which it is: contractions ask ``operand_of``,
-    ``reduced``, ``contract`` and ``operand``, in this order, plans ``portable`` and
-    ``with_values``, files ``to_parts``. Each has an answer that is right for quantized values with
-    scales, so that a form of its own says what is different.
-
+    Callers ask the form and don't list classes: contractions ask ``operand_of``, ``reduced``,
+    ``contract`` and ``operand``, in this order, plans ``portable`` and ``with_values``, files
+    ``to_parts``. The defaults are right for quantized values with scales, so a new form overrides
+    only what differs. ``docs/forms.md`` has a whole one.
     """
 
     kind: ClassVar[str] = ""
