@@ -121,9 +121,23 @@ def test_training():
     params, x = inputs()
     rule = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
     expected = jax.grad(lambda p: xla.QtProvider(rule).apply(mlp)(p, x).sum())(params)
-    for loss in (jt.train(mlp), jt.train(mlp, "w8a8", gradient="int8")):
+    for loss in (
+        jt.train(mlp),
+        jt.train(mlp, "w8a8", gradient="int8"),
+        jt.train(mlp, "w8a8", gradient=jt.Gradient("int8")),
+        jt.train(mlp, "train-int8", gradient=jt.Gradient("int8")),
+    ):
         found = jax.grad(lambda p, loss=loss: loss(p, x).sum())(params)
         jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_the_gradient_of_a_rule_is_another():
+    params, x = inputs()
+    losses = jt.train(mlp, gradient="float8_e5m2"), jt.train(mlp)
+    other, own = (jax.grad(lambda p, f=loss: f(p, x).sum())(params) for loss in losses)
+    assert (other["up"] != own["up"]).any()
+    with pytest.raises(ValueError, match="bwd_qtype must be None or a qtype"):
+        jt.train(mlp, gradient="nonsense")
 
 
 def test_quantize_model_for_training():
@@ -135,6 +149,14 @@ def test_quantize_model_for_training():
 def test_a_report():
     params, x = inputs()
     assert len(jt.report(mlp, params, x, rules="int8").ops) == 2
+    scaled = jt.report(lambda p, x, by: by * mlp(p, x), params, x, by=2.0, rules="int8")
+    assert len(scaled.ops) == 2
+    assert len(jt.report(nnx_model(), x, rules="int8").ops) == 2
+
+
+def test_a_plan_of_nothing():
+    with pytest.raises(TypeError, match="got a Sequential alone"):
+        jt.plan(nnx_model())
 
 
 def test_adapters_and_passes():

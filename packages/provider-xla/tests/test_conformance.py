@@ -230,5 +230,5 @@ def test_parameters_and_plans_of_a_third_party_that_do_not_fit(tmp_path):
 
 @pytest.mark.parametrize("wrong", [3, Interceptor, [None]])
 def test_what_is_not_a_provider(wrong):
-    with pytest.raises(TypeError, match="quantize_model takes a provider, such as PtqProvider"):
+    with pytest.raises(TypeError, match="A model takes a provider, such as PtqProvider"):
         quantize_model(TestNnx().model(), wrong)

@@ -76,6 +76,10 @@ SAME = {
         Rule(module_path=".*", weight_qtype=jnp.int8, act_qtype=jnp.int8, tile_size=32),
         QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=32, weights_only=False),
     ),
+    "one operation": (
+        Rule(ops="take", weight="int8"),
+        QuantizationRule(op_names=["take"], weight_qtype="int8"),
+    ),
     "operations in the words of Qwix": (
         Rule(op_names=("dot_general",), weight_qtype="int8"),
         QuantizationRule(op_names=("dot", "dot_general", "matmul"), weight_qtype="int8"),
@@ -93,7 +97,7 @@ def test_a_written_rule_is_a_rule(case):
 @pytest.mark.parametrize(
     ("fields", "error", "match"),
     [
-        ({"weight": "int8", "weight_qtype": "int8"}, TypeError, "or the fields of a Qwix rule"),
+        ({"weight": "int8", "weight_qtype": "int8"}, TypeError, "got weight_qtype beside them"),
         ({"wieght": "int8"}, TypeError, "Rule takes path, weight.* got wieght"),
         ({"weight": "int4x"}, ValueError, "weight_qtype must be None or a qtype"),
         ({"weight": "int8", "act": Q("int8", tile=4)}, TypeError, "act must be in tiles of its"),
@@ -227,3 +231,43 @@ def test_parameters_that_are_stored_already():
     plan = xla.PtqProvider("int8").plan(mlp, params, x)
     with pytest.raises(xla.QuantizationError, match=r"Some are stored already.*plan.apply\(\)"):
         plan.quantize(plan.quantize(params))
+
+
+def test_short_names_are_explained():
+    w = jnp.ones((64, 32))
+    params, x = {"a": w, "l": w, "m": jnp.ones((32, 32))}, jnp.ones((4, 64))
+
+    def model(p, x):
+        return x @ (p["a"] * p["l"]) @ p["m"]
+
+    rules = [Rule(param=r"\['m'\]", weight="int8", lora=2), Rule(weight="int8")]
+    plan = xla.PtqProvider(rules).plan(model, params, x)
+    assert plan.explain("a").startswith("args[0]['a']: float32[64, 32]")
+    assert plan.explain("l").startswith("args[0]['l']: float32[64, 32]")
+    assert "its weight is derived, mul(" in plan.explain("matmul:0")
+    assert "it has an adapter of rank 2" in plan.explain("matmul:1")
+    assert "it has an adapter of rank 2" in plan.explain("m")
+    with pytest.raises(xla.QuantizationError, match="can't be undone"):
+        plan.dequantize(plan.quantize(params))
+
+
+def test_explanations_say_what_would_change_it():
+    table, x = jnp.ones((16, 32)), jnp.ones((4, 32))
+
+    def model(p, x):
+        return jnp.take(p["t"], jnp.array([1, 2]), axis=0).sum() + (x @ x.T).sum() + p["t"][0, 0]
+
+    plan = xla.PtqProvider("int8").plan(model, {"t": table}, x)
+    assert "Rule(..., activations=True)" in plan.explain("matmul:0")
+
+
+def test_a_rule_that_is_a_dictionary():
+    with pytest.raises(TypeError, match=r"and names of presets, got \{"):
+        xla.PtqProvider({"weight": "int8"})
+
+
+def test_a_weight_that_the_function_closes_over_is_noted():
+    w, x = jnp.ones((64, 32)), jnp.ones((8, 64))
+    plan = xla.PtqProvider("int8").plan(lambda p, x: x @ w + p["b"], {"b": jnp.zeros(32)}, x)
+    assert plan.problems == ()
+    assert any("no parameter is stored: matmul:0 multiplies" in note for note in plan.notes)

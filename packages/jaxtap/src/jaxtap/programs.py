@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,30 +45,47 @@ def plan(
     if not args:
         raise TypeError(
             "jaxtap.plan takes a function, its parameters and its other arguments, or a model and "
-            f"its inputs, got {fn!r} alone. Types (jax.ShapeDtypeStruct) are enough."
+            f"its inputs, got a {type(fn).__name__} alone. Types (jax.ShapeDtypeStruct) are enough."
         )
     options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
     provider = xla.PtqProvider(rules, **options)
-    try:
-        find_bridge(fn)
-    except UnknownNameError:
+    if _bridge(fn) is None:
         return provider.plan(fn, *args, **kwargs)
     return xla.plan_model(fn, provider, *args, **kwargs)
 
 
-def report(fn: Callable[..., Any], params: Any, *batch: Any, rules: Any = "w8a8") -> Any:
-    """Measure what rules cost a function on data: errors, bytes and times.
+def _bridge(fn: Any) -> Any:
+    """Return the bridge of a model object; None for a function."""
+    try:
+        return find_bridge(fn)
+    except UnknownNameError:
+        return None
+
+
+def report(fn: Any, *args: Any, rules: Any = "w8a8", **kwargs: Any) -> Any:
+    """Measure what rules cost a function or a model on data: errors, bytes and times.
 
     Args:
-        fn: a function ``fn(params, *batch)``.
-        params: its parameters: arrays.
-        batch: its other arguments.
+        fn: as for ``plan``.
+        args: as for ``plan``, with values.
         rules: as for ``plan``.
+        kwargs: as for ``plan``; keyword arguments of a function are constants.
 
     Returns:
         The report: ``print`` it, or ``save_html`` it.
     """
-    return plan(fn, params, *batch, rules=rules).report(params, *batch)
+    options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+    bridge = _bridge(fn)
+    if kwargs:
+        if bridge is not None:
+            raise TypeError(f"jaxtap.report calls a model by position, got {', '.join(kwargs)}=.")
+        fn = functools.partial(fn, **kwargs)
+    made = plan(fn, *args, rules=rules, **options)
+    return made.report(*args) if bridge is None else made.report(bridge.parameters(fn), *args)
+
+
+_OPTIONS = ("params_argnum", "engine", "strict")
+"""Keyword arguments of ``plan`` that are not the function's."""
 
 
 def train(
@@ -83,16 +100,11 @@ def train(
     Args:
         fn: takes float parameters; differentiate the result by them, under ``jax.jit``.
         rules: as for ``plan``: presets for training begin with "train" and "qat".
-        gradient: the format of incoming gradients, for rules without one.
+        gradient: the format of incoming gradients instead of the rules': a qtype or a ``Gradient``.
         params_argnum: which argument holds the parameters.
     """
     found = xla.QtProvider(rules, params_argnum=params_argnum)
     if gradient is not None:
-        own = [
-            dataclasses.replace(rule, bwd_qtype=gradient)
-            if rule.is_acting and rule.bwd_qtype is None
-            else rule
-            for rule in found.rules
-        ]
+        own = [xla.with_gradient(one, gradient) if one.is_acting else one for one in found.rules]
         found = xla.QtProvider(own, params_argnum=params_argnum)
     return found.apply(fn)

@@ -73,3 +73,4 @@ from .rules.written import Lora as Lora
 from .rules.written import Q as Q
 from .rules.written import Rule as Rule
 from .rules.written import Static as Static
+from .rules.written import with_gradient as with_gradient

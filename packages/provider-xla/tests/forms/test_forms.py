@@ -177,3 +177,48 @@ def test_a_form_without_parts_can_not_be_saved(tmp_path):
     form = split(jnp.ones((64, 24)))
     with pytest.raises(xla.StoreError, match="w is a Unwritten that can't be saved"):
         xla.save(tmp_path / "a.safetensors", {"w": Unwritten(form.coarse, form.fine)})
+
+
+def test_a_form_is_contracted_without_being_restored():
+    w, x = jnp.ones((64, 24)), jnp.ones((5, 64))
+    plan = xla.PtqProvider("int8").plan(lambda w, x: x @ w, w, x)
+    run = jax.jit(plan.apply())
+    np.testing.assert_allclose(run(split(w), x), 64, rtol=1e-5)
+    # One for each half: the restored array would take one.
+    assert run.lower(split(w), x).as_text().count("stablehlo.dot_general") == 2
+
+
+STEP = {"kind": "scaled"}
+WRONG = {
+    "a block": ("transformed", {"steps": [STEP, {"kind": "rotated", "block": 3}]}, {}),
+    "an axis": ("transformed", {"k_axes": [-9]}, {}),
+    "no axis": ("transformed", {"k_axes": []}, {}),
+    "an axis twice": ("transformed", {"k_axes": [-2, -2]}, {}),
+    "another size": ("transformed", {}, {"step0": jnp.ones(32)}),
+    "no shift": ("affine", {"shift": None}, {}),
+    "a large shift": ("affine", {"shift": 10**30}, {}),
+    "minima of another shape": ("affine", {}, {"minimum": jnp.ones((3, 7))}),
+    "minima of fewer axes": ("affine", {}, {"minimum": jnp.ones(4)}),
+    "integer minima": ("affine", {}, {"minimum": jnp.ones((4, 24), jnp.int32)}),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_damaged_parts_are_refused(case):
+    kind, about, arrays = WRONG[case]
+    made = {"transformed": TestTransformedWeight, "affine": TestAffineWeight}[kind]()
+    parts = made.make(made.weight()).to_parts()
+    cls = core.get_form(kind)
+    cls.from_parts(parts.about, parts.arrays)
+    with pytest.raises((ValueError, TypeError)):
+        cls.from_parts({**parts.about, **about}, {**parts.arrays, **arrays})
+
+
+def test_a_transformed_form_of_a_plugin(plugin, tmp_path):
+    step = Rotated(jnp.ones(64, jnp.int8), 64)
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(64, 24)), jnp.float32)
+    form = xla.TransformedWeight(split(step.weight(w)), (step,), (-2,))
+    xla.save(tmp_path / "a.safetensors", {"w": form})
+    again = xla.load(tmp_path / "a.safetensors")["w"]
+    np.testing.assert_array_equal(again.restore(), form.restore())
+    assert np.linalg.norm(again.restore() - w) < 0.02 * np.linalg.norm(w)

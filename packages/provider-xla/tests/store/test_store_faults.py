@@ -112,6 +112,7 @@ FULL = """
 import resource, sys
 import numpy as np
 import provider_xla as xla
+sys.dont_write_bytecode = True  # half a module would stay in the environment
 resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
 try:
     xla.save(sys.argv[1], {"w": np.random.default_rng(0).normal(size=100_000)})

@@ -131,7 +131,17 @@ class AffineWeight(AroundStored):
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> AffineWeight:
         """Return the weight of its parts; see ``StoredForm``."""
         inner = get_form(about["inner"]).from_parts(about, arrays)
-        return cls(inner, arrays["minimum"], about["shift"])
+        minimum, shift = arrays["minimum"], about["shift"]
+        fits = minimum.ndim == inner.ndim and all(
+            m and n % m == 0 for n, m in zip(inner.shape, minimum.shape, strict=True)
+        )
+        if not fits or not jnp.issubdtype(minimum.dtype, jnp.floating):
+            raise ValueError(
+                f"minima {minimum.dtype}{list(minimum.shape)} don't divide {list(inner.shape)}"
+            )
+        if type(shift) is not int or abs(shift) > 2**15:
+            raise ValueError(f"a shift of {shift!r} is not one of quantized values")
+        return cls(inner, minimum, shift)
 
 
 def with_minimum(q: qn.QArray) -> AffineWeight:

@@ -144,7 +144,7 @@ class TransformedWeight(AroundStored):
     @property
     def lead(self) -> int:
         """How many leading axes are steps of loops."""
-        return np.ndim(jax.tree.leaves(self.steps)[0]) - 1
+        return np.ndim(jax.tree.leaves(self.steps)[0]) - 1 if self.steps else 0
 
     @property
     def nbytes(self) -> int:
@@ -262,7 +262,17 @@ class TransformedWeight(AroundStored):
         """Return the weight of its parts; see ``StoredForm``."""
         inner = get_form(about["inner"]).from_parts(about, arrays)
         steps = tuple(_step(one, arrays[f"step{i}"]) for i, one in enumerate(about["steps"]))
-        return cls(inner, steps, tuple(about["k_axes"]))
+        found = cls(inner, steps, tuple(about["k_axes"]))
+        axes = [axis + inner.ndim for axis in found.k_axes]
+        if len({*axes}) != len(axes) or not all(0 <= axis < inner.ndim for axis in axes):
+            raise ValueError(f"k_axes {list(found.k_axes)} are not axes of {list(inner.shape)}")
+        sizes = (*inner.shape[: found.lead], math.prod(inner.shape[axis] for axis in axes))
+        for step in steps:
+            (array,) = jax.tree.leaves(step)
+            block = step.block if isinstance(step, Rotated) else 1
+            if array.shape != sizes or block < 1 or block & (block - 1) or sizes[-1] % block:
+                raise ValueError(f"a map of {list(array.shape)} does not fit {list(sizes)}")
+        return found
 
     def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
         """Return the transformed activation of a contraction that ``pairs`` allows."""

@@ -61,9 +61,10 @@ def _merged_leaf(path: str, leaf: Any) -> Any:
     base = leaf.base if is_adapted(leaf) else leaf
     if isinstance(base, Carrier):
         if base.own is None:
+            do = "merge the adapters into them" if is_adapted(leaf) else "keep them"
             raise QuantizationError(
-                f"{path} is stored only as what is computed from it. Merge the adapters into "
-                "the float parameters."
+                f"{path} is stored only as what the program computes from it, which can't be "
+                f"undone. Take the float parameters, and {do}."
             )
         base = base.own
     base = _dequantized(base) if is_stored(base) else base

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from hijax_trace import Move, MoveError, Part
+from hijax_trace import ArrayProxy, Move, MoveError, Part
 from quant_numerics import Contraction
 
 from ..plan.lora import LoraForm
@@ -139,6 +139,22 @@ class LoraWeight(qn.StoredForm):
         """Return the platform whose kernels alone read ``base``, or None."""
         return self.base.platform if qn.is_form(self.base) else None
 
+    @property
+    # pyrefly: ignore [bad-override]
+    def qtype(self) -> str:
+        """Name of the format of ``base``, or its dtype."""
+        return self.base.qtype if qn.is_form(self.base) else self.dtype.name
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of all its arrays."""
+        return sum(x.nbytes for x in jax.tree.leaves(self))
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales of ``base``; that of an array for an array."""
+        return self.base.scale_shape if qn.is_form(self.base) else self.shape
+
     def base_array(self) -> jax.Array:
         """Return the parameter without the adapter, as an array."""
         return self.base.restore() if qn.is_form(self.base) else self.base
@@ -203,10 +219,13 @@ class LoraWeight(qn.StoredForm):
     def replace_parts(self, values: Mapping[str, Any]) -> LoraWeight:
         """Return this weight with other parts."""
         new = super().replace_parts(values)
+        if isinstance(new.base, ArrayProxy) and not qn.is_form(new.base):
+            new = dataclasses.replace(new, base=new.base.restore())  # rows that were looked up
         for factor in (new.a, new.b, new.key):
-            if factor is not None and any(
-                n not in (1, full) for n, full in zip(factor.shape, new.shape, strict=False)
-            ):
+            # A packed weight that is mapped along its columns lacks that axis before the factors.
+            if factor is None or factor.ndim - 1 != new.ndim:
+                continue
+            if any(n not in (1, full) for n, full in zip(factor.shape, new.shape, strict=False)):
                 raise MoveError(f"a move that cuts a factor of shape {factor.shape} into tiles")
         return new
 

@@ -19,7 +19,15 @@ def explain(plan: Plan, name: str) -> str:
     """Return why an operation or a parameter is as it is: see ``Plan.explain``."""
     ops = {op.op_id: op for op in plan.ops}
     known = [*ops, *plan.leaves, *(one.path for one in plan.derived.values())]
-    found = [name] if name in known else [one for one in known if name in one]
+    # All of a name counts more than one of its parts, and that more than some letters of it.
+    ways = (
+        [one for one in known if one == name],
+        [one for one in plan.leaves if one.endswith((f"['{name}']", f".{name}", f"[{name}]"))],
+        [one for one in plan.leaves if one.endswith(name)],
+        [one for one in ops if name in one.split("/")],
+        [one for one in known if name in one],
+    )
+    found = next(filter(None, ways), [])
     if len(found) != 1:
         near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
         what = f"{len(found)} have it: {', '.join(found[:5])}" if found else (
@@ -47,12 +55,22 @@ def _of_op(plan: Plan, op: OpRecord) -> Iterator[str]:
     elif op.reason is not None:
         yield f"it stays float: {op.reason}"
         before = "" if op.rule is None else f", before rule {op.rule}"
-        if op.why is not None and op.why.code in (Code.LEFT_FLOAT, Code.NO_RULE):
+        code = None if op.why is None else op.why.code
+        if code is Code.NO_WEIGHT:
+            yield "Rule(..., activations=True), or ops= with its name, is for two activations, too"
+        elif op.op_name == "take":
+            yield f"a rule with ops=['take'] and a format{before} changes that"
+        elif code in (Code.LEFT_FLOAT, Code.NO_RULE):
             yield f"a rule with a format for {op.module_path or 'all paths'}{before} changes that"
     yield from _kernels(op, "  ")
+    for weight in plan.derived.values():
+        if op.op_id in weight.ops:
+            yield f"its weight is derived, {weight.path}: {_stored(weight)}"
     for path in op.paths:
         state = plan.weights.get(path)
         yield f"parameter {path}: " + (_stored(state) if state else _float(plan, path))
+        if path in plan.lora:
+            yield f"  {_adapter(plan, path)}"
 
 
 def _of_parameter(plan: Plan, path: str) -> Iterator[str]:
@@ -66,8 +84,7 @@ def _of_parameter(plan: Plan, path: str) -> Iterator[str]:
     else:
         yield _float(plan, path)
     if path in plan.lora:
-        adapter = plan.lora[path]
-        yield f"it has an adapter of rank {adapter.form.rank}: {adapter.size:,} numbers to train"
+        yield _adapter(plan, path)
     beside = plan.beside(path) if leaf is not None else {}
     yield from (f"stored beside it: {one.path}, {_stored(one)}" for one in beside.values())
     uses = [op for op in plan.ops if path in op.paths or op.op_id in (weight.ops if weight else ())]
@@ -99,6 +116,11 @@ def _kernels(op: OpRecord, indent: str) -> Iterator[str]:
             yield f"{indent}on {platform} it runs in {choice.kernel}"
         else:
             yield f"{indent}on {platform} XLA computes it: {choice.reason or 'no kernel is asked'}"
+
+
+def _adapter(plan: Plan, path: str) -> str:
+    adapter = plan.lora[path]
+    return f"it has an adapter of rank {adapter.form.rank}: {adapter.size:,} numbers to train"
 
 
 def _stored(weight: WeightPlan) -> str:

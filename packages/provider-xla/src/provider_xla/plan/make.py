@@ -84,6 +84,10 @@ def make_plan(
     unused = [i for i in range(len(rules.rules)) if i not in deciding]
     survey.problems += (why_unused(i, rules, records, [*leaves]) for i in unused)
     ops = Report(records)
+    lost = next((one for one in records if one.why and one.why.code is Code.NO_WEIGHT), None)
+    stores = any(rule.weight_qtype is not None for rule in rules.rules)
+    if lost is not None and stores and not weights and not lora:
+        survey.notes[Code.NOTHING_STORED(op_id=lost.op_id)] = None
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = Plan(
         ops=ops,

@@ -197,6 +197,8 @@ class Plan:
             return f"no matmul, convolution or {lookup} uses it"
         first = next((op for op in ops if op.rule is not None), ops[0])
         other = "a weight computed from it is stored" if path in self.derived_from else ""
+        if first.rule is not None and self.rules.rules[first.rule].weight_qtype is None:
+            other = other or "its rule has no weight_qtype"
         return f"{first.op_id}: " + (first.reason or other or "it can't be stored")
 
     def __str__(self) -> str:

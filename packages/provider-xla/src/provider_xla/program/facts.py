@@ -121,6 +121,10 @@ class Code(enum.Enum):
     )
     AXES_LOST = ("{paths} {get} no adapter from {op_id} (rule {rule}): its axes can't be followed "
                  "to the operand {weight}")  # fmt: skip
+    NOTHING_STORED = (
+        "no parameter is stored: {op_id} multiplies arrays of which none is known as a parameter. "
+        "Pass what the function closes over among its parameters"
+    )
     UNUSED = "rule {rule} has no effect: {shown}: {why}"
     NO_CACHE = "no array matches {cache_rule}"
     CACHE_FLOAT = "{cache}"

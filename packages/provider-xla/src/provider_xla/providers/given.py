@@ -29,7 +29,7 @@ def provider_of(given: Any) -> Any:
         rules = as_rules(given, (CacheRule,))
     except TypeError as error:
         raise TypeError(
-            "quantize_model takes a provider, such as "
+            "A model takes a provider, such as "
             "PtqProvider(QuantizationRule(weight_qtype='int8')): an object with engine, "
             "disable_jit, interceptor() and apply(fn); or rules, or the name of a preset. Got "
             f"{given!r}."

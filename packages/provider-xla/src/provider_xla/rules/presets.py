@@ -105,7 +105,8 @@ def as_rules(given: Any, others: tuple[type, ...] = ()) -> list[Any]:
         QuantizationError: there is no preset of a name.
     """
     kinds = (QuantizationRule, *others)
-    single = isinstance(given, (str, *kinds)) or is_qwix(given) or not isinstance(given, Iterable)
+    single = isinstance(given, (str, Mapping, *kinds)) or is_qwix(given)
+    single = single or not isinstance(given, Iterable)
     rules = []
     for rule in (given,) if single else given:
         if isinstance(rule, str):

@@ -102,7 +102,7 @@ def Rule(  # it reads as the class that it returns
     weight: Any = None,
     act: Any = None,
     gradient: Any = None,
-    ops: Collection[str] | None = None,
+    ops: Collection[str] | str | None = None,
     param: str | None = None,
     activations: bool | None = None,
     sparsity: str | None = None,
@@ -137,22 +137,23 @@ def Rule(  # it reads as the class that it returns
     if qwix:
         unknown = sorted(qwix.keys() - set(QWIX_NAMES))
         ours = (path, weight, act, gradient, ops, param, activations, sparsity, lora, fused or None)
-        if unknown or any(one is not None for one in ours):
+        is_mixed = any(one is not None for one in ours)
+        if unknown or is_mixed:
+            given = ", ".join(unknown) or f"{', '.join(sorted(qwix))} beside them"
             raise TypeError(
                 "Rule takes path, weight, act, gradient, ops, param, activations, sparsity, lora "
                 f"and fused, or the fields of a Qwix rule ({', '.join(QWIX_NAMES)}) alone, got "
-                f"{', '.join(unknown or sorted(qwix))}."
+                f"{given}."
             )
         return QuantizationRule(**in_qwix_words(qwix))
     fields: dict[str, Any] = {
         "module_path": ANY_PATH if path is None else path,
-        "op_names": ops,
+        "op_names": (ops,) if isinstance(ops, str) else ops,
         "weight_path": param,
         "sparsity": sparsity,
         "kernel": "fused" if fused else None,
         "weights_only": None if activations is None else not activations,
     }
-    kind: type[QuantizationRule] = QuantizationRule
     if weight is not None:
         weight = weight if isinstance(weight, Q) else Q(weight)
         fields |= {
@@ -172,7 +173,8 @@ def Rule(  # it reads as the class that it returns
             "act_batch_axes": act.batch_axes,
         }
     elif isinstance(act, Q):
-        if act.scales is not None or act.tile not in (None, fields.get("tile_size")):
+        own = act.scales is None and act.fallback == "divisor"
+        if not own or act.tile not in (None, fields.get("tile_size")):
             raise TypeError(
                 f"act must be in tiles of its weight, with the format's own scales, got {act}. "
                 "Give act a qtype, and the tile to weight=Q(...)."
@@ -182,14 +184,18 @@ def Rule(  # it reads as the class that it returns
         fields["act_qtype"] = act
     if lora is not None:
         fields |= dataclasses.asdict(lora if isinstance(lora, Lora) else Lora(lora))
-    if gradient is not None:
-        gradient = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
-        kind, tile = QtRule, gradient.tile
-        fields |= {
-            "bwd_qtype": gradient.qtype,
-            "bwd_calibration_method": gradient.calibration,
-            "bwd_act_grad_tile_size": tile,
-            "bwd_weight_grad_tile_size": tile,
-            "bwd_stochastic_rounding": gradient.rounding,
-        }
-    return kind(**fields)
+    rule = QuantizationRule(**fields)
+    return rule if gradient is None else with_gradient(rule, gradient)
+
+
+def with_gradient(rule: QuantizationRule, gradient: Any) -> QtRule:
+    """Return a rule for training, with the format of incoming gradients: a qtype or a Gradient."""
+    given = gradient if isinstance(gradient, Gradient) else Gradient(gradient)
+    return dataclasses.replace(
+        QtRule.of(rule),
+        bwd_qtype=given.qtype,
+        bwd_calibration_method=given.calibration,
+        bwd_act_grad_tile_size=given.tile,
+        bwd_weight_grad_tile_size=given.tile,
+        bwd_stochastic_rounding=given.rounding,
+    )

@@ -107,7 +107,7 @@ def put_together(name: str, kind: str, about: Mapping[str, Any], parts: Mapping[
     """
     try:
         return _put_together(kind, about, parts)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except Exception as error:  # forms of plugins may raise anything for what is damaged
         raise StoreError(f"{name} can't be made of what is stored: {error}") from error
 
 

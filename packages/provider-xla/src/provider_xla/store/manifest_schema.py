@@ -74,13 +74,13 @@ class _Step(Object):
 
 
 class _Transformed(_Quantized, kw_only=True):
-    inner: Literal["qarray", "packed"]
+    inner: str
     steps: list[_Step]
     k_axes: list[int]
 
 
 class _Affine(_Quantized, kw_only=True):
-    inner: Literal["qarray", "packed"]
+    inner: str
     shift: _Finite | None
 
 
@@ -145,8 +145,8 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "key": (_PrngKey, {"data"}),
     "qarray": (_Quantized, {"qvalue", "scale"}),
     "packed": (_Packed, {"planes", "scale"}),
-    "transformed": (_Transformed, {"scale"}),
-    "affine": (_Affine, {"scale", "minimum"}),
+    "transformed": (_Transformed, set()),
+    "affine": (_Affine, {"minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
     "history": (_History, {"past", "upper"}),
