@@ -27,8 +27,8 @@ from .nodes import (
 )
 from .sources import COLLECTIVES, CONSTANT, VIEWS, carry_behind, chosen_outside, sources_through
 
-Express = Callable[[], Expression]
-"""Finds how an input of a jaxpr is computed."""
+Express = Callable[[int], Expression]
+"""Finds how the input of a jaxpr, or the operand of an equation, is computed, from its number."""
 
 
 class Dataflow:
@@ -36,7 +36,7 @@ class Dataflow:
 
     Args:
         jaxpr: the open jaxpr.
-        inputs: finds the expression of each argument.
+        inputs: finds the expression of an argument.
         consts: the values of its constants; see ``inputs_of``.
         from_handler: the variables whose values handlers computed.
     """
@@ -44,13 +44,14 @@ class Dataflow:
     def __init__(
         self,
         jaxpr: Any,
-        inputs: Sequence[Express],
+        inputs: Express,
         consts: Sequence[Any] = (),
         from_handler: Set[Any] = frozenset(),
     ):
         self._eqns = jaxpr.eqns
         self._from_handler = from_handler
-        self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
+        self._express = inputs
+        self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self._known: dict[Any, Expression] = {}
         constants = compat.inputs_of(jaxpr)[: len(consts)]
         for var, value in zip(constants, consts, strict=True):
@@ -100,9 +101,9 @@ class Dataflow:
         if isinstance(atom, compat.Literal):
             return Constant(atom.aval, atom.val)
         if atom not in self._known:
-            resolve = self._inputs.get(atom)
+            index = self._inputs.get(atom)
             self._known[atom] = (
-                Unknown(atom.aval, OTHER_TRACE, None) if resolve is None else resolve()
+                Unknown(atom.aval, OTHER_TRACE, None) if index is None else self._express(index)
             )
         return self._known[atom]
 
@@ -220,52 +221,47 @@ def _moved_through(eqn: Any, operands: list[Expression]) -> dict[int, Expression
 
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
     """Return the expressions of a body's results."""
-    inputs = [lambda operand=operand: operand for operand in operands]
-    flow = Dataflow(compat.open_of(jaxpr), inputs, compat.consts_of(jaxpr))
+    flow = Dataflow(compat.open_of(jaxpr), operands.__getitem__, compat.consts_of(jaxpr))
     return [flow.expression(atom) for atom in compat.open_of(jaxpr).outvars]
 
 
-def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
-    """Return what finds the expression of each input of a body.
+def expression_inside(
+    body: Body, index: int, operands: Express, count: int, depth: int
+) -> Expression:
+    """Return how an input of a body is computed.
 
     Args:
         body: the body.
-        operands: finds the expression of each operand of the equation.
+        index: the number of the input.
+        operands: finds the expression of an operand of the equation.
+        count: how many operands there are.
         depth: how many loops and maps are around the equation.
     """
-
-    def resolve(i: int) -> Express:
-        operand, kind = body.inputs[i], body.kinds[i]
-        aval = compat.open_of(body.jaxpr).invars[i].aval
-
-        def find() -> Expression:
-            if kind == CHANGES or operand is None:
-                chosen = chosen_outside(body, i) if kind == CHANGES else None
-                everything = [find() for find in operands]
-                if chosen is not None:
-                    sources = [everything[k] for k in chosen[0]]
-                    how = "what a loop carries"
-                    return Carried(aval, how, sources, united(everything), chosen[1])
-                # A changing carry may come from any of the loop's operands.
-                if operand is not None and is_counter(body, i):
-                    start = everything[operand]
-                    return Counter(aval, start, united(everything), maps_of(everything))
-                behind = carry_behind(body, i) if kind == CHANGES else None
-                if operand is None or behind is None:
-                    return unknown(aval, "a loop's carry", everything)
-                kind_of_carry = State if behind.contracted else Carry
-                others = sorted(behind.inputs - {operand})
-                return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
-            whole = operands[operand]()
-            if kind == SLICE:
-                return Part(aval, whole, 0, depth)
-            if getattr(aval, "shape", None) != getattr(whole.aval, "shape", None):
-                return Shard(aval, [whole])
-            return whole
-
-        return find
-
-    return [resolve(i) for i in range(len(body.inputs))]
+    operand, kind = body.inputs[index], body.kinds[index]
+    aval = compat.open_of(body.jaxpr).invars[index].aval
+    if kind != CHANGES and operand is not None:
+        whole = operands(operand)
+        if kind == SLICE:
+            return Part(aval, whole, 0, depth)
+        if getattr(aval, "shape", None) != getattr(whole.aval, "shape", None):
+            return Shard(aval, [whole])
+        return whole
+    chosen = chosen_outside(body, index) if kind == CHANGES else None
+    everything = [operands(i) for i in range(count)]
+    if chosen is not None:
+        sources = [everything[k] for k in chosen[0]]
+        how = "what a loop carries"
+        return Carried(aval, how, sources, united(everything), chosen[1])
+    # A changing carry may come from any of the loop's operands.
+    if operand is not None and is_counter(body, index):
+        start = everything[operand]
+        return Counter(aval, start, united(everything), maps_of(everything))
+    behind = carry_behind(body, index) if kind == CHANGES else None
+    if operand is None or behind is None:
+        return unknown(aval, "a loop's carry", everything)
+    kind_of_carry = State if behind.contracted else Carry
+    others = sorted(behind.inputs - {operand})
+    return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
 
 
 _COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()

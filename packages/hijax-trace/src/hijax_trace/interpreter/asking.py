@@ -12,7 +12,7 @@ from .. import compat
 from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
-from .atoms import KnownAtoms, computed, variable
+from .atoms import computed
 from .call import TraceCall
 from .entering import enter, inline, inner_frame
 from .one_pass import Pass
@@ -190,7 +190,7 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
         new = rebuild(run.session, place, eqn.primitive, params, values, operands)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
-    own = [run.values.get(variable(atom)) for atom in eqn.invars]
+    own = [None if type(x) is compat.Literal else run.values.get(x) for x in eqn.invars]
     results = computed(run.frame, eqn, values, own) if run.frame.proxies else None
     if results is None:
         results = compat.rebind(eqn, values, here)
@@ -257,5 +257,5 @@ def _call(
 ) -> TraceCall:
     """Return what a handler is given for these arrays."""
     place, number = run.place(task), run.number(task, name)
-    known = KnownAtoms(values, run.frame, atoms)
-    return TraceCall(name, level, args, params, place, number, known, proceed, run.session)
+    known = run.frame, values, atoms
+    return TraceCall(name, level, args, params, place, number, *known, proceed, run.session)

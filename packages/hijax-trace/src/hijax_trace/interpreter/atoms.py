@@ -2,71 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-from interception_core import ValueKind
-
-from .. import compat
 from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin, forwarded
+from ..dataflow.flow import forwarded
 from ..dataflow.nodes import is_zero, uniform_axes
 from ..dataflow.sources import VIEWS, returned_views
-from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
+from ..proxy.array_proxy import Lost, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
 from ..proxy.follow import follow
-from .frames import Frame, Metadata
-
-_NOTHING: Metadata = {}
-
-
-class KnownAtoms(NamedTuple):
-    """``call.Known`` for arrays that are atoms of a jaxpr."""
-
-    values: Sequence[Any]
-    frame: Frame
-    atoms: Sequence[Any]
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-        return self.frame.origin(self.atoms[index])
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-        return metadata_of(self.frame, self.atoms[index])
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return its array proxy."""
-        return self.frame.proxies.get(variable(self.atoms[index]))
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-        return self.frame.expression(self.atoms[index])
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return its kind: view, derived, constant or activation."""
-        return self.frame.kind(self.atoms[index], is_parameter)
-
-    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether it is surely an activation."""
-        return self.frame.is_activation(self.atoms[index], is_parameter)
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether the operation must be linear in it."""
-        return self.frame.is_linear(self.atoms[index])
+from .frames import Frame
+from .questions import EXPRESSION
 
 
 def followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
     """Return the proxies of an equation's results, or None."""
-    held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
+    held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
     if eqn.primitive.name not in VIEWS or not any(held):
         return None
 
+    def expression(i: int) -> Expression:
+        frame.note(EXPRESSION)
+        return frame.expression(eqn.invars[i])
+
     def is_known_zero(i: int) -> bool:
-        return is_zero(frame.expression(eqn.invars[i]))
+        return is_zero(expression(i))
 
     def uniform(i: int) -> frozenset[int]:
-        return uniform_axes(frame.expression(eqn.invars[i]))
+        return uniform_axes(expression(i))
 
     avals = [var.aval for var in eqn.outvars]
     return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero, uniform)
@@ -83,7 +47,7 @@ def computed(
         values: its operands, or what a handler gave instead. Those have no proxy.
         own: its operands.
     """
-    held = [proxy_of(frame.proxies.get(variable(atom))) for atom in eqn.invars]
+    held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
     operands = [
         value if proxy is None or isinstance(proxy, Lost) or value is not mine else proxy
         for value, mine, proxy in zip(values, own, held, strict=False)
@@ -94,9 +58,10 @@ def computed(
 
 def carry(frame: Frame, eqn: Any) -> None:
     """Let carriers of an equation's operands go along with its results."""
-    held = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
+    held = [frame.proxy(atom) for atom in eqn.invars]
     carriers = [one for one in held if type(one) is Carrier]
     for var in eqn.outvars if carriers else ():
+        frame.note(EXPRESSION)
         expression = frame.expression(var)
         key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
         kind = expression.judged(carriers[0].is_parameter)
@@ -108,26 +73,16 @@ def carry(frame: Frame, eqn: Any) -> None:
 
 def forward(frame: Frame, eqn: Any) -> None:
     """Keep what is known of operands that an equation returns."""
-    held = [variable(atom) in frame.proxies for atom in eqn.invars]
-    if not any(held) and frame.metadata.keys().isdisjoint(map(variable, eqn.invars)):
+    held = [frame.proxy(atom) is not None for atom in eqn.invars]
+    if not any(held) and not any(map(frame.metadata_of, eqn.invars)):
         return
     for i, operand in forwarded(eqn):
-        if metadata := metadata_of(frame, eqn.invars[operand]):
+        if metadata := frame.metadata_of(eqn.invars[operand]):
             frame.metadata.setdefault(eqn.outvars[i], metadata)
-        if proxy := frame.proxies.get(variable(eqn.invars[operand])):
+        if proxy := frame.proxy(eqn.invars[operand]):
             frame.proxies.setdefault(eqn.outvars[i], proxy)
     # A view that was moved inside has lost its proxy, and a handler can learn why.
     for i in returned_views(eqn, held) if any(held) else ():
         aval = eqn.outvars[i].aval
         why = f"{eqn.primitive.name} returns it. Use it where it is moved."
         frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))
-
-
-def variable(atom: Any) -> Any:
-    """Return an atom, or None for a literal."""
-    return None if type(atom) is compat.Literal else atom
-
-
-def metadata_of(frame: Frame, atom: Any) -> Metadata:
-    """Return what handlers attached to an atom."""
-    return _NOTHING if type(atom) is compat.Literal else frame.metadata.get(atom, _NOTHING)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
 from .. import compat
 from ..box.scope import lifting
-from ..dataflow.dataflow import Express, expressions_inside
+from ..dataflow.dataflow import expression_inside
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, axes_inside
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
-from .frames import Frame, Metadata, Operands, Place
+from .frames import Frame, Inputs, Operands, Place
 from .memo import Tapped
 from .numbers import Key, Numbers, under
 from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Question, Told
@@ -23,8 +23,8 @@ from .rules import stage_again
 from .session import Session
 
 
-class BodyHere:
-    """What handlers are told of a body in this place.
+class BodyHere(Inputs):
+    """What is known of a body's inputs in this place, and what handlers are told of it.
 
     Args:
         session: the call of the wrapped function.
@@ -34,49 +34,28 @@ class BodyHere:
     """
 
     def __init__(self, session: Session, place: Place, body: Body, operands: Operands):
+        given, pairs = operands.metadata, enumerate(zip(body.inputs, body.kinds, strict=True))
+        metadata = {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
+        super().__init__(metadata if given else {}, linear=_linear(body, operands.linear))
         self._session = session
         self._place = place
         self._body = body
         self._operands = operands
-        self._expressions: list[Express] | None = None
-        self.path = place.frame.own_path(place.scopes)
+        self.path = place.frame.path(place.scopes)
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input."""
         operand, kind = self._body.inputs[index], self._body.kinds[index]
         if operand is None or kind == CHANGES:
             return None
-        found = self._operands.origins[operand]()
+        found = self._operands.origin(operand)
         axes = axes_inside(kind, self._operands.avals[operand])
         return None if found is None else found.moved(axes)
 
-    def linear(self) -> frozenset[int]:
-        """Return the inputs in which the body must be linear."""
-        body, outside = self._body, self._operands.linear
-        if not outside:
-            return body.linear
-        # A loop's carry may come from any of its operands.
-        carried = any(k in outside for k in body.inputs)
-        return body.linear.union(
-            i
-            for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
-            if k in outside or (carried and kind == CHANGES)
-        )
-
-    def metadata(self) -> dict[int, Metadata]:
-        """Return the metadata of the inputs, by number."""
-        given = self._operands.metadata
-        if not given:
-            return {}
-        pairs = enumerate(zip(self._body.inputs, self._body.kinds, strict=True))
-        return {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
-
-    def expressions(self) -> list[Express] | None:
-        """Return what finds the expressions of the inputs."""
-        outside = self._operands.expressions
-        if self._expressions is None and outside is not None:
-            self._expressions = expressions_inside(self._body, outside, self._place.frame.depth)
-        return self._expressions
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed."""
+        outside, depth = self._operands, self._place.frame.depth
+        return expression_inside(self._body, index, outside.expression, len(outside.avals), depth)
 
     def answer(self, question: Question) -> Hashable:
         """Return the key of the answer to a question about the body.
@@ -89,12 +68,12 @@ class BodyHere:
             return keys.of_origin(self.origin(*about))
         if what == KINDS:
             frame.note(*question)
-            return keys.of_kinds(self.expressions(), *about)
+            return keys.of_kinds(map(self.expression, range(len(self._body.inputs))), *about)
+        frame.note(what)
         if what == PATH:
             return self._session.interceptor.resolve_path(frame.path(self._place.scopes))
         if what == STEPS:
             return frame.lengths()
-        frame.note(NUMBERS)
         return self._session.numbers.get(under(self.path, *about), 0)
 
     def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
@@ -114,6 +93,19 @@ class BodyHere:
             # The operations of the body itself have been counted since.
             told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}
         return told
+
+
+def _linear(body: Body, outside: frozenset[int]) -> frozenset[int]:
+    """Return the inputs in which a body must be linear, from such operands."""
+    if not outside:
+        return body.linear
+    # A loop's carry may come from any of its operands.
+    carried = any(k in outside for k in body.inputs)
+    return body.linear.union(
+        i
+        for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
+        if k in outside or (carried and kind == CHANGES)
+    )
 
 
 def tap_body(
@@ -142,11 +134,10 @@ def tap_body(
     if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
     here = BodyHere(session, place, body, operands)
-    metadata = here.metadata()
-    known = tuple((i, tuple(note.items())) for i, note in metadata.items())
+    known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
-    linear, held = here.linear(), (proxies.key(), returns)
-    key = (label, place.within, place.untapped, known, held, linear, session.context)
+    held = proxies.key(), returns
+    key = (label, place.within, place.untapped, known, held, here.linear, session.context)
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, here.answer) if shared else None
     if found is not None:
@@ -155,14 +146,11 @@ def tap_body(
     consts = compat.consts_of(body.jaxpr)
     inner = place.inside(
         jaxpr,
-        [functools.partial(here.origin, i) for i in range(len(body.inputs))],
-        metadata,
+        here,
         label=label,
         loops=SLICE in body.kinds or len(body.carry) > 0,
-        expressions=here.expressions(),
         consts=consts,
         length=body.length,
-        linear=linear,
     )
     before = session.numbers.copy()
     with lifting() if hoists else contextlib.nullcontext():

@@ -6,7 +6,6 @@ from typing import Any
 
 from .. import compat
 from ..staging.functions import Function
-from .atoms import metadata_of
 from .entering import inline
 from .frames import Frame, Operands
 from .one_pass import Pass, mark_replaced
@@ -70,7 +69,7 @@ def _finish(
     assert inner is not None
     atoms = [] if closed is None else compat.open_of(closed).outvars
     for var, atom in zip(eqn.outvars, atoms, strict=False):
-        if metadata := metadata_of(inner, atom):
+        if metadata := inner.metadata_of(atom):
             run.frame.metadata[var] = metadata
     mark_replaced(run.frame, eqn, inner)
     run.write(eqn.outvars, results)

@@ -24,12 +24,12 @@ from ..staging.marker import Marker, check_result, marker_in
 from ..staging.packed import is_iterator
 from .call import TraceCall
 from .custom import rebuild_custom
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Operands, Place
 from .numbers import Numbers, join_path
 from .rebuild import rebuild
 from .scopes import OURS, WITHIN
 from .session import Session
-from .tracers import KnownTracers, Tracers
+from .tracers import Tracers
 
 _NO_FUNCTIONS: frozenset[str] = frozenset()
 
@@ -163,15 +163,11 @@ class Early:
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
                 return check_result(asked, result, marker.results, avals)
-            known = self._operands(values)
             inner = Frame(
                 jaxpr,
-                known.origins,
-                known.metadata,
+                self._operands(values),
                 *where,
                 frozenset({name}),
-                proxies=known.proxies,
-                expressions=known.expressions,
                 consts=compat.consts_of(closed),
                 depth=self.tracers.depth(values),
             )
@@ -225,11 +221,11 @@ class Early:
         """Return what a handler is given."""
         self._count_staged()
         path, label = where
-        frame, key = Frame(None, (), {}, path, label), (path, label, name)
+        frame, key = Frame(None, Inputs(), path, label), (path, label, name)
         number = self._numbers.next(*key)
         self._session.asked.append((self._looked_at, key, number))
-        place, known = Place(frame, (), within), KnownTracers(values, self.tracers)
-        return TraceCall(name, level, args, params, place, number, known, proceed, self._session)
+        place, known = Place(frame, (), within), (self.tracers, values, values)
+        return TraceCall(name, level, args, params, place, number, *known, proceed, self._session)
 
     def _keep(self, call: TraceCall, result: Any) -> Any:
         """Keep the metadata that a handler attached, and which values it replaced."""
@@ -242,7 +238,7 @@ class Early:
 
     def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
         """Return a frame for an operation that has no jaxpr yet."""
-        return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
+        return Frame(None, Inputs(), *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
         """Run a primitive for its handler: nothing in it is tapped."""
@@ -268,14 +264,7 @@ class Early:
         return result
 
     def _operands(self, values: list[Any]) -> Operands:
-        known = self.tracers
-        return Operands(
-            [compat.typeof(value) for value in values],
-            [functools.partial(known.origin, value) for value in values],
-            {i: found for i, value in enumerate(values) if (found := known.metadata(value))},
-            {i: found for i, value in enumerate(values) if (found := known.proxy(value))},
-            [functools.partial(known.expression, value) for value in values],
-        )
+        return Operands(self.tracers, values, list(map(compat.typeof, values)))
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
-from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
 from .original import Derivatives
@@ -81,7 +79,7 @@ class Pass:
         if self.appends:
             make = compat.append if task.simple else compat.inline if task.inlined else None
         changed = self.changed
-        if make is None or (changed and not changed.isdisjoint(map(variable, eqn.invars))):
+        if make is None or (changed and any(x in changed for x in _variables(eqn.invars))):
             self.write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self.values.update(zip(eqn.outvars, make(self.trace, eqn, values, info), strict=True))
@@ -116,7 +114,7 @@ class Pass:
     def number(self, task: Task, name: str) -> int:
         """Count an operation. Return its number among those of its key."""
         frame = self.frame
-        return self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
+        return self.session.numbers.next(frame.path(task.scopes), frame.label, name)
 
     def place(
         self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
@@ -128,23 +126,16 @@ class Pass:
 
     def operands(self, eqn: Any) -> Operands:
         """Return what is known of the operands of an equation."""
-        frame = self.frame
-        metadata = {}
-        if frame.metadata:
-            found = [metadata_of(frame, atom) for atom in eqn.invars]
-            metadata = {i: note for i, note in enumerate(found) if note}
-        origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
-        proxies = {}
-        if frame.proxies:
-            found = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
-            proxies = {i: held for i, held in enumerate(found) if held is not None}
-        expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
-        avals, linear = [atom.aval for atom in eqn.invars], self.linear(eqn.invars)
-        return Operands(avals, origins, metadata, proxies, expressions, linear)
+        avals = [atom.aval for atom in eqn.invars]
+        return Operands(self.frame, eqn.invars, avals, self.linear(eqn.invars))
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""
         return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if type(atom) is not compat.Literal]
 
 
 def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,11 +16,13 @@ from ..dataflow.nodes import Part, Unknown
 from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
 from ..staging.marker import hoisted
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Operands, Place
 
 
-class Original:
+class Original(Inputs):
     """A program before maps and derivatives, which is re-interpreted inside of them.
+
+    It is what is known of the program's inputs there.
 
     Args:
         reinterpret: called as ``reinterpret(frame, jaxpr, values)``.
@@ -40,11 +41,14 @@ class Original:
         function: Function,
         operands: Operands,
     ):
+        places = list(enumerate(function.places))
+        metadata = {i: operands.metadata[k] for i, k in places if k in operands.metadata}
+        linear = function.linear.union(i for i, k in places if k in operands.linear)
+        super().__init__(metadata, linear=linear)
         self._reinterpret = reinterpret
         self._place = place
         self._program = function.program.jaxpr
         self._levels, self._places = function.levels, function.places
-        self._linear = function.linear
         self._operands = operands
         self.frame: Frame | None = None
 
@@ -55,26 +59,18 @@ class Original:
             values: the values of its inputs, in one example of the maps.
             proxies: their array proxies, by number.
         """
-        operands = self._operands
         jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
-        inputs, places = range(len(jaxpr.invars)), self._places
-        self.frame = self._place.inside(
-            jaxpr,
-            [None if places[i] is None else functools.partial(self._origin, i) for i in inputs],
-            {i: note for k, note in operands.metadata.items() for i in inputs if places[i] == k},
-            loops=len(self._levels),
-            proxies={i: proxy for i, proxy in proxies.items() if i in inputs},
-            expressions=[functools.partial(self._expression, i) for i in inputs],
-            consts=consts,
-            linear=self._linear.union(i for i in inputs if places[i] in operands.linear),
-        )
+        count = len(jaxpr.invars)
+        self.proxies = {i: proxy for i, proxy in proxies.items() if i < count}
+        self.frame = self._place.inside(jaxpr, self, loops=len(self._levels), consts=consts)
         return self._reinterpret(self.frame, jaxpr, [*consts, *values])
 
-    def _origin(self, index: int) -> Origin | None:
-        """Return the origin of an operand inside of the maps."""
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input, inside of the maps."""
         place = self._places[index]
-        assert place is not None
-        found = self._operands.origins[place]()
+        if place is None:
+            return None
+        found = self._operands.origin(place)
         rank = len(getattr(self._operands.avals[place], "shape", ()))
         for level in self._levels:
             axis = level.ins[index]
@@ -82,13 +78,13 @@ class Original:
                 found, rank = found.moved(dropped(axis, rank)), rank - 1
         return found
 
-    def _expression(self, index: int) -> Expression:
-        """Return the expression of an operand inside of the maps."""
-        place, outside = self._places[index], self._operands.expressions
-        if place is None or outside is None:
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed, inside of the maps."""
+        place = self._places[index]
+        if place is None:
             aval = compat.open_of(self._program).invars[index].aval
             return Unknown(aval, "a value of a derivative", None)
-        found = outside[place]()
+        found = self._operands.expression(place)
         for inner, level in enumerate(self._levels):
             axis = level.ins[index]
             if axis is not None:

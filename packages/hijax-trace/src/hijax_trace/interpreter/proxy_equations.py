@@ -8,7 +8,7 @@ from typing import Any
 from .. import compat
 from ..dataflow.sources import returned_views
 from ..proxy.array_proxy import Lost
-from .atoms import computed, followed, variable
+from .atoms import computed, followed
 from .entering import enter, inline
 from .one_pass import Pass, later_array
 from .tasks import Do, Task
@@ -22,10 +22,10 @@ def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     Returns:
         Whether it was made. It was not if it must be made as its task says.
     """
-    eqn, proxies = task.eqn, run.frame.proxies
+    eqn = task.eqn
     if task.do is not Do.PASS or not eqn.invars:
         return False
-    held = [proxies.get(variable(atom)) for atom in eqn.invars]
+    held = [run.frame.proxy(atom) for atom in eqn.invars]
     if not any(held):
         return False
     if task.inlined or _is_view(run, eqn, held):

@@ -7,12 +7,12 @@ re-interpreted body (``memo``), and what a pure handler made of an operation (``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
 from interception_core import ValueKind
 
-from ..dataflow.dataflow import Express
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import is_zero
 
@@ -58,12 +58,11 @@ class Keys:
         return *kind._replace(paths=frozenset()), paths
 
     def of_kinds(
-        self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
+        self, expressions: Iterable[Expression], is_parameter: Callable[[str], bool]
     ) -> Hashable:
         """Return the key of the kinds of a program's inputs."""
         found = []
-        for express in expressions or ():
-            expression = express()
+        for expression in expressions:
             kind = expression.judged(is_parameter)
             # A mask of zeros makes a view of a select; another constant does not.
             is_mask = kind.kind == "constant" and is_zero(expression)

@@ -10,7 +10,7 @@ from interception_core import ValueKind
 
 from .. import compat
 from ..dataflow.axes import dropped
-from ..dataflow.dataflow import Dataflow, Express, constant
+from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
@@ -76,7 +76,7 @@ class Tracers:
         if self._is_here(value):
             self._foreign.add(compat.producer(value)[0])
 
-    def metadata(self, value: Any) -> Metadata:
+    def metadata_of(self, value: Any) -> Metadata:
         """Return the metadata that handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
@@ -122,6 +122,22 @@ class Tracers:
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
 
+    def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return the kind of a value."""
+        return self.expression(value).judged(is_parameter)
+
+    def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether a value is surely an activation, without its expression."""
+        return False
+
+    def is_linear(self, value: Any) -> bool:
+        """Return whether the program must be linear in a value."""
+        while value is not None:
+            if isinstance(value, compat.Tracer) and compat.is_transposing(compat.trace_of(value)):
+                return True
+            value = (compat.inner_value(value) or (None,))[0]
+        return False
+
     def depth(self, values: Sequence[Any]) -> int:
         """Return how many maps and derivatives are around values."""
         return max(map(_levels, values), default=0)
@@ -132,18 +148,16 @@ class Tracers:
         if not self._is_here(value):
             return Unknown(compat.typeof(value), OTHER_TRACE, None)
         staged = _Staged(value, self.base())
-        inputs = [self._express(var) for var in staged.invars]
-        flow = Dataflow(staged, inputs, staged.consts, self._foreign)
-        return flow.expression(compat.producer(value)[0])
 
-    def _express(self, var: Any) -> Express:
-        def find() -> Expression:
+        def express(number: int) -> Expression:
+            var = staged.invars[number]
             index = self._variables.get(var)
             if index is None or self._origins is None:
                 return Unknown(var.aval, OTHER_TRACE, None)
             return Leaf(var.aval, index, self._origins(index).path)
 
-        return find
+        flow = Dataflow(staged, express, staged.consts, self._foreign)
+        return flow.expression(compat.producer(value)[0])
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
@@ -236,43 +250,3 @@ class _Staged:
             for eqn in compat.staged_in(trace)
             if id(eqn) in made
         ]
-
-
-class KnownTracers(NamedTuple):
-    """``call.Known`` for arrays of a program that is being staged."""
-
-    values: Sequence[Any]
-    tracers: Tracers
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-        return self.tracers.origin(self.values[index])
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-        return self.tracers.metadata(self.values[index])
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return its array proxy."""
-        return self.tracers.proxy(self.values[index])
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-        return self.tracers.expression(self.values[index])
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return its kind: view, derived, constant or activation."""
-        return self.expression(index).judged(is_parameter)
-
-    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether it is surely an activation."""
-        return False
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether the operation must be linear in it."""
-        value = self.values[index]
-        while value is not None:
-            if isinstance(value, compat.Tracer) and compat.is_transposing(compat.trace_of(value)):
-                return True
-            value = (compat.inner_value(value) or (None,))[0]
-        return False
