@@ -5,11 +5,11 @@ from .box.jit import jit as jit
 from .box.types import BoxType as BoxType
 from .box.types import mut_types as mut_types
 from .compat.jaxpr import used_inputs as used_inputs
-from .dataflow.called import Called as Called
-from .dataflow.called import called as called
-from .dataflow.called import holds_programs as holds_programs
 from .dataflow.expression import Expression as Expression
 from .dataflow.expression import Leaf as Leaf
+from .dataflow.holders import Called as Called
+from .dataflow.holders import called as called
+from .dataflow.holders import holds_programs as holds_programs
 from .dataflow.holders import opaque_call as opaque_call
 from .dataflow.nodes import Constant as Constant
 from .dataflow.nodes import Operation as Operation

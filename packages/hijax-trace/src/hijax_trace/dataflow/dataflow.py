@@ -10,7 +10,7 @@ from typing import Any
 
 from .. import compat
 from .expression import Expression, maps_of, united
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter, tells_results
+from .holders import CHANGES, SAME, SLICE, Body, called_program, is_counter, told_by
 from .nodes import (
     OTHER_TRACE,
     Carried,
@@ -176,19 +176,11 @@ def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """Return the expressions of results that an equation's programs tell."""
-    custom = custom_body(eqn.primitive, eqn.params, len(operands))
-    if custom is not None:
-        given = [operands[i] for i in custom.inputs]  # type: ignore[index]
-        return dict(enumerate(_inside(custom.jaxpr, given)))
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    told = told_by(eqn.primitive, eqn.params, len(operands), len(eqn.outvars))
+    if told is None or any(None in body.inputs for body in told[0]):
         return {}
-    bodies = holder.bodies(eqn.params, len(operands))
-    if any(None in body.inputs for body in bodies):
-        return {}
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return {}
-    if holder.results == "carry":
+    bodies, results = told
+    if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         body = bodies[-1]
         carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
@@ -275,18 +267,12 @@ def _computed(eqn: Any) -> Sequence[int]:
     # A view of a parameter stays a view if its index is an activation.
     if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
         return [0] * len(eqn.outvars)
-    if eqn.primitive is compat.jit_p:
-        called = eqn.params["jaxpr"]
-    elif eqn.primitive is compat.deferred_p and eqn.params["function"].jaxpr is not None:
-        called = eqn.params["function"].jaxpr
-    elif (custom := custom_body(eqn.primitive, eqn.params, len(eqn.invars))) is not None:
-        if custom.inputs != tuple(range(len(eqn.invars))):
-            return [0] * len(eqn.outvars)
-        called = custom.jaxpr
-    elif compat.holds_jaxprs(eqn):
-        return [0] * len(eqn.outvars)
-    else:
-        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    called = called_program(eqn)
+    if called is None:
+        is_opaque = compat.holds_jaxprs(eqn)
+        return [0 if is_opaque else (1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    if len(compat.open_of(called).invars) != len(eqn.invars):
+        return [0] * len(eqn.outvars)  # its rule alone takes the others
     found = _COMPUTED.get(called)
     if found is None:
         jaxpr = compat.open_of(called)

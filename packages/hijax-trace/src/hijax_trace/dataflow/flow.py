@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import rounds
 from .axes import MOVES, Axes, compose, dropped, identity
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, tells_results
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, told_by
 
 
 class Source(NamedTuple):
@@ -142,16 +142,10 @@ def move_of(
             return None
         axes = move(params, before, after)
         return None if axes is None else (operand, axes)
-    custom = custom_body(primitive, params, len(ins))
-    if custom is not None:
-        bodies, results = [custom], "same"
-    else:
-        holder = holder_of(primitive, params)
-        if holder is None:
-            return None
-        bodies, results = holder.bodies(params, len(ins)), holder.results
-        if not tells_results(holder, bodies, len(outs)):
-            return None
+    told = told_by(primitive, params, len(ins), len(outs))
+    if told is None:
+        return None
+    bodies, results = told
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         return _unchanged(bodies[-1], ins, result)
@@ -184,26 +178,31 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
     Returns:
         Pairs of the number of a result and that of an operand.
     """
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    count = len(eqn.invars)
+    told = told_by(eqn.primitive, eqn.params, count, len(eqn.outvars))
+    # What a function with derivative rules returns is its own: JAX may run a rule instead.
+    if told is None or custom_body(eqn.primitive, eqn.params, count) is not None:
         return []
-    bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return []
-    if holder.results == "carry":
+    bodies, results = told
+    if results == "carry":
         body = bodies[-1]
         carry = enumerate(body.carry)
         return [(i, body.inputs[k]) for i, k in carry if body.kinds[k] == SAME]  # type: ignore[misc]
-    found = [dict(_passed(body)) for body in bodies]
-    return [(i, k) for i, k in found[0].items() if all(other.get(i) == k for other in found)]
+    found = []
+    for body in bodies:
+        inputs = enumerate(passed_by(body.jaxpr))
+        same = [(i, k) for i, k in inputs if k is not None and body.kinds[k] == SAME]
+        found.append({i: body.inputs[k] for i, k in same})
+    first, *others = found
+    return [
+        (i, k)
+        for i, k in first.items()
+        if k is not None and all(other.get(i) == k for other in others)
+    ]
 
 
-def _passed(body: Body) -> Iterator[tuple[int, int]]:
-    jaxpr = compat.open_of(body.jaxpr)
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    for i, atom in enumerate(jaxpr.outvars):
-        place = None if isinstance(atom, compat.Literal) else places.get(atom)
-        if place is not None and body.kinds[place] == SAME:
-            operand = body.inputs[place]
-            if operand is not None:
-                yield i, operand
+def passed_by(jaxpr: Any) -> list[int | None]:
+    """Return for each result of a jaxpr the input that it is, or None."""
+    inputs = flow_of(jaxpr).inputs
+    atoms = compat.open_of(jaxpr).outvars
+    return [None if type(atom) is compat.Literal else inputs.get(atom) for atom in atoms]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import MOVES, SAME, rounds
-from .holders import Body, custom_body, holder_of, tells_results
+from .holders import Body, holder_of, told_by
 
 VIEWS = SAME | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
@@ -73,16 +73,11 @@ def sources_through(
         return None
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
-    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    if body is not None:
-        return _outside(body, sources_of(body.jaxpr), own)
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    if told is None:
         return None
-    bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return None
-    if holder.results != "carry":
+    bodies, results = told
+    if results != "carry":
         columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
         return [_united(column) for column in columns]
     # The last body makes the step. The condition of a while loop comes before it.

@@ -12,6 +12,7 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .. import compat
+from ..dataflow.flow import passed_by
 from ..dataflow.holders import Body, holder_of
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy
@@ -196,16 +197,9 @@ def _returned_by_branches(
             if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
         }
         found = views if found is None else found & views
-    same = {i for i, column in enumerate(zip(*(_inputs_of(body) for body in bodies), strict=True))
-            if column[0] is not None and len(set(column)) == 1}  # fmt: skip
+    columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
+    same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
     return tuple(sorted((found or set()) - same))
-
-
-def _inputs_of(body: Body) -> list[int | None]:
-    """Return for each result of a body the input that it is."""
-    jaxpr = compat.open_of(body.jaxpr)
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    return [None if type(x) is compat.Literal else places.get(x) for x in jaxpr.outvars]
 
 
 def _agreed(

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..dataflow.holders import custom_body, holder_of
+from ..dataflow.holders import told_by
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.follow import follow
 from ..proxy.form import form_of
@@ -168,14 +168,9 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
-    custom = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    if custom is not None:
-        bodies = [custom]
-    else:
-        holder = holder_of(eqn.primitive, eqn.params)
-        if holder is None or eqn.primitive is compat.deferred_p:
-            return None
-        bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
+    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    if told is None or eqn.primitive is compat.deferred_p:
         return None
-    return bodies[0].jaxpr
+    body, *others = told[0]
+    is_call = not others and body.inputs == tuple(range(len(eqn.invars)))
+    return body.jaxpr if is_call else None
