@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
 from .expression import Expression, maps_of, united
+from .flow import flow_of
 from .holders import CHANGES, SAME, SLICE, Body, called_program, is_counter, told_by
 from .nodes import (
     OTHER_TRACE,
@@ -51,14 +51,13 @@ class Dataflow:
         self._eqns = jaxpr.eqns
         self._from_handler = from_handler
         self._express = inputs
-        self._inputs = {var: i for i, var in enumerate(jaxpr.invars)}
+        flow = flow_of(jaxpr)
+        self._inputs, self._makers = flow.inputs, flow.makers
         self._known: dict[Any, Expression] = {}
         constants = compat.inputs_of(jaxpr)[: len(consts)]
         for var, value in zip(constants, consts, strict=True):
             self._known[var] = constant(value)
-            self._inputs.pop(var, None)
         self._activations: set[Any] = set()
-        self._makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def expression(self, atom: Any) -> Expression:
         """Return the expression of a variable or literal of the jaxpr."""
@@ -256,9 +255,6 @@ def expression_inside(
     return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
 
 
-_COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
-
-
 def _computed(eqn: Any) -> Sequence[int]:
     """Return for each result the operands that make it an activation.
 
@@ -273,18 +269,20 @@ def _computed(eqn: Any) -> Sequence[int]:
         return [0 if is_opaque else (1 << len(eqn.invars)) - 1] * len(eqn.outvars)
     if len(compat.open_of(called).invars) != len(eqn.invars):
         return [0] * len(eqn.outvars)  # its rule alone takes the others
-    found = _COMPUTED.get(called)
-    if found is None:
-        jaxpr = compat.open_of(called)
-        behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+    return _computed_in(called)
 
-        def bits(atoms: Sequence[Any]) -> list[int]:
-            return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
 
-        for inner in jaxpr.eqns:
-            own = bits(inner.invars)
-            for var, chosen in zip(inner.outvars, _computed(inner), strict=True):
-                picked = (known for i, known in enumerate(own) if chosen >> i & 1)
-                behind[var] = functools.reduce(operator.or_, picked, 0)
-        found = _COMPUTED[called] = tuple(bits(jaxpr.outvars))
-    return found
+@compat.once_per_jaxpr
+def _computed_in(jaxpr: Any) -> Sequence[int]:
+    """Return the same for the results of a jaxpr and its inputs."""
+    behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+
+    def bits(atoms: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        own = bits(eqn.invars)
+        for var, chosen in zip(eqn.outvars, _computed(eqn), strict=True):
+            picked = (known for i, known in enumerate(own) if chosen >> i & 1)
+            behind[var] = functools.reduce(operator.or_, picked, 0)
+    return bits(jaxpr.outvars)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -50,14 +49,18 @@ Resolve = Callable[[], Origin | None]
 class Flow:
     """The sources of one jaxpr's values, found when they are asked for.
 
+    Args:
+        jaxpr: the open jaxpr.
+
     Attributes:
         inputs: the number of each input, by variable.
+        makers: the number of the equation that makes each other variable.
     """
 
     def __init__(self, jaxpr: Any):
-        jaxpr = compat.open_of(jaxpr)
         self.inputs = {var: i for i, var in enumerate(jaxpr.invars)}
-        self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._eqns = jaxpr.eqns
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
@@ -72,9 +75,10 @@ class Flow:
         index = self.inputs.get(var)
         if index is not None:
             return Source(index, _identity(var.aval), ())
-        eqn = self._makers.get(var)
-        if eqn is None:
+        place = self.makers.get(var)
+        if place is None:
             return None
+        eqn = self._eqns[place]
         step = move_of(
             eqn.primitive,
             eqn.params,
@@ -97,16 +101,10 @@ def _identity(aval: Any) -> Axes | None:
     return None if shape is None else identity(len(shape))
 
 
-_FLOWS: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def flow_of(jaxpr: Any) -> Flow:
-    """Return the flow of a jaxpr, which is made once."""
-    jaxpr = compat.open_of(jaxpr)
-    flow = _FLOWS.get(jaxpr)
-    if flow is None:
-        flow = _FLOWS[jaxpr] = Flow(jaxpr)
-    return flow
+    """Return the flow of a jaxpr."""
+    return Flow(jaxpr)
 
 
 def axes_inside(kind: str, aval: Any) -> Axes | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,29 +25,22 @@ CONSTANT = -1
 Sources = frozenset[int]
 """The numbers of the inputs whose elements a value has, and perhaps ``CONSTANT``."""
 
-_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Sources | None, ...]] = weakref.WeakKeyDictionary()
 
-
+@compat.once_per_jaxpr
 def sources_of(jaxpr: Any) -> tuple[Sources | None, ...]:
     """Return for each result of a jaxpr the inputs whose elements it has.
 
     None for a result with an element that the jaxpr computes. Indices, masks and predicates are no
     sources: they choose elements.
     """
-    jaxpr = compat.open_of(jaxpr)
-    found = _KNOWN.get(jaxpr)
-    if found is None:
-        known: dict[Any, Sources | None] = {
-            var: frozenset([i]) for i, var in enumerate(jaxpr.invars)
-        }
-        for var in compat.inputs_of(jaxpr):
-            known.setdefault(var, frozenset([CONSTANT]))
-        for eqn in jaxpr.eqns:
-            # Most equations compute something.
-            if (results := sources_through(eqn, known)) is not None:
-                known.update(zip(eqn.outvars, results, strict=True))
-        found = _KNOWN[jaxpr] = tuple(_known(atom, known) for atom in jaxpr.outvars)
-    return found
+    known: dict[Any, Sources | None] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
+    for var in compat.inputs_of(jaxpr):
+        known.setdefault(var, frozenset([CONSTANT]))
+    for eqn in jaxpr.eqns:
+        # Most equations compute something.
+        if (results := sources_through(eqn, known)) is not None:
+            known.update(zip(eqn.outvars, results, strict=True))
+    return tuple(_known(atom, known) for atom in jaxpr.outvars)
 
 
 def _known(atom: Any, known: Mapping[Any, Sources | None]) -> Sources | None:
@@ -90,9 +82,10 @@ def sources_through(
     return _outside(body, inside, own)
 
 
-_CARRIED: weakref.WeakKeyDictionary[Any, dict[range, dict[int, Sources | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+@compat.once_per_jaxpr
+def _carried_in(jaxpr: Any) -> dict[range, dict[int, Sources | None]]:
+    """Return where ``carried_sources`` of a body are kept."""
+    return {}
 
 
 def carried_sources(body: Body) -> Mapping[int, Sources | None]:
@@ -104,7 +97,7 @@ def carried_sources(body: Body) -> Mapping[int, Sources | None]:
     Returns:
         By number of the carried input; None if a step computes it.
     """
-    known = _CARRIED.setdefault(compat.open_of(body.jaxpr), {})
+    known = _carried_in(body.jaxpr)
     if body.carry not in known:
         results = sources_of(body.jaxpr)
         found: dict[int, Sources | None] = {k: frozenset([k]) for k in body.carry}
@@ -190,8 +183,6 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
 CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 """Primitives whose results are activations, whatever their operands are."""
 
-_CONTRACTS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
 
 def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
     """Return whether an operation is a contraction, or may hold one."""
@@ -205,13 +196,9 @@ def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
     return any(_contracts(part) for part in parts if isinstance(part, compat.JAXPRS))
 
 
+@compat.once_per_jaxpr
 def _contracts(jaxpr: Any) -> bool:
-    jaxpr = compat.open_of(jaxpr)
-    found = _CONTRACTS.get(jaxpr)
-    if found is None:
-        found = any(contracts(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
-        _CONTRACTS[jaxpr] = found
-    return found
+    return any(contracts(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
 
 
 class Behind(NamedTuple):
@@ -229,25 +216,19 @@ class Behind(NamedTuple):
         return Behind(self.inputs | other.inputs, self.contracted or other.contracted)
 
 
-_READ: weakref.WeakKeyDictionary[Any, tuple[Behind, ...]] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def inputs_behind(jaxpr: Any) -> tuple[Behind, ...]:
     """Return for each result of a jaxpr the inputs that it may depend on."""
-    jaxpr = compat.open_of(jaxpr)
-    found = _READ.get(jaxpr)
-    if found is None:
-        known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
+    known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
 
-        def behind(atom: Any) -> Behind:
-            return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
+    def behind(atom: Any) -> Behind:
+        return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
 
-        for eqn in jaxpr.eqns:
-            own = Behind(contracted=contracts(eqn.primitive, eqn.params))
-            own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
-            known.update(dict.fromkeys(eqn.outvars, own))
-        found = _READ[jaxpr] = tuple(map(behind, jaxpr.outvars))
-    return found
+    for eqn in jaxpr.eqns:
+        own = Behind(contracted=contracts(eqn.primitive, eqn.params))
+        own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
+        known.update(dict.fromkeys(eqn.outvars, own))
+    return tuple(map(behind, jaxpr.outvars))
 
 
 def carry_behind(body: Body, index: int) -> Behind | None:
