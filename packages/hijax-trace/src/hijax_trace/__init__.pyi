@@ -45,11 +45,11 @@ from .hi.inspect import typeof as typeof
 from .hi.primitive import HiPrimitive as HiPrimitive
 from .interpreter.groups import Group as Group
 from .interpreter.groups import found_by as found_by
-from .interpreter.handler_proxies import is_same as is_same
-from .interpreter.handler_proxies import unsliced as unsliced
-from .interpreter.handler_proxies import untransposed as untransposed
-from .interpreter.shared_views import StridedView as StridedView
-from .interpreter.shared_views import shared_array as shared_array
+from .interpreter.views import StridedView as StridedView
+from .interpreter.views import is_same as is_same
+from .interpreter.views import shared_array as shared_array
+from .interpreter.views import unsliced as unsliced
+from .interpreter.views import untransposed as untransposed
 from .proxy.array_proxy import ArrayProxy as ArrayProxy
 from .proxy.array_proxy import OutsideError as OutsideError
 from .proxy.carrier import Carrier as Carrier

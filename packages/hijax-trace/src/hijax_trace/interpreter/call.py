@@ -7,12 +7,12 @@ from typing import Any
 
 from interception_core import OpCall, Operand, Step, ValueKind
 
+from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
 from .frames import Known, Metadata, Place
-from .handler_proxies import by_variable, moved_proxy
 from .questions import (
     EXPRESSION,
     IS_ACTIVATION,
@@ -25,6 +25,7 @@ from .questions import (
     Question,
 )
 from .session import Session
+from .views import moved_proxy
 
 _NOTHING: Metadata = {}
 _OF_PLACE = {(EXPRESSION,), (NUMBERS,), (STEPS,)}
@@ -142,8 +143,11 @@ class TraceCall(OpCall):
             return proxy_of(self._known.proxy(self._atoms[index]))
         # A handler may have moved an operand, for example transposed a weight.
         own = [proxy_of(self._known.proxy(atom)) for atom in self._atoms]
-        held = by_variable(self._values, own)
-        return moved_proxy(value, held) if held else None
+        pairs = [(x, one) for x, one in zip(self._values, own, strict=True) if one is not None]
+        held = {id(compat.producer(x)[0]): one for x, one in pairs if compat.is_staged(x)}
+        if not held:
+            return None
+        return moved_proxy(value, lambda before: held.get(id(compat.producer(before)[0])))
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)

@@ -15,8 +15,8 @@ from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
-from ..proxy.follow import follow
 from .frames import Metadata
+from .views import moved_proxy
 
 _NOTHING: Metadata = {}
 
@@ -164,26 +164,21 @@ class Tracers:
         if not self._proxies:
             return None
         # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
-        if compat.is_batched(value):
+        while compat.is_batched(value):
             value, axis = compat.inner_value(value) or (None, None)
-            return self.proxy(value) if axis is None else None
+            if axis is not None:
+                return None
         if not self._is_here(value):
             return None
+        return moved_proxy(
+            value, self._given_proxy, lambda before: uniform_axes(self.expression(before))
+        )
+
+    def _given_proxy(self, value: Any) -> ArrayProxy | None:
+        """Return the array proxy of an input."""
         var, eqn = compat.producer(value)
-        if isinstance(var, compat.Literal):
-            return None
-        if eqn is None:
-            return self._proxies.get(self._variables.get(var, -1))
-        held = [self.proxy(tracer) for tracer in eqn.in_tracers]
-        if not any(held):
-            return None
-        avals = [out.aval for out in eqn.outvars]
-        how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
-
-        def uniform(i: int) -> frozenset[int]:
-            return uniform_axes(self.expression(eqn.in_tracers[i]))
-
-        return follow(*how, avals, lambda i: False, uniform)[eqn.outvars.index(var)]
+        is_input = eqn is None and not isinstance(var, compat.Literal)
+        return self._proxies.get(self._variables.get(var, -1)) if is_input else None
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()
