@@ -39,6 +39,9 @@ class Dataflow:
         inputs: finds the expression of an argument.
         consts: the values of its constants; see ``inputs_of``.
         from_handler: the variables whose values handlers computed.
+
+    Attributes:
+        flow: where its values come from, as far as that is the same in all places.
     """
 
     def __init__(
@@ -51,12 +54,12 @@ class Dataflow:
         self._eqns = jaxpr.eqns
         self._from_handler = from_handler
         self._express = inputs
-        flow = flow_of(jaxpr)
-        self._inputs, self._makers = flow.inputs, flow.makers
+        self.flow = flow_of(jaxpr)
         self._known: dict[Any, Expression] = {}
-        constants = compat.inputs_of(jaxpr)[: len(consts)]
-        for var, value in zip(constants, consts, strict=True):
-            self._known[var] = constant(value)
+        self._consts: dict[Any, Any] = {}
+        if consts:
+            constants = compat.inputs_of(jaxpr)[: len(consts)]
+            self._consts = dict(zip(constants, consts, strict=True))
         self._activations: set[Any] = set()
 
     def expression(self, atom: Any) -> Expression:
@@ -84,7 +87,7 @@ class Dataflow:
             if isinstance(var, compat.Literal) or var in seen:
                 continue
             seen.add(var)
-            place = self._makers.get(var)
+            place = self.flow.makers.get(var)
             is_base = place is None and self._of(var).judged(is_parameter).kind == "activation"
             if is_base or var in self._from_handler or var in self._activations:
                 self._activations.add(atom)
@@ -99,12 +102,17 @@ class Dataflow:
     def _of(self, atom: Any) -> Expression:
         if isinstance(atom, compat.Literal):
             return Constant(atom.aval, atom.val)
-        if atom not in self._known:
-            index = self._inputs.get(atom)
-            self._known[atom] = (
-                Unknown(atom.aval, OTHER_TRACE, None) if index is None else self._express(index)
-            )
-        return self._known[atom]
+        found = self._known.get(atom)
+        if found is None:
+            index = self.flow.inputs.get(atom)
+            if atom in self._consts:
+                found = constant(self._consts[atom])
+            elif index is not None:
+                found = self._express(index)
+            else:
+                found = Unknown(atom.aval, OTHER_TRACE, None)
+            self._known[atom] = found
+        return found
 
     def _needed(self, atom: Any) -> list[Any]:
         """Return the equations behind a value that are not known yet."""
@@ -113,7 +121,7 @@ class Dataflow:
         stack = [atom]
         while stack:
             var = stack.pop()
-            place = self._makers.get(var)
+            place = self.flow.makers.get(var)
             if place is not None and place not in found and var not in self._known:
                 found.add(place)
                 stack += (x for x in self._eqns[place].invars if not isinstance(x, compat.Literal))

@@ -25,7 +25,7 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Ask the handler of a primitive."""
     eqn, frame = task.eqn, run.frame
     name, handler = run.session.tapping.tasks.asked(eqn.primitive, eqn.params, len(values))
-    if frame.untapped:
+    if run.is_untapped(task):
         _let_run(run, task, values, info, frame.within)
         return
     proceed = functools.partial(_proceed, run, task, info)
@@ -58,7 +58,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
     eqn, marker, within = task.eqn, task.marker, run.frame.within
     assert marker is not None
     entry = run.session.tapping.functions.get(marker.site)
-    if run.frame.untapped or entry is None:
+    if run.is_untapped(task) or entry is None:
         inline(run, task, eqn.params["jaxpr"], values, info)
         return
     _, handler = entry
@@ -88,7 +88,7 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     gathered = task.gathered
     assert gathered is not None
     (site, group, also_used, _), eqn = gathered.found, task.eqn
-    entry = None if run.frame.untapped else run.session.tapping.functions.get(site)
+    entry = None if run.is_untapped(task) else run.session.tapping.functions.get(site)
     if entry is not None:
         arrays = [run.values[var] for var in group.inputs]
         params = {"written": group.written, "also_used": also_used}

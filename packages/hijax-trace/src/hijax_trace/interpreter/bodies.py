@@ -85,9 +85,11 @@ class BodyHere(Inputs):
             before: the numbers from before it.
         """
         of_origin = self._session.tapping.keys.of_origin
-        told = {(ORIGIN, i): of_origin(origin) for i, origin in frame.read.items()}
-        for question in frame.asked:
-            if question[0] in (KINDS, PATH, STEPS):
+        told = {}
+        for question, answer in frame.asked.items():
+            if question[0] == ORIGIN:
+                told[question] = of_origin(answer)
+            elif question[0] in (KINDS, PATH, STEPS):
                 told[question] = self.answer(question)
         if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
             # The operations of the body itself have been counted since.

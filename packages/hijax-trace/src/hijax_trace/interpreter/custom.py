@@ -71,7 +71,7 @@ def rebuild_custom(
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
-    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_in_rule:
+    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_rule:
         staged = _staged(session, custom, [name == "fwd_jaxpr_thunk"] * (count - first))
     if staged is not None and staged.extra:
         both = [tapped.jaxpr, staged.jaxpr]
@@ -127,7 +127,7 @@ def _rebuild_prim(
         return run(args, is_later=True)
 
     # As for other calls: see ``rebuild_custom``.
-    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_in_rule:
+    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_rule:
         staged = _staged_prim(prim, functools.partial(run, is_later=False))
         if staged is not None and staged.extra:
             (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.extra])

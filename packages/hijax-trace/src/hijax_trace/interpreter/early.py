@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -46,18 +46,6 @@ class Restage(BaseException):
     def __init__(self, early: Early):
         super().__init__()
         self.early = early
-
-
-class Where(NamedTuple):
-    """Where an operation is in a program that is being staged.
-
-    Attributes:
-        path: the module path.
-        label: the label of the innermost loop or branch around it.
-    """
-
-    path: str
-    label: str
 
 
 class Early:
@@ -174,8 +162,8 @@ class Early:
             with self._counting():
                 return self._session.reinterpret(inner, jaxpr, [*compat.consts_of(closed), *values])
 
-    def _where(self, trace: Any, path: str) -> Where | None:
-        """Return path and label, or None if this mode does not ask."""
+    def _where(self, trace: Any, path: str) -> tuple[str, str] | None:
+        """Return module path and loop label, or None if this mode does not ask."""
         base = self.tracers.base()
         staging = compat.staging_trace(trace)
         nested = staging is not base
@@ -184,8 +172,8 @@ class Early:
             # Another engine re-interprets in the program's own trace; its frames' paths are
             # unknown here, but the name stack has their scopes.
             if not nested:
-                return Where(join_path(*self._scopes()), "")
-            return Where(path, compat.loop_label(staging, base))
+                return join_path(*self._scopes()), ""
+            return path, compat.loop_label(staging, base)
         self.meet(nested)
         return None
 
@@ -213,7 +201,7 @@ class Early:
         level: str,
         args: tuple,
         params: Any,
-        where: Where,
+        where: tuple[str, str],
         within: frozenset[str],
         values: list[Any],
         proceed: Callable[..., Any],
@@ -236,14 +224,14 @@ class Early:
                 self.tracers.replace(value)
         return result
 
-    def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
+    def _frame(self, where: tuple[str, str], values: Sequence[Any]) -> Frame:
         """Return a frame for an operation that has no jaxpr yet."""
         return Frame(None, Inputs(), *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
         """Run a primitive for its handler: nothing in it is tapped."""
         if self._session.tapping.tasks.enters(primitive, params, len(values)):
-            place = Place(self._frame(Where("", ""), values), (), _NO_FUNCTIONS, untapped=True)
+            place = Place(self._frame(("", ""), values), (), _NO_FUNCTIONS, untapped=True)
             return self._bind_rebuilt(place, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
 

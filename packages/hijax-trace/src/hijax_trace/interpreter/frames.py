@@ -11,11 +11,11 @@ from interception_core import Step, ValueKind
 from .. import compat
 from ..dataflow.dataflow import Dataflow
 from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin, flow_of
+from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy
 from .hi_prims import Applied
 from .numbers import join_path
-from .questions import Question
+from .questions import ORIGIN, Question
 
 Metadata = Mapping[str, Any]
 """What handlers attached to one value."""
@@ -136,7 +136,7 @@ class Frame:
         consts: the values of the jaxpr's constants.
         depth: how many loops and maps are around it.
         length: how many steps of a loop it is run for; see ``Body``.
-        is_rule: whether it is a derivative rule.
+        is_rule: whether it is a derivative rule, or in one.
         is_later: whether it is staged when the loops around have ended.
 
     Attributes:
@@ -145,20 +145,17 @@ class Frame:
         index: the step's number, while the frame is staged as the body of a loop.
         replaced: variables whose values come from a handler's result.
         from_handler: those of them that the program's own operation did not compute.
-        read: the origins of inputs that handlers asked for.
-        asked: the other questions that they asked; see ``questions``.
+        asked: the questions that handlers asked; see ``questions``. Of origins of inputs, with the
+            answer.
         applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
     """
 
     __slots__ = (
-        "_consts",
-        "_dataflow",
-        "_flow",
         "_inputs",
-        "_jaxpr",
         "_linear",
         "_parent",
         "_path",
+        "_values",
         "applied",
         "asked",
         "depth",
@@ -170,7 +167,6 @@ class Frame:
         "length",
         "metadata",
         "proxies",
-        "read",
         "replaced",
         "untapped",
         "within",
@@ -191,17 +187,13 @@ class Frame:
         is_rule: bool = False,
         is_later: bool = False,
     ):
-        self._jaxpr = jaxpr
         self._inputs = inputs
-        self._consts = consts
-        self._dataflow: Dataflow | None = None
         self.depth = depth
         self.length = length
-        self.is_rule = is_rule
+        self.is_rule = is_rule or (parent is not None and parent.is_rule)
         self.is_later = is_later
         self._linear = _linear_in(jaxpr, inputs.linear) if inputs.linear else frozenset()
         self.index: Any = None
-        self._flow = None if jaxpr is None else flow_of(jaxpr)
         self._parent = parent
         self._path = path
         self.label = label
@@ -215,9 +207,11 @@ class Frame:
         }
         self.replaced: set[Any] = set()
         self.from_handler: set[Any] = set()
-        self.read: dict[int, Origin | None] = {}
-        self.asked: set[Question] = set()
+        self.asked: dict[Question, Any] = {}
         self.applied: Applied | None = None
+        self._values: Any = None
+        if jaxpr is not None:
+            self._values = Dataflow(jaxpr, inputs.expression, consts, self.from_handler)
 
     def _and_around(self) -> Iterator[Frame]:
         """Yield this frame and those around it, innermost first."""
@@ -230,37 +224,24 @@ class Frame:
         """Log a question, here and in the frames around."""
         if question not in self.asked:
             for frame in self._and_around():
-                frame.asked.add(question)
-
-    @property
-    def is_in_rule(self) -> bool:
-        """Whether it is a derivative rule or in one."""
-        return any(frame.is_rule for frame in self._and_around())
+                frame.asked[question] = None
 
     @property
     def is_program(self) -> bool:
         """Whether this is the frame of the wrapped function itself."""
-        return self._parent is None and self._flow is not None
+        return self._parent is None and self._values is not None
 
     def origin(self, atom: Any) -> Origin | None:
         """Return the origin of a variable or literal of the jaxpr."""
-        if self._flow is None or type(atom) is compat.Literal:
-            return None
-        index = self._flow.inputs.get(atom)
-        if index is not None:
-            return self.input(index)
-        source = self._flow.source(atom)
+        source = self._values.flow.source(atom)
         # A value that passed through a handler's result is not the input any more.
         if source is None or not self.replaced.isdisjoint(source.through):
             return None
-        origin = self.input(source.index)
+        question = ORIGIN, source.index
+        if question not in self.asked:
+            self.asked[question] = self._inputs.origin(source.index)
+        origin = self.asked[question]
         return None if origin is None else origin.moved(source.axes)
-
-    def input(self, index: int) -> Origin | None:
-        """Return the origin of an input. What handlers make may depend on it."""
-        if index not in self.read:
-            self.read[index] = self._inputs.origin(index)
-        return self.read[index]
 
     def metadata_of(self, atom: Any) -> Metadata:
         """Return what handlers attached to a variable or literal."""
@@ -272,7 +253,7 @@ class Frame:
 
     def expression(self, atom: Any) -> Expression:
         """Return how a variable or literal is computed."""
-        return self._own_dataflow().expression(atom)
+        return self._values.expression(atom)
 
     def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return the kind of a variable or literal."""
@@ -285,18 +266,11 @@ class Frame:
         """Return whether a variable or literal is surely an activation."""
         if self.proxy(atom) is not None:
             return False  # most likely a parameter
-        return self._own_dataflow().is_activation(atom, is_parameter)
+        return self._values.is_activation(atom, is_parameter)
 
     def is_linear(self, atom: Any) -> bool:
         """Return whether the program must be linear in a variable or literal."""
         return type(atom) is not compat.Literal and atom in self._linear
-
-    def _own_dataflow(self) -> Dataflow:
-        if self._dataflow is None:
-            self._dataflow = Dataflow(
-                self._jaxpr, self._inputs.expression, self._consts, self.from_handler
-            )
-        return self._dataflow
 
     def steps(self) -> tuple[Step, ...] | None:
         """Return the loops around, or None."""

@@ -122,7 +122,12 @@ class Pass:
         """Return the place of an equation; by default as its frame says."""
         frame = self.frame
         within = (frame.within if within is None else within) | task.within
-        return Place(frame, task.scopes, within, frame.untapped if untapped is None else untapped)
+        untapped = self.is_untapped(task) if untapped is None else untapped
+        return Place(frame, task.scopes, within, untapped)
+
+    def is_untapped(self, task: Task) -> bool:
+        """Return whether no handler is asked about an equation."""
+        return self.frame.untapped or task.unused
 
     def operands(self, eqn: Any) -> Operands:
         """Return what is known of the operands of an equation."""

@@ -88,9 +88,7 @@ class Interpreter(Pass):
             if joins is None or not joins.make(task, values, info):
                 self.again(task, eqn, values, info)
         else:
-            untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
             _ACTIONS[task.do](self, task, values, info)
-            frame.untapped = untapped
         known = frame.metadata or frame.proxies
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
