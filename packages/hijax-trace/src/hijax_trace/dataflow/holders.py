@@ -43,6 +43,12 @@ class Body:
     linear: frozenset[int] = frozenset()
     step: Body | None = None
 
+    def stepped(self, index: int) -> tuple[Body, int]:
+        """Return the program that computes the next carry, and its input for a carried one."""
+        if self.step is None:
+            return self, index
+        return self.step, index - self.carry.start + self.step.carry.start
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -93,9 +99,9 @@ def is_counter(body: Body, place: int) -> bool:
     """Return whether a loop's step adds a constant to the carry of an input, and no more."""
     if place not in body.carry:
         return False
-    number, step = place - body.carry.start, body.step or body
+    step, number = body.stepped(place)
     jaxpr = compat.open_of(step.jaxpr)
-    before, after = jaxpr.invars[step.carry.start + number], jaxpr.outvars[number]
+    before, after = jaxpr.invars[number], jaxpr.outvars[number - step.carry.start]
     made = next((eqn for eqn in reversed(jaxpr.eqns) if after in eqn.outvars), None)
     if made is None or made.primitive.name != "add":
         return False

@@ -13,9 +13,10 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import SAME, rounds
+from ..proxy.moves import SAME, data_in, rounds
+from ..proxy.updates import WRITTEN
 from .expression import Expression, Kind, Leaf, maps_of, united
-from .sources import VIEWS, data_in
+from .sources import VIEWS
 
 
 class Constant(Expression):
@@ -328,11 +329,6 @@ def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
         return _made_of("constant", found)
     is_dynamic = by_program or any(one.is_dynamic for one in data)
     return _made_of("view" if kinds == {"view"} else "derived", data, is_dynamic)
-
-
-_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
-WRITTEN = {"dynamic_update_slice": (0, 1), **dict.fromkeys(_SCATTERS, (0, 2))}
-"""Primitives that write elements to places, with the operands that hold elements."""
 
 
 class Choice(Expression):

@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.form import form_of
+from ..proxy.array_proxy import ArrayProxy, Lost, form_of
 from ..proxy.move import MoveError
 from ..proxy.moves import SAME, narrowed
 from ..proxy.parts import is_shared

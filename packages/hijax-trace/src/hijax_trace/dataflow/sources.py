@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
-from ..proxy.moves import MOVES, SAME, rounds
+from ..proxy.moves import MOVES, SAME, data_in, rounds
 from .holders import Body, holder_of, told_by
 
 VIEWS = SAME | MOVES
@@ -119,21 +119,6 @@ def _through_carry(one: Sources | None, carried: Mapping[int, Sources | None]) -
     return _united([carried.get(i, frozenset([i])) for i in one])
 
 
-def data_in(name: str, count: int, result: int) -> Sequence[int]:
-    """Return the operands of a view whose elements one of its results has.
-
-    Args:
-        name: the name of its primitive.
-        count: how many operands it has.
-        result: the number of the result.
-    """
-    if name in ("concatenate", "stack"):
-        return range(count)
-    if name == "select_n":
-        return range(1, count)
-    return [result] if name in SAME and result < count else [0]
-
-
 def _outside(
     body: Body, inside: Sequence[Sources | None], own: Callable[[int], Sources | None]
 ) -> list[Sources | None]:
@@ -171,8 +156,7 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
         The numbers of the operands, and whether it may be a constant of the body, too. None if a
         step computes it.
     """
-    if body.step is not None:
-        return chosen_outside(body.step, index - body.carry.start + body.step.carry.start)
+    body, index = body.stepped(index)
     found = carried_sources(body).get(index)
     if found is None:
         return None
@@ -236,8 +220,7 @@ def carry_behind(body: Body, index: int) -> Behind | None:
 
     None if they are not all operands of the loop.
     """
-    if body.step is not None:
-        return carry_behind(body.step, index - body.carry.start + body.step.carry.start)
+    body, index = body.stepped(index)
     results = inputs_behind(body.jaxpr)
     found, left = Behind(frozenset([index])), [index]
     while left:

@@ -12,11 +12,10 @@ from .. import compat
 from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
-from .atoms import computed
 from .call import TraceCall
 from .entering import enter, inline, inner_frame
 from .one_pass import Pass
-from .proxy_equations import compute, follow_moves
+from .proxy_equations import compute, computed, follow_moves
 from .rebuild import rebuild
 from .tasks import Task
 

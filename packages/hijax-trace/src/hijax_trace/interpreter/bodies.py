@@ -17,7 +17,7 @@ from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Inputs, Operands, Place
 from .memo import Tapped
-from .numbers import Key, Numbers, under
+from .op_ids import Key, Numbers, under
 from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Question, Told
 from .rules import stage_again
 from .session import Session

@@ -25,9 +25,8 @@ from ..staging.packed import is_iterator
 from .call import TraceCall
 from .custom import rebuild_custom
 from .frames import Frame, Inputs, Operands, Place
-from .numbers import Numbers, join_path
+from .op_ids import OURS, WITHIN, Numbers, join_path
 from .rebuild import rebuild
-from .scopes import OURS, WITHIN
 from .session import Session
 from .tracers import Tracers
 

@@ -14,7 +14,7 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy
 from .hi_prims import Applied
-from .numbers import join_path
+from .op_ids import join_path
 from .questions import ORIGIN, Question
 
 Metadata = Mapping[str, Any]

@@ -22,7 +22,7 @@ from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
 from ..staging.packed import NUMBERS, NUMPY, Packed
-from .numbers import Numbers
+from .op_ids import Numbers
 
 Run = Callable[[Callable[..., Any], tuple], Any]
 """Calls a function with a tuple of arguments, while the targets are tapped."""

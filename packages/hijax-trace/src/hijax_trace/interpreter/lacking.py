@@ -16,8 +16,8 @@ from ..dataflow.expression import Expression
 from ..proxy.carrier import Carrier, NotStoredError, proxy_of
 from .frames import Frame
 from .lazy import later_of
-from .numbers import join_path
 from .one_pass import Pass
+from .op_ids import join_path
 from .session import Session
 from .tasks import Do, Task
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .frames import Metadata
-from .numbers import Key
+from .op_ids import Key
 from .questions import Question, Told, is_told
 
 

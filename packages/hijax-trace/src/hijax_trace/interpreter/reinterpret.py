@@ -9,7 +9,6 @@ from .. import compat
 from ..proxy.carrier import Carrier
 from . import asking, deriving, entering, proxy_equations
 from .answers import Answers
-from .atoms import carry, forward
 from .frames import Frame
 from .joins import Joins
 from .lacking import note_use, restore_derived
@@ -92,9 +91,9 @@ class Interpreter(Pass):
         known = frame.metadata or frame.proxies
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
-            forward(frame, eqn)
+            proxy_equations.forward(frame, eqn)
         if self._carries:
-            carry(frame, eqn)
+            proxy_equations.carry(frame, eqn)
             if self.session.lacking:
                 restore_derived(self, eqn)
                 note_use(self.session, frame, task)

@@ -18,7 +18,7 @@ from ..proxy.carrier import proxy_of
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Inputs, Operands, Place
 from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
-from .numbers import Numbers
+from .op_ids import Numbers
 from .session import Session
 
 

@@ -18,7 +18,7 @@ from ..staging.marker import Markers
 from .frames import Frame
 from .hi_prims import Expansions
 from .memo import Memo
-from .numbers import Key, Numbers
+from .op_ids import Key, Numbers
 from .questions import Keys
 from .tasks import Tasks
 

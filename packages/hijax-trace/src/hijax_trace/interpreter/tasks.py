@@ -24,8 +24,7 @@ from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
 from .groups import Found, finder_of, groups_of
 from .hi_prims import Expansions
-from .numbers import Key, Numbers, join_path
-from .scopes import Where, where_of
+from .op_ids import Key, Numbers, Where, join_path, where_of
 
 
 class Do(enum.Enum):

@@ -9,13 +9,12 @@ import jax
 
 from .. import compat
 from ..dataflow.holders import told_by
-from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
+from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
 from ..proxy.follow import follow
-from ..proxy.form import form_of
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
 from ..proxy.placing import PLACES, placed
-from ..proxy.updates import UPDATES
+from ..proxy.updates import UPDATES, read_by
 from ..staging.deferred import defer, staged
 from ..staging.functions import Function
 from ..staging.marker import marker_of
@@ -149,7 +148,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     """Return the results of a move or update; None for arrays."""
     name = eqn.primitive.name
     if name in UPDATES:
-        proxies = [operands[i] for i in UPDATES[name](operands) if is_proxy(operands[i])]
+        proxies = [one for i in read_by(name, len(operands)) if is_proxy(one := operands[i])]
         try:
             return proxies[0].updated(name, eqn.params, operands) if proxies else None
         except MoveError as error:
