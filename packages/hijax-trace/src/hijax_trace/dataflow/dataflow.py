@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
-from .expression import Expression, maps_of, united
+from .expression import Expression
 from .flow import flow_of
-from .holders import CHANGES, SAME, SLICE, Body, called_program, is_counter, told_by
+from .holders import CHANGES, SLICE, Body, called_program, is_counter, told_by
 from .nodes import (
     OTHER_TRACE,
     Carried,
@@ -135,7 +135,7 @@ class Dataflow:
         if eqn.primitive.name == "axis_index":  # no constant: each device has another
             opaque = "the index of a device"
         if eqn.primitive.name in COLLECTIVES:
-            own = eqn.primitive.name, operands, united(operands)
+            own = eqn.primitive.name, operands, operands
             return [Carried(var.aval, *own) for var in eqn.outvars]
         inside = _through(eqn, operands)
         return [
@@ -154,29 +154,17 @@ def constant(value: Any) -> Expression:
     """Return the expression of a value that a program closes over."""
     aval = compat.typeof(value)
     if isinstance(value, compat.Tracer) or compat.is_ref(value):
-        return Unknown(aval, "a value of an outer trace", 0)
+        return Unknown(aval, "a value of an outer trace", ())
     return Constant(aval, value)
 
 
-def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
-    """Return the expression of a value that only the running program knows.
-
-    Args:
-        aval: its type.
-        why: what it is, in words.
-        operands: what it is computed from.
-    """
-    return Unknown(aval, why, united(operands), maps_of(operands))
-
-
 def _from_handler(aval: Any, operands: Sequence[Expression]) -> Unknown:
-    made_of = tuple(operands)
-    return Unknown(aval, "a handler's result", united(operands), maps_of(operands), made_of)
+    return Unknown(aval, "a handler's result", operands, made_of=tuple(operands))
 
 
 def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
     """Return the expression of what an operation with an effect returns, as a read of a ref."""
-    found = unknown(aval, why, operands)
+    found = Unknown(aval, why, operands)
     found.operands = tuple(operands)
     return found
 
@@ -189,9 +177,7 @@ def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     bodies, results = told
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
-        body = bodies[-1]
-        carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
-        same = {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
+        same = {i: operands[k] for i, k in bodies[-1].unchanged().items()}
         return {**_moved_through(eqn, operands), **same}
     if eqn.primitive is compat.shard_map_p:
         return _moved_through(eqn, operands)
@@ -250,14 +236,13 @@ def expression_inside(
     if chosen is not None:
         sources = [everything[k] for k in chosen[0]]
         how = "what a loop carries"
-        return Carried(aval, how, sources, united(everything), chosen[1])
+        return Carried(aval, how, sources, everything, chosen[1])
     # A changing carry may come from any of the loop's operands.
     if operand is not None and is_counter(body, index):
-        start = everything[operand]
-        return Counter(aval, start, united(everything), maps_of(everything))
+        return Counter(aval, everything[operand], everything)
     behind = carry_behind(body, index) if kind == CHANGES else None
     if operand is None or behind is None:
-        return unknown(aval, "a loop's carry", everything)
+        return Unknown(aval, "a loop's carry", everything)
     kind_of_carry = State if behind.contracted else Carry
     others = sorted(behind.inputs - {operand})
     return kind_of_carry(aval, everything[operand], [everything[k] for k in others])

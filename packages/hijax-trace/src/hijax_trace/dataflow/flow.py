@@ -146,7 +146,8 @@ def move_of(
     bodies, results = told
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
-        return _unchanged(bodies[-1], ins, result)
+        operand = bodies[-1].unchanged().get(result)
+        return None if operand is None else (operand, _identity(ins[operand]))
     found = {_through(body, ins, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
 
@@ -163,13 +164,6 @@ def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None]
     return operand, both
 
 
-def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
-    if result >= len(body.carry) or body.kinds[body.carry[result]] != SAME:
-        return None
-    operand = body.inputs[body.carry[result]]
-    return None if operand is None else (operand, _identity(ins[operand]))
-
-
 def forwarded(eqn: Any) -> list[tuple[int, int]]:
     """Return which results of a call, branch or loop are operands, unchanged.
 
@@ -183,9 +177,7 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
         return []
     bodies, results = told
     if results == "carry":
-        body = bodies[-1]
-        carry = enumerate(body.carry)
-        return [(i, body.inputs[k]) for i, k in carry if body.kinds[k] == SAME]  # type: ignore[misc]
+        return list(bodies[-1].unchanged().items())
     found = []
     for body in bodies:
         inputs = enumerate(passed_by(body.jaxpr))

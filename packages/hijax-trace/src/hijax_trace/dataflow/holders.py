@@ -49,6 +49,11 @@ class Body:
             return self, index
         return self.step, index - self.carry.start + self.step.carry.start
 
+    def unchanged(self) -> dict[int, int]:
+        """Return the results that a loop's steps do not change, each with its operand."""
+        carry = ((i, k) for i, k in enumerate(self.carry) if self.kinds[k] == SAME)
+        return {i: k for i, at in carry if (k := self.inputs[at]) is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:

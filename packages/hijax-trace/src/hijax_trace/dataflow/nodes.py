@@ -61,7 +61,12 @@ class Unknown(Expression):
 
     Attributes:
         why: what it is, in words.
-        operands: what it is computed from; empty if that is not known.
+
+    Args:
+        aval: its type.
+        why: what it is, in words.
+        behind: what it is computed from, in some way; None if that is not known.
+        made_of: see ``Expression``.
     """
 
     __slots__ = ("made_of", "why")
@@ -70,15 +75,14 @@ class Unknown(Expression):
         self,
         aval: Any,
         why: str,
-        inputs: int | None,
-        maps: int = 0,
+        behind: Sequence[Expression] | None,
         made_of: Sequence[Expression] = (),
     ):
         super().__init__(aval)
         self.why = why
         self.made_of = made_of
-        self.inputs = inputs
-        self.maps = maps if inputs is not None else -1
+        self.inputs = None if behind is None else united(behind)
+        self.maps = -1 if behind is None or self.inputs is None else maps_of(behind)
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return _made_at_calls(found) if self.made_of else ValueKind("activation")
@@ -102,7 +106,7 @@ class Carry(Unknown):
 
     def __init__(self, aval: Any, start: Expression, others: Sequence[Expression]):
         operands = start, *others
-        super().__init__(aval, "a loop's carry", united(operands), maps_of(operands))
+        super().__init__(aval, "a loop's carry", operands)
         self.operands = operands
 
 
@@ -145,8 +149,8 @@ class Counter(Unknown):
 
     __slots__ = ("start",)
 
-    def __init__(self, aval: Any, start: Expression, inputs: int | None, maps: int):
-        super().__init__(aval, "a loop's counter", inputs, maps)
+    def __init__(self, aval: Any, start: Expression, behind: Sequence[Expression]):
+        super().__init__(aval, "a loop's counter", behind)
         self.start = start
 
 
@@ -370,6 +374,13 @@ class Carried(Expression):
     Attributes:
         how: what moves it, in words.
         is_mixed: whether it may be a constant of that, too.
+
+    Args:
+        aval: its type.
+        how: what moves it, in words.
+        operands: the values.
+        behind: all that decides which of them it is, and they.
+        is_mixed: whether it may be a constant of that, too.
     """
 
     __slots__ = ("how", "is_mixed")
@@ -379,15 +390,15 @@ class Carried(Expression):
         aval: Any,
         how: str,
         operands: Sequence[Expression],
-        inputs: int | None,
+        behind: Sequence[Expression],
         is_mixed: bool = False,
     ):
         super().__init__(aval, operands)
         self.how = how
         self.is_mixed = is_mixed
         self.is_constant = False
-        self.inputs = inputs
-        self.maps = maps_of(operands) if inputs is not None else -1
+        self.inputs = united(behind)
+        self.maps = maps_of(operands) if self.inputs is not None else -1
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return _judge_carried(found, self.is_mixed)

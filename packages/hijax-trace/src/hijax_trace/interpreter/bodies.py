@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from .. import compat
@@ -16,11 +16,37 @@ from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Inputs, Operands, Place
-from .memo import Tapped
 from .op_ids import Key, Numbers, under
-from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Question, Told
+from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Outcome, Question, Told
 from .rules import stage_again
 from .session import Session
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tapped:
+    """A program after its handlers were asked.
+
+    Attributes:
+        jaxpr: open or closed, as the original is.
+        extra: the values of its new leading inputs.
+        outcome: what came of asking its handlers.
+        counted: its operations, by module path below its own, label and name.
+        takes_proxies: whether it takes the array proxies of its operands.
+        unused: the inputs that it takes an array proxy for and does not use themselves.
+        is_numbered: whether its last input is the number of the step.
+        returned: the structures of the array proxies that it returns after its results, by result.
+        told: what its handlers were told.
+    """
+
+    jaxpr: Any
+    extra: tuple[Any, ...] = ()
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
+    counted: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+    takes_proxies: bool = False
+    unused: tuple[int, ...] = ()
+    is_numbered: bool = False
+    returned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    told: Told = dataclasses.field(default_factory=dict)
 
 
 class BodyHere(Inputs):
@@ -168,13 +194,11 @@ def tap_body(
     tapped = Tapped(
         new,
         extra=tuple(extra),
-        metadata={
-            i: inner.metadata[var]
-            for i, var in enumerate(jaxpr.outvars)
-            if type(var) is not compat.Literal and var in inner.metadata
-        },
-        replaced=bool(inner.replaced),
-        from_handler=bool(inner.from_handler),
+        outcome=Outcome(
+            {i: note for i, x in enumerate(jaxpr.outvars) if (note := inner.metadata_of(x))},
+            bool(inner.replaced),
+            bool(inner.from_handler),
+        ),
         counted=counted,
         takes_proxies=proxies is not NO_PROXIES,
         unused=unused_in(new, len(jaxpr.invars), proxies, is_numbered),
@@ -187,7 +211,7 @@ def tap_body(
         return tapped
     if shared:
         memo.keep(jaxpr, key, tapped)
-    elif not tapped.replaced:
+    elif not tapped.outcome.replaced:
         return _as_before(tapped, session, place, body, operands)
     return tapped
 

@@ -12,7 +12,7 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
-from .frames import Known, Metadata, Place
+from .frames import Known, Place
 from .questions import (
     EXPRESSION,
     IS_ACTIVATION,
@@ -22,6 +22,7 @@ from .questions import (
     ORIGIN,
     PATH,
     STEPS,
+    Metadata,
     Question,
 )
 from .session import Session

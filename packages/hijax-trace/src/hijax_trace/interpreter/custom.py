@@ -92,7 +92,7 @@ def rebuild_custom(
     new[name] = compat.wrap_fun(rule, params[name].debug_info)
     if leading and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], len(leading))
-    return Rebuilt(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.from_handler)
+    return Rebuilt(new, [*leading, *values], tapped.outcome)
 
 
 def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> _Staged | None:
@@ -134,8 +134,7 @@ def _rebuild_prim(
             call = _given(prim, compat.as_function(rule), *staged.rest)
     hidden = list(map(compat.typeof, leading))
     made = compat.custom_with(prim, jaxpr, hidden, call, refuse)
-    new, all_values = {"_prim": made}, [*leading, *values]
-    return Rebuilt(new, all_values, tapped.metadata, tapped.replaced, tapped.from_handler)
+    return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 
 
 def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> _Staged | None:

@@ -245,7 +245,7 @@ class Early:
             else:
                 new = rebuild(*where, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
-        if new.from_handler:
+        if new.outcome.from_handler:
             for value in jax.tree.leaves(result):
                 self.tracers.replace(value)
         return result

@@ -15,10 +15,8 @@ from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy
 from .hi_prims import Applied
 from .op_ids import join_path
-from .questions import ORIGIN, Question
+from .questions import ORIGIN, Metadata, Question
 
-Metadata = Mapping[str, Any]
-"""What handlers attached to one value."""
 _NOTHING: Metadata = MappingProxyType({})
 
 

@@ -12,6 +12,7 @@ from ..proxy.array_proxy import ArrayProxy
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
 from .original import Derivatives
+from .questions import Outcome
 from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
@@ -86,9 +87,9 @@ class Pass:
 
     def emit(self, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
         """Make an equation that was rebuilt with its programs tapped."""
-        for i, note in new.metadata.items():
+        for i, note in new.outcome.metadata.items():
             self.frame.metadata[eqn.outvars[i]] = note
-        mark_replaced(self.frame, eqn, new)
+        mark_replaced(self.frame, eqn, new.outcome)
         again = eqn.replace(params=new.params)
         if new.results is not None:
             results = compat.rebind(again, new.values, info)
@@ -148,7 +149,7 @@ def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
     return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
 
 
-def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:
+def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Outcome) -> None:
     """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
         frame.replaced.update(eqn.outvars)

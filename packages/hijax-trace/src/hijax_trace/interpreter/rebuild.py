@@ -16,7 +16,7 @@ from ..dataflow.flow import passed_by
 from ..dataflow.holders import Body, holder_of
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy
-from .bodies import tap_body, unused_in
+from .bodies import Tapped, tap_body, unused_in
 from .body_proxies import (
     NO_PROXIES,
     BodyProxies,
@@ -24,9 +24,9 @@ from .body_proxies import (
     proxies_of_shards,
     untrained,
 )
-from .frames import Metadata, Operands, Place
+from .frames import Operands, Place
 from .hi_prims import Applied, Asked, TappedPrim
-from .memo import Tapped
+from .questions import Outcome
 from .rules import prim_rule
 from .session import Session
 
@@ -37,9 +37,7 @@ class Rebuilt(NamedTuple):
     Attributes:
         params: its parameters.
         values: its operands.
-        metadata: the metadata of its results, by number.
-        replaced: whether a handler replaced any operation in it.
-        from_handler: whether any of those values was not the operation's own result.
+        outcome: what came of asking handlers about the operations in it.
         results: which of the equation's results it has, the first ones of the new equation; None
             for all.
         returned: builds the array proxies of the others, by number, from all new results.
@@ -47,9 +45,7 @@ class Rebuilt(NamedTuple):
 
     params: dict[str, Any]
     values: list[Any]
-    metadata: Mapping[int, Metadata]
-    replaced: bool
-    from_handler: bool
+    outcome: Outcome
     results: Sequence[int] | None = None
     returned: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]] = lambda results: {}
 
@@ -141,13 +137,12 @@ def rebuild(
         _check_devices(tapped[0].extra, params["mesh"])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
-    replaced, from_handler = any(t.replaced for t in tapped), any(t.from_handler for t in tapped)
-    metadata = _metadata(holder.results, tapped)
+    outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
-        asked = Asked(session.numbers.copy(), metadata, replaced, from_handler)
+        asked = Asked(session.numbers.copy(), outcome)
         rule = prim_rule(session, place, operands, before, asked=asked)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
-    found = Rebuilt(new, all_values, metadata, replaced, from_handler)
+    found = Rebuilt(new, all_values, outcome)
     if not results:
         return found
     # What all branches return of their operands as it is need not be a result, which XLA copies.
@@ -178,9 +173,7 @@ def rebuild(
 
 def again(applied: Applied, values: Sequence[Any]) -> Rebuilt:
     """Return what replaces the equation of a HiPrim in its own rule."""
-    asked, params = applied.asked, {"_prim": applied.tapped}
-    values = [*applied.extra, *values]
-    return Rebuilt(params, values, asked.metadata, asked.replaced, asked.from_handler)
+    return Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
 
 
 def _returned_by_branches(
@@ -268,16 +261,15 @@ def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
     return {operand for operand in unused - used if operand is not None}
 
 
-def _metadata(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
-    """Return the metadata of results on which all bodies agree."""
-    if results == "carry":
-        return {}
-    first, *rest = tapped
-    return {
-        i: note
-        for i, note in first.metadata.items()
-        if all(t.metadata.get(i) == note for t in rest)
-    }
+def _united(results: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what came of all bodies of a holder; results have the metadata that they agree on."""
+    first, *rest = outcomes
+    notes = {} if results == "carry" else first.metadata
+    return Outcome(
+        {i: note for i, note in notes.items() if all(x.metadata.get(i) == note for x in rest)},
+        any(one.replaced for one in outcomes),
+        any(one.from_handler for one in outcomes),
+    )
 
 
 def share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:

@@ -15,7 +15,7 @@ from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
-from .frames import Metadata
+from .questions import Metadata
 from .views import moved_proxy
 
 _NOTHING: Metadata = {}
