@@ -56,8 +56,8 @@ from .proxy.carrier import Carrier as Carrier
 from .proxy.carrier import NotStoredError as NotStoredError
 from .proxy.move import Move as Move
 from .proxy.move import MoveError as MoveError
-from .proxy.parts import Part as Part
-from .proxy.parts import Shared as Shared
+from .proxy.move import Part as Part
+from .proxy.move import Shared as Shared
 from .proxy.shards import Shards as Shards
 from .staging.repeated import repeated as repeated
 

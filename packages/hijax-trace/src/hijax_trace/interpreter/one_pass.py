@@ -11,7 +11,6 @@ from .. import compat
 from ..proxy.array_proxy import ArrayProxy
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
-from .original import Derivatives
 from .questions import Outcome
 from .rebuild import Rebuilt
 from .session import Session
@@ -36,7 +35,7 @@ class Pass:
         values: the values of variables so far.
         appends: whether equations are appended to another jaxpr.
         changed: variables whose value has another type than the variable.
-        derivatives: the derivatives in the jaxpr, once an equation asked for them.
+        derivatives: the ``Derivatives`` in the jaxpr, once an equation asked for them.
         answers: an ``Answers``, if what handlers did may be done again.
         joins: a ``Joins``, if equations may be joined with calls that handlers made.
     """
@@ -51,8 +50,8 @@ class Pass:
         self._caller = caller
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
-        self.derivatives: Derivatives | None = None
-        self.answers: Any = None  # these two are of modules that import this one
+        self.derivatives: Any = None  # these three are of modules that import this one
+        self.answers: Any = None
         self.joins: Any = None
         self.changed: set[Any] = set()
         self.values = Values()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
@@ -71,8 +71,7 @@ class Tracers:
 
     def replace(self, value: Any) -> None:
         """Mark a value as computed by a handler."""
-        while (inner := compat.inner_value(value)) is not None:
-            value = inner[0]
+        *_, (value, _) = _layers(value)
         if self._is_here(value):
             self._foreign.add(compat.producer(value)[0])
 
@@ -112,12 +111,9 @@ class Tracers:
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
-        axes = []
-        while (inner := compat.inner_value(value)) is not None:
-            value, axis = inner
-            axes.append(axis)
+        *outer, (value, _) = _layers(value)
         found = self._unmapped(value)
-        for depth, axis in enumerate(reversed(axes)):
+        for depth, (_, axis) in enumerate(reversed(outer)):
             if axis is not None:
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
@@ -132,15 +128,12 @@ class Tracers:
 
     def is_linear(self, value: Any) -> bool:
         """Return whether the program must be linear in a value."""
-        while value is not None:
-            if isinstance(value, compat.Tracer) and compat.is_transposing(compat.trace_of(value)):
-                return True
-            value = (compat.inner_value(value) or (None,))[0]
-        return False
+        tracers = (one for one, _ in _layers(value) if isinstance(one, compat.Tracer))
+        return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
 
     def depth(self, values: Sequence[Any]) -> int:
         """Return how many maps and derivatives are around values."""
-        return max(map(_levels, values), default=0)
+        return max((len([*_layers(value)]) - 1 for value in values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
         if not isinstance(value, compat.Tracer):
@@ -185,11 +178,12 @@ class Tracers:
         return base is not None and compat.is_staged_in(value, base)
 
 
-def _levels(value: Any) -> int:
-    count = 0
+def _layers(value: Any) -> Iterator[tuple[Any, int | None]]:
+    """Yield a value and the axis that it is mapped along, then the same of the values inside."""
     while (inner := compat.inner_value(value)) is not None:
-        value, count = inner[0], count + 1
-    return count
+        yield value, inner[1]
+        value = inner[0]
+    yield value, None
 
 
 class _StagedEqn(NamedTuple):

@@ -16,9 +16,8 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .front import leading
-from .move import Move, MoveError
+from .move import Move, MoveError, Part, is_shared
 from .moves import MOVES, data_of, move
-from .parts import Part, is_shared
 from .shards import Shards, sliced
 from .updates import Update, axes_of, read_by, written
 

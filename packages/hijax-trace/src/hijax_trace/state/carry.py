@@ -10,10 +10,9 @@ import jax
 from .. import compat
 from ..dataflow.holders import told_by
 from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
-from ..proxy.follow import follow
+from ..proxy.follow import PLACES, follow, placed
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
-from ..proxy.placing import PLACES, placed
 from ..proxy.updates import UPDATES, read_by
 from ..staging.deferred import defer, staged
 from ..staging.functions import Function
