@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
+from ..proxy.moves import VIEWS
 from .expression import Expression
 from .flow import flow_of
 from .holders import CHANGES, SLICE, Body, called_program, is_counter, told_by
@@ -25,7 +26,7 @@ from .nodes import (
     State,
     Unknown,
 )
-from .sources import COLLECTIVES, CONSTANT, VIEWS, carry_behind, chosen_outside, sources_through
+from .sources import COLLECTIVES, CONSTANT, carry_behind, chosen_outside, sources_through
 
 Express = Callable[[int], Expression]
 """Finds how the input of a jaxpr, or the operand of an equation, is computed, from its number."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import rounds
-from .axes import MOVES, Axes, compose, dropped, identity
+from .axes import AXES, Axes, compose, dropped, identity
 from .holders import CHANGES, SAME, SLICE, Body, custom_body, told_by
 
 
@@ -40,10 +39,6 @@ class Origin(NamedTuple):
         """Return the origin of the value after another move."""
         both = None if self.axes is None or axes is None else compose(self.axes, axes)
         return Origin(self.path, both)
-
-
-Resolve = Callable[[], Origin | None]
-"""Finds the origin of an input of a frame, when it is asked for."""
 
 
 class Flow:
@@ -130,15 +125,15 @@ def move_of(
     Returns:
         The number of the operand and its axes; None if the result is not a move.
     """
-    move = MOVES.get(primitive.name)
-    if move is not None:
+    axes_of = AXES.get(primitive.name)
+    if axes_of is not None:
         if rounds(primitive.name, params):
             return None
         operand = result if len(ins) > result else 0
         before, after = (getattr(aval, "shape", None) for aval in (ins[operand], outs[result]))
         if before is None or after is None:
             return None
-        axes = move(params, before, after)
+        axes = axes_of(params, before, after)
         return None if axes is None else (operand, axes)
     told = told_by(primitive, params, len(ins), len(outs))
     if told is None:

@@ -13,10 +13,9 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import SAME, data_in, rounds
+from ..proxy.moves import SAME, VIEWS, data_in, rounds
 from ..proxy.updates import WRITTEN
 from .expression import Expression, Kind, Leaf, maps_of, united
-from .sources import VIEWS
 
 
 class Constant(Expression):

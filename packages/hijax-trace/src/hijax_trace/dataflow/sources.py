@@ -8,11 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
-from ..proxy.moves import MOVES, SAME, data_in, rounds
+from ..proxy.moves import VIEWS, data_in, rounds
 from .holders import Body, holder_of, told_by
-
-VIEWS = SAME | MOVES
-"""Primitives that move elements and compute none, so that scales can be moved alike."""
 
 COLLECTIVES = frozenset(
     ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "ppermute")

@@ -9,10 +9,11 @@ from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.flow import forwarded
 from ..dataflow.nodes import is_zero, uniform_axes
-from ..dataflow.sources import VIEWS, returned_views
+from ..dataflow.sources import returned_views
 from ..proxy.array_proxy import Lost, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
 from ..proxy.follow import follow
+from ..proxy.moves import VIEWS
 from .entering import enter, inline
 from .frames import Frame
 from .one_pass import Pass, later_array

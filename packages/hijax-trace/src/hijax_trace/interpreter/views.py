@@ -9,9 +9,9 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
-from ..dataflow.sources import VIEWS
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.follow import follow
+from ..proxy.moves import VIEWS
 
 
 def makers(value: Any, primitives: Collection[str]) -> Iterator[Any]:
@@ -43,8 +43,8 @@ def moved_proxy(
     """
     if not compat.is_staged(value):
         return None
-    if (found := known(value)) is not None:
-        return found
+    if (own := known(value)) is not None:
+        return own
     var, eqn = compat.producer(value)
     if eqn is None or eqn.primitive.name not in VIEWS:
         return None
@@ -54,8 +54,8 @@ def moved_proxy(
         return None
     avals = [out.aval for out in eqn.outvars]
     how = (eqn.primitive.name, eqn.params, operands, held, avals)
-    moved = follow(*how, lambda i: False, lambda i: uniform(operands[i]))
-    return next(one for out, one in zip(eqn.outvars, moved, strict=True) if out is var)
+    found = follow(*how, uniform=lambda i: uniform(operands[i]))
+    return next(one for out, one in zip(eqn.outvars, found, strict=True) if out is var)
 
 
 def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:

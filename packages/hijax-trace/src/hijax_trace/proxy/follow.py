@@ -25,8 +25,8 @@ def follow(
     values: Sequence[Any],
     held: Sequence[ArrayProxy | None],
     avals: Sequence[Any],
-    is_known_zero: Callable[[int], bool],
-    uniform: Callable[[int], frozenset[int]],
+    is_known_zero: Callable[[int], bool] = lambda i: False,
+    uniform: Callable[[int], frozenset[int]] = lambda i: frozenset(),
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
 

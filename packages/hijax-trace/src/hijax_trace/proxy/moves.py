@@ -283,6 +283,10 @@ SAME = frozenset(
 """Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
 
 
+VIEWS = SAME | MOVES
+"""Primitives that move elements and compute none, so that scales can be moved alike."""
+
+
 def rounds(primitive: str, params: Mapping[str, Any]) -> bool:
     """Return whether a primitive rounds floats to fewer bits than bfloat16 has.
 

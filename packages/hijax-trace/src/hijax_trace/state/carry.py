@@ -155,8 +155,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
             return None
     held = [operand if is_proxy(operand) else None for operand in operands]
     avals = [var.aval for var in eqn.outvars]
-    nothing = (lambda i: False), (lambda i: frozenset[int]())
-    found = follow(name, eqn.params, operands, held, avals, *nothing)
+    found = follow(name, eqn.params, operands, held, avals)
     proxy = next((one for one in found if one is not None), None)
     if isinstance(proxy, Lost):
         next(one for one in held if one is not None).on_dropped(proxy.why)
