@@ -58,9 +58,6 @@ class Constant(Expression):
 class Unknown(Expression):
     """A value that only a run knows, such as a loop's carry.
 
-    Attributes:
-        why: what it is, in words.
-
     Args:
         aval: its type.
         why: what it is, in words.
@@ -369,10 +366,6 @@ class Choice(Expression):
 
 class Carried(Expression):
     """One of several values, moved as only the running program knows.
-
-    Attributes:
-        how: what moves it, in words.
-        is_mixed: whether it may be a constant of that, too.
 
     Args:
         aval: its type.
