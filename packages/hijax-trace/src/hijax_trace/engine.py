@@ -22,7 +22,7 @@ from .dataflow.flow import Origin
 from .dataflow.nodes import Unknown
 from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
-from .interpreter.frames import Frame
+from .interpreter.frames import Frame, Inputs
 from .interpreter.jax_patches import PATCHES
 from .interpreter.lacking import reinterpret_without
 from .interpreter.lazy import restored, type_of
@@ -163,19 +163,8 @@ class _Tapped:
             jaxpr, consts = made.jaxpr, made.consts
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
-        inputs: list[Any] = [None] * len(jaxpr.invars)
-        inputs[first : first + count] = [functools.partial(origins, i) for i in range(count)]
-        proxies = {first + i: proxy for i, proxy in held.items()}
-        expressions: list[Callable[[], Expression]] = [
-            functools.partial(Unknown, var.aval, "a part of an array proxy", None)
-            for var in jaxpr.invars
-        ]
-        for i in range(count):
-            expressions[first + i] = functools.partial(
-                _leaf, jaxpr.invars[first + i].aval, i, origins
-            )
-        known = {"proxies": proxies, "expressions": expressions, "consts": consts}
-        frame = Frame(jaxpr, inputs, {}, "", **known)
+        inputs = _Inputs(jaxpr, first, origins, held)
+        frame = Frame(jaxpr, inputs, "", consts=consts)
         values = [*consts, *packed.arrays, *leaves]
         try:
             session.replaced = replaced
@@ -260,11 +249,6 @@ def _observe(tapping: Tapping) -> Watcher:
     return Watcher(Session(tapping))
 
 
-def _leaf(aval: Any, index: int, origins: _Origins) -> Leaf:
-    """Return the expression of an input of the program."""
-    return Leaf(aval, index, origins(index).path)
-
-
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
     """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
@@ -297,3 +281,34 @@ class _Origins:
         shape = self._shapes[index]
         axes = None if shape is None else identity(len(shape))
         return Origin(self._paths[index], axes)
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+
+class _Inputs(Inputs):
+    """What is known of the inputs of a program.
+
+    Args:
+        jaxpr: the program, open.
+        first: the number of the input that is the function's first argument. After the arguments
+            come the arrays of array proxies.
+        origins: the origins of the arguments.
+        held: the array proxies of arguments, by number.
+    """
+
+    def __init__(self, jaxpr: Any, first: int, origins: _Origins, held: Mapping[int, ArrayProxy]):
+        super().__init__(proxies={first + i: proxy for i, proxy in held.items()})
+        self._jaxpr, self._first, self._origins = jaxpr, first, origins
+
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input."""
+        number = index - self._first
+        return self._origins(number) if 0 <= number < len(self._origins) else None
+
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed: an argument is, of itself."""
+        aval, origin = self._jaxpr.invars[index].aval, self.origin(index)
+        if origin is None:
+            return Unknown(aval, "a part of an array proxy", None)
+        return Leaf(aval, index - self._first, origin.path)

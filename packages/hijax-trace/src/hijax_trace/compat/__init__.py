@@ -90,6 +90,7 @@ from .jaxpr import (
     labelled,
     like_closed,
     lower_jaxpr,
+    once_per_jaxpr,
     open_of,
     operand_count,
     positional_effects,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
@@ -23,6 +25,24 @@ Literal: type = core.Literal
 def open_of(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants' values (0.10.2), or itself."""
     return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+
+
+T = TypeVar("T")
+
+
+def once_per_jaxpr(fn: Callable[[Any], T]) -> Callable[[Any], T]:
+    """Make a function of an open jaxpr one of any, whose result is kept while the jaxpr lives."""
+    known: weakref.WeakKeyDictionary[Any, T] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(fn)
+    def once(jaxpr: Any) -> T:
+        jaxpr = open_of(jaxpr)
+        found = known.get(jaxpr)
+        if found is None:
+            found = known[jaxpr] = fn(jaxpr)
+        return found
+
+    return once
 
 
 def consts_of(jaxpr: Any) -> list[Any]:

@@ -12,8 +12,8 @@ from ..proxy.moves import SAME
 Axes = tuple[int | tuple[int, ...] | None, ...]
 """For each axis of an input, where it is in a value: see ``interception_core.Operand.axes``."""
 
-Move = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
-"""``move(params, shape_before, shape_after)``; None where the axes can't be followed."""
+AxesOf = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
+"""``axes_of(params, shape_before, shape_after)``; None where the axes can't be followed."""
 
 
 def identity(rank: int) -> Axes:
@@ -104,11 +104,11 @@ def _reshape(params: dict[str, Any], before: Sequence[int], after: Sequence[int]
     return tuple(axes)
 
 
-MOVES: dict[str, Move] = {
+AXES: dict[str, AxesOf] = {
     **dict.fromkeys((*SAME, "convert_element_type"), _same),
     "transpose": _transpose,
     "squeeze": _squeeze,
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
 }
-"""By primitive. Its result ``k`` is a move of operand ``k``, or of operand 0."""
+"""By primitive: where the axes of operand ``k``, or of operand 0, are in its result ``k``."""

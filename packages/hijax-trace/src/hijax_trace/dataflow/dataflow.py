@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
-from .expression import Expression, maps_of, united
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, is_counter, tells_results
+from ..proxy.moves import VIEWS
+from .expression import Expression
+from .flow import flow_of
+from .holders import CHANGES, SLICE, Body, called_program, is_counter, told_by
 from .nodes import (
     OTHER_TRACE,
     Carried,
@@ -25,10 +26,10 @@ from .nodes import (
     State,
     Unknown,
 )
-from .sources import COLLECTIVES, CONSTANT, VIEWS, carry_behind, chosen_outside, sources_through
+from .sources import COLLECTIVES, CONSTANT, carry_behind, chosen_outside, sources_through
 
-Express = Callable[[], Expression]
-"""Finds how an input of a jaxpr is computed."""
+Express = Callable[[int], Expression]
+"""Finds how the input of a jaxpr, or the operand of an equation, is computed, from its number."""
 
 
 class Dataflow:
@@ -36,28 +37,31 @@ class Dataflow:
 
     Args:
         jaxpr: the open jaxpr.
-        inputs: finds the expression of each argument.
+        inputs: finds the expression of an argument.
         consts: the values of its constants; see ``inputs_of``.
         from_handler: the variables whose values handlers computed.
+
+    Attributes:
+        flow: where its values come from, as far as that is the same in all places.
     """
 
     def __init__(
         self,
         jaxpr: Any,
-        inputs: Sequence[Express],
+        inputs: Express,
         consts: Sequence[Any] = (),
         from_handler: Set[Any] = frozenset(),
     ):
         self._eqns = jaxpr.eqns
         self._from_handler = from_handler
-        self._inputs = dict(zip(jaxpr.invars, inputs, strict=True))
+        self._express = inputs
+        self.flow = flow_of(jaxpr)
         self._known: dict[Any, Expression] = {}
-        constants = compat.inputs_of(jaxpr)[: len(consts)]
-        for var, value in zip(constants, consts, strict=True):
-            self._known[var] = constant(value)
-            self._inputs.pop(var, None)
+        self._consts: dict[Any, Any] = {}
+        if consts:
+            constants = compat.inputs_of(jaxpr)[: len(consts)]
+            self._consts = dict(zip(constants, consts, strict=True))
         self._activations: set[Any] = set()
-        self._makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
 
     def expression(self, atom: Any) -> Expression:
         """Return the expression of a variable or literal of the jaxpr."""
@@ -84,7 +88,7 @@ class Dataflow:
             if isinstance(var, compat.Literal) or var in seen:
                 continue
             seen.add(var)
-            place = self._makers.get(var)
+            place = self.flow.makers.get(var)
             is_base = place is None and self._of(var).judged(is_parameter).kind == "activation"
             if is_base or var in self._from_handler or var in self._activations:
                 self._activations.add(atom)
@@ -99,12 +103,17 @@ class Dataflow:
     def _of(self, atom: Any) -> Expression:
         if isinstance(atom, compat.Literal):
             return Constant(atom.aval, atom.val)
-        if atom not in self._known:
-            resolve = self._inputs.get(atom)
-            self._known[atom] = (
-                Unknown(atom.aval, OTHER_TRACE, None) if resolve is None else resolve()
-            )
-        return self._known[atom]
+        found = self._known.get(atom)
+        if found is None:
+            index = self.flow.inputs.get(atom)
+            if atom in self._consts:
+                found = constant(self._consts[atom])
+            elif index is not None:
+                found = self._express(index)
+            else:
+                found = Unknown(atom.aval, OTHER_TRACE, None)
+            self._known[atom] = found
+        return found
 
     def _needed(self, atom: Any) -> list[Any]:
         """Return the equations behind a value that are not known yet."""
@@ -113,7 +122,7 @@ class Dataflow:
         stack = [atom]
         while stack:
             var = stack.pop()
-            place = self._makers.get(var)
+            place = self.flow.makers.get(var)
             if place is not None and place not in found and var not in self._known:
                 found.add(place)
                 stack += (x for x in self._eqns[place].invars if not isinstance(x, compat.Literal))
@@ -127,7 +136,7 @@ class Dataflow:
         if eqn.primitive.name == "axis_index":  # no constant: each device has another
             opaque = "the index of a device"
         if eqn.primitive.name in COLLECTIVES:
-            own = eqn.primitive.name, operands, united(operands)
+            own = eqn.primitive.name, operands, operands
             return [Carried(var.aval, *own) for var in eqn.outvars]
         inside = _through(eqn, operands)
         return [
@@ -146,52 +155,30 @@ def constant(value: Any) -> Expression:
     """Return the expression of a value that a program closes over."""
     aval = compat.typeof(value)
     if isinstance(value, compat.Tracer) or compat.is_ref(value):
-        return Unknown(aval, "a value of an outer trace", 0)
+        return Unknown(aval, "a value of an outer trace", ())
     return Constant(aval, value)
 
 
-def unknown(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
-    """Return the expression of a value that only the running program knows.
-
-    Args:
-        aval: its type.
-        why: what it is, in words.
-        operands: what it is computed from.
-    """
-    return Unknown(aval, why, united(operands), maps_of(operands))
-
-
 def _from_handler(aval: Any, operands: Sequence[Expression]) -> Unknown:
-    made_of = tuple(operands)
-    return Unknown(aval, "a handler's result", united(operands), maps_of(operands), made_of)
+    return Unknown(aval, "a handler's result", operands, made_of=tuple(operands))
 
 
 def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
     """Return the expression of what an operation with an effect returns, as a read of a ref."""
-    found = unknown(aval, why, operands)
+    found = Unknown(aval, why, operands)
     found.operands = tuple(operands)
     return found
 
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """Return the expressions of results that an equation's programs tell."""
-    custom = custom_body(eqn.primitive, eqn.params, len(operands))
-    if custom is not None:
-        given = [operands[i] for i in custom.inputs]  # type: ignore[index]
-        return dict(enumerate(_inside(custom.jaxpr, given)))
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    told = told_by(eqn.primitive, eqn.params, len(operands), len(eqn.outvars))
+    if told is None or any(None in body.inputs for body in told[0]):
         return {}
-    bodies = holder.bodies(eqn.params, len(operands))
-    if any(None in body.inputs for body in bodies):
-        return {}
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return {}
-    if holder.results == "carry":
+    bodies, results = told
+    if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
-        body = bodies[-1]
-        carry = [(i, k) for i, k in enumerate(body.carry) if body.kinds[k] == SAME]
-        same = {i: operands[body.inputs[k]] for i, k in carry}  # type: ignore[index]
+        same = {i: operands[k] for i, k in bodies[-1].unchanged().items()}
         return {**_moved_through(eqn, operands), **same}
     if eqn.primitive is compat.shard_map_p:
         return _moved_through(eqn, operands)
@@ -220,55 +207,46 @@ def _moved_through(eqn: Any, operands: list[Expression]) -> dict[int, Expression
 
 def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
     """Return the expressions of a body's results."""
-    inputs = [lambda operand=operand: operand for operand in operands]
-    flow = Dataflow(compat.open_of(jaxpr), inputs, compat.consts_of(jaxpr))
+    flow = Dataflow(compat.open_of(jaxpr), operands.__getitem__, compat.consts_of(jaxpr))
     return [flow.expression(atom) for atom in compat.open_of(jaxpr).outvars]
 
 
-def expressions_inside(body: Body, operands: Sequence[Express], depth: int) -> list[Express]:
-    """Return what finds the expression of each input of a body.
+def expression_inside(
+    body: Body, index: int, operands: Express, count: int, depth: int
+) -> Expression:
+    """Return how an input of a body is computed.
 
     Args:
         body: the body.
-        operands: finds the expression of each operand of the equation.
+        index: the number of the input.
+        operands: finds the expression of an operand of the equation.
+        count: how many operands there are.
         depth: how many loops and maps are around the equation.
     """
-
-    def resolve(i: int) -> Express:
-        operand, kind = body.inputs[i], body.kinds[i]
-        aval = compat.open_of(body.jaxpr).invars[i].aval
-
-        def find() -> Expression:
-            if kind == CHANGES or operand is None:
-                chosen = chosen_outside(body, i) if kind == CHANGES else None
-                everything = [find() for find in operands]
-                if chosen is not None:
-                    sources = [everything[k] for k in chosen[0]]
-                    how = "what a loop carries"
-                    return Carried(aval, how, sources, united(everything), chosen[1])
-                # A changing carry may come from any of the loop's operands.
-                if operand is not None and is_counter(body, i):
-                    start = everything[operand]
-                    return Counter(aval, start, united(everything), maps_of(everything))
-                behind = carry_behind(body, i) if kind == CHANGES else None
-                if operand is None or behind is None:
-                    return unknown(aval, "a loop's carry", everything)
-                kind_of_carry = State if behind.contracted else Carry
-                others = sorted(behind.inputs - {operand})
-                return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
-            whole = operands[operand]()
-            if kind == SLICE:
-                return Part(aval, whole, 0, depth)
-            if getattr(aval, "shape", None) != getattr(whole.aval, "shape", None):
-                return Shard(aval, [whole])
-            return whole
-
-        return find
-
-    return [resolve(i) for i in range(len(body.inputs))]
-
-
-_COMPUTED: weakref.WeakKeyDictionary[Any, tuple[int, ...]] = weakref.WeakKeyDictionary()
+    operand, kind = body.inputs[index], body.kinds[index]
+    aval = compat.open_of(body.jaxpr).invars[index].aval
+    if kind != CHANGES and operand is not None:
+        whole = operands(operand)
+        if kind == SLICE:
+            return Part(aval, whole, 0, depth)
+        if getattr(aval, "shape", None) != getattr(whole.aval, "shape", None):
+            return Shard(aval, [whole])
+        return whole
+    chosen = chosen_outside(body, index) if kind == CHANGES else None
+    everything = [operands(i) for i in range(count)]
+    if chosen is not None:
+        sources = [everything[k] for k in chosen[0]]
+        how = "what a loop carries"
+        return Carried(aval, how, sources, everything, chosen[1])
+    # A changing carry may come from any of the loop's operands.
+    if operand is not None and is_counter(body, index):
+        return Counter(aval, everything[operand], everything)
+    behind = carry_behind(body, index) if kind == CHANGES else None
+    if operand is None or behind is None:
+        return Unknown(aval, "a loop's carry", everything)
+    kind_of_carry = State if behind.contracted else Carry
+    others = sorted(behind.inputs - {operand})
+    return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
 
 
 def _computed(eqn: Any) -> Sequence[int]:
@@ -279,30 +257,26 @@ def _computed(eqn: Any) -> Sequence[int]:
     # A view of a parameter stays a view if its index is an activation.
     if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
         return [0] * len(eqn.outvars)
-    if eqn.primitive is compat.jit_p:
-        called = eqn.params["jaxpr"]
-    elif eqn.primitive is compat.deferred_p and eqn.params["function"].jaxpr is not None:
-        called = eqn.params["function"].jaxpr
-    elif (custom := custom_body(eqn.primitive, eqn.params, len(eqn.invars))) is not None:
-        if custom.inputs != tuple(range(len(eqn.invars))):
-            return [0] * len(eqn.outvars)
-        called = custom.jaxpr
-    elif compat.holds_jaxprs(eqn):
-        return [0] * len(eqn.outvars)
-    else:
-        return [(1 << len(eqn.invars)) - 1] * len(eqn.outvars)
-    found = _COMPUTED.get(called)
-    if found is None:
-        jaxpr = compat.open_of(called)
-        behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+    called = called_program(eqn)
+    if called is None:
+        is_opaque = compat.holds_jaxprs(eqn)
+        return [0 if is_opaque else (1 << len(eqn.invars)) - 1] * len(eqn.outvars)
+    if len(compat.open_of(called).invars) != len(eqn.invars):
+        return [0] * len(eqn.outvars)  # its rule alone takes the others
+    return _computed_in(called)
 
-        def bits(atoms: Sequence[Any]) -> list[int]:
-            return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
 
-        for inner in jaxpr.eqns:
-            own = bits(inner.invars)
-            for var, chosen in zip(inner.outvars, _computed(inner), strict=True):
-                picked = (known for i, known in enumerate(own) if chosen >> i & 1)
-                behind[var] = functools.reduce(operator.or_, picked, 0)
-        found = _COMPUTED[called] = tuple(bits(jaxpr.outvars))
-    return found
+@compat.once_per_jaxpr
+def _computed_in(jaxpr: Any) -> Sequence[int]:
+    """Return the same for the results of a jaxpr and its inputs."""
+    behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
+
+    def bits(atoms: Sequence[Any]) -> list[int]:
+        return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
+
+    for eqn in jaxpr.eqns:
+        own = bits(eqn.invars)
+        for var, chosen in zip(eqn.outvars, _computed(eqn), strict=True):
+            picked = (known for i, known in enumerate(own) if chosen >> i & 1)
+            behind[var] = functools.reduce(operator.or_, picked, 0)
+    return bits(jaxpr.outvars)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import rounds
-from .axes import MOVES, Axes, compose, dropped, identity
-from .holders import CHANGES, SAME, SLICE, Body, custom_body, holder_of, tells_results
+from .axes import AXES, Axes, compose, dropped, identity
+from .holders import CHANGES, SAME, SLICE, Body, custom_body, told_by
 
 
 class Source(NamedTuple):
@@ -43,21 +41,21 @@ class Origin(NamedTuple):
         return Origin(self.path, both)
 
 
-Resolve = Callable[[], Origin | None]
-"""Finds the origin of an input of a frame, when it is asked for."""
-
-
 class Flow:
     """The sources of one jaxpr's values, found when they are asked for.
 
+    Args:
+        jaxpr: the open jaxpr.
+
     Attributes:
         inputs: the number of each input, by variable.
+        makers: the number of the equation that makes each other variable.
     """
 
     def __init__(self, jaxpr: Any):
-        jaxpr = compat.open_of(jaxpr)
         self.inputs = {var: i for i, var in enumerate(jaxpr.invars)}
-        self._makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self._eqns = jaxpr.eqns
         self._found: dict[Any, Source | None] = {}
 
     def source(self, atom: Any) -> Source | None:
@@ -72,9 +70,10 @@ class Flow:
         index = self.inputs.get(var)
         if index is not None:
             return Source(index, _identity(var.aval), ())
-        eqn = self._makers.get(var)
-        if eqn is None:
+        place = self.makers.get(var)
+        if place is None:
             return None
+        eqn = self._eqns[place]
         step = move_of(
             eqn.primitive,
             eqn.params,
@@ -97,16 +96,10 @@ def _identity(aval: Any) -> Axes | None:
     return None if shape is None else identity(len(shape))
 
 
-_FLOWS: weakref.WeakKeyDictionary[Any, Flow] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def flow_of(jaxpr: Any) -> Flow:
-    """Return the flow of a jaxpr, which is made once."""
-    jaxpr = compat.open_of(jaxpr)
-    flow = _FLOWS.get(jaxpr)
-    if flow is None:
-        flow = _FLOWS[jaxpr] = Flow(jaxpr)
-    return flow
+    """Return the flow of a jaxpr."""
+    return Flow(jaxpr)
 
 
 def axes_inside(kind: str, aval: Any) -> Axes | None:
@@ -132,29 +125,24 @@ def move_of(
     Returns:
         The number of the operand and its axes; None if the result is not a move.
     """
-    move = MOVES.get(primitive.name)
-    if move is not None:
+    axes_of = AXES.get(primitive.name)
+    if axes_of is not None:
         if rounds(primitive.name, params):
             return None
         operand = result if len(ins) > result else 0
         before, after = (getattr(aval, "shape", None) for aval in (ins[operand], outs[result]))
         if before is None or after is None:
             return None
-        axes = move(params, before, after)
+        axes = axes_of(params, before, after)
         return None if axes is None else (operand, axes)
-    custom = custom_body(primitive, params, len(ins))
-    if custom is not None:
-        bodies, results = [custom], "same"
-    else:
-        holder = holder_of(primitive, params)
-        if holder is None:
-            return None
-        bodies, results = holder.bodies(params, len(ins)), holder.results
-        if not tells_results(holder, bodies, len(outs)):
-            return None
+    told = told_by(primitive, params, len(ins), len(outs))
+    if told is None:
+        return None
+    bodies, results = told
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
-        return _unchanged(bodies[-1], ins, result)
+        operand = bodies[-1].unchanged().get(result)
+        return None if operand is None else (operand, _identity(ins[operand]))
     found = {_through(body, ins, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
 
@@ -171,39 +159,35 @@ def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None]
     return operand, both
 
 
-def _unchanged(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
-    if result >= len(body.carry) or body.kinds[body.carry[result]] != SAME:
-        return None
-    operand = body.inputs[body.carry[result]]
-    return None if operand is None else (operand, _identity(ins[operand]))
-
-
 def forwarded(eqn: Any) -> list[tuple[int, int]]:
     """Return which results of a call, branch or loop are operands, unchanged.
 
     Returns:
         Pairs of the number of a result and that of an operand.
     """
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    count = len(eqn.invars)
+    told = told_by(eqn.primitive, eqn.params, count, len(eqn.outvars))
+    # What a function with derivative rules returns is its own: JAX may run a rule instead.
+    if told is None or custom_body(eqn.primitive, eqn.params, count) is not None:
         return []
-    bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return []
-    if holder.results == "carry":
-        body = bodies[-1]
-        carry = enumerate(body.carry)
-        return [(i, body.inputs[k]) for i, k in carry if body.kinds[k] == SAME]  # type: ignore[misc]
-    found = [dict(_passed(body)) for body in bodies]
-    return [(i, k) for i, k in found[0].items() if all(other.get(i) == k for other in found)]
+    bodies, results = told
+    if results == "carry":
+        return list(bodies[-1].unchanged().items())
+    found = []
+    for body in bodies:
+        inputs = enumerate(passed_by(body.jaxpr))
+        same = [(i, k) for i, k in inputs if k is not None and body.kinds[k] == SAME]
+        found.append({i: body.inputs[k] for i, k in same})
+    first, *others = found
+    return [
+        (i, k)
+        for i, k in first.items()
+        if k is not None and all(other.get(i) == k for other in others)
+    ]
 
 
-def _passed(body: Body) -> Iterator[tuple[int, int]]:
-    jaxpr = compat.open_of(body.jaxpr)
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    for i, atom in enumerate(jaxpr.outvars):
-        place = None if isinstance(atom, compat.Literal) else places.get(atom)
-        if place is not None and body.kinds[place] == SAME:
-            operand = body.inputs[place]
-            if operand is not None:
-                yield i, operand
+def passed_by(jaxpr: Any) -> list[int | None]:
+    """Return for each result of a jaxpr the input that it is, or None."""
+    inputs = flow_of(jaxpr).inputs
+    atoms = compat.open_of(jaxpr).outvars
+    return [None if type(atom) is compat.Literal else inputs.get(atom) for atom in atoms]

@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.sharding import PartitionSpec
 
@@ -43,6 +43,17 @@ class Body:
     linear: frozenset[int] = frozenset()
     step: Body | None = None
 
+    def stepped(self, index: int) -> tuple[Body, int]:
+        """Return the program that computes the next carry, and its input for a carried one."""
+        if self.step is None:
+            return self, index
+        return self.step, index - self.carry.start + self.step.carry.start
+
+    def unchanged(self) -> dict[int, int]:
+        """Return the results that a loop's steps do not change, each with its operand."""
+        carry = ((i, k) for i, k in enumerate(self.carry) if self.kinds[k] == SAME)
+        return {i: k for i, at in carry if (k := self.inputs[at]) is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class Holder:
@@ -55,7 +66,8 @@ class Holder:
         places: ``places(params)`` returns, for each program, where the operands for those inputs
             are inserted; -1 if the primitive can't take more operands.
         results: which results are known from its programs: "same", all; "branches", those on which
-            all programs agree; "carry", the carry that the loop does not change; "none".
+            all programs agree; "carry", the carry that the loop does not change; "none". See
+            ``told_by``.
         hoists: whether its programs can't have constants, only operands.
         more_steps: ``more_steps(params, count)`` returns its parameters with ``count`` more
             trailing operands that a loop steps along.
@@ -75,14 +87,6 @@ class Holder:
     constant: frozenset[int] = frozenset()
 
 
-def tells_results(holder: Holder, bodies: Sequence[Body], count: int) -> bool:
-    """Return whether the programs of a holder tell an equation's ``count`` results."""
-    if holder.results in ("none", "carry") or not bodies:
-        return holder.results == "carry"
-    # A primitive that nobody knows may hold a program for another purpose.
-    return all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
-
-
 def _all_same(jaxpr: Any, first: int, label: str = "") -> Body:
     count = len(compat.open_of(jaxpr).invars)
     return Body(jaxpr, tuple(range(first, first + count)), (SAME,) * count, label=label)
@@ -100,9 +104,9 @@ def is_counter(body: Body, place: int) -> bool:
     """Return whether a loop's step adds a constant to the carry of an input, and no more."""
     if place not in body.carry:
         return False
-    number, step = place - body.carry.start, body.step or body
+    step, number = body.stepped(place)
     jaxpr = compat.open_of(step.jaxpr)
-    before, after = jaxpr.invars[step.carry.start + number], jaxpr.outvars[number]
+    before, after = jaxpr.invars[number], jaxpr.outvars[number - step.carry.start]
     made = next((eqn for eqn in reversed(jaxpr.eqns) if after in eqn.outvars), None)
     if made is None or made.primitive.name != "add":
         return False
@@ -382,6 +386,99 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
         return None
     slots = _slots(params)
     return _generic(slots, primitive.name in _TAKE_MORE) if slots else None
+
+
+def told_by(
+    primitive: Any, params: dict[str, Any], operands: int, results: int
+) -> tuple[Sequence[Body], str] | None:
+    """Return the programs that tell an equation's results, and how: see ``Holder.results``.
+
+    Args:
+        primitive: the equation's primitive.
+        params: its parameters.
+        operands: how many operands it has.
+        results: how many results.
+
+    Returns:
+        None if no program tells them.
+    """
+    custom = custom_body(primitive, params, operands)
+    if custom is not None:
+        return [custom], "same"
+    holder = holder_of(primitive, params)
+    if holder is None or holder.results == "none":
+        return None
+    bodies = holder.bodies(params, operands)
+    if holder.results != "carry" and not (
+        # A primitive that nobody knows may hold a program for another purpose.
+        bodies and all(len(compat.open_of(body.jaxpr).outvars) == results for body in bodies)
+    ):
+        return None
+    return bodies, holder.results
+
+
+class Called(NamedTuple):
+    """The program of a function's call.
+
+    Attributes:
+        jaxpr: the program, a ``jax.extend.core.Jaxpr``. Its ``outvars`` are the call's results.
+        inputs: its input variables: first those of constants, then those of the call's operands.
+        consts: the values of the constants.
+    """
+
+    jaxpr: Any
+    inputs: Sequence[Any]
+    consts: Sequence[Any]
+
+
+def called(eqn: Any) -> Called | None:
+    """Return the program of a function that an equation calls.
+
+    Such functions are jitted ones, and those with custom derivative rules. With TraceEngine, they
+    are also those that the program maps by ``vmap``.
+
+    Args:
+        eqn: an equation, a ``jax.extend.core.JaxprEqn``.
+
+    Returns:
+        The program; None for loops, branches and other equations, and for a call that the program
+        differentiates: its derivative shares what is made of the call.
+    """
+    is_derived = (
+        eqn.primitive is compat.deferred_p and eqn.params["function"].program.is_differentiated
+    )
+    jaxpr = None if is_derived else called_program(eqn)
+    if jaxpr is None:
+        return None
+    opened = compat.open_of(jaxpr)
+    return Called(opened, compat.inputs_of(opened), compat.consts_of(jaxpr))
+
+
+def called_program(eqn: Any) -> Any:
+    """Return the closed jaxpr of a function that an equation calls, as ``called`` does.
+
+    Of a call that the program differentiates, too.
+    """
+    if eqn.primitive is compat.jit_p:
+        return eqn.params["jaxpr"]
+    if eqn.primitive is compat.deferred_p:
+        return eqn.params["function"].jaxpr
+    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
+    return None if body is None else body.jaxpr
+
+
+def holds_programs(eqn: Any) -> bool:
+    """Return whether an equation is a call, a loop, a branch or another holder of programs.
+
+    A kernel does not count, nor does what combines two elements in a scatter.
+
+    Args:
+        eqn: an equation, a ``jax.extend.core.JaxprEqn``.
+    """
+    if not compat.holds_jaxprs(eqn):
+        return False
+    held = holder_of(eqn.primitive, eqn.params)
+    return held is not None or custom_body(eqn.primitive, eqn.params, len(eqn.invars)) is not None
 
 
 def opaque_call(*values: Any, **params: Any) -> Any:

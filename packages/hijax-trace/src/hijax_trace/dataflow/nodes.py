@@ -13,9 +13,9 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import SAME, rounds
+from ..proxy.moves import SAME, VIEWS, data_in, rounds
+from ..proxy.updates import WRITTEN
 from .expression import Expression, Kind, Leaf, maps_of, united
-from .sources import VIEWS, data_in
 
 
 class Constant(Expression):
@@ -58,9 +58,11 @@ class Constant(Expression):
 class Unknown(Expression):
     """A value that only a run knows, such as a loop's carry.
 
-    Attributes:
+    Args:
+        aval: its type.
         why: what it is, in words.
-        operands: what it is computed from; empty if that is not known.
+        behind: what it is computed from, in some way; None if that is not known.
+        made_of: see ``Expression``.
     """
 
     __slots__ = ("made_of", "why")
@@ -69,15 +71,14 @@ class Unknown(Expression):
         self,
         aval: Any,
         why: str,
-        inputs: int | None,
-        maps: int = 0,
+        behind: Sequence[Expression] | None,
         made_of: Sequence[Expression] = (),
     ):
         super().__init__(aval)
         self.why = why
         self.made_of = made_of
-        self.inputs = inputs
-        self.maps = maps if inputs is not None else -1
+        self.inputs = None if behind is None else united(behind)
+        self.maps = -1 if behind is None or self.inputs is None else maps_of(behind)
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return _made_at_calls(found) if self.made_of else ValueKind("activation")
@@ -101,7 +102,7 @@ class Carry(Unknown):
 
     def __init__(self, aval: Any, start: Expression, others: Sequence[Expression]):
         operands = start, *others
-        super().__init__(aval, "a loop's carry", united(operands), maps_of(operands))
+        super().__init__(aval, "a loop's carry", operands)
         self.operands = operands
 
 
@@ -144,8 +145,8 @@ class Counter(Unknown):
 
     __slots__ = ("start",)
 
-    def __init__(self, aval: Any, start: Expression, inputs: int | None, maps: int):
-        super().__init__(aval, "a loop's counter", inputs, maps)
+    def __init__(self, aval: Any, start: Expression, behind: Sequence[Expression]):
+        super().__init__(aval, "a loop's counter", behind)
         self.start = start
 
 
@@ -330,11 +331,6 @@ def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
     return _made_of("view" if kinds == {"view"} else "derived", data, is_dynamic)
 
 
-_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
-WRITTEN = {"dynamic_update_slice": (0, 1), **dict.fromkeys(_SCATTERS, (0, 2))}
-"""Primitives that write elements to places, with the operands that hold elements."""
-
-
 class Choice(Expression):
     """A result on which the branches of a conditional differ.
 
@@ -371,8 +367,11 @@ class Choice(Expression):
 class Carried(Expression):
     """One of several values, moved as only the running program knows.
 
-    Attributes:
+    Args:
+        aval: its type.
         how: what moves it, in words.
+        operands: the values.
+        behind: all that decides which of them it is, and they.
         is_mixed: whether it may be a constant of that, too.
     """
 
@@ -383,15 +382,15 @@ class Carried(Expression):
         aval: Any,
         how: str,
         operands: Sequence[Expression],
-        inputs: int | None,
+        behind: Sequence[Expression],
         is_mixed: bool = False,
     ):
         super().__init__(aval, operands)
         self.how = how
         self.is_mixed = is_mixed
         self.is_constant = False
-        self.inputs = inputs
-        self.maps = maps_of(operands) if inputs is not None else -1
+        self.inputs = united(behind)
+        self.maps = maps_of(operands) if self.inputs is not None else -1
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         return _judge_carried(found, self.is_mixed)

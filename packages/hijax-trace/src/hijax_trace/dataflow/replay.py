@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.form import form_of
-from ..proxy.move import MoveError
+from ..proxy.array_proxy import ArrayProxy, Lost, form_of
+from ..proxy.move import MoveError, is_shared
 from ..proxy.moves import SAME, narrowed
-from ..proxy.parts import is_shared
 from .expression import Expression, Leaf
 from .nodes import Choice, Constant, Operation, Part, is_zero, uniform_axes
 

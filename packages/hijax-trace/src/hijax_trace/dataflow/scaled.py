@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
+from ..proxy.updates import WRITTEN
 from .expression import Expression, Leaf
-from .nodes import WRITTEN, Carried, Choice, Held, Operation, Part, Shard, State, Unknown
+from .nodes import Carried, Choice, Held, Operation, Part, Shard, State, Unknown
 from .sources import contracts
 
 _SCALES = frozenset(("clamp", "convert_element_type", "div", "max", "min", "mul", "neg"))

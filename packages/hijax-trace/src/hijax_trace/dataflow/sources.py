@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
-from ..proxy.moves import MOVES, SAME, rounds
-from .holders import Body, custom_body, holder_of, tells_results
-
-VIEWS = SAME | MOVES
-"""Primitives that move elements and compute none, so that scales can be moved alike."""
+from ..proxy.moves import VIEWS, data_in, rounds
+from .holders import Body, holder_of, told_by
 
 COLLECTIVES = frozenset(
     ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "ppermute")
@@ -26,29 +22,22 @@ CONSTANT = -1
 Sources = frozenset[int]
 """The numbers of the inputs whose elements a value has, and perhaps ``CONSTANT``."""
 
-_KNOWN: weakref.WeakKeyDictionary[Any, tuple[Sources | None, ...]] = weakref.WeakKeyDictionary()
 
-
+@compat.once_per_jaxpr
 def sources_of(jaxpr: Any) -> tuple[Sources | None, ...]:
     """Return for each result of a jaxpr the inputs whose elements it has.
 
     None for a result with an element that the jaxpr computes. Indices, masks and predicates are no
     sources: they choose elements.
     """
-    jaxpr = compat.open_of(jaxpr)
-    found = _KNOWN.get(jaxpr)
-    if found is None:
-        known: dict[Any, Sources | None] = {
-            var: frozenset([i]) for i, var in enumerate(jaxpr.invars)
-        }
-        for var in compat.inputs_of(jaxpr):
-            known.setdefault(var, frozenset([CONSTANT]))
-        for eqn in jaxpr.eqns:
-            # Most equations compute something.
-            if (results := sources_through(eqn, known)) is not None:
-                known.update(zip(eqn.outvars, results, strict=True))
-        found = _KNOWN[jaxpr] = tuple(_known(atom, known) for atom in jaxpr.outvars)
-    return found
+    known: dict[Any, Sources | None] = {var: frozenset([i]) for i, var in enumerate(jaxpr.invars)}
+    for var in compat.inputs_of(jaxpr):
+        known.setdefault(var, frozenset([CONSTANT]))
+    for eqn in jaxpr.eqns:
+        # Most equations compute something.
+        if (results := sources_through(eqn, known)) is not None:
+            known.update(zip(eqn.outvars, results, strict=True))
+    return tuple(_known(atom, known) for atom in jaxpr.outvars)
 
 
 def _known(atom: Any, known: Mapping[Any, Sources | None]) -> Sources | None:
@@ -73,16 +62,11 @@ def sources_through(
         return None
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
-    body = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    if body is not None:
-        return _outside(body, sources_of(body.jaxpr), own)
-    holder = holder_of(eqn.primitive, eqn.params)
-    if holder is None:
+    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    if told is None:
         return None
-    bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if not tells_results(holder, bodies, len(eqn.outvars)):
-        return None
-    if holder.results != "carry":
+    bodies, results = told
+    if results != "carry":
         columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
         return [_united(column) for column in columns]
     # The last body makes the step. The condition of a while loop comes before it.
@@ -95,9 +79,10 @@ def sources_through(
     return _outside(body, inside, own)
 
 
-_CARRIED: weakref.WeakKeyDictionary[Any, dict[range, dict[int, Sources | None]]] = (
-    weakref.WeakKeyDictionary()
-)
+@compat.once_per_jaxpr
+def _carried_in(jaxpr: Any) -> dict[range, dict[int, Sources | None]]:
+    """Return where ``carried_sources`` of a body are kept."""
+    return {}
 
 
 def carried_sources(body: Body) -> Mapping[int, Sources | None]:
@@ -109,7 +94,7 @@ def carried_sources(body: Body) -> Mapping[int, Sources | None]:
     Returns:
         By number of the carried input; None if a step computes it.
     """
-    known = _CARRIED.setdefault(compat.open_of(body.jaxpr), {})
+    known = _carried_in(body.jaxpr)
     if body.carry not in known:
         results = sources_of(body.jaxpr)
         found: dict[int, Sources | None] = {k: frozenset([k]) for k in body.carry}
@@ -129,21 +114,6 @@ def _through_carry(one: Sources | None, carried: Mapping[int, Sources | None]) -
     if one is None:
         return None
     return _united([carried.get(i, frozenset([i])) for i in one])
-
-
-def data_in(name: str, count: int, result: int) -> Sequence[int]:
-    """Return the operands of a view whose elements one of its results has.
-
-    Args:
-        name: the name of its primitive.
-        count: how many operands it has.
-        result: the number of the result.
-    """
-    if name in ("concatenate", "stack"):
-        return range(count)
-    if name == "select_n":
-        return range(1, count)
-    return [result] if name in SAME and result < count else [0]
 
 
 def _outside(
@@ -183,8 +153,7 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
         The numbers of the operands, and whether it may be a constant of the body, too. None if a
         step computes it.
     """
-    if body.step is not None:
-        return chosen_outside(body.step, index - body.carry.start + body.step.carry.start)
+    body, index = body.stepped(index)
     found = carried_sources(body).get(index)
     if found is None:
         return None
@@ -194,8 +163,6 @@ def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
 
 CONTRACTIONS = frozenset(("conv_general_dilated", "dot_general", "ragged_dot_general"))
 """Primitives whose results are activations, whatever their operands are."""
-
-_CONTRACTS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
@@ -210,13 +177,9 @@ def contracts(primitive: Any, params: Mapping[str, Any]) -> bool:
     return any(_contracts(part) for part in parts if isinstance(part, compat.JAXPRS))
 
 
+@compat.once_per_jaxpr
 def _contracts(jaxpr: Any) -> bool:
-    jaxpr = compat.open_of(jaxpr)
-    found = _CONTRACTS.get(jaxpr)
-    if found is None:
-        found = any(contracts(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
-        _CONTRACTS[jaxpr] = found
-    return found
+    return any(contracts(eqn.primitive, eqn.params) for eqn in jaxpr.eqns)
 
 
 class Behind(NamedTuple):
@@ -234,25 +197,19 @@ class Behind(NamedTuple):
         return Behind(self.inputs | other.inputs, self.contracted or other.contracted)
 
 
-_READ: weakref.WeakKeyDictionary[Any, tuple[Behind, ...]] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def inputs_behind(jaxpr: Any) -> tuple[Behind, ...]:
     """Return for each result of a jaxpr the inputs that it may depend on."""
-    jaxpr = compat.open_of(jaxpr)
-    found = _READ.get(jaxpr)
-    if found is None:
-        known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
+    known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
 
-        def behind(atom: Any) -> Behind:
-            return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
+    def behind(atom: Any) -> Behind:
+        return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
 
-        for eqn in jaxpr.eqns:
-            own = Behind(contracted=contracts(eqn.primitive, eqn.params))
-            own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
-            known.update(dict.fromkeys(eqn.outvars, own))
-        found = _READ[jaxpr] = tuple(map(behind, jaxpr.outvars))
-    return found
+    for eqn in jaxpr.eqns:
+        own = Behind(contracted=contracts(eqn.primitive, eqn.params))
+        own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
+        known.update(dict.fromkeys(eqn.outvars, own))
+    return tuple(map(behind, jaxpr.outvars))
 
 
 def carry_behind(body: Body, index: int) -> Behind | None:
@@ -260,8 +217,7 @@ def carry_behind(body: Body, index: int) -> Behind | None:
 
     None if they are not all operands of the loop.
     """
-    if body.step is not None:
-        return carry_behind(body.step, index - body.carry.start + body.step.carry.start)
+    body, index = body.stepped(index)
     results = inputs_behind(body.jaxpr)
     found, left = Behind(frozenset([index])), [index]
     while left:

@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from .atoms import KnownAtoms
 from .call import TraceCall
 from .one_pass import Pass
-from .questions import KIND, ORIGIN, PATH, Question, Told, is_told
+from .questions import KIND, KINDS, ORIGIN, PATH, Question, Told, is_told
 from .tasks import Task
 
 _MOST = 8
@@ -191,9 +190,15 @@ class Answers:
         what, *about = question
         frame, tapping = self._run.frame, self._run.session.tapping
         if what == PATH:
+            frame.note(PATH)
             return tapping.interceptor.resolve_path(frame.path(task.scopes))
-        known = KnownAtoms((), frame, task.eqn.invars)
-        found = getattr(known, what)(*about) if call is None else call.asked[question]
+        if call is not None:
+            found = call.asked[question]
+        else:
+            index, *more = about
+            if what != ORIGIN:
+                frame.note(KINDS, *more)
+            found = getattr(frame, what)(task.eqn.invars[index], *more)
         if what == ORIGIN:
             return tapping.keys.of_origin(found)
         return tapping.keys.of_kind(found) if what == KIND else found

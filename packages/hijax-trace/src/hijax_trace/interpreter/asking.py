@@ -12,11 +12,10 @@ from .. import compat
 from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
-from .atoms import KnownAtoms, computed, variable
 from .call import TraceCall
 from .entering import enter, inline, inner_frame
 from .one_pass import Pass
-from .proxy_equations import compute, follow_moves
+from .proxy_equations import compute, computed, follow_moves
 from .rebuild import rebuild
 from .tasks import Task
 
@@ -25,7 +24,7 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Ask the handler of a primitive."""
     eqn, frame = task.eqn, run.frame
     name, handler = run.session.tapping.tasks.asked(eqn.primitive, eqn.params, len(values))
-    if frame.untapped:
+    if run.is_untapped(task):
         _let_run(run, task, values, info, frame.within)
         return
     proceed = functools.partial(_proceed, run, task, info)
@@ -58,7 +57,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
     eqn, marker, within = task.eqn, task.marker, run.frame.within
     assert marker is not None
     entry = run.session.tapping.functions.get(marker.site)
-    if run.frame.untapped or entry is None:
+    if run.is_untapped(task) or entry is None:
         inline(run, task, eqn.params["jaxpr"], values, info)
         return
     _, handler = entry
@@ -88,7 +87,7 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     gathered = task.gathered
     assert gathered is not None
     (site, group, also_used, _), eqn = gathered.found, task.eqn
-    entry = None if run.frame.untapped else run.session.tapping.functions.get(site)
+    entry = None if run.is_untapped(task) else run.session.tapping.functions.get(site)
     if entry is not None:
         arrays = [run.values[var] for var in group.inputs]
         params = {"written": group.written, "also_used": also_used}
@@ -190,7 +189,7 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
         new = rebuild(run.session, place, eqn.primitive, params, values, operands)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
-    own = [run.values.get(variable(atom)) for atom in eqn.invars]
+    own = [None if type(x) is compat.Literal else run.values.get(x) for x in eqn.invars]
     results = computed(run.frame, eqn, values, own) if run.frame.proxies else None
     if results is None:
         results = compat.rebind(eqn, values, here)
@@ -257,5 +256,5 @@ def _call(
 ) -> TraceCall:
     """Return what a handler is given for these arrays."""
     place, number = run.place(task), run.number(task, name)
-    known = KnownAtoms(values, run.frame, atoms)
-    return TraceCall(name, level, args, params, place, number, known, proceed, run.session)
+    known = run.frame, values, atoms
+    return TraceCall(name, level, args, params, place, number, *known, proceed, run.session)

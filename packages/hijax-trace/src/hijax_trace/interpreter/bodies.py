@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from .. import compat
 from ..box.scope import lifting
-from ..dataflow.dataflow import Express, expressions_inside
+from ..dataflow.dataflow import expression_inside
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, axes_inside
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
 from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
-from .frames import Frame, Metadata, Operands, Place
-from .memo import Tapped
-from .numbers import Key, Numbers, under
-from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Question, Told
+from .frames import Frame, Inputs, Operands, Place
+from .op_ids import Key, Numbers, under
+from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Outcome, Question, Told
 from .rules import stage_again
 from .session import Session
 
 
-class BodyHere:
-    """What handlers are told of a body in this place.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tapped:
+    """A program after its handlers were asked.
+
+    Attributes:
+        jaxpr: open or closed, as the original is.
+        extra: the values of its new leading inputs.
+        outcome: what came of asking its handlers.
+        counted: its operations, by module path below its own, label and name.
+        takes_proxies: whether it takes the array proxies of its operands.
+        unused: the inputs that it takes an array proxy for and does not use themselves.
+        is_numbered: whether its last input is the number of the step.
+        returned: the structures of the array proxies that it returns after its results, by result.
+        told: what its handlers were told.
+    """
+
+    jaxpr: Any
+    extra: tuple[Any, ...] = ()
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
+    counted: Mapping[Key, int] = dataclasses.field(default_factory=dict)
+    takes_proxies: bool = False
+    unused: tuple[int, ...] = ()
+    is_numbered: bool = False
+    returned: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    told: Told = dataclasses.field(default_factory=dict)
+
+
+class BodyHere(Inputs):
+    """What is known of a body's inputs in this place, and what handlers are told of it.
 
     Args:
         session: the call of the wrapped function.
@@ -34,49 +60,28 @@ class BodyHere:
     """
 
     def __init__(self, session: Session, place: Place, body: Body, operands: Operands):
+        given, pairs = operands.metadata, enumerate(zip(body.inputs, body.kinds, strict=True))
+        metadata = {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
+        super().__init__(metadata if given else {}, linear=_linear(body, operands.linear))
         self._session = session
         self._place = place
         self._body = body
         self._operands = operands
-        self._expressions: list[Express] | None = None
-        self.path = place.frame.own_path(place.scopes)
+        self.path = place.frame.path(place.scopes)
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input."""
         operand, kind = self._body.inputs[index], self._body.kinds[index]
         if operand is None or kind == CHANGES:
             return None
-        found = self._operands.origins[operand]()
+        found = self._operands.origin(operand)
         axes = axes_inside(kind, self._operands.avals[operand])
         return None if found is None else found.moved(axes)
 
-    def linear(self) -> frozenset[int]:
-        """Return the inputs in which the body must be linear."""
-        body, outside = self._body, self._operands.linear
-        if not outside:
-            return body.linear
-        # A loop's carry may come from any of its operands.
-        carried = any(k in outside for k in body.inputs)
-        return body.linear.union(
-            i
-            for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
-            if k in outside or (carried and kind == CHANGES)
-        )
-
-    def metadata(self) -> dict[int, Metadata]:
-        """Return the metadata of the inputs, by number."""
-        given = self._operands.metadata
-        if not given:
-            return {}
-        pairs = enumerate(zip(self._body.inputs, self._body.kinds, strict=True))
-        return {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
-
-    def expressions(self) -> list[Express] | None:
-        """Return what finds the expressions of the inputs."""
-        outside = self._operands.expressions
-        if self._expressions is None and outside is not None:
-            self._expressions = expressions_inside(self._body, outside, self._place.frame.depth)
-        return self._expressions
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed."""
+        outside, depth = self._operands, self._place.frame.depth
+        return expression_inside(self._body, index, outside.expression, len(outside.avals), depth)
 
     def answer(self, question: Question) -> Hashable:
         """Return the key of the answer to a question about the body.
@@ -89,12 +94,12 @@ class BodyHere:
             return keys.of_origin(self.origin(*about))
         if what == KINDS:
             frame.note(*question)
-            return keys.of_kinds(self.expressions(), *about)
+            return keys.of_kinds(map(self.expression, range(len(self._body.inputs))), *about)
+        frame.note(what)
         if what == PATH:
             return self._session.interceptor.resolve_path(frame.path(self._place.scopes))
         if what == STEPS:
             return frame.lengths()
-        frame.note(NUMBERS)
         return self._session.numbers.get(under(self.path, *about), 0)
 
     def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
@@ -106,14 +111,29 @@ class BodyHere:
             before: the numbers from before it.
         """
         of_origin = self._session.tapping.keys.of_origin
-        told = {(ORIGIN, i): of_origin(origin) for i, origin in frame.read.items()}
-        for question in frame.asked:
-            if question[0] in (KINDS, PATH, STEPS):
+        told = {}
+        for question, answer in frame.asked.items():
+            if question[0] == ORIGIN:
+                told[question] = of_origin(answer)
+            elif question[0] in (KINDS, PATH, STEPS):
                 told[question] = self.answer(question)
         if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
             # The operations of the body itself have been counted since.
             told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}
         return told
+
+
+def _linear(body: Body, outside: frozenset[int]) -> frozenset[int]:
+    """Return the inputs in which a body must be linear, from such operands."""
+    if not outside:
+        return body.linear
+    # A loop's carry may come from any of its operands.
+    carried = any(k in outside for k in body.inputs)
+    return body.linear.union(
+        i
+        for i, (k, kind) in enumerate(zip(body.inputs, body.kinds, strict=True))
+        if k in outside or (carried and kind == CHANGES)
+    )
 
 
 def tap_body(
@@ -142,11 +162,10 @@ def tap_body(
     if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
     here = BodyHere(session, place, body, operands)
-    metadata = here.metadata()
-    known = tuple((i, tuple(note.items())) for i, note in metadata.items())
+    known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
-    linear, held = here.linear(), (proxies.key(), returns)
-    key = (label, place.within, place.untapped, known, held, linear, session.context)
+    held = proxies.key(), returns
+    key = (label, place.within, place.untapped, known, held, here.linear, session.context)
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, here.answer) if shared else None
     if found is not None:
@@ -155,14 +174,11 @@ def tap_body(
     consts = compat.consts_of(body.jaxpr)
     inner = place.inside(
         jaxpr,
-        [functools.partial(here.origin, i) for i in range(len(body.inputs))],
-        metadata,
+        here,
         label=label,
         loops=SLICE in body.kinds or len(body.carry) > 0,
-        expressions=here.expressions(),
         consts=consts,
         length=body.length,
-        linear=linear,
     )
     before = session.numbers.copy()
     with lifting() if hoists else contextlib.nullcontext():
@@ -178,13 +194,11 @@ def tap_body(
     tapped = Tapped(
         new,
         extra=tuple(extra),
-        metadata={
-            i: inner.metadata[var]
-            for i, var in enumerate(jaxpr.outvars)
-            if type(var) is not compat.Literal and var in inner.metadata
-        },
-        replaced=bool(inner.replaced),
-        from_handler=bool(inner.from_handler),
+        outcome=Outcome(
+            {i: note for i, x in enumerate(jaxpr.outvars) if (note := inner.metadata_of(x))},
+            bool(inner.replaced),
+            bool(inner.from_handler),
+        ),
         counted=counted,
         takes_proxies=proxies is not NO_PROXIES,
         unused=unused_in(new, len(jaxpr.invars), proxies, is_numbered),
@@ -197,7 +211,7 @@ def tap_body(
         return tapped
     if shared:
         memo.keep(jaxpr, key, tapped)
-    elif not tapped.replaced:
+    elif not tapped.outcome.replaced:
         return _as_before(tapped, session, place, body, operands)
     return tapped
 

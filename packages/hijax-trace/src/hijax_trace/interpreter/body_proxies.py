@@ -12,8 +12,7 @@ from .. import compat
 from ..dataflow.holders import SAME, SLICE, Body
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
-from ..proxy.move import MoveError
-from ..proxy.parts import is_shared
+from ..proxy.move import MoveError, is_shared
 from ..proxy.shards import Placed, placed
 
 

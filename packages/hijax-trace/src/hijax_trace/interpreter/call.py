@@ -3,51 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from interception_core import OpCall, Operand, Step, ValueKind
 
+from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
-from .frames import Metadata, Place
-from .handler_proxies import by_variable, moved_proxy
-from .questions import EXPRESSION, IS_ACTIVATION, KIND, NUMBERS, ORIGIN, PATH, STEPS, Question
+from .frames import Known, Place
+from .questions import (
+    EXPRESSION,
+    IS_ACTIVATION,
+    KIND,
+    KINDS,
+    NUMBERS,
+    ORIGIN,
+    PATH,
+    STEPS,
+    Metadata,
+    Question,
+)
 from .session import Session
+from .views import moved_proxy
 
 _NOTHING: Metadata = {}
 _OF_PLACE = {(EXPRESSION,), (NUMBERS,), (STEPS,)}
 """Questions whose answers are another thing at each operation."""
-
-
-class Known(Protocol):
-    """What is known of an operation's arrays, by number."""
-
-    @property
-    def values(self) -> Sequence[Any]:
-        """The arrays."""
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return its array proxy."""
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return its kind: view, derived, constant or activation."""
-
-    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether it is surely an activation."""
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether the operation must be linear in it."""
 
 
 class TraceCall(OpCall):
@@ -60,7 +43,9 @@ class TraceCall(OpCall):
         params: the keyword arguments.
         place: where it is.
         number: its number among operations of the same path, label and name.
-        known: what is known of the arrays among its arguments.
+        known: what is known of the program's values.
+        values: the arrays among its arguments.
+        atoms: what ``known`` knows them as.
         proceed: runs the original.
         session: the call of the wrapped function.
 
@@ -69,7 +54,18 @@ class TraceCall(OpCall):
         given: metadata that the handler attached, with the value, by the value's ``id``.
     """
 
-    __slots__ = ("_known", "_number", "_own", "_place", "_proceed", "_session", "asked", "given")
+    __slots__ = (
+        "_atoms",
+        "_known",
+        "_number",
+        "_own",
+        "_place",
+        "_proceed",
+        "_session",
+        "_values",
+        "asked",
+        "given",
+    )
 
     def __init__(
         self,
@@ -80,6 +76,8 @@ class TraceCall(OpCall):
         place: Place,
         number: int,
         known: Known,
+        values: Sequence[Any],
+        atoms: Sequence[Any],
         proceed: Callable[..., Any],
         session: Session,
     ):
@@ -90,6 +88,8 @@ class TraceCall(OpCall):
         self._place = place
         self._number = number
         self._known = known
+        self._values = values
+        self._atoms = atoms
         self._proceed = proceed
         self._session = session
         self._own: Any = None
@@ -99,13 +99,12 @@ class TraceCall(OpCall):
 
     @property
     def module_path(self) -> str:  # pyrefly: ignore[bad-override]
-        self.asked[PATH,] = None
+        self._log(PATH)
         return self._place.frame.path(self._place.scopes)
 
     @property
     def op_id(self) -> str:
-        self.asked[NUMBERS,] = None
-        self._place.frame.note(NUMBERS)
+        self._log(NUMBERS)
         parts = filter(None, (self.module_path, self._place.frame.label, self.op_name))
         return f"{'/'.join(parts)}:{self._number}"
 
@@ -142,37 +141,43 @@ class TraceCall(OpCall):
     def _held(self, value: Any) -> ArrayProxy | None:
         index = self._index(value)
         if index is not None:
-            return proxy_of(self._known.proxy(index))
+            return proxy_of(self._known.proxy(self._atoms[index]))
         # A handler may have moved an operand, for example transposed a weight.
-        values = self._known.values
-        held = by_variable(values, [proxy_of(self._known.proxy(i)) for i in range(len(values))])
-        return moved_proxy(value, held) if held else None
+        own = [proxy_of(self._known.proxy(atom)) for atom in self._atoms]
+        pairs = [(x, one) for x, one in zip(self._values, own, strict=True) if one is not None]
+        held = {id(compat.producer(x)[0]): one for x, one in pairs if compat.is_staged(x)}
+        if not held:
+            return None
+        return moved_proxy(value, lambda before: held.get(id(compat.producer(before)[0])))
 
     def expression(self, value: Any) -> Expression | None:
         index = self._index(value)
         if index is None:
             return None
-        self.asked[EXPRESSION,] = None
-        return self._known.expression(index)
+        self._log(EXPRESSION)
+        return self._known.expression(self._atoms[index])
 
     def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind | None:
         index = self._index(value)
         if index is None:
             return None
-        found = self.asked[KIND, index, is_parameter] = self._known.kind(index, is_parameter)
+        self._place.frame.note(KINDS, is_parameter)
+        found = self._known.kind(self._atoms[index], is_parameter)
+        self.asked[KIND, index, is_parameter] = found
         return found
 
     def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
         index = self._index(value)
         if index is None:
             return False
-        found = self._known.is_activation(index, is_parameter)
+        self._place.frame.note(KINDS, is_parameter)
+        found = self._known.is_activation(self._atoms[index], is_parameter)
         self.asked[IS_ACTIVATION, index, is_parameter] = found
         return found
 
     def is_linear(self, value: Any) -> bool:
         index = self._index(value)
-        return index is not None and self._known.is_linear(index)
+        return index is not None and self._known.is_linear(self._atoms[index])
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)
@@ -183,7 +188,7 @@ class TraceCall(OpCall):
 
     @property
     def steps(self) -> tuple[Step, ...] | None:
-        self.asked[STEPS,] = None
+        self._log(STEPS)
         return self._place.frame.steps()
 
     def operand(self, value: Any) -> Operand:
@@ -202,7 +207,7 @@ class TraceCall(OpCall):
         if given is not None:
             return given[1]
         index = self._index(value)
-        return _NOTHING if index is None else self._known.metadata(index)
+        return _NOTHING if index is None else self._known.metadata_of(self._atoms[index])
 
     @property
     def depends_on_place(self) -> bool:
@@ -225,11 +230,16 @@ class TraceCall(OpCall):
         index = self._index(value)
         if index is None:
             return None
-        found = self.asked[ORIGIN, index] = self._known.origin(index)
+        found = self.asked[ORIGIN, index] = self._known.origin(self._atoms[index])
         return found
 
+    def _log(self, what: str) -> None:
+        """Log a question that is not about an operand, here and in the frames around."""
+        self.asked[what,] = None
+        self._place.frame.note(what)
+
     def _index(self, value: Any) -> int | None:
-        for index, known in enumerate(self._known.values):
+        for index, known in enumerate(self._values):
             if known is value:
                 return index
         return None

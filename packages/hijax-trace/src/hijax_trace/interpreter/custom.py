@@ -71,7 +71,7 @@ def rebuild_custom(
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
-    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_in_rule:
+    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_rule:
         staged = _staged(session, custom, [name == "fwd_jaxpr_thunk"] * (count - first))
     if staged is not None and staged.extra:
         both = [tapped.jaxpr, staged.jaxpr]
@@ -92,7 +92,7 @@ def rebuild_custom(
     new[name] = compat.wrap_fun(rule, params[name].debug_info)
     if leading and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], len(leading))
-    return Rebuilt(new, [*leading, *values], tapped.metadata, tapped.replaced, tapped.from_handler)
+    return Rebuilt(new, [*leading, *values], tapped.outcome)
 
 
 def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> _Staged | None:
@@ -127,15 +127,14 @@ def _rebuild_prim(
         return run(args, is_later=True)
 
     # As for other calls: see ``rebuild_custom``.
-    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_in_rule:
+    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_rule:
         staged = _staged_prim(prim, functools.partial(run, is_later=False))
         if staged is not None and staged.extra:
             (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.extra])
             call = _given(prim, compat.as_function(rule), *staged.rest)
     hidden = list(map(compat.typeof, leading))
     made = compat.custom_with(prim, jaxpr, hidden, call, refuse)
-    new, all_values = {"_prim": made}, [*leading, *values]
-    return Rebuilt(new, all_values, tapped.metadata, tapped.replaced, tapped.from_handler)
+    return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 
 
 def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> _Staged | None:

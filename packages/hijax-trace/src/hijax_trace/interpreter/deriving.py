@@ -1,16 +1,24 @@
-"""Deriving: equations that JAX mapped or derived, made from their originals."""
+"""Deriving: operations that JAX mapped or derived, made from the programs that they were before."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
 
 from .. import compat
-from ..staging.functions import Function
-from .atoms import metadata_of
+from ..dataflow.axes import dropped
+from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin
+from ..dataflow.nodes import Part, Unknown
+from ..proxy.array_proxy import ArrayProxy
+from ..staging.functions import Call, Function, Program
+from ..staging.marker import hoisted
 from .entering import inline
-from .frames import Frame, Operands
+from .frames import Frame, Inputs, Operands, Place
 from .one_pass import Pass, mark_replaced
-from .original import Derivatives, Linear, Original, SharedProgram
 from .tasks import Task
 
 
@@ -70,7 +78,193 @@ def _finish(
     assert inner is not None
     atoms = [] if closed is None else compat.open_of(closed).outvars
     for var, atom in zip(eqn.outvars, atoms, strict=False):
-        if metadata := metadata_of(inner, atom):
+        if metadata := inner.metadata_of(atom):
             run.frame.metadata[var] = metadata
     mark_replaced(run.frame, eqn, inner)
     run.write(eqn.outvars, results)
+
+
+class Original(Inputs):
+    """A program before maps and derivatives, which is re-interpreted inside of them.
+
+    It is what is known of the program's inputs there.
+
+    Args:
+        reinterpret: called as ``reinterpret(frame, jaxpr, values)``.
+        place: where the equation is that JAX made of it.
+        function: the equation's function, which is made of the program.
+        operands: what is known of the equation's operands.
+
+    Attributes:
+        frame: the frame of its last run; None before.
+    """
+
+    def __init__(
+        self,
+        reinterpret: Callable[[Frame, Any, list[Any]], list[Any]],
+        place: Place,
+        function: Function,
+        operands: Operands,
+    ):
+        places = list(enumerate(function.places))
+        metadata = {i: operands.metadata[k] for i, k in places if k in operands.metadata}
+        linear = function.linear.union(i for i, k in places if k in operands.linear)
+        super().__init__(metadata, linear=linear)
+        self._reinterpret = reinterpret
+        self._place = place
+        self._program = function.program.jaxpr
+        self._levels, self._places = function.levels, function.places
+        self._operands = operands
+        self.frame: Frame | None = None
+
+    def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
+        """Re-interpret it.
+
+        Args:
+            values: the values of its inputs, in one example of the maps.
+            proxies: their array proxies, by number.
+        """
+        jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
+        count = len(jaxpr.invars)
+        self.proxies = {i: proxy for i, proxy in proxies.items() if i < count}
+        self.frame = self._place.inside(jaxpr, self, loops=len(self._levels), consts=consts)
+        return self._reinterpret(self.frame, jaxpr, [*consts, *values])
+
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input, inside of the maps."""
+        place = self._places[index]
+        if place is None:
+            return None
+        found = self._operands.origin(place)
+        rank = len(getattr(self._operands.avals[place], "shape", ()))
+        for level in self._levels:
+            axis = level.ins[index]
+            if found is not None and axis is not None:
+                found, rank = found.moved(dropped(axis, rank)), rank - 1
+        return found
+
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed, inside of the maps."""
+        place = self._places[index]
+        if place is None:
+            aval = compat.open_of(self._program).invars[index].aval
+            return Unknown(aval, "a value of a derivative", None)
+        found = self._operands.expression(place)
+        for inner, level in enumerate(self._levels):
+            axis = level.ins[index]
+            if axis is not None:
+                depth = self._place.frame.depth + inner
+                found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
+        return found
+
+
+class SharedProgram:
+    """An original whose handlers are asked at its first run alone.
+
+    Its result is staged then, and later runs call that: an operation and its derivative share it.
+    Runs with other array proxies than those before ask again: a rule of a nested trace may have
+    none, where the operation around has some.
+
+    Args:
+        original: the program.
+    """
+
+    def __init__(self, original: Original):
+        self._original = original
+        self._made: dict[Hashable, tuple[Callable[..., list[Any]], list[Any]]] = {}
+
+    @property
+    def frame(self) -> Frame | None:
+        """The frame of its last run that asked handlers; None before."""
+        return self._original.frame
+
+    def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
+        """Run it; see ``Original.run``."""
+        leaves, treedef = jax.tree.flatten(dict(proxies))
+        key = treedef, tuple(map(compat.typeof, leaves))
+        if key not in self._made:
+
+            def flat(*args: Any) -> list[Any]:
+                held = jax.tree.unflatten(treedef, args[len(values) :])
+                return self._original.run(args[: len(values)], held)
+
+            avals = [compat.typeof(value) for value in (*values, *leaves)]
+            info = compat.named_info("deferred")
+            jaxpr, more = hoisted(*compat.stage(flat, avals, info))
+            self._made[key] = compat.as_function(jaxpr), more
+        call, more = self._made[key]
+        return call(*more, *values, *leaves)
+
+
+class Linear(NamedTuple):
+    """A derivative's linear function, made together with its equation.
+
+    Attributes:
+        count: how many operands that equation has.
+        call: returns the results of the linear function.
+        shared: the original.
+    """
+
+    count: int
+    call: Call
+    shared: SharedProgram
+
+
+class Derivatives:
+    """The derivatives in a jaxpr, and what was made of them.
+
+    JAX may inline a jaxpr twice, with the same functions. Their equations differ by operands.
+
+    Args:
+        jaxpr: the open jaxpr.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self._programs: Counter[Program] = Counter()
+        self._of: dict[Hashable, list[Function]] = {}
+        for eqn in jaxpr.eqns:
+            if eqn.primitive is not compat.deferred_p:
+                continue
+            function = eqn.params["function"]
+            self._programs[function.program] += 1
+            if (base := function.base) is not None:
+                self._of.setdefault(_at(base.key, eqn, base.count), []).append(function)
+        self._linear: dict[Hashable, Linear] = {}
+        self._shared: dict[Hashable, SharedProgram] = {}
+
+    def has_no_derivative(self, program: Program) -> bool:
+        """Return whether a program has no derivatives in this jaxpr."""
+        return self._programs[program] == 1
+
+    def of(self, eqn: Any) -> Function | None:
+        """Return a derivative of an equation, the one of ``vjp`` first."""
+        found = self._of.get(_at(eqn.params["function"].key, eqn, len(eqn.invars)), ())
+        return max(found, key=lambda one: one.is_backward, default=None)
+
+    def keep(self, function: Function, eqn: Any, linear: Linear) -> None:
+        """Keep the linear function of an equation's derivative."""
+        self._linear[_at(function, eqn, linear.count)] = linear
+
+    def linear(self, eqn: Any) -> Linear | None:
+        """Return the linear function that was kept for a derivative's equation."""
+        base = eqn.params["function"].base
+        return (
+            None if base is None else self._linear.get(_at(eqn.params["function"], eqn, base.count))
+        )
+
+    def keep_program(self, eqn: Any, shared: SharedProgram) -> None:
+        """Keep what was made of an equation's original."""
+        self._shared[_program_at(eqn)] = shared
+
+    def program(self, eqn: Any) -> SharedProgram | None:
+        """Return what was made of the original of a derivative's equation."""
+        return self._shared.get(_program_at(eqn))
+
+
+def _program_at(eqn: Any) -> Hashable:
+    program = eqn.params["function"].program
+    return _at(program, eqn, len(program.in_avals))
+
+
+def _at(function: Hashable, eqn: Any, count: int) -> Hashable:
+    return function, tuple(map(id, eqn.invars[:count]))

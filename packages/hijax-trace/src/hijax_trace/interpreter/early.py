@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -24,12 +24,11 @@ from ..staging.marker import Marker, check_result, marker_in
 from ..staging.packed import is_iterator
 from .call import TraceCall
 from .custom import rebuild_custom
-from .frames import Frame, Operands, Place
-from .numbers import Numbers, join_path
+from .frames import Frame, Inputs, Operands, Place
+from .op_ids import OURS, WITHIN, Numbers, join_path
 from .rebuild import rebuild
-from .scopes import OURS, WITHIN
 from .session import Session
-from .tracers import KnownTracers, Tracers
+from .tracers import Tracers
 
 _NO_FUNCTIONS: frozenset[str] = frozenset()
 
@@ -46,18 +45,6 @@ class Restage(BaseException):
     def __init__(self, early: Early):
         super().__init__()
         self.early = early
-
-
-class Where(NamedTuple):
-    """Where an operation is in a program that is being staged.
-
-    Attributes:
-        path: the module path.
-        label: the label of the innermost loop or branch around it.
-    """
-
-    path: str
-    label: str
 
 
 class Early:
@@ -163,23 +150,19 @@ class Early:
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
                 return check_result(asked, result, marker.results, avals)
-            known = self._operands(values)
             inner = Frame(
                 jaxpr,
-                known.origins,
-                known.metadata,
+                self._operands(values),
                 *where,
                 frozenset({name}),
-                proxies=known.proxies,
-                expressions=known.expressions,
                 consts=compat.consts_of(closed),
                 depth=self.tracers.depth(values),
             )
             with self._counting():
                 return self._session.reinterpret(inner, jaxpr, [*compat.consts_of(closed), *values])
 
-    def _where(self, trace: Any, path: str) -> Where | None:
-        """Return path and label, or None if this mode does not ask."""
+    def _where(self, trace: Any, path: str) -> tuple[str, str] | None:
+        """Return module path and loop label, or None if this mode does not ask."""
         base = self.tracers.base()
         staging = compat.staging_trace(trace)
         nested = staging is not base
@@ -188,8 +171,8 @@ class Early:
             # Another engine re-interprets in the program's own trace; its frames' paths are
             # unknown here, but the name stack has their scopes.
             if not nested:
-                return Where(join_path(*self._scopes()), "")
-            return Where(path, compat.loop_label(staging, base))
+                return join_path(*self._scopes()), ""
+            return path, compat.loop_label(staging, base)
         self.meet(nested)
         return None
 
@@ -217,7 +200,7 @@ class Early:
         level: str,
         args: tuple,
         params: Any,
-        where: Where,
+        where: tuple[str, str],
         within: frozenset[str],
         values: list[Any],
         proceed: Callable[..., Any],
@@ -225,11 +208,11 @@ class Early:
         """Return what a handler is given."""
         self._count_staged()
         path, label = where
-        frame, key = Frame(None, (), {}, path, label), (path, label, name)
+        frame, key = Frame(None, Inputs(), path, label), (path, label, name)
         number = self._numbers.next(*key)
         self._session.asked.append((self._looked_at, key, number))
-        place, known = Place(frame, (), within), KnownTracers(values, self.tracers)
-        return TraceCall(name, level, args, params, place, number, known, proceed, self._session)
+        place, known = Place(frame, (), within), (self.tracers, values, values)
+        return TraceCall(name, level, args, params, place, number, *known, proceed, self._session)
 
     def _keep(self, call: TraceCall, result: Any) -> Any:
         """Keep the metadata that a handler attached, and which values it replaced."""
@@ -240,14 +223,14 @@ class Early:
                 self.tracers.replace(value)
         return result
 
-    def _frame(self, where: Where, values: Sequence[Any]) -> Frame:
+    def _frame(self, where: tuple[str, str], values: Sequence[Any]) -> Frame:
         """Return a frame for an operation that has no jaxpr yet."""
-        return Frame(None, (), {}, *where, depth=self.tracers.depth(values))
+        return Frame(None, Inputs(), *where, depth=self.tracers.depth(values))
 
     def _proceed(self, primitive: Any, *values: Any, **params: Any) -> Any:
         """Run a primitive for its handler: nothing in it is tapped."""
         if self._session.tapping.tasks.enters(primitive, params, len(values)):
-            place = Place(self._frame(Where("", ""), values), (), _NO_FUNCTIONS, untapped=True)
+            place = Place(self._frame(("", ""), values), (), _NO_FUNCTIONS, untapped=True)
             return self._bind_rebuilt(place, primitive, params, list(values))
         return primitive.bind(*values, **primitive.get_bind_params(params))
 
@@ -262,20 +245,13 @@ class Early:
             else:
                 new = rebuild(*where, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
-        if new.from_handler:
+        if new.outcome.from_handler:
             for value in jax.tree.leaves(result):
                 self.tracers.replace(value)
         return result
 
     def _operands(self, values: list[Any]) -> Operands:
-        known = self.tracers
-        return Operands(
-            [compat.typeof(value) for value in values],
-            [functools.partial(known.origin, value) for value in values],
-            {i: found for i, value in enumerate(values) if (found := known.metadata(value))},
-            {i: found for i, value in enumerate(values) if (found := known.proxy(value))},
-            [functools.partial(known.expression, value) for value in values],
-        )
+        return Operands(self.tracers, values, list(map(compat.typeof, values)))
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -8,7 +8,6 @@ from .. import compat
 from ..dataflow.flow import forwarded
 from ..dataflow.sources import returned_views
 from ..staging.marker import Marker, MarkerName
-from .atoms import variable
 from .custom import rebuild_custom
 from .frames import Frame
 from .one_pass import Pass, mark_replaced
@@ -56,16 +55,8 @@ def inner_frame(
     untapped: bool | None = None,
 ) -> Frame:
     """Return the frame of a program for a call's operands."""
-    operands = run.operands(task.eqn)
-    return run.place(task, within, untapped).inside(
-        compat.open_of(closed),
-        operands.origins,
-        operands.metadata,
-        proxies=operands.proxies,
-        expressions=operands.expressions,
-        consts=compat.consts_of(closed),
-        linear=operands.linear,
-    )
+    place, consts = run.place(task, within, untapped), compat.consts_of(closed)
+    return place.inside(compat.open_of(closed), run.operands(task.eqn), consts=consts)
 
 
 def enter(
@@ -97,10 +88,9 @@ def _returns_proxy(run: Pass, eqn: Any) -> bool:
 
     Operands that it returns as they are need no care: see ``forwarded``.
     """
-    proxies = run.frame.proxies
-    if not proxies or eqn.primitive is not compat.jit_p:
+    if not run.frame.proxies or eqn.primitive is not compat.jit_p:
         return False
-    views = returned_views(eqn, [variable(atom) in proxies for atom in eqn.invars])
+    views = returned_views(eqn, [run.frame.proxy(atom) is not None for atom in eqn.invars])
     return not set(views) <= {i for i, _ in forwarded(eqn)}
 
 

@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +22,8 @@ from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
 from ..staging.packed import NUMBERS, NUMPY, Packed
-from .numbers import Numbers
+from .op_ids import Numbers
+from .questions import Outcome
 
 Run = Callable[[Callable[..., Any], tuple], Any]
 """Calls a function with a tuple of arguments, while the targets are tapped."""
@@ -221,15 +222,11 @@ class Asked(NamedTuple):
 
     Attributes:
         numbers: the operations so far, after those.
-        metadata: the metadata of its results, by number.
-        replaced: whether a handler replaced any operation in it.
-        from_handler: whether any of those values was not the operation's own result.
+        outcome: what came of it.
     """
 
     numbers: Numbers
-    metadata: Mapping[int, Mapping[str, Any]]
-    replaced: bool
-    from_handler: bool
+    outcome: Outcome
 
 
 class Applied(NamedTuple):

@@ -5,17 +5,22 @@ See "Joins" in the README.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
 from interception_core import TargetError, explicit_mesh
 
 from .. import compat
 from ..staging.repeated import appended
 from .one_pass import Pass
-from .reshaped import VIEWS, reshaped
 from .tasks import Task
+from .views import ORDERED, makers, moved
 
 _ELEMENTWISE = frozenset(
     ("add", "div", "erf", "exp", "integer_pow", "logistic", "max", "min", "mul", "sub", "tanh")
@@ -128,7 +133,7 @@ def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
             joins = joins and compat.is_as_traced(eqn.params["jaxpr"])
             joins = joins and not compat.is_used_besides(value, users)
             return (value, users) if joins else (None, ())
-        if eqn.primitive.name not in VIEWS or eqn.in_tracers[0].size != value.size:
+        if eqn.primitive.name not in ORDERED or eqn.in_tracers[0].size != value.size:
             break
         users.append(eqn)
         value = eqn.in_tracers[0]
@@ -140,7 +145,7 @@ def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
     _, call = compat.producer(origin)
     name, primitive, whole = call.params["name"], eqn.primitive.name, eqn.outvars[0].aval.shape
     operands = [
-        origin if i == which else reshaped(x, whole, origin.shape) for i, x in enumerate(values)
+        origin if i == which else _reshaped(x, whole, origin.shape) for i, x in enumerate(values)
     ]
     others = [x for x in operands if x is not origin]
     types = tuple(map(compat.typeof, others))
@@ -161,3 +166,40 @@ def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
             f"type, or NotImplemented to let {primitive} run."
         )
     return result
+
+
+def _reshaped(value: Any, whole: Sequence[int], shape: tuple[int, ...]) -> Any:
+    """Return an operand in another shape, or the row that it consists of.
+
+    Args:
+        value: the operand, which can be broadcast to ``whole``.
+        whole: the shape of the operation's result.
+        shape: a shape of as many elements.
+
+    Returns:
+        An array of that shape; or one of shape ``shape[-1:]`` that is repeated along the other
+        axes, if that is what the program broadcast.
+    """
+    columns, many = shape[-1], math.prod(shape[:-1]) > 1
+    row, same = None, None
+    made = list(makers(value, ORDERED))
+    for i, source in enumerate((value, *(eqn.in_tracers[0] for eqn in made))):
+        if source.shape == shape and source.size == value.size:
+            same = source
+        if compat.is_staged(source) and source.size == columns and (many or source.ndim == 1):
+            row = source, made[:i]
+    if row is not None and _is_row(*row, whole, shape):
+        return row[0] if row[0].ndim == 1 else lax.reshape(row[0], (columns,))
+    return lax.reshape(jnp.broadcast_to(value, whole), shape) if same is None else same
+
+
+def _is_row(row: Any, views: Sequence[Any], whole: Sequence[int], shape: Sequence[int]) -> bool:
+    """Return whether an array that is viewed and broadcast is the same along all axes but one."""
+    memory = view = np.empty(row.shape, np.int8)  # looked at, and never touched
+    for eqn in reversed(views):
+        view = moved(view, eqn)
+    view = np.broadcast_to(view, whole).reshape(shape)
+    if not np.may_share_memory(view, memory):  # NumPy had to copy
+        return False
+    steps = zip(view.shape, view.strides, (*(0 for _ in shape[:-1]), 1), strict=True)
+    return all(size == 1 or step == wanted for size, step, wanted in steps)

@@ -16,8 +16,8 @@ from ..dataflow.expression import Expression
 from ..proxy.carrier import Carrier, NotStoredError, proxy_of
 from .frames import Frame
 from .lazy import later_of
-from .numbers import join_path
 from .one_pass import Pass
+from .op_ids import join_path
 from .session import Session
 from .tasks import Do, Task
 
@@ -42,7 +42,7 @@ def reinterpret_without(
     """
     variables = compat.inputs_of(jaxpr)
     session.lacking = frozenset(
-        leaf.path for place in places for leaf in frame.own_expression(variables[place]).leaves()
+        leaf.path for place in places for leaf in frame.expression(variables[place]).leaves()
     )
     filled = list(values)
 
@@ -89,11 +89,11 @@ def note_use(session: Session, frame: Frame, task: Task) -> None:
         held = None if type(atom) is compat.Literal else frame.proxies.get(atom)
         if type(held) is not Carrier or proxy_of(held) is not None:
             continue
-        expression = frame.own_expression(atom)
+        expression = frame.expression(atom)
         if session.lacking.isdisjoint(leaf.path for leaf in expression.leaves()):
             continue
         name = eqn.primitive.name if task.marker is None else task.marker.op_name
-        key = (frame.own_path(task.scopes), frame.label, name)
+        key = (frame.path(task.scopes), frame.label, name)
         number = session.numbers.get(key)
         op_id = join_path(*key) + ("" if number is None else f":{number - 1}")
         session.uses_of_lacking.append((op_id, number is not None, expression))
@@ -111,7 +111,7 @@ def _not_stored(
         leaf
         for place, one in zip(places, used, strict=True)
         if one
-        for leaf in frame.own_expression(variables[place]).leaves()
+        for leaf in frame.expression(variables[place]).leaves()
     ]
     paths = {leaf.path for leaf in leaves}
     noted = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,9 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
-from .atoms import metadata_of, variable
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
-from .original import Derivatives
+from .questions import Outcome
 from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
@@ -37,7 +35,7 @@ class Pass:
         values: the values of variables so far.
         appends: whether equations are appended to another jaxpr.
         changed: variables whose value has another type than the variable.
-        derivatives: the derivatives in the jaxpr, once an equation asked for them.
+        derivatives: the ``Derivatives`` in the jaxpr, once an equation asked for them.
         answers: an ``Answers``, if what handlers did may be done again.
         joins: a ``Joins``, if equations may be joined with calls that handlers made.
     """
@@ -52,8 +50,8 @@ class Pass:
         self._caller = caller
         self._outer = compat.current_stack() if caller is None else caller.name_stack
         self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
-        self.derivatives: Derivatives | None = None
-        self.answers: Any = None  # these two are of modules that import this one
+        self.derivatives: Any = None  # these three are of modules that import this one
+        self.answers: Any = None
         self.joins: Any = None
         self.changed: set[Any] = set()
         self.values = Values()
@@ -81,16 +79,16 @@ class Pass:
         if self.appends:
             make = compat.append if task.simple else compat.inline if task.inlined else None
         changed = self.changed
-        if make is None or (changed and not changed.isdisjoint(map(variable, eqn.invars))):
+        if make is None or (changed and any(x in changed for x in _variables(eqn.invars))):
             self.write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self.values.update(zip(eqn.outvars, make(self.trace, eqn, values, info), strict=True))
 
     def emit(self, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
         """Make an equation that was rebuilt with its programs tapped."""
-        for i, note in new.metadata.items():
+        for i, note in new.outcome.metadata.items():
             self.frame.metadata[eqn.outvars[i]] = note
-        mark_replaced(self.frame, eqn, new)
+        mark_replaced(self.frame, eqn, new.outcome)
         again = eqn.replace(params=new.params)
         if new.results is not None:
             results = compat.rebind(again, new.values, info)
@@ -116,7 +114,7 @@ class Pass:
     def number(self, task: Task, name: str) -> int:
         """Count an operation. Return its number among those of its key."""
         frame = self.frame
-        return self.session.numbers.next(frame.own_path(task.scopes), frame.label, name)
+        return self.session.numbers.next(frame.path(task.scopes), frame.label, name)
 
     def place(
         self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
@@ -124,27 +122,25 @@ class Pass:
         """Return the place of an equation; by default as its frame says."""
         frame = self.frame
         within = (frame.within if within is None else within) | task.within
-        return Place(frame, task.scopes, within, frame.untapped if untapped is None else untapped)
+        untapped = self.is_untapped(task) if untapped is None else untapped
+        return Place(frame, task.scopes, within, untapped)
+
+    def is_untapped(self, task: Task) -> bool:
+        """Return whether no handler is asked about an equation."""
+        return self.frame.untapped or task.unused
 
     def operands(self, eqn: Any) -> Operands:
         """Return what is known of the operands of an equation."""
-        frame = self.frame
-        metadata = {}
-        if frame.metadata:
-            found = [metadata_of(frame, atom) for atom in eqn.invars]
-            metadata = {i: note for i, note in enumerate(found) if note}
-        origins = [functools.partial(frame.origin, atom) for atom in eqn.invars]
-        proxies = {}
-        if frame.proxies:
-            found = [frame.proxies.get(variable(atom)) for atom in eqn.invars]
-            proxies = {i: held for i, held in enumerate(found) if held is not None}
-        expressions = [functools.partial(frame.own_expression, atom) for atom in eqn.invars]
-        avals, linear = [atom.aval for atom in eqn.invars], self.linear(eqn.invars)
-        return Operands(avals, origins, metadata, proxies, expressions, linear)
+        avals = [atom.aval for atom in eqn.invars]
+        return Operands(self.frame, eqn.invars, avals, self.linear(eqn.invars))
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""
         return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
+
+
+def _variables(atoms: Sequence[Any]) -> list[Any]:
+    return [atom for atom in atoms if type(atom) is not compat.Literal]
 
 
 def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
@@ -152,7 +148,7 @@ def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
     return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
 
 
-def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Rebuilt) -> None:
+def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Outcome) -> None:
     """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
         frame.replaced.update(eqn.outvars)

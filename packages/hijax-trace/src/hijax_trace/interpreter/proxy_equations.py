@@ -1,4 +1,4 @@
-"""Proxy equations: equations that move or use values with array proxies."""
+"""Proxy equations: equations that move, use or return values with array proxies."""
 
 from __future__ import annotations
 
@@ -6,11 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from .. import compat
+from ..dataflow.expression import Expression
+from ..dataflow.flow import forwarded
+from ..dataflow.nodes import is_zero, uniform_axes
 from ..dataflow.sources import returned_views
-from ..proxy.array_proxy import Lost
-from .atoms import computed, followed, variable
+from ..proxy.array_proxy import Lost, is_proxy
+from ..proxy.carrier import Carrier, proxy_of
+from ..proxy.follow import follow
+from ..proxy.moves import VIEWS
 from .entering import enter, inline
+from .frames import Frame
 from .one_pass import Pass, later_array
+from .questions import EXPRESSION
 from .tasks import Do, Task
 
 _LOOKUPS = ("dynamic_slice", "gather")
@@ -22,10 +29,10 @@ def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     Returns:
         Whether it was made. It was not if it must be made as its task says.
     """
-    eqn, proxies = task.eqn, run.frame.proxies
+    eqn = task.eqn
     if task.do is not Do.PASS or not eqn.invars:
         return False
-    held = [proxies.get(variable(atom)) for atom in eqn.invars]
+    held = [run.frame.proxy(atom) for atom in eqn.invars]
     if not any(held):
         return False
     if task.inlined or _is_view(run, eqn, held):
@@ -45,7 +52,7 @@ def follow_moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     """
     eqn, frame = task.eqn, run.frame
     with compat.at(info), eqn.ctx.manager:
-        found = followed(frame, eqn, values)
+        found = _followed(frame, eqn, values)
         if found is None:
             return False
         looked_up = found[0] if eqn.primitive.name in _LOOKUPS else None
@@ -60,6 +67,26 @@ def follow_moves(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     pairs = zip(eqn.outvars, found, strict=True)
     frame.proxies.update((var, proxy) for var, proxy in pairs if proxy)
     return True
+
+
+def _followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
+    """Return the proxies of an equation's results, or None."""
+    held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
+    if eqn.primitive.name not in VIEWS or not any(held):
+        return None
+
+    def expression(i: int) -> Expression:
+        frame.note(EXPRESSION)
+        return frame.expression(eqn.invars[i])
+
+    def is_known_zero(i: int) -> bool:
+        return is_zero(expression(i))
+
+    def uniform(i: int) -> frozenset[int]:
+        return uniform_axes(expression(i))
+
+    avals = [var.aval for var in eqn.outvars]
+    return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero, uniform)
 
 
 def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
@@ -95,3 +122,55 @@ def restore(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         array = proxy.restore().astype(eqn.outvars[0].aval.dtype)
     run.frame.proxies[eqn.outvars[0]] = proxy
     run.write(eqn.outvars, [array])
+
+
+def computed(
+    frame: Frame, eqn: Any, values: Sequence[Any], own: Sequence[Any]
+) -> Sequence[Any] | None:
+    """Return an equation's results as an operand's proxy computes them.
+
+    Args:
+        frame: what is known of the operands.
+        eqn: the equation.
+        values: its operands, or what a handler gave instead. Those have no proxy.
+        own: its operands.
+    """
+    held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
+    operands = [
+        value if proxy is None or isinstance(proxy, Lost) or value is not mine else proxy
+        for value, mine, proxy in zip(values, own, held, strict=False)
+    ]
+    proxy = next((one for one in operands if is_proxy(one)), None)
+    return None if proxy is None else proxy.computed(eqn.primitive.name, eqn.params, operands)
+
+
+def carry(frame: Frame, eqn: Any) -> None:
+    """Let carriers of an equation's operands go along with its results."""
+    held = [frame.proxy(atom) for atom in eqn.invars]
+    carriers = [one for one in held if type(one) is Carrier]
+    for var in eqn.outvars if carriers else ():
+        frame.note(EXPRESSION)
+        expression = frame.expression(var)
+        key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
+        kind = expression.judged(carriers[0].is_parameter)
+        if kind.kind in ("view", "derived") and not kind.is_dynamic:
+            frame.proxies[var] = carriers[0].at(carriers[1:], key, var.aval, own)
+        elif own is not None:
+            frame.proxies[var] = own
+
+
+def forward(frame: Frame, eqn: Any) -> None:
+    """Keep what is known of operands that an equation returns."""
+    held = [frame.proxy(atom) is not None for atom in eqn.invars]
+    if not any(held) and not any(map(frame.metadata_of, eqn.invars)):
+        return
+    for i, operand in forwarded(eqn):
+        if metadata := frame.metadata_of(eqn.invars[operand]):
+            frame.metadata.setdefault(eqn.outvars[i], metadata)
+        if proxy := frame.proxy(eqn.invars[operand]):
+            frame.proxies.setdefault(eqn.outvars[i], proxy)
+    # A view that was moved inside has lost its proxy, and a handler can learn why.
+    for i in returned_views(eqn, held) if any(held) else ():
+        aval = eqn.outvars[i].aval
+        why = f"{eqn.primitive.name} returns it. Use it where it is moved."
+        frame.proxies.setdefault(eqn.outvars[i], Lost(aval.shape, aval.dtype, why))

@@ -1,18 +1,20 @@
-"""Questions: what handlers asked, and whether they would be told the same elsewhere.
+"""Questions: what handlers asked, what came of it, and where they would be told the same.
 
 Every question that a handler asks through its call is logged: with the call, and in the frames
 around the operation. What was made then is used again where every question has an equal answer: a
-re-interpreted body (``memo``), and what a pure handler made of an operation (``answers``).
+re-interpreted body (``Memo``), and what a pure handler made of an operation (``answers``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from interception_core import ValueKind
 
-from ..dataflow.dataflow import Express
+from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import is_zero
 
@@ -28,6 +30,24 @@ is_parameter)``, which are about an operand, ``(PATH,)``, ``(STEPS,)``, ``(NUMBE
 its inputs, ``(ORIGIN, i)``, on the kinds of all of them, ``(KINDS, is_parameter)``, and on how many
 operations came before, ``(NUMBERS, key)``.
 """
+
+Metadata = Mapping[str, Any]
+"""What handlers attached to one value."""
+
+
+class Outcome(NamedTuple):
+    """What came of asking handlers about the operations of a program.
+
+    Attributes:
+        metadata: the metadata of its results, by number.
+        replaced: whether a handler replaced any operation.
+        from_handler: whether any of those values was not the operation's own result.
+    """
+
+    metadata: Mapping[int, Metadata] = MappingProxyType({})
+    replaced: bool = False
+    from_handler: bool = False
+
 
 Told = Mapping[Question, Hashable]
 """What handlers were told, as keys that are equal where they must do the same."""
@@ -58,14 +78,37 @@ class Keys:
         return *kind._replace(paths=frozenset()), paths
 
     def of_kinds(
-        self, expressions: Sequence[Express] | None, is_parameter: Callable[[str], bool]
+        self, expressions: Iterable[Expression], is_parameter: Callable[[str], bool]
     ) -> Hashable:
         """Return the key of the kinds of a program's inputs."""
         found = []
-        for express in expressions or ():
-            expression = express()
+        for expression in expressions:
             kind = expression.judged(is_parameter)
             # A mask of zeros makes a view of a select; another constant does not.
             is_mask = kind.kind == "constant" and is_zero(expression)
             found.append((*self.of_kind(kind), is_mask))
         return tuple(found)
+
+
+class Memo:
+    """Keeps tapped programs for as long as the originals live."""
+
+    def __init__(self) -> None:
+        self._kept: weakref.WeakKeyDictionary[Any, dict[Hashable, list[Any]]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def find(self, jaxpr: Any, key: Hashable, answer: Callable[[Question], Hashable]) -> Any | None:
+        """Return a tapped program whose handlers would be told the same here, or None.
+
+        Args:
+            jaxpr: the original, open.
+            key: what must be equal in any case.
+            answer: answers a question about the program in this place.
+        """
+        candidates = self._kept.get(jaxpr, {}).get(key, ())
+        return next((one for one in candidates if is_told(one.told, answer)), None)
+
+    def keep(self, jaxpr: Any, key: Hashable, tapped: Any) -> None:
+        """Keep what was made of ``jaxpr``."""
+        self._kept.setdefault(jaxpr, {}).setdefault(key, []).append(tapped)

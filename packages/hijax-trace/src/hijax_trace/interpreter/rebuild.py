@@ -12,10 +12,11 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .. import compat
+from ..dataflow.flow import passed_by
 from ..dataflow.holders import Body, holder_of
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy
-from .bodies import tap_body, unused_in
+from .bodies import Tapped, tap_body, unused_in
 from .body_proxies import (
     NO_PROXIES,
     BodyProxies,
@@ -23,9 +24,9 @@ from .body_proxies import (
     proxies_of_shards,
     untrained,
 )
-from .frames import Metadata, Operands, Place
+from .frames import Operands, Place
 from .hi_prims import Applied, Asked, TappedPrim
-from .memo import Tapped
+from .questions import Outcome
 from .rules import prim_rule
 from .session import Session
 
@@ -36,9 +37,7 @@ class Rebuilt(NamedTuple):
     Attributes:
         params: its parameters.
         values: its operands.
-        metadata: the metadata of its results, by number.
-        replaced: whether a handler replaced any operation in it.
-        from_handler: whether any of those values was not the operation's own result.
+        outcome: what came of asking handlers about the operations in it.
         results: which of the equation's results it has, the first ones of the new equation; None
             for all.
         returned: builds the array proxies of the others, by number, from all new results.
@@ -46,9 +45,7 @@ class Rebuilt(NamedTuple):
 
     params: dict[str, Any]
     values: list[Any]
-    metadata: Mapping[int, Metadata]
-    replaced: bool
-    from_handler: bool
+    outcome: Outcome
     results: Sequence[int] | None = None
     returned: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]] = lambda results: {}
 
@@ -140,13 +137,12 @@ def rebuild(
         _check_devices(tapped[0].extra, params["mesh"])
     if primitive is compat.custom_vmap_p:
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
-    replaced, from_handler = any(t.replaced for t in tapped), any(t.from_handler for t in tapped)
-    metadata = _metadata(holder.results, tapped)
+    outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
-        asked = Asked(session.numbers.copy(), metadata, replaced, from_handler)
+        asked = Asked(session.numbers.copy(), outcome)
         rule = prim_rule(session, place, operands, before, asked=asked)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
-    found = Rebuilt(new, all_values, metadata, replaced, from_handler)
+    found = Rebuilt(new, all_values, outcome)
     if not results:
         return found
     # What all branches return of their operands as it is need not be a result, which XLA copies.
@@ -177,9 +173,7 @@ def rebuild(
 
 def again(applied: Applied, values: Sequence[Any]) -> Rebuilt:
     """Return what replaces the equation of a HiPrim in its own rule."""
-    asked, params = applied.asked, {"_prim": applied.tapped}
-    values = [*applied.extra, *values]
-    return Rebuilt(params, values, asked.metadata, asked.replaced, asked.from_handler)
+    return Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
 
 
 def _returned_by_branches(
@@ -196,16 +190,9 @@ def _returned_by_branches(
             if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
         }
         found = views if found is None else found & views
-    same = {i for i, column in enumerate(zip(*(_inputs_of(body) for body in bodies), strict=True))
-            if column[0] is not None and len(set(column)) == 1}  # fmt: skip
+    columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
+    same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
     return tuple(sorted((found or set()) - same))
-
-
-def _inputs_of(body: Body) -> list[int | None]:
-    """Return for each result of a body the input that it is."""
-    jaxpr = compat.open_of(body.jaxpr)
-    places = {var: i for i, var in enumerate(jaxpr.invars)}
-    return [None if type(x) is compat.Literal else places.get(x) for x in jaxpr.outvars]
 
 
 def _agreed(
@@ -274,16 +261,15 @@ def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
     return {operand for operand in unused - used if operand is not None}
 
 
-def _metadata(results: str, tapped: Sequence[Tapped]) -> Mapping[int, Metadata]:
-    """Return the metadata of results on which all bodies agree."""
-    if results == "carry":
-        return {}
-    first, *rest = tapped
-    return {
-        i: note
-        for i, note in first.metadata.items()
-        if all(t.metadata.get(i) == note for t in rest)
-    }
+def _united(results: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what came of all bodies of a holder; results have the metadata that they agree on."""
+    first, *rest = outcomes
+    notes = {} if results == "carry" else first.metadata
+    return Outcome(
+        {i: note for i, note in notes.items() if all(x.metadata.get(i) == note for x in rest)},
+        any(one.replaced for one in outcomes),
+        any(one.from_handler for one in outcomes),
+    )
 
 
 def share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:

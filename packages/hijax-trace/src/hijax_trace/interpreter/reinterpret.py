@@ -9,7 +9,6 @@ from .. import compat
 from ..proxy.carrier import Carrier
 from . import asking, deriving, entering, proxy_equations
 from .answers import Answers
-from .atoms import carry, forward
 from .frames import Frame
 from .joins import Joins
 from .lacking import note_use, restore_derived
@@ -88,15 +87,13 @@ class Interpreter(Pass):
             if joins is None or not joins.make(task, values, info):
                 self.again(task, eqn, values, info)
         else:
-            untapped, frame.untapped = frame.untapped, frame.untapped or task.unused
             _ACTIONS[task.do](self, task, values, info)
-            frame.untapped = untapped
         known = frame.metadata or frame.proxies
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
-            forward(frame, eqn)
+            proxy_equations.forward(frame, eqn)
         if self._carries:
-            carry(frame, eqn)
+            proxy_equations.carry(frame, eqn)
             if self.session.lacking:
                 restore_derived(self, eqn)
                 note_use(self.session, frame, task)

@@ -10,14 +10,15 @@ import jax
 import numpy as np
 
 from .. import compat
-from ..dataflow.dataflow import Express
+from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin
 from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import Lost
 from ..proxy.carrier import proxy_of
 from .body_proxies import NO_PROXIES, BodyProxies
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Operands, Place
 from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
-from .numbers import Numbers
+from .op_ids import Numbers
 from .session import Session
 
 
@@ -61,8 +62,7 @@ def stage_again(
         finally:
             frame.index = None  # a tracer of the trace that ends here
         for i in returns:
-            atom = jaxpr.outvars[i]
-            held = None if type(atom) is compat.Literal else proxy_of(frame.proxies.get(atom))
+            held = proxy_of(frame.proxy(jaxpr.outvars[i]))
             if held is not None and not isinstance(held, Lost):
                 leaves, returned[i] = jax.tree.flatten(held)
                 results = [*results, *leaves]
@@ -121,37 +121,43 @@ def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_lat
     known = [k if first <= k < len(custom.operands.avals) else None for k in places]
     # Its tangents come last.
     linear = frozenset(i for i, k in enumerate(places) if k >= len(custom.operands.avals))
-    inner = _rule_frame(opened, custom.place, custom.operands, known, consts, is_later, linear)
+    given = _RuleInputs(opened, custom.operands, known, linear)
+    inner = custom.place.inside(opened, given, consts=consts, is_rule=True, is_later=is_later)
     counting = session.counting(custom.numbers.copy())
     return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
 
 
-def _rule_frame(
-    jaxpr: Any,
-    place: Place,
-    operands: Operands,
-    sources: Sequence[int | None],
-    consts: Sequence[Any],
-    is_later: bool = True,
-    linear: frozenset[int] = frozenset(),
-) -> Frame:
-    """Return the frame of a derivative rule that is linear in some of its inputs."""
+class _RuleInputs(Inputs):
+    """What is known of the inputs of a derivative rule.
 
-    def express(var: Any, source: int | None) -> Express:
-        if source is None or operands.expressions is None:
-            return functools.partial(Unknown, var.aval, "a value of a derivative", None)
-        return operands.expressions[source]
+    Args:
+        jaxpr: the rule's open jaxpr.
+        operands: what is known of the operands of the operation.
+        sources: for each input, the operand that it is, or None.
+        linear: the inputs in which the rule is linear.
+    """
 
-    return place.inside(
-        jaxpr,
-        [None if k is None else operands.origins[k] for k in sources],
-        {},
-        linear=linear,
-        expressions=list(map(express, jaxpr.invars, sources)),
-        consts=consts,
-        is_rule=True,
-        is_later=is_later,
-    )
+    def __init__(
+        self,
+        jaxpr: Any,
+        operands: Operands,
+        sources: Sequence[int | None],
+        linear: frozenset[int],
+    ):
+        super().__init__(linear=linear)
+        self._jaxpr, self._operands, self._sources = jaxpr, operands, sources
+
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input."""
+        source = self._sources[index]
+        return None if source is None else self._operands.origin(source)
+
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed."""
+        source = self._sources[index]
+        if source is None:
+            return Unknown(self._jaxpr.invars[index].aval, "a value of a derivative", None)
+        return self._operands.expression(source)
 
 
 def prim_rule(
@@ -191,7 +197,8 @@ def prim_rule(
         places = [*[None] * before, *known]
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
-        inner = _rule_frame(jaxpr, place, operands, places, consts, is_later, along)
+        given = _RuleInputs(jaxpr, operands, places, along)
+        inner = place.inside(jaxpr, given, consts=consts, is_rule=True, is_later=is_later)
         start = numbers
         if tapped is not None and asked is not None:
             given = [packed.place_of(leaf) for leaf in own]

@@ -17,9 +17,8 @@ from ..staging.deferred import Staged
 from ..staging.marker import Markers
 from .frames import Frame
 from .hi_prims import Expansions
-from .memo import Memo
-from .numbers import Key, Numbers
-from .questions import Keys
+from .op_ids import Key, Numbers
+from .questions import Keys, Memo
 from .tasks import Tasks
 
 

@@ -9,11 +9,11 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .. import compat
-from ..dataflow.called import called
 from ..dataflow.holders import (
     CUSTOM_CALLS,
     Body,
     Holder,
+    called,
     custom_body,
     holder_of,
     is_opaque,
@@ -24,8 +24,7 @@ from ..staging.marker import Marker, marker_in, marker_of
 from ..state.restoring import is_restoring
 from .groups import Found, finder_of, groups_of
 from .hi_prims import Expansions
-from .numbers import Key, Numbers, join_path
-from .scopes import Where, where_of
+from .op_ids import Key, Numbers, Where, join_path, where_of
 
 
 class Do(enum.Enum):
@@ -153,15 +152,15 @@ class Tasks:
 
     def enters(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
         """Return whether a primitive holds a program that ``wants`` is true for."""
-        if primitive is compat.jit_p:
-            return self.wants(params["jaxpr"])
-        custom = custom_body(primitive, params, operands)
-        if custom is not None:
-            return self.wants(custom.jaxpr)
+        programs = self._programs(primitive, params, operands)
+        return any(self.wants(body.jaxpr) for body in programs)
+
+    def _programs(self, primitive: Any, params: dict[str, Any], operands: int) -> Sequence[Body]:
+        """Return the programs that an equation holds."""
+        if (custom := custom_body(primitive, params, operands)) is not None:
+            return [custom]
         holder = self.holder(primitive, params)
-        if holder is None:
-            return False
-        return any(self.wants(body.jaxpr) for body in holder.bodies(params, operands))
+        return () if holder is None else holder.bodies(params, operands)
 
     def wants_call(self, primitive: Any, params: dict[str, Any], operands: int) -> bool:
         """Return whether a primitive that is about to be bound concerns handlers."""
@@ -193,15 +192,9 @@ class Tasks:
         if eqn.primitive is compat.deferred_p:
             if not eqn.params["function"].is_derived:
                 yield eqn.params["function"].program.jaxpr, ""
-        elif (custom := self._custom(eqn)) is not None:
-            yield custom.jaxpr, ""
-        elif (holder := self.holder(eqn.primitive, eqn.params)) is not None:
-            for body in holder.bodies(eqn.params, compat.operand_count(eqn)):
-                yield body.jaxpr, body.label
-
-    def _custom(self, eqn: Any) -> Body | None:
-        """Return the function of an equation with custom rules, staged or being staged."""
-        return custom_body(eqn.primitive, eqn.params, compat.operand_count(eqn))
+            return
+        for body in self._programs(eqn.primitive, eqn.params, compat.operand_count(eqn)):
+            yield body.jaxpr, body.label
 
     def _plan(self, jaxpr: Any) -> tuple[list[Task], bool]:
         jaxpr = compat.open_of(jaxpr)
@@ -252,7 +245,7 @@ class Tasks:
             do = Do.MARKER if marker.owner == self._owner else Do.FOREIGN_CALL
         elif self.asked(primitive, params, compat.operand_count(eqn)) is not None:
             do = Do.ASK
-        elif self._custom(eqn) is not None:
+        elif custom_body(primitive, params, compat.operand_count(eqn)) is not None:
             do = Do.CUSTOM
         elif self.enters(primitive, params, compat.operand_count(eqn)):
             do = Do.ENTER

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
 
 from .. import compat
 from ..dataflow.axes import dropped
-from ..dataflow.dataflow import Dataflow, Express, constant
+from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
 from ..proxy.array_proxy import ArrayProxy
-from ..proxy.follow import follow
-from .frames import Metadata
+from .questions import Metadata
+from .views import moved_proxy
 
 _NOTHING: Metadata = {}
 
@@ -71,12 +71,11 @@ class Tracers:
 
     def replace(self, value: Any) -> None:
         """Mark a value as computed by a handler."""
-        while (inner := compat.inner_value(value)) is not None:
-            value = inner[0]
+        *_, (value, _) = _layers(value)
         if self._is_here(value):
             self._foreign.add(compat.producer(value)[0])
 
-    def metadata(self, value: Any) -> Metadata:
+    def metadata_of(self, value: Any) -> Metadata:
         """Return the metadata that handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
@@ -112,19 +111,29 @@ class Tracers:
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
-        axes = []
-        while (inner := compat.inner_value(value)) is not None:
-            value, axis = inner
-            axes.append(axis)
+        *outer, (value, _) = _layers(value)
         found = self._unmapped(value)
-        for depth, axis in enumerate(reversed(axes)):
+        for depth, (_, axis) in enumerate(reversed(outer)):
             if axis is not None:
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
 
+    def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
+        """Return the kind of a value."""
+        return self.expression(value).judged(is_parameter)
+
+    def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether a value is surely an activation, without its expression."""
+        return False
+
+    def is_linear(self, value: Any) -> bool:
+        """Return whether the program must be linear in a value."""
+        tracers = (one for one, _ in _layers(value) if isinstance(one, compat.Tracer))
+        return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
+
     def depth(self, values: Sequence[Any]) -> int:
         """Return how many maps and derivatives are around values."""
-        return max(map(_levels, values), default=0)
+        return max((len([*_layers(value)]) - 1 for value in values), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
         if not isinstance(value, compat.Tracer):
@@ -132,55 +141,49 @@ class Tracers:
         if not self._is_here(value):
             return Unknown(compat.typeof(value), OTHER_TRACE, None)
         staged = _Staged(value, self.base())
-        inputs = [self._express(var) for var in staged.invars]
-        flow = Dataflow(staged, inputs, staged.consts, self._foreign)
-        return flow.expression(compat.producer(value)[0])
 
-    def _express(self, var: Any) -> Express:
-        def find() -> Expression:
+        def express(number: int) -> Expression:
+            var = staged.invars[number]
             index = self._variables.get(var)
             if index is None or self._origins is None:
                 return Unknown(var.aval, OTHER_TRACE, None)
             return Leaf(var.aval, index, self._origins(index).path)
 
-        return find
+        flow = Dataflow(staged, express, staged.consts, self._foreign)
+        return flow.expression(compat.producer(value)[0])
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
         if not self._proxies:
             return None
         # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
-        if compat.is_batched(value):
+        while compat.is_batched(value):
             value, axis = compat.inner_value(value) or (None, None)
-            return self.proxy(value) if axis is None else None
+            if axis is not None:
+                return None
         if not self._is_here(value):
             return None
+        return moved_proxy(
+            value, self._given_proxy, lambda before: uniform_axes(self.expression(before))
+        )
+
+    def _given_proxy(self, value: Any) -> ArrayProxy | None:
+        """Return the array proxy of an input."""
         var, eqn = compat.producer(value)
-        if isinstance(var, compat.Literal):
-            return None
-        if eqn is None:
-            return self._proxies.get(self._variables.get(var, -1))
-        held = [self.proxy(tracer) for tracer in eqn.in_tracers]
-        if not any(held):
-            return None
-        avals = [out.aval for out in eqn.outvars]
-        how = (eqn.primitive.name, eqn.params, eqn.in_tracers, held)
-
-        def uniform(i: int) -> frozenset[int]:
-            return uniform_axes(self.expression(eqn.in_tracers[i]))
-
-        return follow(*how, avals, lambda i: False, uniform)[eqn.outvars.index(var)]
+        is_input = eqn is None and not isinstance(var, compat.Literal)
+        return self._proxies.get(self._variables.get(var, -1)) if is_input else None
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()
         return base is not None and compat.is_staged_in(value, base)
 
 
-def _levels(value: Any) -> int:
-    count = 0
+def _layers(value: Any) -> Iterator[tuple[Any, int | None]]:
+    """Yield a value and the axis that it is mapped along, then the same of the values inside."""
     while (inner := compat.inner_value(value)) is not None:
-        value, count = inner[0], count + 1
-    return count
+        yield value, inner[1]
+        value = inner[0]
+    yield value, None
 
 
 class _StagedEqn(NamedTuple):
@@ -236,43 +239,3 @@ class _Staged:
             for eqn in compat.staged_in(trace)
             if id(eqn) in made
         ]
-
-
-class KnownTracers(NamedTuple):
-    """``call.Known`` for arrays of a program that is being staged."""
-
-    values: Sequence[Any]
-    tracers: Tracers
-
-    def origin(self, index: int) -> Origin | None:
-        """Return which input of the wrapped function it is."""
-        return self.tracers.origin(self.values[index])
-
-    def metadata(self, index: int) -> Metadata:
-        """Return what handlers attached to it."""
-        return self.tracers.metadata(self.values[index])
-
-    def proxy(self, index: int) -> ArrayProxy | None:
-        """Return its array proxy."""
-        return self.tracers.proxy(self.values[index])
-
-    def expression(self, index: int) -> Expression:
-        """Return how it is computed."""
-        return self.tracers.expression(self.values[index])
-
-    def kind(self, index: int, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return its kind: view, derived, constant or activation."""
-        return self.expression(index).judged(is_parameter)
-
-    def is_activation(self, index: int, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether it is surely an activation."""
-        return False
-
-    def is_linear(self, index: int) -> bool:
-        """Return whether the operation must be linear in it."""
-        value = self.values[index]
-        while value is not None:
-            if isinstance(value, compat.Tracer) and compat.is_transposing(compat.trace_of(value)):
-                return True
-            value = (compat.inner_value(value) or (None,))[0]
-        return False

@@ -6,7 +6,7 @@ import abc
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -16,11 +16,10 @@ import numpy as np
 from interception_core import JaxtapError
 
 from .front import leading
-from .move import Move, MoveError
+from .move import Move, MoveError, Part, is_shared
 from .moves import MOVES, data_of, move
-from .parts import Part, is_shared
 from .shards import Shards, sliced
-from .updates import UPDATES, Update, axes_of, written
+from .updates import Update, axes_of, read_by, written
 
 
 class OutsideError(JaxtapError, TypeError):
@@ -276,7 +275,7 @@ class ArrayProxy(_Operators, abc.ABC):
         Raises:
             MoveError: new elements share scales with others, or have another form.
         """
-        data = UPDATES[primitive](operands)
+        data = read_by(primitive, len(operands))
         if not is_proxy(operands[data[0]]) and primitive not in ("concatenate", "select_n"):
             raise MoveError(f"{primitive} into another array")
         filled = list(operands)
@@ -380,3 +379,12 @@ class Lost(ArrayProxy):
     def step(self, axis: int, is_mapped: bool = False) -> Lost:
         """Return the lost proxy of a step."""
         return Lost((*self.shape[:axis], *self.shape[axis + 1 :]), self.dtype, self.why)
+
+
+def form_of(proxy: ArrayProxy) -> Hashable:
+    """Return a proxy's structure with the shapes and dtypes of its arrays.
+
+    Proxies in one place of a carry must share it.
+    """
+    leaves, treedef = jax.tree.flatten(proxy)
+    return treedef, tuple((leaf.shape, leaf.dtype) for leaf in leaves)

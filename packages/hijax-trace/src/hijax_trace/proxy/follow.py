@@ -7,11 +7,16 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
+
+from interception_core import followed_spec
 
 from .array_proxy import ArrayProxy, Lost, is_proxy
 from .move import MoveError
 from .moves import MOVES, SAME, data_of, narrowed, rounds
-from .placing import placed
+
+PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
+"""Primitives that place an array, and their parameter with the sharding."""
 
 
 def follow(
@@ -20,8 +25,8 @@ def follow(
     values: Sequence[Any],
     held: Sequence[ArrayProxy | None],
     avals: Sequence[Any],
-    is_known_zero: Callable[[int], bool],
-    uniform: Callable[[int], frozenset[int]],
+    is_known_zero: Callable[[int], bool] = lambda i: False,
+    uniform: Callable[[int], frozenset[int]] = lambda i: frozenset(),
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
 
@@ -70,3 +75,37 @@ def follow(
 
 def _constrained(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+def placed(
+    params: Mapping[str, Any], name: str, proxy: ArrayProxy, bind: Callable[..., Any]
+) -> ArrayProxy:
+    """Return a proxy that is sharded as the program shards its array.
+
+    A part that has no element, or no tile, for each device along an axis is whole along it. Parts
+    with other axes than the array stay where they are.
+
+    Args:
+        params: of the primitive.
+        name: of the parameter that holds the sharding.
+        proxy: of the array.
+        bind: applies the primitive to an array, with parameters.
+    """
+    sharding = params[name]
+    if not isinstance(sharding, NamedSharding):
+        return proxy
+    spec = (*sharding.spec, *(None,) * (len(proxy.shape) - len(sharding.spec)))
+
+    def one(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or leaf.ndim != len(proxy.shape):
+            return leaf
+        own = followed_spec(sharding.mesh, spec, proxy.shape, leaf.shape)
+        return bind(leaf, **{**params, name: sharding.update(spec=own)})
+
+    found = {}
+    for field, part in proxy.parts().items():
+        if is_proxy(part.value):
+            found[field] = placed(params, name, part.value, bind)
+        elif part.value is not None and part.axes is None:
+            found[field] = jax.tree.map(one, part.value)
+    return proxy.replace_parts(found) if found else proxy

@@ -42,13 +42,26 @@ def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
     return _RULES[how.primitive](how, arrays, is_whole, zero)
 
 
-def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
-    """Return the numbers of the operands that a primitive moves."""
+def data_in(primitive: str, count: int, result: int = 0) -> Sequence[int]:
+    """Return the operands of a primitive that moves elements which one of its results has.
+
+    Args:
+        primitive: the name of the primitive.
+        count: how many operands it has.
+        result: the number of the result.
+    """
     if primitive in ("concatenate", "stack"):
-        return list(range(len(operands)))
+        return range(count)
     if primitive == "select_n":
-        return [i for i, operand in enumerate(operands) if i and is_proxy(operand)]
-    return [0]
+        return range(1, count)
+    return [result] if primitive in SAME and result < count else [0]
+
+
+def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
+    """Return the numbers of the operands that a primitive moves, some of which are proxies."""
+    found = data_in(primitive, len(operands))
+    # A mask may choose between proxies and zeros.
+    return [i for i in found if primitive != "select_n" or is_proxy(operands[i])]
 
 
 def _cast(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
@@ -268,6 +281,10 @@ SAME = frozenset(
     }
 )
 """Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
+
+
+VIEWS = SAME | MOVES
+"""Primitives that move elements and compute none, so that scales can be moved alike."""
 
 
 def rounds(primitive: str, params: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ from jax import lax
 
 from .. import compat
 from .move import MoveError, Shape
+from .moves import data_in
 
 
 class Update(NamedTuple):
@@ -153,11 +154,15 @@ _RULES: dict[str, Callable[[Update, Sequence[jax.Array]], jax.Array]] = {
     "select_n": _select,
 }
 
-UPDATES: Mapping[str, Callable[[Sequence[Any]], list[int]]] = {
-    "concatenate": lambda operands: list(range(len(operands))),
-    "dynamic_update_slice": lambda operands: [0, 1],
-    "scatter": lambda operands: [0, 2],
-    "select_n": lambda operands: list(range(1, len(operands))),
-}
-"""Primitives that write elements. ``UPDATES[name](operands)`` returns the numbers of the operands
-that elements are read from, the updated array first."""
+_SCATTERS = ("scatter", "scatter-add", "scatter-max", "scatter-min", "scatter-mul", "scatter-sub")
+WRITTEN = {"dynamic_update_slice": (0, 1), **dict.fromkeys(_SCATTERS, (0, 2))}
+"""Primitives that write elements to places, with the operands that hold elements, the updated one
+first."""
+
+UPDATES = frozenset(("concatenate", "dynamic_update_slice", "scatter", "select_n"))
+"""Primitives that an array proxy follows by writing elements into it."""
+
+
+def read_by(primitive: str, count: int) -> Sequence[int]:
+    """Return the operands that one of ``UPDATES`` reads elements from, the updated one first."""
+    return WRITTEN.get(primitive) or data_in(primitive, count)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
-from ..proxy.parts import is_shared
+from ..proxy.move import is_shared
 from .linear import Call, mapped_call, merged, pulled, pushed, summed
 
 Proxies = Mapping[int, ArrayProxy]

@@ -8,14 +8,12 @@ from typing import Any
 import jax
 
 from .. import compat
-from ..dataflow.holders import custom_body, holder_of
-from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
-from ..proxy.follow import follow
-from ..proxy.form import form_of
+from ..dataflow.holders import told_by
+from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
+from ..proxy.follow import PLACES, follow, placed
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME
-from ..proxy.placing import PLACES, placed
-from ..proxy.updates import UPDATES
+from ..proxy.updates import UPDATES, read_by
 from ..staging.deferred import defer, staged
 from ..staging.functions import Function
 from ..staging.marker import marker_of
@@ -149,7 +147,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
     """Return the results of a move or update; None for arrays."""
     name = eqn.primitive.name
     if name in UPDATES:
-        proxies = [operands[i] for i in UPDATES[name](operands) if is_proxy(operands[i])]
+        proxies = [one for i in read_by(name, len(operands)) if is_proxy(one := operands[i])]
         try:
             return proxies[0].updated(name, eqn.params, operands) if proxies else None
         except MoveError as error:
@@ -157,8 +155,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
             return None
     held = [operand if is_proxy(operand) else None for operand in operands]
     avals = [var.aval for var in eqn.outvars]
-    nothing = (lambda i: False), (lambda i: frozenset[int]())
-    found = follow(name, eqn.params, operands, held, avals, *nothing)
+    found = follow(name, eqn.params, operands, held, avals)
     proxy = next((one for one in found if one is not None), None)
     if isinstance(proxy, Lost):
         next(one for one in held if one is not None).on_dropped(proxy.why)
@@ -168,14 +165,9 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
-    custom = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
-    if custom is not None:
-        bodies = [custom]
-    else:
-        holder = holder_of(eqn.primitive, eqn.params)
-        if holder is None or eqn.primitive is compat.deferred_p:
-            return None
-        bodies = holder.bodies(eqn.params, len(eqn.invars))
-    if len(bodies) != 1 or bodies[0].inputs != tuple(range(len(eqn.invars))):
+    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    if told is None or eqn.primitive is compat.deferred_p:
         return None
-    return bodies[0].jaxpr
+    body, *others = told[0]
+    is_call = not others and body.inputs == tuple(range(len(eqn.invars)))
+    return body.jaxpr if is_call else None

@@ -13,8 +13,7 @@ import jax
 from jax import lax
 
 from .. import compat
-from ..proxy.array_proxy import Lost, is_proxy
-from ..proxy.form import form_of
+from ..proxy.array_proxy import Lost, form_of, is_proxy
 from .restoring import stage_restoring
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]

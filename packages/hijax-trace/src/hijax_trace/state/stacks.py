@@ -9,7 +9,6 @@ a step reads and writes its own layer alone.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -152,14 +151,10 @@ def _array(value: Any) -> Any:
     return value.array if isinstance(value, _Layer) else value
 
 
-_HOLDS: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def _holds(jaxpr: Any) -> bool:
-    """Return whether an open jaxpr has a loop that can carry a stack, at any depth."""
-    if jaxpr not in _HOLDS:
-        _HOLDS[jaxpr] = any(map(_holds_in, jaxpr.eqns))
-    return _HOLDS[jaxpr]
+    """Return whether a jaxpr has a loop that can carry a stack, at any depth."""
+    return any(map(_holds_in, jaxpr.eqns))
 
 
 def _holds_in(eqn: Any) -> bool:
@@ -167,12 +162,12 @@ def _holds_in(eqn: Any) -> bool:
     if _pairs(eqn):
         return True
     if (called := _called(eqn)) is not None:
-        return _holds(compat.open_of(called))
+        return _holds(called)
     if eqn.primitive not in loops.RULES or eqn.effects:
         return False
     names = ("jaxpr", "cond_jaxpr", "body_jaxpr")
     bodies = [eqn.params[name] for name in names if name in eqn.params]
-    return any(_holds(compat.open_of(body)) for body in (*bodies, *eqn.params.get("branches", ())))
+    return any(map(_holds, (*bodies, *eqn.params.get("branches", ()))))
 
 
 def _called(eqn: Any) -> Any:
@@ -191,9 +186,8 @@ def _pairs(eqn: Any) -> dict[int, int]:
     if eqn.primitive is not compat.scan_p or eqn.effects:
         return {}
     first, count = compat.scan_parts(eqn.params)
-    jaxpr = compat.open_of(eqn.params["jaxpr"])
     found: dict[int, int] = {}
-    for result, place in _writes(jaxpr).items():
+    for result, place in _writes(eqn.params["jaxpr"]).items():
         if result >= count and place >= first + count and _is_plain(eqn.invars[place].aval):
             found.setdefault(place, result)
     return found
@@ -210,20 +204,16 @@ def _written_by(eqn: Any) -> dict[int, int]:
     if eqn.primitive.name == _WRITE:
         return {0: 0}
     called = _called(eqn)
-    return {} if called is None else _writes(compat.open_of(called))
+    return {} if called is None else _writes(called)
 
 
-_WRITES: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-
-
+@compat.once_per_jaxpr
 def _writes(jaxpr: Any) -> dict[int, int]:
-    """Return the results of an open jaxpr that are inputs with parts replaced.
+    """Return the results of a jaxpr that are inputs with parts replaced.
 
     Returns:
         For each such result, the input, by numbers.
     """
-    if jaxpr in _WRITES:
-        return _WRITES[jaxpr]
     source: dict[Any, int] = {}
     inputs = {var: i for i, var in enumerate(jaxpr.invars)}
     for eqn in jaxpr.eqns:
@@ -232,10 +222,8 @@ def _writes(jaxpr: Any) -> dict[int, int]:
             place = None if type(atom) is compat.Literal else source.get(atom, inputs.get(atom))
             if place is not None:
                 source[eqn.outvars[result]] = place
-    found = {
+    return {
         i: source[var]
         for i, var in enumerate(jaxpr.outvars)
         if type(var) is not compat.Literal and var in source
     }
-    _WRITES[jaxpr] = found
-    return found
