@@ -15,6 +15,7 @@ from jax.interpreters import mlir
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
 from jaxtap_testkit.coded import Coded, coded, followed
+from jaxtap_testkit.processes import run_python
 from jaxtap_testkit.tiers import examples
 
 
@@ -540,6 +541,29 @@ def test_keys_are_of_what_is_computed():
     ]
     assert len(set(keys)) == len(keys)
     assert key(lambda p, x: x @ (p * MASK.copy())) == keys[3]
+
+
+KEY_OF_RANDOM = """
+import jax, jax.numpy as jnp
+from hijax_trace import TraceEngine
+from interception_core import Interceptor
+
+def look(call, lhs, rhs, **params):
+    print(call.expression(rhs).key)
+    return NotImplemented
+
+def program(w, x):
+    return x @ (w * jax.random.bernoulli(jax.random.PRNGKey(3), 0.5, w.shape))
+
+TraceEngine().wrap(program, Interceptor({"primitive:dot_general": look}))(
+    jnp.ones((8, 4)), jnp.ones((2, 8))
+)
+"""
+
+
+def test_keys_are_equal_in_every_process():
+    first, second = (run_python("-c", KEY_OF_RANDOM).stdout for _ in range(2))
+    assert first == second != ""
 
 
 @pytest.mark.slow

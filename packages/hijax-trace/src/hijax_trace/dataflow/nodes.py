@@ -498,7 +498,10 @@ def _stable(value: Any) -> str:
         return str(_contents(value))  # its repr leaves out what is in the middle
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
-    return repr(value)
+    text = repr(value)
+    if isinstance(value, tuple) and " at 0x" in text:  # functions in it, as of random keys
+        return f"{type(value).__name__}{list(map(_stable, value))}"
+    return text
 
 
 def uniform_axes(expression: Expression) -> frozenset[int]:
