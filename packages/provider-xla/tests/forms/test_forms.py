@@ -16,6 +16,7 @@ import quant_numerics as qn
 from hijax_trace import Part
 from interception_core.testing import installed_plugins
 from provider_xla.forms.transformed import Rotated, Scaled
+from provider_xla.program.sites import Sites
 from provider_xla.testing import StoredFormConformance
 
 
@@ -222,3 +223,30 @@ def test_a_transformed_form_of_a_plugin(plugin, tmp_path):
     again = xla.load(tmp_path / "a.safetensors")["w"]
     np.testing.assert_array_equal(again.restore(), form.restore())
     assert np.linalg.norm(again.restore() - w) < 0.02 * np.linalg.norm(w)
+
+
+@pytest.mark.parametrize("qtype", ["int8", "int6"])
+def test_equal_layers_are_asked_about_once(monkeypatch, qtype):
+    """An answer that needs the id of its operation would be asked for in each layer."""
+    asked = []
+    handle = Sites._handle
+
+    def counting(self, op, call, *args, **kwargs):
+        asked.append(op.name)
+        return handle(self, op, call, *args, **kwargs)
+
+    def model(p, x):
+        for w in p:
+            x = jax.nn.relu(x @ w)
+        return x
+
+    p, x = [jnp.ones((32, 32))] * 12, jnp.ones((4, 32))
+    plan = xla.PtqProvider(qtype_rule(qtype)).plan(model, p, x)
+    stored = plan.quantize(p)
+    monkeypatch.setattr(Sites, "_handle", counting)
+    jax.jit(plan.apply()).trace(stored, x)
+    assert 0 < len(asked) < 12
+
+
+def qtype_rule(qtype):
+    return xla.QuantizationRule(weight_qtype=qtype, act_qtype="int8")

@@ -14,6 +14,7 @@ import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Move, MoveError, Part
+from interception_core import OpCall
 from quant_numerics import Contraction
 
 from ..plan.lora import LoraForm
@@ -173,12 +174,12 @@ class LoraWeight(qn.StoredForm):
         base, how = self.base.operand_of(contraction, side, x_shape, how)
         return dataclasses.replace(self, base=self.base_array() if base is None else base), how
 
-    def at_op(self, op_id: str) -> LoraWeight:
+    def at_op(self, call: OpCall) -> LoraWeight:
         """Return it with the random key of one operation."""
         if self.key is None:
             return self
         data = self.key.reshape(-1, self.key.shape[-1])[0]
-        key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=self.impl), salt(op_id))
+        key = jax.random.fold_in(jax.random.wrap_key_data(data, impl=self.impl), salt(call.op_id))
         data = jax.random.key_data(key)
         return dataclasses.replace(self, key=data.reshape((1,) * self.ndim + data.shape))
 

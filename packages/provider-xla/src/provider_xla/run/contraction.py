@@ -43,7 +43,7 @@ def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
             found, how = held.operand_of(site.contraction, side, x_shape, hows[side])
         hows[side] = how
         if found is not None:
-            operands[side] = found.at_op(site.call.op_id)
+            operands[side] = found.at_op(site.call)
     return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 

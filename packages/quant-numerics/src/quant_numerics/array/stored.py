@@ -122,8 +122,13 @@ class StoredForm(ArrayProxy):
         takes = how is not None and self.takes(contraction, side, x_shape)
         return (self if takes else None), None
 
-    def at_op(self, op_id: str) -> StoredForm:
-        """Return it for one operation, which may, for example, draw other random numbers."""
+    def at_op(self, call: Any) -> StoredForm:
+        """Return it for one operation, which may, for example, draw other random numbers.
+
+        Args:
+          call: the operation, an ``interception_core.OpCall``. Who asks it for ``op_id`` gets
+            another answer in each operation, so that equal layers no longer share a trace.
+        """
         return self
 
     def reduced(
