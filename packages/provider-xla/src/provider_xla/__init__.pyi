@@ -34,7 +34,7 @@ from .lora.weight import adapter_mask as adapter_mask
 from .passes.awq import Awq as Awq
 from .passes.base import Pass as Pass
 from .passes.gptq import Gptq as Gptq
-from .passes.optimize import Optimized as Optimized
+from .passes.report import Optimized as Optimized
 from .passes.report import PassReport as PassReport
 from .passes.rotation import Hadamard as Hadamard
 from .passes.smoothquant import SmoothQuant as SmoothQuant

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from ..program.matching import follows_values
 from ..program.sites import Site
 from .base import Pass
 from .layout import Layout, Operand, as_matrices, layouts, rows_of
-from .report import PassReport, WeightErrors
+from .report import Optimized, PassReport, WeightErrors
 from .state import Weight
 
 if TYPE_CHECKING:
@@ -29,18 +29,6 @@ if TYPE_CHECKING:
 
 GRAM_BYTES = 2**31
 """Bytes of Gram matrices that are measured at once; for more, the batches are run again."""
-
-
-class Optimized(NamedTuple):
-    """What ``plan.optimize`` returns.
-
-    Attributes:
-        params: stored parameters, as ``plan.quantize`` returns them, for ``plan.apply``.
-        report: what each pass did to each parameter.
-    """
-
-    params: Any
-    report: PassReport
 
 
 def optimize(

@@ -1,10 +1,10 @@
-"""PassReport: what the passes did to each parameter."""
+"""PassReport: what the passes did to each parameter; Optimized: it, with the parameters."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from tabulate import tabulate
 
@@ -51,3 +51,15 @@ class PassReport(tuple[WeightErrors, ...]):
             cells = ["" if error is None else f"{error:.5f}" for error in errors]
             rows.append([row.path, row.qtype, *cells, why])
         return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+
+
+class Optimized(NamedTuple):
+    """What ``plan.optimize`` returns.
+
+    Attributes:
+        params: stored parameters, as ``plan.quantize`` returns them, for ``plan.apply``.
+        report: what each pass did to each parameter.
+    """
+
+    params: Any
+    report: PassReport

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -14,11 +14,8 @@ from ..program.arrays import by_path, rebuilt
 from .quantize import carried, check_parameters
 from .weight import WeightPlan
 
-if TYPE_CHECKING:
-    from .plan import Plan
 
-
-def quantized_types(plan: Plan, params: Any, *, prepack: bool = True) -> Any:
+def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
     """Return the types of what ``Plan.quantize`` stores: see ``Plan.quantized_types``."""
     given, treedef = by_path(params, plan.prefix)
     check_parameters(plan, given, are_types=True)

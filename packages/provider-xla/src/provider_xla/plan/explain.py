@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..errors import QuantizationError
 from ..program.facts import Code
 from ..program.record import OpRecord
 from .weight import WeightPlan
 
-if TYPE_CHECKING:
-    from .plan import Plan
 
-
-def explain(plan: Plan, name: str) -> str:
+def explain(plan: Any, name: str) -> str:
     """Return why an operation or a parameter is as it is: see ``Plan.explain``."""
     ops = {op.op_id: op for op in plan.ops}
     known = [*ops, *plan.leaves, *(one.path for one in plan.derived.values())]
@@ -42,7 +39,7 @@ def explain(plan: Plan, name: str) -> str:
     return "\n".join(lines)
 
 
-def _of_op(plan: Plan, op: OpRecord) -> Iterator[str]:
+def _of_op(plan: Any, op: OpRecord) -> Iterator[str]:
     yield f"{op.op_id}: {op.op_name} of {' and '.join(op.operands)}"
     yield from _rules(plan, op)
     quantized = [
@@ -73,7 +70,7 @@ def _of_op(plan: Plan, op: OpRecord) -> Iterator[str]:
             yield f"  {_adapter(plan, path)}"
 
 
-def _of_parameter(plan: Plan, path: str) -> Iterator[str]:
+def _of_parameter(plan: Any, path: str) -> Iterator[str]:
     weight, leaf = plan.weights.get(path), plan.leaves.get(path)
     if leaf is not None:
         yield f"{path}: {leaf.dtype.name}{list(leaf.shape)}"
@@ -94,7 +91,7 @@ def _of_parameter(plan: Plan, path: str) -> Iterator[str]:
         yield from _kernels(op, "  ")
 
 
-def _rules(plan: Plan, op: OpRecord, indent: str = "") -> Iterator[str]:
+def _rules(plan: Any, op: OpRecord, indent: str = "") -> Iterator[str]:
     """Yield what each rule says of an operation, up to the one that decides."""
     last = len(plan.rules.rules) if op.rule is None else op.rule + 1
     for i, rule in enumerate(plan.rules.rules[:last]):
@@ -118,7 +115,7 @@ def _kernels(op: OpRecord, indent: str) -> Iterator[str]:
             yield f"{indent}on {platform} XLA computes it: {choice.reason or 'no kernel is asked'}"
 
 
-def _adapter(plan: Plan, path: str) -> str:
+def _adapter(plan: Any, path: str) -> str:
     adapter = plan.lora[path]
     return f"it has an adapter of rank {adapter.form.rank}: {adapter.size:,} numbers to train"
 
@@ -131,7 +128,7 @@ def _stored(weight: WeightPlan) -> str:
     )
 
 
-def _float(plan: Plan, path: str) -> str:
+def _float(plan: Any, path: str) -> str:
     if path in plan.absorbed:
         return "nothing is stored for it itself, since only derived weights use it"
     why = {one: reason for one, _, reason in plan.floats}

@@ -35,8 +35,7 @@ from .weight import WeightPlan
 
 if TYPE_CHECKING:
     from ..export.program import ExportedProgram
-    from ..passes.base import Pass
-    from ..passes.optimize import Optimized
+    from ..passes.report import Optimized
     from ..report.quality import QualityReport
     from .allocation import Allocation
     from .lora import LoraPlan
@@ -317,7 +316,7 @@ class Plan:
         self,
         params: Any,
         batches: Iterable[Sequence[Any]],
-        passes: Sequence[Pass],
+        passes: Sequence[Any],
         *,
         donate: bool = False,
         prepack: bool = True,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -16,11 +16,8 @@ from ..program.arrays import by_path, is_array, map_params, rebuilt
 from ..program.sites import short
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
 
-if TYPE_CHECKING:
-    from .plan import Plan
 
-
-def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
+def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
     """Quantize the parameters: see ``Plan.quantize``."""
     from tqdm import tqdm
 
@@ -52,7 +49,7 @@ def quantize(plan: Plan, params: Any, *, donate: bool = False, prepack: bool = T
 
 
 def check_parameters(
-    plan: Plan, given: Mapping[str, Any], *, are_types: bool = False, is_again: bool = False
+    plan: Any, given: Mapping[str, Any], *, are_types: bool = False, is_again: bool = False
 ) -> None:
     """Raise QuantizationError unless parameters, or their types, are those of a plan.
 
@@ -90,13 +87,13 @@ def check_parameters(
             )
 
 
-def _because(plan: Plan, path: str) -> str:
+def _because(plan: Any, path: str) -> str:
     weight = plan.weights.get(path)
     return "" if weight is None else f" (rule {weight.rule})"
 
 
 def _derived(
-    plan: Plan, given: Mapping[str, Any], prepack: bool
+    plan: Any, given: Mapping[str, Any], prepack: bool
 ) -> Iterator[tuple[WeightPlan, Any]]:
     """Yield the derived weights, with what is stored for each."""
     for weight in plan.weights.values():
@@ -106,7 +103,7 @@ def _derived(
             yield weight, prepack_leaf(weight, stored) if prepack else stored
 
 
-def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
+def carried(plan: Any, path: str, leaf: Any, stored: Any, derived: Mapping[str, Any]) -> Any:
     """Return a stored parameter with the derived weights, by name, that are stored for it."""
     beside = plan.beside(path)
     if not beside and path not in plan.absorbed and path not in plan.derived_from:
@@ -123,14 +120,14 @@ def carried(plan: Plan, path: str, leaf: Any, stored: Any, derived: Mapping[str,
     )
 
 
-def prepack(plan: Plan, params: Any, platform: str | None = None) -> Any:
+def prepack(plan: Any, params: Any, platform: str | None = None) -> Any:
     """Pack quantized parameters for kernels: see ``Plan.prepack``."""
     return map_params(
         lambda path, leaf: prepacked(plan, path, leaf, platform), params, plan.prefix, is_stored
     )
 
 
-def convert(plan: Plan, params: Any, platform: str | None = None) -> Any:
+def convert(plan: Any, params: Any, platform: str | None = None) -> Any:
     """Change the form of stored parameters: see ``Plan.convert``."""
     portable = map_params(
         lambda path, leaf: _each(plan, path, leaf, portable_leaf), params, plan.prefix, is_stored
@@ -138,7 +135,7 @@ def convert(plan: Plan, params: Any, platform: str | None = None) -> Any:
     return portable if platform is None else prepack(plan, portable, platform_of(platform))
 
 
-def prepacked(plan: Plan, path: str, leaf: Any, platform: str | None = None) -> Any:
+def prepacked(plan: Any, path: str, leaf: Any, platform: str | None = None) -> Any:
     """Return a stored leaf, packed for kernels where the plan says so.
 
     Raises:
@@ -151,7 +148,7 @@ def prepacked(plan: Plan, path: str, leaf: Any, platform: str | None = None) -> 
     return _each(plan, path, leaf, one)
 
 
-def _each(plan: Plan, path: str, leaf: Any, change: Callable[[WeightPlan | None, Any], Any]) -> Any:
+def _each(plan: Any, path: str, leaf: Any, change: Callable[[WeightPlan | None, Any], Any]) -> Any:
     """Return a leaf with each stored part changed by its plan."""
     own, derived = plan.weights.get(path), plan.derived
     return map_forms(lambda key, held: change(derived.get(key) if key else own, held), leaf)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,12 +23,9 @@ from .static.observation import Observation
 from .static.ranges import StaticRange
 from .static.statistics import Statistics, key_of
 
-if TYPE_CHECKING:
-    from ..plan.plan import Plan
-
 
 def calibrate(
-    plan: Plan, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
+    plan: Any, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
 ) -> Statistics:
     """Measure the static ranges of activations: see ``Plan.calibrate``."""
     from tqdm import tqdm
@@ -126,12 +123,12 @@ def _warn(states: Mapping[str, Any], cuts: np.ndarray) -> None:
         )
 
 
-def empty_statistics(plan: Plan, params: Any = None) -> dict[str, qn.Statistics]:
+def empty_statistics(plan: Any, params: Any = None) -> dict[str, qn.Statistics]:
     """Return statistics of nothing: see ``Plan.empty_statistics``."""
     return _empty({**plan.ranges, **plan.trained_ranges}, plan, params)
 
 
-def _empty(ranges: Mapping[str, StaticRange], plan: Plan, params: Any) -> dict[str, qn.Statistics]:
+def _empty(ranges: Mapping[str, StaticRange], plan: Any, params: Any) -> dict[str, qn.Statistics]:
     # Transformed activations have other ranges, and so other keys: see `key_of`.
     found, _ = by_path(params, plan.prefix, is_stored)
     transformed: set[str] = set()

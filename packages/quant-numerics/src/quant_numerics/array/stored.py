@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 
 from hijax_trace import ArrayProxy
-
-if TYPE_CHECKING:
-    from quant_numerics.contraction.base import Contraction
 
 
 class Parts(NamedTuple):
@@ -91,10 +88,11 @@ class StoredForm(ArrayProxy):
         """
         return self
 
-    # How it is contracted. `contraction` is what to compute without its operands, `side` which of
-    # its operands this is, and `x` the other one.
+    # How it is contracted. `contraction` is a ``Contraction``, which knows forms and so can't be
+    # named here: what to compute without its operands. `side` is which of these this is, and `x`
+    # the other one.
 
-    def takes(self, contraction: Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
+    def takes(self, contraction: Any, side: int, x_shape: Sequence[int] | None) -> bool:
         """Return whether it can be an operand without being restored.
 
         Args:
@@ -105,7 +103,7 @@ class StoredForm(ArrayProxy):
         return contraction.takes_scales(side, self.shape, self.scale_shape)
 
     def operand_of(
-        self, contraction: Contraction, side: int, x_shape: Sequence[int] | None, how: Any
+        self, contraction: Any, side: int, x_shape: Sequence[int] | None, how: Any
     ) -> tuple[Any, Any]:
         """Return what an operation takes for it, and how that is still to be quantized.
 
@@ -132,7 +130,7 @@ class StoredForm(ArrayProxy):
         return self
 
     def reduced(
-        self, contraction: Contraction, side: int, x: Any, extras: Sequence[Any]
+        self, contraction: Any, side: int, x: Any, extras: Sequence[Any]
     ) -> tuple[Any, Any, jax.Array | None]:
         """Return the contraction as one of a simpler form, exactly and differentiably.
 
@@ -148,7 +146,7 @@ class StoredForm(ArrayProxy):
         """
         return self, x, None
 
-    def activation(self, contraction: Contraction, side: int, x: jax.Array) -> jax.Array:
+    def activation(self, contraction: Any, side: int, x: jax.Array) -> jax.Array:
         """Return the other operand as the quantized values are contracted with it."""
         return x
 
@@ -159,7 +157,7 @@ class StoredForm(ArrayProxy):
 
     def contract(
         self,
-        contraction: Contraction,
+        contraction: Any,
         side: int,
         x: Any,
         *,
@@ -184,7 +182,7 @@ class StoredForm(ArrayProxy):
         """
         return NotImplemented
 
-    def operand(self, contraction: Contraction, side: int, x: Any) -> tuple[Any, Any]:
+    def operand(self, contraction: Any, side: int, x: Any) -> tuple[Any, Any]:
         """Return both operands for quant-numerics' own ops: a ``QArray``, and the other one."""
         return self.unpacked(), self.activation(contraction, side, x)
 
