@@ -77,7 +77,7 @@ def main():
     errors, kernels = {"float32": 0.0}, {"float32": 0}
     for name, rules in RULES.items():
         plan = PtqProvider(rules).plan(model, params, images, kernels="in XLA" not in name)
-        ranges = (plan.calibrate(model, params, [(images,)]),) if "static" in name else ()
+        ranges = (plan.calibrate(params, [(images,)]),) if "static" in name else ()
         stored = plan.quantize(params)
         run = jax.jit(plan.apply(model, *ranges)).lower(stored, images).compile()
         sides[name] = functools.partial(run, stored, images)

@@ -32,7 +32,7 @@ def our_ptq(op, rule, w, xs):
         return op.fn(x, params["w"])
 
     plan = xla.PtqProvider([xla.QuantizationRule(**rule)], strict=True).plan(fn, {"w": w}, xs[0])
-    statistics = plan.calibrate(fn, {"w": w}, [(x,) for x in xs])
+    statistics = plan.calibrate({"w": w}, [(x,) for x in xs])
     return plan.apply(fn, statistics)(plan.quantize({"w": w}), xs[-1])
 
 

@@ -96,9 +96,9 @@ def exported(tmp_path_factory):
     plan = xla.PtqProvider(RULES).plan(decoder, params, TOKENS)
     stored = plan.quantize(params)
     folder = tmp_path_factory.mktemp("exported")
-    program = plan.export(decoder, stored, TOKENS, shapes="b, ...")
+    program = plan.export(stored, TOKENS, shapes="b, ...")
     program.save(folder / "program")
-    plan.export(decoder, stored, TOKENS, shapes="b, ...", inside=True).save(folder / "inside")
+    plan.export(stored, TOKENS, shapes="b, ...", inside=True).save(folder / "inside")
     xla.save(folder / "parameters.safetensors", stored, plan)
     return plan, stored, program, folder
 
@@ -126,12 +126,12 @@ def test_a_fresh_process_serves_any_batch(exported):
 
 def test_platforms_without_a_backend_here(exported):
     plan, stored, *_ = exported
-    both = plan.export(decoder, stored, TOKENS, platforms=("cpu", "cuda"))
+    both = plan.export(stored, TOKENS, platforms=("cpu", "cuda"))
     assert both.exported.platforms == ("cpu", "cuda")
     np.testing.assert_array_equal(
         both(stored, TOKENS), jax.jit(plan.apply(decoder))(stored, TOKENS)
     )
-    other = plan.export(decoder, stored, TOKENS, platforms=("cuda",))
+    other = plan.export(stored, TOKENS, platforms=("cuda",))
     assert not other.kernels
     with pytest.raises(xla.StoreError, match=r"must be exported for cpu.*got one for cuda.*Export"):
         other(stored, TOKENS)
@@ -144,7 +144,7 @@ def test_portable_parameters_are_packed_for_the_program(exported):
     assert jax.tree.structure(found) == jax.tree.structure(stored)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(stored), strict=True):
         np.testing.assert_array_equal(a, b)
-    float_scales = plan.export(decoder, portable, TOKENS)
+    float_scales = plan.export(portable, TOKENS)
     back = float_scales.parameters(stored)
     for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(portable), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -217,8 +217,8 @@ def test_programs_that_do_not_hold_for_every_size():
     with pytest.raises(
         xla.QuantizationError, match=r"model must hold for every size.*shapes='b, c"
     ):
-        plan.export(model, stored, x, shapes="b, c, 32")
-    assert plan.export(model, stored, x)(stored, x).shape == (3, 128)
+        plan.export(stored, x, shapes="b, c, 32")
+    assert plan.export(stored, x)(stored, x).shape == (3, 128)
 
 
 def test_other_ops_hold_for_all_sizes_without_their_kernels():
@@ -320,7 +320,7 @@ def test_fused_functions_of_any_batch_and_length(shapes, sizes):
     plan = xla.PtqProvider(rules).plan(model, params, x)
     stored = plan.quantize(params)
     run = jax.jit(plan.apply(model))
-    program = plan.export(model, stored, x, shapes=shapes)
+    program = plan.export(stored, x, shapes=shapes)
     for size in sizes:
         given = jnp.asarray(rng.normal(size=(*size, 8)), jnp.float32)
         found, wanted = program(stored, given), run(stored, given)

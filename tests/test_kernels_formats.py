@@ -79,7 +79,7 @@ def test_every_type_of_gguf_in_kernels(path, fn, tmp_path):
     found = jax.jit(plan.apply(fn))(stored, x)
     xla.save(tmp_path / "a.safetensors", stored)
     same(xla.load(tmp_path / "a.safetensors"), loaded)
-    program = plan.export(fn, stored, x, shapes="b, ...")
+    program = plan.export(stored, x, shapes="b, ...")
     again = xla.load_exported(program.serialize())(program.parameters(loaded), x)
     wide = np.asarray(x, np.float64)
     for tensor in gguf.GGUFReader(path).tensors:

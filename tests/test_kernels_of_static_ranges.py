@@ -61,7 +61,7 @@ def test_they_run_in_kernels(fn, rule):
     p, x = made()
     plan = PtqProvider(rule).plan(fn, p, x)
     assert all(op.kernel for op in plan.ops), plan.in_xla
-    ranges = plan.calibrate(fn, p, [(x,), (0.8 * x,)])
+    ranges = plan.calibrate(p, [(x,), (0.8 * x,)])
     run = jax.jit(plan.apply(fn, ranges))
     text = run.lower(plan.quantize(p), x).as_text()
     assert "x_scale = 1" in text
@@ -81,7 +81,7 @@ def test_steps_of_a_loop_have_a_range_each():
     p, x = made()
     rule = dataclasses.replace(RULES["w8a8"], act_batch_axes=())
     plan = PtqProvider(rule).plan(scanned, p, x)
-    ranges = plan.calibrate(scanned, p, [(x,)])
+    ranges = plan.calibrate(p, [(x,)])
     ((key, found),) = ranges.items()
     upper, y, by_hand = found.upper.ravel(), x, x
     for w, most in zip(p, upper, strict=True):
@@ -99,7 +99,7 @@ def test_what_is_not_symmetric_runs_in_xla():
     rule = QuantizationRule(weight_qtype="int8", act_calibration_method="minmax", **STATIC)
     plan = PtqProvider(rule).plan(layers, p, x)
     assert all("zero point" in op.kernel_reason for op in plan.ops)
-    ranges = plan.calibrate(layers, p, [(x,)])
+    ranges = plan.calibrate(p, [(x,)])
     text = jax.jit(plan.apply(layers, ranges)).lower(plan.quantize(p), x).as_text()
     assert "gemm" not in text
 
@@ -112,7 +112,7 @@ def test_a_range_that_no_batch_reached_is_dynamic():
 
     plan = PtqProvider(RULES["w8a8"]).plan(fn, p, x)
     with pytest.warns(UserWarning, match="No batch reached"):
-        ranges = plan.calibrate(fn, p, [(x,)])
+        ranges = plan.calibrate(p, [(x,)])
     with pytest.warns(UserWarning, match="No calibration batch reached"):
         text = jax.jit(plan.apply(fn, ranges)).lower(plan.quantize(p), x).as_text()
     assert text.count("te_ffi_kernels.gemm_w8a8") == 2
@@ -122,7 +122,7 @@ def test_a_range_that_no_batch_reached_is_dynamic():
 def test_gradients_are_those_of_floats():
     p, x = made()
     plan = PtqProvider(RULES["w8a8"]).plan(layers, p, x)
-    apply = plan.apply(layers, plan.calibrate(layers, p, [(x,)]))
+    apply = plan.apply(layers, plan.calibrate(p, [(x,)]))
     found = jax.grad(lambda x: apply(plan.quantize(p), x).sum())(x)
     wanted = jax.grad(lambda x: layers(p, x).sum())(x)
     assert np.linalg.norm(found - wanted) < 0.05 * np.linalg.norm(wanted)

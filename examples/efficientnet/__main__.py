@@ -141,7 +141,7 @@ def ranges_of(plan, params, rules):
     if not any(rule.act_static_scale for rule in rules):
         return ()
     images = photographs.calibrating()
-    return (plan.calibrate(model.classify, params, [(one[None],) for one in images]),)
+    return (plan.calibrate(params, [(one[None],) for one in images]),)
 
 
 def make_plan(params, rules):

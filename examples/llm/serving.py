@@ -63,7 +63,7 @@ def export(folder, out, generator, plan, prompt=128, positions=1024):
     part.mkdir(parents=True)
     try:
         for name, (fn, *args) in made.items():
-            program = plan.export(functools.partial(fn, config), generator.params, *args)
+            program = plan.export(generator.params, *args, fn=functools.partial(fn, config))
             program.save(part / f"{name}.program")
         (part / PARAMETERS).mkdir()
         for i, leaf in enumerate(jax.tree.leaves(generator.params)):

@@ -233,7 +233,7 @@ def test_what_was_read_is_saved_and_exported(tmp_path, model_file, name):
     plan = xla.PtqProvider(xla.rules_of(held)).plan(
         PROGRAMS["matmul"][0], jax.ShapeDtypeStruct((6, 64), "float32"), X
     )
-    program = xla.load_exported(plan.export(PROGRAMS["matmul"][0], held, X).serialize())
+    program = xla.load_exported(plan.export(held, X).serialize())
     np.testing.assert_array_equal(
         program(held, X), jax.jit(plan.apply(PROGRAMS["matmul"][0]))(held, X)
     )

@@ -60,7 +60,7 @@ def test_derived_and_transformed_weights():
     assert {Carrier, xla.TransformedWeight} <= kinds
     wanted = jax.jit(plan.apply(model))(found.params, X)
     for inside in (False, True):
-        program = plan.export(model, found.params, X, shapes="b, ...", inside=inside)
+        program = plan.export(found.params, X, shapes="b, ...", inside=inside)
         again = reloaded(program)
         assert str(again) == str(program)
         given = () if inside else (found.params,)
@@ -106,8 +106,8 @@ def test_nodes_that_cannot_be_written():
     with pytest.raises(
         xla.StoreError, match=r"must be trees that jax.export can write.*inside=True"
     ):
-        plan.export(fn, stored, X).serialize()
-    again = reloaded(plan.export(fn, stored, X, inside=True))
+        plan.export(stored, X).serialize()
+    again = reloaded(plan.export(stored, X, inside=True))
     np.testing.assert_array_equal(again(X), jax.jit(plan.apply(fn))(stored, X))
 
 
@@ -115,9 +115,9 @@ def test_nodes_that_cannot_be_written():
 def test_ranges_are_a_part_of_the_program():
     rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     plan = xla.PtqProvider(rule).plan(model, PARAMS, X)
-    ranges = plan.calibrate(model, PARAMS, [(X,)])
+    ranges = plan.calibrate(PARAMS, [(X,)])
     stored = plan.quantize(PARAMS)
-    again = reloaded(plan.export(model, stored, X, statistics=ranges))
+    again = reloaded(plan.export(stored, X, statistics=ranges))
     wanted = jax.jit(plan.apply(model, ranges))(stored, X)
     np.testing.assert_allclose(again(stored, X), wanted, atol=1e-6)
 
@@ -129,7 +129,7 @@ def test_a_step_with_a_quantized_cache():
     rules = [xla.CacheRule("cache"), xla.QuantizationRule(weight_qtype="int8")]
     plan = xla.PtqProvider(rules).plan(step, params, token, cache, 0)
     stored, held = plan.quantize(params), plan.quantize_cache(cache)
-    run, again = jax.jit(plan.apply(step)), reloaded(plan.export(step, stored, token, held, 0))
+    run, again = jax.jit(plan.apply(step)), reloaded(plan.export(stored, token, held, 0))
     others = held
     for position in range(3):
         wanted, held = run(stored, token, held, position)

@@ -196,9 +196,9 @@ def test_a_stored_value_in_another_place():
     plan = PtqProvider([rule], strict=True).plan(lambda *args: fn(*args)[0], params, X)
     assert plan.absorbed
     stored, x = plan.quantize(params), draw(5, 8)
-    ranges = plan.calibrate(plan.fn, stored, [(x,)])
+    ranges = plan.calibrate(stored, [(x,)])
     np.testing.assert_allclose(
-        ranges["matmul:0#lhs"].upper, plan.calibrate(plan.fn, params, [(x,)])["matmul:0#lhs"].upper
+        ranges["matmul:0#lhs"].upper, plan.calibrate(params, [(x,)])["matmul:0#lhs"].upper
     )
     for one, other in zip(jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x), strict=True):
         assert error(one, np.asarray(other)) < 0.05

@@ -342,7 +342,7 @@ def test_static_ranges_are_those_of_the_batches():
     (w,) = draw((8, 6))
     batches = [(draw((4, 8), seed=s)[0],) for s in range(3)]
     plan = PtqProvider([STATIC], strict=True).plan(model, w, *batches[0])
-    ranges = plan.calibrate(model, w, batches)
+    ranges = plan.calibrate(w, batches)
     (key,) = ranges
     assert key == "matmul:0#lhs"
     # The mean over examples, and batches, of the largest magnitude of an example.
@@ -369,7 +369,7 @@ def test_static_ranges_of_mapped_examples(part):
     (w,) = draw((8, 8))
     batches = [(draw((4, 8), seed=s)[0],) for s in range(3)]
     plan = PtqProvider([STATIC], strict=True).plan(model, w, *batches[0])
-    ranges = plan.calibrate(model, w, batches)
+    ranges = plan.calibrate(w, batches)
     hidden = [np.tanh(np.asarray(x, np.float64) @ np.asarray(w)) for (x,) in batches]
     for key, seen in (("matmul:0#lhs", [x for (x,) in batches]), ("matmul:1#lhs", hidden)):
         expected = np.mean([np.abs(x).max(axis=1).mean() for x in seen])
@@ -382,7 +382,7 @@ def test_static_ranges_in_programs(program):
     fn, params, x = make(program)
     rule = dataclasses.replace(STATIC, act_batch_axes=(), weights_only=False)
     plan = PtqProvider([rule]).plan(fn, params, x)
-    ranges = plan.calibrate(fn, params, [(x,), (x,)])
+    ranges = plan.calibrate(params, [(x,), (x,)])
     assert set(ranges) == set(plan.ranges)
     stored = plan.quantize(params)
     actual, expected = jax.jit(plan.apply(fn, ranges))(stored, x), fn(params, x)
@@ -413,7 +413,7 @@ def test_no_step_of_a_loop_is_cut_off(loop, train):
         ((key, found),) = ((key, one.calibration()) for key, one in ranges.items())
     else:
         plan = PtqProvider([rule], strict=True).plan(model, w, batches[0])
-        ((key, found),) = plan.calibrate(model, w, [(x,) for x in batches]).items()
+        ((key, found),) = plan.calibrate(w, [(x,) for x in batches]).items()
     assert key == f"{loop}(<lambda>)/matmul:0#lhs"
     # The first step has the inputs, and the others what tanh returns.
     largest = [max(10 * np.abs(x).max(), 1) for x in batches]
@@ -430,7 +430,7 @@ def test_asymmetric_static_ranges():
     )
     (w,), x = draw((8, 6)), jnp.abs(draw((64, 8))[0])
     plan = PtqProvider([rule]).plan(lambda w, x: x @ w, w, x)
-    ranges = plan.calibrate(lambda w, x: x @ w, w, [(x,)])
+    ranges = plan.calibrate(w, [(x,)])
     assert float(ranges["matmul:0#lhs"].lower.max()) == 0
     stored = plan.quantize(w)
     actual = plan.apply(lambda w, x: x @ w, ranges)(stored, jnp.minimum(x, 1.0))
@@ -445,10 +445,22 @@ def test_static_ranges_that_are_missing():
     with pytest.raises(Exception, match="no statistics for matmul:0#lhs"):
         plan.apply(lambda w, x: x @ w, {"other#lhs": None})(plan.quantize(w), x)
     with pytest.raises(QuantizationError, match="batches is empty"):
-        plan.calibrate(lambda w, x: x @ w, w, [])
+        plan.calibrate(w, [])
     dynamic = PtqProvider([W8]).plan(lambda w, x: x @ w, w, x)
     with pytest.raises(QuantizationError, match="nothing to calibrate"):
-        dynamic.calibrate(lambda w, x: x @ w, w, [(x,)])
+        dynamic.calibrate(w, [(x,)])
+
+
+def test_methods_of_a_plan_know_its_function():
+    (w,), x = draw((8, 6)), draw((4, 8))[0]
+    plan = PtqProvider([STATIC]).plan(lambda w, x: x @ w, w, x)
+    found = plan.calibrate(w, [(x,)], fn=lambda w, x: (2 * x) @ w)
+    expected = plan.calibrate(w, [(2 * x,)])
+    np.testing.assert_array_equal(found["matmul:0#lhs"].upper, expected["matmul:0#lhs"].upper)
+    with pytest.raises(TypeError, match="params must be parameters, got the function <lambda>"):
+        plan.calibrate(plan.fn, [(x,)])
+    with pytest.raises(TypeError, match="stored must be parameters, got the function <lambda>"):
+        plan.export(plan.fn, w, x)
 
 
 # --- rules and parameters that do not fit --------------------------------------------------------

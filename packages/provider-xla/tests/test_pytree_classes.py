@@ -59,7 +59,7 @@ def test_a_class_that_checks_its_array_is_planned_quantized_and_run():
     ):
         plan = PtqProvider(rule).plan(model, layers, x)
         assert len(plan.weights) == 2
-        ranges = plan.calibrate(model, layers, [(x,)]) if plan.ranges else None
+        ranges = plan.calibrate(layers, [(x,)]) if plan.ranges else None
         for prepack in (True, False):
             stored = plan.quantize(layers, prepack=prepack)
             got = jax.jit(plan.apply(model, ranges))(stored, x)

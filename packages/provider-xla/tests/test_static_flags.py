@@ -53,7 +53,7 @@ def test_static_ranges_with_flags(name, names):
     try:
         program = loop(functions()[name])
         plan = xla.PtqProvider([STATIC], strict=True).plan(program, W, X)
-        ranges = plan.calibrate(program, W, [(X,)])
+        ranges = plan.calibrate(W, [(X,)])
         found = jax.jit(plan.apply(program, ranges))(plan.quantize(W), X)
         provider = xla.QtProvider([STATIC], strict=True)
         statistics = provider.init_statistics(program, W, X)

@@ -89,7 +89,7 @@ def error(actual, expected):
 
 def inferred(program, rule=STATIC, w=W, x=X):
     plan = xla.PtqProvider([rule], strict=True).plan(program, w, x)
-    ranges = plan.calibrate(program, w, [(x,)])
+    ranges = plan.calibrate(w, [(x,)])
     return jax.jit(plan.apply(program, ranges))(plan.quantize(w), x), ranges
 
 
@@ -191,7 +191,7 @@ def test_ranges_are_those_of_each_step():
             c = np.tanh(c @ w)
         seen.append(own)
     plan = xla.PtqProvider([STATIC]).plan(program, W, batches[0])
-    ((key, found),) = plan.calibrate(program, W, [(x,) for x in batches]).items()
+    ((key, found),) = plan.calibrate(W, [(x,) for x in batches]).items()
     assert plan.ranges[key].steps == (4,)
     np.testing.assert_allclose(found.upper[:, 0, 0], np.mean(seen, 0), rtol=1e-5)
     provider = xla.QtProvider([STATIC])
@@ -377,7 +377,7 @@ def test_ranges_by_step_are_saved_and_loaded(tmp_path):
         return stack(lax.scan, w, x)
 
     plan = xla.PtqProvider([STATIC]).plan(program, W, X)
-    ranges, stored = plan.calibrate(program, W, [(X,)]), plan.quantize(W, prepack=False)
+    ranges, stored = plan.calibrate(W, [(X,)]), plan.quantize(W, prepack=False)
     statistics = plan.empty_statistics()
     path = tmp_path / "model.safetensors"
     xla.save(path, stored, plan, extra={"ranges": ranges, "statistics": statistics})
@@ -396,7 +396,7 @@ def test_a_report_shows_the_ranges_of_steps():
         return stack(lax.scan, w, x), x @ w[0]
 
     plan = xla.PtqProvider([STATIC]).plan(program, W, X)
-    ranges = plan.calibrate(program, W, [(X,)])
+    ranges = plan.calibrate(W, [(X,)])
     report = plan.report(W, X, statistics=ranges)
     steps, one = (op.ranges[0] for op in report.ops)
     assert (steps.steps, one.steps) == ((4,), ())
@@ -414,7 +414,7 @@ def test_the_patch_engine_joins_the_steps():
     provider = xla.PtqProvider([STATIC], engine="patch")
     plan = provider.plan(lambda w, x: stack(lax.scan, w, x), W, X)
     assert {one.steps for one in plan.ranges.values()} == {()}
-    found = [one.upper.max() for one in plan.calibrate(plan.fn, W, [(X,)]).values()]
+    found = [one.upper.max() for one in plan.calibrate(W, [(X,)]).values()]
     assert max(found) == np.abs(10 * X).max()
 
 
@@ -441,4 +441,4 @@ def test_where_jax_can_write_no_range(fn):
     rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     plan = xla.PtqProvider(rule).plan(fn, params, x)
     with pytest.raises(xla.QuantizationError, match=r"can't be measured.*act_static_scale=False"):
-        plan.calibrate(fn, params, [(x,)])
+        plan.calibrate(params, [(x,)])

@@ -50,7 +50,7 @@ def sample(way, size):
 
 def measured(fn, w, batches):
     plan = xla.PtqProvider(RULE).plan(fn, w, batches[0])
-    return plan, plan.calibrate(fn, w, [(x,) for x in batches])
+    return plan, plan.calibrate(w, [(x,) for x in batches])
 
 
 def largest(ranges):
@@ -134,7 +134,7 @@ def test_what_can_not_be_measured_says_why():
     with pytest.warns(xla.QuantizationWarning, match="put jax.jit around the shard_map"):
         plan = xla.PtqProvider(RULE).plan(inner, w, x)
     with pytest.raises(xla.QuantizationError, match=r"matmul:0\. Put jax\.jit around the function"):
-        plan.calibrate(inner, w, [(x,)])
+        plan.calibrate(w, [(x,)])
     plan = xla.PtqProvider(RULE).plan(split, w, x)
     with pytest.raises(xla.QuantizationError, match=r"matmul:0 can't be measured inside of shard"):
         probe(plan, w, [(x,)], lambda site: jnp.sum(site.operands[0]))

@@ -359,7 +359,7 @@ def test_pointwise_convolutions_of_quantized_inputs_keep_their_tiles(static):
     stored = plan.quantize(params)
     assert stored["in"].scale.shape == (1, 1, 1, 32)
     assert stored["out"].scale.shape == (1, 1, 4, 8)
-    statistics = plan.calibrate(model, params, [(x,)]) if static else None
+    statistics = plan.calibrate(params, [(x,)]) if static else None
     found = jax.jit(plan.apply(model, statistics))(stored, x)
     exact = model({name: stored[name].restore() for name in params}, x)
     assert np.linalg.norm(found - exact) < 0.04 * np.linalg.norm(exact)

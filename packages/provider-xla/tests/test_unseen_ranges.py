@@ -45,10 +45,10 @@ def test_a_range_that_no_batch_reached(fn):
     plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, False)
     batches, stored = [(X, False), (2 * X, False)], plan.quantize(PARAMS)
     if fn is zeros:
-        ranges = plan.calibrate(fn, PARAMS, batches)
+        ranges = plan.calibrate(PARAMS, batches)
     else:
         with pytest.warns(Warned, match=r"No batch reached .*matmul:\d#lhs: there is no static"):
-            ranges = plan.calibrate(fn, PARAMS, batches)
+            ranges = plan.calibrate(PARAMS, batches)
     expected = np.asarray(fn(PARAMS, X, True))
     for run in (plan.apply(fn, ranges), jax.jit(plan.apply(fn, ranges))):
         with pytest.warns(Warned, match=r"reached .*matmul:\d, or its lhs was 0 in all of them"):
@@ -62,7 +62,7 @@ def test_a_rule_that_refuses():
     rule = QuantizationRule(**FIELDS, unseen_range="error")
     plan = PtqProvider([rule]).plan(branch, PARAMS, X, False)
     with pytest.warns(Warned, match="No batch reached"):
-        ranges = plan.calibrate(branch, PARAMS, [(X, False)])
+        ranges = plan.calibrate(PARAMS, [(X, False)])
     with pytest.raises(QuantizationError, match=r"No calibration batch reached cond\(.*matmul:\d"):
         plan.apply(branch, ranges)(plan.quantize(PARAMS), X, True)
 
@@ -75,8 +75,8 @@ def test_an_empty_batch_counts_for_nothing(method):
 
     rule = QuantizationRule(**FIELDS, act_calibration_method=method)
     plan = PtqProvider([rule]).plan(fn, PARAMS, X)
-    expected = plan.calibrate(fn, PARAMS, [(X,), (2 * X,)])
-    found = plan.calibrate(fn, PARAMS, [(X[:0],), (X,), (X[:0],), (2 * X,)])
+    expected = plan.calibrate(PARAMS, [(X,), (2 * X,)])
+    found = plan.calibrate(PARAMS, [(X[:0],), (X,), (X[:0],), (2 * X,)])
     assert not plan.apply(fn, found)(plan.quantize(PARAMS), X[:0]).size
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(one, other)
@@ -105,9 +105,9 @@ def test_a_range_that_cuts_off():
         plan = PtqProvider([QuantizationRule(**FIELDS, act_batch_axes=axes)]).plan(fn, PARAMS, X)
         if cut:
             with pytest.warns(Warned, match=r"cut off more than 10% of matmul:0#lhs \(\d\d%\)"):
-                plan.calibrate(fn, PARAMS, [(nodes,)])
+                plan.calibrate(PARAMS, [(nodes,)])
         else:
-            plan.calibrate(fn, PARAMS, [(nodes,)])
+            plan.calibrate(PARAMS, [(nodes,)])
 
 
 @pytest.mark.sample(1)
@@ -145,7 +145,7 @@ def test_branches_that_vmap_maps(fn):
     firsts, text = np.arange(4) > 1, r"under jax.vmap, got (cond|switch)\(<lambda>\)/matmul:0"
     plan = PtqProvider([RULE], strict=True).plan(fn, PARAMS, X, firsts)
     with pytest.raises(QuantizationError, match=text):
-        plan.calibrate(fn, PARAMS, [(X, firsts)])
+        plan.calibrate(PARAMS, [(X, firsts)])
     training = QtProvider([RULE])
     statistics = training.init_statistics(fn, PARAMS, X, firsts)
     with pytest.raises(QuantizationError, match=text):

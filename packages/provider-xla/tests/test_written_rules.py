@@ -217,7 +217,7 @@ def test_a_batch_that_is_not_a_tuple():
     static = xla.PtqProvider(Rule(weight="int8", act=Static("int8"))).plan(mlp, params, x)
     plan = xla.PtqProvider("int4").plan(mlp, params, x)
     for run in (
-        lambda batches: static.calibrate(mlp, params, batches),
+        lambda batches: static.calibrate(params, batches),
         lambda batches: plan.optimize(params, batches, [xla.Gptq()]),
         lambda batches: plan.report(params, batches=batches),
     ):

@@ -50,8 +50,8 @@ class ProviderPlan(Protocol):
     - ``report(params, *args)``, which measures it. ``jaxtap report`` prints the result, and
       ``--json`` writes its ``as_json()``.
     - ``ranges``: the activations whose range must be measured. If there are any, ``quantize_model``
-      needs ``statistics``, and the plan has ``calibrate(fn, params, batches)`` and the provider
-      ``apply_measured(fn, statistics)``.
+      needs ``statistics``, and the plan has ``calibrate(params, batches, fn=None)`` and the
+      provider ``apply_measured(fn, statistics)``.
     - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), from which
       ``quantize_model`` knows which rules can't be followed.
     - ``lora``, with ``init_adapters(key)``: adapters beside stored parameters.

@@ -199,8 +199,8 @@ def test_static_ranges_are_those_of_the_transformed_activation():
     plan = PtqProvider(rule).plan(two_layers, TWO, x)
     stored, _ = plan.optimize(TWO, [(x,)], [SmoothQuant()])
     with pytest.raises(JaxtapError, match=r"no statistics for matmul:0#lhs \(transformed\)"):
-        plan.apply(two_layers, plan.calibrate(two_layers, TWO, [(x,)]))(stored, x)
-    statistics = plan.calibrate(two_layers, stored, [(x,)])
+        plan.apply(two_layers, plan.calibrate(TWO, [(x,)]))(stored, x)
+    statistics = plan.calibrate(stored, [(x,)])
     range_ = statistics["matmul:0#lhs (transformed)"]
     # The mean over the rows, which are the batch axis, of what the contraction is given.
     expected = np.abs(x / stored["up"].steps[0].by).max(1).mean()

@@ -98,7 +98,7 @@ def test_static_ranges_of_a_computed_weight():
     def result(fn, w):
         plan = PtqProvider(rule).plan(fn, w, X, kernels=False)
         stored, _ = plan.optimize(w, [(X,)], [SmoothQuant()])
-        statistics = plan.calibrate(fn, stored, [(X,)])
+        statistics = plan.calibrate(stored, [(X,)])
         assert list(statistics) == ["matmul:0#lhs (transformed)"]
         return jax.jit(plan.apply(fn, statistics))(stored, X)
 

@@ -310,7 +310,7 @@ def test_static_ranges():
     plan = PtqProvider(rule).plan(lambda w, x: x @ w, w, x)
     with pytest.raises(JaxtapError, match="pass them as statistics="):
         plan.report(w, x, time=False)
-    statistics = plan.calibrate(plan.fn, w, [(2 * x,)])
+    statistics = plan.calibrate(w, [(2 * x,)])
     report = plan.report(w, x, statistics=statistics)
     scale = np.abs(2 * x).max(1).astype(np.float64).mean() / 127
     found = np.clip(np.rint(x / scale), -127, 127) * scale @ rounded(w, 0, 127)

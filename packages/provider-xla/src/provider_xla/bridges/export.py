@@ -83,7 +83,7 @@ def export_model(
         raise QuantizationError(
             f"A {type(model).__name__} must hold no caches to be exported, since a program changes "
             "no state. Plan a function that takes the cache and returns it, and export that: "
-            "provider.plan(fn, params, ...).export(fn, ...)."
+            "provider.plan(fn, params, ...).export(...)."
         )
     # A flat dict by path: a process that serves can make that without the model's classes.
     run = quantized.apply(bridge.function(model, method or quantized.methods[0]))

@@ -176,7 +176,7 @@ def calibrate_model(
     parameters = jax.tree.map(
         lambda leaf: leaf if is_array(leaf) else _Constant(leaf), bridge.parameters(model)
     )
-    return plan.calibrate(call, parameters, batches)
+    return plan.calibrate(parameters, batches, fn=call)
 
 
 @jax.tree_util.register_static

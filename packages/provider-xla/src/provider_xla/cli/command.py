@@ -138,7 +138,7 @@ def run_report(args: argparse.Namespace) -> int:
             return _report_of_another(args, plan, params, batch)
         with warnings.catch_warnings(record=True) as notes:
             warnings.simplefilter("always", QuantizationWarning)
-            statistics = plan.calibrate(plan.fn, params, [batch]) if plan.ranges else None
+            statistics = plan.calibrate(params, [batch]) if plan.ranges else None
         report = plan.report(params, *batch, statistics=statistics, time=not args.no_time)
     if args.json == "-":
         print(json.dumps(report.as_json(), indent=2, allow_nan=False))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -473,9 +474,9 @@ class Plan:
 
     def export(
         self,
-        fn: Callable[..., Any],
         stored: Any,
         *args: Any,
+        fn: Callable[..., Any] | None = None,
         shapes: Any = None,
         statistics: Statistics | None = None,
         platforms: Sequence[str] | None = None,
@@ -484,9 +485,9 @@ class Plan:
         """Export ``apply(fn)`` with ``jax.export``, kernels included, for processes that serve it.
 
         Args:
-            fn: the function that the plan is for.
-            stored: its parameters: what ``quantize``, ``optimize`` or ``load`` returned.
-            args: its other arguments: arrays or ``jax.ShapeDtypeStruct``.
+            stored: the parameters: what ``quantize``, ``optimize`` or ``load`` returned.
+            args: the other arguments: arrays or ``jax.ShapeDtypeStruct``.
+            fn: another form of the plan's function; None for that itself.
             shapes: symbolic sizes of ``args``, as ``jax.export.symbolic_args_specs`` takes them:
                 ``"b, ..."`` for a first axis of any size. None for the shapes of ``args``.
             statistics: as for ``apply``.
@@ -501,7 +502,9 @@ class Plan:
 
         Raises:
             QuantizationError: the program doesn't hold for every size of symbolic shapes.
+            TypeError: ``stored`` is a function.
         """
+        _check_not_function("stored", stored)
         run, applied = get_feature("plan-export"), self.apply(fn, statistics)
         return run(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
 
@@ -512,15 +515,19 @@ class Plan:
         return get_feature("plan-adapters")(self, fn, plain, statistics)
 
     def calibrate(
-        self, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
+        self,
+        params: Any,
+        batches: Iterable[Sequence[Any]],
+        *,
+        fn: Callable[..., Any] | None = None,
     ) -> Statistics:
         """Measure the static ranges of activations, in float, with a progress bar.
 
         Args:
-            fn: the function that the plan is for.
-            params: its parameters, arrays. If ``optimize`` transformed some, what it returned: the
+            params: the parameters, arrays. If ``optimize`` transformed some, what it returned: the
                 ranges must be those of the transformed activations.
             batches: each the other arguments of a call, as a tuple.
+            fn: another form of the plan's function; None for that itself.
 
         Returns:
             The mean range over the batches, by site: a pytree for ``apply``, to be saved with the
@@ -529,8 +536,10 @@ class Plan:
 
         Raises:
             QuantizationError: no rule has ``act_static_scale``, or there is no batch.
+            TypeError: ``params`` is a function.
         """
-        return calibrate(self, fn, params, batches)
+        _check_not_function("params", params)
+        return calibrate(self, self.fn if fn is None else fn, params, batches)
 
     def report(
         self,
@@ -643,6 +652,15 @@ _KEPT = ("faults", "remarks", "allocation", "caches")
 
 def _made_again(again: Callable[..., Plan], scales: Mapping[str, Any], kept: Any) -> Plan:
     return dataclasses.replace(again(scale_dtypes=scales), **kept)
+
+
+def _check_not_function(name: str, given: Any) -> None:
+    """Raise TypeError where parameters are the function, which a plan knows itself."""
+    if inspect.isroutine(given):
+        raise TypeError(
+            f"{name} must be parameters, got the function {getattr(given, '__name__', given)}. The "
+            "plan knows its function: leave it out, or pass another one as fn=."
+        )
 
 
 def _holds_stored(params: Any) -> bool:

@@ -166,7 +166,7 @@ def _checked(statistics: Statistics | None, site: Site, key: str, what: str) -> 
     if statistics is None:
         raise JaxtapError(
             f"The rule of {site.call.op_id} has static scales, and there are no statistics to take "
-            f"the range of its {what} from. Measure them with plan.calibrate(fn, params, batches), "
+            f"the range of its {what} from. Measure them with plan.calibrate(params, batches), "
             "or start with provider.init_statistics(...) for training, and pass them as "
             "statistics=."
         )
