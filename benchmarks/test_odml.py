@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'VariableState':DeprecationWarni
 
 LAYERS, WIDTH, HEADS, TOKENS, BATCH = 12, 256, 4, 64, 8
 SIDES = {side: side for side in ("float", "jaxtap", "patch", "qwix")}
-W8A8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+W8A8 = {"weight_qtype": "int8", "output_qtype": "int8"}
 
 
 class Net(linen.Module):

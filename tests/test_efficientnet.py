@@ -317,7 +317,7 @@ def test_all_operations_in_integers_on_the_device(params):
     """Folded batch norms leave channels with weights near zero and biases near one."""
     import provider_odml as odml
 
-    rules = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8")]
+    rules = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
     quantized = odml.qat(model.classify, rules)
     images = photographs.read()[:, ::4, ::4]
     assert "143 of 143 operations in integers" in str(quantized.plan(params, images[:1]))

@@ -353,7 +353,7 @@ def test_the_encoder_on_the_device(params, tokenize):
 
     params = {**params, "layers": params["layers"][:4]}
     tokens, mask = tokenize(list(SENTENCES), 32)
-    rule = odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
+    rule = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
     artifact = odml.export(model.encode, params, None, [rule], tokens, mask, strict=False)
     floats = sum(leaf.size * 4 for leaf in jax.tree.leaves(params))
     assert len(artifact.model) < floats / 3.4

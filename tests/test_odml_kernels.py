@@ -23,7 +23,7 @@ def model(w, x):
 
 def step(act, engine):
     """Return a step of training, and its arguments."""
-    rule = odml.OdmlRule(weight_qtype="int8", act_qtype=act)
+    rule = odml.OdmlRule(weight_qtype="int8", output_qtype=act)
     quantized = odml.qat(model, [rule], engine=engine, average=odml.MovingAverage(0.9))
     stats = quantized.init(W, X)
 

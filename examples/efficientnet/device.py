@@ -20,7 +20,7 @@ STATIC = "int8, static"
 RULES = {
     "float": {},
     "int8 weights": {"weight_qtype": "int8"},
-    STATIC: {"weight_qtype": "int8", "act_qtype": "int8"},
+    STATIC: {"weight_qtype": "int8", "output_qtype": "int8"},
 }
 NAMES = (*photographs.NAMES[:4], *photographs.OTHERS)
 """What static ranges are calibrated with: half of what is classified, and other images."""

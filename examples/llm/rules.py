@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16")
 
 DEVICE = {
     "float": {},
-    "dynamic": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
+    "dynamic": {"weight_qtype": "int8", "input_qtype": "int8"},
     "weights": {"weight_qtype": "int8"},
     "int4": {"weight_qtype": "int4"},
 }

@@ -25,11 +25,11 @@ REFINED = "int8, static, refined"
 BLOCKS = "int4 in blocks of 32, dynamic range"
 RULES = {
     "float": {},
-    "int8, dynamic range": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
-    "int8, static": {"weight_qtype": "int8", "act_qtype": "int8"},
-    REFINED: {"weight_qtype": "int8", "act_qtype": "int8"},
+    "int8, dynamic range": {"weight_qtype": "int8", "input_qtype": "int8"},
+    "int8, static": {"weight_qtype": "int8", "output_qtype": "int8"},
+    REFINED: {"weight_qtype": "int8", "output_qtype": "int8"},
     "int8 weights": {"weight_qtype": "int8"},
-    BLOCKS: {"weight_qtype": "int4", "act_qtype": "int8", "act_static_scale": False},
+    BLOCKS: {"weight_qtype": "int4", "input_qtype": "int8"},
     "int4 weights": {"weight_qtype": "int4", "weight_calibration_method": "mse"},
 }
 

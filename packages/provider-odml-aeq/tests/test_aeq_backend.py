@@ -15,7 +15,7 @@ pytestmark = pytest.mark.sample(2)
 
 RNG = np.random.default_rng(0)
 IDS = RNG.integers(0, 40, (4, 6)).astype(np.int32)
-DYNAMIC = {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False}
+DYNAMIC = {"weight_qtype": "int8", "input_qtype": "int8"}
 
 
 class Net(nn.Module):
@@ -62,8 +62,7 @@ def _sqnr(artifact):
 
 def test_the_first_rule_that_matches_holds():
     artifact = export(
-        odml.OdmlRule(module_path=".*/down", weight_qtype="int4", act_qtype="int8",
-                      act_static_scale=False),
+        odml.OdmlRule(module_path=".*/down", weight_qtype="int4", input_qtype="int8"),
         odml.OdmlRule(module_path=".*/(query|embed)"),
         odml.OdmlRule(op_names=["einsum", "dot_general", "take"], **DYNAMIC),
     )  # fmt: skip
@@ -93,7 +92,7 @@ def test_dynamic_is_compared_with_jax_in_float():
 
 
 def test_static_ranges_are_of_the_sample_data():
-    artifact = export(odml.OdmlRule(weight_qtype="int8", act_qtype="int8"), io="int8")
+    artifact = export(odml.OdmlRule(weight_qtype="int8", output_qtype="int8"), io="int8")
     assert set(types(artifact).values()) == {"int8"}
     (output,) = read(artifact.model).signatures["serving_default"].outputs.values()
     assert output.dtype == "int8"
@@ -109,7 +108,7 @@ def test_static_ranges_are_of_the_sample_data():
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "gptq"])
 def test_blocks_of_int4(algorithm):
-    rule = odml.OdmlRule(weight_qtype="int4", act_qtype="int8", act_static_scale=False)
+    rule = odml.OdmlRule(weight_qtype="int4", input_qtype="int8")
     artifact = export(rule, algorithm=algorithm, block_size=32)
     assert set(types(artifact).values()) == {"int4"}
     sizes = {one.operation: one.block_size for one in artifact.report.weights}
@@ -144,7 +143,7 @@ def test_signatures_with_calibration_of_their_own():
     }
     runs = {"one": [{"x": x}], "two": [{"x": x * 10}]}
     artifact = odml.export(
-        fn, {"w": weight}, None, odml.OdmlRule(weight_qtype="int8", act_qtype="int8"),
+        fn, {"w": weight}, None, odml.OdmlRule(weight_qtype="int8", output_qtype="int8"),
         signatures=signatures, backend=AeqBackend(calibration=runs), io="int8",
     )  # fmt: skip
     found = read(artifact.model).signatures
@@ -192,7 +191,7 @@ def test_options_that_can_not_be(fields, match):
 
 @pytest.mark.slow
 def test_calibration_of_a_signature_that_is_not_there():
-    rule = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
+    rule = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
     with pytest.raises(odml.OdmlError, match=r"must be of the signatures .*, got \['other'\]"):
         export(rule, calibration={"other": [{"ids": IDS}]})
 

@@ -7,7 +7,7 @@ import pytest
 import provider_odml as odml
 
 PARAMS, X = np.eye(4, dtype=np.float32), jnp.ones((2, 4))
-RULE = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
+RULE = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
 
 
 def model(params, x):

@@ -12,7 +12,7 @@ import provider_odml as odml
 from jaxtap_testkit.odml_exports import normal
 
 RULES = {
-    each: [odml.OdmlRule(weight_qtype="int8", act_qtype="int8", static_range=each)]
+    each: [odml.OdmlRule(weight_qtype="int8", output_qtype="int8", static_range=each)]
     for each in ("step", "joined")
 }
 PARAMS, X = {"w": normal(8, 8), "steps": normal(3, 8, 8, seed=1) / 3}, normal(4, 8, seed=2)

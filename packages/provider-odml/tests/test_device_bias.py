@@ -12,7 +12,7 @@ from provider_odml.decide.decision import WeightUse
 from provider_odml.exporting.constants import weight_on_grid
 from provider_odml.exporting.fold import Fold
 
-W4A8 = odml.OdmlRule(weight_qtype="int4", act_qtype="int8")
+W4A8 = odml.OdmlRule(weight_qtype="int4", output_qtype="int8")
 NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
 X = normal(1, 4, 4, 3)
 BIAS = jnp.array([2.0, 0.1, -0.2])
@@ -49,7 +49,7 @@ def check(cases, rule):
     for i, (name, (_, w, _)) in enumerate(cases.items()):
         found, expected = device[f"output_{i}"], plain[i]
         off, most = np.abs(np.float64(found) - np.float64(expected)), np.abs(expected).max()
-        step = 2 * most / (255 if rule.act_qtype == "int8" else 65535)
+        step = 2 * most / (255 if rule.output_qtype == "int8" else 65535)
         spread = np.abs(w).max() * np.abs(X).max() * w[..., 0].size
         weight_error = spread / {"int8": 127, "int4": 7}[rule.weight_qtype]
         assert off.max() <= 2 * step + weight_error, name

@@ -180,7 +180,7 @@ def test_parameters_of_four_and_two_bits_are_stored_packed():
             return heads(params["two"], x)
 
     rules = [
-        odml.OdmlRule(module_path=f"{name}.*", weight_qtype=qtype, act_qtype="int8")
+        odml.OdmlRule(module_path=f"{name}.*", weight_qtype=qtype, output_qtype="int8")
         for name, qtype in (("four", "int4"), ("two", "int2"))
     ]
     both = {"four": params, "two": params}

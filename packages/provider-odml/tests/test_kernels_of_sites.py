@@ -22,7 +22,7 @@ def kernels(layers):
         return x
 
     params = [np.eye(8, dtype=np.float32)] * layers
-    quantized = odml.qat(model, [odml.OdmlRule(weight_qtype="int8", act_qtype="int8")])
+    quantized = odml.qat(model, [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")])
     stats = quantized.init(params, X)
 
     def step(params, state):

@@ -48,8 +48,8 @@ def test_between_int8_and_int16_there_is_a_wall(monkeypatch):
             return y @ params[1]
 
     rules = [
-        odml.OdmlRule(module_path="first", weight_qtype="int8", act_qtype="int8"),
-        odml.OdmlRule(weight_qtype="int8", act_qtype="int16"),
+        odml.OdmlRule(module_path="first", weight_qtype="int8", output_qtype="int8"),
+        odml.OdmlRule(weight_qtype="int8", output_qtype="int16"),
     ]
     params = [normal(8, 8), normal(8, 8, seed=1)]
     stats = odml.qat(fn, rules).calibrate(params, [(X,)])

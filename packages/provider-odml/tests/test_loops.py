@@ -11,8 +11,8 @@ from jax import lax
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import normal
 
-RULES = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8")]
-JOINED = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8", static_range="joined")]
+RULES = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
+JOINED = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8", static_range="joined")]
 W, X = normal(4, 8, 8), normal(16, 8, seed=1)
 
 
@@ -151,12 +151,12 @@ def test_loops_of_many_steps_are_joined():
         return {one.steps for one in odml.qat(fn, rules).plan(W[0], X).sites.values()}
 
     assert steps(RULES) == {()}
-    each = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8", static_range="step")]
+    each = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8", static_range="step")]
     assert (129,) in steps(each)
     with pytest.raises(ValueError, match="static_range must be None where outputs have no static"):
         odml.OdmlRule(weight_qtype="int8", static_range="step")
     with pytest.raises(ValueError, match="static_range must be None, 'step' or 'joined'"):
-        odml.OdmlRule(weight_qtype="int8", act_qtype="int8", static_range="mean")
+        odml.OdmlRule(weight_qtype="int8", output_qtype="int8", static_range="mean")
 
 
 def test_statistics_of_steps_are_saved_and_loaded(tmp_path):
@@ -251,12 +251,12 @@ def products(w, x):
     return lax.switch(jnp.int32(x[0, 0] > 0), [lambda y: y @ w[2], lambda y: y @ w[3]], y)
 
 
-@pytest.mark.parametrize("act_qtype", ["int8", None])
-def test_branches_are_exported(act_qtype):
+@pytest.mark.parametrize("output_qtype", ["int8", None])
+def test_branches_are_exported(output_qtype):
     """Both are right, not that of the sample data alone: LiteRT's IF gets one of them wrong."""
-    rules = [odml.OdmlRule(weight_qtype="int8", act_qtype=act_qtype)]
+    rules = [odml.OdmlRule(weight_qtype="int8", output_qtype=output_qtype)]
     stats = None
-    if act_qtype is not None:
+    if output_qtype is not None:
         stats = odml.qat(products, rules).calibrate(W, [(X,), (-X,)])
     artifact = odml.export(products, W, stats, rules, X)
     for x in (X, -X):

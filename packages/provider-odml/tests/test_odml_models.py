@@ -13,10 +13,10 @@ from provider_odml.exporting import export as pipeline
 pytestmark = pytest.mark.sample(1)
 
 MODES = {
-    "W8A8": {"weight_qtype": "int8", "act_qtype": "int8"},
-    "W4A8": {"weight_qtype": "int4", "act_qtype": "int8"},
-    "W8A16": {"weight_qtype": "int8", "act_qtype": "int16"},
-    "dynamic": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
+    "W8A8": {"weight_qtype": "int8", "output_qtype": "int8"},
+    "W4A8": {"weight_qtype": "int4", "output_qtype": "int8"},
+    "W8A16": {"weight_qtype": "int8", "output_qtype": "int16"},
+    "dynamic": {"weight_qtype": "int8", "input_qtype": "int8"},
     "weight-only": {"weight_qtype": "int8"},
 }
 POINTS = {"W8A8": 0.02, "W4A8": 0.05, "W8A16": 0.01, "dynamic": 0.02, "weight-only": 0.01}

@@ -342,7 +342,7 @@ def test_an_operation_that_litert_does_not_know():
     assert not plan_of(fn, W, X, rules=[OdmlRule(op_names=["dot_general"], **INT8)]).problems
 
 
-INT8 = {"weight_qtype": "int8", "act_qtype": "int8"}
+INT8 = {"weight_qtype": "int8", "output_qtype": "int8"}
 
 
 @pytest.mark.parametrize(
@@ -386,7 +386,7 @@ def test_parameters_alone_are_not_operations():
 
 
 def test_dynamic_ranges_are_for_products_of_parameters():
-    rule = OdmlRule(weight_qtype="int4", act_qtype="int8", act_static_scale=False)
+    rule = OdmlRule(weight_qtype="int4", input_qtype="int8")
     plan = plan_of(mlp, MLP, X, rules=[rule])
     products = [d for d in plan.decisions.values() if d.node.op.name == "dot_general"]
     for d in products:
@@ -403,7 +403,7 @@ def test_weight_only_is_for_products_of_parameters():
 
 
 def test_a_static_rule_without_a_weight_qtype_leaves_the_product_float():
-    plan = plan_of(lambda w, x: x @ w, W, X, rules=[OdmlRule(act_qtype="int8")])
+    plan = plan_of(lambda w, x: x @ w, W, X, rules=[OdmlRule(output_qtype="int8")])
     d = decided(plan, "dot_general")
     assert d.is_float
     assert "float" in str(d.reason)
@@ -421,7 +421,7 @@ def test_rules_by_module_path_and_a_boundary_of_int8_and_int16():
 
     enc, dec = (
         OdmlRule(module_path="enc", **INT8),
-        OdmlRule(module_path="dec", weight_qtype="int8", act_qtype="int16"),
+        OdmlRule(module_path="dec", weight_qtype="int8", output_qtype="int16"),
     )
     plan = plan_of(fn, {"w": W, "v": draw(8, 3)}, X, rules=[enc, dec])
     assert {key: d.rule for key, d in decisions(plan).items()} == {

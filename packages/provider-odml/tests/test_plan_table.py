@@ -10,7 +10,7 @@ import numpy as np
 import provider_odml as odml
 from interception_core.cli import main
 
-STATIC = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
+STATIC = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
 X = np.ones((4, 8), np.float32)
 PARAMS = {"up": np.ones((8, 16), np.float32), "bias": np.ones(16, np.float32),
           "down": np.ones((16, 8), np.float32)}  # fmt: skip
@@ -58,7 +58,7 @@ def test_what_each_operation_becomes():
 def test_the_footer_counts_the_rows():
     rules = {
         "static": STATIC,
-        "dynamic": odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False),
+        "dynamic": odml.OdmlRule(weight_qtype="int8", input_qtype="int8"),
         "weights": odml.OdmlRule(weight_qtype="int4"),
         "float": odml.OdmlRule(),
     }

@@ -105,7 +105,7 @@ def assert_on_grid(actual, expected, step):
 
 @pytest.mark.parametrize("weight", ["int8", "int4", "int2"])
 def test_int8_is_that_of_numpy(engine, weight):
-    model = qat(dot, OdmlRule(weight_qtype=weight, act_qtype="int8"), engine=engine)
+    model = qat(dot, OdmlRule(weight_qtype=weight, output_qtype="int8"), engine=engine)
     out = run(model, W, X)
     x = fake_quant_int8(X, *spread(X))
     y = x @ fake_quant_weight(W, {"int8": 127, "int4": 7, "int2": 1}[weight], (1,))
@@ -115,7 +115,7 @@ def test_int8_is_that_of_numpy(engine, weight):
 
 @pytest.mark.parametrize("weight", ["int8", "int4"])
 def test_int16_is_that_of_numpy(weight):
-    model = qat(dot, OdmlRule(weight_qtype=weight, act_qtype="int16"))
+    model = qat(dot, OdmlRule(weight_qtype=weight, output_qtype="int16"))
     out = run(model, W, X)
     x = fake_quant_symmetric(X, largest(X), 32767)
     y = x @ fake_quant_weight(W, {"int8": 127, "int4": 7}[weight], (1,))
@@ -124,7 +124,7 @@ def test_int16_is_that_of_numpy(weight):
 
 
 def test_dynamic_ranges_are_those_of_rows():
-    rule = OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
+    rule = OdmlRule(weight_qtype="int8", input_qtype="int8")
     out = qat(dot, rule)(W, X)
     rows = np.stack([fake_quant_int8(row, row.min(), row.max()) for row in np.asarray(X)])
     np.testing.assert_allclose(out, rows @ fake_quant_weight(W, 127, (1,)), rtol=1e-4, atol=1e-5)
@@ -479,7 +479,7 @@ def test_a_range_is_that_of_all_parts_of_a_tensor(engine):
 
 
 def test_batch_axes_are_those_of_the_rule():
-    rule = OdmlRule(weight_qtype="int8", act_qtype="int8", act_batch_axes=())
+    rule = OdmlRule(weight_qtype="int8", output_qtype="int8", act_batch_axes=())
     model = qat(dot, rule)
     stats = model.init(W, X)
     model(W, X, quant_stats=stats)
@@ -628,7 +628,7 @@ def choose(p, x, b):
 @pytest.mark.parametrize("branch", [False, True])
 def test_the_branch_that_runs_observes_what_it_reads(jit, branch):
     params = {"w": W, "v": draw(6, 8, seed=2)}
-    rule = OdmlRule(weight_qtype="int8", act_qtype="int8", act_batch_axes=())
+    rule = OdmlRule(weight_qtype="int8", output_qtype="int8", act_batch_axes=())
     model = qat(choose, rule, engine="trace")
     stats, sites = model.init(params, X, branch), model.plan(params, X, branch).sites
     call = jax.jit(model) if jit else model
@@ -804,7 +804,7 @@ def test_a_model_learns():
     target = x @ draw(6, 1, seed=9)
     params = model.init(jax.random.key(0), x)
     # Whole ranges: the mean over examples of a single output would clip half of them.
-    rule = OdmlRule(weight_qtype="int8", act_qtype="int8", act_batch_axes=())
+    rule = OdmlRule(weight_qtype="int8", output_qtype="int8", act_batch_axes=())
     q = qat(model.apply, rule, average=MovingAverage(0.9))
     stats = q.init(params, x)
 
@@ -859,7 +859,7 @@ def test_paddings_that_can_be_read_once():
             y = lax.conv_general_dilated(x, k, (1, 1), once([(1, 1), (1, 1)]), None, None, NHWC)
             return nn.max_pool(jax.nn.relu(y), (2, 2), (2, 2), once([(1, 1), (1, 0)]))
 
-        return qat(model, OdmlRule(weight_qtype="int8", act_qtype="int8"))
+        return qat(model, OdmlRule(weight_qtype="int8", output_qtype="int8"))
 
     k, x = draw(3, 3, 2, 4), draw(2, 6, 6, 2)
     found, plans = [], []

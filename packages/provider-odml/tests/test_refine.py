@@ -9,7 +9,7 @@ import provider_odml as odml
 from jaxtap_testkit.odml_exports import normal
 from provider_odml.train.noise import noise_to_signal
 
-RULES = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8")]
+RULES = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
 W, X = {"up": normal(8, 8), "down": normal(8, 4, seed=1)}, normal(16, 8, seed=2)
 
 

@@ -1,6 +1,8 @@
 """OdmlRule: its fields, its modes, what it matches, and what it refuses."""
 
+import copy
 import dataclasses
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -8,17 +10,16 @@ import pytest
 
 from provider_odml import OdmlQatProvider, OdmlRule, qat
 
-STATIC = {"weight_qtype": "int8", "act_qtype": "int8"}
-DYNAMIC = {**STATIC, "act_static_scale": False}
+STATIC = {"weight_qtype": "int8", "output_qtype": "int8"}
+DYNAMIC = {"weight_qtype": "int8", "input_qtype": "int8"}
 
 
 @pytest.mark.parametrize(
     ("fields", "static", "dynamic", "text"),
     [
         (STATIC, True, False, "W8A8 static"),
-        ({**STATIC, "act_static_scale": True}, True, False, "W8A8 static"),
-        ({"weight_qtype": "int4", "act_qtype": "int16"}, True, False, "W4A16 static"),
-        ({"act_qtype": "int8"}, True, False, "A8 static"),
+        ({"weight_qtype": "int4", "output_qtype": "int16"}, True, False, "W4A16 static"),
+        ({"output_qtype": "int8"}, True, False, "A8 static"),
         (DYNAMIC, False, True, "W8A8 dynamic"),
         ({"weight_qtype": "int2"}, False, False, "W2 weight-only"),
         ({}, False, False, "float"),
@@ -39,12 +40,12 @@ def test_modes(fields, static, dynamic, text):
         ({"weight_qtype": "int16"}, ["OdmlRule.weight_qtype", "int8, int4, int2", "'int16'"]),
         ({"weight_qtype": "float8_e4m3fn"}, ["OdmlRule.weight_qtype", "float8_e4m3fn"]),
         ({"weight_qtype": "nonsense"}, ["OdmlRule.weight_qtype", "'nonsense'"]),
-        ({"act_qtype": "int4"}, ["OdmlRule.act_qtype", "int8, int16", "'int4'"]),
-        ({"act_qtype": 8}, ["OdmlRule.act_qtype", "8"]),
-        ({"weight_qtype": "int8", "act_static_scale": True}, ["OdmlRule.act_static_scale"]),
-        ({"weight_qtype": "int8", "act_static_scale": False}, ["OdmlRule.act_static_scale"]),
-        ({**DYNAMIC, "act_qtype": "int16"}, ["OdmlRule.act_qtype", "'int16'", "act_static_scale"]),
-        ({**DYNAMIC, "weight_qtype": None}, ["OdmlRule.weight_qtype", "act_static_scale=False"]),
+        ({"output_qtype": "int4"}, ["OdmlRule.output_qtype", "int8, int16", "'int4'"]),
+        ({"output_qtype": 8}, ["OdmlRule.output_qtype", "8"]),
+        ({**DYNAMIC, "input_qtype": "int16"}, ["OdmlRule.input_qtype", "int8", "'int16'"]),
+        ({**DYNAMIC, **STATIC}, ["OdmlRule.input_qtype", "where output_qtype", "'int8'"]),
+        ({**DYNAMIC, "weight_qtype": None}, ["OdmlRule.input_qtype", "weight_qtype is None"]),
+        ({**DYNAMIC, "static_range": "step"}, ["OdmlRule.static_range", "no static range"]),
         ({"weight_calibration_method": "minmax"}, ["OdmlRule.weight_calibration_method", "minmax"]),
         ({"weight_calibration_method": None}, ["OdmlRule.weight_calibration_method"]),
         ({"act_calibration_method": "median"}, ["OdmlRule.act_calibration_method", "median"]),
@@ -61,6 +62,18 @@ def test_a_wrong_field_is_named_with_what_is_allowed(fields, names):
         assert name in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["act_qtype", "act_static_scale"])
+def test_a_field_of_qwix_that_means_two_things_here_teaches_both(field):
+    with pytest.raises(TypeError, match=r"output_qtype for integer outputs.*input_qtype"):
+        OdmlRule(weight_qtype="int8", **{field: "int8"})
+
+
+def test_a_rule_can_be_copied_and_changed():
+    rule = OdmlRule(**STATIC)
+    assert pickle.loads(pickle.dumps(rule)) == copy.deepcopy(rule) == rule
+    assert str(dataclasses.replace(rule, output_qtype="int16")) == "W8A16 static"
+
+
 def test_fields_are_named():
     with pytest.raises(TypeError):
         OdmlRule("encoder.*")
@@ -68,8 +81,8 @@ def test_fields_are_named():
 
 @pytest.mark.parametrize("given", ["int8", jnp.int8, jnp.dtype("int8")])
 def test_qtypes_may_be_dtypes(given):
-    rule = OdmlRule(weight_qtype=given, act_qtype=given)
-    assert (rule.weight_qtype, rule.act_qtype) == ("int8", "int8")
+    rule = OdmlRule(weight_qtype=given, output_qtype=given)
+    assert (rule.weight_qtype, rule.output_qtype) == ("int8", "int8")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +111,7 @@ def test_equal_rules_are_equal_whatever_the_containers():
 
 def test_rules_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        OdmlRule().act_qtype = "int8"
+        OdmlRule().output_qtype = "int8"
 
 
 @pytest.mark.parametrize(
@@ -106,8 +119,8 @@ def test_rules_do_not_change():
     [
         (STATIC, "minmax"),
         ({**STATIC, "act_calibration_method": "rms,3"}, "rms,3"),
-        ({"act_qtype": "int16"}, "absmax"),
-        ({"act_qtype": "int16", "act_calibration_method": "minmax,0.9"}, "absmax,0.9"),
+        ({"output_qtype": "int16"}, "absmax"),
+        ({"output_qtype": "int16", "act_calibration_method": "minmax,0.9"}, "absmax,0.9"),
     ],
 )
 def test_the_method_of_activations(fields, method):
@@ -116,7 +129,7 @@ def test_the_method_of_activations(fields, method):
 
 def test_an_int16_range_has_no_zero_point_with_a_fixed_method():
     """Whatever the method: LiteRT's int16 is symmetric."""
-    rule = OdmlRule(weight_qtype="int8", act_qtype="int16", act_calibration_method="fixed,-1,2")
+    rule = OdmlRule(weight_qtype="int8", output_qtype="int16", act_calibration_method="fixed,-1,2")
     w, x = jnp.ones((3, 2)), jnp.ones((4, 3))
     model = qat(lambda w, x: x @ w, [rule])
     stats = model.init(w, x)

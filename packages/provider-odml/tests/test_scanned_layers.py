@@ -8,7 +8,7 @@ import pytest
 
 import provider_odml as odml
 
-RULES = [odml.OdmlRule(weight_qtype="int8", act_qtype="int8")]
+RULES = [odml.OdmlRule(weight_qtype="int8", output_qtype="int8")]
 X = np.asarray(jax.random.normal(jax.random.key(1), (16, 8)))
 Y = np.tanh(X[:, ::-1])
 

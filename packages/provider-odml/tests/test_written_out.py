@@ -283,7 +283,7 @@ def test_the_program_for_other_converters_has_the_parameters_of_each_step(engine
 def test_rules_by_path_hold_in_the_steps():
     rules = [
         odml.OdmlRule(module_path="layer/cell"),
-        odml.OdmlRule(weight_qtype="int8", act_qtype="int8"),
+        odml.OdmlRule(weight_qtype="int8", output_qtype="int8"),
     ]
     fn = PROGRAMS["in scopes"]
     stats = odml.qat(fn, rules).calibrate(P, [(X,)])

@@ -8,9 +8,9 @@ import numpy as np
 
 import provider_odml as odml
 
-W8A8 = odml.OdmlRule(weight_qtype="int8", act_qtype="int8")
-W8A16 = odml.OdmlRule(weight_qtype="int8", act_qtype="int16")
-DYNAMIC = odml.OdmlRule(weight_qtype="int8", act_qtype="int8", act_static_scale=False)
+W8A8 = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
+W8A16 = odml.OdmlRule(weight_qtype="int8", output_qtype="int16")
+DYNAMIC = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
 WEIGHTS = odml.OdmlRule(weight_qtype="int8")
 
 

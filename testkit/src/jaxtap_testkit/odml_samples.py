@@ -11,8 +11,8 @@ import numpy as np
 
 from provider_odml import OdmlRule, qat
 
-W8A8 = OdmlRule(weight_qtype="int8", act_qtype="int8")
-W8A16 = OdmlRule(weight_qtype="int8", act_qtype="int16")
+W8A8 = OdmlRule(weight_qtype="int8", output_qtype="int8")
+W8A16 = OdmlRule(weight_qtype="int8", output_qtype="int16")
 
 
 def draw(*shape, seed=0):

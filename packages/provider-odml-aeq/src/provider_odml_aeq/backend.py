@@ -61,7 +61,7 @@ class AeqBackend:
         if self.block_size and not any(entry and entry.block_size for entry in entries):
             raise OdmlError(
                 f"block_size={self.block_size} needs a rule with a dynamic range, got "
-                f"{', '.join(map(str, rules))}. Write act_qtype='int8', act_static_scale=False."
+                f"{', '.join(map(str, rules))}. Write input_qtype='int8'."
             )
 
     def quantize(self, file: FloatFile) -> QuantizedFile:
@@ -89,7 +89,7 @@ class AeqBackend:
         return Entry(
             mode="static" if rule.is_static else "dynamic" if rule.is_dynamic else "weight_only",
             weight_bits=_BITS[rule.weight_qtype or "int8"],
-            activation_bits=_BITS[rule.act_qtype] if rule.is_static else 8,
+            activation_bits=_BITS[rule.output_qtype] if rule.is_static else 8,
             block_size=self.block_size if rule.is_dynamic else 0,
             algorithm=self.algorithm,
             min_elements=self.min_elements,

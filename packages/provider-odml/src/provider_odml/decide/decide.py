@@ -127,7 +127,7 @@ class _Decider:
             if rule is None or not rule.is_static:
                 return Decision(node, index, is_float=True)
             read = self._inputs.activation(node, use, rule)
-            key, qtype = str(use.tensor), str(rule.act_qtype)
+            key, qtype = str(use.tensor), str(rule.output_qtype)
             if read is not None:
                 inputs[use.slot] = read
                 key = read.site
@@ -144,7 +144,7 @@ class _Decider:
             use = WeightUse(str(rule.weight_qtype), (0,), rule.weight_calibration_method)
             return Decision(node, index, {0: use}, is_float=not node.params["rows"])
         inputs: dict[int | str, Quantize] = {0: ConstantUse("int8")}
-        if rule.act_qtype == "int16":
+        if rule.output_qtype == "int16":
             output = SiteUse(self.placed.add_output(node, rule), observe=True)
             return Decision(node, index, inputs, output, is_float=True, reason=NO_INT16)
         kinds = {reader.op.kind for reader, _ in self.program.readers.get(node.op_id, ())}

@@ -78,12 +78,12 @@ class Fusion:
         if found is None or ours is None or not ours.is_static:
             return None
         reader, use, theirs = found
-        if ours.act_qtype != theirs.act_qtype or node.op.fixed is not None:
+        if ours.output_qtype != theirs.output_qtype or node.op.fixed is not None:
             return None
         if node.op.kind is not Scales.NORM and self.why_float(node, ours) is not None:
             return None
         if is_relu(reader):
-            known = FUSED_ACTIVATIONS[str(theirs.act_qtype)]
+            known = FUSED_ACTIVATIONS[str(theirs.output_qtype)]
             return reader if reader.op.name in known and self._takes_relu(node) else None
         if reader.op.kind is Scales.NORM:
             return reader if self._is_chain(node) else None

@@ -47,7 +47,7 @@ class Inputs:
         elif node.op.kind is Scales.ARITHMETIC and not fused:
             for use in _others(node):
                 is_divisor = node.op.name == "truediv" and use.slot == 1
-                found[use.slot] = ConstantUse(str(rule.act_qtype), is_divisor)
+                found[use.slot] = ConstantUse(str(rule.output_qtype), is_divisor)
         return found
 
     def read(self, node: Node, rule: OdmlRule) -> dict[int | str, Quantize]:
@@ -94,7 +94,7 @@ class Inputs:
 
     def activation(self, node: Node, use: Use, rule: OdmlRule) -> SiteUse | None:
         """Return how an activation is quantized where it is read, or None."""
-        qtype, placed = str(rule.act_qtype), self.placed
+        qtype, placed = str(rule.output_qtype), self.placed
         if use.tensor in placed.masked:
             return None
         name = use.tensor if use.tensor is not None else f"{node.op_id}#{use.slot}"
@@ -127,8 +127,8 @@ class Inputs:
         """Return the quantization of a float tensor where it is read."""
         sites = self.placed.sites
         known = sites.get(key)
-        if known is not None and known.qtype != rule.act_qtype:
-            key = f"{tensor}@{rule.act_qtype}"
+        if known is not None and known.qtype != rule.output_qtype:
+            key = f"{tensor}@{rule.output_qtype}"
             known = sites.get(key)
         if known is None:
             is_input = tensor.startswith(("args[", "kwargs["))

@@ -48,7 +48,7 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         return f"LiteRT has no integer kernel for {name}"
     if name == "pow" and not node.params.get("square"):
         return "LiteRT has no integer kernel for powers other than the second"
-    if rule.act_qtype == "int16" and name in INT16_FLOAT:
+    if rule.output_qtype == "int16" and name in INT16_FLOAT:
         return NO_INT16
     if kind is Scales.NORM and not fused(node):
         return "no contraction before it that it could be folded into"
@@ -61,7 +61,7 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         divisor = next((u for u in node.uses if u.slot == 1), None)
         if divisor is None or divisor.role == ACTIVATION:
             return "LiteRT's integer division overflows"
-    if name == "add" and rule.act_qtype == "int16":
+    if name == "add" and rule.output_qtype == "int16":
         shapes = {use.shape for use in node.uses}
         if len(shapes) > 1 and not fused(node):
             return "LiteRT adds no int16 of different shapes"

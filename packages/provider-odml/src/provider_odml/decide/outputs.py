@@ -33,7 +33,7 @@ class Outputs:
         alias = self._input_scale(node)
         if alias is not None:
             # The same scale for input and output loses no value and needs no kernel.
-            self.placed.made[node.op_id] = alias, str(rule.act_qtype)
+            self.placed.made[node.op_id] = alias, str(rule.output_qtype)
             return SiteUse(alias)
         shared = self._reader_scale(node, rule)
         if shared is not None:
@@ -71,7 +71,10 @@ class Outputs:
         reader, _, theirs = found
         if reader.op.kind not in (Scales.JOIN, Scales.CLAMP) or reader.op.name == "select_n":
             return None
-        if theirs.act_qtype != rule.act_qtype or self.fusion.why_float(reader, theirs) is not None:
+        if (
+            theirs.output_qtype != rule.output_qtype
+            or self.fusion.why_float(reader, theirs) is not None
+        ):
             return None
         if self.fusion.reader(reader) is not None:
             return None

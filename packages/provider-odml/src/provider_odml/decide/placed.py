@@ -52,7 +52,7 @@ class Placed:
             fixed: its range, if that is known; 8-bit.
             tensor: its name, if that is not the key.
         """
-        qtype = str(rule.act_qtype)
+        qtype = str(rule.output_qtype)
         if qtype == "int16" and fixed is not None:
             # LiteRT's int16 softmax, logistic and tanh have the scale 1/32768.
             bound = 32767 / 32768 if fixed == node.op.fixed else max(map(abs, fixed))
@@ -68,7 +68,7 @@ class Placed:
     def add_output(self, node: Node, rule: OdmlRule) -> str:
         """Add an output that is quantized where made. Return its site."""
         key = self.add(node.op_id, node, rule, node.shape, node.op.fixed)
-        self.made[node.op_id] = key, str(rule.act_qtype)
+        self.made[node.op_id] = key, str(rule.output_qtype)
         return key
 
 

@@ -10,7 +10,8 @@ import quant_numerics as qn
 from interception_core import check_pattern, matches_path
 
 WEIGHT_QTYPES = ("int8", "int4", "int2")
-ACT_QTYPES = ("int8", "int16")
+OUTPUT_QTYPES = ("int8", "int16")
+INPUT_QTYPES = ("int8",)
 MOST_STEPS = 128
 """Loops of more steps have one static range for all of them, unless their rule says otherwise."""
 
@@ -19,23 +20,24 @@ MOST_STEPS = 128
 class OdmlRule:
     """What to do with the operations that it matches. Of several rules, the first match counts.
 
-    Field names are those of Qwix's QuantizationRule, and so is their meaning on the device:
-    ``weight_qtype`` is that of the parameters an operation multiplies with, ``act_qtype`` that
-    of its **output**. Three modes follow from the fields:
+    Field names are those of Qwix's QuantizationRule, and so is their meaning on the device, but for
+    Qwix's ``act_qtype``, whose two meanings have a name each. Three modes follow from the fields:
 
-    - static range: ``act_qtype`` (``act_static_scale`` is then True unless it is set): inputs
-      and outputs are integers, with ranges from training or calibration.
-    - dynamic range: ``act_qtype="int8", act_static_scale=False``: the device finds the range
-      of each input of a contraction as it runs; for contractions of parameters alone.
-    - weight only: ``act_qtype=None``: parameters are stored as integers and multiplied as floats.
+    - static range: ``output_qtype``: inputs and outputs are integers, with ranges from training or
+      calibration.
+    - dynamic range: ``input_qtype="int8"``: the device finds the range of each input of a
+      contraction as it runs; for contractions of parameters alone.
+    - weight only: neither: parameters are stored as integers and multiplied as floats.
 
     Attributes:
         module_path: regular expression that must match the whole module path.
         op_names: names out of ``OP_NAMES``; None or empty for all.
-        weight_qtype: ``"int8"``, ``"int4"``, ``"int2"`` or None: per channel, symmetric, with
-            the narrow range (-127 to 127).
-        act_qtype: ``"int8"`` (with a zero point), ``"int16"`` (symmetric) or None.
-        act_static_scale: see above.
+        weight_qtype: format of the parameters that an operation multiplies with: ``"int8"``,
+            ``"int4"``, ``"int2"`` or None: per channel, symmetric, with the narrow range
+            (-127 to 127).
+        output_qtype: format of outputs, with a static range: ``"int8"`` (with a zero point),
+            ``"int16"`` (symmetric) or None.
+        input_qtype: format of inputs, with a dynamic range: ``"int8"`` or None.
         weight_calibration_method: as in ``quant_numerics.calibrate``; symmetric.
         act_calibration_method: the same. None is ``"minmax"``.
         act_batch_axes: axes of which the mean of the ranges is taken; the extremes are taken
@@ -54,13 +56,24 @@ class OdmlRule:
     module_path: str = ".*"
     op_names: Collection[str] | None = None
     weight_qtype: Any = None
-    act_qtype: Any = None
-    act_static_scale: bool | None = None
+    output_qtype: Any = None
+    input_qtype: Any = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] | None = None
     static_range: Literal["step", "joined"] | None = None
     reason: str | None = None
+
+    def __new__(cls, **fields: Any) -> OdmlRule:
+        """Refuse the fields of Qwix that mean two things here."""
+        if not {"act_qtype", "act_static_scale"}.isdisjoint(fields):
+            raise TypeError(
+                "An OdmlRule has output_qtype for integer outputs, with ranges that are measured "
+                "before, or input_qtype for inputs whose range the device finds, instead of "
+                "act_qtype and act_static_scale. Write for example OdmlRule(weight_qtype='int8', "
+                "output_qtype='int8')."
+            )
+        return super().__new__(cls)
 
     def __post_init__(self):
         from ..capture.ops import OP_NAMES
@@ -79,22 +92,17 @@ class OdmlRule:
             raise self._error("op_names", allowed)
         self._set("op_names", tuple(sorted(names)) if names else None)
         self._set("weight_qtype", self._qtype("weight_qtype", WEIGHT_QTYPES))
-        self._set("act_qtype", self._qtype("act_qtype", ACT_QTYPES))
-        if self.act_qtype is None and self.act_static_scale is not None:
-            raise self._error("act_static_scale", "None where act_qtype is None")
-        if self.act_qtype is not None and self.act_static_scale is None:
-            self._set("act_static_scale", True)
+        self._set("output_qtype", self._qtype("output_qtype", OUTPUT_QTYPES))
+        self._set("input_qtype", self._qtype("input_qtype", INPUT_QTYPES))
+        if self.output_qtype is not None and self.input_qtype is not None:
+            raise self._error("input_qtype", "None where output_qtype, which is for inputs, too, "
+                              "is set")  # fmt: skip
         if self.static_range not in (None, "step", "joined"):
             raise self._error("static_range", "None, 'step' or 'joined'")
         if self.static_range is not None and not self.is_static:
             raise self._error("static_range", "None where outputs have no static range")
-        if self.act_static_scale is False and (self.act_qtype, self.weight_qtype) == (
-            "int16", self.weight_qtype,
-        ):  # fmt: skip
-            raise self._error("act_qtype", "'int8' with act_static_scale=False: LiteRT finds no "
-                              "int16 ranges as it runs")  # fmt: skip
-        if self.act_static_scale is False and self.weight_qtype is None:
-            raise self._error("weight_qtype", "set with act_static_scale=False: the device finds "
+        if self.input_qtype is not None and self.weight_qtype is None:
+            raise self._error("input_qtype", "None where weight_qtype is None: the device finds "
                               "ranges only for contractions of quantized parameters")  # fmt: skip
         for field in ("weight_calibration_method", "act_calibration_method"):
             self._method(field)
@@ -115,23 +123,24 @@ class OdmlRule:
     @property
     def is_static(self) -> bool:
         """Whether outputs have a static range."""
-        return self.act_qtype is not None and bool(self.act_static_scale)
+        return self.output_qtype is not None
 
     @property
     def is_dynamic(self) -> bool:
         """Whether the device finds the ranges."""
-        return self.act_qtype is not None and not self.act_static_scale
+        return self.input_qtype is not None
 
     @property
     def act_method(self) -> str:
         """The calibration method of activations: of int16 always symmetric."""
         method = self.act_calibration_method or "minmax"
-        return method.replace("minmax", "absmax") if self.act_qtype == "int16" else method
+        return method.replace("minmax", "absmax") if self.output_qtype == "int16" else method
 
     def __str__(self) -> str:
         bits = {"int8": "8", "int4": "4", "int2": "2", "int16": "16"}
         weight = f"W{bits[self.weight_qtype]}" if self.weight_qtype else ""
-        act = f"A{bits[self.act_qtype]}" if self.act_qtype else ""
+        acts = self.output_qtype or self.input_qtype
+        act = f"A{bits[acts]}" if acts else ""
         mode = " static" if self.is_static else " dynamic" if self.is_dynamic else " weight-only"
         return f"{weight}{act}{mode}" if weight or act else "float"
 
@@ -165,7 +174,7 @@ class OdmlRule:
         return ValueError(f"OdmlRule.{field} must be {allowed}, got {getattr(self, field)!r}.")
 
 
-INT8 = OdmlRule(weight_qtype="int8", act_qtype="int8")
+INT8 = OdmlRule(weight_qtype="int8", output_qtype="int8")
 
 
 def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
@@ -180,6 +189,6 @@ def as_rules(rules: OdmlRule | Iterable[OdmlRule]) -> tuple[OdmlRule, ...]:
         if not isinstance(rule, OdmlRule):
             raise TypeError(
                 f"rules must be OdmlRule objects, got {rule!r}. Write for example "
-                "OdmlRule(weight_qtype='int8', act_qtype='int8')."
+                "OdmlRule(weight_qtype='int8', output_qtype='int8')."
             )
     return rules

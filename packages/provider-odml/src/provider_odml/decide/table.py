@@ -151,7 +151,7 @@ def _qtype(use: Use, decision: Decision, plan: Decisions) -> str | None:
     if use.role == ACTIVATION and decision.output is not None:
         return plan.sites[decision.output.site].qtype
     rule = None if decision.rule is None else plan.rules[decision.rule]
-    return str(rule.act_qtype) if rule is not None and rule.is_static else None
+    return str(rule.output_qtype) if rule is not None and rule.is_static else None
 
 
 def why(plan: Decisions, decision: Decision) -> str:
@@ -159,7 +159,7 @@ def why(plan: Decisions, decision: Decision) -> str:
     if decision.rule is None:
         return "no rule matches"
     rule = plan.rules[decision.rule]
-    if rule.weight_qtype is None and rule.act_qtype is None:
+    if rule.weight_qtype is None and rule.output_qtype is None:
         return "its rule has no qtypes"
     return "its rule is for matmuls with parameters alone"
 

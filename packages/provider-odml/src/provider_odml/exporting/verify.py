@@ -288,7 +288,7 @@ def bad_ranges(sites: Sequence[SiteResult]) -> list[str]:
                 f"{own:.1f} dB from its range alone, where others have {usual:.1f} dB. Its scale "
                 f"is {one.scale:.3g}: calibrate on data like this, take the rules that "
                 "provider_odml.refine finds, or give the operation a rule without qtypes, "
-                "act_qtype='int16' or another act_calibration_method."
+                "output_qtype='int16' or another act_calibration_method."
             )
     return found
 

@@ -107,8 +107,8 @@ def _exceptions(plan: Plan, measured: dict[str, float], least: float) -> Iterato
             module_path=re.escape(path),
             op_names=tuple(names),
             weight_qtype=rule.weight_qtype,
-            act_qtype=rule.act_qtype,
-            act_static_scale=rule.act_static_scale,
+            output_qtype=rule.output_qtype,
+            input_qtype=rule.input_qtype,
             weight_calibration_method=rule.weight_calibration_method,
             reason=reason,
         )
@@ -135,8 +135,7 @@ def _without_range(plan: Plan, decision: Decision) -> OdmlRule | None:
     if any(isinstance(use, WeightUse) for use in decision.inputs.values()):
         return OdmlRule(
             weight_qtype=rule.weight_qtype,
-            act_qtype="int8",
-            act_static_scale=False,
+            input_qtype="int8",
             weight_calibration_method=method,
         )
     return OdmlRule()
