@@ -30,6 +30,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         "new": "make a distribution for a provider, a kernel, a bridge or a number format",
         "bench": "time a kernel beside the op's reference and the kernel that it displaces",
         "ops": "list the ops that have kernels, and what a kernel of each is called with",
+        "completion": "print what makes a shell complete commands, options and files",
         "demo": "show what a provider does, on handwritten digits",
     }
     return [

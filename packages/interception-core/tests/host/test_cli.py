@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
@@ -138,6 +139,18 @@ class TestErrors:
         assert "Traceback" in err
         assert "ValueError: the cause" in err
 
+    def test_ctrl_c_is_one_line(self, host, commands, capsys, monkeypatch):
+        def plan(args):
+            raise KeyboardInterrupt
+
+        monkeypatch.delenv("JAXTAP_DEBUG", raising=False)
+        host(commands(plan=plan))
+        assert main(["plan"]) == 130
+        assert capsys.readouterr().err == "\njaxtap: interrupted\n"
+        monkeypatch.setenv("JAXTAP_DEBUG", "1")
+        with pytest.raises(KeyboardInterrupt):
+            main(["plan"])
+
     def test_of_other_kinds_are_bugs_and_pass(self, host, commands):
         host(commands(plan=lambda args: 1 / 0))
         with pytest.raises(ZeroDivisionError):
@@ -148,7 +161,7 @@ class TestErrors:
         assert main(["plugns"]) == 2
         assert capsys.readouterr().err == (
             "jaxtap: error: Unknown command 'plugns'. Did you mean 'plugins'? "
-            "Known commands: bench, demo, doctor, new, ops, plugins.\n"
+            "Known commands: bench, completion, demo, doctor, new, ops, plugins.\n"
         )
 
     def test_a_command_of_a_failed_plugin(self, host, capsys):
@@ -162,6 +175,54 @@ class TestErrors:
         assert main(["plugins"]) == 1
         assert "JAXTAP_DISABLE_PLUGINS=acme" in capsys.readouterr().err
         assert main(["doctor", "--help"]) == 0
+
+
+class TestCompletion:
+    def test_has_commands_options_and_files(self, host, commands, declare, capsys):
+        def configure(parser):
+            parser.add_argument("source", metavar="FILE")
+            parser.add_argument("--kind", choices={"one": 1, "two": 2})
+
+        broken = CommandSpec("bad", "is bad", "nowhere:x", "nowhere:y")
+        host(
+            OWN,
+            commands(configure=configure, plan=print),
+            declare("other", jaxtap_register_commands=[broken]),
+        )
+        for shell in ("bash", "zsh", "tcsh"):
+            assert main(["completion", shell]) == 0
+            script = capsys.readouterr().out
+            for word in ("doctor", "plan", "bad", "kind", "one", "two"):
+                assert word in script, (shell, word)
+
+    def test_completes_in_bash(self, host, commands, capsys, tmp_path):
+        (tmp_path / "model.py").touch()
+        host(
+            commands(configure=lambda p: p.add_argument("source", metavar="FILE"), plan=print), OWN
+        )
+        assert main(["completion", "bash"]) == 0
+        asked = (
+            "COMP_WORDS=({words}); COMP_CWORD={at}; _shtab_jaxtap jaxtap {word} {before}; "
+            'echo "${{COMPREPLY[@]}}"'
+        )
+        script = tmp_path / "script.sh"
+        script.write_text(
+            capsys.readouterr().out
+            + "\n"
+            + asked.format(words="jaxtap pl", at=1, word="pl", before="jaxtap")
+            + "\n"
+            + asked.format(words="jaxtap plan mo", at=2, word="mo", before="plan")
+        )
+        found = subprocess.run(
+            ["bash", script], cwd=tmp_path, capture_output=True, text=True, check=True
+        )
+        assert found.stdout.split() == ["plan", "plugins", "model.py"]
+
+    def test_needs_shtab(self, host, capsys, monkeypatch):
+        monkeypatch.setitem(sys.modules, "shtab", None)
+        host(OWN)
+        assert main(["completion", "bash"]) == 1
+        assert "needs shtab" in capsys.readouterr().err
 
 
 class TestPlugins:

@@ -25,7 +25,16 @@ _EPILOG = f"""environment:
   {DISABLE}  plugin names, separated by commas, that are not loaded
   {STRICT}   1: a broken plugin is an error, not a warning
   {DEBUG}            1: errors come with a traceback, and logs go to stderr
+
+exit status:
+  0    done
+  1    an error, in one line on stderr; of doctor: a check fails
+  2    the command line is wrong
+  130  interrupted by Ctrl-C
 """
+
+INTERRUPTED = 130
+"""What shells expect of a program that SIGINT ended: 128 + 2."""
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -49,13 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: the command's; 1 after a `JaxtapError`, which is printed in one line, or
-        with a traceback if `JAXTAP_DEBUG` is 1; 2 if the command line is wrong.
+        with a traceback if `JAXTAP_DEBUG` is 1; 2 if the command line is wrong; 130 after Ctrl-C,
+        which is told in a line, too.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _main(arguments)
     except JaxtapError as error:
         return _report(error, 1)
+    except KeyboardInterrupt:
+        if is_debug():
+            raise
+        # Below what the terminal shows of a progress bar, and of ^C.
+        print("\njaxtap: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def _report(error: JaxtapError, status: int) -> int:
@@ -73,7 +89,7 @@ def _main(arguments: list[str]) -> int:
     for line in _host.new_warnings():
         print(f"jaxtap: warning: {line}", file=sys.stderr)
 
-    parser = _parser(registry)
+    parser = make_parser(registry)
     if not arguments:
         parser.print_help(sys.stderr)
         return 2
@@ -97,7 +113,8 @@ def _main(arguments: list[str]) -> int:
     return status or 0
 
 
-def _parser(registry: Registry) -> argparse.ArgumentParser:
+def make_parser(registry: Registry) -> argparse.ArgumentParser:
+    """Return the parser of all commands, which get their options when they are used."""
     parser = argparse.ArgumentParser(
         prog="jaxtap",
         description="Taps JAX programs; this is its command line. Plugins add commands.",

@@ -44,6 +44,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--name", required=True, help="the id of an operation, or the path of a parameter"
     )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
 
 
 def run_explain(args: argparse.Namespace) -> int:
@@ -59,7 +60,9 @@ def run_explain(args: argparse.Namespace) -> int:
     plan, _, _ = make_plan(args)
     _check_has(plan, "explain", "jaxtap explain")
     with told(f"{args.name} can't be explained"):
-        print(plan.explain(args.name))
+        text = plan.explain(args.name)
+    found = {"name": args.name, "lines": text.splitlines()}
+    print(json.dumps(found, indent=2) if args.json else text)
     return 0
 
 

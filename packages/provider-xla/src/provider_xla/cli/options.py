@@ -6,9 +6,9 @@ import argparse
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from interception_core import JaxtapError, Provider, UnknownNameError, find_bridge, get_provider
@@ -22,10 +22,22 @@ parameters there may be a model object of Flax or Equinox, or a method of one: (
 """
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a function, its arguments and rules."""
-    parser.description = f"{parser.description}. {_DESCRIPTION}"
+def configure(
+    parser: argparse.ArgumentParser,
+    description: str = _DESCRIPTION,
+    files: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Add the options of a function, its arguments and rules.
+
+    Args:
+        parser: the command's.
+        description: what the arguments are.
+        files: positional arguments between the function and its arguments, with their help.
+    """
+    parser.description = f"{parser.description}. {description}"
     parser.add_argument("function", metavar="FILE:FUNCTION", help="model.py:forward, say")
+    for name, about in files.items():
+        parser.add_argument(name, metavar=name.upper(), help=about)
     parser.add_argument("args", nargs="*", metavar="ARG", help="its arguments, such as 'params'")
     rules = parser.add_argument_group("rules (default: int8 for parameters and activations)")
     rules.add_argument(
@@ -56,8 +68,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def make_plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Return the plan, the parameters, and the other arguments."""
+def make_plan(args: argparse.Namespace, params: Any = None) -> tuple[Any, Any, tuple[Any, ...]]:
+    """Return the plan, the parameters, and the other arguments.
+
+    Args:
+        args: the command's.
+        params: the parameters, where ``args`` has only the other arguments.
+    """
     module, fn = find_function(args.function)
     if args.args:
         values = [read_argument(text, module) for text in args.args]
@@ -74,6 +91,8 @@ def make_plan(args: argparse.Namespace) -> tuple[Any, Any, tuple[Any, ...]]:
     if model is not None:
         return _planned_model(args, model, method, provider, values)
     at = getattr(provider, "params_argnum", 0)
+    if args.args and params is not None:
+        values.insert(at, params)
     if at >= len(values):
         raise JaxtapError(
             f"{args.function} has {len(values)} arguments, and argument {at} holds the parameters."

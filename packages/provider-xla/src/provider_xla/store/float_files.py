@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,7 +25,9 @@ WIDER = {
 }
 """By dtype, those that hold every number of it."""
 
-_DTYPES = {"F16", "BF16", "F32", "F64", "BOOL", *(f"{s}{n}" for s in "IU" for n in (8, 16, 32, 64))}
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "BOOL": "bool"}
+_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +104,16 @@ class FloatFiles:
 
     def __exit__(self, *_: object) -> None:
         self._files.clear()
+
+    def types(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return the shape and dtype of each tensor that JAX has the dtype of, by name."""
+        found = {}
+        for name, file in self._files.items():
+            entry = file.get_slice(name)
+            dtype = _DTYPES.get(entry.get_dtype())
+            if dtype is not None:
+                found[name] = jax.ShapeDtypeStruct(tuple(entry.get_shape()), dtype)
+        return found
 
     def parameter(self, name: str, source: Source, shape: Sequence[int], dtype: Any) -> np.ndarray:
         """Return a parameter, in C order.

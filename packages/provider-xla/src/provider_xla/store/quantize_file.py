@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,8 @@ def quantize_file(
     Make the plan with abstract parameters (``jax.eval_shape`` of an ``init`` function, say). Each
     parameter is read, quantized and freed before the next one. At its peak this needs, beside the
     result, a few copies of one float parameter: as read, put together, moved to the device, and
-    quantized. If ``target`` is a file, each parameter is written at once, and none is kept.
+    quantized. If ``target`` is a file, each parameter is written at once, and none is kept. A
+    terminal shows a progress bar.
 
     Args:
         plan: how to quantize.
@@ -73,10 +74,10 @@ def quantize_file(
     with FloatFiles(source) as files:
         parameters = _Parameters(plan, files, names, sharding)
         if target is None:
-            return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.leaves])
+            return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.each()])
         target = Path(target)
         if format_of(target, None) == "orbax":
-            stored = [parameters.get(leaf, False) for leaf in parameters.leaves]
+            stored = [parameters.get(leaf, False) for leaf in parameters.each()]
             save(target, fill(plan.params, stored), plan, overwrite=overwrite)
         else:
             parameters.write(target, overwrite)
@@ -103,6 +104,16 @@ class _Parameters:
         self._sources: dict[str, Source] = {
             leaf.name: source_of(names, leaf.name) for leaf in self.leaves if is_array(leaf.value)
         }
+
+    def each(self) -> Iterator[Leaf]:
+        """Yield the parameters in order, with a progress bar of their bytes."""
+        from tqdm import tqdm
+
+        total = sum(getattr(leaf.value, "nbytes", 0) for leaf in self.leaves)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
+            for leaf in self.leaves:
+                yield leaf
+                bar.update(getattr(leaf.value, "nbytes", 0))
 
     def get(self, leaf: Leaf, prepack: bool) -> Any:
         """Return a parameter, quantized if planned; other values from the plan."""
@@ -144,7 +155,7 @@ class _Parameters:
         with contextlib.ExitStack() as stack:
             new = stack.enter_context(appearing(target, overwrite))
             writer = stack.enter_context(Writer(new, manifest))
-            for leaf, stored in zip(self.leaves, manifest.params.leaves, strict=True):
+            for leaf, stored in zip(self.each(), manifest.params.leaves, strict=True):
                 if not stored.tensors:
                     continue
                 form = take_apart(leaf.name, self.get(leaf, False))
