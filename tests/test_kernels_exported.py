@@ -175,7 +175,10 @@ def test_kernels_that_are_not_there(exported, tmp_path):
     disabled, plan = run_python(
         "-c", REFUSED, paths[0], strict=False, **environment
     ).stdout.splitlines()
-    assert plan == "None no kernel for pack_w8 on cpu True"
+    assert plan == (
+        "None no kernel for cpu is installed: install te-ffi-kernels (Disabled by "
+        "JAXTAP_DISABLE_PLUGINS: te-ffi-kernels) True"
+    )
     for text in ("te-ffi-kernels", "is disabled", "refused"):
         assert text in disabled
     for path, texts in (

@@ -62,6 +62,10 @@ def _demo(commands):
 
 def _quantize(commands):
     def run(args):
+        # Before JAX is imported, which takes seconds.
+        print(
+            f"Quantizing {args.folder} into {args.out}: {args.rules}", file=sys.stderr, flush=True
+        )
         from . import quantize
 
         plan = quantize.quantize(args.folder, args.out, args.rules)

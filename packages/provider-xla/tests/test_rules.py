@@ -11,9 +11,9 @@ from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"weight_qtype": "int9"}, "weight_qtype.*int8.*Got 'int9'"),
-        ({"act_qtype": "itn8"}, "act_qtype.*int8.*Got 'itn8'"),
-        ({"act_qtype": 8}, "act_qtype.*Got 8"),
+        ({"weight_qtype": "int9"}, "weight_qtype.*int8.*got 'int9'"),
+        ({"act_qtype": "itn8"}, "act_qtype.*int8.*got 'itn8'"),
+        ({"act_qtype": 8}, "act_qtype.*got 8"),
         ({"module_path": "("}, "module_path must be a regular expression"),
         ({"module_path": None}, "module_path must be a regular expression"),
         ({"tile_size": -128}, "tile_size must be .*positive.*Got -128"),

@@ -1,6 +1,9 @@
 """Rules as they read, presets, and what plans explain."""
 
 import dataclasses
+import io
+import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 
 import provider_xla as xla
 from provider_xla import Gradient, Lora, Q, QtRule, QuantizationRule, Rule, Static
+from provider_xla.providers import telling
 from provider_xla.rules.presets import PRESETS, as_rules
 
 SAME = {
@@ -100,6 +104,8 @@ def test_a_written_rule_is_a_rule(case):
         ({"weight": "int8", "weight_qtype": "int8"}, TypeError, "got weight_qtype beside them"),
         ({"wieght": "int8"}, TypeError, "Rule takes path, weight.* got wieght"),
         ({"weight": "int4x"}, ValueError, "weight_qtype must be None or a qtype"),
+        ({"weight": "INT8"}, ValueError, "got 'INT8'. Did you mean 'int8'"),
+        ({"act": Static("Int8")}, ValueError, "got 'Int8'. Did you mean 'int8'"),
         ({"weight": "int8", "act": Q("int8", tile=4)}, TypeError, "act must be in tiles of its"),
         ({"act": Static("int8", steps="all")}, ValueError, "static_range must be"),
         ({"lora": 0}, ValueError, "rank must be"),
@@ -210,6 +216,29 @@ def test_dequantized_parameters(name):
     for one, exact in zip(jax.tree.leaves(found), jax.tree.leaves(params), strict=True):
         assert one.dtype == exact.dtype
         assert np.linalg.norm(one - exact) < 0.15 * np.linalg.norm(exact)
+
+
+def test_a_function_is_planned_not_quantized_as_a_model():
+    params, x = inputs()
+    with pytest.raises(TypeError, match=r"mlp is a function\. Plan it"):
+        xla.quantize_model(mlp, "int8", params, x)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_is_told_of_what_takes_long(monkeypatch):
+    monkeypatch.setattr(telling, "SECONDS", 0.01)
+    for made, shown in ((Terminal, "planning\n"), (io.StringIO, "")):
+        monkeypatch.setattr(sys, "stderr", made())
+        with telling.telling("planning"):
+            time.sleep(0.2)
+        with telling.telling("what is done at once"):
+            pass
+        time.sleep(0.05)
+        assert sys.stderr.getvalue() == shown
 
 
 def test_a_batch_that_is_not_a_tuple():

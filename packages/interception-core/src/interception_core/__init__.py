@@ -13,9 +13,16 @@ from importlib.metadata import version
 from .imports import when_imported
 from .lazy import lazy_exports
 from .plugins.host import plugins  # noqa: F401
+from .versions import check_jax
 
 __version__ = version("interception-core")
 __getattr__, __dir__, __all__ = lazy_exports(__name__)
 
-# At once with jax: later, JAX would trace and compile all functions again that ran before.
-when_imported("jax", lambda _: importlib.import_module(".cache_key", __name__))
+
+def _begin(_: object) -> None:
+    check_jax()
+    # At once with jax: later, JAX would trace and compile all functions again that ran before.
+    importlib.import_module(".cache_key", __name__)
+
+
+when_imported("jax", _begin)

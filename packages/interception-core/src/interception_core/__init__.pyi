@@ -27,6 +27,7 @@ from .kernels.bench import read_table as read_table
 from .kernels.bench import slower_than as slower_than
 from .kernels.ops import get_op as get_op
 from .kernels.platforms import kernel_platforms as kernel_platforms
+from .kernels.platforms import missing_kernels as missing_kernels
 from .kernels.platforms import platform_of as platform_of
 from .kernels.register import register_kernel as register_kernel
 from .kernels.select import KernelChoice as KernelChoice

@@ -7,7 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from interception_core import CheckResult, DoctorCheck, KernelSpec, PluginRecord
+from interception_core import CheckResult, DoctorCheck, KernelSpec, PluginRecord, missing_kernels
 from interception_core.cli import checks as _checks
 from interception_core.cli import main
 
@@ -56,7 +56,7 @@ class TestDoctor:
         assert main(["doctor"]) == 0
         out = capsys.readouterr().out
         assert "disk: is disk\n  warn  nearly full\n        delete something\n" in out
-        assert out.splitlines()[-1].endswith("1 warn, 0 fail")
+        assert out.splitlines()[-1].endswith("2 warn, 0 fail")
 
     @pytest.mark.parametrize(("status", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
     def test_exits_with_1_when_a_check_fails(self, host, checks, capsys, status, code):
@@ -128,8 +128,18 @@ class TestKernels:
     def test_of_a_platform_that_is_not_here(self, host, declare):
         kernel = KernelSpec("acme.gemm", "cuda", "acme:handlers", "gemm")
         host(OWN, declare("acme", jaxtap_register_kernels=[kernel]))
-        (result,) = _checks.kernels()
+        missing, result = _checks.kernels()
+        assert missing.status == "warn"
+        assert missing.message == (
+            "XLA computes everything: no kernel for cpu is installed: install te-ffi-kernels"
+        )
         assert (result.status, result.message[-31:]) == ("ok", "no cuda here to register it for")
+
+    def test_that_a_disabled_plugin_may_have(self, host, declare):
+        host(OWN, declare("acme"), JAXTAP_DISABLE_PLUGINS="acme")
+        (result,) = _checks.kernels()
+        assert result.message.endswith("te-ffi-kernels (Disabled by JAXTAP_DISABLE_PLUGINS: acme)")
+        assert missing_kernels("tpu").startswith("no kernel for tpu is installed (Disabled")
 
     def test_that_cannot_be_registered(self, host, declare):
         kernel = KernelSpec("acme.gone", "cpu", "no_such_module_here:handlers", "gemm")

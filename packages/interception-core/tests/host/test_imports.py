@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from interception_core import when_imported
+from interception_core import versions, when_imported
 
 
 @pytest.fixture
@@ -20,6 +20,16 @@ def module(tmp_path, monkeypatch):
     yield "late_library.part"
     for name in ("late_library.part", "late_library"):
         sys.modules.pop(name, None)
+
+
+def test_a_jax_that_is_too_old_says_what_to_do(monkeypatch):
+    real = versions.version
+    monkeypatch.setattr(versions, "version", lambda name: "0.9.1" if name == "jax" else real(name))
+    with pytest.raises(ImportError, match=r"needs JAX 0\.10\.2 or newer, got 0\.9\.1\. Run pip"):
+        versions.check_jax()
+    for found in ("0.10.2", "0.99.0.dev1"):
+        monkeypatch.setattr(versions, "version", lambda name, found=found: found)
+        versions.check_jax()
 
 
 def test_an_action_runs_once_after_the_import(module):

@@ -54,6 +54,8 @@ def sqnr(expected, found):
 def check(error, expected, found, about=0.02):
     """A code at a tie may be the other one: then the ratio differs, by little."""
     assert error.sqnr_db == pytest.approx(sqnr(expected, found), abs=about)
+    relative = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error.relative == pytest.approx(relative, rel=about)
     assert error.max_abs_error == pytest.approx(np.abs(found - expected).max(), rel=0.02)
 
 

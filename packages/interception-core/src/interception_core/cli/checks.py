@@ -10,13 +10,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from ..errors import KernelError, nearest_name, one_line
+from ..kernels.platforms import missing_kernels, platform_of
 from ..kernels.register import register_kernel
 from ..log import DEBUG
 from ..plugins import host as _host
 from ..plugins.registry import DISABLE, STRICT
 from ..plugins.specs import CheckResult, KernelSpec
+from ..versions import DISTRIBUTION
 
-_DISTRIBUTION = "interception-core"
 _PREFIX = "JAXTAP_"
 # All variables that jaxtap reads, also those of kernels, their builds and the benchmarks.
 _VARIABLES = {
@@ -35,9 +36,9 @@ _FALSE = ("", "0", "false", "f", "no", "n", "off")
 
 def versions() -> Iterator[CheckResult]:
     """Compare Python, jax and jaxlib with this package's metadata."""
-    python = SpecifierSet(metadata(_DISTRIBUTION)["Requires-Python"])
+    python = SpecifierSet(metadata(DISTRIBUTION)["Requires-Python"])
     yield _compared("Python", platform.python_version(), python)
-    needs = {need.name: need for need in map(Requirement, requires(_DISTRIBUTION) or ())}
+    needs = {need.name: need for need in map(Requirement, requires(DISTRIBUTION) or ())}
     jax, jaxlib = _installed("jax"), _installed("jaxlib")
     if jax is None:
         yield CheckResult("fail", "jax is not installed", f"pip install '{needs['jax']}'")
@@ -107,6 +108,9 @@ def kernels() -> Iterator[CheckResult]:
     """Register every kernel whose platform has a backend here."""
     from .. import _compat
 
+    platform = platform_of()
+    if (missing := missing_kernels(platform)) is not None:
+        yield CheckResult("warn", f"XLA computes everything: {missing}")
     for claim in _host.loaded().of(KernelSpec):
         kernel = f"{claim.spec.key} of {claim.owner.label}"
         try:

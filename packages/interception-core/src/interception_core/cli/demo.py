@@ -1,6 +1,7 @@
 """``jaxtap demo``: run a provider's demo, the command ``demo-NAME``."""
 
 import argparse
+import sys
 
 from .. import demo_kit
 from ..errors import PluginError, unknown_name
@@ -37,6 +38,8 @@ def run(args: argparse.Namespace) -> int | None:
         PluginError: two plugins claim the demo, it can't be loaded, or there is none.
     """
     claim = _find(_host.loaded(), args.provider)
+    # Before anything is imported, which takes seconds.
+    print(f"{claim.spec.name}: {claim.spec.summary}", file=sys.stderr, flush=True)
     own = argparse.ArgumentParser(prog=f"jaxtap {claim.spec.name}")
     if claim.spec.configure is not None:
         resolve(claim.spec.configure, claim.label)(own)

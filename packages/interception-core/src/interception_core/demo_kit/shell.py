@@ -45,11 +45,11 @@ def ready(args: argparse.Namespace, install: str) -> None:
 
 
 @contextmanager
-def progress(epochs: int, label: str) -> Iterator[Any]:
+def progress(steps: int, label: str, unit: str = "epoch") -> Iterator[Any]:
     """Show a progress bar. Yield the function that advances it."""
     from tqdm import tqdm
 
-    with tqdm(total=epochs, desc=label, unit="epoch", disable=None) as bar:
+    with tqdm(total=steps, desc=label, unit=unit, disable=None) as bar:
         yield bar.update
 
 

@@ -4,16 +4,29 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..plugins.host import declared_specs
+from ..plugins.host import declared_specs, loaded
 from ..plugins.specs import KernelSpec
 
 _GPUS = ("cuda", "rocm")
 """The platforms that JAX's devices call "gpu"."""
+_KITS = {"cpu": "te-ffi-kernels", "cuda": "te-ffi-kernels-cuda13"}
+"""The distributions of jaxtap that have kernels, by platform."""
 
 
 def kernel_platforms() -> tuple[str, ...]:
     """Return the platforms that there are kernels for, sorted."""
     return tuple(sorted({spec.platform for spec in declared_specs(KernelSpec)}))
+
+
+def missing_kernels(platform: str) -> str | None:
+    """Return what to do where no plugin has kernels for a platform; None where one has."""
+    if platform in kernel_platforms():
+        return None
+    kit = _KITS.get(platform)
+    hint = "" if kit is None else f": install {kit}"
+    # One of these may have them.
+    left = loaded().left_out.rstrip(".")
+    return f"no kernel for {platform} is installed{hint}" + (f" ({left})" if left else "")
 
 
 def platform_of(where: Any = None) -> str:

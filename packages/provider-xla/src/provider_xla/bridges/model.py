@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -76,7 +77,7 @@ def quantize_model(
 
     Raises:
         UnknownNameError: there is no bridge for such a model. The known ones are listed.
-        TypeError: ``provider`` is none of these, or ``model`` is a class.
+        TypeError: ``provider`` is none of these, or ``model`` is a class or a function.
         QuantizationError: the parameters are quantized already; example inputs are needed, or a
             rule needs statistics, and there are none; or rules do not fit: see
             ``PtqProvider.plan``.
@@ -273,6 +274,12 @@ def planned(
     if isinstance(model, type):
         raise TypeError(
             f"quantize_model takes a model object, and {model.__name__} is a class. Build one."
+        )
+    if inspect.isroutine(model):
+        raise TypeError(
+            f"quantize_model takes a model object, and {model.__name__} is a function. Plan it: "
+            "plan = provider.plan(fn, params, *inputs), or jaxtap.plan(fn, params, *inputs, "
+            "rules=...); then plan.quantize(params) and plan.apply()."
         )
     bridge = find_bridge(model)
     argnum = getattr(provider, "params_argnum", 0)

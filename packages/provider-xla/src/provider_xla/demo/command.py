@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
     for model in MODELS:
         with demo_kit.progress(EPOCHS, f"training, {model.name}") as advance:
             params = train(model, digits, args.seed, advance)
-        outcomes, plan = _quantize(model, params, digits, args.engine)
+        forms = 1 + len(FORMATS)
+        with demo_kit.progress(forms, f"quantizing, {model.name}", "format") as advance:
+            outcomes, plan = _quantize(model, params, digits, args.engine, advance)
         count = len(digits.test_images)
         results.append(Result(model.name, count, outcomes, _ops(plan)))
         print(f"\n{model.name} model on {count} test images\n")
@@ -89,9 +92,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _quantize(
-    model: Model, params: Any, digits: demo_kit.Digits, engine: str | None
+    model: Model,
+    params: Any,
+    digits: demo_kit.Digits,
+    engine: str | None,
+    advance: Callable[[], object],
 ) -> tuple[list[Outcome], Plan]:
-    """Run a model in all formats. Returns the outcomes, and the plan for int8."""
+    """Run a model in float and all formats, each compiled first.
+
+    ``advance`` is called after each.
+
+    Returns:
+        The outcomes, and the plan for int8.
+    """
     images, labels = digits.test_images, digits.test_labels
 
     def digits_of(fn: Any, params: Any) -> Any:
@@ -100,6 +113,7 @@ def _quantize(
     in_float, plans = digits_of(model.apply, params), []
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     outcomes = [Outcome("float", size, float(np.mean(in_float == labels)), 1.0)]
+    advance()
     for name, fields in FORMATS.items():
         provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
         plan = provider.plan(model.apply, params, images)
@@ -111,6 +125,7 @@ def _quantize(
         accuracy, agreement = float(np.mean(found == labels)), float(np.mean(found == in_float))
         outcomes.append(Outcome(name, size, accuracy, agreement))
         plans.append(plan)
+        advance()
     return outcomes, plans[0]
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 from hijax_trace import is_cut, mapped_axes, mapped_rows
-from interception_core import JaxtapError, get_op
+from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.matmul import (
@@ -324,7 +324,8 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
         op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
         get_op(op)
     except JaxtapError as error:
-        raise NoKernel(f"no kernel for {packing.op} on {packing.platform}") from error
+        why = missing_kernels(packing.platform)
+        raise NoKernel(why or f"no kernel for {packing.op} on {packing.platform}") from error
     except ValueError as error:
         raise NoKernel(str(error)) from error
     k, n = packing.matrix(shape)

@@ -24,6 +24,7 @@ from ..program.record import OpRecord, Report, check_misfit
 from ..program.sites import Site, Sites
 from ..rules.presets import as_rules
 from ..rules.rule import QuantizationRule
+from .telling import telling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -134,7 +135,8 @@ class XlaProvider(abc.ABC):
         """
         argnum = self.params_argnum
         _check_options(fn, kwargs)
-        plan = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
+        with telling("jaxtap traces the program to plan it"):
+            plan = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
         if self.cache_rules:
             everything = [*args[:argnum], params, *args[argnum:]]
             caches, faults = find_caches(

@@ -141,9 +141,12 @@ class QualityReport(Results):
                 lines.append(f"{name}: {output.equal:.2%} of the elements are the same")
             else:
                 cosine = "" if output.cosine is None else f", cosine {output.cosine:.6f}"
-                sqnr = show_sqnr(output.error.sqnr_db)
+                relative, sqnr = output.error.relative, show_sqnr(output.error.sqnr_db)
                 error = show_error(output.error.max_abs_error)
-                lines.append(f"{name}: SQNR {sqnr} dB{cosine}, max error {error}")
+                lines.append(
+                    f"{name}: relative error {show_error(relative)} (SQNR {sqnr} dB){cosine}, "
+                    f"max error {error}"
+                )
         if self.seconds is not None and self.float_seconds is not None:
             before, after = show_ms(self.float_seconds), show_ms(self.seconds)
             lines.append(f"one call on {self.platform}: {before} ms in float, {after} ms quantized")

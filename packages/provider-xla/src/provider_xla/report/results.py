@@ -23,6 +23,11 @@ class Error:
     sqnr_db: float | None
     max_abs_error: float | None
 
+    @property
+    def relative(self) -> float | None:
+        """The norm of the error over that of the float values; None where SQNR is."""
+        return None if self.sqnr_db is None else 10 ** (-self.sqnr_db / 20)
+
 
 @dataclass(frozen=True)
 class Range:

@@ -239,7 +239,10 @@ class QuantizationRule:
         try:
             return qn.get_qtype(value).name
         except (TypeError, ValueError) as error:
-            raise self._error(field, f"None or a qtype. {error}") from error
+            # It names what was given.
+            raise ValueError(
+                f"{type(self).__name__}.{field} must be None or a qtype: {error}"
+            ) from error
 
     def _check_pattern(self, field: str, allowed: str) -> None:
         value = getattr(self, field)

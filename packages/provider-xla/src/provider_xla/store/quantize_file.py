@@ -110,7 +110,9 @@ class _Parameters:
         from tqdm import tqdm
 
         total = sum(getattr(leaf.value, "nbytes", 0) for leaf in self.leaves)
-        with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
+        # Gone at the end, since a caller with several files has a bar of its own.
+        how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": False}
+        with tqdm(total=total, disable=None, **how) as bar:
             for leaf in self.leaves:
                 yield leaf
                 bar.update(getattr(leaf.value, "nbytes", 0))
