@@ -32,7 +32,9 @@ def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = Tr
     derived = {one.path: stored for one, stored in _derived(plan, given, prepack)}
     leaves = []
     total = sum(getattr(leaf, "nbytes", 0) for leaf in given.values())
-    with tqdm(total=total, unit="B", unit_scale=True, desc="quantizing", disable=None) as bar:
+    # Gone at the end within a bar of the caller.
+    how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": None}
+    with tqdm(total=total, disable=None, **how) as bar:
         for path, leaf in given.items():
             size = getattr(leaf, "nbytes", 0)
             stored, weight = leaf, plan.weights.get(path)

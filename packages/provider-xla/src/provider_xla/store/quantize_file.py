@@ -110,8 +110,8 @@ class _Parameters:
         from tqdm import tqdm
 
         total = sum(getattr(leaf.value, "nbytes", 0) for leaf in self.leaves)
-        # Gone at the end, since a caller with several files has a bar of its own.
-        how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": False}
+        # Gone at the end where a caller with several files has a bar.
+        how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": None}
         with tqdm(total=total, disable=None, **how) as bar:
             for leaf in self.leaves:
                 yield leaf
