@@ -4,7 +4,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from interception_core.report_kit import FIRST, WARN, Bar, Row, chart, shorten
+from interception_core.report_kit import FIRST, WARN, Bar, Row, chart, shorten, shorten_all
 
 
 def drawn(rows, width=1000):
@@ -87,3 +87,23 @@ def test_long_names_lose_their_middle():
     for text, size, expected in [("abc", 3, "abc"), ("abcdefghij", 6, "ab…hij"),
                                  ("abcdef", 1, "a…f")]:  # fmt: skip
         assert shorten(text, size) == expected
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [f"Transformer/encoder/layers_{i}/attention/query/einsum:{i}" for i in range(24)],
+        [f"args[0]['params']['encoder']['layers'][{i}]['mlp']['up']['kernel']" for i in range(24)],
+        [f"encoder/layers/{i}/{part}/matmul:0" for i in range(12) for part in ("up", "down")],
+        [f"decoder/blocks/{i}/cross_attention/value_projection/dot_general:7" for i in (1, 11)],
+    ],
+)
+@pytest.mark.parametrize("size", [24, 36, 80])
+def test_shortened_names_keep_what_tells_layers_apart(names, size):
+    found = shorten_all(names, size)
+    assert len(set(found)) == len(names)
+    for name, short in zip(names, found, strict=True):
+        assert len(short) <= size
+        assert short == name or "…" in short
+        assert short == name or len(name) > size
+        assert short.endswith(name[-6:])

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from interception_core import report_kit
-from jaxtap_testkit.quality_samples import NASTY, many, sample
+from jaxtap_testkit.quality_samples import NASTY, many, op, sample
 from provider_xla import QuantizationError
 
 VOID = {"meta", "input", "link", "br", "img", "hr"}
@@ -107,8 +107,49 @@ def test_charts_have_the_worst_and_say_what_they_leave_out(page):
         names = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
         assert names[0] == "noise:0"
         assert "not_run:0" not in names
-    assert "the other 19" in " ".join(error.split())
     assert "(steps 10.0 to 10.0)" in wide
+
+
+def layers(count, slow=False):
+    """Operations of equal layers, of which each third is slower than in float."""
+    return sample(
+        [
+            op(
+                f"layers/{i}/{part}/matmul:0",
+                30.0 + i,
+                seconds=3e-3 if slow and i % 3 == 0 else 1e-3,
+                float_seconds=2e-3,
+            )
+            for i in range(count)
+            for part in ("up", "down")
+        ]
+    )
+
+
+@pytest.mark.parametrize(("count", "rows"), [(20, 40), (21, 2), (80, 2)])
+def test_equal_layers_share_a_bar_where_not_all_fit(tmp_path, count, rows):
+    layers(count).save_html(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    for heading in ("Which operations lose", "Where the time goes"):
+        text = page[page.index(heading) :]
+        (wide, *_) = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+        assert len(re.findall(r"<a href=\"#op-", wide)) == rows * (1 + ("time" in heading))
+        assert (f"layers/[0-{count - 1}]/up" in wide) == (rows == 2)
+        assert (f"the worst of {count}" in wide) == (rows == 2 and "time" not in heading)
+    assert {f"op-{i}" for i in range(2 * count)} <= set(Page(page).ids)
+
+
+def test_slower_operations_say_what_to_do(tmp_path):
+    report = layers(4, slow=True)
+    assert [op.op_id for op in report.slower] == [
+        f"layers/{i}/{part}/matmul:0" for i in (0, 3) for part in ("up", "down")
+    ]
+    report.save_html(tmp_path / "report.html")
+    texts = " ".join(Page((tmp_path / "report.html").read_text()).texts)
+    for text in (str(report), texts):
+        assert "layers/3/up/matmul:0: XLA computes it" in text
+        assert "Rule('layers/3/up') before the other rules leaves it float" in text
+    assert layers(4).slower == ()
 
 
 def test_colours_are_the_pages(page):

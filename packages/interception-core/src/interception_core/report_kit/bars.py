@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -91,16 +94,19 @@ def chart(rows: Sequence[Row], width: int, label: str) -> str:
     room = max(len(bar.text) for row in rows for bar in row.bars) * _LETTER + 8
     longest = max(v for row in rows for v in (*(bar.value for bar in row.bars), *row.marks)) or 1.0
     layout = _Layout(width, left, (width - left - room) / longest, thick, is_above)
-    drawn = "".join(_row(row, i * step + 3, layout) for i, row in enumerate(rows))
+    fits = int(((width if is_above else left) - 10) / _LETTER)
+    names = shorten_all([row.name for row in rows], fits)
+    drawn = "".join(
+        _row(row, name, i * step + 3, layout)
+        for i, (row, name) in enumerate(zip(rows, names, strict=True))
+    )
     return (
         f'<svg viewBox="0 0 {width} {step * len(rows) + 6}" '
         f'role="img" aria-label="{_text(label)}" font-size="{_SIZE}">{drawn}</svg>'
     )
 
 
-def _row(row: Row, top: float, layout: _Layout) -> str:
-    fits = int(((layout.width if layout.is_above else layout.left) - 10) / _LETTER)
-    name = shorten(row.name, fits)
+def _row(row: Row, name: str, top: float, layout: _Layout) -> str:
     if layout.is_above:
         parts = [_label(0, top + 7, name)]
         top += 16
@@ -138,6 +144,37 @@ def _label(x: float, y: float, text: str, more: str = "", fill: str = "var(--ink
 def _text(text: str) -> str:
     """Return text as markup, without letters that XML can't hold."""
     return escape("".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text))
+
+
+def shorten_all(names: Sequence[str], size: int) -> list[str]:
+    """Return names of at most ``size`` letters that keep what tells them apart.
+
+    Names are paths, such as ``layers/3/mlp/matmul:0`` and ``args[0]['up']``. Of one that is too
+    long, the parts that most of the names have are left out first, and the last part last.
+    """
+    found = [_PARTS.split(name) for name in names]
+    counts = collections.Counter(part for parts in found for part in {*parts})
+    return [_without(parts, counts, size) for parts in found]
+
+
+_PARTS = re.compile(r"(?<=/)|(?=\[)")
+"""Where a path has an end of a part."""
+
+
+def _without(parts: Sequence[str], counts: Mapping[str, int], size: int) -> str:
+    """Return a path without as many parts as it takes, those of most names first."""
+    kept = [True] * len(parts)
+    # Of equally common parts the outer ones: those near the end say what it is.
+    for i in sorted(range(len(parts) - 1), key=lambda i: -counts[parts[i]]):
+        if len(_shown(parts, kept)) <= size:
+            break
+        kept[i] = False
+    return shorten(_shown(parts, kept), size)
+
+
+def _shown(parts: Sequence[str], kept: Sequence[bool]) -> str:
+    runs = itertools.groupby(zip(parts, kept, strict=True), key=lambda one: one[1])
+    return "".join("".join(part for part, _ in run) if is_kept else "…" for is_kept, run in runs)
 
 
 def shorten(text: str, size: int) -> str:

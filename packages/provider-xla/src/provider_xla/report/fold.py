@@ -25,6 +25,24 @@ class OpRow(NamedTuple):
     size: tuple[int, int] | None
 
 
+class SizeRow(NamedTuple):
+    """A row of parameters that are quantized.
+
+    Attributes:
+        name: their name.
+        first: the first of them.
+        count: how many share the row.
+        before: bytes of all of them in float.
+        after: bytes of all of them as stored.
+    """
+
+    name: str
+    first: ParameterQuality
+    count: int
+    before: int
+    after: int
+
+
 class NameRow(NamedTuple):
     """A row of what stays float.
 
@@ -42,11 +60,11 @@ class NameRow(NamedTuple):
 
 
 def op_rows(
-    ops: Sequence[OpQuality], parameters: Sequence[ParameterQuality], *, fold: bool = True
+    ops: Sequence[OpQuality], parameters: Sequence[ParameterQuality], most: int | None = LEAST
 ) -> list[OpRow]:
-    """Return operations' rows, folded if many and ``fold`` is given."""
+    """Return operations' rows, folded if they are more than ``most``; None folds none."""
     sizes = {one.path: (one.bytes_before, one.bytes_after) for one in parameters}
-    if not fold or len(ops) <= LEAST:
+    if most is None or len(ops) <= most:
         return [OpRow(op, (op,), _size([op], sizes)) for op in ops]
 
     def same(place: int) -> object:
@@ -83,6 +101,24 @@ def parameter_rows(parameters: Sequence[ParameterQuality]) -> list[NameRow]:
         return [NameRow(one.path, "", one, 1) for one in parameters]
     found = folded(names, lambda place: (parameters[place].dtype, parameters[place].shape))
     return [NameRow(one.texts[0], "", parameters[one.rows[0]], len(one.rows)) for one in found]
+
+
+def size_rows(parameters: Sequence[ParameterQuality], most: int) -> list[SizeRow]:
+    """Return the rows of parameters' bytes, folded if they are more than ``most``."""
+
+    def same(place: int) -> object:
+        one = parameters[place]
+        return one.dtype, one.shape, one.qtype
+
+    names = [(one.path,) for one in parameters]
+    rows = []
+    for fold in folded(names, same if len(parameters) > most else lambda place: place):
+        members = [parameters[place] for place in fold.rows]
+        before, after = (sum(sizes) for sizes in zip(
+            *((one.bytes_before, one.bytes_after) for one in members), strict=True
+        ))  # fmt: skip
+        rows.append(SizeRow(fold.texts[0], members[0], len(members), before, after))
+    return rows
 
 
 def _together(members: Sequence[OpQuality], op_id: str, weight: str) -> OpQuality:

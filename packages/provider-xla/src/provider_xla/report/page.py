@@ -9,6 +9,7 @@ from typing import Any
 from interception_core.report_kit import (
     FIRST,
     SECOND,
+    SHOWN,
     WARN,
     Bar,
     Column,
@@ -20,7 +21,8 @@ from interception_core.report_kit import (
     show_sqnr,
 )
 
-from .fold import float_rows, op_rows, parameter_rows
+from ..program.fold import fold_lines
+from .fold import float_rows, op_rows, parameter_rows, size_rows
 from .results import OpQuality, Results
 from .text import show_error, show_ms, show_ranges
 
@@ -62,6 +64,7 @@ def page(report: Results, title: str) -> str:
         errors=charts(*_error_rows(report, numbers)),
         weights=charts(*_size_rows(report)),
         times=charts(*_time_rows(report, numbers)),
+        slower=fold_lines([f"{op.op_id}: {op.advice}" for op in report.slower]),
         low=LOW,
         error=show_error,
         ms=show_ms,
@@ -74,44 +77,54 @@ def _error_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], st
     known = [op.error.sqnr_db for op in measured if not math.isinf(op.error.sqnr_db or 0)]
     longest = max([*(value for value in known if value is not None), 1.0])
     rows = []
-    for op in measured:
+    folds = op_rows(measured, report.parameters, SHOWN)
+    folds.sort(key=lambda row: -math.inf if row.op.error.sqnr_db is None else row.op.error.sqnr_db)
+    for op, members, _ in folds:
         value = op.error.sqnr_db
         assert value is not None
         steps = [one.sqnr_db for one in op.steps if one.sqnr_db is not None]
         marks = tuple(min(max(step, 0.0), longest) for step in steps if math.isfinite(step))
         text = show_sqnr(value)
+        if len(members) > 1:
+            text += f", the worst of {len(members)}"
         if marks:
             text += f"  (steps {min(marks):.1f} to {max(marks):.1f})"
         bar = Bar(max(0.0, min(value, longest)), WARN if value < LOW else FIRST, text)
         tip = f"{op.op_id}\n{_runs_as(op)}\nSQNR {show_sqnr(value)} dB\n" + (
             f"largest error {show_error(op.error.max_abs_error)}"
         )
-        rows.append(Row(op.op_id, (bar,), tip, f"#op-{numbers[op.op_id]}", marks))
+        link = f"#op-{numbers[members[0].op_id]}"
+        rows.append(Row(op.op_id, (bar,), tip, link, marks))
     return rows, "Signal-to-noise ratio of each operation in decibels, the worst first"
 
 
 def _size_rows(report: Results) -> tuple[list[Row], str]:
     rows = []
-    for one in sorted(report.parameters, key=lambda p: -p.bytes_before):
-        if one.qtype is None:
-            continue
-        before = Bar(one.bytes_before, SECOND, show_bytes(one.bytes_before))
-        after = Bar(one.bytes_after, FIRST, f"{show_bytes(one.bytes_after)}, {one.qtype}")
-        tip = f"{one.path}\n{before.text} -> {after.text}"
-        rows.append(Row(one.path, (before, after), tip))
+    quantized = [one for one in report.parameters if one.qtype is not None]
+    for one in sorted(size_rows(quantized, SHOWN), key=lambda row: -row.before):
+        several = f", {one.count} parameters" if one.count > 1 else ""
+        before = Bar(one.before, SECOND, show_bytes(one.before) + several)
+        after = Bar(one.after, FIRST, f"{show_bytes(one.after)}, {one.first.qtype}")
+        tip = f"{one.name}\n{before.text} -> {after.text}"
+        rows.append(Row(one.name, (before, after), tip))
     return rows, "Bytes of each parameter before and after, the largest first"
 
 
 def _time_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
     rows = []
-    for op in report.sorted_ops("time"):
-        if op.seconds is None or op.float_seconds is None:
-            continue
+    timed = [op for op in report.ops if op.seconds is not None and op.float_seconds is not None]
+    folds = op_rows(timed, report.parameters, SHOWN)
+    for op, members, _ in sorted(folds, key=lambda row: -(row.op.seconds or 0)):
+        assert op.seconds is not None
+        assert op.float_seconds is not None
         before = Bar(op.float_seconds, SECOND, f"{show_ms(op.float_seconds)} ms")
         text = f"{show_ms(op.seconds)} ms, {show_share(op.share)}"
         tip = f"{op.op_id}\nfloat {before.text}\nquantized {text} of the program"
-        link = f"#op-{numbers[op.op_id]}"
-        rows.append(Row(op.op_id, (before, Bar(op.seconds, FIRST, text)), tip, link))
+        if len(members) > 1:
+            text += f", {len(members)} operations"
+        colour = WARN if op.is_slower else FIRST
+        link = f"#op-{numbers[members[0].op_id]}"
+        rows.append(Row(op.op_id, (before, Bar(op.seconds, colour, text)), tip, link))
     return rows, "Time of each operation in float and quantized, the longest first"
 
 

@@ -15,7 +15,7 @@ from interception_core.report_kit import show_bytes, show_share, show_sqnr
 
 from ..errors import QuantizationError
 from ..program.facts import joined
-from ..program.fold import fold_lines, fold_rows
+from ..program.fold import LEAST, fold_lines, fold_rows
 from .fold import op_rows
 from .results import Results
 from .text import show_error, show_ms, show_ranges
@@ -85,7 +85,9 @@ class QualityReport(Results):
         if ranged:
             headers.append("static range")
         # A table of the first few shows single operations.
-        chosen = op_rows(self.sorted_ops(sort)[:top], self.parameters, fold=top is None)
+        chosen = op_rows(
+            self.sorted_ops(sort)[:top], self.parameters, None if top is not None else LEAST
+        )
         rows = []
         for op, _, size in chosen:
             row = [
@@ -150,6 +152,7 @@ class QualityReport(Results):
         if self.seconds is not None and self.float_seconds is not None:
             before, after = show_ms(self.float_seconds), show_ms(self.seconds)
             lines.append(f"one call on {self.platform}: {before} ms in float, {after} ms quantized")
+        lines += fold_lines([f"slower than float: {op.op_id}: {op.advice}" for op in self.slower])
         lines += fold_lines([f"problem: {problem}" for problem in self.problems])
         return lines
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
+
+SLOWER = 1.1
+"""How many times the float time is slower: less is noise."""
 
 ORDERS = ("program", "sqnr", "error", "flops", "time", "bytes")
 
@@ -84,6 +88,24 @@ class OpQuality:
     seconds: float | None = None
     share: float | None = None
     ranges: tuple[Range | None, Range | None] = (None, None)
+
+    @property
+    def is_slower(self) -> bool:
+        """Whether it was measured to take longer than in float, by more than noise."""
+        if self.seconds is None or self.float_seconds is None:
+            return False
+        return self.seconds > SLOWER * self.float_seconds
+
+    @property
+    def advice(self) -> str:
+        """What to do where it is slower than in float."""
+        why = "its kernel gains nothing here" if self.kernel else "XLA computes it"
+        if self.kernel_reason and not self.kernel:
+            why += f", {self.kernel_reason}"
+        # Rules match the path without the loops and calls that ids have.
+        path = "/".join(part for part in self.op_id.split("/")[:-1] if "(" not in part)
+        rule = f"Rule({re.escape(path)!r})" if path else f"Rule(ops={self.op_name!r})"
+        return f"{why}; {rule} before the other rules leaves it float"
 
 
 @dataclass(frozen=True)
@@ -212,6 +234,13 @@ class Results:
         """Return the float output with the lowest SQNR, or None."""
         known = [o for o in self.outputs if o.error is not None and o.error.sqnr_db is not None]
         return min(known, key=lambda o: o.error.sqnr_db, default=None)  # type: ignore[union-attr]
+
+    @property
+    def slower(self) -> tuple[OpQuality, ...]:
+        """The operations that take longer than in float, those that lose most first."""
+        found = [op for op in self.ops if op.is_slower]
+        lost = {op.op_id: (op.seconds or 0) - (op.float_seconds or 0) for op in found}
+        return tuple(sorted(found, key=lambda op: -lost[op.op_id]))
 
     @property
     def rest_share(self) -> float | None:
