@@ -3,6 +3,7 @@
 docs/plugins.md and docs/kernels.md hold files of plugins: other tests build and run them.
 """
 
+import importlib
 import importlib.util
 import re
 from pathlib import Path
@@ -11,7 +12,12 @@ import pytest
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+from interception_core import CommandSpec
+from interception_core.cli import main
+from interception_core.plugins.host import loaded
+
 ROOT = Path(__file__).parent.parent
+COMMANDS, STABILITY = ROOT / "docs/commands.md", ROOT / "docs/stability.md"
 FILES = [
     str(file.relative_to(ROOT))
     for file in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("packages/*/README.md")]
@@ -34,9 +40,37 @@ SYBIL = Sybil([PythonCodeBlockParser()])
     # Those in docs/ train, calibrate and export.
     [pytest.param(f, marks=pytest.mark.slow if SLOW.match(f) else ()) for f in sorted(FILES)],
 )
-def test_its_python_runs(file):
+def test_its_python_runs(file, tmp_path, monkeypatch):
     missing = [name for name in NEEDS.get(file, ()) if importlib.util.find_spec(name) is None]
     if missing:
         pytest.skip(f"{file} needs {' and '.join(missing)}")
+    monkeypatch.chdir(tmp_path)  # for the files that it writes
     for example in SYBIL.parse(ROOT / file).examples():
         example.evaluate()
+
+
+def test_the_readme_is_twelve_lines_from_import_to_a_faster_model():
+    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    lines = [line for line in first[1].splitlines() if line.strip()]
+    assert lines[0] == "import jax"
+    assert "report" in lines[-1]
+    assert len(lines) <= 12
+
+
+def test_the_page_of_commands_has_every_command_and_how_it_prints_json(capsys):
+    rows = re.findall(r"^\| `(.*?)` \|.*\| (.*?) \|$", COMMANDS.read_text(), re.MULTILINE)
+    listed = {name.split()[0]: how for name, how in rows if not name.startswith("-")}
+    for claim in loaded().of(CommandSpec):
+        assert main([claim.spec.name, "--help"]) == 0
+        usage = " ".join(capsys.readouterr().out.split())
+        found = re.search(r"\[--json( FILE)?\]", usage)
+        how = "none" if not found else "to a file" if found[1] else "prints it"
+        assert listed.pop(claim.spec.name).startswith(how)
+    assert not listed
+
+
+def test_the_page_of_stability_counts_public_names():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|$", STABILITY.read_text(), re.MULTILINE)
+    assert len(rows) == 4
+    for name, count in rows:
+        assert len(importlib.import_module(name).__all__) == int(count), name

@@ -19,6 +19,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.processes import run_python
 from provider_xla import PtqProvider, QuantizationRule, TransformedWeight, quantize_file
 from provider_xla import load as load_stored
+from provider_xla.rules.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 GROUP = "of the dependency group minilm (uv run --group minilm pytest)"
@@ -331,6 +332,17 @@ def test_passes_make_4_bits_better(params, tokenize):
     assert better.mean > rounded.mean + 0.02
     assert better.least > rounded.least + 0.05
     assert better.sqnr > rounded.sqnr + 3
+
+
+@pytest.mark.slow
+@published
+@pytest.mark.parametrize("name", ["w8a8", "int4", "nf4"])
+def test_presets_have_the_cosine_that_they_say(params, tokenize, name):
+    tokens, mask = tokenize(SENTENCES)
+    plan = PtqProvider(name).plan(model.encode, params, tokens, mask)
+    found = np.asarray(jax.jit(plan.apply())(plan.quantize(params), tokens, mask), np.float64)
+    cosine = (found * np.asarray(model.encode(params, tokens, mask), np.float64)).sum(-1).mean()
+    assert cosine == pytest.approx(PRESETS[name].cosine, abs=0.002)
 
 
 @pytest.mark.slow

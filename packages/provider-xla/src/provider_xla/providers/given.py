@@ -45,12 +45,14 @@ class PresetRow(NamedTuple):
         about: what it is for.
         bytes_per_weight: of a matrix with 1,024 rows, scales included.
         runs: the FFI target that multiplies one row with it, "XLA", or "training".
+        cosine: of the embeddings of a sentence encoder to those in float; None if it trains.
     """
 
     name: str
     about: str
     bytes_per_weight: float
     runs: str
+    cosine: float | None
 
 
 class Presets(tuple[PresetRow, ...]):
@@ -59,8 +61,16 @@ class Presets(tuple[PresetRow, ...]):
     __slots__ = ()
 
     def __str__(self) -> str:
-        rows = [(one.name, f"{one.bytes_per_weight:.2f}", one.runs, one.about) for one in self]
-        return tabulate(rows, ["preset", "bytes a weight", "one row runs in", "for"])
+        rows = [
+            (one.name, f"{one.bytes_per_weight:.2f}", one.cosine, one.runs, one.about)
+            for one in self
+        ]
+        headers = ["preset", "bytes a weight", "cosine", "one row runs in", "for"]
+        table = tabulate(rows, headers, floatfmt=("", "", ".3f"), missingval="")
+        return (
+            f"{table}\n\ncosine: of the embeddings of a sentence encoder (MiniLM) to those in "
+            "float, the mean of 52 sentences. docs/choose.md has more models."
+        )
 
 
 def presets() -> Presets:
@@ -69,11 +79,11 @@ def presets() -> Presets:
     x = jax.ShapeDtypeStruct((1, 1024), jnp.float32)
 
     def row(name: str) -> PresetRow:
-        about, rule = PRESETS[name]
+        about, rule, cosine = PRESETS[name]
         runs = "training"
         if not isinstance(rule, QtRule):
             (op,) = PtqProvider(rule).plan(lambda w, x: x @ w, w, x).ops
             runs = next((one.kernel for one in op.kernels.values()), None) or "XLA"
-        return PresetRow(name, about, bits_of(rule) / 8, runs)
+        return PresetRow(name, about, bits_of(rule) / 8, runs, cosine)
 
     return Presets(map(row, PRESETS))
