@@ -28,7 +28,7 @@ def test_both_models_learn_and_stay_accurate(outcome):
     for result in results:
         assert result["test_images"] == 450
         in_float, int8, int4 = result["outcomes"]
-        assert [one["format"] for one in result["outcomes"]] == ["float", "int8", "int4"]
+        assert [one["format"] for one in result["outcomes"]] == ["float", "w8a8", "w4a8"]
         assert in_float["accuracy"] > 0.95
         assert int8["accuracy"] > in_float["accuracy"] - 0.01
         assert int8["agreement"] > 0.98

@@ -5,20 +5,21 @@ is small, and whose choices a rounding turns over.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
-from provider_xla import QuantizationRule
+from provider_xla import PtqProvider, QuantizationRule
 
 from .config import LlmError
 
 FORMATS = {
     "float": None,
-    "int8": {"weight_qtype": "int8"},
-    "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
-    "int4": {"weight_qtype": "int4", "tile_size": 32, "scale_dtype": "float16"},
-    "nf4": {"weight_qtype": "nf4", "tile_size": 32},
+    "int8": "int8",
+    "w8a8": "w8a8",
+    "int4": "int4",
+    "nf4": "nf4/32",
 }
-"""Fields of the rule for all weights, by the name that ``--rules`` takes."""
+"""The preset for all weights, by the name that ``--rules`` takes."""
 
 CACHES = ("float", "int8")
 """Formats of the KV cache, which ``--cache`` takes."""
@@ -35,27 +36,26 @@ DEVICE = {
 """Fields of ``provider_odml.OdmlRule`` for all weights, by the name that ``device`` takes."""
 
 
-def rules_for(config, fields):
+def rules_for(config, preset):
     """Return the rules of a model whose weights all have the same format.
 
     Args:
-        fields: of ``QuantizationRule``; None leaves the weights float.
+        preset: the name of a preset; None leaves the weights float.
     """
     rules = []
     if not config.softcap:  # which the kernels of whole functions don't know
         rules.append(QuantizationRule(kernel="fused", op_names=["attention"]))
-    if fields is None:
+    if preset is None:
         return rules
     if config.experts:
         rules.append(QuantizationRule(module_path=".*router.*"))
     # A lookup is quantized where a rule names it, and has no other operand. A table that is also
     # the head has one format. One that is not is int8: XLA converts all of an int4 table for a
     # few rows.
-    table = {name: value for name, value in fields.items() if not name.startswith("act_")}
-    rules.append(
-        QuantizationRule(op_names=["take"], **(table if config.tied else {"weight_qtype": "int8"}))
-    )
-    return [*rules, QuantizationRule(weights_only=True, **fields)]
+    (rule,) = PtqProvider(preset).rules
+    (table,) = (replace(rule, act_qtype=None),) if config.tied else PtqProvider("int8").rules
+    rules.append(replace(table, op_names=["take"]))
+    return [*rules, replace(rule, weights_only=True)]
 
 
 def read_rules(config, given):

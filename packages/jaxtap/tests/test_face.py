@@ -78,6 +78,21 @@ def test_a_function():
     assert str(jt.plan(mlp, params, x)) == str(plan)
 
 
+def test_a_provider():
+    params, x = inputs()
+    plan = jt.plan(lambda x, p: mlp(p, x), params, x, rules=jt.PtqProvider("int8", params_argnum=1))
+    near(plan.apply()(x, plan.quantize(params)), mlp(params, x))
+    with pytest.raises(TypeError, match="must be given to the provider"):
+        jt.plan(mlp, params, x, rules=jt.PtqProvider("int8"), strict=True)
+
+
+def test_the_providers_that_are_installed():
+    found = {one.name: one.summary for one in jt.providers()}
+    assert {"ptq", "qt"} <= found.keys()
+    assert all(name in str(jt.providers()) for name in found)
+    assert isinstance(jt.get_provider("ptq", rules="int8"), jt.PtqProvider)
+
+
 def test_parameters_at_another_place():
     params, x = inputs()
     plan = jt.plan(lambda x, p: mlp(p, x), params, x, rules="int8", params_argnum=1)

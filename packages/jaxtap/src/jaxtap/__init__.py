@@ -20,7 +20,7 @@ _XLA = (
     *("model_plan", "presets", "quantize_file", "quantize_model", "quantize_params", "save"),
     *("save_model",),
 )
-_HERE = ("plan", "report", "train")
+_HERE = ("get_provider", "plan", "providers", "report", "train")
 _MODULES = ("compressed_tensors", "gguf", "lora", "odml", "passes")
 
 __all__ = sorted((*_XLA, *_HERE, *_MODULES))

@@ -33,7 +33,9 @@ from . import gguf as gguf
 from . import lora as lora
 from . import odml as odml
 from . import passes as passes
+from .programs import get_provider as get_provider
 from .programs import plan as plan
+from .programs import providers as providers
 from .programs import report as report
 from .programs import train as train
 

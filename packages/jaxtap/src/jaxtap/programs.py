@@ -6,9 +6,18 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from interception_core import UnknownNameError, find_bridge
+from interception_core import (
+    Provider,
+    ProviderSpec,
+    UnknownNameError,
+    declared_specs,
+    find_bridge,
+    get_provider,
+)
 
 from ._needs import needed
+
+__all__ = ["get_provider", "plan", "providers", "report", "train"]
 
 xla: Any = needed("provider_xla", "xla", "jaxtap")
 
@@ -29,7 +38,8 @@ def plan(
             another framework with a bridge, which holds its parameters.
         args: the parameters, then the other arguments; or the inputs of the model: arrays or
             ``jax.ShapeDtypeStruct``.
-        rules: the name of a preset (``print(jaxtap.presets())`` shows all), a ``Rule``, or several.
+        rules: the name of a preset (``print(jaxtap.presets())`` shows all), a ``Rule``, or several;
+            or a provider, which has the options below itself.
         params_argnum: which argument of a function holds the parameters.
         engine: "trace" or "patch"; None for the best.
         strict: whether a rule that can't be followed is an error instead of a warning.
@@ -47,11 +57,38 @@ def plan(
             "jaxtap.plan takes a function, its parameters and its other arguments, or a model and "
             f"its inputs, got a {type(fn).__name__} alone. Types (jax.ShapeDtypeStruct) are enough."
         )
-    options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
-    provider = xla.PtqProvider(rules, **options)
+    if isinstance(rules, Provider):
+        if (params_argnum, engine, strict) != (0, None, False):
+            raise TypeError(
+                "params_argnum, engine and strict must be given to the provider, got them beside "
+                f"a {type(rules).__name__}. Leave them out."
+            )
+        provider = rules
+    else:
+        options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
+        provider = xla.PtqProvider(rules, **options)
     if _bridge(fn) is None:
         return provider.plan(fn, *args, **kwargs)
     return xla.plan_model(fn, provider, *args, **kwargs)
+
+
+class Providers(tuple[ProviderSpec, ...]):
+    """The providers that are installed. ``print`` shows a table."""
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        width = max((len(one.name) for one in self), default=0)
+        return "\n".join(f"{one.name:{width}}  {one.summary}" for one in self)
+
+
+def providers() -> Providers:
+    """Return the providers that are installed, by name.
+
+    ``get_provider(name, **options)`` makes one, for ``plan(..., rules=provider)``,
+    ``quantize_model(model, provider, x)`` and ``jaxtap plan --provider NAME``.
+    """
+    return Providers(sorted(declared_specs(ProviderSpec), key=lambda one: one.name))
 
 
 def _bridge(fn: Any) -> Any:

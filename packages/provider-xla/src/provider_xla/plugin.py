@@ -128,7 +128,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         ),
         CommandSpec(
             name="demo-xla",
-            summary="train two small models on handwritten digits and run them in int8 and int4",
+            summary="train two small models on handwritten digits, and run them in int8 and int4",
             run="provider_xla.demo.command:run",
             configure="interception_core.demo_kit:configure",
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,20 +14,15 @@ import numpy as np
 from interception_core import demo_kit, get_provider
 
 from ..forms.tree import is_stored
-from ..rules.rule import QuantizationRule
+from ..rules.presets import preset
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
     from .models import Model
 
 
-# The patch engine can't tell weights that a program computes from activations: unless it is told
-# otherwise it quantizes both, and the engines' tables would differ.
-FORMATS = {
-    "int8": {"weight_qtype": "int8", "act_qtype": "int8", "weights_only": True},
-    "int4": {"weight_qtype": "int4", "act_qtype": "int8", "weights_only": True},
-}
-"""The fields of the rules, by the format's name in the output."""
+FORMATS = ("w8a8", "w4a8")
+"""The presets that are shown."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +30,7 @@ class Outcome:
     """How a model does in one format, on the test images.
 
     Attributes:
-        format: "float", or a name in ``FORMATS``.
+        format: "float", or one of ``FORMATS``.
         parameter_bytes: bytes of all parameters as they are saved, not packed for kernels.
         accuracy: fraction of the images whose digit is right.
         agreement: fraction of the images whose digit is that of the float model.
@@ -48,7 +44,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Result:
-    """One model's outcomes, and what happens to its operations in int8."""
+    """One model's outcomes, and what happens to its operations in the first format."""
 
     model: str
     test_images: int
@@ -86,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         ]
         headers = ["parameters", "stored bytes", "accuracy", "same digit as in float"]
         demo_kit.print_table(headers, rows)
-        print(f"\nin int8\n\n{plan.ops}\n")
+        print(f"\nin {FORMATS[0]}\n\n{plan.ops}\n")
     demo_kit.write_json(args.json, [asdict(result) for result in results])
     return 0
 
@@ -103,7 +99,7 @@ def _quantize(
     ``advance`` is called after each.
 
     Returns:
-        The outcomes, and the plan for int8.
+        The outcomes, and the plan for the first format.
     """
     images, labels = digits.test_images, digits.test_labels
 
@@ -114,8 +110,11 @@ def _quantize(
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     outcomes = [Outcome("float", size, float(np.mean(in_float == labels)), 1.0)]
     advance()
-    for name, fields in FORMATS.items():
-        provider = get_provider("ptq", rules=QuantizationRule(**fields), engine=engine)
+    for name in FORMATS:
+        # The patch engine can't tell weights that a program computes from activations: unless it is
+        # told otherwise it quantizes both, and the engines' tables would differ.
+        rule = dataclasses.replace(preset(name), weights_only=True)
+        provider = get_provider("ptq", rules=rule, engine=engine)
         plan = provider.plan(model.apply, params, images)
         qvalue = plan.quantize(params, prepack=False)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(qvalue, is_leaf=is_stored))
