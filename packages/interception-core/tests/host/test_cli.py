@@ -4,6 +4,7 @@ import subprocess
 import sys
 import types
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
@@ -138,6 +139,18 @@ class TestErrors:
         err = capsys.readouterr().err
         assert "Traceback" in err
         assert "ValueError: the cause" in err
+
+    def test_nobody_who_reads_is_no_traceback(self):
+        script = (
+            "jaxtap() { python -m interception_core plugins; }; jaxtap | true; echo ${PIPESTATUS[0]}"
+        )
+        environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        found = subprocess.run(
+            ["bash", "-c", script], capture_output=True, text=True, env=environment, check=True
+        )
+        assert found.stdout == "141\n"
+        assert "Traceback" not in found.stderr
+        assert "Broken" not in found.stderr
 
     def test_ctrl_c_is_one_line(self, host, commands, capsys, monkeypatch):
         def plan(args):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,10 +32,13 @@ exit status:
   1    an error, in one line on stderr; of doctor: a check fails
   2    the command line is wrong
   130  interrupted by Ctrl-C
+  141  nothing reads the output any more, as after "| head"
 """
 
 INTERRUPTED = 130
 """What shells expect of a program that SIGINT ended: 128 + 2."""
+UNREAD = 141
+"""What shells expect of a program that SIGPIPE ended: 128 + 13."""
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -59,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: the command's; 1 after a `JaxtapError`, which is printed in one line, or
         with a traceback if `JAXTAP_DEBUG` is 1; 2 if the command line is wrong; 130 after Ctrl-C,
-        which is told in a line, too.
+        which is told in a line, too; 141 where nothing reads the output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(arguments)
+        status = _main(arguments)
+        sys.stdout.flush()
     except JaxtapError as error:
         return _report(error, 1)
     except KeyboardInterrupt:
@@ -72,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Below what the terminal shows of a progress bar, and of ^C.
         print("\njaxtap: interrupted", file=sys.stderr)
         return INTERRUPTED
+    except BrokenPipeError:
+        # Python flushes once more at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return UNREAD
+    return status
 
 
 def _report(error: JaxtapError, status: int) -> int:
