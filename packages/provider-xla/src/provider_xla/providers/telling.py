@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
-SECONDS = 1.0
+SECONDS = 0.5
 """What is done by then is not told."""
 
 
