@@ -10,6 +10,7 @@ import optax
 import qwix
 from flax import linen
 
+from provider_odml import OdmlRule
 from provider_odml.litert import Program, Runner, convert
 
 MODES = {
@@ -19,6 +20,14 @@ MODES = {
     "dynamic": {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": False},
     "weight-only": {"weight_qtype": "int8"},
 }
+
+
+def our_rule(mode: str) -> OdmlRule:
+    """Returns the rule of a mode in our words: ours has a name for each meaning of act_qtype."""
+    fields = dict(MODES[mode])
+    name = "output_qtype" if fields.pop("act_static_scale", True) else "input_qtype"
+    acts = fields.pop("act_qtype", None)
+    return OdmlRule(**fields, **{name: acts})
 
 
 class QwixModel:

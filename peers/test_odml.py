@@ -5,7 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from odml_peer import MODES, QwixModel
+from odml_peer import MODES, QwixModel, our_rule
 
 import provider_odml as odml
 from jaxtap_testkit.odml_models import (
@@ -38,7 +38,7 @@ def trained(name):
 def ours(name, mode):
     """Returns our logits: fake quantized, and LiteRT's."""
     variables, _ = trained(name)
-    rules, fn, x = [odml.OdmlRule(**MODES[mode])], MODELS[name].apply, DIGITS.test_images
+    rules, fn, x = [our_rule(mode)], MODELS[name].apply, DIGITS.test_images
     quantized = odml.qat(fn, rules)
     stats = quantized.calibrate(variables, [(batch,) for batch in some_batches(DIGITS, 4)])
 

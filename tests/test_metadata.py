@@ -103,6 +103,11 @@ def test_bump():
         assert bumped(changed, old, NAMES) == text
 
 
+def test_what_is_cited_is_this_version():
+    cited = re.findall(r"(?m)^version: (.*)$", (ROOT / "CITATION.cff").read_text())
+    assert cited == [PROJECTS["jaxtap"]["version"]]
+
+
 def test_a_tag_is_that_of_the_version(capsys):
     check = runpy.run_path(str(ROOT / "tools" / "bump"))["check"]
     version = PROJECTS["jaxtap"]["version"]

@@ -86,6 +86,38 @@ def test_the_file_has_what_the_plan_says(capsys, tmp_path, file, floats, argumen
     near(xla.load(out), tensors)
 
 
+def test_a_model_object(capsys, tmp_path, file):
+    import equinox as eqx
+    import jax
+    from safetensors.numpy import save_file
+
+    program = tmp_path / "quantized_model.py"
+    program.write_text(
+        "import equinox as eqx, jax\n"
+        "net = eqx.filter_eval_shape(eqx.nn.MLP, 32, 16, 64, 1, key=jax.random.key(0))\n"
+    )
+    rng = np.random.default_rng(0)
+    shapes = {"layers.0.weight": (64, 32), "layers.0.bias": (64,)}
+    shapes |= {"layers.1.weight": (16, 64), "layers.1.bias": (16,)}
+    tensors = {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+    save_file(tensors, tmp_path / "net.safetensors")
+    out = tmp_path / "out.safetensors"
+    found = run(
+        capsys, f"{program}:net", tmp_path / "net.safetensors", out, "f32[32]", "--preset", "int8"
+    )
+    assert "2 of 4 parameters quantized" in found.out
+    net = eqx.filter_eval_shape(eqx.nn.MLP, 32, 16, 64, 1, key=jax.random.key(0))
+    loaded = xla.load(out, template=net)
+    leaves = jax.tree.leaves(loaded, is_leaf=lambda x: isinstance(x, qn.QArray))
+    stored = {x.shape: x for x in leaves if hasattr(x, "shape")}
+    for name, exact in tensors.items():
+        one = stored[exact.shape]
+        value = qn.dequantize(one) if isinstance(one, qn.QArray) else one
+        error = np.linalg.norm(np.asarray(value, np.float64) - exact)
+        assert error < 0.01 * np.linalg.norm(exact)
+        assert isinstance(one, qn.QArray) == name.endswith("weight")
+
+
 def test_json(capsys, tmp_path, file, floats):
     source, _ = floats
     out = tmp_path / "out.safetensors"
