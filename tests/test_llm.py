@@ -499,10 +499,22 @@ def test_tokenizers(tmp_path):
         read_tokenizer(tmp_path, config)
 
 
+def test_ctrl_c_is_one_line(folder, tmp_path, capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(quantize, "quantize", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        command.main(["quantize", str(folder), str(tmp_path / "out")])
+    assert stop.value.code == 130
+    assert capsys.readouterr().err.endswith("\ninterrupted\n")
+
+
 def test_commands(folder, tmp_path, capsys):
     out = str(tmp_path / "out")
     command.main(["quantize", str(folder), out, "--rules", "w8a8", "--plan"])
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert told.startswith(f"Quantizing {folder} into {out}: w8a8\n")
     assert "peak memory" in text
     assert "mlp/down/scan(layer)/matmul:0" in text
     command.main(["generate", out, "--prompt", "abc", "--count", "9"])

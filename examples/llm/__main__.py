@@ -21,7 +21,10 @@ from .rules import CACHES, DEVICE, DTYPES
 
 
 def main(argv=None):
-    """Run a command; an error of what the user gave is one line, and exit status 1."""
+    """Run a command; an error of what the user gave is one line, and exit status 1.
+
+    Ctrl-C is one line, too, and exit status 130.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m examples.llm",
         description=__doc__,
@@ -40,6 +43,9 @@ def main(argv=None):
         args.run(args)
     except (LlmError, JaxtapError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(130)
 
 
 def _command(commands, name, run, text):

@@ -78,12 +78,19 @@ def test_a_function():
     assert str(jt.plan(mlp, params, x)) == str(plan)
 
 
+class Planless:
+    engine, disable_jit = None, False
+    interceptor = apply = mlp
+
+
 def test_a_provider():
     params, x = inputs()
     plan = jt.plan(lambda x, p: mlp(p, x), params, x, rules=jt.PtqProvider("int8", params_argnum=1))
     near(plan.apply()(x, plan.quantize(params)), mlp(params, x))
     with pytest.raises(TypeError, match="must be given to the provider"):
         jt.plan(mlp, params, x, rules=jt.PtqProvider("int8"), strict=True)
+    with pytest.raises(TypeError, match="which has no method plan"):
+        jt.plan(mlp, params, x, rules=Planless())
 
 
 def test_the_providers_that_are_installed():

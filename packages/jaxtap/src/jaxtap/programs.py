@@ -63,10 +63,15 @@ def plan(
                 "params_argnum, engine and strict must be given to the provider, got them beside "
                 f"a {type(rules).__name__}. Leave them out."
             )
-        provider = rules
+        provider: Any = rules
     else:
         options = {"params_argnum": params_argnum, "engine": engine, "strict": strict}
         provider = xla.PtqProvider(rules, **options)
+    if not hasattr(provider, "plan"):
+        raise TypeError(
+            f"rules must be rules, or a provider that makes plans, got a {type(rules).__name__}, "
+            "which has no method plan. jaxtap.providers() lists the others."
+        )
     if _bridge(fn) is None:
         return provider.plan(fn, *args, **kwargs)
     return xla.plan_model(fn, provider, *args, **kwargs)
