@@ -286,7 +286,7 @@ def test_statistics_are_collected_and_used():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"bwd_qtype": "int9"}, "QtRule.bwd_qtype.*int8.*Got 'int9'"),
+        ({"bwd_qtype": "int9"}, "QtRule.bwd_qtype.*int8.*got 'int9'"),
         ({"bwd_calibration_method": "nearest"}, "bwd_calibration_method.*Got 'nearest'"),
         ({"bwd_weight_grad_tile_size": 0}, "bwd_weight_grad_tile_size.*Got 0"),
         ({"bwd_stochastic_rounding": "gaussian"}, "bwd_stochastic_rounding.*Got 'gaussian'"),
