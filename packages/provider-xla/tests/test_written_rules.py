@@ -102,7 +102,7 @@ def test_a_written_rule_is_a_rule(case):
     ("fields", "error", "match"),
     [
         ({"weight": "int8", "weight_qtype": "int8"}, TypeError, "got weight_qtype beside them"),
-        ({"wieght": "int8"}, TypeError, "Rule takes path, weight.* got wieght"),
+        ({"weights": "int8"}, TypeError, "Rule takes path, weight.* got weights"),
         ({"weight": "int4x"}, ValueError, "weight_qtype must be None or a qtype"),
         ({"weight": "INT8"}, ValueError, "got 'INT8'. Did you mean 'int8'"),
         ({"act": Static("Int8")}, ValueError, "got 'Int8'. Did you mean 'int8'"),
