@@ -18,6 +18,7 @@ from ..errors import QuantizationError
 from ..forms.tree import is_stored, own_form, unpacked_leaf
 from ..plan.plan import OF_ADAPTERS, Plan
 from ..program.arrays import by_path
+from ..program.decided import Decided
 from ..program.matching import Rules
 from ..program.sites import Record, Sites, ignore
 from ..run.infer import run_site, taking_stored
@@ -34,6 +35,7 @@ class AdaptedRun:
         rules: decide them.
         statistics: the static ranges of activations.
         record: called for every operation seen.
+        decided: what a plan decided about them; None without one.
     """
 
     def __init__(
@@ -42,11 +44,13 @@ class AdaptedRun:
         rules: Rules,
         statistics: Statistics | None = None,
         record: Record = ignore,
+        decided: Decided | None = None,
     ):
         self._engine = engine
         self._rules = rules
         self._statistics = statistics
         self._record = record
+        self._decided = decided
         # By the paths of the parameters that have an adapter. Traces are cached by interceptor, so
         # one is made for each set of paths, and used again.
         self._interceptors: dict[frozenset[str], Interceptor] = {}
@@ -92,7 +96,8 @@ class AdaptedRun:
         if paths not in self._interceptors:
             rules = dataclasses.replace(self._rules, adapted=paths)
             run = functools.partial(run_site, statistics=self._statistics)
-            self._interceptors[paths] = Sites(self._engine, rules, run, self._record).interceptor
+            sites = Sites(self._engine, rules, run, self._record, decided=self._decided)
+            self._interceptors[paths] = sites.interceptor
         return self._interceptors[paths]
 
 
@@ -109,7 +114,8 @@ def with_adapters(
     """
     if not plan.lora and _takes_ours(fn):
         return plain
-    run = AdaptedRun(plan.engine, plan.rules, statistics).wrap(fn, plain)
+    adapted_run = AdaptedRun(plan.engine, plan.rules, statistics, decided=plan.decided)
+    run = adapted_run.wrap(fn, plain)
 
     @functools.wraps(fn)
     def call(*args: Any, adapters: Any = None, **kwargs: Any) -> Any:

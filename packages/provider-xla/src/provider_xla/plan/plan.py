@@ -20,6 +20,7 @@ from ..cache.plan import CachePlan
 from ..cache.use import quantize_cache, with_caches
 from ..errors import QuantizationError, QuantizationWarning
 from ..forms.tree import is_stored
+from ..program.decided import Decided
 from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
@@ -112,6 +113,11 @@ class Plan:
             for weight in self.weights.values()
             if weight.derived is not None
         }
+
+    @functools.cached_property
+    def decided(self) -> Decided:
+        """What holds for every program that the plan is applied to."""
+        return Decided(self.ops)
 
     @functools.cached_property
     def derived_from(self) -> frozenset[str]:
@@ -450,7 +456,7 @@ class Plan:
         nothing is dropped.
         """
         fn = self.fn if fn is None else fn
-        plain = infer(self.engine, self.rules, fn, statistics)
+        plain = infer(self.engine, self.rules, fn, statistics, decided=self.decided)
         # The patch engine takes arrays alone.
         told = not self.weights or not follows_values(self.engine)
         adapt = functools.partial(self._with_adapters, fn, plain, statistics)

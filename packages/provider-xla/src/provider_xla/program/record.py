@@ -94,6 +94,7 @@ class OpRecord:
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
         module_path: the name stack around it, which rules match.
+        subject: of a quantized contraction, see ``program.decided.subject_of``.
     """
 
     op_id: str
@@ -107,6 +108,7 @@ class OpRecord:
     rank: int | None = None
     module_path: str = ""
     beside: tuple[str, ...] = ()
+    subject: Any = None
 
     @property
     def reason(self) -> str | None:

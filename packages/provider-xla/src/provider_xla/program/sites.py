@@ -20,6 +20,7 @@ from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
+from .decided import Decided, subject_of
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
@@ -114,6 +115,8 @@ class Sites:
             it closes over are no data.
         is_pure: whether none of these functions does more than return a result; see
             ``Interceptor``.
+        decided: what the plan of the program decided, which must hold for its parameters here;
+            None without a plan, or while one is made.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class Sites:
         keyed: bool | None = None,
         is_given: bool = False,
         is_pure: bool = False,
+        decided: Decided | None = None,
     ):
         keyed = not rules.is_static if keyed is None else keyed
         self._engine = engine
@@ -139,6 +143,7 @@ class Sites:
         self._remark = remark
         self._run = run
         self._record = record
+        self._decided = decided
         self._surveys = not keyed
         # Whether it matters if an activation has the elements of a parameter.
         self._tells_weights = self._surveys or any(rule.leaves_activations for rule in rules.rules)
@@ -167,6 +172,8 @@ class Sites:
             told = [rule.module_path for rule in rules.rules if rule.module_path != ANY_PATH]
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
+            if decided is not None:
+                keys["origin_key"] = lambda path: (rules.origin_key(path), decided.key(path))
         self.interceptor = Interceptor(handlers, **keys)
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -218,6 +225,8 @@ class Sites:
             # If the parts are visited, it is they that use the parameters.
             used = () if in_parts else among.paths
             self._note(op, call, args, index, unread, used, problem=unread if wrong else None)
+            if wrong and has_weight:
+                self._check(op, call, used, index, why=unread)
             return NotImplemented
         contraction, operands, extras = reading
         if rule is None or index is None:
@@ -236,6 +245,9 @@ class Sites:
             problem = why if why.code is Code.MADE_AT_CALLS and is_whole else None
             paths = (*among.paths, *scaled, *made)
             self._note(op, call, operands, index, why, paths, problem=problem)
+            # If no rule names operations, none matches a part of this one either.
+            if is_whole or not self._rules.names_operations:
+                self._check(op, call, among.paths, index, why=why)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
@@ -271,12 +283,18 @@ class Sites:
                 sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
                 problem = Code.UNFIT(why=why, others=remedies(sizes, hows))
             self._note(op, call, operands, index, why, among.paths, problem=problem)
+            self._check(op, call, among.paths, index, why=why)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._note(op, call, operands, index, None, among.paths, hows, beside=among.beside)
+        subject = subject_of(contraction, tuple(x.ndim for x in operands))
+        more: Any = {"beside": among.beside, "subject": subject}
+        self._note(op, call, operands, index, None, among.paths, hows, **more)
+        self._check(op, call, among.paths, index, hows)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
+        if self._decided is not None and any(map(site.is_static, (0, 1))):
+            self._decided.check_range(site.call, contraction, subject[0], among.paths)
         try:
             result = self._run(site)
         except (TypeError, ValueError):
@@ -409,11 +427,24 @@ class Sites:
         paths: tuple[str, ...],
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
         problem: Fact | None = None,
-        beside: tuple[str, ...] = (),
+        **more: Any,
     ) -> None:
         if self._record is not ignore:
             record = record_of(call, op.name, operands, index, why, paths, hows)
-            self._record(dataclasses.replace(record, beside=beside), problem)
+            self._record(dataclasses.replace(record, **more), problem)
+
+    def _check(
+        self,
+        op: TappedOp,
+        call: OpCall,
+        paths: Sequence[str],
+        index: int | None,
+        hows: Sequence[qn.HowToQuantize | None] = (None, None),
+        why: Fact | None = None,
+    ) -> None:
+        """Hold an operation against the plan that is applied."""
+        if self._decided is not None:
+            self._decided.check(call, op.name, paths, index, hows, why)
 
 
 def _pallas_primitives() -> tuple[str, str]:

@@ -50,7 +50,7 @@ def calibrate(
             observation.observe(site)
             return NotImplemented
 
-        tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(fn)
+        tapped = Sites(plan.engine, plan.rules, run, keyed=False, decided=plan.decided).tap(fn)
         with observation.running():
             result = taking_stored(tapped, stored)(*args)
         observation.finish()

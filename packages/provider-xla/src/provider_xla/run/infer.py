@@ -13,6 +13,7 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, unpacked_leaf
+from ..program.decided import Decided
 from ..program.matching import Rules, follows_values
 from ..program.sites import Record, Site, Sites, ignore
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
@@ -29,10 +30,12 @@ def infer(
     fn: Callable[P, R],
     statistics: Statistics | None = None,
     record: Record = ignore,
+    decided: Decided | None = None,
 ) -> Callable[P, R]:
     """Return a function with its operations quantized, for stored parameters or arrays."""
     run = functools.partial(run_site, statistics=statistics)
-    tapped = Sites(engine, rules, run, record, is_pure=record is ignore).tap(fn)
+    sites = Sites(engine, rules, run, record, is_pure=record is ignore, decided=decided)
+    tapped = sites.tap(fn)
     return taking_stored(tapped, follows_values(engine))
 
 
