@@ -20,7 +20,7 @@ from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.matching import Weight as ProgramWeight
-from ..program.sites import Site, Sites
+from ..program.sites import Site
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -128,7 +128,7 @@ def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> Seen:
                     found[path][op_id] = f"{op_id}: {why}"
         return NotImplemented
 
-    tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(plan.fn)
+    tapped = plan.tap(run, keyed=False)
     jax.eval_shape(*of_arrays(tapped, plan.arguments(numbered(plan, params), batch), {}))
     # After the trace, since this runs programs. If a program reorders elements along a contracted
     # axis, the channels measured would not be those of the stored weight.

@@ -25,6 +25,7 @@ from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
+from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
 from ..run.infer import infer
 from ..run.static.ranges import StaticRange
@@ -476,6 +477,20 @@ class Plan:
 
         applied = adapted or call
         return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+
+    def tap(
+        self, run: Callable[[Site], Any], fn: Callable[P, R] | None = None, **options: Any
+    ) -> Callable[P, R]:
+        """Return a function whose operations are given to ``run``; None is the plan's.
+
+        Args:
+            run: takes each operation that a rule quantizes, and returns its result, or
+                ``NotImplemented`` to leave it float.
+            fn: the function.
+            options: as for ``Sites``.
+        """
+        sites = Sites(self.engine, self.rules, run, decided=self.decided, **options)
+        return sites.tap(self.fn if fn is None else fn)
 
     def export(
         self,

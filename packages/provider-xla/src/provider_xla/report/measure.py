@@ -60,7 +60,7 @@ def make_report(
         statistics = read(statistics)
     per_visit, found = _probe(plan, params, stored, taken, statistics)
     packed = params if patches else prepack(plan, stored)
-    quantized = infer(plan.engine, plan.rules, plan.fn, statistics)
+    quantized = infer(plan.engine, plan.rules, plan.fn, statistics, decided=plan.decided)
     outputs = compare_outputs(plan, quantized, params, packed, taken)
     seconds: dict[str, tuple[float, float]] = {}
     whole = (None, None)
