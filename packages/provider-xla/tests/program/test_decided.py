@@ -296,6 +296,27 @@ def renamed(params, x):
     return layers(params, x, "block")
 
 
+def test_a_derivative_rule_of_the_program():
+    """JAX transposes what is in it, so that the activations there stay float."""
+
+    @jax.custom_jvp
+    def layer(x, w):
+        return jnp.tanh(x @ w)
+
+    @layer.defjvp
+    def rule(primals, tangents):
+        (x, w), (dx, _) = primals, tangents
+        y = layer(x, w)
+        return y, (1 - y * y) * (dx @ w)
+
+    plan, stored = planned(BOTH, lambda p, x: layer(layer(x, p["one"]), p["two"]))
+    check(plan.apply()(stored, X), X)
+    found = jax.grad(lambda x: plan.apply()(stored, x).sum())(X)
+    w1, w2, h = rounded(W1, 0), rounded(W2, 0), np.tanh(rounded(X, 1) @ rounded(W1, 0))
+    y = expected(X)
+    np.testing.assert_allclose(found, (((1 - y * y) @ w2.T) * (1 - h * h)) @ w1.T, atol=1e-3)
+
+
 def test_adapters():
     rule = QuantizationRule(
         module_path="layer.*", weight_qtype="int8", act_qtype="int8", rank=2, alpha=2.0

@@ -20,8 +20,8 @@ from ..plan.plan import OF_ADAPTERS, Plan
 from ..program.arrays import by_path
 from ..program.decided import Decided
 from ..program.matching import Rules
-from ..program.sites import Record, Sites, ignore
-from ..run.infer import run_site, taking_stored
+from ..program.sites import Record, ignore
+from ..run.infer import inference, taking_stored
 from ..run.static.statistics import Statistics
 from .tree import adapted, salt
 from .weight import AdaptedWeight, LoraWeight, is_adapted
@@ -34,7 +34,7 @@ class AdaptedRun:
         engine: taps the operations.
         rules: decide them.
         statistics: the static ranges of activations.
-        record: called for every operation seen.
+        refuse: see ``Sites``.
         decided: what a plan decided about them; None without one.
     """
 
@@ -43,13 +43,13 @@ class AdaptedRun:
         engine: Engine,
         rules: Rules,
         statistics: Statistics | None = None,
-        record: Record = ignore,
+        refuse: Record = ignore,
         decided: Decided | None = None,
     ):
         self._engine = engine
         self._rules = rules
         self._statistics = statistics
-        self._record = record
+        self._refuse = refuse
         self._decided = decided
         # By the paths of the parameters that have an adapter. Traces are cached by interceptor, so
         # one is made for each set of paths, and used again.
@@ -95,8 +95,8 @@ class AdaptedRun:
     def _interceptor(self, paths: frozenset[str]) -> Interceptor:
         if paths not in self._interceptors:
             rules = dataclasses.replace(self._rules, adapted=paths)
-            run = functools.partial(run_site, statistics=self._statistics)
-            sites = Sites(self._engine, rules, run, self._record, decided=self._decided)
+            options = {"refuse": self._refuse, "decided": self._decided}
+            sites = inference(self._engine, rules, self._statistics, **options)
             self._interceptors[paths] = sites.interceptor
         return self._interceptors[paths]
 

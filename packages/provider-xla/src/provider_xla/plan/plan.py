@@ -27,7 +27,7 @@ from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
 from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
-from ..run.infer import infer
+from ..run.infer import infer, inference
 from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics
 from . import quantize
@@ -457,7 +457,7 @@ class Plan:
         nothing is dropped.
         """
         fn = self.fn if fn is None else fn
-        plain = infer(self.engine, self.rules, fn, statistics, decided=self.decided)
+        plain = self.infer(fn, statistics)
         # The patch engine takes arrays alone.
         told = not self.weights or not follows_values(self.engine)
         adapt = functools.partial(self._with_adapters, fn, plain, statistics)
@@ -477,6 +477,18 @@ class Plan:
 
         applied = adapted or call
         return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+
+    @functools.cached_property
+    def _inference(self) -> Sites:
+        """The handlers of ``apply``, always the same: traces are cached under them."""
+        return inference(self.engine, self.rules, decided=self.decided)
+
+    def infer(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
+        """Return ``fn`` as ``apply`` does, without adapters, caches and warnings."""
+        if statistics is None:
+            return infer(self._inference, fn)
+        sites = inference(self.engine, self.rules, statistics, decided=self.decided)
+        return infer(sites, fn)
 
     def tap(
         self, run: Callable[[Site], Any], fn: Callable[P, R] | None = None, **options: Any

@@ -75,6 +75,7 @@ class Decided:
         index: int | None,
         hows: Sequence[qn.HowToQuantize | None],
         why: Fact | None,
+        is_linear: bool = False,
     ) -> None:
         """Raise QuantizationError unless the plan decided so about an operation's parameters.
 
@@ -85,14 +86,17 @@ class Decided:
             index: the number of its rule.
             hows: how its operands are quantized here.
             why: why it stays float; None if it does not.
+            is_linear: whether JAX transposes it, so that its activations stay float.
         """
         known = [self._uses[path] for path in paths if path in self._uses]
         if not known:
             if not paths and why is not None and why.code in _OF_SIZES:
                 self._check_sizes(call, hows, index, why)
             return
-        if why is None:
-            here = index, _formats(how and how.qtype for how in hows)
+        if is_linear:  # as a derivative of what is quantized
+            is_same = any(index == rule for uses in known for rule, _ in uses.quantized)
+        elif why is None:
+            here = index, _formats(None if how is None else how.qtype for how in hows)
             is_same = any(here in uses.quantized for uses in known)
         else:
             is_same = any(name in uses.left for uses in known)

@@ -1,4 +1,4 @@
-"""Report of a provider: its operations, their rules and kernels."""
+"""Report: the operations of a plan, their rules and kernels."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ class OpRecord:
 
 
 class Report(tuple[OpRecord, ...]):
-    """The operations a provider saw, in order of first appearance.
+    """The operations of a program, in order of first appearance.
 
     ``print(report)`` shows it as a table.
     """
@@ -191,8 +191,6 @@ class Report(tuple[OpRecord, ...]):
         return f"{table}\n{count} of {total} operations quantized"
 
     def __str__(self) -> str:
-        if not self:
-            return "No operation was seen yet: call the wrapped function first."
         return self.table()
 
 

@@ -102,6 +102,7 @@ class Sites:
         run: called with a Site; returns the result of the operation, or NotImplemented to let
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
+        refuse: called for those whose rule can't be followed, and may raise an error.
         lookup: the handler of gathers and of slices that begin at an index, which may be lookups
             of parameters. Only an engine that follows values has them with JIT on, and hands
             stored parameters to them.
@@ -113,8 +114,8 @@ class Sites:
             default they do unless rules have static ranges, of which each call has its own.
         is_given: whether the program is given floats besides its parameters, so that arrays that
             it closes over are no data.
-        is_pure: whether none of these functions does more than return a result; see
-            ``Interceptor``.
+        is_pure: whether none of these functions does more than return a result or raise an
+            error; see ``Interceptor``.
         decided: what the plan of the program decided, which must hold for its parameters here;
             None without a plan, or while one is made.
     """
@@ -126,6 +127,7 @@ class Sites:
         run: Callable[[Site], Any],
         record: Record = ignore,
         *,
+        refuse: Record = ignore,
         lookup: Callable[..., Any] = leave_lookup,
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
@@ -135,7 +137,7 @@ class Sites:
         decided: Decided | None = None,
     ):
         keyed = not rules.is_static if keyed is None else keyed
-        self._engine = engine
+        self.engine = engine
         self._rules = rules
         self._is_given = is_given
         self._readings = Readings()
@@ -143,6 +145,7 @@ class Sites:
         self._remark = remark
         self._run = run
         self._record = record
+        self._refuse = refuse
         self._decided = decided
         self._surveys = not keyed
         # Whether it matters if an activation has the elements of a parameter.
@@ -178,7 +181,7 @@ class Sites:
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return a function whose operations are asked about."""
-        return self._engine.wrap(fn, self.interceptor)
+        return self.engine.wrap(fn, self.interceptor)
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
@@ -283,18 +286,27 @@ class Sites:
                 sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
                 problem = Code.UNFIT(why=why, others=remedies(sizes, hows))
             self._note(op, call, operands, index, why, among.paths, problem=problem)
-            self._check(op, call, among.paths, index, why=why)
+            self._check(op, call, among.paths, index, why=why, is_linear=is_linear)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        subject = subject_of(contraction, tuple(x.ndim for x in operands))
-        more: Any = {"beside": among.beside, "subject": subject}
-        self._note(op, call, operands, index, None, among.paths, hows, **more)
-        self._check(op, call, among.paths, index, hows)
+        ndims = operands[0].ndim, operands[1].ndim
+        self._note(
+            op,
+            call,
+            operands,
+            index,
+            None,
+            among.paths,
+            hows,
+            beside=among.beside,
+            subject=subject_of(contraction, ndims),
+        )
+        self._check(op, call, among.paths, index, hows, is_linear=is_linear)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         if self._decided is not None and any(map(site.is_static, (0, 1))):
-            self._decided.check_range(site.call, contraction, subject[0], among.paths)
+            self._decided.check_range(site.call, contraction, ndims, among.paths)
         try:
             result = self._run(site)
         except (TypeError, ValueError):
@@ -319,10 +331,10 @@ class Sites:
         record = record_of(call, op.name, arrays, index)
         if arrays and all(self._are_weights(call, arrays)):
             # It is computed once and stored.
-            self._record(dataclasses.replace(record, why=Code.COMPUTES_WEIGHT()), None)
+            self._tell(dataclasses.replace(record, why=Code.COMPUTES_WEIGHT()))
             return NotImplemented
         if self._rules.rules[index].kernel is None:
-            self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
+            self._tell(dataclasses.replace(record, why=Code.LEFT_TO_XLA()))
             return NotImplemented
         try:
             name, arrays, run, kernels = op.read(function, args, kwargs)
@@ -331,13 +343,13 @@ class Sites:
             # Rules name functions. A written-out attention that kernels can't compute is not a
             # problem of the rule.
             problem = None if function is attention else why
-            self._record(dataclasses.replace(record, why=why), problem)
+            self._tell(dataclasses.replace(record, why=why), problem)
             return NotImplemented
         if name == ATTENTION:
             kernels = over_cache(call, arrays, kernels)
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
-        self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
+        self._tell(dataclasses.replace(record, operands=shown, kernels=found))
         try:
             return run(kernels)
         except (TypeError, ValueError):
@@ -379,7 +391,7 @@ class Sites:
             return NotImplemented
         index = self._rules.find((call.op_name,), call.module_path, self._rules.below(paths))
         why = Code.COMPUTES_WEIGHT()
-        self._record(record_of(call, call.op_name, operands, index, why, paths), None)
+        self._tell(record_of(call, call.op_name, operands, index, why, paths))
         return call.proceed(*operands, **params)
 
     def _note_reader(self, why: Code, call: OpCall, *operands: Any, **params: Any) -> Any:
@@ -395,7 +407,7 @@ class Sites:
             index = self._rules.find(*asked, True)
         is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
         record = record_of(call, call.op_name, arrays, index, why(), paths)
-        self._record(record, why() if is_problem else None)
+        self._tell(record, why() if is_problem else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
@@ -429,9 +441,15 @@ class Sites:
         problem: Fact | None = None,
         **more: Any,
     ) -> None:
-        if self._record is not ignore:
+        # Ids are not read without need: see `decided`.
+        if self._record is not ignore or (self._refuse is not ignore and problem is not None):
             record = record_of(call, op.name, operands, index, why, paths, hows)
-            self._record(dataclasses.replace(record, **more), problem)
+            self._tell(dataclasses.replace(record, **more), problem)
+
+    def _tell(self, record: OpRecord, problem: Fact | None = None) -> None:
+        self._record(record, problem)
+        if problem is not None:
+            self._refuse(record, problem)
 
     def _check(
         self,
@@ -441,10 +459,11 @@ class Sites:
         index: int | None,
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
         why: Fact | None = None,
+        is_linear: bool = False,
     ) -> None:
         """Hold an operation against the plan that is applied."""
         if self._decided is not None:
-            self._decided.check(call, op.name, paths, index, hows, why)
+            self._decided.check(call, op.name, paths, index, hows, why, is_linear)
 
 
 def _pallas_primitives() -> tuple[str, str]:
