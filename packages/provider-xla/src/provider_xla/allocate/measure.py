@@ -58,14 +58,7 @@ def noise_to_signal(expected: Any, actual: Any) -> jax.Array:
 
 
 class Measure:
-    """Measure the error of the output of a plan's function.
-
-    Args:
-        plan: the plan of the function.
-        params: its parameters: arrays.
-        batch: its other arguments.
-        error: how outputs are compared; ``noise_to_signal`` by default.
-    """
+    """Measure the error of the output of a plan's function."""
 
     def __init__(self, plan: Plan, params: Any, batch: Sequence[Any], error: Error | None):
         self._plan = plan

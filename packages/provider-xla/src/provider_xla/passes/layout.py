@@ -98,13 +98,7 @@ class Seen(NamedTuple):
 
 
 def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> Seen:
-    """Return how each stored weight is seen by its operations.
-
-    Args:
-        plan: the plan of the function.
-        params: its parameters, or their types.
-        batch: the other arguments of a call.
-    """
+    """Return how each stored weight is seen by its operations."""
     found: dict[str, dict[str, Layout | str]] = {path: {} for path in plan.weights}
     operands: dict[tuple[str, int], Operand] = {}
     views: list[tuple[str, str, Layout, _View]] = []
@@ -241,12 +235,6 @@ def _check_contraction(site: Site, side: int) -> None:
 def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None]) -> Layout:
     """Return how a site sees what is stored for an operand.
 
-    Args:
-        site: the operation.
-        side: which operand.
-        plan: how it is stored.
-        axes: the axis of the operand that each of its axes became.
-
     Raises:
         NotMatrix: passes can't change this contraction.
     """
@@ -276,14 +264,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
 
 
 def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> jax.Array:
-    """Return the activation of a contraction as float32 [rows, K].
-
-    Args:
-        site: the operation.
-        side: which operand the weight is.
-        axes: the axis of the operand that each axis of what is stored became.
-        x: the activation, which is the other operand.
-    """
+    """Return the activation of a contraction as float32 [rows, K]."""
     assert isinstance(site.contraction, Matmul)
     contracted = site.contraction.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))

@@ -694,11 +694,7 @@ def _tell_floats(count: int) -> None:
 
 @contextlib.contextmanager
 def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
-    """Name the planned values in the error of a program that needs others.
-
-    Args:
-        weights: the weights of the plan.
-    """
+    """Name the planned values in the error of a program that needs others."""
     try:
         yield
     except NotStoredError as error:

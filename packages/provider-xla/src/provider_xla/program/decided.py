@@ -43,11 +43,7 @@ class _Uses(NamedTuple):
 
 
 class Decided:
-    """What a plan decided about its operations.
-
-    Args:
-        ops: the operations of the plan.
-    """
+    """What a plan decided about its operations."""
 
     def __init__(self, ops: Iterable[OpRecord]):
         self._by_id: dict[str, list[OpRecord]] = {}

@@ -51,14 +51,7 @@ def platforms(first: str | None = None) -> tuple[str, ...]:
 
 
 def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> Choice:
-    """Return a call's kernel on a platform, or why it has none.
-
-    Args:
-        op: the op.
-        platform: where the program is to run.
-        operands: arrays or their types.
-        **question: other facts that kernels decide by, such as the panel of a packed weight.
-    """
+    """Return a call's kernel on a platform, or why it has none."""
     spec, why = select_kernel(op, platform, operands, **question)
     return Choice(None, why) if spec is None else Choice(spec.target, None)
 

@@ -45,7 +45,10 @@ class PtqProvider(XlaProvider):
         plain = infer(self._tapping if statistics is None else self._sites(statistics), fn)
         if not self._rules.adapts:
             return plain
-        return self._adapted(statistics).wrap(fn, plain)
+        run = self._adapted_run
+        if statistics is not None:
+            run = AdaptedRun(self._engine, self._rules, statistics, refuse=self._refuse)
+        return run.wrap(fn, plain)
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
         """Return ``apply(fn, statistics)``."""
@@ -55,11 +58,6 @@ class PtqProvider(XlaProvider):
     def call_options(self) -> tuple[str, ...]:
         """``dropout_key``, where a rule gives parameters adapters."""
         return ("dropout_key",) if any(rule.rank is not None for rule in self.rules) else ()
-
-    def _adapted(self, statistics: Statistics | None) -> AdaptedRun:
-        if statistics is not None:
-            return AdaptedRun(self._engine, self._rules, statistics, self._refuse)
-        return self._adapted_run
 
     @functools.cached_property
     def _adapted_run(self) -> AdaptedRun:

@@ -125,13 +125,6 @@ def time_ops(
 
     Each is compiled alone for the types of its operands, which hold random numbers;
     contractions that are alike are timed once.
-
-    Args:
-        plan: the plan of the function.
-        packed: its parameters as ``plan.quantize`` returns them.
-        batch: the other arguments.
-        statistics: statistics of the activations with a static range.
-        mapped: by operation id, how many examples the program maps it over at once.
     """
     found: dict[str, _Call] = {}
 

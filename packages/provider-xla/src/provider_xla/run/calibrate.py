@@ -75,11 +75,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _explaining(keys: Iterable[str]) -> Iterator[None]:
-    """Explain what JAX says where it can't compile a program that writes ranges.
-
-    Args:
-        keys: of the ranges.
-    """
+    """Explain what JAX says where it can't compile a program that writes ranges."""
     try:
         yield
     except (AssertionError, AttributeError, KeyError, ValueError) as error:

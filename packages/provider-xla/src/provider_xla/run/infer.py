@@ -46,13 +46,7 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
 
 
 def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
-    """Return ``fn`` for arguments that may hold stored parameters.
-
-    Args:
-        fn: the tapped function.
-        follows: whether its engine follows values, and so passes stored parameters to
-            operations.
-    """
+    """Return ``fn`` for arguments that may hold stored parameters."""
 
     def one(leaf: Any) -> Any:
         if not is_stored(leaf):
