@@ -153,6 +153,48 @@ def test_what_does_not_is_one_error(name):
     check(own.apply()(own.quantize(PARAMS), X), X)
 
 
+def test_a_parameter_that_another_program_scales_is_an_error():
+    plan, stored = planned(QuantizationRule(weight_qtype="int8"))
+    with pytest.raises(
+        QuantizationError, match=r"matmul:0 must use .*'one'.*got float: the rule is for w"
+    ):
+        plan.apply(lambda p, x: x @ (p["one"] * x[0, 0]))(stored, X)
+
+
+def in_two_ways(params, x, scopes=("layer", "head")):
+    """A tied weight, of which one use is quantized otherwise than the other."""
+    for name in scopes:
+        with jax.named_scope(name):
+            x = jnp.tanh(x @ params["one"])
+    return x
+
+
+@pytest.mark.parametrize("weight_qtype", ["int8", None])
+def test_a_weight_that_is_used_in_two_ways(weight_qtype):
+    """Its operations are told apart by their ids: one can't take the way of another."""
+    rules = [IN_LAYER, QuantizationRule(module_path="head", weight_qtype=weight_qtype)]
+    plan, stored = planned(rules, in_two_ways)
+    h = np.tanh(rounded(X, 1) @ rounded(W1, 0))
+    y = np.tanh(h @ rounded(W1, 0))
+    np.testing.assert_allclose(jax.jit(plan.apply())(stored, X), y, atol=1e-4)
+    both = plan.apply(lambda p, x: in_two_ways(p, x, ("layer", "head"))[:2])
+    np.testing.assert_allclose(both(stored, X), y[:2], atol=1e-4)
+    for scopes in (("head", "head"), ("layer", "layer2"), ("layer", "block")):
+        with pytest.raises(QuantizationError, match=r"int8 x int8 by rule 0.*several ways"):
+            plan.apply(lambda p, x, scopes=scopes: in_two_ways(p, x, scopes))(stored, X)
+
+
+def test_a_rule_that_names_the_part_of_an_operation():
+    rule = QuantizationRule(
+        op_names=("dot_general",), module_path="layer.*", weight_qtype="int8", act_qtype="int8"
+    )
+    plan, stored = planned(rule)
+    check(jax.jit(plan.apply())(stored, X), X)
+    check(plan.apply(lambda p, x: layers(p, x, "layer/of"))(stored, X), X)
+    with pytest.raises(QuantizationError, match=r"block_one/dot_general:0 must use"):
+        plan.apply(renamed)(stored, X)
+
+
 def test_another_rule_is_an_error():
     rules = [
         QuantizationRule(module_path="layer.*", weight_qtype="int8", act_qtype="int8"),

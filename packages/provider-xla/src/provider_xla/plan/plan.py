@@ -118,7 +118,7 @@ class Plan:
     @functools.cached_property
     def decided(self) -> Decided:
         """What holds for every program that the plan is applied to."""
-        return Decided(self.ops)
+        return Decided(self.ops, self.rules.names_operations)
 
     @functools.cached_property
     def derived_from(self) -> frozenset[str]:

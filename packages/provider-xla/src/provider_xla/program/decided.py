@@ -28,45 +28,54 @@ _OF_SIZES = (Code.MISFIT, Code.BLOCK_MISFIT, Code.NO_TILES, Code.NO_BLOCKS_HERE)
 """Why an operation stays float that other sizes would let a rule quantize."""
 
 
+_Decision = tuple[int | None, _Formats] | None
+"""The rule of an operation and the formats of its operands; None where it stays float."""
+
+
 class _Uses(NamedTuple):
-    """What a plan decided about the operations of a parameter.
+    """What a plan decided about the operations of a parameter that it quantizes.
 
     Attributes:
-        quantized: the rule and the formats of those that are quantized.
-        left: the names of those that stay float.
-        shown: the first that is quantized, for messages.
+        decided: the decisions.
+        shown: the first operation that is quantized, for messages.
     """
 
-    quantized: frozenset[tuple[int | None, _Formats]]
-    left: frozenset[str]
+    decided: frozenset[_Decision]
     shown: OpRecord
 
 
 class Decided:
-    """What a plan decided about its operations."""
+    """What a plan decided about its operations.
 
-    def __init__(self, ops: Iterable[OpRecord]):
+    Args:
+        ops: the operations.
+        names_operations: whether rules name operations, so that those that consist of others are
+            decided in their parts.
+    """
+
+    def __init__(self, ops: Iterable[OpRecord], names_operations: bool):
         self._by_id: dict[str, list[OpRecord]] = {}
         by_path: dict[str, list[OpRecord]] = {}
         for op in ops:
             self._by_id.setdefault(op.op_id, []).append(op)
             # What computes a weight reads no stored one, and a lookup reads rows as they are.
-            if op.op_name == "take" or (op.why and op.why.code is Code.COMPUTES_WEIGHT):
-                continue
-            for path in op.paths:
-                by_path.setdefault(path, []).append(op)
-        uses = {path: _uses(found) for path, found in by_path.items()}
-        self._uses = {path: one for path, one in uses.items() if one is not None}
+            is_other = op.op_name == "take" or (op.why and op.why.code is Code.COMPUTES_WEIGHT)
+            if not is_other and not (names_operations and op.is_in_parts):
+                for path in op.paths:
+                    by_path.setdefault(path, []).append(op)
+        self._uses: dict[str, _Uses] = {}
+        for path, found in by_path.items():
+            if (shown := next((op for op in found if op.quantized), None)) is not None:
+                self._uses[path] = _Uses(frozenset(map(_decision, found)), shown)
 
     def key(self, path: str) -> Hashable:
         """Return a key of a parameter; equal keys mean that its operations are decided alike."""
         found = self._uses.get(path)
-        return None if found is None else found[:2]
+        return None if found is None else found.decided
 
     def check(
         self,
         call: OpCall,
-        name: str,
         paths: Collection[str],
         index: int | None,
         hows: Sequence[qn.HowToQuantize | None],
@@ -77,7 +86,6 @@ class Decided:
 
         Args:
             call: the operation.
-            name: what rules call it.
             paths: of the parameters behind its operands.
             index: the number of its rule.
             hows: how its operands are quantized here.
@@ -89,15 +97,18 @@ class Decided:
             if not paths and why is not None and why.code in _OF_SIZES:
                 self._check_sizes(call, hows, index, why)
             return
+        decided = {one for uses in known for one in uses.decided}
         if is_linear:  # as a derivative of what is quantized
-            is_same = any(index == rule for uses in known for rule, _ in uses.quantized)
-        elif why is None:
-            here = index, _formats(None if how is None else how.qtype for how in hows)
-            is_same = any(here in uses.quantized for uses in known)
+            is_same = any(one is not None and one[0] == index for one in decided)
         else:
-            is_same = any(name in uses.left for uses in known)
+            if len(decided) > 1:  # only its id tells which of them is meant
+                own = (op for op in self._by_id.get(call.op_id, ()) if {*op.paths} & {*paths})
+                decided = set(map(_decision, own))
+            formats = _formats(None if how is None else how.qtype for how in hows)
+            is_same = (None if why is not None else (index, formats)) in decided
         if not is_same:
-            raise _differs(call, known[0].shown, hows, index, why)
+            several = not is_linear and any(len(uses.decided) > 1 for uses in known)
+            raise _differs(call, known[0].shown, hows, index, why, several)
 
     def _check_sizes(self, call: OpCall, hows: Sequence[Any], index: int | None, why: Fact) -> None:
         """Raise QuantizationError if a product of activations is quantized in the plan."""
@@ -150,13 +161,8 @@ def subject_of(contraction: Contraction, ndims: tuple[int, ...]) -> tuple[Hashab
     return ndims, (type(contraction), how)
 
 
-def _uses(ops: Sequence[OpRecord]) -> _Uses | None:
-    """Return what is decided about the operations of a parameter; None if all stay float."""
-    quantized = [op for op in ops if op.quantized]
-    if not quantized:
-        return None
-    decided = frozenset((op.rule, _formats(op.qtypes)) for op in quantized)
-    return _Uses(decided, frozenset(op.op_name for op in ops if not op.quantized), quantized[0])
+def _decision(op: OpRecord) -> _Decision:
+    return (op.rule, _formats(op.qtypes)) if op.quantized else None
 
 
 def _formats(qtypes: Iterable[str | None]) -> _Formats:
@@ -170,6 +176,7 @@ def _differs(
     hows: Sequence[qn.HowToQuantize | None],
     index: int | None,
     why: Fact | None,
+    several: bool = False,
 ) -> QuantizationError:
     """Return the error of an operation that is decided otherwise than in the plan."""
     shown = " x ".join(qtype or "float" for qtype in planned.qtypes)
@@ -179,6 +186,8 @@ def _differs(
         here = " x ".join("float" if how is None else how.qtype for how in hows)
         here += f" by rule {index}"
     what = f"use {joined(planned.paths)}" if planned.paths else "run"
+    if several:
+        here += ", and the plan, which has several ways, has no such operation of this id"
     return QuantizationError(
         f"{call.op_id} must {what} as the plan does, {shown} by rule "
         f"{planned.rule} ({planned.op_id}), got {here}. Make a plan for this function and these "
