@@ -156,7 +156,7 @@ def test_what_does_not_is_one_error(name):
 def test_a_parameter_that_another_program_scales_is_an_error():
     plan, stored = planned(QuantizationRule(weight_qtype="int8"))
     with pytest.raises(
-        QuantizationError, match=r"matmul:0 must use .*'one'.*got float: the rule is for w"
+        QuantizationError, match=r"matmul:0 must use .*'one'.*got float: the rule"
     ):
         plan.apply(lambda p, x: x @ (p["one"] * x[0, 0]))(stored, X)
 
