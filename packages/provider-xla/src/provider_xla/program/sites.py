@@ -250,7 +250,7 @@ class Sites:
             self._note(op, call, operands, index, why, paths, problem=problem)
             # If no rule names operations, none matches a part of this one either.
             if is_whole or not self._rules.names_operations:
-                self._check(call, (*among.paths, *scaled), index, why=why)
+                self._check(call, among.paths, index, why=why)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
@@ -286,7 +286,7 @@ class Sites:
                 sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
                 problem = Code.UNFIT(why=why, others=remedies(sizes, hows))
             self._note(op, call, operands, index, why, among.paths, problem=problem)
-            self._check(call, (*among.paths, *scaled), index, why=why, is_linear=is_linear)
+            self._check(call, among.paths, index, why=why, is_linear=is_linear)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
@@ -303,7 +303,7 @@ class Sites:
             beside=among.beside,
             subject=subject_of(contraction, ndims),
         )
-        self._check(call, (*among.paths, *scaled), index, hows, is_linear=is_linear)
+        self._check(call, among.paths, index, hows, is_linear=is_linear)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         if self._decided is not None and any(map(site.is_static, (0, 1))):
             self._decided.check_range(site.call, contraction, ndims, among.paths)
