@@ -9,7 +9,14 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.xla_samples import draw
-from provider_xla import PtqProvider, QuantizationError, QuantizationRule, load, save
+from provider_xla import (
+    PtqProvider,
+    QuantizationError,
+    QuantizationRule,
+    QuantizationWarning,
+    load,
+    save,
+)
 
 W1, W2, X = draw((16, 16), (16, 16), (4, 16))
 PARAMS = {"one": W1, "two": W2}
@@ -272,6 +279,26 @@ def test_activations_in_another_order_do_not_take_each_others_ranges():
     assert plan.apply(fn, ranges)(stored, X).shape == X.shape
     with pytest.raises(QuantizationError, match=r"einsum:0 must be the operation .*two activatio"):
         plan.apply(other, ranges)(stored, X)
+
+
+def test_products_of_activations_under_another_scope_are_told():
+    rule = QuantizationRule(
+        module_path="attention", weight_qtype="int8", act_qtype="int8", weights_only=False
+    )
+
+    def fn(p, x, scope="attention"):
+        with jax.named_scope(scope):
+            return jnp.einsum("bi,ci->bc", x @ p["one"], x)
+
+    plan, stored = planned([rule, BOTH], fn=lambda p, x: fn(p, x) @ p["two"][:4])
+    y = rounded(rounded(X, 1) @ rounded(W1, 0), 1) @ rounded(X, 1).T
+    run = plan.apply(fn)
+    for _ in range(2):
+        np.testing.assert_allclose(jax.jit(run)(stored, X), y, rtol=1e-2, atol=0.2)
+    part = plan.apply(lambda p, x: x @ p["two"])
+    with pytest.warns(QuantizationWarning, match=r"Rule 0 must .* attention/einsum:0, got none"):
+        part(stored, X)
+    part(stored, X)
 
 
 @pytest.mark.parametrize("pair", [(stacked, unrolled), (unrolled, stacked)])

@@ -485,10 +485,11 @@ class Plan:
 
     def infer(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` as ``apply`` does, without adapters, caches and warnings."""
-        if statistics is None:
+        if statistics is None and not self.decided.products:
             return infer(self._inference, fn)
         sites = inference(self.engine, self.rules, statistics, decided=self.decided)
-        return infer(sites, fn)
+        run = infer(sites, fn)
+        return _telling_products(run, self.decided, sites) if self.decided.products else run
 
     def tap(
         self, run: Callable[[Site], Any], fn: Callable[P, R] | None = None, **options: Any
@@ -690,6 +691,30 @@ def _tell_floats(count: int) -> None:
         QuantizationWarning,
         stacklevel=3,
     )
+
+
+def _telling_products(run: Callable[P, R], decided: Decided, sites: Sites) -> Callable[P, R]:
+    """Return a function that warns once of rules without the products of the plan."""
+    told = False
+
+    @hides_frames
+    @functools.wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal told
+        result = run(*args, **kwargs)
+        lacking = {} if told else decided.products.keys() - sites.products
+        told = True
+        for rule in sorted(lacking):
+            warnings.warn(
+                f"Rule {rule} must quantize products of activations as in the plan, such as "
+                f"{decided.products[rule]}, got none in this function. If that has some, make a "
+                "plan for it: provider.plan(fn, params, ...) says what the rules do there.",
+                QuantizationWarning,
+                stacklevel=2,
+            )
+        return result
+
+    return call
 
 
 @contextlib.contextmanager

@@ -3,7 +3,8 @@
 Rules are functions of what an operation is (its name, module path and parameters), so that one
 program is decided the same in its plan and where the plan is applied. Another program may not be:
 a renamed scope, another length, an operation more. What it does to the parameters that the plan
-quantizes must be what the plan says of them; what no plan speaks of, the rules decide there.
+quantizes must be what the plan says of them. What the plan does not speak of, the rules decide
+there. A rule that quantizes products of activations in the plan, and none there, is told.
 
 Operations are told apart by their parameters, not by their ids: a handler that reads ids is asked
 about each of a hundred equal layers. Ranges are stored by id, so ids are read where there are any.
@@ -51,13 +52,19 @@ class Decided:
         ops: the operations.
         names_operations: whether rules name operations, so that those that consist of others are
             decided in their parts.
+
+    Attributes:
+        products: by the number of a rule, the first product of activations that it quantizes.
     """
 
     def __init__(self, ops: Iterable[OpRecord], names_operations: bool):
+        self.products: dict[int, str] = {}
         self._by_id: dict[str, list[OpRecord]] = {}
         by_path: dict[str, list[OpRecord]] = {}
         for op in ops:
             self._by_id.setdefault(op.op_id, []).append(op)
+            if op.quantized and not op.paths and op.op_name != "take" and op.rule is not None:
+                self.products.setdefault(op.rule, op.op_id)
             # What computes a weight reads no stored one, and a lookup reads rows as they are.
             is_other = op.op_name == "take" or (op.why and op.why.code is Code.COMPUTES_WEIGHT)
             if not is_other and not (names_operations and op.is_in_parts):

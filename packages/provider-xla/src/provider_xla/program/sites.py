@@ -118,6 +118,9 @@ class Sites:
             error; see ``Interceptor``.
         decided: what the plan of the program decided, which must hold for its parameters here;
             None without a plan, or while one is made.
+
+    Attributes:
+        products: the rules that have quantized a product of activations, where a plan is applied.
     """
 
     def __init__(
@@ -147,6 +150,7 @@ class Sites:
         self._record = record
         self._refuse = refuse
         self._decided = decided
+        self.products: set[int] = set()
         self._surveys = not keyed
         # Whether it matters if an activation has the elements of a parameter.
         self._tells_weights = self._surveys or any(rule.leaves_activations for rule in rules.rules)
@@ -304,6 +308,8 @@ class Sites:
             subject=subject_of(contraction, ndims),
         )
         self._check(call, among.paths, index, hows, is_linear=is_linear)
+        if self._decided is not None and not any(sides):
+            self.products.add(index)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
         if self._decided is not None and any(map(site.is_static, (0, 1))):
             self._decided.check_range(site.call, contraction, ndims, among.paths)
