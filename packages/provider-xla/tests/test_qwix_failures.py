@@ -105,7 +105,7 @@ def test_a_weight_behind_a_cast_and_moves(make, move):
     plan = provider.plan(model, {"w": w}, x)
     assert list(plan.weights) == ["args[0]['w']"]
     assert contractions(provider.apply(model), {"w": w}, x) == [INT8_DOT]
-    (record,) = provider.report()
+    (record,) = plan.ops
     assert (record.qtypes, record.paths) == (("int8", "int4"), ("args[0]['w']",))
 
 
@@ -153,8 +153,8 @@ def test_every_one_of_many_weights_of_one_shape_is_found(make):
     plan = provider.plan(model, weights, x)
     assert list(plan.weights) == [f"args[0][{i}]" for i in range(5)]
     assert contractions(provider.apply(model), weights, x) == [INT8_DOT] * 5
-    assert [path for record in provider.report() for path in record.paths] == list(plan.weights)
-    assert {record.qtypes for record in provider.report()} == {("int8", "int4")}
+    assert [path for record in plan.ops for path in record.paths] == list(plan.weights)
+    assert {record.qtypes for record in plan.ops} == {("int8", "int4")}
 
 
 @pytest.mark.slow
@@ -178,8 +178,7 @@ def test_nested_dicts_of_plain_arrays():
 def test_a_weight_on_the_left(make):
     w, x = draw((8, 8), (8, 4))
     provider = make([W4A8])
-    provider.apply(lambda w, x: w @ x)(w, x)
-    (record,) = provider.report()
+    (record,) = provider.plan(lambda w, x: w @ x, w, x).ops
     assert (record.qtypes, record.paths) == (("int4", "int8"), ("args[0]",))
     plan, qvalue, quantized = planned(lambda w, x: w @ x, w, x)
     assert plan.weights["args[0]"].granularity.channel_axes == (0,)
@@ -197,7 +196,7 @@ def test_a_convolution_with_only_its_weight_quantized(make):
     k, x = draw((3, 3, 4, 5), (2, 6, 6, 4))
     provider = make([WEIGHT_ONLY])
     result = provider.apply(conv)(k, x)
-    assert [record.qtypes for record in provider.report()] == [(None, "int8")]
+    assert [record.qtypes for record in provider.plan(conv, k, x).ops] == [(None, "int8")]
     plan, qvalue, quantized = planned(conv, k, x, rules=[WEIGHT_ONLY])
     assert plan.weights["args[0]"].granularity.channel_axes == (3,)
     assert qvalue.qvalue.dtype == jnp.int8
@@ -210,7 +209,7 @@ def test_a_convolution_of_int4_weights_and_int8_activations(make):
     k, x = draw((3, 3, 4, 5), (2, 6, 6, 4))
     provider = make([W4A8])
     assert contractions(provider.apply(conv), k, x) == [INT8_DOT]
-    assert [record.qtypes for record in provider.report()] == [("int8", "int4")]
+    assert [record.qtypes for record in provider.plan(conv, k, x).ops] == [("int8", "int4")]
 
 
 def test_ragged_dot_with_stored_qvalue():
@@ -378,8 +377,8 @@ def test_equal_blocks_share_a_trace_and_each_keeps_its_rule(make):
     quantized = jax.jit(provider.apply(model))
     assert contractions(quantized, weights, x) == [FLOAT_DOT] + [INT8_DOT] * 3 + [FP8_DOT] * 2
     assert block.traces <= 3
-    assert provider.get_unused_rules() == []
     plan = provider.plan(model, weights, x)
+    assert not plan.problems  # all rules are used
     assert [weight.rule for weight in plan.weights.values()] == [2, 2, 2, 1, 1]
     assert list(plan.weights) == [f"args[0][{i}]" for i in range(1, 6)]
 
@@ -506,7 +505,7 @@ def test_transformations_are_kept_with_jit_on(make, program):
     if kept:
         (within,) = [w for e, w in equations(quantized, w, x) if e.primitive.name == "dot_general"]
         assert set(within) & set(kept)
-    (record,) = provider.report()
+    (record,) = provider.plan(program, w, x).ops
     assert (record.qtypes, record.paths) == (("int8", "int4"), ("args[0]",))
     assert near(quantized(w, x), program(w, x), 0.4)
 

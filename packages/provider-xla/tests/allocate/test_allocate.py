@@ -12,6 +12,8 @@ import pytest
 import quant_numerics as qn
 from jaxtap_testkit.xla_samples import draw, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule
+from provider_xla.program.sites import Sites
+from provider_xla.run.infer import run_site
 
 pytestmark = pytest.mark.sample(2)
 
@@ -248,9 +250,10 @@ def test_layers_with_the_same_qtype_share_a_trace():
 
     plan = planned(params, x, fn=fn).allocate(params, x, budget_bits=9.5, qtypes=("int4", "int6"))
     assert set(chosen(plan).values()) == {"int4", "int6"}
-    provider = PtqProvider(plan.rules.rules)
-    jax.eval_shape(provider.apply(fn), params, x)
-    assert len(provider.report()) == 2
+    seen = set()
+    sites = Sites(plan.engine, plan.rules, run_site, lambda op, problem: seen.add(op.op_id))
+    jax.eval_shape(sites.tap(fn), params, x)
+    assert len(seen) == 2
 
 
 def test_lookups(model):

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import quant_numerics as qn
+from interception_core import get_engine
 from provider_xla import (
     PtqProvider,
     QtProvider,
@@ -16,6 +17,8 @@ from provider_xla import (
     QuantizationWarning,
 )
 from provider_xla.program.matching import Rules
+from provider_xla.program.sites import Sites
+from provider_xla.run.infer import run_site
 
 W8 = QuantizationRule(weight_qtype="int8")
 
@@ -108,14 +111,16 @@ def block(x, w):
 
 def count_traces(rules, params, x):
     """Runs jitted blocks with a parameter each; returns their results and how many were traced."""
-    jitted = jax.jit(block)
-    provider = PtqProvider(rules)
+    jitted, seen = jax.jit(block), set()
 
     def fn(params, x):
         return [jitted(x, w) for w in params]
 
-    found = jax.jit(provider.apply(fn))(params, x)
-    return found, len(provider.report())
+    def record(op, problem):
+        seen.add(op.op_id)
+
+    sites = Sites(get_engine("trace"), Rules(tuple(rules), "args[0]"), run_site, record)
+    return jax.jit(sites.tap(fn))(params, x), len(seen)
 
 
 def test_equal_blocks_with_other_rules_do_not_share_a_result():
@@ -185,10 +190,10 @@ def test_in_scans_and_under_grad():
     plan = PtqProvider(rules, strict=True).plan(fn, params, draw(2, 4, 8))
     assert qtypes(plan) == {"['up']": "int3", "['down']": "int8"}
     trained = QtProvider(rules)
-    loss = trained.apply(lambda params, x: fn(params, x).sum())
-    gradients = jax.jit(jax.grad(loss))(params, draw(2, 4, 8))
+    loss, x = trained.apply(lambda params, x: fn(params, x).sum()), draw(2, 4, 8)
+    gradients = jax.jit(jax.grad(loss))(params, x)
     assert jax.tree.all(jax.tree.map(lambda g: bool(jnp.isfinite(g).all()), gradients))
-    by_rule = {record.paths: record.qtypes for record in trained.report()}
+    by_rule = {record.paths: record.qtypes for record in trained.plan(fn, params, x).ops}
     assert by_rule["args[0]['up']",] == (None, "int3")
     assert by_rule["args[0]['down']",] == (None, "int8")
 

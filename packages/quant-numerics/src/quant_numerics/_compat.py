@@ -35,14 +35,6 @@ def primitive(
 
     They do in programs for one platform that are run here. Others may not hold what has no
     compatibility guarantees, or no lowering for each platform.
-
-    Args:
-      name: its name.
-      result: returns the type of the result.
-      plain: what it computes, in JAX.
-      native: the same for the platforms.
-      platforms: those with another lowering.
-      batched: its rule for vmap.
     """
     made = Primitive(name)
     made.def_abstract_eval(result)

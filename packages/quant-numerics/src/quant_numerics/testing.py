@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import api as qn
+import quant_numerics as qn
 
 __all__ = ["FormatConformance"]
 

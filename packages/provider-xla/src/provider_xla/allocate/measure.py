@@ -25,7 +25,6 @@ from ..plan.make import in_float
 from ..plan.quantize import carried
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import by_path, is_array, map_params, of_arrays
-from ..program.sites import Sites
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -59,14 +58,7 @@ def noise_to_signal(expected: Any, actual: Any) -> jax.Array:
 
 
 class Measure:
-    """Measure the error of the output of a plan's function.
-
-    Args:
-        plan: the plan of the function.
-        params: its parameters: arrays.
-        batch: its other arguments.
-        error: how outputs are compared; ``noise_to_signal`` by default.
-    """
+    """Measure the error of the output of a plan's function."""
 
     def __init__(self, plan: Plan, params: Any, batch: Sequence[Any], error: Error | None):
         self._plan = plan
@@ -178,7 +170,7 @@ class _Value(ArrayProxy):
 
 def _with_computed(plan: Plan) -> Callable[..., Any]:
     """Return a plan's function, which takes computed weights as well."""
-    tapped = Sites(plan.engine, plan.rules, in_float).tap(plan.fn)
+    tapped = plan.tap(in_float)
 
     def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
         values = {path: _Value(value) for path, value in computed.items()}

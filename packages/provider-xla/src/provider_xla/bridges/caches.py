@@ -25,13 +25,6 @@ def planned_function(
     If rules are about caches, the caches that the model holds become an argument, and the updated
     ones a result. The other arguments have the method's names.
 
-    Args:
-        bridge: of the model's framework.
-        model: the model.
-        method: the name of the method.
-        provider: whose rules count.
-        given: names of the inputs that are given by name.
-
     Raises:
         QuantizationError: a rule for caches names the parameters.
     """
@@ -85,14 +78,7 @@ def check_planned(model: Any, provider: Provider) -> None:
 
 
 def with_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
-    """Return a rebuilt model with the caches quantized that the plan carries.
-
-    Args:
-        bridge: of the model's framework.
-        model: the model.
-        plan: of ``planned_function``.
-        held: what that function takes beside the inputs.
-    """
+    """Return a rebuilt model with the caches quantized that the plan carries."""
     for name, caches in held.items():
         carried = [one for one in plan.caches.values() if one.axis is not None]
         if any(one.path.startswith(prefix_of(name)) for one in carried):

@@ -122,12 +122,7 @@ _ALIAS = "jaxtap_method_"
 
 
 class _Called:
-    """The ``__call__`` of a subclass: Python looks that up in the class.
-
-    Args:
-        cls: the original class, whose ``__call__`` the subclass seems to have.
-        method: what calls of its objects run.
-    """
+    """The ``__call__`` of a subclass: Python looks that up in the class."""
 
     def __init__(self, cls: type, method: Callable[..., Any]):
         self._cls, self._method = cls, method
@@ -233,11 +228,7 @@ class NotNamedError(QuantizationError):
 
 
 def is_tagged(name: str) -> Callable[[dict[str, Any]], bool]:
-    """Return an ``is_wrapped`` for ``Subclasses`` that looks at an object's tag.
-
-    Args:
-        name: of the attribute that holds the tag.
-    """
+    """Return an ``is_wrapped`` for ``Subclasses`` that looks at an object's tag."""
 
     def is_wrapped(held: dict[str, Any]) -> bool:
         tag = held.get(name)

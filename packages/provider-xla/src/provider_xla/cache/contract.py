@@ -42,13 +42,7 @@ def roles_of(params: Mapping[str, Any], side: int, ndim: int) -> Roles:
 def contract(
     cache: qn.QArray, params: Mapping[str, Any], operands: Sequence[Any]
 ) -> list[jax.Array] | None:
-    """Return a ``dot_general``'s result; None if scales vary along too many axes.
-
-    Args:
-        cache: the operand that is quantized.
-        params: the parameters of the ``dot_general`` equation.
-        operands: both operands; ``cache`` is one of them.
-    """
+    """Return a ``dot_general``'s result; None if scales vary along too many axes."""
     side = next(i for i, operand in enumerate(operands) if operand is cache)
     other = operands[1 - side]
     if isinstance(other, qn.QArray):

@@ -56,13 +56,7 @@ def parameters_of(fn: Callable[..., Any]) -> list[str]:
 
 
 def leaves_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
-    """Return the leaves of a call's arguments, in the order of ``jax.tree.leaves``.
-
-    Args:
-        names: of the function's parameters, by position.
-        args: the arguments.
-        kwargs: those given by name.
-    """
+    """Return the leaves of a call's arguments, in the order of ``jax.tree.leaves``."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)), is_leaf=is_cache)
     return [_leaf(names, path, value) for path, value in found]
 
@@ -93,16 +87,7 @@ def find_caches(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
 ) -> tuple[dict[str, CachePlan], list[Fact]]:
-    """Return how each named argument is carried, and where rules can't be followed.
-
-    Args:
-        rules: the first that matches an array counts.
-        engine: taps the program.
-        params: the position of the argument that holds the parameters.
-        fn: the program.
-        args: its arguments: arrays or types.
-        kwargs: those given by name.
-    """
+    """Return how each named argument is carried, and where rules can't be followed."""
     leaves = leaves_of(parameters_of(fn), args, kwargs)
     found = ((leaf.path, _rule(rules, leaf, params)) for leaf in leaves)
     matched = {path: rule for path, rule in found if rule is not None}
@@ -161,15 +146,7 @@ def _type_of(array: Any) -> jax.ShapeDtypeStruct:
 
 
 class _Search:
-    """Try the ways to carry each cache in turn, all caches together.
-
-    Args:
-        engine: taps the program.
-        fn: the program.
-        args: its arguments.
-        kwargs: those given by name.
-        leaves: the leaves of both.
-    """
+    """Try the ways to carry each cache in turn, all caches together."""
 
     def __init__(
         self,

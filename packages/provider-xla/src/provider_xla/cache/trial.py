@@ -113,14 +113,7 @@ def trial(
     caches: Mapping[str, CacheArray],
     arrays: Mapping[int, Any],
 ) -> dict[str, Log]:
-    """Return what a program does with its caches, which are types.
-
-    Args:
-        engine: taps the program.
-        fn: the program, from its caches by path and its other arrays by number.
-        caches: types of what is carried.
-        arrays: the other arrays: types.
-    """
+    """Return what a program does with its caches, which are types."""
     logs = {path: Log() for path in caches}
     held = {
         path: TrialArray(

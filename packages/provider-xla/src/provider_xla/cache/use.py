@@ -21,13 +21,7 @@ R = TypeVar("R")
 def with_caches(
     plans: Mapping[str, CachePlan], fn: Callable[..., Any], applied: Callable[P, R]
 ) -> Callable[P, R]:
-    """Return a function that quantizes the float caches among its arguments.
-
-    Args:
-        plans: by path.
-        fn: the program, for the names of its arguments.
-        applied: what runs it.
-    """
+    """Return a function that quantizes the float caches among its arguments."""
     if all(plan.axis is None for plan in plans.values()):
         return applied
     names = parameters_of(fn)
@@ -52,14 +46,7 @@ def _entering(plan: CachePlan | None, value: Any) -> Any:
 def quantize_cache(
     plans: Mapping[str, CachePlan], value: Any, argument: int | str | None, names: list[str]
 ) -> Any:
-    """Return an argument with its caches quantized; see ``Plan.quantize_cache``.
-
-    Args:
-        plans: by path.
-        value: the argument: a tree of arrays or types.
-        argument: which it is.
-        names: of the parameters of the function.
-    """
+    """Return an argument with its caches quantized; see ``Plan.quantize_cache``."""
     carried = {path: plan for path, plan in plans.items() if plan.axis is not None}
     prefix = _prefix(carried or plans, argument, names)
     found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_cache)

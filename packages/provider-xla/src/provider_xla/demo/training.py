@@ -19,14 +19,7 @@ def train(
     seed: int = 0,
     advance: Callable[[], object] | None = None,
 ) -> Params:
-    """Train a model from scratch.
-
-    Args:
-        model: the model.
-        digits: the data, with images of 8x8 pixels.
-        seed: of the first parameters, and of the order of the images.
-        advance: called after each of ``EPOCHS`` epochs.
-    """
+    """Train a model from scratch."""
     params = model.init(jax.random.key(seed))
     return demo_kit.train(
         model.apply, params, digits, epochs=EPOCHS, rate=LEARNING_RATE, seed=seed, advance=advance

@@ -22,10 +22,6 @@ _ADAPTED = {"base", "a", "b"}
 def fitted(given: Any, wanted: Any) -> Any:
     """Return parameters in the form that a program takes, packed or not.
 
-    Args:
-        given: what ``plan.quantize`` or ``load`` returned, with a plan or without.
-        wanted: the types that the program takes.
-
     Raises:
         StoreError: ``given`` is another tree, or a parameter is quantized in another way.
     """

@@ -12,60 +12,43 @@ import jax
 import jax.numpy as jnp
 
 from hijax_trace import Carrier
-from interception_core import Engine, Interceptor
+from interception_core import Engine
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, own_form, unpacked_leaf
 from ..plan.plan import OF_ADAPTERS, Plan
 from ..program.arrays import by_path
 from ..program.matching import Rules
-from ..program.sites import Record, Sites, ignore
-from ..run.infer import run_site, taking_stored
+from ..program.sites import Sites
+from ..run.infer import infer, inference
 from ..run.static.statistics import Statistics
 from .tree import adapted, salt
 from .weight import AdaptedWeight, LoraWeight, is_adapted
 
 
 class AdaptedRun:
-    """Run functions whose parameters may have adapters.
+    """Run functions whose parameters may have adapters. Arguments: see ``inference``."""
 
-    Args:
-        engine: taps the operations.
-        rules: decide them.
-        statistics: the static ranges of activations.
-        record: called for every operation seen.
-    """
+    def __init__(self, engine: Engine, rules: Rules, *args: Any, **options: Any):
+        # Traces are cached by handlers, so these are made once for each set of paths.
+        @functools.cache
+        def adapting(paths: frozenset[str]) -> Sites:
+            adapted = dataclasses.replace(rules, adapted=paths)
+            return inference(engine, adapted, *args, **options)
 
-    def __init__(
-        self,
-        engine: Engine,
-        rules: Rules,
-        statistics: Statistics | None = None,
-        record: Record = ignore,
-    ):
-        self._engine = engine
-        self._rules = rules
-        self._statistics = statistics
-        self._record = record
-        # By the paths of the parameters that have an adapter. Traces are cached by interceptor, so
-        # one is made for each set of paths, and used again.
-        self._interceptors: dict[frozenset[str], Interceptor] = {}
+        self._adapting, self._prefix = adapting, rules.params
 
     def wrap(self, fn: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``fn`` for parameters of which some are an ``AdaptedWeight``.
 
         It also takes ``dropout_key``, a random key.
-
-        Args:
-            fn: the function.
-            plain: what runs it where no parameter has an adapter.
         """
         if _takes_ours(fn):
             raise QuantizationError(
                 f"{fn!r} has an argument named adapters or dropout_key, which are those of a plan "
                 "with adapters. Give it another name."
             )
-        prefix = self._rules.params
+        prefix = self._prefix
         argnum = int(prefix.removeprefix("args[").removesuffix("]"))
 
         @functools.wraps(fn)
@@ -83,33 +66,19 @@ class AdaptedRun:
                         "parameters with adapters, or no dropout_key."
                     )
                 return plain(*args, **kwargs)
-            tapped = self._engine.wrap(fn, self._interceptor(paths))
-            return taking_stored(tapped, follows=True)(*given, **kwargs)
+            return infer(self._adapting(paths), fn)(*given, **kwargs)
 
         return call
-
-    def _interceptor(self, paths: frozenset[str]) -> Interceptor:
-        if paths not in self._interceptors:
-            rules = dataclasses.replace(self._rules, adapted=paths)
-            run = functools.partial(run_site, statistics=self._statistics)
-            self._interceptors[paths] = Sites(self._engine, rules, run, self._record).interceptor
-        return self._interceptors[paths]
 
 
 def with_adapters(
     plan: Plan, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
 ) -> Callable[..., Any]:
-    """Return ``fn`` for a call with adapters, or without.
-
-    Args:
-        plan: the plan.
-        fn: the function.
-        plain: what runs it without adapters.
-        statistics: the static ranges of activations.
-    """
+    """Return ``fn`` for a call with adapters, or without."""
     if not plan.lora and _takes_ours(fn):
         return plain
-    run = AdaptedRun(plan.engine, plan.rules, statistics).wrap(fn, plain)
+    running = AdaptedRun(plan.engine, plan.rules, statistics, decided=plan.decided)
+    run = running.wrap(fn, plain)
 
     @functools.wraps(fn)
     def call(*args: Any, adapters: Any = None, **kwargs: Any) -> Any:

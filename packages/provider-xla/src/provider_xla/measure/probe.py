@@ -21,7 +21,7 @@ from ..errors import QuantizationError
 from ..program.arrays import of_arrays
 from ..program.matching import follows_values
 from ..program.record import lookup_id
-from ..program.sites import Site, Sites
+from ..program.sites import Site
 from .numbered import numbered, step_of, stored_by
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def probe(
                 take(call.op_id, call, (), measured)
 
         handlers = {"lookup": run_lookup, "leave": run_left}
-        return Sites(plan.engine, plan.rules, run, keyed=False, **handlers).tap(plan.fn)
+        return plan.tap(run, keyed=False, **handlers)
 
     zeros: dict[str, Probed] = {}
 

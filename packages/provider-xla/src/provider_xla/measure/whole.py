@@ -12,12 +12,7 @@ from interception_core import explicit_mesh, with_auto_axes
 
 
 def whole_results(fn: Callable[..., Any], *operands: Any) -> Any:
-    """Call a function whose small results are whole on each device.
-
-    Args:
-        fn: a function of the operands that closes over no sharded array.
-        operands: pytrees of arrays.
-    """
+    """Call a function whose small results are whole on each device."""
     mesh = explicit_mesh(operands)
     if mesh is None:
         return fn(*operands)

@@ -20,7 +20,7 @@ from ..plan.views import is_in_order, places_in
 from ..plan.weight import WeightPlan
 from ..program.arrays import of_arrays
 from ..program.matching import Weight as ProgramWeight
-from ..program.sites import Site, Sites
+from ..program.sites import Site
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
@@ -98,13 +98,7 @@ class Seen(NamedTuple):
 
 
 def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> Seen:
-    """Return how each stored weight is seen by its operations.
-
-    Args:
-        plan: the plan of the function.
-        params: its parameters, or their types.
-        batch: the other arguments of a call.
-    """
+    """Return how each stored weight is seen by its operations."""
     found: dict[str, dict[str, Layout | str]] = {path: {} for path in plan.weights}
     operands: dict[tuple[str, int], Operand] = {}
     views: list[tuple[str, str, Layout, _View]] = []
@@ -128,7 +122,7 @@ def layouts(plan: Plan, params: Any, batch: Sequence[Any]) -> Seen:
                     found[path][op_id] = f"{op_id}: {why}"
         return NotImplemented
 
-    tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(plan.fn)
+    tapped = plan.tap(run, keyed=False)
     jax.eval_shape(*of_arrays(tapped, plan.arguments(numbered(plan, params), batch), {}))
     # After the trace, since this runs programs. If a program reorders elements along a contracted
     # axis, the channels measured would not be those of the stored weight.
@@ -241,12 +235,6 @@ def _check_contraction(site: Site, side: int) -> None:
 def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None]) -> Layout:
     """Return how a site sees what is stored for an operand.
 
-    Args:
-        site: the operation.
-        side: which operand.
-        plan: how it is stored.
-        axes: the axis of the operand that each of its axes became.
-
     Raises:
         NotMatrix: passes can't change this contraction.
     """
@@ -276,14 +264,7 @@ def layout_of(site: Site, side: int, plan: WeightPlan, axes: Sequence[int | None
 
 
 def rows_of(site: Site, side: int, axes: Sequence[int | None], x: jax.Array) -> jax.Array:
-    """Return the activation of a contraction as float32 [rows, K].
-
-    Args:
-        site: the operation.
-        side: which operand the weight is.
-        axes: the axis of the operand that each axis of what is stored became.
-        x: the activation, which is the other operand.
-    """
+    """Return the activation of a contraction as float32 [rows, K]."""
     assert isinstance(site.contraction, Matmul)
     contracted = site.contraction.dims[0]
     pairs = dict(zip(contracted[side], contracted[1 - side], strict=True))

@@ -58,13 +58,7 @@ def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
 
 
 class LoraSurvey:
-    """Collect the parameters that get an adapter in one abstract run.
-
-    Args:
-        rules: the rules.
-        leaves: types of the parameters, by path.
-        problem: called with a fact for each rule that can't be followed.
-    """
+    """Collect the parameters that get an adapter in one abstract run."""
 
     def __init__(
         self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[Fact], None]

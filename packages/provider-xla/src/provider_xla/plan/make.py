@@ -175,7 +175,7 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
         if weight.derived is not None
     }
 
-    tapped = Sites(plan.engine, plan.rules, in_float).tap(plan.fn)
+    tapped = plan.tap(in_float)
 
     def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
         stored = [

@@ -21,12 +21,14 @@ from ..cache.plan import CachePlan
 from ..cache.use import quantize_cache, with_caches
 from ..errors import QuantizationError, QuantizationWarning
 from ..forms.tree import is_stored
+from ..program.decided import Decided
 from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report
+from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
-from ..run.infer import infer
+from ..run.infer import infer, inference
 from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics
 from . import quantize
@@ -113,6 +115,11 @@ class Plan:
             for weight in self.weights.values()
             if weight.derived is not None
         }
+
+    @functools.cached_property
+    def decided(self) -> Decided:
+        """What holds for every program that the plan is applied to."""
+        return Decided(self.ops, self.rules.names_operations)
 
     @functools.cached_property
     def derived_from(self) -> frozenset[str]:
@@ -451,7 +458,7 @@ class Plan:
         nothing is dropped.
         """
         fn = self.fn if fn is None else fn
-        plain = infer(self.engine, self.rules, fn, statistics)
+        plain = self.infer(fn, statistics)
         # The patch engine takes arrays alone.
         told = not self.weights or not follows_values(self.engine)
         adapt = functools.partial(self._with_adapters, fn, plain, statistics)
@@ -471,6 +478,33 @@ class Plan:
 
         applied = adapted or call
         return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+
+    @functools.cached_property
+    def _inference(self) -> Sites:
+        """The handlers of ``apply``, always the same: traces are cached under them."""
+        return inference(self.engine, self.rules, decided=self.decided)
+
+    def infer(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
+        """Return ``fn`` as ``apply`` does, without adapters, caches and warnings."""
+        if statistics is None and not self.decided.products:
+            return infer(self._inference, fn)
+        sites = inference(self.engine, self.rules, statistics, decided=self.decided)
+        run = infer(sites, fn)
+        return _telling_products(run, self.decided, sites) if self.decided.products else run
+
+    def tap(
+        self, run: Callable[[Site], Any], fn: Callable[P, R] | None = None, **options: Any
+    ) -> Callable[P, R]:
+        """Return a function whose operations are given to ``run``; None is the plan's.
+
+        Args:
+            run: takes each operation that a rule quantizes, and returns its result, or
+                ``NotImplemented`` to leave it float.
+            fn: the function.
+            options: as for ``Sites``.
+        """
+        sites = Sites(self.engine, self.rules, run, decided=self.decided, **options)
+        return sites.tap(self.fn if fn is None else fn)
 
     def export(
         self,
@@ -677,13 +711,33 @@ def _tell_floats(count: int) -> None:
     )
 
 
+def _telling_products(run: Callable[P, R], decided: Decided, sites: Sites) -> Callable[P, R]:
+    """Return a function that warns once of rules without the products of the plan."""
+    told = False
+
+    @hides_frames
+    @functools.wraps(run)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal told
+        result = run(*args, **kwargs)
+        lacking = {} if told else decided.products.keys() - sites.products
+        told = True
+        for rule in sorted(lacking):
+            warnings.warn(
+                f"Rule {rule} must quantize products of activations as in the plan, such as "
+                f"{decided.products[rule]}, got none in this function. If that has some, make a "
+                "plan for it: provider.plan(fn, params, ...) says what the rules do there.",
+                QuantizationWarning,
+                stacklevel=2,
+            )
+        return result
+
+    return call
+
+
 @contextlib.contextmanager
 def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
-    """Name the planned values in the error of a program that needs others.
-
-    Args:
-        weights: the weights of the plan.
-    """
+    """Name the planned values in the error of a program that needs others."""
     try:
         yield
     except NotStoredError as error:

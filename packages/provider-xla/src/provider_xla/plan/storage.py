@@ -63,11 +63,6 @@ class Stored(NamedTuple):
 class Storage:
     """Decide what is stored for weights: parameters, views of them, derived weights.
 
-    Args:
-        rules: the rules.
-        leaves: types of the parameters, by path.
-        problem: called with a fact for each weight that can't be stored.
-
     Attributes:
         derived: the derived weights, by the key of their expression.
     """

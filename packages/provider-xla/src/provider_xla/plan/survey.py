@@ -53,10 +53,6 @@ class Use(NamedTuple):
 class Survey:
     """Collect operations and uses of parameters in one abstract run.
 
-    Args:
-        rules: the rules.
-        leaves: types of the parameters, by path.
-
     Attributes:
         records: the operations, by id and operands.
         problems: where rules can't be followed.
@@ -233,11 +229,7 @@ class Survey:
             self.lora.forget(gone)
 
     def settle_weights(self, stored: Collection[str]) -> None:
-        """Say what is made of parameters alone at each call, once it is known what is stored.
-
-        Args:
-            stored: the paths of stored parameters, and the names of stored derived weights.
-        """
+        """Say what is made of parameters alone at each call, once it is known what is stored."""
         derived = (one.leaves for one in self.derived.values() if one.path in stored)
         known = {*stored, *(path for leaves in derived for path in leaves)}
         said = known | {path for problem in self.problems for path in problem.paths}

@@ -95,12 +95,7 @@ def of_written(given: dict[str, Any]) -> Any:
 
 
 def is_of_weights(written: Attention, are_weights: Sequence[bool]) -> bool:
-    """Return whether an operand of an attention is a parameter.
-
-    Args:
-        written: the attention.
-        are_weights: whether each of the values that it reads is a parameter.
-    """
+    """Return whether an operand of an attention is a parameter."""
     return any(bool(places) and all(are_weights[i] for i in places) for places in written.places)
 
 

@@ -47,11 +47,6 @@ class FusedOp:
     ) -> tuple[str, tuple[Any, ...], Callable[..., Any], Callable[..., Any]]:
         """Return a call's op, its arrays, and functions with and without it.
 
-        Args:
-            function: the function, for its signature.
-            args: the arguments of the call.
-            kwargs: the keyword arguments of the call.
-
         Raises:
             StaysFloat: the kernels don't compute this call.
         """

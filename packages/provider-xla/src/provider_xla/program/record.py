@@ -1,4 +1,4 @@
-"""Report of a provider: its operations, their rules and kernels."""
+"""Report: the operations of a plan, their rules and kernels."""
 
 from __future__ import annotations
 
@@ -51,14 +51,7 @@ def platforms(first: str | None = None) -> tuple[str, ...]:
 
 
 def choice(op: str, platform: str, operands: Sequence[Any], **question: Any) -> Choice:
-    """Return a call's kernel on a platform, or why it has none.
-
-    Args:
-        op: the op.
-        platform: where the program is to run.
-        operands: arrays or their types.
-        **question: other facts that kernels decide by, such as the panel of a packed weight.
-    """
+    """Return a call's kernel on a platform, or why it has none."""
     spec, why = select_kernel(op, platform, operands, **question)
     return Choice(None, why) if spec is None else Choice(spec.target, None)
 
@@ -94,6 +87,7 @@ class OpRecord:
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
         rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
         module_path: the name stack around it, which rules match.
+        subject: of a quantized contraction, see ``program.decided.subject_of``.
     """
 
     op_id: str
@@ -107,6 +101,7 @@ class OpRecord:
     rank: int | None = None
     module_path: str = ""
     beside: tuple[str, ...] = ()
+    subject: Any = None
 
     @property
     def reason(self) -> str | None:
@@ -137,7 +132,7 @@ class OpRecord:
 
 
 class Report(tuple[OpRecord, ...]):
-    """The operations a provider saw, in order of first appearance.
+    """The operations of a program, in order of first appearance.
 
     ``print(report)`` shows it as a table.
     """
@@ -189,8 +184,6 @@ class Report(tuple[OpRecord, ...]):
         return f"{table}\n{count} of {total} operations quantized"
 
     def __str__(self) -> str:
-        if not self:
-            return "No operation was seen yet: call the wrapped function first."
         return self.table()
 
 

@@ -20,6 +20,7 @@ from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
 from .attention import WRITTEN, is_of_weights
+from .decided import Decided, subject_of
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
@@ -101,6 +102,7 @@ class Sites:
         run: called with a Site; returns the result of the operation, or NotImplemented to let
             it run as it is, with nothing in it tapped.
         record: called for every operation seen.
+        refuse: called for those whose rule can't be followed, and may raise an error.
         lookup: the handler of gathers and of slices that begin at an index, which may be lookups
             of parameters. Only an engine that follows values has them with JIT on, and hands
             stored parameters to them.
@@ -112,8 +114,13 @@ class Sites:
             default they do unless rules have static ranges, of which each call has its own.
         is_given: whether the program is given floats besides its parameters, so that arrays that
             it closes over are no data.
-        is_pure: whether none of these functions does more than return a result; see
-            ``Interceptor``.
+        is_pure: whether none of these functions does more than return a result or raise an
+            error; see ``Interceptor``.
+        decided: what the plan of the program decided, which must hold for its parameters here;
+            None without a plan, or while one is made.
+
+    Attributes:
+        products: the rules that have quantized a product of activations, where a plan is applied.
     """
 
     def __init__(
@@ -123,15 +130,17 @@ class Sites:
         run: Callable[[Site], Any],
         record: Record = ignore,
         *,
+        refuse: Record = ignore,
         lookup: Callable[..., Any] = leave_lookup,
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
         keyed: bool | None = None,
         is_given: bool = False,
         is_pure: bool = False,
+        decided: Decided | None = None,
     ):
         keyed = not rules.is_static if keyed is None else keyed
-        self._engine = engine
+        self.engine = engine
         self._rules = rules
         self._is_given = is_given
         self._readings = Readings()
@@ -139,6 +148,9 @@ class Sites:
         self._remark = remark
         self._run = run
         self._record = record
+        self._refuse = refuse
+        self._decided = decided
+        self.products: set[int] = set()
         self._surveys = not keyed
         # Whether it matters if an activation has the elements of a parameter.
         self._tells_weights = self._surveys or any(rule.leaves_activations for rule in rules.rules)
@@ -167,11 +179,13 @@ class Sites:
             told = [rule.module_path for rule in rules.rules if rule.module_path != ANY_PATH]
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
+            if decided is not None:
+                keys["origin_key"] = lambda path: (rules.origin_key(path), decided.key(path))
         self.interceptor = Interceptor(handlers, **keys)
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return a function whose operations are asked about."""
-        return self._engine.wrap(fn, self.interceptor)
+        return self.engine.wrap(fn, self.interceptor)
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.
@@ -218,6 +232,8 @@ class Sites:
             # If the parts are visited, it is they that use the parameters.
             used = () if in_parts else among.paths
             self._note(op, call, args, index, unread, used, problem=unread if wrong else None)
+            if wrong and has_weight:
+                self._check(call, used, index, why=unread)
             return NotImplemented
         contraction, operands, extras = reading
         if rule is None or index is None:
@@ -236,6 +252,9 @@ class Sites:
             problem = why if why.code is Code.MADE_AT_CALLS and is_whole else None
             paths = (*among.paths, *scaled, *made)
             self._note(op, call, operands, index, why, paths, problem=problem)
+            # If no rule names operations, none matches a part of this one either.
+            if is_whole or not self._rules.names_operations:
+                self._check(call, among.paths, index, why=why)
             if self._leave is not None and is_whole:
                 self._leave(call, contraction, operands, extras)
             return call.proceed(*args, **kwargs) if is_left else NotImplemented
@@ -271,12 +290,29 @@ class Sites:
                 sizes = contraction.tiled_sizes([operand.shape for operand in operands], hows)
                 problem = Code.UNFIT(why=why, others=remedies(sizes, hows))
             self._note(op, call, operands, index, why, among.paths, problem=problem)
+            self._check(call, among.paths, index, why=why, is_linear=is_linear)
             if self._leave is not None:
                 self._leave(call, contraction, operands, extras)
             # The rule is about the whole operation: its parts are not looked at.
             return call.proceed(*args, **kwargs)
-        self._note(op, call, operands, index, None, among.paths, hows, beside=among.beside)
+        ndims = operands[0].ndim, operands[1].ndim
+        self._note(
+            op,
+            call,
+            operands,
+            index,
+            None,
+            among.paths,
+            hows,
+            beside=among.beside,
+            subject=subject_of(contraction, ndims),
+        )
+        self._check(call, among.paths, index, hows, is_linear=is_linear)
+        if self._decided is not None and not any(sides):
+            self.products.add(index)
         site = Site(call, contraction, operands, extras, rule, index, weights, hows, is_linear)  # type: ignore[arg-type]
+        if self._decided is not None and any(map(site.is_static, (0, 1))):
+            self._decided.check_range(site.call, contraction, ndims, among.paths)
         try:
             result = self._run(site)
         except (TypeError, ValueError):
@@ -301,10 +337,10 @@ class Sites:
         record = record_of(call, op.name, arrays, index)
         if arrays and all(self._are_weights(call, arrays)):
             # It is computed once and stored.
-            self._record(dataclasses.replace(record, why=Code.COMPUTES_WEIGHT()), None)
+            self._tell(dataclasses.replace(record, why=Code.COMPUTES_WEIGHT()))
             return NotImplemented
         if self._rules.rules[index].kernel is None:
-            self._record(dataclasses.replace(record, why=Code.LEFT_TO_XLA()), None)
+            self._tell(dataclasses.replace(record, why=Code.LEFT_TO_XLA()))
             return NotImplemented
         try:
             name, arrays, run, kernels = op.read(function, args, kwargs)
@@ -313,13 +349,13 @@ class Sites:
             # Rules name functions. A written-out attention that kernels can't compute is not a
             # problem of the rule.
             problem = None if function is attention else why
-            self._record(dataclasses.replace(record, why=why), problem)
+            self._tell(dataclasses.replace(record, why=why), problem)
             return NotImplemented
         if name == ATTENTION:
             kernels = over_cache(call, arrays, kernels)
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
-        self._record(dataclasses.replace(record, operands=shown, kernels=found), None)
+        self._tell(dataclasses.replace(record, operands=shown, kernels=found))
         try:
             return run(kernels)
         except (TypeError, ValueError):
@@ -361,7 +397,7 @@ class Sites:
             return NotImplemented
         index = self._rules.find((call.op_name,), call.module_path, self._rules.below(paths))
         why = Code.COMPUTES_WEIGHT()
-        self._record(record_of(call, call.op_name, operands, index, why, paths), None)
+        self._tell(record_of(call, call.op_name, operands, index, why, paths))
         return call.proceed(*operands, **params)
 
     def _note_reader(self, why: Code, call: OpCall, *operands: Any, **params: Any) -> Any:
@@ -377,7 +413,7 @@ class Sites:
             index = self._rules.find(*asked, True)
         is_problem = index is not None and self._rules.rules[index].weight_qtype is not None
         record = record_of(call, call.op_name, arrays, index, why(), paths)
-        self._record(record, why() if is_problem else None)
+        self._tell(record, why() if is_problem else None)
         return NotImplemented
 
     def _scaled(self, expressions: Sequence[Any]) -> dict[str, bool]:
@@ -409,11 +445,30 @@ class Sites:
         paths: tuple[str, ...],
         hows: Sequence[qn.HowToQuantize | None] = (None, None),
         problem: Fact | None = None,
-        beside: tuple[str, ...] = (),
+        **more: Any,
     ) -> None:
-        if self._record is not ignore:
+        # Ids are not read without need: see `decided`.
+        if self._record is not ignore or (self._refuse is not ignore and problem is not None):
             record = record_of(call, op.name, operands, index, why, paths, hows)
-            self._record(dataclasses.replace(record, beside=beside), problem)
+            self._tell(dataclasses.replace(record, **more), problem)
+
+    def _tell(self, record: OpRecord, problem: Fact | None = None) -> None:
+        self._record(record, problem)
+        if problem is not None:
+            self._refuse(record, problem)
+
+    def _check(
+        self,
+        call: OpCall,
+        paths: Sequence[str],
+        index: int | None,
+        hows: Sequence[qn.HowToQuantize | None] = (None, None),
+        why: Fact | None = None,
+        is_linear: bool = False,
+    ) -> None:
+        """Hold an operation against the plan that is applied."""
+        if self._decided is not None:
+            self._decided.check(call, paths, index, hows, why, is_linear)
 
 
 def _pallas_primitives() -> tuple[str, str]:

@@ -1,4 +1,4 @@
-"""What the providers have in common: rules, an engine, and a report."""
+"""What the providers have in common: rules, an engine, and plans."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..plan.make import make_plan
 from ..plan.plan import Plan
 from ..program.facts import Fact
 from ..program.matching import Rules
-from ..program.record import OpRecord, Report, check_misfit
-from ..program.sites import Site, Sites
+from ..program.record import OpRecord, check_misfit
+from ..program.sites import Sites
 from ..rules.presets import as_rules
 from ..rules.rule import QuantizationRule
 from .telling import telling
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 hide_frames(Path(__file__).parent.parent)
 
-_MADE = ("_interceptor", "_adapted_run")
+_MADE = ("_tapping", "_adapted_run")
 
 INT8 = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 
@@ -85,8 +85,6 @@ class XlaProvider(abc.ABC):
         self.rules = tuple(map(self._init_rule, self.rules))
         self.params_argnum = params_argnum
         self._rules = Rules(self.rules, f"args[{params_argnum}]")
-        self._records: dict[tuple, OpRecord] = {}
-        self._used: set[int] = set()
         self._engine = get_engine(engine)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -94,12 +92,12 @@ class XlaProvider(abc.ABC):
         return {name: value for name, value in vars(self).items() if name not in _MADE}
 
     @functools.cached_property
-    def _interceptor(self) -> Interceptor:
-        return self._sites(self._run).interceptor
+    def _tapping(self) -> Sites:
+        return self._sites()
 
     def interceptor(self) -> Interceptor:
         """Return the interceptor, always the same: traces are cached under it."""
-        return self._interceptor
+        return self._tapping.interceptor
 
     @hides_frames
     def plan(
@@ -161,28 +159,14 @@ class XlaProvider(abc.ABC):
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
         """Return ``fn`` quantized with fixed static ranges."""
 
-    def report(self) -> Report:
-        """Return all operations seen, with rules or reasons."""
-        return Report(self._records.values())
-
-    def get_unused_rules(self) -> list[QuantizationRule]:
-        """Return the rules that decided nothing so far: perhaps a misspelt path."""
-        return [rule for i, rule in enumerate(self.rules) if i not in self._used]
-
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         return rule
 
-    def _sites(self, run: Callable[[Site], Any]) -> Sites:
-        return Sites(self._engine, self._rules, run, self._record)
-
     @abc.abstractmethod
-    def _run(self, site: Site) -> Any:
-        """Return the result of an operation."""
+    def _sites(self) -> Sites:
+        """Return the handlers of functions that run quantized."""
 
-    def _record(self, record: OpRecord, problem: Fact | None) -> None:
-        if record.rule is not None:
-            self._used.add(record.rule)
-        self._records.setdefault((record.op_id, record.operands), record)
+    def _refuse(self, record: OpRecord, problem: Fact | None) -> None:
         check_misfit(record, problem)
         if problem is not None and self.strict:
             raise QuantizationError(f"{record.op_id} can't be quantized (strict=True): {problem}.")

@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..lora.apply import AdaptedRun
-from ..program.matching import follows_values
-from ..program.sites import Site
-from ..run.infer import infer, run_site, taking_stored
+from ..program.sites import Sites
+from ..run.infer import infer, inference
 from ..run.static.statistics import Statistics
 from .provider import XlaProvider
 
@@ -26,8 +25,8 @@ class PtqProvider(XlaProvider):
     that was measured (``act_static_scale``).
 
     Two quantized integer operands are multiplied as integers with int32 sums and rescaled in
-    float32. Gradients are the float operation's (straight-through). Use one provider per model:
-    the report is the provider's. Arguments: see ``XlaProvider``.
+    float32. Gradients are the float operation's (straight-through). Arguments: see
+    ``XlaProvider``.
     """
 
     carries = True
@@ -43,14 +42,13 @@ class PtqProvider(XlaProvider):
             statistics: the ranges that rules with ``act_static_scale`` need: what
                 ``plan.calibrate`` returns.
         """
-        if statistics is not None:
-            plain = infer(self._engine, self._rules, fn, statistics, self._record)
-        else:
-            stored = follows_values(self._engine)
-            plain = taking_stored(self._engine.wrap(fn, self.interceptor()), stored)
+        plain = infer(self._tapping if statistics is None else self._sites(statistics), fn)
         if not self._rules.adapts:
             return plain
-        return self._adapted(statistics).wrap(fn, plain)
+        run = self._adapted_run
+        if statistics is not None:
+            run = AdaptedRun(self._engine, self._rules, statistics, refuse=self._refuse)
+        return run.wrap(fn, plain)
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
         """Return ``apply(fn, statistics)``."""
@@ -61,14 +59,9 @@ class PtqProvider(XlaProvider):
         """``dropout_key``, where a rule gives parameters adapters."""
         return ("dropout_key",) if any(rule.rank is not None for rule in self.rules) else ()
 
-    def _adapted(self, statistics: Statistics | None) -> AdaptedRun:
-        if statistics is not None:
-            return AdaptedRun(self._engine, self._rules, statistics, self._record)
-        return self._adapted_run
-
     @functools.cached_property
     def _adapted_run(self) -> AdaptedRun:
-        return AdaptedRun(self._engine, self._rules, record=self._record)
+        return AdaptedRun(self._engine, self._rules, refuse=self._refuse)
 
-    def _run(self, site: Site) -> Any:
-        return run_site(site)
+    def _sites(self, statistics: Statistics | None = None) -> Sites:
+        return inference(self._engine, self._rules, statistics, refuse=self._refuse)

@@ -13,7 +13,7 @@ import jax
 from hijax_trace import repeated
 from interception_core import JaxtapError, hides_frames
 
-from ..program.sites import Site
+from ..program.sites import Site, Sites
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..run.contraction import quantized_contraction, trained_contraction
@@ -65,14 +65,14 @@ class QtProvider(XlaProvider):
             run = functools.partial(
                 self._run, statistics=ranges, observation=observation, key=quant_key
             )
-            tapping = self._sites(run).interceptor
+            sites = Sites(self._engine, self._rules, run, refuse=self._refuse)
             with observation.running() if observation else contextlib.nullcontext():
-                result = self._engine.wrap(fn, tapping)(*args, **kwargs)
+                result = sites.tap(fn)(*args, **kwargs)
             if observation is not None:
                 observation.finish()
             return result
 
-        plain = self._engine.wrap(fn, self.interceptor())
+        plain = self._tapping.tap(fn)
         return call
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
@@ -95,6 +95,9 @@ class QtProvider(XlaProvider):
 
     def _init_rule(self, rule: QuantizationRule) -> QuantizationRule:
         return QtRule.of(rule)
+
+    def _sites(self) -> Sites:
+        return Sites(self._engine, self._rules, self._run, refuse=self._refuse, is_pure=True)
 
     def _run(
         self,

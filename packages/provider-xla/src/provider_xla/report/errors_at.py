@@ -116,12 +116,6 @@ def flops(contraction: Contraction, lhs: Any, rhs: Any, extras: tuple[Any, ...])
     """Return the floating-point operations of a contraction: two per multiplication.
 
     What a convolution multiplies with padding counts too.
-
-    Args:
-        contraction: the contraction.
-        lhs: the type of the left operand.
-        rhs: that of the right one.
-        extras: those of its other arrays.
     """
     out = jax.eval_shape(contraction.run, lhs, rhs, *extras)
     size = int(np.prod(out.shape, dtype=np.int64))

@@ -21,7 +21,7 @@ from ..plan.quantize import prepack, quantize
 from ..program.arrays import as_batch
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
-from ..run.infer import infer, run_operands
+from ..run.infer import run_operands
 from ..run.static.statistics import Statistics, calibrations, key_of, read
 from .errors_at import Sums, difference, error_of, flops, site_error, visits
 from .outputs import called, compare_outputs
@@ -60,7 +60,7 @@ def make_report(
         statistics = read(statistics)
     per_visit, found = _probe(plan, params, stored, taken, statistics)
     packed = params if patches else prepack(plan, stored)
-    quantized = infer(plan.engine, plan.rules, plan.fn, statistics)
+    quantized = plan.infer(plan.fn, statistics)
     outputs = compare_outputs(plan, quantized, params, packed, taken)
     seconds: dict[str, tuple[float, float]] = {}
     whole = (None, None)

@@ -27,13 +27,6 @@ def compare_outputs(
 ) -> tuple[OutputQuality, ...]:
     """Compare the results of the plan's function in float and quantized.
 
-    Args:
-        plan: the plan.
-        quantized: its function, quantized.
-        params: the float parameters.
-        packed: the stored parameters, packed for kernels.
-        batches: the other arguments of each call.
-
     Returns:
         One row for each array of the result.
     """

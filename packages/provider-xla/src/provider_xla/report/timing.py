@@ -22,7 +22,7 @@ from ..kernels.packed import PrepackedWeight, scale_sizes
 from ..kernels.packing import Packing, prepack
 from ..program.arrays import of_arrays
 from ..program.matching import follows_values
-from ..program.sites import Site, Sites
+from ..program.sites import Site
 from ..run.contraction import quantized_contraction
 from ..run.infer import run_operands, taking_stored
 from ..run.static.statistics import Statistics, calibrations
@@ -125,13 +125,6 @@ def time_ops(
 
     Each is compiled alone for the types of its operands, which hold random numbers;
     contractions that are alike are timed once.
-
-    Args:
-        plan: the plan of the function.
-        packed: its parameters as ``plan.quantize`` returns them.
-        batch: the other arguments.
-        statistics: statistics of the activations with a static range.
-        mapped: by operation id, how many examples the program maps it over at once.
     """
     found: dict[str, _Call] = {}
 
@@ -141,7 +134,7 @@ def time_ops(
             found[op_id] = _Call(site, statistics, mapped[op_id])
         return NotImplemented
 
-    tapped = Sites(plan.engine, plan.rules, note, keyed=False).tap(plan.fn)
+    tapped = plan.tap(note, keyed=False)
     taking = taking_stored(tapped, follows_values(plan.engine))
     jax.eval_shape(*of_arrays(taking, plan.arguments(packed, batch), {}))
     known: dict[Any, tuple[float, float]] = {}

@@ -24,9 +24,6 @@ def of_qwix(rule: Any) -> QuantizationRule:
     if the rule has no ``op_names``, and that ``"dot_general"`` is what ``@``, ``jnp.matmul`` and
     ``jnp.dot`` come down to.
 
-    Args:
-        rule: a ``qwix.QuantizationRule`` or ``qwix.QtRule``.
-
     Raises:
         ValueError: it has a field that rules do not have here; names the field.
     """

@@ -16,7 +16,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..forms.tree import is_stored, map_forms
 from ..program.arrays import as_batch, by_path, of_arrays
 from ..program.matching import follows_values
-from ..program.sites import SIDES, Site, Sites
+from ..program.sites import SIDES, Site
 from .infer import taking_stored
 from .static.jax_errors import is_of_jax
 from .static.observation import Observation
@@ -50,7 +50,7 @@ def calibrate(
             observation.observe(site)
             return NotImplemented
 
-        tapped = Sites(plan.engine, plan.rules, run, keyed=False).tap(fn)
+        tapped = plan.tap(run, fn, keyed=False)
         with observation.running():
             result = taking_stored(tapped, stored)(*args)
         observation.finish()
@@ -75,11 +75,7 @@ def calibrate(
 
 @contextlib.contextmanager
 def _explaining(keys: Iterable[str]) -> Iterator[None]:
-    """Explain what JAX says where it can't compile a program that writes ranges.
-
-    Args:
-        keys: of the ranges.
-    """
+    """Explain what JAX says where it can't compile a program that writes ranges."""
     try:
         yield
     except (AssertionError, AttributeError, KeyError, ValueError) as error:

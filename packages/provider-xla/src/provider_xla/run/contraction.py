@@ -23,12 +23,7 @@ Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
 
 
 def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Return a site's operands, stored or float, and how to quantize them.
-
-    Args:
-        site: the operation.
-        stored: each operand's stored form, or any other object if it isn't stored.
-    """
+    """Return a site's operands, stored or float, and how to quantize them."""
     operands, hows, stored = list(site.operands), list(site.hows), list(stored)
     for side, held in enumerate(stored):
         if not qn.is_form(held):

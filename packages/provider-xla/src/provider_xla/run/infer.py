@@ -14,7 +14,7 @@ from interception_core import Engine, hides_frames
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, unpacked_leaf
 from ..program.matching import Rules, follows_values
-from ..program.sites import Record, Site, Sites, ignore
+from ..program.sites import Site, Sites
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
 from .static.statistics import Statistics, calibrations
@@ -23,17 +23,17 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def infer(
-    engine: Engine,
-    rules: Rules,
-    fn: Callable[P, R],
-    statistics: Statistics | None = None,
-    record: Record = ignore,
-) -> Callable[P, R]:
-    """Return a function with its operations quantized, for stored parameters or arrays."""
+def inference(
+    engine: Engine, rules: Rules, statistics: Statistics | None = None, **options: Any
+) -> Sites:
+    """Return the handlers of functions that run quantized; ``options`` are those of ``Sites``."""
     run = functools.partial(run_site, statistics=statistics)
-    tapped = Sites(engine, rules, run, record, is_pure=record is ignore).tap(fn)
-    return taking_stored(tapped, follows_values(engine))
+    return Sites(engine, rules, run, is_pure=True, **options)
+
+
+def infer(sites: Sites, fn: Callable[P, R]) -> Callable[P, R]:
+    """Return a function with its operations quantized, for stored parameters or arrays."""
+    return taking_stored(sites.tap(fn), follows_values(sites.engine))
 
 
 def run_site(site: Site, statistics: Statistics | None = None) -> Any:
@@ -46,13 +46,7 @@ def run_site(site: Site, statistics: Statistics | None = None) -> Any:
 
 
 def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
-    """Return ``fn`` for arguments that may hold stored parameters.
-
-    Args:
-        fn: the tapped function.
-        follows: whether its engine follows values, and so passes stored parameters to
-            operations.
-    """
+    """Return ``fn`` for arguments that may hold stored parameters."""
 
     def one(leaf: Any) -> Any:
         if not is_stored(leaf):

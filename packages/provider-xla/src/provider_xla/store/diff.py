@@ -25,13 +25,7 @@ Facts = Mapping[str, Any]
 
 
 def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: Plan) -> PlanDiff:
-    """Return what differs between the parameters of a file and a plan's.
-
-    Args:
-        stored: what is known of the leaves of the file, with their names.
-        rules: the rules that they were quantized by; None if unknown.
-        plan: the plan.
-    """
+    """Return what differs between the parameters of a file and a plan's."""
     _, leaves = describe(plan.params)
     planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
     differ = [] if rules is None else _rules(rules, [rule_json(rule) for rule in plan.rules.rules])

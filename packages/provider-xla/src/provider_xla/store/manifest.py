@@ -240,13 +240,7 @@ def build(
     extra: tuple[Any, Sequence[tuple[str, Form]]] | None,
     plan: Plan | StorablePlan | None,
 ) -> tuple[Manifest, dict[str, tuple[Form, str]]]:
-    """Return a manifest, and each tensor's form and part.
-
-    Args:
-        params: the structure of the parameters, and their leaves by name.
-        extra: the same of the tree beside them; None without one.
-        plan: the plan that quantized them; None if unknown.
-    """
+    """Return a manifest, and each tensor's form and part."""
     taken = {"__metadata__"}
     tensors: dict[str, tuple[Form, str]] = {}
 

@@ -29,13 +29,7 @@ _WIDER = {"int2": "int8", "uint2": "uint8", "int4": "int8", "uint4": "uint8"}
 
 
 def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
-    """Write a checkpoint to a folder that doesn't exist.
-
-    Args:
-        path: path of the folder.
-        manifest: what it holds.
-        tensors: the arrays by name. Orbax stores the sharding of each.
-    """
+    """Write a checkpoint to a folder that doesn't exist."""
     ocp = require("orbax.checkpoint", "orbax")
     # Orbax can't store arrays of size 0: the manifest, which has their shapes, is enough.
     arrays = {name: _widened(array) for name, array in tensors.items() if array.size}

@@ -42,12 +42,7 @@ class Placement:
         return self.fill(array.shape, lambda part: array[part])
 
     def fill(self, shape: Sequence[int], part: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
-        """Put an array there, part by part.
-
-        Args:
-            shape: of the array.
-            part: takes the index of a part, and returns that part.
-        """
+        """Put an array there, part by part."""
         if self.sharding is None:
             array = part((slice(None),) * len(shape))
             return array if self.on_host else jax.device_put(array)
@@ -99,10 +94,6 @@ def find_placements(
 
 def shardings_of(given: Any, names: Sequence[str]) -> Shardings:
     """Return the shardings that an argument ``sharding`` stands for; see ``load``.
-
-    Args:
-        given: the argument.
-        names: names of all leaves.
 
     Raises:
         StoreError: the argument is of another kind, or has a leaf that the file lacks.

@@ -25,10 +25,6 @@ def is_ours(plan: Any) -> TypeGuard[Plan]:
 def check_storable(plan: Any, call: str) -> None:
     """Check that a file can hold a plan.
 
-    Args:
-        plan: what was given; None is allowed.
-        call: what it was given to, ``"save"`` or ``"load"``.
-
     Raises:
         StoreError: ``plan`` is not a plan, or is another provider's without ``manifest`` and
             ``stored_types``.

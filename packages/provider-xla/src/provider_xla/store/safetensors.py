@@ -30,10 +30,6 @@ class Writer:
     """Write tensors in any order into a file of known layout.
 
     A context manager. ``finish`` writes the header; until then the file can't be read.
-
-    Args:
-        path: path of the file, which must not exist.
-        manifest: what it holds.
     """
 
     def __init__(self, path: Path, manifest: Manifest):

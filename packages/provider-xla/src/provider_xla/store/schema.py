@@ -50,10 +50,6 @@ def read_json(text: str | bytes) -> Any:
 def check(value: Any, schema: type[_Value]) -> _Value:
     """Return a JSON value as what its schema says.
 
-    Args:
-        value: what ``read_json`` returned.
-        schema: a type that msgspec knows, such as an ``Object``.
-
     Raises:
         ValueError: the value does not match; says where.
     """

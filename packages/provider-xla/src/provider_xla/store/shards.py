@@ -50,10 +50,6 @@ def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
 
     If several devices hold a block, one of them writes it. An array that is local to the process,
     such as NumPy's, is taken to be the same in all processes, and the first one writes it.
-
-    Args:
-        array: array of NumPy or JAX.
-        is_first: whether this is process 0.
     """
     is_own = not isinstance(array, jax.Array) or array.is_fully_addressable
     if is_own and (jax.process_count() > 1 or not isinstance(array, jax.Array)):
@@ -71,11 +67,6 @@ def write_pieces(
     path: Path, manifest: Manifest, pieces: Mapping[str, Mapping[Block, Any]]
 ) -> dict[str, list[Any]]:
     """Write a file of pieces, and return its index entry.
-
-    Args:
-        path: path of the file, which must not exist.
-        manifest: that of the whole tensors.
-        pieces: by tensor, the blocks that this process writes.
 
     Returns:
         By tensor, a list of [file, name of the piece, block].
@@ -103,13 +94,7 @@ def write_pieces(
 
 
 def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, Any]]) -> None:
-    """Write the index of a folder that has all its files.
-
-    Args:
-        folder: where the files are.
-        manifest: that of the whole tensors.
-        listed: what ``write_pieces`` returned in each process.
-    """
+    """Write the index of a folder that has all its files."""
     pieces: dict[str, list[Any]] = {name: [] for name in manifest.tensors}
     for one in listed:
         for tensor, found in one.items():

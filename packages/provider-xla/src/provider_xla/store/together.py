@@ -36,10 +36,6 @@ def tell_all(value: Any) -> list[Any]:
 def step(what: str, run: Callable[[], Any]) -> list[Any]:
     """Run a step in each process, and return all results.
 
-    Args:
-        what: what the step does, for errors.
-        run: the step, which returns a JSON value.
-
     Raises:
         StoreError: the step failed in another process. The process where it failed raises the error
             itself.

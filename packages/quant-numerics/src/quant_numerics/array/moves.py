@@ -28,15 +28,7 @@ def retiled(
     params: Mapping[str, Any],
     operands: Sequence[Any],
 ) -> Sequence[Any]:
-    """Return moved QArrays with the tile sizes of their ragged axes.
-
-    Args:
-      results: what the move made of `q`, without ragged tile sizes.
-      q: the QArray before the move.
-      primitive: name of the primitive that moved it.
-      params: the primitive's parameters.
-      operands: the primitive's operands.
-    """
+    """Return moved QArrays with the tile sizes of their ragged axes."""
     if not q.ragged_tiles:
         return results
     how = q.move(primitive, params, operands)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import Move, MoveError, Part
+from interception_core import hide_frames
 from quant_numerics.array import moves
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.serialization import register_serialization
@@ -23,6 +25,8 @@ from quant_numerics.array.tiles import (
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
 from quant_numerics.formats.encoding import decode
 from quant_numerics.formats.qtypes import QType, get_qtype
+
+hide_frames(Path(__file__).parent.parent)
 
 
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.

@@ -98,16 +98,7 @@ def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
 def apply_flat(
     pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, residuals: list, ins: list
 ) -> Any:
-    """Compute ``apply_pair``, or its transpose, from leaves.
-
-    Args:
-      pair: the map and its transpose.
-      turned: whether to compute the transpose.
-      res_tree: tree of the residuals.
-      in_tree: tree of `ins`.
-      residuals: leaves of the residuals.
-      ins: leaves of the tangent, or of the cotangent.
-    """
+    """Compute ``apply_pair``, or its transpose, from leaves."""
     values = equally_varying([*residuals, *ins])
     avals = [jax.typeof(x) for x in values]
     out_tree = _types(pair, turned, res_tree, in_tree, avals)[1]

@@ -133,11 +133,6 @@ def both_gradients(
 ) -> Backwards | None:
     """Return how both gradients are quantized; None if neither is.
 
-    Args:
-      backward: what an op was given.
-      key: its random key.
-      calibration: the range of the cotangent, if it is given.
-
     Raises:
       ValueError: stochastic rounding without a key, something other than two gradients, or a range
         that the cotangent can't have.

@@ -51,13 +51,7 @@ class Arithmetic:
 
 
 def arithmetic(lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any) -> Arithmetic:
-    """Return how to multiply `lhs` and `rhs`, at least one a QArray.
-
-    Args:
-      lhs: a QArray or a float array.
-      rhs: the same.
-      precision: as in ``lax``, for a float side; other arithmetic is exact.
-    """
+    """Return how to multiply `lhs` and `rhs`, at least one a QArray."""
     quantized = [x for x in (lhs, rhs) if isinstance(x, QArray)]
     floats = [x.dtype for x in (lhs, rhs) if not isinstance(x, QArray)]
     kinds = [qtype_of(q) for q in quantized]

@@ -32,12 +32,6 @@ def block_dot(
 ) -> jax.Array:
     """Contract like `plain`, which is what other platforms run, and what is differentiated.
 
-    Args:
-      plain: the contraction in JAX, of the same operands.
-      lhs: a QArray for which ``is_block_dot``.
-      rhs: the same.
-      dimension_numbers: as in ``lax.dot_general``.
-
     Returns:
       Array of shape (batch, lhs free, rhs free), float32.
     """

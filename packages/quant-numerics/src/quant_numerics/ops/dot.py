@@ -215,13 +215,6 @@ def _dot(
 ) -> jax.Array:
     """Return sums less zero points, as floats.
 
-    Args:
-      lhs: the left side.
-      rhs: the right side.
-      how: the dtypes.
-      terms: how many products each sum adds up.
-      out_sharding: sharding of the result, as in ``lax``.
-
     Returns:
       An array with the axes (batch, tiles, lhs free, rhs free).
     """

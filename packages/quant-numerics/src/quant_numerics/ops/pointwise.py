@@ -51,16 +51,7 @@ def pointwise_conv(
     precision: Any,
     preferred_element_type: DTypeLike | None,
 ) -> jax.Array:
-    """Convolve as a matmul, so that scales of the kernel may differ by tiles of input features.
-
-    Args:
-      lhs: input, with one scale, or one per batch element.
-      rhs: kernel with a window of one element.
-      numbers: what ``jax.lax.conv_dimension_numbers`` returns.
-      window_strides: as in ``conv_general_dilated``, like the arguments after it.
-      precision: as there.
-      preferred_element_type: as there.
-    """
+    """Convolve as a matmul, so that scales of the kernel may differ by tiles of input features."""
     batch, feature, *places = numbers.lhs_spec
     strides = dict(zip(places, window_strides, strict=True))
     taken = [strides.get(axis, 1) for axis in range(lhs.ndim)]

@@ -26,12 +26,7 @@ class NotAttention(Exception):
 
 
 def start(operands: tuple[Expression, Expression], dims: Any) -> tuple[Logits, Labels]:
-    """Return a contraction as scores, and the labels of its axes.
-
-    Args:
-        operands: its operands.
-        dims: its dimension numbers.
-    """
+    """Return a contraction as scores, and the labels of its axes."""
     (lc, rc), (lb, rb) = dims
     sizes: dict[str, int] = {}
     own: list[list[tuple[str, ...]]] = [[()] * len(x.aval.shape) for x in operands]

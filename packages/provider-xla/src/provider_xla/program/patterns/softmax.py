@@ -82,10 +82,6 @@ Rule = Callable[[Any, Sequence[Operand]], Tracked | None]
 def follow(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
     """Return an equation's result as a step of a softmax.
 
-    Args:
-        eqn: the equation.
-        operands: its operands, at least one of which is ``Tracked``.
-
     Returns:
         The result, with the members of the first tracked operand.
     """

@@ -123,10 +123,6 @@ def measure(site: Site, side: int) -> qn.Calibration:
     Each bound is the extreme over all axes but the rule's batch axes, and the mean over those and
     over the examples that the program maps by ``vmap``. It is the extreme over all if there are no
     batch axes, for delayed scaling, and of a parameter.
-
-    Args:
-        site: the operation.
-        side: which operand, 0 or 1.
     """
     x, axes = activation_of(site, side), _examples(site, side)
     found = extremes(site, side, x, axes)

@@ -59,11 +59,6 @@ def calibrations(
 ) -> tuple[qn.Calibration | None, qn.Calibration | None]:
     """Return the static ranges of both operands, where they have one.
 
-    Args:
-        statistics: what has been observed.
-        site: the operation.
-        trains: as in ``has_range``.
-
     Raises:
         JaxtapError: an operand needs a range, and the statistics have none for it.
     """
