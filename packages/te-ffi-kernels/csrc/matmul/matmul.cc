@@ -18,21 +18,6 @@ namespace {
 // fit its caches.
 constexpr int64_t kRowsAtOnce = 128;
 
-const Kernels& kernels_of(Isa isa) {
-  switch (isa) {
-#if defined(__x86_64__)
-    case Isa::kAvx2:
-      return avx2_kernels();
-    case Isa::kAvx512:
-      return avx512_kernels();
-    case Isa::kAmx:
-      return amx_kernels();
-#endif
-    default:
-      return generic_kernels();
-  }
-}
-
 bool is_float(DType type) {
   return type == DType::F32 || type == DType::BF16 || type == DType::F16;
 }
@@ -76,6 +61,21 @@ void finish_zeros(const Matmul& args) {
 }
 
 }  // namespace
+
+const Kernels& kernels_of(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx2:
+      return avx2_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
+    case Isa::kAmx:
+      return amx_kernels();
+#endif
+    default:
+      return generic_kernels();
+  }
+}
 
 int default_planes(int64_t m) {
   // A few rows wait for memory anyway.

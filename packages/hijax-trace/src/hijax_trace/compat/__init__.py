@@ -84,6 +84,7 @@ from .jaxpr import (
     is_array_type,
     is_as_traced,
     is_high_type,
+    is_of_jax_nn,
     is_open,
     is_symbolic,
     label,

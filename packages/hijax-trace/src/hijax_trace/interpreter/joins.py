@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -55,6 +55,8 @@ class Joins:
             TargetError: ``joined`` returned something of another type.
         """
         run, eqn = self._run, task.eqn
+        if self._cut(eqn, values, info):
+            return True
         last, atoms, eqns = eqn, eqn.invars, [eqn]
         if task.inlined:  # such as jnp.add, which broadcasts before it adds
             closed = eqn.params["jaxpr"]
@@ -86,6 +88,31 @@ class Joins:
             self._results.update(eqn.outvars)
             return True
         return False
+
+    def _cut(self, eqn: Any, values: Sequence[Any], info: Any) -> bool:
+        """Make an equation that cuts its operand between numbers, by the call that made that."""
+        run = self._run
+        if eqn.primitive.name not in _CUTTING and not compat.holds_jaxprs(eqn):
+            return False
+        if not any(type(x) is not compat.Literal and self._is_made(x) for x in eqn.invars):
+            return False
+        found = cuts_of(eqn)
+        if found is None or not self._is_made(found[0]) or compat.is_symbolic(found[0].aval):
+            return False
+        var, steps = found
+        origin, users = _origin(values[eqn.invars.index(var)], run.trace)
+        if origin is None or not self._can_be_last(eqn, var, values):
+            return False
+        with compat.at(info), eqn.ctx.manager:
+            for primitive, numbers in steps:
+                origin = _called(primitive, {}, [origin, *numbers], 0, origin)
+                if origin is NotImplemented:
+                    return False
+            for user in reversed(users):
+                (origin,) = compat.append(run.trace, user, [origin], info)
+            run.write(eqn.outvars, [origin])
+        self._results.update(eqn.outvars)
+        return True
 
     def _is_made(self, var: Any) -> bool:
         """Return whether a handler or a join made the value of a variable."""
@@ -142,18 +169,25 @@ def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
 
 def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
     """Return what the call that made ``origin`` returns for an equation, in its own shape."""
-    _, call = compat.producer(origin)
-    name, primitive, whole = call.params["name"], eqn.primitive.name, eqn.outvars[0].aval.shape
+    whole = eqn.outvars[0].aval.shape
     operands = [
         origin if i == which else _reshaped(x, whole, origin.shape) for i, x in enumerate(values)
     ]
+    return _called(eqn.primitive.name, eqn.params, operands, which, origin)
+
+
+def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, origin: Any) -> Any:
+    """Return what the call that made ``origin``, one of the operands, returns for a primitive."""
+    _, call = compat.producer(origin)
+    name = call.params["name"]
     others = [x for x in operands if x is not origin]
-    types = tuple(map(compat.typeof, others))
-    key = call.params["jaxpr"], primitive, tuple(eqn.params.items()), which, types
+    arrays = [x for x in others if not isinstance(x, np.generic)]
+    types = tuple(x if isinstance(x, np.generic) else compat.typeof(x) for x in others)
+    key = call.params["jaxpr"], primitive, tuple(params.items()), which, types
     result = appended(
         key,
-        lambda: name.joined(primitive, eqn.params, operands, which, call.in_tracers),
-        [*call.in_tracers, *others],
+        lambda: name.joined(primitive, params, operands, which, call.in_tracers),
+        [*call.in_tracers, *arrays],
     )
     if result is NotImplemented:
         return result
@@ -166,6 +200,81 @@ def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
             f"type, or NotImplemented to let {primitive} run."
         )
     return result
+
+
+_CUTTING = frozenset(("clamp", "max", "min"))
+_MOST_EQUATIONS = 8
+"""Of a program that cuts numbers: ``jnp.clip`` has four."""
+
+Cuts = tuple[Any, list[tuple[str, tuple[np.generic, ...]]]]
+
+
+def cuts_of(eqn: Any, known: Mapping[Any, Any] | None = None) -> Cuts | None:
+    """Return how an equation cuts the numbers of an operand, or None if it does anything else.
+
+    Args:
+        eqn: the equation: a primitive, or a call of a function such as ``jnp.clip``, or JAX's
+            ``relu`` and ``relu6``, whose derivative at a bound is that of ``clamp``.
+        known: variables of its jaxpr that are numbers, with these.
+
+    Returns:
+        The operand, and primitives with the numbers that are their other operands, in turn: of
+        "clamp" the least and the largest, of "max" and "min" one.
+    """
+
+    def number(atom: Any) -> np.generic | None:
+        if type(atom) is compat.Literal:
+            return np.asarray(atom.val, atom.aval.dtype)[()] if np.ndim(atom.val) == 0 else None
+        return None if known is None else known.get(atom)
+
+    numbers = [number(atom) for atom in eqn.invars]
+    rest = [atom for atom, found in zip(eqn.invars, numbers, strict=True) if found is None]
+    if len(rest) != 1 or len(eqn.outvars) != 1 or eqn.effects:
+        return None
+    (atom,) = rest
+    if atom.aval != eqn.outvars[0].aval:
+        return None
+    name = eqn.primitive.name
+    if name in _CUTTING:
+        if name == "clamp" and eqn.invars[1] is not atom:
+            return None
+        return atom, [(name, tuple(found for found in numbers if found is not None))]
+    if eqn.primitive is compat.jit_p:
+        steps = _cuts_in(eqn.params["jaxpr"], numbers)
+        return None if steps is None else (atom, steps)
+    if eqn.primitive is not compat.custom_jvp_call_p:
+        return None
+    body = eqn.params["call_jaxpr"]
+    steps = _cuts_in(body, numbers) if compat.is_of_jax_nn(body, ("relu", "relu6")) else None
+    if steps is None or [primitive for primitive, _ in steps] not in (["max"], ["max", "min"]):
+        return None
+    ((least,), *most) = (found for _, found in steps)
+    most = most[0] if most else (least.dtype.type(np.inf),)
+    return atom, [("clamp", (least, *most))]
+
+
+def _cuts_in(closed: Any, numbers: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]] | None:
+    """Return how a program cuts its one input that is not a number."""
+    body = compat.open_of(closed)
+    if compat.consts_of(closed) or len(body.eqns) > _MOST_EQUATIONS or len(body.outvars) != 1:
+        return None
+    known = {var: x for var, x in zip(body.invars, numbers, strict=True) if x is not None}
+    (value,) = (var for var in body.invars if var not in known)
+    steps: list[Any] = []
+    for eqn in body.eqns:
+        if value not in eqn.invars:  # numbers that are converted
+            (given, *more), name = eqn.invars, eqn.primitive.name
+            x = given.val if type(given) is compat.Literal else known.get(given)
+            if name != "convert_element_type" or more or x is None or np.ndim(x):
+                return None
+            known[eqn.outvars[0]] = np.asarray(x).astype(eqn.params["new_dtype"])[()]
+            continue
+        found = cuts_of(eqn, known)
+        if found is None:
+            return None
+        steps += found[1]
+        (value,) = eqn.outvars
+    return steps if steps and value is body.outvars[0] else None
 
 
 def _reshaped(value: Any, whole: Sequence[int], shape: tuple[int, ...]) -> Any:

@@ -80,12 +80,12 @@ class Interpreter(Pass):
         # Operands of a group's last equation are only made if the handler leaves the group.
         atoms = () if task.do is Do.GROUP else eqn.invars
         values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
-        if frame.proxies and proxy_equations.make(self, task, values, info):
+        if (frame.proxies and proxy_equations.make(self, task, values, info)) or self._is_joined(
+            task, values, info
+        ):
             pass
         elif task.do is Do.PASS:
-            joins = self.joins if frame.from_handler else None
-            if joins is None or not joins.make(task, values, info):
-                self.again(task, eqn, values, info)
+            self.again(task, eqn, values, info)
         else:
             _ACTIONS[task.do](self, task, values, info)
         known = frame.metadata or frame.proxies
@@ -97,6 +97,14 @@ class Interpreter(Pass):
             if self.session.lacking:
                 restore_derived(self, eqn)
                 note_use(self.session, frame, task)
+
+    def _is_joined(self, task: Task, values: Sequence[Any], info: Any) -> bool:
+        """Make an equation by the call that made one of its operands, if there is one."""
+        # A function with a derivative rule may be relu.
+        joins = self.joins if task.do is Do.PASS or task.do is Do.CUSTOM else None
+        return (
+            joins is not None and bool(self.frame.from_handler) and joins.make(task, values, info)
+        )
 
 
 _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {
