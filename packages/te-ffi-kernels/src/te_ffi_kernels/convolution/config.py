@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -188,11 +189,11 @@ def form(
     if isinstance(padding, str):
         effective = [(n - 1) * step + 1 for n, step in zip(windows, apart, strict=True)]
         padding = lax.padtype_to_pads(x.shape[1:-1], effective, steps, padding)
-    pads = tuple((int(low), int(high)) for low, high in padding)
-    if len(pads) != dims:
+    if len(padding) != dims or any(len(np.atleast_1d(pair)) != 2 for pair in padding):
         raise ValueError(
             f"{op}: padding must have two numbers for each of {dims} axes, got {padding}"
         )
+    pads = tuple((int(low), int(high)) for low, high in padding)
     check_scale(op, True, x_scale)
     found = Form(op, weight.layout, weight.n, dtype, windows, steps, pads, apart, int(groups))
     shape = found.shape(x.shape)

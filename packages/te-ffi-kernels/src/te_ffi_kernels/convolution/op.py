@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
-from ..op import Op
+from ..op import Op, varying_as
 from ..packed_weights.config import is_inside
 from ..packed_weights.weight import PackedWeight
 from ..partition import partition_rows
@@ -196,13 +196,14 @@ def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, .
     added = (wide.sum(axes).astype(ct.dtype),) if form.has_bias else ()
     added += (ct,) if form.has_residual else ()
     qvalue, scale = form.kernel(PackedWeight.of(given[0], form.n, form.layout))
-    kernel = qvalue.astype(jnp.float32) * scale
+    kernel = qvalue.astype(jnp.float32) * jnp.expand_dims(scale, range(qvalue.ndim - 1))
 
     def convolve(x: jax.Array) -> jax.Array:
         # Without it, GPUs multiply float32 in TF32, whose 11 bits are fewer than the kernels keep.
         return form.run(x, kernel, precision=lax.Precision.HIGHEST)
 
-    images = jax.ShapeDtypeStruct(like.shape[1:], jnp.float32)
+    # In shard_map images vary over devices, though zeros don't.
+    (images,) = varying_as((wide,), jnp.zeros(like.shape[1:], jnp.float32))
     (grad,) = jax.linear_transpose(convolve, images)(wide)
     return grad.astype(like.dtype), *(None for _ in given), *added
 
