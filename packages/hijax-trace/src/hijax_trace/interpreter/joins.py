@@ -203,6 +203,8 @@ def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, or
 
 
 _CUTTING = frozenset(("clamp", "max", "min"))
+# In shard_map a number is made to vary over devices as the operand does.
+_CONVERTING = frozenset(("convert_element_type", "pcast", "pvary"))
 _MOST_EQUATIONS = 8
 """Of a program that cuts numbers: ``jnp.clip`` has four."""
 
@@ -265,9 +267,10 @@ def _cuts_in(closed: Any, numbers: Sequence[Any]) -> list[tuple[str, tuple[Any, 
         if value not in eqn.invars:  # numbers that are converted
             (given, *more), name = eqn.invars, eqn.primitive.name
             x = given.val if type(given) is compat.Literal else known.get(given)
-            if name != "convert_element_type" or more or x is None or np.ndim(x):
+            if name not in _CONVERTING or more or x is None or np.ndim(x):
                 return None
-            known[eqn.outvars[0]] = np.asarray(x).astype(eqn.params["new_dtype"])[()]
+            dtype = eqn.outvars[0].aval.dtype
+            known[eqn.outvars[0]] = np.asarray(x).astype(dtype)[()]
             continue
         found = cuts_of(eqn, known)
         if found is None:
