@@ -12,6 +12,8 @@
 #include "matmul/checks.h"
 #include "matmul/kernels.h"
 #include "matmul/pack.h"
+#include "te/modes.h"
+#include "training/table.h"
 
 namespace jaxtap::convolution {
 namespace {
@@ -37,19 +39,6 @@ struct LineTag {};
 struct LinesTag {};
 struct PlacesTag {};
 struct SumsTag {};
-
-struct Release {
-  void (*release)();
-  ~Release() {
-    if (release != nullptr) release();
-  }
-};
-
-int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
-bool is_float(DType type) {
-  return type == DType::F32 || type == DType::BF16 || type == DType::F16;
-}
 
 int64_t product_of(const Args& args, int64_t Axis::*size) {
   int64_t product = 1;
@@ -193,17 +182,19 @@ class Convolver {
       m->bounded = false;
     } else {
       const int64_t parts = divide_up(size, kFew);
-      auto* most = Arena<PartsTag>::get_array<uint32_t>(parts);
+      auto* most = Arena<PartsTag>::get_array<int32_t>(parts);
+      const auto absmax =
+          training::table().absmax[static_cast<int>(te::float_of(args_.x_dtype))];
       parallel.ranges(parts, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          most[i] = table_.absmax(image_at(m->index) + i * kFew * x_bytes_, args_.x_dtype,
-                                  std::min(kFew, size - i * kFew));
+          most[i] = absmax(image_at(m->index) + i * kFew * x_bytes_,
+                           std::min(kFew, size - i * kFew), training::Line());
         }
       });
-      uint32_t found = 0;
-      for (int64_t i = 0; i < parts; ++i) found = std::max(found, most[i]);
-      m->scale = bits_float(found) * (1.0f / 127.0f);  // what XLA makes of a division
-      m->bounded = found < 0x7f800000u;
+      const int32_t found = parts == 0 ? 0 : *std::max_element(most, most + parts);
+      // What XLA makes of a division.
+      m->scale = bits_float(static_cast<uint32_t>(found)) * (1.0f / 127.0f);
+      m->bounded = found < 0x7f800000;
     }
     if (m->scale < 0x1p-126f) m->scale = 0x1p-126f;
   }

@@ -25,8 +25,6 @@ struct Depthwise {
 
 struct Table {
   int64_t lanes;  // numbers of a vector
-  // The bits of the largest magnitude of numbers of a DType that is a float, or those of a NaN.
-  uint32_t (*absmax)(const void* x, DType dtype, int64_t count);
   // Quantized values of `pixels` pixels to lines as above, from their first pixel on.
   void (*spread)(const int8_t* x, int64_t pixels, int64_t channels, float* line,
                  int64_t line_pixels);

@@ -174,6 +174,14 @@ struct Kernels {
   void (*release)();  // at the end of a task, or null
 };
 
+// Gives the kernels' registers back, also when a panel turns out to be corrupted.
+struct Release {
+  void (*release)();
+  ~Release() {
+    if (release != nullptr) release();
+  }
+};
+
 const Kernels& kernels_of(Isa isa);
 const Kernels& generic_kernels();
 #if defined(__x86_64__)

@@ -18,10 +18,6 @@ namespace {
 // fit its caches.
 constexpr int64_t kRowsAtOnce = 128;
 
-bool is_float(DType type) {
-  return type == DType::F32 || type == DType::BF16 || type == DType::F16;
-}
-
 void check(const Matmul& a) {
   const PackedWeights& w = a.weights;
   for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
@@ -46,8 +42,6 @@ void check(const Matmul& a) {
   }
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
-
-int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
 
 // Where there is nothing to multiply.
 void finish_zeros(const Matmul& args) {

@@ -1,4 +1,4 @@
-// Magnitudes of images, and depthwise convolutions of their rows. Sums are of whole numbers that
+// Depthwise convolutions of rows of images. Sums are of whole numbers that
 // float32 holds, so a fused multiply-add gives the same bits as two operations.
 
 #include "common/lanes.h"
@@ -115,45 +115,10 @@ void depthwise(const Depthwise& d) {
   }
 }
 
-JAXTAP_INLINE Ints larger_bits(Ints a, Ints b) {
-#if defined(__AVX512F__)
-  return same_bits<Ints>(_mm512_max_epi32(same_bits<__m512i>(a), same_bits<__m512i>(b)));
-#else
-  return a > b ? a : b;
-#endif
-}
-
-template <class Format>
-uint32_t largest(const void* from, int64_t count) {
-  const auto* x = static_cast<const typename Format::Type*>(from);
-  Ints most[4] = {};
-  int64_t i = 0;
-  const auto take = [&](int part, auto where) {
-    const Ints bits = same_bits<Ints>(load<Format>(x + i, where)) & 0x7fffffff;
-    most[part] = larger_bits(most[part], bits);
-    i += kLanes;
-  };
-  while (i + 4 * kLanes <= count) {
-#pragma GCC unroll 4
-    for (int part = 0; part < 4; ++part) take(part, Whole());
-  }
-  while (i + kLanes <= count) take(0, Whole());
-  if (i < count) take(0, Part{count - i});
-  const Ints both = larger_bits(larger_bits(most[0], most[1]), larger_bits(most[2], most[3]));
-  int32_t found = 0;
-  for (int lane = 0; lane < kLanes; ++lane) found = both[lane] > found ? both[lane] : found;
-  return static_cast<uint32_t>(found);
-}
-
-uint32_t absmax(const void* x, DType dtype, int64_t count) {
-  if (dtype == DType::F32) return largest<F32>(x, count);
-  return dtype == DType::BF16 ? largest<BF16>(x, count) : largest<F16>(x, count);
-}
-
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, absmax, spread, depthwise};
+  static const Table table{kLanes, spread, depthwise};
   return table;
 }
 
