@@ -125,9 +125,9 @@ class Early:
                 proceed, args = functools.partial(self._proceed, primitive), tuple(values)
                 asked = self._call(name, "primitive", args, params, where, within, values, proceed)
                 with settled():
-                    result = handler(asked, *values, **params)
+                    result = self._keep(asked, handler(asked, *values, **params))
                     if result is not NotImplemented:
-                        return self._keep(asked, result)
+                        return result
                 within = within | {name}
             if not enters:
                 return NotImplemented
@@ -218,9 +218,9 @@ class Early:
         """Keep the metadata that a handler attached, and which values it replaced."""
         for value, metadata in call.given.values():
             self.tracers.attach(value, metadata)
-        if result is not NotImplemented and not call.is_own(result):
+        if result is not NotImplemented:
             for value in jax.tree.leaves(result):
-                self.tracers.replace(value)
+                self.tracers.replace(value, call.is_own(result))
         return result
 
     def _frame(self, where: tuple[str, str], values: Sequence[Any]) -> Frame:
@@ -245,9 +245,11 @@ class Early:
             else:
                 new = rebuild(*where, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
-        if new.outcome.from_handler:
-            for value in jax.tree.leaves(result):
-                self.tracers.replace(value)
+        results = result if primitive.multiple_results else [result]
+        for value in results if new.outcome.replaced else ():
+            self.tracers.replace(value, not new.outcome.from_handler)
+        for i, note in new.outcome.metadata.items():
+            self.tracers.attach(results[i], note)
         return result
 
     def _operands(self, values: list[Any]) -> Operands:
