@@ -259,6 +259,29 @@ def test_proxies_follow_views(name):
         assert has_proxy(kind, name, proxies(fn, held, jnp.asarray(X)))
 
 
+def differentiated(fn):
+    """Return the gradient of a program by its input."""
+
+    def total(x, p):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(p, x)))
+
+    return lambda p, x: jax.grad(total)(x, p)
+
+
+# A part of a vmap that is differentiated has no proxy, and neither has what a branch returned.
+ARRAYS_IN_DERIVATIVES = ("stack and vmap", "vmap over columns", "a result of cond")
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", [name for name in IDIOMS if name not in ARRAYS_IN_DERIVATIVES])
+def test_handlers_know_views_that_the_program_differentiates(name):
+    fn, params, kind, _ = IDIOMS[name]
+    held = jax.tree.map(lambda w: coded(*w.shape, axes=[0, 1, 2][: w.ndim]), params)
+    assert has_proxy(kind, name, proxies(differentiated(fn), held, jnp.asarray(X)))
+    keys = [one.key for one in expressions(fn, params, X)]
+    assert [one.key for one in expressions(differentiated(fn), params, X)] == keys
+
+
 # The same where an index is known to the running program alone, and what that is an index of.
 DYNAMIC = {
     "fori_loop": (

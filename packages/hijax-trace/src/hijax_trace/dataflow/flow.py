@@ -72,13 +72,15 @@ class Flow:
     def _step(self, var: Any) -> tuple[Any, Axes | None] | None:
         """Return the atom that a variable is moved from, and the axes; None if it is computed."""
         if var not in self._steps:
-            place, found = self.makers.get(var), None
-            if place is not None:
-                eqn = self._eqns[place]
-                avals = [[x.aval for x in atoms] for atoms in (eqn.invars, eqn.outvars)]
-                found = move_of(eqn.primitive, eqn.params, *avals, eqn.outvars.index(var))
-            self._steps[var] = None if found is None else (eqn.invars[found[0]], found[1])
+            place = self.makers.get(var)
+            self._steps[var] = None if place is None else _step_of(self._eqns[place], var)
         return self._steps[var]
+
+
+def _step_of(eqn: Any, var: Any) -> tuple[Any, Axes | None] | None:
+    ins, outs = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    found = move_of(eqn.primitive, eqn.params, ins, outs, eqn.outvars.index(var))
+    return None if found is None else (eqn.invars[found[0]], found[1])
 
 
 def moved_by(axes: Axes | None, steps: Sequence[Axes | None]) -> Axes | None:

@@ -13,7 +13,7 @@ from ..dataflow.axes import Axes, dropped, identity
 from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of, moved_by
-from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
+from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
 from ..proxy.array_proxy import ArrayProxy
 from .questions import Metadata
 from .views import moved_proxy
@@ -117,9 +117,11 @@ class Tracers:
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
-        *outer, (value, _) = _layers(value)
-        found = self._unmapped(value)
-        for depth, (_, axis) in enumerate(reversed(outer)):
+        *outer, (inner, _) = _layers(value)
+        found = self._unmapped(inner)
+        # Derivatives are not counted, as where handlers are asked later: keys are the same.
+        axes = [axis for one, axis in reversed(outer) if compat.is_batched(one)]
+        for depth, axis in enumerate(axes):
             if axis is not None:
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
@@ -138,8 +140,9 @@ class Tracers:
         return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
 
     def depth(self, values: Sequence[Any]) -> int:
-        """Return how many maps and derivatives are around values."""
-        return max((len([*_layers(value)]) - 1 for value in values), default=0)
+        """Return how many maps are around values."""
+        layers = ([one for one, _ in _layers(value)] for value in values)
+        return max((sum(map(compat.is_batched, one)) for one in layers), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
         if not isinstance(value, compat.Tracer):
@@ -169,9 +172,7 @@ class Tracers:
                 return None
         if not self._is_here(value):
             return None
-        return moved_proxy(
-            value, self._given_proxy, lambda before: uniform_axes(self.expression(before))
-        )
+        return moved_proxy(value, self._given_proxy, self.expression)
 
     def _given_proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of an input."""
