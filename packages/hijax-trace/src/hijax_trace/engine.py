@@ -158,7 +158,8 @@ class _Tapped:
             jaxpr, consts = made.jaxpr, made.consts
             build = _chain(made.results, build)
             held = {i: proxy for i, proxy in held.items() if i not in carried}
-        if (made := stacked(jaxpr, consts)) is not None:
+        made = stacked(jaxpr, consts) if session.tapping.carries_stacks else None
+        if made is not None:
             session.move(made.starts)
             jaxpr, consts = made.jaxpr, made.consts
         count = len(packed.arrays)
