@@ -24,7 +24,7 @@ Literal: type = core.Literal
 
 def open_of(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants' values (0.10.2), or itself."""
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return jaxpr.jaxpr if type(jaxpr) is ClosedJaxpr else jaxpr
 
 
 T = TypeVar("T")

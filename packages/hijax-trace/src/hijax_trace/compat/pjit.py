@@ -149,6 +149,20 @@ def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
     return _custom_derivatives._handle_consts_in_bwd(rule, avals)
 
 
+def call_key(eqn: Any) -> tuple | None:
+    """Return a key that is equal for jitted calls that are treated alike; None for others.
+
+    It holds among equations that are alive.
+    """
+    if eqn.primitive is not jit_p:
+        return None
+    params = eqn.params
+    # A marker's name is of a class of its own.
+    own = id(params["jaxpr"]), type(params["name"]), params["inline"]
+    places = params["in_shardings"], params["out_shardings"]
+    return *own, *places, params["in_layouts"], params["out_layouts"]
+
+
 def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
     """Return whether JAX inlines a call while it traces."""
     return (

@@ -55,6 +55,15 @@ class Joins:
             TargetError: ``joined`` returned something of another type.
         """
         run, eqn = self._run, task.eqn
+        # Most equations have no such operand, which is found before anything is taken apart.
+        results, joined = run.frame.from_handler, self._results
+        made = [
+            i
+            for i, var in enumerate(eqn.invars)
+            if type(var) is not compat.Literal and (var in results or var in joined)
+        ]
+        if not made:
+            return False
         last, atoms, eqns = eqn, eqn.invars, [eqn]
         if task.inlined:  # such as jnp.add, which broadcasts before it adds
             closed = eqn.params["jaxpr"]
@@ -65,9 +74,8 @@ class Joins:
             last = eqns[-1]
         if last.primitive.name not in _ELEMENTWISE:
             return False
-        for value, var, atom in zip(values, eqn.invars, atoms, strict=True):
-            if type(var) is compat.Literal or not self._is_made(var):
-                continue
+        for i in made:
+            value, var, atom = values[i], eqn.invars[i], atoms[i]
             origin, users = _origin(value, run.trace)
             if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
                 continue
@@ -86,10 +94,6 @@ class Joins:
             self._results.update(eqn.outvars)
             return True
         return False
-
-    def _is_made(self, var: Any) -> bool:
-        """Return whether a handler or a join made the value of a variable."""
-        return var in self._run.frame.from_handler or var in self._results
 
     def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
         """Return whether nothing else uses a variable, and its equation's operands are arrays.
