@@ -14,9 +14,10 @@ from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
 from ..dataflow.flow import Origin, move_of, moved_by
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.carrier import proxy_of
 from .questions import Metadata
-from .views import moved_proxy
+from .views import DIFFERENTIATED, moved_proxy
 
 _NOTHING: Metadata = {}
 
@@ -167,9 +168,12 @@ class Tracers:
             return None
         # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
         while compat.is_batched(value):
-            value, axis = compat.inner_value(value) or (None, None)
+            whole, axis = compat.inner_value(value) or (None, None)
             if axis is not None:
-                return None
+                held = proxy_of(self.proxy(whole))
+                why = f"vmap maps it {DIFFERENTIATED}"
+                return None if held is None else Lost(value.shape, value.dtype, why)
+            value = whole
         if not self._is_here(value):
             return None
         return moved_proxy(value, self._given_proxy, self.expression)

@@ -12,10 +12,13 @@ from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.nodes import is_zero, uniform_axes
 from ..dataflow.sources import sources_of
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.follow import follow
 from ..proxy.moves import VIEWS
 from ..staging.marker import marker_of
+
+DIFFERENTIATED = "where the program differentiates. Put jax.jit around the derivative."
+"""The end of reasons why an array proxy is not followed where handlers are asked early."""
 
 
 def makers(value: Any, primitives: Collection[str]) -> Iterator[Any]:
@@ -50,12 +53,16 @@ def moved_proxy(
     if (own := known(value)) is not None:
         return own
     var, eqn = compat.producer(value)
-    if eqn is None or not (eqn.primitive.name in VIEWS or _returns_view(eqn, var)):
+    if eqn is None or not (eqn.primitive.name in VIEWS or _sources(eqn, var)):
         return None
     operands = eqn.in_tracers
     held = [moved_proxy(operand, known, expression) for operand in operands]
     if not any(held):
         return None
+    if eqn.primitive is compat.cond_p:
+        found = [held[i] for i in _sources(eqn, var) if held[i] is not None]
+        why = f"cond returns it {DIFFERENTIATED}"
+        return Lost(value.shape, value.dtype, why) if found else None
     if eqn.primitive is compat.jit_p:
         # The moves are in the function. Made here they can be followed, and nothing uses them.
         with compat.set_current_trace(compat.trace_of(value)):
@@ -75,15 +82,17 @@ def moved_proxy(
     return next(one for out, one in zip(eqn.outvars, found, strict=True) if out is var)
 
 
-def _returns_view(eqn: Any, var: Any) -> bool:
-    """Return whether an equation is a call that only moves elements of operands to a result.
+def _sources(eqn: Any, var: Any) -> set[int]:
+    """Return the operands that a call or branch moves to a result, by number.
 
-    The call of a targeted function is not: its handler may return something else.
+    The call of a targeted function has none: its handler may return something else.
     """
-    if eqn.primitive is not compat.jit_p or marker_of(eqn) is not None:
-        return False
+    is_call = eqn.primitive is compat.jit_p and marker_of(eqn) is None
+    if not is_call and eqn.primitive is not compat.cond_p:
+        return set()
     which = next(i for i, out in enumerate(eqn.outvars) if out is var)
-    return any(i >= 0 for i in sources_of(eqn.params["jaxpr"])[which] or ())
+    first, programs = (0, [eqn.params["jaxpr"]]) if is_call else (1, eqn.params["branches"])
+    return {first + i for one in programs for i in sources_of(one)[which] or () if i >= 0}
 
 
 def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
