@@ -117,10 +117,7 @@ typeof = core.typeof
 
 
 def same_type(given: Any, expected: Any) -> bool:
-    """Return whether two types are equal, weak types aside.
-
-    Weak types may differ.
-    """
+    """Return whether two types are equal, ignoring weak types."""
     return core.typematch(given, expected)
 
 

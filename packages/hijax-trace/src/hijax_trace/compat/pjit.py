@@ -91,9 +91,8 @@ class SharedParams(dict[str, Any]):
     """The parameters of several equal equations.
 
     Attributes:
-        left: what is left of a call all of whose results are used: the inputs that it uses, and
-            its parameters. None until JAX has removed what it does not need, and on 0.12, which
-            knows that without.
+        left: the call after dead code is removed, if all its results are used: the inputs that
+            it uses, and its parameters. None before that, and on 0.12, which knows it without.
     """
 
     left: tuple[list[bool], SharedParams] | None = None

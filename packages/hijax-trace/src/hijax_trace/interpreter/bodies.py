@@ -166,6 +166,7 @@ def tap_body(
     if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
     here = BodyHere(session, place, body, operands)
+    # Handlers may look at all of this without a question that is logged.
     known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
     held = proxies.key(), returns
@@ -210,7 +211,8 @@ def tap_body(
         returned=returned,
         told=here.told(inner, list(counted), before),
     )
-    # A tracer is of this call alone, and so is an expression that a handler has seen.
+    # Not for other calls: it captured a tracer of this one, or a handler saw an expression of it,
+    # whose text and inputs are no answers that can be compared.
     if any(isinstance(value, compat.Tracer) for value in extra) or (EXPRESSION,) in inner.asked:
         return tapped
     if shared:

@@ -55,9 +55,9 @@ class Early:
 
     Attributes:
         tracers: what is known of the program's values.
-        met: whether a handler had to be asked in a mode that does not ask early.
-        met_nested: whether that was in a nested trace. JAX reuses those, so they must then be
-            kept apart by module path.
+        needs_restage: whether a handler had to be asked in a mode that does not ask early.
+        restages_nested: whether that was in a nested trace. JAX reuses those, so they must then
+            differ by module path.
     """
 
     def __init__(self, session: Session):
@@ -65,7 +65,7 @@ class Early:
         self.tracers = Tracers()
         self._numbers = Numbers()
         self._looked_at = 0
-        self.met = self.met_nested = False
+        self.needs_restage = self.restages_nested = False
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Ask the handler of a function.
@@ -185,8 +185,8 @@ class Early:
         Args:
             nested: whether the operation is in a nested trace.
         """
-        self.met = True
-        self.met_nested |= nested
+        self.needs_restage = True
+        self.restages_nested |= nested
         if self.tracers.base() is not None:
             raise Restage(self)
 
