@@ -111,6 +111,7 @@ from .pjit import (
     UNSPECIFIED,
     CustomVJPException,
     PjitFunction,
+    call_key,
     cond_p,
     custom_jvp_call_p,
     custom_vjp_call_p,

@@ -25,7 +25,7 @@ Literal: type = core.Literal
 
 def open_of(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants' values (0.10.2), or itself."""
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return jaxpr.jaxpr if type(jaxpr) is ClosedJaxpr else jaxpr
 
 
 def is_of_jax_nn(jaxpr: Any, names: Sequence[str]) -> bool:
@@ -126,10 +126,7 @@ typeof = core.typeof
 
 
 def same_type(given: Any, expected: Any) -> bool:
-    """Return whether two types are equal, weak types aside.
-
-    Weak types may differ.
-    """
+    """Return whether two types are equal, ignoring weak types."""
     return core.typematch(given, expected)
 
 

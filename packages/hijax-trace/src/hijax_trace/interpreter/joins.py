@@ -55,7 +55,16 @@ class Joins:
             TargetError: ``joined`` returned something of another type.
         """
         run, eqn = self._run, task.eqn
-        if self._cut(eqn, values, info):
+        # Most equations have no such operand, which is found before anything is taken apart.
+        results, joined = run.frame.from_handler, self._results
+        made = [
+            i
+            for i, var in enumerate(eqn.invars)
+            if type(var) is not compat.Literal and (var in results or var in joined)
+        ]
+        if not made:
+            return False
+        if self._cut(eqn, made, values, info):
             return True
         last, atoms, eqns = eqn, eqn.invars, [eqn]
         if task.inlined:  # such as jnp.add, which broadcasts before it adds
@@ -67,9 +76,8 @@ class Joins:
             last = eqns[-1]
         if last.primitive.name not in _ELEMENTWISE:
             return False
-        for value, var, atom in zip(values, eqn.invars, atoms, strict=True):
-            if type(var) is compat.Literal or not self._is_made(var):
-                continue
+        for i in made:
+            value, var, atom = values[i], eqn.invars[i], atoms[i]
             origin, users = _origin(value, run.trace)
             if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
                 continue
@@ -89,18 +97,26 @@ class Joins:
             return True
         return False
 
-    def _cut(self, eqn: Any, values: Sequence[Any], info: Any) -> bool:
-        """Make an equation that cuts its operand between numbers, by the call that made that."""
+    def _cut(self, eqn: Any, made: Sequence[int], values: Sequence[Any], info: Any) -> bool:
+        """Make an equation that cuts its operand between numbers, by the call that made that.
+
+        Args:
+            eqn: the equation.
+            made: the numbers of its operands that a handler or a join made.
+            values: its operands.
+            info: its source.
+        """
         run = self._run
         if eqn.primitive.name not in _CUTTING and not compat.holds_jaxprs(eqn):
             return False
-        if not any(type(x) is not compat.Literal and self._is_made(x) for x in eqn.invars):
-            return False
         found = cuts_of(eqn)
-        if found is None or not self._is_made(found[0]) or compat.is_symbolic(found[0].aval):
+        if found is None or compat.is_symbolic(found[0].aval):
             return False
         var, steps = found
-        origin, users = _origin(values[eqn.invars.index(var)], run.trace)
+        which = eqn.invars.index(var)
+        if which not in made:
+            return False
+        origin, users = _origin(values[which], run.trace)
         if origin is None or not self._can_be_last(eqn, var, values):
             return False
         with compat.at(info), eqn.ctx.manager:
@@ -113,10 +129,6 @@ class Joins:
             run.write(eqn.outvars, [origin])
         self._results.update(eqn.outvars)
         return True
-
-    def _is_made(self, var: Any) -> bool:
-        """Return whether a handler or a join made the value of a variable."""
-        return var in self._run.frame.from_handler or var in self._results
 
     def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
         """Return whether nothing else uses a variable, and its equation's operands are arrays.

@@ -39,7 +39,7 @@ def reinterpret(
 class Interpreter(Pass):
     """A pass that makes each equation by the action of its task."""
 
-    _carries = False  # whether any proxy carries others: those of results come from operands'
+    _has_carriers = False  # results inherit them from operands, so the inputs decide
 
     def results(self) -> list[Any]:
         """Make the equations. Return the jaxpr's results."""
@@ -47,11 +47,11 @@ class Interpreter(Pass):
         # Tracers cost nothing to keep. Concrete arrays are freed after their last use.
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
-        self._carries = any(type(held) is Carrier for held in frame.proxies.values())
+        self._has_carriers = any(type(held) is Carrier for held in frame.proxies.values())
         # An engine around this one must see each operation.
         if self.appends and not self.session.is_observed:
             self.joins = Joins(self)
-            if self.session.interceptor.is_pure and not self._carries:
+            if self.session.interceptor.is_pure and not self._has_carriers:
                 self.answers = Answers(self)
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
@@ -92,7 +92,7 @@ class Interpreter(Pass):
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
             proxy_equations.forward(frame, eqn)
-        if self._carries:
+        if self._has_carriers:
             proxy_equations.carry(frame, eqn)
             if self.session.lacking:
                 restore_derived(self, eqn)
