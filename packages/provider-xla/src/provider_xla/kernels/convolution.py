@@ -181,7 +181,8 @@ def convolve(
         raise NoKernel(str(found.reason))
     stacked = weight.gathered()
     options = {} if scale is None else {"x_scale": scale}
-    adds = window.result == tuple(range(x.ndim))
+    # What is added has the axes of the result, in their order; bounds have none.
+    adds = window.result == tuple(range(x.ndim)) or (added.bias is None and added.residual is None)
     y = get_op(op)(
         x.transpose(window.images),
         stacked.packed,

@@ -77,7 +77,7 @@ class _Name(str):
     ) -> Any:
         """Return the result of an operation on the function's, or NotImplemented."""
         numbers = [float(x) for x in operands if isinstance(x, np.generic)]
-        if len(numbers) == len(operands) - 1:
+        if numbers and len(numbers) == len(operands) - 1:
             cut = self._family.cut(self._static, primitive, numbers)
             return NotImplemented if cut is None else self._family.of(cut)(*call)
         if len(operands) != 2:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -187,10 +188,35 @@ def quantized_contraction(
     # a scan, which is the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
     run = qn.straight_through(quantized, differentiated)
+    if added.clamp is not None:
+        run = _cut_where_derived(run)
     if lacks is None:
         return run(tuple(operands), extras, calibrations, added)
     found = run(tuple(operands), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
+
+
+def _cut_where_derived(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a function that cuts after the contraction where it is differentiated.
+
+    What is cut are quantized results, as in the program. The float operation's may lie on the other
+    side of a bound.
+    """
+
+    @jax.custom_jvp
+    def apply(*args: Any) -> jax.Array:
+        return run(*args)
+
+    def after(*args: Any) -> jax.Array:
+        *operands, added = args
+        y = run(*operands, dataclasses.replace(added, clamp=None))
+        return Added(clamp=added.clamp).to(y)
+
+    @apply.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return jax.jvp(after, primals, tangents)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
