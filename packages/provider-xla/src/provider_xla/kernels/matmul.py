@@ -277,13 +277,16 @@ def multiply(
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
     scale = _scale_of(how, range_)
-    if isinstance(contraction, Convolution) and (
-        not contraction.is_pointwise(weight.shape)
-        or not _is_faster_matmul(contraction, how, scale, side, x, weight)
-    ):
-        if rotation is not None or (range_ is not None and scale is None):
-            raise NoKernel("a convolution of rotated activations, or of a range with a zero point")
-        return convolve(contraction, how, scale, x, weight, side, dtype, added)
+    if isinstance(contraction, Convolution):
+        is_matmul = contraction.is_pointwise(weight.shape)
+        try:
+            if not is_matmul or not _is_faster_matmul(contraction, how, scale, side, x, weight):
+                if rotation is not None or (range_ is not None and scale is None):
+                    raise NoKernel("a convolution of rotated activations, or with a zero point")
+                return convolve(contraction, how, scale, x, weight, side, dtype, added)
+        except NoKernel:
+            if not is_matmul:
+                raise
     layout = layout_of(contraction, side, x.shape, weight.shape)
     rank = len(weight.k_sizes)
     places = {part: axis for axis, part in enumerate(weight.order)}
