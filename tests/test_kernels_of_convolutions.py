@@ -353,7 +353,7 @@ CUTS = {
     "clip": (lambda y, b, r: jnp.clip(y, -1, 1.5), 0),
     "maximum": (lambda y, b, r: jnp.maximum(y + b, 0), 0),
     "below a number": (lambda y, b, r: jnp.minimum(y, 1), 0),
-    "bounds out of order": (lambda y, b, r: jnp.clip(y, 1, -1), 1),
+    "bounds out of order": (lambda y, b, r: jnp.clip(y, 1, -1), 2),
     "twice": (lambda y, b, r: jnp.clip(jax.nn.relu(y), -1, 1), 2),
     "relu, then a residual": (lambda y, b, r: jax.nn.relu(y + b) + r, 0),
     "used elsewhere": (lambda y, b, r: jax.nn.relu(y) * y, 1),
