@@ -234,6 +234,15 @@ def test_derivatives_at_the_bounds(name):
         np.testing.assert_array_equal(found, wanted)
 
 
+def test_a_bound_that_the_dtype_lacks(asked):
+    """It is an infinity, as in JAX."""
+    x, w = X.astype(jnp.float16), W.astype(jnp.float16)
+    program = lambda x, w: jnp.clip(jnp.dot(x, w), -0.5, 70000.0)  # noqa: E731
+    found, wanted = (jax.jit(one)(x, w) for one in (tapped(program), program))
+    assert asked == [("max", -0.5), ("min", INF)]
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_nan_stays():
     x = X.at[2].set(jnp.nan)
     for cut in (jax.nn.relu, lambda y: jnp.clip(y, -1, 1)):

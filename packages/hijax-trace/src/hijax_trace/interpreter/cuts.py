@@ -77,7 +77,8 @@ def _cuts_in(closed: Any, numbers: Sequence[Any]) -> list[tuple[str, tuple[Any, 
             if name not in _CONVERTING or more or x is None or np.ndim(x):
                 return None
             dtype = eqn.outvars[0].aval.dtype
-            known[eqn.outvars[0]] = np.asarray(x).astype(dtype)[()]
+            with np.errstate(over="ignore"):  # an infinity, as in JAX
+                known[eqn.outvars[0]] = np.asarray(x).astype(dtype)[()]
             continue
         found = cuts_of(eqn, known)
         if found is None:
