@@ -33,7 +33,8 @@ def cuts_of(eqn: Any, known: Mapping[Any, Any] | None = None) -> Cuts | None:
 
     def number(atom: Any) -> np.generic | None:
         if type(atom) is compat.Literal:
-            return np.asarray(atom.val, atom.aval.dtype)[()] if np.ndim(atom.val) == 0 else None
+            value: Any = np.asarray(atom.val, atom.aval.dtype)
+            return value[()] if value.ndim == 0 else None
         return None if known is None else known.get(atom)
 
     numbers = [number(atom) for atom in eqn.invars]

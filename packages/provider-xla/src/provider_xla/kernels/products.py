@@ -94,7 +94,7 @@ class Added:
             row = bias.reshape(size, *(1 for _ in kept), bias.shape[-1])
             bias, residuals = None, [row, *residuals]
         whole = [jnp.broadcast_to(x, (size, *kept, x.shape[-1])) for x in residuals]
-        inside, after = Added(bias, *whole[:1]), tuple(whole[1:])
+        inside, after = Added(bias, whole[0] if whole else None), tuple(whole[1:])
         return inside if after else dataclasses.replace(inside, clamp=self.clamp), after
 
 

@@ -104,7 +104,7 @@ def _convolve(
     x: jax.Array,
     weight: PackedWeight,
     window: Sequence[int],
-    options: tuple[Any, ...],
+    options: tuple[Any, Any, Any, Any, Any],
     x_scale: ArrayLike | None,
     bias: jax.Array | None,
     residual: jax.Array | None,

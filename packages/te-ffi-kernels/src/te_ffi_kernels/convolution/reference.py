@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +59,7 @@ def _sums(form: Form, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return sum(parts, jnp.int32(0)).astype(jnp.float32)
 
 
-def finish(form: Form, y: jax.Array, added: tuple[jax.Array, ...]) -> jax.Array:
+def finish(form: Form, y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
     """Return a product with what is added to it, clamped."""
     for array in added:
         y = y + (_of_channels(array, y.ndim) if array.ndim == 1 else array)

@@ -247,8 +247,9 @@ def _matmul(
     scale = None if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     more = (signs, scale, bias, residual)
     given = (*given, *(array for array in more if array is not None))
-    has = (array is not None for array in more[1:])
-    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *has, clamp)
+    has_scale, has_bias, has_residual = (array is not None for array in more[1:])
+    has = {"has_scale": has_scale, "has_bias": has_bias, "has_residual": has_residual}
+    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), clamp=clamp, **has)
     return _run(form, x, weight.buffer, *given)
 
 
