@@ -26,6 +26,15 @@ def test_file_is_there(name):
     assert any((place / name).exists() for place in places)
 
 
+def test_the_page_of_the_interpreter_lists_its_files():
+    folder = ROOT / "packages/hijax-trace/src/hijax_trace/interpreter"
+    page = (folder / "README.md").read_text()
+    files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    assert (
+        set(re.findall(r"`([a-z_]+\.py)`", page.partition("## In which order to read")[2])) == files
+    )
+
+
 def test_picture_is_there():
     (picture,) = re.findall(r"!\[.*\]\((.+\.svg)\)", PAGE)
     assert "prefers-color-scheme: dark" in (ROOT / "docs" / picture).read_text()

@@ -85,6 +85,59 @@ def test_programs_give_what_additions_after_the_matmul_give(name, rule):
     assert sum(target.endswith("_added") for target in found) == joined
 
 
+CUTS = {
+    "relu": lambda y: jax.nn.relu(y),
+    "relu6": lambda y: jax.nn.relu6(y),
+    "clip": lambda y: jnp.clip(y, -1, 0.5),
+    "maximum": lambda y: jnp.maximum(y, 0),
+    "clamp": lambda y: lax.clamp(-0.5, y, 0.5),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.sample(3)
+def test_results_are_cut_by_the_kernel(name, rule):
+    cut = CUTS[name]
+
+    def fn(p, x, r, cut=cut):
+        return cut(r + (x @ p["w"] + p["b"]))
+
+    run, stored = quantized(fn, RULES[rule], X, R)
+    compiled = run.lower(stored, X, R)
+    (target,) = targets(compiled.compile())
+    assert target.endswith("_added")
+    assert not re.findall(r"stablehlo\.(maximum|minimum|clamp)", compiled.as_text())
+    uncut, _ = quantized(lambda p, x, r: fn(p, x, r, lambda y: y), RULES[rule], X, R)
+    wanted = jax.jit(cut)(uncut(stored, X, R))
+    np.testing.assert_array_equal(run(stored, X, R), wanted)
+
+
+@pytest.mark.parametrize("body", ["alone", "in jit", "in scan", "remat"])
+@pytest.mark.sample(2)
+def test_derivatives_of_results_that_are_cut(body):
+    """They are those of the program: what is cut are the quantized results."""
+    wrap = jax.checkpoint if body == "remat" else NESTED[body]
+
+    def program(p, x, r):
+        y = x @ p["w"] + p["b"]
+        return [jax.nn.relu(y + r), jnp.clip(y, -1, 1)]
+
+    def fn(p, x, r):
+        one, other = (lambda p, x, r, i=i: program(p, x, r)[i] for i in range(2))
+        return wrap(one)(p, x, r) + wrap(other)(p, x, r)
+
+    run, stored = quantized(fn, RULES["w8a8"], X, R)
+    plain, _ = quantized(lambda p, x: x @ p["w"] + p["b"], RULES["w8a8"], X)
+    y, ct = np.asarray(plain(stored, X)), jnp.asarray(RNG.normal(size=R.shape), jnp.float32)
+    dx, dr = jax.jit(jax.grad(lambda x, r: (ct * run(stored, x, r)).sum(), (0, 1)))(X, R)
+    of_relu = np.asarray(ct) * (y + np.asarray(R) > 0)
+    np.testing.assert_array_equal(dr, of_relu)
+    wide = of_relu.astype(np.float64) + np.asarray(ct, np.float64) * (np.abs(y) < 1)
+    wanted = wide @ np.asarray(stored["w"].restore(), np.float64).T
+    np.testing.assert_allclose(dx, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def in_scan(fn):
     """The function as the body of a loop of one step."""
 

@@ -112,7 +112,7 @@ def test_programs_give_what_xla_gives(name):
         "tied": "a lookup",
         "reshaped, split": "its axes are cut, merged or split on the way",
         "reshaped, merged": "its axes are cut, merged or split on the way",
-        "convolution": "a convolution with a window, padding or groups",
+        "convolution": "a convolution of float activations",
         "experts": "no kernel for gemm_w8a16_groups",
     }.items(),
 )

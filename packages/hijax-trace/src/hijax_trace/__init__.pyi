@@ -62,3 +62,4 @@ from .proxy.shards import Shards as Shards
 from .staging.repeated import repeated as repeated
 
 __version__: str
+from .state.stacks import carried_stacks as carried_stacks

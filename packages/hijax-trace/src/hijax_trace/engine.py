@@ -145,20 +145,23 @@ class _Tapped:
         watcher = Watcher(Session(self._current()))
         while (staged := self._stage(watcher, (args, kwargs), packed, held, origins)) is None:
             _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
-            widen_mode(self._interceptor, watcher.early.met_nested)
+            widen_mode(self._interceptor, watcher.early.restages_nested)
             watcher = Watcher(Session(self._current()))
         leaves = leaves_of(list(held.values()))
         jaxpr, consts, result = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session
         build: Callable[[Sequence[Any]], Any] = result.build
+        # First the arrays of proxies that the program updates: loops that step along them may carry
+        # a stack of them then.
         if carried := _carried(packed, held):
             made = carry(jaxpr, consts, carried)
             session.move(made.starts)
             jaxpr, consts = made.jaxpr, made.consts
             build = _chain(made.results, build)
             held = {i: proxy for i, proxy in held.items() if i not in carried}
-        if (made := stacked(jaxpr, consts)) is not None:
+        made = stacked(jaxpr, consts) if session.tapping.carries_stacks else None
+        if made is not None:
             session.move(made.starts)
             jaxpr, consts = made.jaxpr, made.consts
         count = len(packed.arrays)
@@ -242,7 +245,7 @@ class _Tapped:
         finally:
             watcher.early.tracers.end()
         assert result is not None
-        return None if watcher.early.met else (*staged, result)
+        return None if watcher.early.needs_restage else (*staged, result)
 
 
 def _observe(tapping: Tapping) -> Watcher:

@@ -259,6 +259,37 @@ def test_proxies_follow_views(name):
         assert has_proxy(kind, name, proxies(fn, held, jnp.asarray(X)))
 
 
+def differentiated(fn):
+    """Return the gradient of a program by its input."""
+
+    def total(x, p):
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(fn(p, x)))
+
+    return lambda p, x: jax.grad(total)(x, p)
+
+
+ARRAYS_IN_DERIVATIVES = {
+    "stack and vmap": "vmap maps it",
+    "vmap over columns": "vmap maps it",
+    "a result of cond": "cond returns it",
+}
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", IDIOMS)
+def test_handlers_know_views_that_the_program_differentiates(name):
+    fn, params, kind, _ = IDIOMS[name]
+    held = jax.tree.map(lambda w: coded(*w.shape, axes=[0, 1, 2][: w.ndim]), params)
+    found = proxies(differentiated(fn), held, jnp.asarray(X))
+    if name in ARRAYS_IN_DERIVATIVES:
+        why = f"{ARRAYS_IN_DERIVATIVES[name]} where the program differentiates."
+        assert all(one.startswith(why) for one in found)
+        found = proxies(jax.jit(differentiated(fn)), held, jnp.asarray(X))
+    assert has_proxy(kind, name, found)
+    keys = [one.key for one in expressions(fn, params, X)]
+    assert [one.key for one in expressions(differentiated(fn), params, X)] == keys
+
+
 # The same where an index is known to the running program alone, and what that is an index of.
 DYNAMIC = {
     "fori_loop": (

@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jax.custom_derivatives import linear_call
 
+import hijax_trace as ht
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
 
@@ -131,6 +132,39 @@ def test_the_transpose_is_that_of_the_derivative(name, part):
     tapped = TraceEngine().wrap(fn, Interceptor({DOT: rounding([])}))
     actual, expected = jax.jit(tapped)(W, X), jax.jit(fn)(W, X)
     for ours, right in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(ours, right, rtol=1e-2, atol=1e-2)
+
+
+class Rounded(ht.HiPrim):
+    """A rounded array, with the derivative of the array."""
+
+    def __init__(self, aval):
+        self.in_avals, self.out_aval, self.params = (aval,), aval, {}
+        super().__init__()
+
+    def expand(self, x):
+        return jnp.round(x, 4)
+
+    def jvp(self, primals, tangents):
+        return self(*primals), tangents[0]
+
+    def batch(self, axis_data, args, dims):
+        return Rounded(jax.typeof(*args))(*args), dims[0]
+
+    lin, linearized = ht.linearize_from_jvp
+    vjp_fwd, vjp_bwd_retval = ht.vjp_from_jvp
+
+
+@pytest.mark.parametrize("part", ["jit", "gradients in jit"])
+@pytest.mark.parametrize("name", ["transpose", "solve", "cg"])
+def test_handlers_may_make_hi_prims_of_what_is_transposed(name, part):
+    def handler(call, x, w, *args, **params):
+        found = call.proceed(x, w, *args, **params)
+        return Rounded(jax.typeof(found))(found)
+
+    fn = PARTS[part](PROGRAMS[name])
+    actual = TraceEngine().wrap(fn, Interceptor({DOT: handler}))(W, X)
+    for ours, right in zip(jax.tree.leaves(actual), jax.tree.leaves(fn(W, X)), strict=True):
         np.testing.assert_allclose(ours, right, rtol=1e-2, atol=1e-2)
 
 

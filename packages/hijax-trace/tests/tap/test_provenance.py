@@ -262,6 +262,35 @@ def test_result_of_a_replaced_operation_has_none():
     assert seen == [("transpose", ["args[1]"]), ("dot_general", ["args[0]", None])]
 
 
+@pytest.mark.parametrize(
+    "replace",
+    [lambda call, w, **params: call.proceed(w, **params), lambda call, w, **params: w.T],
+    ids=["as it was", "moved"],
+)
+def test_replaced_where_the_program_differentiates(replace):
+    """Handlers are asked while it is staged, and learn the same."""
+    seen = []
+
+    def handler(call, *args, **params):
+        seen.append((call.op_name, [o.provenance for o in call.operands]))
+        return replace(call, *args, **params) if call.op_name == "transpose" else NotImplemented
+
+    fn = jax.grad(lambda x, w: (x @ w.T).sum())
+    tap(fn, handler, DOT, "primitive:transpose")(X, jnp.ones((4, 3)))
+    assert seen[:2] == [("transpose", ["args[1]"]), ("dot_general", ["args[0]", None])]
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_through_thousands_of_moves(differentiated):
+    def program(x, w):
+        for _ in range(2001):
+            w = lax.transpose(w, (1, 0))
+        return (x @ w).sum()
+
+    fn = jax.grad(program) if differentiated else program
+    assert operand(fn, X, jnp.ones((4, 3))) == (W, (1, 0))
+
+
 def test_replaced_in_a_nested_function():
     seen = []
 

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 
-from hijax_trace import TraceEngine
+from hijax_trace import TraceEngine, carried_stacks
 from interception_core import Interceptor
+from jaxtap_testkit.tap_helpers import stablehlo
 
 L, B, S, D = 3, 2, 5, 4
 
@@ -133,7 +134,8 @@ def tap(fn):
         ids.append(call.op_id)
         return NotImplemented
 
-    return TraceEngine().wrap(fn, Interceptor({"jax.numpy.einsum": handler})), ids
+    targets = {"jax.numpy.einsum": handler, "hijax_trace.carried_stacks": carried_stacks}
+    return TraceEngine().wrap(fn, Interceptor(targets)), ids
 
 
 def made():
@@ -165,6 +167,14 @@ def test_other_programs_stay_as_they_are(name):
     tapped, _ = tap(fn)
     assert f"f32[1,{B},{S},{D}]" not in str(jax.make_jaxpr(tapped)(*given, 2))
     jax.tree.map(np.testing.assert_array_equal, jax.jit(fn)(*given, 2), jax.jit(tapped)(*given, 2))
+
+
+def test_nothing_is_rewritten_unasked():
+    fn, given = STACKED["plain"], made()
+    tapped = TraceEngine().wrap(fn, Interceptor({"jax.numpy.einsum": lambda *_: NotImplemented}))
+    assert stablehlo(tapped, *given, 2) == stablehlo(fn, *given, 2)
+    with pytest.raises(TypeError, match="can't be called"):
+        carried_stacks(*given)
 
 
 @pytest.mark.slow

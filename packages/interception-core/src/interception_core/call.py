@@ -48,7 +48,7 @@ class ValueKind(NamedTuple):
             activation that handlers have made of parameters and constants alone.
         closes_over: whether the value also depends on an array that the program closes over, such
             as a mask.
-        is_known: whether it is no state that a loop's steps compute of parameters alone.
+        is_known: false for the state that a loop's steps compute of parameters alone.
     """
 
     kind: Literal["view", "derived", "activation", "constant"]

@@ -90,4 +90,8 @@ constexpr const char* name(DType type) {
   return "unknown";
 }
 
+inline bool is_float(DType type) {
+  return type == DType::F32 || type == DType::BF16 || type == DType::F16;
+}
+
 }  // namespace jaxtap

@@ -23,6 +23,8 @@ inline void pause_spinning() {
 #endif
 }
 
+inline int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
+
 // Where the helpers come from: a thread pool that somebody else owns.
 class Scheduler {
  public:

@@ -31,6 +31,8 @@ struct MatmulConfig {
   int64_t rotation;  // the block in which rows of x are rotated by signs, an operand; or 0
   bool scaled;       // whether rows of x have a scale that is given: an operand after the signs
   bool bias = false, residual = false;  // whether they are operands, the last ones
+  bool clamps = false;                  // whether results are cut in the end
+  float least = 0.0f, most = 0.0f;      // between these
 };
 
 inline constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
@@ -67,6 +69,15 @@ bool Given(const Attributes& attributes, const char* name) {
   return given == 1;
 }
 
+// Between which results are cut in the end.
+template <class Attributes>
+void ReadClamp(const Attributes& attributes, MatmulConfig& config) {
+  config.clamps = Given(attributes, "clamps");
+  if (!config.clamps) return;
+  config.least = static_cast<float>(NeedAttribute<double>(attributes, "least"));
+  config.most = static_cast<float>(NeedAttribute<double>(attributes, "most"));
+}
+
 // A matmul of x[m, k] with one weight; operands after those say which where there are several, of
 // `kOperands` in all but for signs and what is added to the result.
 template <const char* kName, int kBits, int kOperands = 2, bool kAdded = false>
@@ -80,9 +91,10 @@ struct MatmulCall {
       if constexpr (kAdded) {
         bias = Given(attributes, "bias");
         residual = Given(attributes, "residual");
-        if (bias || residual) return;
-        throw invalid_argument("bias or residual must be 1, got 0 for both; where nothing is added "
-                               "call the target without \"_added\"");
+        ReadClamp(attributes, *this);
+        if (bias || residual || clamps) return;
+        throw invalid_argument("bias, residual or clamps must be 1, got 0 for all; where nothing is "
+                               "added call the target without \"_added\"");
       }
     }
   };

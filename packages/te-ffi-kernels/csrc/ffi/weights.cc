@@ -69,6 +69,9 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buff
   args.y_dtype = y.dtype;
   args.bias = given.bias;  // to rows in groups nothing is added
   args.residual = given.residual;
+  args.clamps = config.clamps;
+  args.least = config.least;
+  args.most = config.most;
   args.planes = kPlanes;
   args.rotation = {given.signs, config.rotation};
   args.x_scale = given.x_scale;

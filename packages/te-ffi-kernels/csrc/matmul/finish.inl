@@ -49,7 +49,7 @@ JAXTAP_INLINE void add_16(const uint8_t* addends, DType dtype, int64_t count, fl
 }
 
 JAXTAP_INLINE bool adds(const Output& out) {
-  return out.bias != nullptr || out.residual != nullptr;
+  return out.bias != nullptr || out.residual != nullptr || out.clamps;
 }
 
 #if defined(__AVX512F__)
@@ -63,6 +63,10 @@ JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __
   };
   if (kAdds && out.bias != nullptr) add(out.bias + 4 * column);
   if (kAdds && out.residual != nullptr) add(out.residual + at);
+  if (kAdds && out.clamps) {  // the second operand where one is NaN
+    values = _mm512_max_ps(_mm512_set1_ps(out.least), values);
+    values = _mm512_min_ps(_mm512_set1_ps(out.most), values);
+  }
   _mm512_mask_storeu_ps(out.y + at, used, values);
 }
 #endif
@@ -80,6 +84,12 @@ JAXTAP_INLINE void put_16(const Output& out, int64_t row, int64_t column, float*
   const int64_t from = column * (out.dtype == DType::F32 ? 4 : 2), at = row * out.stride + from;
   if (kAdds && out.bias != nullptr) add_16(out.bias + from, out.dtype, count, values);
   if (kAdds && out.residual != nullptr) add_16(out.residual + at, out.dtype, count, values);
+  if (kAdds && out.clamps) {
+    for (int i = 0; i < 16; ++i) {
+      values[i] = values[i] < out.least ? out.least : values[i];
+      values[i] = values[i] > out.most ? out.most : values[i];
+    }
+  }
   store_16(values, out.dtype, out.y + at, count);
 }
 

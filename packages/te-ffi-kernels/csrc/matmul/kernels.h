@@ -15,6 +15,9 @@
 
 namespace jaxtap {
 
+// Where the one run of a matmul begins.
+inline constexpr int64_t kOneRun[1] = {0};
+
 // Matmuls of plane rows with consecutive panels. A segment is a range of K with integer sums: a
 // group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8.
 struct Tile {
@@ -30,6 +33,10 @@ struct Tile {
   int64_t qvalues_stride;  // bytes from panel to panel
   int64_t panels;
   int64_t k;
+  // Exact: K is `runs` times `k`, and these are where each begins in a row of x, in bytes from its
+  // start: what a convolution's window covers of each line of its input. A matmul has one.
+  int64_t runs = 1;
+  const int64_t* x_runs = kOneRun;
 
   // Exact: int32 sums of one segment. The offsets are subtracted where `first`, else the sums are
   // added to what `sums` holds.
@@ -67,6 +74,7 @@ struct Quantize {
   int64_t offsets_stride;
   float* scale;  // of the row, or of each segment
   const float* given;  // with one plane: the scale to use; null: that of the largest magnitude
+  bool bounded;        // x is finite, and nowhere beyond 127 times the given scale
 };
 
 // One row of x times signs, then times Hadamard's matrix of each block.
@@ -88,6 +96,9 @@ struct Output {
   int64_t columns;
   const uint8_t* bias;      // of the first column, or null
   const uint8_t* residual;  // of the first row and column, or null
+  // Between which the sums are cut, the last of all; a NaN stays.
+  bool clamps = false;
+  float least = 0.0f, most = 0.0f;
 };
 
 // Matmuls of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
@@ -163,6 +174,15 @@ struct Kernels {
   void (*release)();  // at the end of a task, or null
 };
 
+// Gives the kernels' registers back, also when a panel turns out to be corrupted.
+struct Release {
+  void (*release)();
+  ~Release() {
+    if (release != nullptr) release();
+  }
+};
+
+const Kernels& kernels_of(Isa isa);
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();

@@ -18,25 +18,6 @@ namespace {
 // fit its caches.
 constexpr int64_t kRowsAtOnce = 128;
 
-const Kernels& kernels_of(Isa isa) {
-  switch (isa) {
-#if defined(__x86_64__)
-    case Isa::kAvx2:
-      return avx2_kernels();
-    case Isa::kAvx512:
-      return avx512_kernels();
-    case Isa::kAmx:
-      return amx_kernels();
-#endif
-    default:
-      return generic_kernels();
-  }
-}
-
-bool is_float(DType type) {
-  return type == DType::F32 || type == DType::BF16 || type == DType::F16;
-}
-
 void check(const Matmul& a) {
   const PackedWeights& w = a.weights;
   for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
@@ -62,8 +43,6 @@ void check(const Matmul& a) {
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
 
-int64_t divide_up(int64_t x, int64_t by) { return (x + by - 1) / by; }
-
 // Where there is nothing to multiply.
 void finish_zeros(const Matmul& args) {
   const std::vector<float> zeros(static_cast<size_t>(divide_up(args.weights.n, 16) * 16));
@@ -76,6 +55,21 @@ void finish_zeros(const Matmul& args) {
 }
 
 }  // namespace
+
+const Kernels& kernels_of(Isa isa) {
+  switch (isa) {
+#if defined(__x86_64__)
+    case Isa::kAvx2:
+      return avx2_kernels();
+    case Isa::kAvx512:
+      return avx512_kernels();
+    case Isa::kAmx:
+      return amx_kernels();
+#endif
+    default:
+      return generic_kernels();
+  }
+}
 
 int default_planes(int64_t m) {
   // A few rows wait for memory anyway.

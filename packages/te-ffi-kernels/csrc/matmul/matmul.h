@@ -38,6 +38,9 @@ struct Matmul {
   // so too: bit for bit as by separate additions.
   const void* bias = nullptr;      // [n]
   const void* residual = nullptr;  // [m, n] row-major; may be y itself, else they do not overlap
+  // Between which results are cut in the end; a NaN stays.
+  bool clamps = false;
+  float least = 0.0f, most = 0.0f;
   Rotation rotation;
   // With planes == 1, the scale of all rows instead of one of each, or null: x beyond 127 times that
   // saturates, and a NaN becomes 0.

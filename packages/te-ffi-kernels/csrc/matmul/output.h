@@ -14,7 +14,8 @@ inline Output output_of(const Matmul& args, int64_t row, int64_t column, int64_t
     return numbers == nullptr ? nullptr : static_cast<const uint8_t*>(numbers) + bytes;
   };
   return {static_cast<uint8_t*>(args.y) + at, args.y_dtype, n * size, columns,
-          from(args.bias, column * size), from(args.residual, at)};
+          from(args.bias, column * size), from(args.residual, at),
+          args.clamps, args.least, args.most};
 }
 
 }  // namespace jaxtap

@@ -185,7 +185,7 @@ inline void quantize_planes(const Quantize& q, uint32_t largest) {
 
 template <DType kType>
 inline void quantize_values(const Quantize& q) {
-  const uint32_t largest = largest_bits<kType>(q.x, q.k);
+  const uint32_t largest = q.bounded ? 0 : largest_bits<kType>(q.x, q.k);
   if (q.planes == 1) {
     quantize_int8<kType>(q, largest);
   } else {

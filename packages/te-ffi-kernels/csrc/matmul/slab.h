@@ -36,14 +36,6 @@ struct SumsTag {};
 struct QValuesTag {};
 struct PanelScalesTag {};
 
-// Gives the kernels' registers back, also when a panel turns out to be corrupted.
-struct Release {
-  void (*release)();
-  ~Release() {
-    if (release != nullptr) release();
-  }
-};
-
 // A matmul of one slab of rows: what all tasks need to know.
 class SlabMatmul {
  public:

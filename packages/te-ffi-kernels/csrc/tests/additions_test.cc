@@ -66,25 +66,38 @@ void check_same(const Case& c, const Buffer& y, const Buffer& expected, const st
   CHECK_THAT(same, c.text() + what);
 }
 
-// Every choice of what is added, and a residual in the place of y.
+// Cuts y, in place.
+void clamp(const Case& c, Buffer* y) {
+  for (int64_t i = 0; i < c.m * c.n; ++i) {
+    const auto value = static_cast<float>(element(y->get(), c.y_dtype, i));
+    if (value < -1.0f) set_element(y->get(), c.y_dtype, i, -1.0f);
+    if (value > 2.0f) set_element(y->get(), c.y_dtype, i, 2.0f);
+  }
+}
+
+// Choices of what is added, a residual in the place of y, and results that are cut.
 void check_additions(const Case& c, const Buffer& x, const Buffer& bias, const Buffer& residual,
                      const Weights& w, const Parallel& parallel, int64_t offset) {
   for (Isa isa : tested_isas()) {
     Buffer product(c.y_bytes(), offset);
     matmul(plain_matmul(c, x, w, &product), parallel, isa);
-    for (int added = 1; added < 4; ++added) {
+    for (int added : {1, 2, 3, 4, 7}) {
       Buffer expected(c.y_bytes(), 0);
       std::memcpy(expected.get(), product.get(), static_cast<size_t>(c.y_bytes()));
       if ((added & 1) != 0) add(c, bias, c.n, &expected);
       if ((added & 2) != 0) add(c, residual, c.m * c.n, &expected);
+      if ((added & 4) != 0) clamp(c, &expected);
       Buffer y(c.y_bytes(), offset);
       Matmul args = plain_matmul(c, x, w, &y);
+      args.clamps = (added & 4) != 0;
+      args.least = -1.0f;
+      args.most = 2.0f;
       if ((added & 1) != 0) args.bias = bias.get();
       if ((added & 2) != 0) args.residual = residual.get();
       const std::string what = std::string(" on ") + name(isa) + ", added " + std::to_string(added);
       matmul(args, parallel, isa);
       check_same(c, y, expected, what);
-      if ((added & 2) == 0) continue;
+      if ((added & 2) == 0 || args.clamps) continue;
       std::memcpy(y.get(), residual.get(), static_cast<size_t>(c.y_bytes()));
       args.residual = y.get();
       matmul(args, parallel, isa);

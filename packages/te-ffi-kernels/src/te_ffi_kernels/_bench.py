@@ -22,6 +22,15 @@ WEIGHTS = ((1024, 1024), (4096, 4096), (1024, 32000))
 GROUP = 32
 """Rows of a weight in 4 bits that share a scale."""
 DTYPES = ("float32", "bfloat16")
+LAYERS = (
+    (56, 64, 64, 3, 1),
+    (28, 128, 128, 3, 1),
+    (14, 256, 256, 3, 1),
+    (7, 512, 512, 3, 1),
+    (56, 144, 144, 3, 144),
+    (14, 672, 672, 5, 672),
+)
+"""Of convolutions: side of an image, input and output channels, side of the window, groups."""
 POSITIONS = (128, 512, 2048, 8192)
 HEADS = ((16, 16), (16, 4))
 """Heads of queries, and heads of keys."""
@@ -104,6 +113,52 @@ def _packed(bits: int, k: int, n: int) -> Any:
 def _float(bits: int, k: int, n: int, dtype: str) -> jax.Array:
     values, scale = _weight(bits, k, n)
     return jnp.asarray(values * np.repeat(scale.astype(np.float32), k // len(scale), 0), dtype)
+
+
+def convolution(spec: KernelSpec) -> Bench:
+    """Return convolutions of images with packed weights, beside XLA's with floats.
+
+    They are compared with the reference, which runs where the kernel does not.
+    """
+    bits = 4 if "w4" in spec.op else 8
+    cases = (_convolution(spec.op, bits, *layer, images) for layer in LAYERS for images in (1, 8))
+    return Bench(cases, "reference", variant=isa())
+
+
+def _convolution(
+    op: str, bits: int, side: int, channels: int, n: int, window: int, groups: int, images: int
+) -> BenchCase:
+    labels = {"side": side, "channels": channels, "n": n, "window": window, "groups": groups}
+    k, windows = window**2 * channels // groups, (window, window)
+
+    def x() -> jax.Array:
+        shape = (images, side, side, channels)
+        return jnp.asarray(np.random.default_rng(1).normal(size=shape), jnp.float32)
+
+    def packed() -> Any:
+        values, scale = _weight(bits, k, n)
+        scale = jnp.asarray(scale[:1], jnp.float32)
+        return (pack_w4 if bits == 4 else pack_w8)(jnp.asarray(values), scale)
+
+    def run(x: jax.Array, weight: Any) -> jax.Array:
+        return get_op(op)(x, weight, windows, padding="SAME", groups=groups)
+
+    def plain(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=numbers, feature_group_count=groups
+        )
+
+    def kernel() -> jax.Array:
+        values, scale = _weight(bits, k, n)
+        floats = values * scale[:1].astype(np.float32)
+        return jnp.asarray(floats.reshape(*windows, channels // groups, n))
+
+    return BenchCase(
+        labels | {"images": images},
+        lambda: (run, (x(), packed())),
+        {"float": lambda: (plain, (x(), kernel()))},
+    )
 
 
 def attention(spec: KernelSpec) -> Bench:

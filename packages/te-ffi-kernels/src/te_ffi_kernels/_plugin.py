@@ -69,6 +69,18 @@ _KERNELS = [
     *_matmul("gemv_w8", "int8 weights, float activations of a few rows"),
     *_matmul("gemv_w4", "int4 weights, float activations"),
     *_matmul("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
+    _kernel(
+        "conv_w8a8",
+        "convolution with int8 weights, activations quantized to int8 by image",
+        supports="convolution",
+        bench="_bench:convolution",
+    ),
+    _kernel(
+        "conv_w4a8",
+        "convolution with int4 weights, activations quantized to int8 by image",
+        supports="convolution",
+        bench="_bench:convolution",
+    ),
     _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
     _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
     _kernel("dequantize", "quantized values times their scales"),

@@ -1,16 +1,25 @@
 """Which calls the kernels take: each function returns True, or the reason why not."""
 
+import math
+
 from interception_core import KernelCall, select_kernel
 
 from ._measured import instruction_set, slower
 from .packed_weights.layout import GROUP_ALIGNMENT
 
+MOST_PRODUCTS = 2**17 - 64
+"""Products of a convolution's sum, which int32 holds."""
+MOST_TAPS = 1040
+"""The same of a depthwise one, whose sums are taken in float32."""
 _FLOATS = ("float32", "bfloat16", "float16")
 _FEATURES = 64
 """Input features from which a convolution was measured to be faster than XLA's in float32. Fewer
 take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
 _PLACES = 128
 """Places up to which one with float activations was, without instructions for int8."""
+_PRODUCTS, _PRODUCTS_AVX2 = 16, 512
+"""Products of a sum from which ``conv_w8a8`` was measured to be faster than XLA in float32, with
+instructions for int8 and without: see docs/benchmarks/convolutions.md."""
 
 
 def anything(call: KernelCall) -> bool | str:
@@ -60,6 +69,36 @@ def _slower_convolution(call: KernelCall) -> str | None:
     if isa == "avx2" and not few and not call.op.endswith("a8"):
         return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
     return None
+
+
+def convolution(call: KernelCall) -> bool | str:
+    """Tell whether x[images, *sizes, channels] with kernel[*window, channels, n] has a kernel."""
+    x, kernel = call.operands
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)):
+        return f"an operand has the symbolic shape {x} or {kernel}"
+    if not 3 <= len(x.shape) <= 2 + len("DHW"):
+        return f"images have {len(x.shape) - 2} axes"
+    if call.param("group", 0):
+        return "the weight has groups of rows"
+    *window, channels, n = kernel.shape
+    taps, groups = math.prod(window), call.param("groups", 1)
+    if not channels * taps:
+        return "nothing is contracted"
+    is_depthwise = groups > 1 and channels == 1 and n == groups
+    if taps * channels > MOST_PRODUCTS or (is_depthwise and taps > MOST_TAPS):
+        return f"its sums have {taps * channels} products"
+    columns = 16 if call.op.startswith("conv_w8") else 32
+    if groups > 1 and not is_depthwise and n // groups % columns:
+        return f"its {groups} groups are not of whole panels of {columns} output channels"
+    isa = instruction_set()
+    if isa == "generic":
+        return "XLA is faster on generic at convolutions"
+    least = _PRODUCTS_AVX2 if isa == "avx2" else _PRODUCTS
+    if not is_depthwise and taps * channels < least:
+        return f"XLA is faster on {isa} at convolutions with sums of fewer than {least} products"
+    return True
 
 
 def attention(call: KernelCall) -> bool | str:

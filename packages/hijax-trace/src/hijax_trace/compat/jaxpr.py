@@ -11,6 +11,7 @@ from jax._src import core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
+from jax._src.nn import functions as nn_functions  # 0.10.2 - 0.12
 from jax.extend.core import primitives
 
 from .deferred import deferred_p
@@ -24,8 +25,16 @@ Literal: type = core.Literal
 
 def open_of(jaxpr: Any) -> Any:
     """Return the jaxpr without its constants' values (0.10.2), or itself."""
-    return jaxpr.jaxpr if hasattr(jaxpr, "jaxpr") else jaxpr
+    return jaxpr.jaxpr if type(jaxpr) is ClosedJaxpr else jaxpr
 
+
+def is_of_jax_nn(jaxpr: Any, names: Sequence[str]) -> bool:
+    """Return whether a jaxpr is of one of ``jax.nn``'s functions."""
+    source = open_of(jaxpr).debug_info.func_src_info or ""
+    return any(source.startswith(f"{name} at {_NN}:") for name in names)
+
+
+_NN = nn_functions.__file__
 
 T = TypeVar("T")
 
@@ -117,10 +126,7 @@ typeof = core.typeof
 
 
 def same_type(given: Any, expected: Any) -> bool:
-    """Return whether two types are equal, weak types aside.
-
-    Weak types may differ.
-    """
+    """Return whether two types are equal, ignoring weak types."""
     return core.typematch(given, expected)
 
 

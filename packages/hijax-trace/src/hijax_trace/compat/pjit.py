@@ -91,9 +91,8 @@ class SharedParams(dict[str, Any]):
     """The parameters of several equal equations.
 
     Attributes:
-        left: what is left of a call all of whose results are used: the inputs that it uses, and
-            its parameters. None until JAX has removed what it does not need, and on 0.12, which
-            knows that without.
+        left: the call after dead code is removed, if all its results are used: the inputs that
+            it uses, and its parameters. None before that, and on 0.12, which knows it without.
     """
 
     left: tuple[list[bool], SharedParams] | None = None
@@ -147,6 +146,20 @@ def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
         avals: the types of the operands, whose cotangents are zeros.
     """
     return _custom_derivatives._handle_consts_in_bwd(rule, avals)
+
+
+def call_key(eqn: Any) -> tuple | None:
+    """Return a key that is equal for jitted calls that are treated alike; None for others.
+
+    It holds among equations that are alive.
+    """
+    if eqn.primitive is not jit_p:
+        return None
+    params = eqn.params
+    # A marker's name is of a class of its own.
+    own = id(params["jaxpr"]), type(params["name"]), params["inline"]
+    places = params["in_shardings"], params["out_shardings"]
+    return *own, *places, params["in_layouts"], params["out_layouts"]
 
 
 def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:

@@ -181,13 +181,14 @@ def is_used_besides(value: Any, users: Sequence[Any]) -> bool:
         users: the equations.
     """
     variables = {id(var) for user in users for var in user.outvars} | {id(value.val)}
+    known = set(map(id, users))
     for eqn in reversed(value._trace.frame.tracing_eqns):
         eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
         if eqn is value.parent:
             break
-        if eqn is None or any(eqn is user for user in users):
+        if eqn is None or id(eqn) in known:
             continue
-        if any(id(x.val) in variables for x in eqn.in_tracers):
+        if not variables.isdisjoint([id(x.val) for x in eqn.in_tracers]):
             return True
     return False
 

@@ -33,6 +33,11 @@ def _run(*values: Any, jaxpr: Any) -> list[Any]:
     return as_function(jaxpr)(*values)
 
 
+# A handler may have made HiPrims, as JAX 0.12 makes of ``custom_jvp`` functions with its flag.
+# Nothing transposes a program that is lowered to arrays: then it needs no equation of its own.
+transposable_p.to_lojax = _run
+
+
 @transposable_p.def_abstract_eval
 def _types(*avals: Any, jaxpr: Any) -> list[Any]:
     return jaxpr.out_avals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from typing import Any, NamedTuple
 
 from .. import compat
@@ -9,19 +10,9 @@ from ..proxy.moves import rounds
 from .axes import AXES, Axes, compose, dropped, identity
 from .holders import CHANGES, SAME, SLICE, Body, custom_body, told_by
 
-
-class Source(NamedTuple):
-    """The input of a jaxpr that a value is a move of.
-
-    Attributes:
-        index: the number of the input.
-        axes: where the input's axes are in the value; None if its type has no axes.
-        through: the variables in between, the value's included.
-    """
-
-    index: int
-    axes: Axes | None
-    through: tuple[Any, ...]
+Source = tuple[int, Axes | None]
+"""The number of the input of a jaxpr that a value is a move of, and where the input's axes are in
+the value; None if its type has no axes."""
 
 
 class Origin(NamedTuple):
@@ -37,12 +28,14 @@ class Origin(NamedTuple):
 
     def moved(self, axes: Axes | None) -> Origin:
         """Return the origin of the value after another move."""
-        both = None if self.axes is None or axes is None else compose(self.axes, axes)
-        return Origin(self.path, both)
+        return Origin(self.path, moved_by(self.axes, [axes]))
 
 
 class Flow:
-    """The sources of one jaxpr's values, found when they are asked for.
+    """How one jaxpr's values were moved, one step for each value.
+
+    A step is found when it is asked for, and holds wherever the jaxpr is used. Which values
+    handlers replaced differs from place to place, so each question walks the way to an input.
 
     Args:
         jaxpr: the open jaxpr.
@@ -56,39 +49,45 @@ class Flow:
         self.inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self.makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self._eqns = jaxpr.eqns
-        self._found: dict[Any, Source | None] = {}
+        self._steps: dict[Any, tuple[Any, Axes | None] | None] = {}
 
-    def source(self, atom: Any) -> Source | None:
-        """Return the source of a variable or literal, or None."""
-        if isinstance(atom, compat.Literal):
-            return None
-        if atom not in self._found:
-            self._found[atom] = self._find(atom)
-        return self._found[atom]
+    def source(self, atom: Any, replaced: Set[Any] = frozenset()) -> Source | None:
+        """Return the input that a variable or literal is a move of, and the axes.
 
-    def _find(self, var: Any) -> Source | None:
-        index = self.inputs.get(var)
-        if index is not None:
-            return Source(index, _identity(var.aval), ())
-        place = self.makers.get(var)
-        if place is None:
-            return None
-        eqn = self._eqns[place]
-        step = move_of(
-            eqn.primitive,
-            eqn.params,
-            [atom.aval for atom in eqn.invars],
-            [out.aval for out in eqn.outvars],
-            eqn.outvars.index(var),
-        )
-        if step is None:
-            return None
-        operand, axes = step
-        before = self.source(eqn.invars[operand])
-        if before is None:
-            return None
-        both = None if before.axes is None or axes is None else compose(before.axes, axes)
-        return Source(before.index, both, (*before.through, var))
+        Args:
+            atom: the variable or literal.
+            replaced: the variables that handlers replaced, which are not the input any more.
+        """
+        steps: list[Axes | None] = []
+        while not isinstance(atom, compat.Literal) and atom not in replaced:
+            index = self.inputs.get(atom)
+            if index is not None:
+                return index, moved_by(_identity(atom.aval), steps)
+            if (step := self._step(atom)) is None:
+                break
+            atom, axes = step
+            steps.append(axes)
+        return None
+
+    def _step(self, var: Any) -> tuple[Any, Axes | None] | None:
+        """Return the atom that a variable is moved from, and the axes; None if it is computed."""
+        if var not in self._steps:
+            place = self.makers.get(var)
+            self._steps[var] = None if place is None else _step_of(self._eqns[place], var)
+        return self._steps[var]
+
+
+def _step_of(eqn: Any, var: Any) -> tuple[Any, Axes | None] | None:
+    ins, outs = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
+    found = move_of(eqn.primitive, eqn.params, ins, outs, eqn.outvars.index(var))
+    return None if found is None else (eqn.invars[found[0]], found[1])
+
+
+def moved_by(axes: Axes | None, steps: Sequence[Axes | None]) -> Axes | None:
+    """Return where axes are after several moves, the last one first."""
+    for step in reversed(steps):
+        axes = None if axes is None or step is None else compose(axes, step)
+    return axes
 
 
 def _identity(aval: Any) -> Axes | None:
@@ -149,14 +148,13 @@ def move_of(
 
 def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
     source = flow_of(body.jaxpr).source(compat.open_of(body.jaxpr).outvars[result])
-    if source is None or body.kinds[source.index] == CHANGES:
+    if source is None:
         return None
-    operand = body.inputs[source.index]
-    if operand is None:
+    index, axes = source
+    operand, kind = body.inputs[index], body.kinds[index]
+    if operand is None or kind == CHANGES:
         return None
-    inside = axes_inside(body.kinds[source.index], ins[operand])
-    both = None if inside is None or source.axes is None else compose(inside, source.axes)
-    return operand, both
+    return operand, moved_by(axes_inside(kind, ins[operand]), [axes])
 
 
 def forwarded(eqn: Any) -> list[tuple[int, int]]:

@@ -278,7 +278,7 @@ CUSTOM_CALLS = frozenset([compat.custom_jvp_call_p, compat.custom_vjp_call_p])
 def custom_body(primitive: Any, params: dict[str, Any], operands: int) -> Body | None:
     """Return the function of a call with custom derivative rules; None for other equations.
 
-    It is no ``Holder``, because its rules belong to the program as well; see ``custom``.
+    It is not a ``Holder``, because its rules belong to the program as well; see ``custom``.
     """
     if primitive in CUSTOM_CALLS:
         jaxpr, inputs = params["call_jaxpr"], tuple(range(operands))
@@ -393,14 +393,7 @@ def told_by(
 ) -> tuple[Sequence[Body], str] | None:
     """Return the programs that tell an equation's results, and how: see ``Holder.results``.
 
-    Args:
-        primitive: the equation's primitive.
-        params: its parameters.
-        operands: how many operands it has.
-        results: how many results.
-
-    Returns:
-        None if no program tells them.
+    None if no program tells them. ``operands`` and ``results`` are how many it has.
     """
     custom = custom_body(primitive, params, operands)
     if custom is not None:

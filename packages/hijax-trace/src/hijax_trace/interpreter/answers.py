@@ -54,15 +54,7 @@ class Answers:
         self._kept: dict[Hashable, list[Answer]] = {}
 
     def again(self, task: Task, info: Any) -> bool:
-        """Do at an operation what a handler did at another one.
-
-        Args:
-            task: the operation's task.
-            info: its source.
-
-        Returns:
-            Whether there was one at which a handler was told the same.
-        """
+        """Do at an operation what a handler did where it was told the same, if it was anywhere."""
         run, eqn, marker = self._run, task.eqn, task.marker
         kept = self._kept.get((marker, task.within))
         given = None if kept is None else self._given(eqn)

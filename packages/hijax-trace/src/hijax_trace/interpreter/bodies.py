@@ -7,18 +7,22 @@ import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+import jax
+import numpy as np
+
 from .. import compat
 from ..box.scope import lifting
 from ..dataflow.dataflow import expression_inside
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, axes_inside
 from ..dataflow.holders import CHANGES, SAME, SLICE, Body
+from ..proxy.array_proxy import Lost
+from ..proxy.carrier import proxy_of
 from ..staging.marker import hoisted
 from .body_proxies import NO_PROXIES, BodyProxies
 from .frames import Frame, Inputs, Operands, Place
 from .op_ids import Key, Numbers, under
 from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Outcome, Question, Told
-from .rules import stage_again
 from .session import Session
 
 
@@ -162,6 +166,7 @@ def tap_body(
     if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
     here = BodyHere(session, place, body, operands)
+    # Handlers may look at all of this without a question that is logged.
     known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
     held = proxies.key(), returns
@@ -206,7 +211,8 @@ def tap_body(
         returned=returned,
         told=here.told(inner, list(counted), before),
     )
-    # A tracer is of this call alone, and so is an expression that a handler has seen.
+    # Not for other calls: it captured a tracer of this one, or a handler saw an expression of it,
+    # whose text and inputs are no answers that can be compared.
     if any(isinstance(value, compat.Tracer) for value in extra) or (EXPRESSION,) in inner.asked:
         return tapped
     if shared:
@@ -214,6 +220,57 @@ def tap_body(
     elif not tapped.outcome.replaced:
         return _as_before(tapped, session, place, body, operands)
     return tapped
+
+
+def stage_again(
+    session: Session,
+    frame: Frame,
+    jaxpr: Any,
+    consts: Sequence[Any],
+    proxies: BodyProxies = NO_PROXIES,
+    returns: Sequence[int] = (),
+) -> tuple[Any, list[Any], dict[int, Any]]:
+    """Stage the re-interpretation of a jaxpr.
+
+    Args:
+        session: the call of the wrapped function.
+        frame: the jaxpr's frame.
+        jaxpr: the jaxpr, open or closed.
+        consts: the values of its constants.
+        proxies: the array proxies that it takes.
+        returns: the results whose array proxies it returns, too, after all results.
+
+    Returns:
+        The new open jaxpr, the values of its constants, and the structures of the array proxies
+        that it returns, by result. The body of a loop of known length has one more input, the
+        last: the number of the step.
+    """
+    jaxpr = compat.open_of(jaxpr)
+    own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
+    before, after = proxies.avals()
+    start, end = len(before), len(before) + len(own)
+    number = [compat.typeof(np.int32(0))] if frame.length else []
+    returned: dict[int, Any] = {}
+
+    def flat(*args: Any) -> list[Any]:
+        if number:
+            frame.index, args = args[-1], args[:-1]
+        for i, proxy in proxies.inside(args[:start], args[end:]).items():
+            frame.proxies[jaxpr.invars[i]] = proxy
+        try:
+            results = session.reinterpret(frame, jaxpr, [*consts, *args[start:end]])
+        finally:
+            frame.index = None  # a tracer of the trace that ends here
+        for i in returns:
+            held = proxy_of(frame.proxy(jaxpr.outvars[i]))
+            if held is not None and not isinstance(held, Lost):
+                leaves, returned[i] = jax.tree.flatten(held)
+                results = [*results, *leaves]
+        return results
+
+    info = jaxpr.debug_info._replace(result_paths=None) if returns else jaxpr.debug_info
+    new, constants = compat.stage(flat, [*before, *own, *after, *number], info)
+    return new, constants, returned
 
 
 def _as_before(

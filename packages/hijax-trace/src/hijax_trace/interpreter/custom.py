@@ -48,15 +48,7 @@ def rebuild_custom(
     values: Sequence[Any],
     operands: Operands,
 ) -> Rebuilt:
-    """Return a call with custom derivative rules, with all of it tapped.
-
-    Args:
-        session: the call of the wrapped function.
-        place: where the equation is.
-        params: its parameters.
-        values: its operands.
-        operands: what is known of them.
-    """
+    """Return a call with custom derivative rules, with all of it tapped."""
     if "_prim" in params:
         return _rebuild_prim(session, place, params["_prim"], values, operands)
     new = dict(params)

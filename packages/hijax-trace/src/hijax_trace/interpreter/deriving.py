@@ -35,12 +35,12 @@ def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     derivatives = run.derivatives
     if not function.is_derived and derivatives.has_no_derivative(program):
         if function is program:
-            inline(run, task, program.jaxpr, values, info)
+            _keep_metadata(run, eqn, inline(run, task, program.jaxpr, values, info))
             return
         original = _original(run, task, operands, info, function)
         with compat.at(info), eqn.ctx.manager:
             results = function.run(original.run, values, operands.proxies)
-        _finish(run, eqn, original.frame, results, program.jaxpr)
+        _finish(run, eqn, original.frame, results)
         return
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
     # A derivative in a nested jaxpr finds the original of one around it in the session.
@@ -59,7 +59,7 @@ def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         else:
             results, call = derivative.split(shared.run, values, operands.proxies)
             derivatives.keep(derivative, eqn, Linear(len(values), call, shared))
-    _finish(run, eqn, shared.frame, results, None if function.is_derived else program.jaxpr)
+    _finish(run, eqn, shared.frame, results)
 
 
 def _original(run: Pass, task: Task, operands: Operands, info: Any, function: Function) -> Original:
@@ -71,17 +71,25 @@ def _original(run: Pass, task: Task, operands: Operands, info: Any, function: Fu
     return Original(again, run.place(task), function, operands)
 
 
-def _finish(
-    run: Pass, eqn: Any, inner: Frame | None, results: list[Any], closed: Any = None
-) -> None:
-    """Continue with results; those of the original ``closed`` have its metadata."""
+def _finish(run: Pass, eqn: Any, inner: Frame | None, results: list[Any]) -> None:
+    """Continue with the results of an operation that was made in a frame of its program."""
     assert inner is not None
-    atoms = [] if closed is None else compat.open_of(closed).outvars
-    for var, atom in zip(eqn.outvars, atoms, strict=False):
-        if metadata := inner.metadata_of(atom):
-            run.frame.metadata[var] = metadata
+    if not eqn.params["function"].is_derived:
+        _keep_metadata(run, eqn, inner)
     mark_replaced(run.frame, eqn, inner)
     run.write(eqn.outvars, results)
+
+
+def _keep_metadata(run: Pass, eqn: Any, inner: Frame) -> None:
+    """Keep what handlers attached inside of the program: the operation's operands and results."""
+    function = eqn.params["function"]
+    jaxpr = compat.open_of(function.program.jaxpr)
+    own = [None if place is None else eqn.invars[place] for place in function.places]
+    atoms = zip((*eqn.outvars, *own), (*jaxpr.outvars, *jaxpr.invars), strict=True)
+    for atom, inside in atoms:
+        metadata = inner.metadata_of(inside)
+        if metadata and atom is not None and type(atom) is not compat.Literal:
+            run.frame.metadata[atom] = metadata
 
 
 class Original(Inputs):

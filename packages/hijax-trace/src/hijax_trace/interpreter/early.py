@@ -55,9 +55,9 @@ class Early:
 
     Attributes:
         tracers: what is known of the program's values.
-        met: whether a handler had to be asked in a mode that does not ask early.
-        met_nested: whether that was in a nested trace. JAX reuses those, so they must then be
-            kept apart by module path.
+        needs_restage: whether a handler had to be asked in a mode that does not ask early.
+        restages_nested: whether that was in a nested trace. JAX reuses those, so they must then
+            differ by module path.
     """
 
     def __init__(self, session: Session):
@@ -65,7 +65,7 @@ class Early:
         self.tracers = Tracers()
         self._numbers = Numbers()
         self._looked_at = 0
-        self.met = self.met_nested = False
+        self.needs_restage = self.restages_nested = False
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Ask the handler of a function.
@@ -125,9 +125,9 @@ class Early:
                 proceed, args = functools.partial(self._proceed, primitive), tuple(values)
                 asked = self._call(name, "primitive", args, params, where, within, values, proceed)
                 with settled():
-                    result = handler(asked, *values, **params)
+                    result = self._keep(asked, handler(asked, *values, **params))
                     if result is not NotImplemented:
-                        return self._keep(asked, result)
+                        return result
                 within = within | {name}
             if not enters:
                 return NotImplemented
@@ -185,8 +185,8 @@ class Early:
         Args:
             nested: whether the operation is in a nested trace.
         """
-        self.met = True
-        self.met_nested |= nested
+        self.needs_restage = True
+        self.restages_nested |= nested
         if self.tracers.base() is not None:
             raise Restage(self)
 
@@ -218,9 +218,9 @@ class Early:
         """Keep the metadata that a handler attached, and which values it replaced."""
         for value, metadata in call.given.values():
             self.tracers.attach(value, metadata)
-        if result is not NotImplemented and not call.is_own(result):
+        if result is not NotImplemented:
             for value in jax.tree.leaves(result):
-                self.tracers.replace(value)
+                self.tracers.replace(value, call.is_own(result))
         return result
 
     def _frame(self, where: tuple[str, str], values: Sequence[Any]) -> Frame:
@@ -245,9 +245,11 @@ class Early:
             else:
                 new = rebuild(*where, primitive, params, values, operands)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
-        if new.outcome.from_handler:
-            for value in jax.tree.leaves(result):
-                self.tracers.replace(value)
+        results = result if primitive.multiple_results else [result]
+        for value in results if new.outcome.replaced else ():
+            self.tracers.replace(value, not new.outcome.from_handler)
+        for i, note in new.outcome.metadata.items():
+            self.tracers.attach(results[i], note)
         return result
 
     def _operands(self, values: list[Any]) -> Operands:

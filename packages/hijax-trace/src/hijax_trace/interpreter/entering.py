@@ -22,8 +22,8 @@ def inline(
     values: list[Any],
     info: Any,
     within: frozenset[str] | None = None,
-) -> None:
-    """Re-interpret the program of a call instead of the call.
+) -> Frame:
+    """Re-interpret the program of a call instead of the call. Return its frame.
 
     Args:
         run: the pass.
@@ -45,6 +45,7 @@ def inline(
             frame.proxies[var] = inner.proxies[atom]
     mark_replaced(frame, eqn, inner)
     run.write(eqn.outvars, results)
+    return inner
 
 
 def inner_frame(

@@ -231,15 +231,15 @@ class Frame:
 
     def origin(self, atom: Any) -> Origin | None:
         """Return the origin of a variable or literal of the jaxpr."""
-        source = self._values.flow.source(atom)
-        # A value that passed through a handler's result is not the input any more.
-        if source is None or not self.replaced.isdisjoint(source.through):
+        source = self._values.flow.source(atom, self.replaced)
+        if source is None:
             return None
-        question = ORIGIN, source.index
+        index, axes = source
+        question = ORIGIN, index
         if question not in self.asked:
-            self.asked[question] = self._inputs.origin(source.index)
+            self.asked[question] = self._inputs.origin(index)
         origin = self.asked[question]
-        return None if origin is None else origin.moved(source.axes)
+        return None if origin is None else origin.moved(axes)
 
     def metadata_of(self, atom: Any) -> Metadata:
         """Return what handlers attached to a variable or literal."""

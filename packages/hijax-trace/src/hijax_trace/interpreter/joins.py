@@ -18,6 +18,7 @@ from interception_core import TargetError, explicit_mesh
 
 from .. import compat
 from ..staging.repeated import appended
+from .cuts import CUTTING, cuts_of
 from .one_pass import Pass
 from .tasks import Task
 from .views import ORDERED, makers, moved
@@ -55,6 +56,17 @@ class Joins:
             TargetError: ``joined`` returned something of another type.
         """
         run, eqn = self._run, task.eqn
+        # Most equations have no such operand, which is found before anything is taken apart.
+        results, joined = run.frame.from_handler, self._results
+        made = [
+            i
+            for i, var in enumerate(eqn.invars)
+            if type(var) is not compat.Literal and (var in results or var in joined)
+        ]
+        if not made:
+            return False
+        if self._cut(eqn, made, values, info):
+            return True
         last, atoms, eqns = eqn, eqn.invars, [eqn]
         if task.inlined:  # such as jnp.add, which broadcasts before it adds
             closed = eqn.params["jaxpr"]
@@ -65,9 +77,8 @@ class Joins:
             last = eqns[-1]
         if last.primitive.name not in _ELEMENTWISE:
             return False
-        for value, var, atom in zip(values, eqn.invars, atoms, strict=True):
-            if type(var) is compat.Literal or not self._is_made(var):
-                continue
+        for i in made:
+            value, var, atom = values[i], eqn.invars[i], atoms[i]
             origin, users = _origin(value, run.trace)
             if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
                 continue
@@ -87,9 +98,38 @@ class Joins:
             return True
         return False
 
-    def _is_made(self, var: Any) -> bool:
-        """Return whether a handler or a join made the value of a variable."""
-        return var in self._run.frame.from_handler or var in self._results
+    def _cut(self, eqn: Any, made: Sequence[int], values: Sequence[Any], info: Any) -> bool:
+        """Make an equation that cuts its operand between numbers, by the call that made that.
+
+        Args:
+            eqn: the equation.
+            made: the numbers of its operands that a handler or a join made.
+            values: its operands.
+            info: its source.
+        """
+        run = self._run
+        if eqn.primitive.name not in CUTTING and not compat.holds_jaxprs(eqn):
+            return False
+        found = cuts_of(eqn)
+        if found is None or compat.is_symbolic(found[0].aval):
+            return False
+        var, steps = found
+        which = eqn.invars.index(var)
+        if which not in made:
+            return False
+        origin, users = _origin(values[which], run.trace)
+        if origin is None or not self._can_be_last(eqn, var, values):
+            return False
+        with compat.at(info), eqn.ctx.manager:
+            for primitive, numbers in steps:
+                origin = _called(primitive, {}, [origin, *numbers], 0, origin)
+                if origin is NotImplemented:
+                    return False
+            for user in reversed(users):
+                (origin,) = compat.append(run.trace, user, [origin], info)
+            run.write(eqn.outvars, [origin])
+        self._results.update(eqn.outvars)
+        return True
 
     def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
         """Return whether nothing else uses a variable, and its equation's operands are arrays.
@@ -142,18 +182,25 @@ def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
 
 def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:
     """Return what the call that made ``origin`` returns for an equation, in its own shape."""
-    _, call = compat.producer(origin)
-    name, primitive, whole = call.params["name"], eqn.primitive.name, eqn.outvars[0].aval.shape
+    whole = eqn.outvars[0].aval.shape
     operands = [
         origin if i == which else _reshaped(x, whole, origin.shape) for i, x in enumerate(values)
     ]
+    return _called(eqn.primitive.name, eqn.params, operands, which, origin)
+
+
+def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, origin: Any) -> Any:
+    """Return what the call that made ``origin``, one of the operands, returns for a primitive."""
+    _, call = compat.producer(origin)
+    name = call.params["name"]
     others = [x for x in operands if x is not origin]
-    types = tuple(map(compat.typeof, others))
-    key = call.params["jaxpr"], primitive, tuple(eqn.params.items()), which, types
+    arrays = [x for x in others if not isinstance(x, np.generic)]
+    types = tuple(x if isinstance(x, np.generic) else compat.typeof(x) for x in others)
+    key = call.params["jaxpr"], primitive, tuple(params.items()), which, types
     result = appended(
         key,
-        lambda: name.joined(primitive, eqn.params, operands, which, call.in_tracers),
-        [*call.in_tracers, *others],
+        lambda: name.joined(primitive, params, operands, which, call.in_tracers),
+        [*call.in_tracers, *arrays],
     )
     if result is NotImplemented:
         return result

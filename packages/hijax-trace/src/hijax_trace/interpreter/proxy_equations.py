@@ -162,7 +162,7 @@ def carry(frame: Frame, eqn: Any) -> None:
 def forward(frame: Frame, eqn: Any) -> None:
     """Keep what is known of operands that an equation returns."""
     held = [frame.proxy(atom) is not None for atom in eqn.invars]
-    if not any(held) and not any(map(frame.metadata_of, eqn.invars)):
+    if not any(held) and not (frame.metadata and any(map(frame.metadata_of, eqn.invars))):
         return
     for i, operand in forwarded(eqn):
         if metadata := frame.metadata_of(eqn.invars[operand]):

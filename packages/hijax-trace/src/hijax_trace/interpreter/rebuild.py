@@ -58,15 +58,7 @@ def rebuild(
     values: Sequence[Any],
     operands: Operands,
 ) -> Rebuilt:
-    """Return an equation with the programs that it holds tapped.
-
-    Args:
-        session: the call of the wrapped function.
-        place: where the equation is.
-        primitive: its primitive, for which there is a ``Holder``.
-        params: its parameters.
-        values: its operands.
-        operands: what is known of them.
+    """Return an equation with the programs that it holds tapped: ``primitive`` has a ``Holder``.
 
     Raises:
         JaxtapError: a handler used a value from around a primitive that can't take more operands,
@@ -74,8 +66,9 @@ def rebuild(
     """
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
-    before = session.numbers.copy()
+    before = session.numbers.copy()  # from which a HiPrim's rules count, as its expansion does
     bodies = holder.bodies(params, len(values))
+    # The arrays of proxies become operands, which not all primitives can take.
     proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
     expands = primitive is compat.call_hi_primitive_p and holder_of(primitive, params) is None
     if expands:
@@ -99,6 +92,7 @@ def rebuild(
     taken = [
         part if one.takes_proxies else NO_PROXIES for part, one in zip(taken, tapped, strict=True)
     ]
+    # JAX's rule for a linear solve has no derivative by what its other programs close over.
     extra = [
         tuple(map(jax.lax.stop_gradient, given)) if i in holder.constant else given
         for i, (one, part) in enumerate(zip(tapped, taken, strict=True))

@@ -39,7 +39,7 @@ def reinterpret(
 class Interpreter(Pass):
     """A pass that makes each equation by the action of its task."""
 
-    _carries = False  # whether any proxy carries others: those of results come from operands'
+    _has_carriers = False  # results inherit them from operands, so the inputs decide
 
     def results(self) -> list[Any]:
         """Make the equations. Return the jaxpr's results."""
@@ -47,11 +47,11 @@ class Interpreter(Pass):
         # Tracers cost nothing to keep. Concrete arrays are freed after their last use.
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
-        self._carries = any(type(held) is Carrier for held in frame.proxies.values())
+        self._has_carriers = any(type(held) is Carrier for held in frame.proxies.values())
         # An engine around this one must see each operation.
         if self.appends and not self.session.is_observed:
             self.joins = Joins(self)
-            if self.session.interceptor.is_pure and not self._carries:
+            if self.session.interceptor.is_pure and not self._has_carriers:
                 self.answers = Answers(self)
         if any(task.do is Do.GROUP for task in tasks):
             forget = {}  # the last equation of a group needs the operands of all
@@ -80,23 +80,31 @@ class Interpreter(Pass):
         # Operands of a group's last equation are only made if the handler leaves the group.
         atoms = () if task.do is Do.GROUP else eqn.invars
         values = [a.val if type(a) is compat.Literal else self.values[a] for a in atoms]
-        if frame.proxies and proxy_equations.make(self, task, values, info):
+        if (frame.proxies and proxy_equations.make(self, task, values, info)) or self._is_joined(
+            task, values, info
+        ):
             pass
         elif task.do is Do.PASS:
-            joins = self.joins if frame.from_handler else None
-            if joins is None or not joins.make(task, values, info):
-                self.again(task, eqn, values, info)
+            self.again(task, eqn, values, info)
         else:
             _ACTIONS[task.do](self, task, values, info)
         known = frame.metadata or frame.proxies
         # A handler's results are not the operands that the original returns.
         if known and compat.holds_jaxprs(eqn) and not frame.from_handler.issuperset(eqn.outvars):
             proxy_equations.forward(frame, eqn)
-        if self._carries:
+        if self._has_carriers:
             proxy_equations.carry(frame, eqn)
             if self.session.lacking:
                 restore_derived(self, eqn)
                 note_use(self.session, frame, task)
+
+    def _is_joined(self, task: Task, values: Sequence[Any], info: Any) -> bool:
+        """Make an equation by the call that made one of its operands, if there is one."""
+        # A function with a derivative rule may be relu.
+        joins = self.joins if task.do is Do.PASS or task.do is Do.CUSTOM else None
+        return (
+            joins is not None and bool(self.frame.from_handler) and joins.make(task, values, info)
+        )
 
 
 _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {

@@ -7,70 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
 from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import Unknown
-from ..proxy.array_proxy import Lost
-from ..proxy.carrier import proxy_of
-from .body_proxies import NO_PROXIES, BodyProxies
-from .frames import Frame, Inputs, Operands, Place
+from .bodies import stage_again
+from .frames import Inputs, Operands, Place
 from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
 from .op_ids import Numbers
 from .session import Session
-
-
-def stage_again(
-    session: Session,
-    frame: Frame,
-    jaxpr: Any,
-    consts: Sequence[Any],
-    proxies: BodyProxies = NO_PROXIES,
-    returns: Sequence[int] = (),
-) -> tuple[Any, list[Any], dict[int, Any]]:
-    """Stage the re-interpretation of a jaxpr.
-
-    Args:
-        session: the call of the wrapped function.
-        frame: the jaxpr's frame.
-        jaxpr: the jaxpr, open or closed.
-        consts: the values of its constants.
-        proxies: the array proxies that it takes.
-        returns: the results whose array proxies it returns, too, after all results.
-
-    Returns:
-        The new open jaxpr, the values of its constants, and the structures of the array proxies
-        that it returns, by result. The body of a loop of known length has one more input, the
-        last: the number of the step.
-    """
-    jaxpr = compat.open_of(jaxpr)
-    own = [var.aval for var in compat.inputs_of(jaxpr)[len(consts) :]]
-    before, after = proxies.avals()
-    start, end = len(before), len(before) + len(own)
-    number = [compat.typeof(np.int32(0))] if frame.length else []
-    returned: dict[int, Any] = {}
-
-    def flat(*args: Any) -> list[Any]:
-        if number:
-            frame.index, args = args[-1], args[:-1]
-        for i, proxy in proxies.inside(args[:start], args[end:]).items():
-            frame.proxies[jaxpr.invars[i]] = proxy
-        try:
-            results = session.reinterpret(frame, jaxpr, [*consts, *args[start:end]])
-        finally:
-            frame.index = None  # a tracer of the trace that ends here
-        for i in returns:
-            held = proxy_of(frame.proxy(jaxpr.outvars[i]))
-            if held is not None and not isinstance(held, Lost):
-                leaves, returned[i] = jax.tree.flatten(held)
-                results = [*results, *leaves]
-        return results
-
-    info = jaxpr.debug_info._replace(result_paths=None) if returns else jaxpr.debug_info
-    new, constants = compat.stage(flat, [*before, *own, *after, *number], info)
-    return new, constants, returned
 
 
 class CustomRule(NamedTuple):

@@ -15,6 +15,7 @@ from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..state.stacks import carried_stacks
 from .frames import Frame
 from .hi_prims import Expansions
 from .op_ids import Key, Numbers
@@ -64,6 +65,7 @@ class Tapping:
 
     Attributes:
         owner: identifies its markers. Equal for interceptors that share JAX's traces.
+        carries_stacks: whether ``carried_stacks`` is a target.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Tapping:
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
+        self.carries_stacks = any(site.subject is carried_stacks for site in self.functions)
         self._observe = observe
         self.tasks = Tasks(self.primitives, self.owner, Expansions(self.run), self.functions)
         self.memo, self.keys = Memo(), Keys(interceptor.resolve_origin)

@@ -216,10 +216,13 @@ class Tasks:
 
         Args:
             eqn: the equation.
-            sorts: what was found for other equations of its jaxpr. Equal calls share parameters.
+            sorts: what was found for other equations of its jaxpr.
         """
-        key = eqn.primitive, id(eqn.params)
-        sort = None if sorts is None else sorts.get(key)
+        sort = key = None
+        if sorts is not None:
+            # Calls of one function on equal types share its jaxpr.
+            key = compat.call_key(eqn) or (eqn.primitive, id(eqn.params))
+            sort = sorts.get(key)
         if sort is None:
             sort = self._sort(eqn)
             if sorts is not None:

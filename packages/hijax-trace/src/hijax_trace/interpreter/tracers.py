@@ -9,14 +9,15 @@ from typing import Any, NamedTuple
 from interception_core import ValueKind
 
 from .. import compat
-from ..dataflow.axes import dropped
+from ..dataflow.axes import Axes, dropped, identity
 from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
-from ..dataflow.flow import Origin, move_of
-from ..dataflow.nodes import OTHER_TRACE, Part, Unknown, uniform_axes
-from ..proxy.array_proxy import ArrayProxy
+from ..dataflow.flow import Origin, move_of, moved_by
+from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
+from ..proxy.array_proxy import ArrayProxy, Lost
+from ..proxy.carrier import proxy_of
 from .questions import Metadata
-from .views import moved_proxy
+from .views import DIFFERENTIATED, moved_proxy
 
 _NOTHING: Metadata = {}
 
@@ -38,6 +39,7 @@ class Tracers:
         self._origins: Callable[[int], Origin] | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
         self._proxies: Mapping[int, ArrayProxy] = {}
+        self._replaced: set[Any] = set()  # as ``Frame.replaced`` and ``Frame.from_handler``
         self._foreign: set[Any] = set()
 
     def begin(
@@ -63,17 +65,21 @@ class Tracers:
     def end(self) -> None:
         """End the staging of the program."""
         self.base, self._origins = _no_trace, None
-        self._metadata, self._proxies, self._foreign = {}, {}, set()
+        self._metadata, self._proxies = {}, {}
+        self._replaced, self._foreign = set(), set()
 
     def attach(self, value: Any, metadata: Metadata) -> None:
         """Keep the metadata that a handler attached to a value."""
         self._metadata[id(value)] = value, metadata
 
-    def replace(self, value: Any) -> None:
-        """Mark a value as computed by a handler."""
+    def replace(self, value: Any, is_own: bool = False) -> None:
+        """Mark a value as a handler's result; ``is_own`` if the operation itself computed it."""
         *_, (value, _) = _layers(value)
         if self._is_here(value):
-            self._foreign.add(compat.producer(value)[0])
+            var, _ = compat.producer(value)
+            self._replaced.add(var)
+            if not is_own:
+                self._foreign.add(var)
 
     def metadata_of(self, value: Any) -> Metadata:
         """Return the metadata that handlers attached to a value."""
@@ -81,39 +87,42 @@ class Tracers:
 
     def origin(self, value: Any) -> Origin | None:
         """Return the origin of a value, or None."""
-        inner = compat.inner_value(value)
-        if inner is not None:
-            value, axis = inner
-            origin = self.origin(value)
-            if origin is None or axis is None:
-                return origin
-            rank = len(getattr(value, "shape", ()))
-            return origin.moved(dropped(axis, rank))
+        steps: list[Axes | None] = []
+        while (step := self._before(value)) is not None:
+            value, axes = step
+            steps.append(axes)
         if not self._is_here(value):
             return None
         var, eqn = compat.producer(value)
-        if isinstance(var, compat.Literal):
+        if eqn is not None or isinstance(var, compat.Literal) or self._origins is None:
             return None
-        if eqn is None:
-            index = self._variables.get(var)
-            return None if index is None or self._origins is None else self._origins(index)
-        step = move_of(
-            eqn.primitive,
-            eqn.params,
-            [compat.typeof(tracer) for tracer in eqn.in_tracers],
-            [out.aval for out in eqn.outvars],
-            eqn.outvars.index(var),
-        )
-        if step is None:
+        if (index := self._variables.get(var)) is None:
             return None
-        origin = self.origin(eqn.in_tracers[step[0]])
-        return None if origin is None else origin.moved(step[1])
+        origin = self._origins(index)
+        return Origin(origin.path, moved_by(origin.axes, steps))
+
+    def _before(self, value: Any) -> tuple[Any, Axes | None] | None:
+        """Return the value that a value is a move or an example of, and the axes."""
+        if (inner := compat.inner_value(value)) is not None:
+            whole, axis = inner
+            rank = len(getattr(whole, "shape", ()))
+            return whole, identity(rank) if axis is None else dropped(axis, rank)
+        if not self._is_here(value):
+            return None
+        var, eqn = compat.producer(value)
+        if eqn is None or var in self._replaced:
+            return None
+        ins, outs = map(compat.typeof, eqn.in_tracers), [out.aval for out in eqn.outvars]
+        step = move_of(eqn.primitive, eqn.params, [*ins], outs, eqn.outvars.index(var))
+        return None if step is None else (eqn.in_tracers[step[0]], step[1])
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
-        *outer, (value, _) = _layers(value)
-        found = self._unmapped(value)
-        for depth, (_, axis) in enumerate(reversed(outer)):
+        *outer, (inner, _) = _layers(value)
+        found = self._unmapped(inner)
+        # Derivatives are not counted, as where handlers are asked later: keys are the same.
+        axes = [axis for one, axis in reversed(outer) if compat.is_batched(one)]
+        for depth, axis in enumerate(axes):
             if axis is not None:
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
@@ -132,8 +141,9 @@ class Tracers:
         return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
 
     def depth(self, values: Sequence[Any]) -> int:
-        """Return how many maps and derivatives are around values."""
-        return max((len([*_layers(value)]) - 1 for value in values), default=0)
+        """Return how many maps are around values."""
+        layers = ([one for one, _ in _layers(value)] for value in values)
+        return max((sum(map(compat.is_batched, one)) for one in layers), default=0)
 
     def _unmapped(self, value: Any) -> Expression:
         if not isinstance(value, compat.Tracer):
@@ -158,14 +168,15 @@ class Tracers:
             return None
         # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
         while compat.is_batched(value):
-            value, axis = compat.inner_value(value) or (None, None)
+            whole, axis = compat.inner_value(value) or (None, None)
             if axis is not None:
-                return None
+                held = proxy_of(self.proxy(whole))
+                why = f"vmap maps it {DIFFERENTIATED}"
+                return None if held is None else Lost(value.shape, value.dtype, why)
+            value = whole
         if not self._is_here(value):
             return None
-        return moved_proxy(
-            value, self._given_proxy, lambda before: uniform_axes(self.expression(before))
-        )
+        return moved_proxy(value, self._given_proxy, self.expression)
 
     def _given_proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of an input."""

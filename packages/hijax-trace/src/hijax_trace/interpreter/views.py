@@ -9,9 +9,16 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
-from ..proxy.array_proxy import ArrayProxy
+from ..dataflow.expression import Expression
+from ..dataflow.nodes import is_zero, uniform_axes
+from ..dataflow.sources import sources_of
+from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.follow import follow
 from ..proxy.moves import VIEWS
+from ..staging.marker import marker_of
+
+DIFFERENTIATED = "where the program differentiates. Put jax.jit around the derivative."
+"""The end of reasons why an array proxy is not followed where handlers are asked early."""
 
 
 def makers(value: Any, primitives: Collection[str]) -> Iterator[Any]:
@@ -32,30 +39,60 @@ def makers(value: Any, primitives: Collection[str]) -> Iterator[Any]:
 def moved_proxy(
     value: Any,
     known: Callable[[Any], ArrayProxy | None],
-    uniform: Callable[[Any], frozenset[int]] = lambda value: frozenset(),
+    expression: Callable[[Any], Expression | None] = lambda value: None,
 ) -> ArrayProxy | None:
     """Return the array proxy of a value, moved as the value was.
 
     Args:
         value: the value.
         known: returns the proxy of a value that it may have been made of, or None.
-        uniform: returns the axes along which the elements of a value are known to be equal.
+        expression: returns how a value is computed, or None.
     """
     if not compat.is_staged(value):
         return None
     if (own := known(value)) is not None:
         return own
     var, eqn = compat.producer(value)
-    if eqn is None or eqn.primitive.name not in VIEWS:
+    if eqn is None or not (eqn.primitive.name in VIEWS or _sources(eqn, var)):
         return None
     operands = eqn.in_tracers
-    held = [moved_proxy(operand, known, uniform) for operand in operands]
+    held = [moved_proxy(operand, known, expression) for operand in operands]
     if not any(held):
         return None
+    if eqn.primitive is compat.cond_p:
+        found = [held[i] for i in _sources(eqn, var) if held[i] is not None]
+        why = f"cond returns it {DIFFERENTIATED}"
+        return Lost(value.shape, value.dtype, why) if found else None
+    if eqn.primitive is compat.jit_p:
+        # The moves are in the function. Made here they can be followed, and nothing uses them.
+        with compat.set_current_trace(compat.trace_of(value)):
+            results = jaxpr_as_fun(eqn.params["jaxpr"])(*operands)
+        inside = next(one for out, one in zip(eqn.outvars, results, strict=True) if out is var)
+        return moved_proxy(inside, known, expression)
     avals = [out.aval for out in eqn.outvars]
-    how = (eqn.primitive.name, eqn.params, operands, held, avals)
-    found = follow(*how, uniform=lambda i: uniform(operands[i]))
+
+    def is_known_zero(i: int) -> bool:
+        return (how := expression(operands[i])) is not None and is_zero(how)
+
+    def uniform(i: int) -> frozenset[int]:
+        return frozenset() if (how := expression(operands[i])) is None else uniform_axes(how)
+
+    how = eqn.primitive.name, eqn.params, operands, held, avals
+    found = follow(*how, is_known_zero, uniform)
     return next(one for out, one in zip(eqn.outvars, found, strict=True) if out is var)
+
+
+def _sources(eqn: Any, var: Any) -> set[int]:
+    """Return the operands that a call or branch moves to a result, by number.
+
+    The call of a targeted function has none: its handler may return something else.
+    """
+    is_call = eqn.primitive is compat.jit_p and marker_of(eqn) is None
+    if not is_call and eqn.primitive is not compat.cond_p:
+        return set()
+    which = next(i for i, out in enumerate(eqn.outvars) if out is var)
+    first, programs = (0, [eqn.params["jaxpr"]]) if is_call else (1, eqn.params["branches"])
+    return {first + i for one in programs for i in sources_of(one)[which] or () if i >= 0}
 
 
 def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:

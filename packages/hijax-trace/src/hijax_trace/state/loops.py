@@ -32,15 +32,7 @@ def _function(run: Run, closed: Any) -> Callable[[Sequence[Any]], list[Any]]:
 
 
 def labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
-    """Give a new loop's bodies the original's labels, for op ids.
-
-    Args:
-        results: the results of the new loop.
-        eqn: the original equation.
-
-    Returns:
-        The results.
-    """
+    """Give the bodies of a new loop the labels of the original, for op ids. Return its results."""
     staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
     made = next((compat.producer(leaf)[1] for leaf in staged), None)
     if made is not None and made.primitive is eqn.primitive:

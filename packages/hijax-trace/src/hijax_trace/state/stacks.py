@@ -23,6 +23,20 @@ from .restage import Restaged, Restaging
 _WRITE = "dynamic_update_slice"
 
 
+def carried_stacks(*values: Any, **params: Any) -> Any:
+    """Stand for loops over layers that write into the state that they step along.
+
+    Programs do not call it. With it as a target, TraceEngine makes such loops again so that they
+    carry the stack of all layers' state, which XLA then does not copy. Results and op ids stay as
+    they are, and its handler is not asked. Without it loops stay as they are written.
+
+    Args:
+        values: the operands.
+        params: the parameters of the scan.
+    """
+    raise TypeError("carried_stacks stands for loops over layers, and can't be called.")
+
+
 def stacked(jaxpr: Any, consts: Sequence[Any]) -> Restaged | None:
     """Stage a program again with its loops over state carrying stacks.
 

@@ -18,6 +18,8 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from ..program.record import choice
+from .convolution import convolve
+from .errors import NoKernel
 from .products import NOTHING, Added, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
@@ -39,10 +41,6 @@ class Rotation(NamedTuple):
     signs: jax.Array
     block: int
     axes: tuple[int, ...]
-
-
-class NoKernel(Exception):
-    """Raised for a contraction that kernels don't compute, with the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,12 +121,17 @@ def layout_of(
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
 
 
+def convolves(convolves: bool) -> dict[str, bool]:
+    """Return what kernels of matmuls are asked about convolutions."""
+    return {"convolves": True} if convolves else {}
+
+
 def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int]) -> Layout:
     """Return how a convolution is read as a matmul over its input features."""
     if side != 1:
         raise NoKernel("the input of a convolution")
     if not contraction.is_pointwise(w_shape):
-        raise NoKernel("a convolution with a window, padding or groups")
+        raise NoKernel("not a matmul")
     numbers = contraction.numbers
     batch, feature, *places = numbers.lhs_spec
     ndim, (_, features, *window) = len(numbers.lhs_spec), numbers.rhs_spec
@@ -266,7 +269,6 @@ def multiply(
     if isinstance(contraction, RaggedMatmul):
         y = _multiply_groups(contraction, how, range_, x, weight, side, *extras)
         return added.to(y)
-    layout = layout_of(contraction, side, x.shape, weight.shape)
     dtype = check_dtypes(contraction, x, weight.dtype)
     if weight.lead:
         raise NoKernel("a stack of weights")
@@ -274,14 +276,24 @@ def multiply(
         raise NoKernel("it is packed in pieces for shard_map")
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
+    scale = _scale_of(how, range_)
+    if isinstance(contraction, Convolution):
+        is_matmul = contraction.is_pointwise(weight.shape)
+        try:
+            if not is_matmul or not _is_faster_matmul(contraction, how, scale, side, x, weight):
+                if rotation is not None or (range_ is not None and scale is None):
+                    raise NoKernel("a convolution of rotated activations, or with a zero point")
+                return convolve(contraction, how, scale, x, weight, side, dtype, added)
+        except NoKernel:
+            if not is_matmul:
+                raise
+    layout = layout_of(contraction, side, x.shape, weight.shape)
     rank = len(weight.k_sizes)
     places = {part: axis for axis, part in enumerate(weight.order)}
     if {axis for axis, _ in layout.pairs} != {places[part] for part in range(rank)}:
         raise NoKernel("other axes are contracted than it was packed for")
     x = layout.read(x)
     kept = [x.shape[axis] for axis in layout.kept]
-
-    scale = _scale_of(how, range_)
 
     def op(rows: Any) -> str:
         given = weight.packed, weight.group, weight.k_sizes, rows
@@ -300,8 +312,9 @@ def multiply(
     def run(rows: jax.Array, stored: Any, added: Added) -> jax.Array:
         packed, options = stored
         found = op(math.prod(rows.shape[:-1]))
-        given = options | added.options
-        return get_op(found)(rows, packed, out_dtype=dtype, **given, **static)
+        given = options | added.options(packed)
+        y = get_op(found)(rows, packed, out_dtype=dtype, **given, **static)
+        return added.rest(packed).to(y)
 
     options, static = {"index": weight.index}, {}
     if rotation is not None:
@@ -318,6 +331,28 @@ def multiply(
     order = [*range(len(kept)), *(len(kept) + left.index(part) for part in columns)]
     y = y.transpose([order[place] for place in layout.result])
     return y if adds else added.to(y)
+
+
+def _is_faster_matmul(
+    contraction: Convolution,
+    how: qn.HowToQuantize | None,
+    scale: jax.Array | None,
+    side: int,
+    x: jax.Array,
+    weight: Any,
+) -> bool:
+    """Return whether a convolution with a window of one element runs as a matmul."""
+    layout = layout_of(contraction, side, x.shape, weight.shape)
+    sizes = layout.sizes(x.shape)
+    rows = math.prod(sizes[axis] for axis in layout.kept)
+    packed, k = weight.packed, math.prod(weight.k_sizes)
+    op = op_of(how, scale is not None, packed, weight.group, weight.k_sizes, rows)
+    operands = (
+        jax.ShapeDtypeStruct((rows, k), x.dtype),
+        jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8),
+    )
+    question = packed.question | question_of(scale is not None) | convolves(True)
+    return choice(op, weight.platform, operands, **question).kernel is not None
 
 
 def can_add(weight: Any) -> bool:

@@ -7,6 +7,7 @@ they multiply is a vector, and a kernel multiplies with the whole weight all the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,27 +17,61 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 
-class Added(NamedTuple):
-    """What is added to a contraction's result, each sum rounded to the result's dtype.
+class Clamp(NamedTuple):
+    """Numbers between which results are cut.
 
     Attributes:
-        bias: [n], repeated along all axes but the last; None for none.
-        residual: of the result's shape, added after the bias; None for none.
+        least: the least result.
+        most: the largest.
+        is_open: whether the derivative at a bound is 0, as that of ``lax.clamp`` and ``relu``; else
+            it is that of a maximum and a minimum.
     """
 
-    bias: jax.Array | None = None
-    residual: jax.Array | None = None
+    least: float
+    most: float
+    is_open: bool
+
+    def of(self, y: jax.Array) -> jax.Array:
+        """Return results that are cut."""
+        least, most = (jnp.asarray(bound, y.dtype) for bound in self[:2])
+        return (
+            lax.clamp(least, y, most) if self.is_open else jnp.minimum(jnp.maximum(y, least), most)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """What is done to a contraction's result, each sum rounded to the result's dtype.
+
+    Attributes:
+        bias: [n], added, repeated along all axes but the last; None for none.
+        residual: of the result's shape, added after the bias; None for none.
+        clamp: how results are cut in the end; None: they aren't (static).
+    """
+
+    bias: Any = None
+    residual: Any = None
+    clamp: Clamp | None = dataclasses.field(default=None, metadata={"static": True})
 
     def to(self, y: jax.Array) -> jax.Array:
-        """Return the sum."""
+        """Return the result."""
         if self.bias is not None:
             y = y + jnp.expand_dims(self.bias, range(y.ndim - 1))
-        return y if self.residual is None else y + self.residual
+        y = y if self.residual is None else y + self.residual
+        return y if self.clamp is None else self.clamp.of(y)
 
-    @property
-    def options(self) -> dict[str, jax.Array]:
-        """Return what there is, by the name that kernels' ops have for it."""
-        return {name: array for name, array in self._asdict().items() if array is not None}
+    def options(self, packed: Any) -> dict[str, Any]:
+        """Return what there is, by the name that the ops of a packed weight have for it."""
+        arrays = {"bias": self.bias, "residual": self.residual}
+        found = {name: array for name, array in arrays.items() if array is not None}
+        if self.clamp is not None and getattr(packed, "clamps", False):
+            found["clamp"] = self.clamp[:2]
+        return found
+
+    def rest(self, packed: Any) -> Added:
+        """Return what the ops of a packed weight, given ``options``, don't do."""
+        return NOTHING if getattr(packed, "clamps", False) else Added(clamp=self.clamp)
 
     def in_batch(
         self, is_mapped: Added, size: int, kept: Sequence[int]
@@ -59,7 +94,8 @@ class Added(NamedTuple):
             row = bias.reshape(size, *(1 for _ in kept), bias.shape[-1])
             bias, residuals = None, [row, *residuals]
         whole = [jnp.broadcast_to(x, (size, *kept, x.shape[-1])) for x in residuals]
-        return Added(bias, *whole[:1]), tuple(whole[1:])
+        inside, after = Added(bias, whole[0] if whole else None), tuple(whole[1:])
+        return inside if after else dataclasses.replace(inside, clamp=self.clamp), after
 
 
 NOTHING = Added()
@@ -102,7 +138,8 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
                 return jax.vmap(lambda added: added.to(y), axes[2:3], axis_size=size)(added), True
             if not mapped:
                 inside, after = added.in_batch(of_added, size, x.shape[1:-1])
-                return sum(after, wrapped(x, weight, inside, places)), True
+                y = sum(after, wrapped(x, weight, inside, places))
+                return Added(clamp=added.clamp if after else None).to(y), True
             first, *others = mapped
             part = gone[first]
             # A map over all columns of an axis is that axis of one call's result.

@@ -15,11 +15,13 @@ from hijax_trace import is_cut, mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
+from ..kernels.convolution import Window, conv_op_of, window_of
+from ..kernels.errors import NoKernel
 from ..kernels.matmul import (
     GROUPS,
-    NoKernel,
     check_dtypes,
     check_groups,
+    convolves,
     layout_of,
     op_of,
     question_of,
@@ -34,6 +36,8 @@ from .weight import WeightPlan
 
 SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
+SMALL_WINDOW = 2**20
+"""The same of a depthwise convolution: no other kernel is as many times faster than XLA."""
 
 
 class PlainLookup(NoKernel):
@@ -58,7 +62,9 @@ class MatrixUse:
         suffix: what the op's name ends in for the kernels of this use.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
-        convolves: whether it is a convolution.
+        is_matmul: whether it is read as a matmul; a convolution may be read as both.
+        window: how a convolution is read; None for others.
+        x_shape: shape of the activation of a convolution.
     """
 
     gone: frozenset[int]
@@ -70,7 +76,15 @@ class MatrixUse:
     dtype: Any
     suffix: str = ""
     cuts: tuple[int, ...] = ()
-    convolves: bool = False
+    is_matmul: bool = True
+    window: Window | None = None
+    x_shape: tuple[Any, ...] = ()
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Return whether it is a convolution with as many groups as input channels."""
+        window = self.window
+        return window is not None and 1 < window.groups == self.x_shape[window.images[-1]]
 
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a device has of the parameter."""
@@ -123,6 +137,11 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         how = site.hows[1 - side]
         k_axes, rows = (places[1],), x.shape[0]
         return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
+    window = None
+    if isinstance(site.contraction, Convolution):
+        window = window_of(site.contraction, side, x.shape, weight.shape)
+        if not site.contraction.is_pointwise(weight.shape):
+            return _convolution(site, side, axes, shape, cuts, window)
     layout = layout_of(site.contraction, side, x.shape, weight.shape)
     check_dtypes(site.contraction, x, weight.dtype)
     gone, places = _places(axes, shape, weight.shape)
@@ -144,7 +163,38 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         rows,
         x.dtype,
         cuts=cuts,
-        convolves=isinstance(site.contraction, Convolution),
+        window=None if window is None else window.of_stored(places),
+        x_shape=tuple(x.shape),
+    )
+
+
+def _convolution(
+    site: Site,
+    side: int,
+    axes: Axes,
+    shape: Sequence[int],
+    cuts: tuple[int, ...],
+    window: Window,
+) -> MatrixUse:
+    """Return how a convolution that is not a matmul uses a stored weight."""
+    weight, x = site.weights[side], site.operands[1 - side]
+    assert weight is not None
+    check_dtypes(site.contraction, x, weight.dtype)
+    gone, places = _places(axes, shape, weight.shape)
+    window = window.of_stored(places)
+    how, static = site.hows[1 - side], site.is_static(1 - side)
+    return MatrixUse(
+        gone,
+        frozenset(),
+        window.rows,
+        how,
+        static,
+        x.shape[window.images[0]],
+        x.dtype,
+        cuts=cuts,
+        is_matmul=False,
+        window=window,
+        x_shape=tuple(x.shape),
     )
 
 
@@ -233,8 +283,10 @@ def _choose_on(
     if packing is not None and not reasons:
         bare, packed = weight.bytes_on(None), weight.bytes_on(packing)
         # Packing fills columns up to whole panels, so few columns, or many small matrices, may take
-        # more bytes than floats do. For a small weight that makes no difference.
-        if packed > max(bare, weight.bytes_before, SMALL):
+        # more bytes than floats do. For a small weight that makes no difference. The rows of a
+        # depthwise convolution, few, are filled up, too.
+        most = SMALL_WINDOW if any(use.is_depthwise for use in contractions) else SMALL
+        if packed > max(bare, weight.bytes_before, most):
             why = NoKernel(f"packed it takes {packed:,} bytes, {bare:,} as it is")
             reasons[next(iter(uses))] = why
     if not reasons:
@@ -318,24 +370,56 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
     """Return the kernel for a contraction."""
     # Inside shard_map a device calls the kernel on its part.
     shape = use.local(weight.shape)
-    k_sizes, _ = packing.sizes(shape)
     try:
         form = packing.form(shape)
-        op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
-        get_op(op)
+        if not use.is_matmul:
+            return _select_convolution(packing, use, form, shape)
+        try:
+            return _select_matmul(packing, use, form, shape)
+        except NoKernel:
+            # A convolution with a window of one element is also one of a window.
+            if use.window is None or use.window.rows != packing.k_axes:
+                raise
+            try:
+                return _select_convolution(packing, use, form, shape)
+            except NoKernel:
+                pass
+            raise
     except JaxtapError as error:
         why = missing_kernels(packing.platform)
         raise NoKernel(why or f"no kernel for {packing.op} on {packing.platform}") from error
     except ValueError as error:
         raise NoKernel(str(error)) from error
+
+
+def _select_matmul(packing: Packing, use: MatrixUse, form: Any, shape: Sequence[int]) -> Choice:
+    """Return the kernel for a contraction that is read as a matmul."""
+    k_sizes, _ = packing.sizes(shape)
+    op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+    get_op(op)
     k, n = packing.matrix(shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
     question = form.question | {"to_pack": True} | question_of(use.is_static)
-    question |= {"convolves": True} if use.convolves else {}
-    found = choice(op + use.suffix, packing.platform, operands, **question)
+    question |= convolves(use.window is not None)
+    return _found(choice(op + use.suffix, packing.platform, operands, **question))
+
+
+def _select_convolution(
+    packing: Packing, use: MatrixUse, form: Any, shape: Sequence[int]
+) -> Choice:
+    """Return the kernel for a convolution."""
+    assert use.window is not None
+    op = conv_op_of(use.how, use.is_static, form)
+    get_op(op)
+    operands, asked = use.window.asked(jax.ShapeDtypeStruct(use.x_shape, use.dtype), shape)
+    question = form.question | {"to_pack": True} | asked
+    return _found(choice(op, packing.platform, operands, **question))
+
+
+def _found(found: Choice) -> Choice:
     if found.kernel is None:
         raise NoKernel(str(found.reason))
     return found

@@ -15,7 +15,7 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
-from ..kernels.matmul import NoKernel
+from ..kernels.errors import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
 from ..program.facts import Code
 from ..program.granularity import Granularity

@@ -12,7 +12,7 @@ from hijax_trace import is_chosen, is_counted, scaled_inputs
 from interception_core import OpCall
 
 from ..errors import QuantizationError
-from ..kernels.matmul import NoKernel
+from ..kernels.errors import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
 from ..program.granularity import fitted, tile_elements

@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Generic, Self, TypeVar
 
 import jax
+import numpy as np
 
 T = TypeVar("T", bound=Hashable)
 
@@ -25,10 +26,13 @@ class Joining(Generic[T]):
             and one more array: whether that is ``[n]``, and whether it has the result's shape. Both
             are true if the result is a vector. Returns the static argument of the function that
             also computes this, given the array last; or None.
+        cut: called as ``cut(static, primitive, numbers)`` for "max", "min" or "clamp" of the result
+            and numbers. Returns the static argument of the function that also does this, or None.
 
     Attributes:
         of: returns the function of a static argument.
         join: as given.
+        cut: as given.
     """
 
     def __init__(
@@ -36,8 +40,9 @@ class Joining(Generic[T]):
         name: str,
         run: Callable[..., jax.Array],
         join: Callable[[T, str, bool, bool], T | None],
+        cut: Callable[[T, str, Sequence[float]], T | None] = lambda *_: None,
     ):
-        self.join = join
+        self.join, self.cut = join, cut
         self._name, self._run = name, run
         self.of = functools.lru_cache(maxsize=4096)(self._of)
 
@@ -71,6 +76,10 @@ class _Name(str):
         call: Sequence[Any],
     ) -> Any:
         """Return the result of an operation on the function's, or NotImplemented."""
+        numbers = [float(x) for x in operands if isinstance(x, np.generic)]
+        if numbers and len(numbers) == len(operands) - 1:
+            cut = self._family.cut(self._static, primitive, numbers)
+            return NotImplemented if cut is None else self._family.of(cut)(*call)
         if len(operands) != 2:
             return NotImplemented
         other = operands[1 - which]

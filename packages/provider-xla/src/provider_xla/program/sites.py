@@ -88,6 +88,10 @@ def ignore(record: OpRecord, problem: Fact | None) -> None:
     """Take an operation, and do nothing."""
 
 
+def _not_asked(call: OpCall, *values: Any, **params: Any) -> Any:
+    return NotImplemented
+
+
 def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
     """Leave a lookup to the engine, which gathers stored rows."""
     return NotImplemented
@@ -161,6 +165,7 @@ class Sites:
             handlers["primitive:custom_linear_solve"] = self._leave_solver
             for name in _pallas_primitives():
                 handlers[f"primitive:{name}"] = functools.partial(self._note_reader, Code.PALLAS)
+            handlers["hijax_trace.carried_stacks"] = _not_asked  # XLA would copy caches
             handlers["hijax_trace.opaque_call"] = functools.partial(self._note_reader, Code.OPAQUE)
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice

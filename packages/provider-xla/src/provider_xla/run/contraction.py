@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -12,7 +13,7 @@ import quant_numerics as qn
 from hijax_trace import repeated
 from quant_numerics import Contraction
 
-from ..kernels.products import NOTHING, Added
+from ..kernels.products import NOTHING, Added, Clamp
 from ..program.joining import Joining
 
 if TYPE_CHECKING:
@@ -58,13 +59,17 @@ def contracted(
 
 
 class _Call(NamedTuple):
-    """A contraction of flat operands, and what is added: a bias, a residual, or both, last."""
+    """A contraction of flat operands, and what is added: a bias, a residual, or both, last.
+
+    The sum is cut by ``clamp``, if that is given.
+    """
 
     contraction: Contraction
     hows: Hows
     treedef: Any
     has_bias: bool = False
     has_residual: bool = False
+    clamp: Clamp | None = None
 
 
 def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
@@ -72,11 +77,11 @@ def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
     *rest, bias = rest if call.has_bias else (*rest, None)
     given = call.contraction, call.hows, *jax.tree.unflatten(call.treedef, rest)
     inline = quantized_contraction.__wrapped__  # pyrefly: ignore[missing-attribute]
-    return inline(*given, Added(bias, residual))
+    return inline(*given, Added(bias, residual, call.clamp))
 
 
 def _join(call: _Call, primitive: str, is_row: bool, is_whole: bool) -> _Call | None:
-    if primitive != "add" or call.has_residual:
+    if primitive != "add" or call.has_residual or call.clamp is not None:
         return None
     # A vector that is added to a vector is both. A bias stays one where a program maps the rows.
     if is_row and not call.has_bias:
@@ -84,7 +89,23 @@ def _join(call: _Call, primitive: str, is_row: bool, is_whole: bool) -> _Call | 
     return call._replace(has_residual=True) if is_whole else None
 
 
-_ADDING = Joining("quantized_contraction", _run, _join)
+def _cut(call: _Call, primitive: str, numbers: Sequence[float]) -> _Call | None:
+    clamp, inf = call.clamp, float("inf")
+    if primitive == "clamp" and clamp is None:
+        found = Clamp(numbers[0], numbers[1], True)
+    elif primitive == "clamp" or (clamp is not None and clamp.is_open):
+        return None
+    else:  # a maximum, a minimum, or one after the other
+        least, most = (-inf, inf) if clamp is None else clamp[:2]
+        if (least if primitive == "max" else -most) != -inf:
+            return None
+        (number,) = numbers
+        found = Clamp(number, most, False) if primitive == "max" else Clamp(least, number, False)
+    # Bounds out of their order, or NaN, would not be those of the program.
+    return call._replace(clamp=found) if found.least <= found.most else None
+
+
+_ADDING = Joining("quantized_contraction", _run, _join, _cut)
 
 
 # Jitted so that a model with many equal layers traces it once.
@@ -162,10 +183,35 @@ def quantized_contraction(
     # a scan, which is the float model.
     differentiated = jax.checkpoint(in_float) if stored else in_float  # pyrefly: ignore
     run = qn.straight_through(quantized, differentiated)
+    if added.clamp is not None:
+        run = _cut_where_derived(run)
     if lacks is None:
         return run(tuple(operands), extras, calibrations, added)
     found = run(tuple(operands), extras, calibrations, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
+
+
+def _cut_where_derived(run: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return a function that cuts after the contraction where it is differentiated.
+
+    What is cut are quantized results, as in the program. The float operation's may lie on the other
+    side of a bound.
+    """
+
+    @jax.custom_jvp
+    def apply(*args: Any) -> jax.Array:
+        return run(*args)
+
+    def after(*args: Any) -> jax.Array:
+        *operands, added = args
+        y = run(*operands, dataclasses.replace(added, clamp=None))
+        return Added(clamp=added.clamp).to(y)
+
+    @apply.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        return jax.jvp(after, primals, tangents)
+
+    return apply
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

@@ -14,8 +14,13 @@ void multiply_block(const Tile& t, const Block& b, bool zero) {
   } else {
     load_sums(b.shape, t.sums + b.row * t.sums_stride + 16 * b.panel, t.sums_stride);
   }
-  const Operands o = operands_at(t, b.row, b.panel);
-  t.offsets == nullptr ? add_products<true>(o, b.shape, t.k) : add_products<false>(o, b.shape, t.k);
+  Operands o = operands_at(t, b.row, b.panel);
+  const int8_t* x = o.x;
+  for (int64_t run = 0; run < t.runs; ++run, o.qvalues += 16 * t.k) {
+    o.x = x + t.x_runs[run];
+    t.offsets == nullptr ? add_products<true>(o, b.shape, t.k)
+                         : add_products<false>(o, b.shape, t.k);
+  }
 }
 
 // What the sums of a row are less by.

@@ -102,7 +102,10 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
       acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
     }
   }
-  add_products<R>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p * t.qvalues_stride, t.k, acc);
+  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
+  for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
+    add_products<R>(t.x + r0 * t.x_stride + t.x_runs[run], t.x_stride, qvalues, t.k, acc);
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2

@@ -45,8 +45,11 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
       for (int64_t i = 0; i < 16 * P * size; i += 64) __builtin_prefetch(y + i, 1, 3);
     }
   }
-  add_products<R, P>(t.x + r0 * t.x_stride, t.x_stride, t.qvalues + p0 * t.qvalues_stride,
-                     t.qvalues_stride, t.k, acc);
+  const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
+  for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
+    add_products<R, P>(t.x + r0 * t.x_stride + t.x_runs[run], t.x_stride, qvalues,
+                       t.qvalues_stride, t.k, acc);
+  }
   if (t.finish != nullptr) {
     return adds(t.finish->out) ? finish_block<true, R, P>(*t.finish, r0, p0, acc)
                                : finish_block<false, R, P>(*t.finish, r0, p0, acc);
@@ -192,24 +195,33 @@ constexpr Block block_of() {
                                   : wide_block<R, P>;
 }
 
-// All rows, in blocks of nearly equal size, by P panels at a time and then the rest one by one.
+// Blocks of 1 to kRows rows, by P panels.
+template <int P, Sums kSums>
+constexpr Block kBlocksOf[kRows] = {block_of<1, P, kSums>(), block_of<2, P, kSums>(),
+                                    block_of<3, P, kSums>(), block_of<4, P, kSums>(),
+                                    block_of<5, P, kSums>(), block_of<6, P, kSums>()};
+
+// The blocks of P panels, or of fewer for the last ones.
+template <int P, Sums kSums>
+const Block* blocks_of(int64_t panels) {
+  if constexpr (P > 1) {
+    if (panels < P) return blocks_of<P - 1, kSums>(panels);
+  }
+  return kBlocksOf<P, kSums>;
+}
+
+// All rows, in blocks of nearly equal size, by P panels at a time.
 template <int P, Sums kSums>
 void all_blocks(const Tile& t) {
-  constexpr Block kBlocks[2][kRows] = {
-      {block_of<1, 1, kSums>(), block_of<2, 1, kSums>(), block_of<3, 1, kSums>(),
-       block_of<4, 1, kSums>(), block_of<5, 1, kSums>(), block_of<6, 1, kSums>()},
-      {block_of<1, P, kSums>(), block_of<2, P, kSums>(), block_of<3, P, kSums>(),
-       block_of<4, P, kSums>(), block_of<5, P, kSums>(), block_of<6, P, kSums>()}};
   const int64_t blocks = (t.rows + kRows - 1) / kRows;
   const int64_t base = t.rows / blocks, longer = t.rows % blocks;
-  for (int64_t p = 0; p < t.panels;) {
-    const bool wide = t.panels - p >= P;
+  for (int64_t p = 0; p < t.panels; p += P) {
+    const Block* block = blocks_of<P, kSums>(t.panels - p);
     for (int64_t b = 0, r = 0; b < blocks; ++b) {
       const int64_t rows = base + (b < longer);
-      kBlocks[wide][rows - 1](t, r, p);
+      block[rows - 1](t, r, p);
       r += rows;
     }
-    p += wide ? P : 1;
   }
 }
 

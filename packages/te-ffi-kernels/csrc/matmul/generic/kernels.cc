@@ -33,7 +33,10 @@ void exact8(const Tile& t) {
         acc[c] = t.first ? 0u - static_cast<uint32_t>(t.offsets[r * t.offsets_stride])
                          : static_cast<uint32_t>(out[c]);
       }
-      add_products(t.x + r * t.x_stride, t.qvalues + p * t.qvalues_stride, t.k, acc);
+      const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
+      for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
+        add_products(t.x + r * t.x_stride + t.x_runs[run], qvalues, t.k, acc);
+      }
       for (int c = 0; c < 16; ++c) out[c] = static_cast<int32_t>(acc[c]);
     }
   }

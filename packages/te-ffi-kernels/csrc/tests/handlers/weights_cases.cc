@@ -203,7 +203,8 @@ Case rotated_stack_case() { return rotated_case<kOp>(stack_case<kOp>(), 1); }
 Case added_case(Case made, bool bias, bool residual) {
   Program& program = made.program;
   program.target += "_added";
-  program.attributes.insert({{"bias", int64_t{bias}}, {"residual", int64_t{residual}}});
+  program.attributes.insert(
+      {{"bias", int64_t{bias}}, {"residual", int64_t{residual}}, {"clamps", int64_t{0}}});
   const size_t first = program.operands.size(), last = first + (bias && residual);
   if (bias) program.operands.push_back(normal({kN}));
   if (residual) program.operands.push_back(normal({kRows, kN}));
@@ -223,7 +224,7 @@ Case added_case(Case made, bool bias, bool residual) {
   made.bad = {{set("bias", 2), "bias must be 0 or 1, got 2"},
               {set("residual", -1), "residual must be 0 or 1, got -1"},
               {[](Program& p) { p.attributes.at("bias") = p.attributes.at("residual") = 0; },
-               "bias or residual must be 1, got 0 for both"},
+               "bias, residual or clamps must be 1, got 0 for all"},
               {result(0, kBF16, {kRows, kN}), "must be of: bfloat16, got float32"},
               {set("group", 3), "got 3"}};
   const auto refuse = [&](const char* name, size_t at, std::vector<int64_t> other,

@@ -32,6 +32,7 @@ class Form:
         has_scale: whether rows have a scale that is given; an operand after the signs.
         has_bias: whether a bias [n] is added; an operand after these.
         has_residual: whether an array as large as the result is added then: the last operand.
+        clamp: two numbers between which results are cut in the end, or None.
     """
 
     op: str
@@ -43,6 +44,7 @@ class Form:
     has_scale: bool = False
     has_bias: bool = False
     has_residual: bool = False
+    clamp: tuple[float, float] | None = None
 
     @property
     def of_rows(self) -> dict[str, int]:
@@ -51,10 +53,16 @@ class Form:
         return {name: value for name, value in told.items() if value}
 
     @property
-    def added(self) -> dict[str, int]:
-        """Return what kernels are told about what they add."""
-        told = {"bias": int(self.has_bias), "residual": int(self.has_residual)}
+    def added(self) -> dict[str, Any]:
+        """Return what kernels are told about what they do to a product."""
+        told: dict[str, Any] = {"bias": int(self.has_bias), "residual": int(self.has_residual)}
+        told |= clamp_attributes(self.clamp)
         return told if any(told.values()) else {}
+
+    @property
+    def plain(self) -> Form:
+        """Return the form of the product alone."""
+        return dataclasses.replace(self, has_bias=False, has_residual=False, clamp=None)
 
     def parted(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the operands after x, and those of them that are added."""
@@ -72,6 +80,38 @@ class Form:
         for i in index:
             buffer = lax.dynamic_index_in_dim(buffer, i, keepdims=False)
         return PackedWeight.of(buffer, self.n, self.layout)
+
+
+def clamp_attributes(clamp: tuple[float, float] | None) -> dict[str, Any]:
+    """Return what kernels are told about a clamp."""
+    if clamp is None:
+        return {"clamps": 0}
+    return {"clamps": 1, "least": clamp[0], "most": clamp[1]}
+
+
+def clamped(y: jax.Array, clamp: tuple[float, float] | None) -> jax.Array:
+    """Return numbers cut as kernels cut them."""
+    if clamp is None:
+        return y
+    least, most = (jnp.asarray(bound, y.dtype) for bound in clamp)
+    return jnp.minimum(jnp.maximum(y, least), most)
+
+
+def is_inside(y: jax.Array, clamp: tuple[float, float] | None) -> jax.Array | None:
+    """Return where a derivative is not 0: strictly between the bounds; None without."""
+    if clamp is None:
+        return None
+    least, most = (jnp.asarray(bound, y.dtype) for bound in clamp)
+    return (y > least) & (y < most)
+
+
+def check_clamp(op: str, clamp: tuple[float, float] | None) -> tuple[float, float] | None:
+    """Return two numbers in their order, or None."""
+    if clamp is None:
+        return None
+    if len(clamp) != 2 or not clamp[0] <= clamp[1]:
+        raise ValueError(f"{op}: clamp must be two numbers in their order, got {clamp}")
+    return float(clamp[0]), float(clamp[1])
 
 
 def check(
@@ -161,9 +201,12 @@ def check_added(
     result: Any,
     bias: jax.Array | None,
     residual: jax.Array | None,
+    clamp: tuple[float, float] | None,
     group_sizes: jax.Array | None,
 ) -> None:
-    """Raise where what is added to a result does not fit it."""
+    """Raise where what is done to a result does not fit it."""
+    if clamp is not None and group_sizes is not None:
+        raise ValueError(f"{op}: clamp does not go with group_sizes. Cut the result of the call.")
     for name, given, shape in (
         ("bias", bias, result.shape[-1:]),
         ("residual", residual, result.shape),

@@ -14,7 +14,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from ..op import Op
 from . import reference
-from .config import Form, check, check_added, check_rotation, check_scale
+from .config import (
+    Form,
+    check,
+    check_added,
+    check_clamp,
+    check_rotation,
+    check_scale,
+    clamped,
+    is_inside,
+)
 from .sharding import partition_matmul
 from .weight import PackedWeight
 
@@ -33,6 +42,7 @@ def gemm_w8a8(
     x_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """Multiply activations, quantized to int8 by row, with int8 weights.
 
@@ -66,8 +76,9 @@ def gemm_w8a8(
             infinity; a NaN becomes 0.
         bias: [n], of the result's dtype: added to each row of the product. A kernel adds it before
             it stores the row; the numbers are those of an addition after the matmul.
-        residual: [*rows, n], of the result's dtype: added after the bias in the same way. Neither
-            goes with ``group_sizes``.
+        residual: [*rows, n], of the result's dtype: added after the bias in the same way.
+        clamp: two numbers between which results are cut in the end: (0, inf) for ``relu``. None of
+            the three goes with ``group_sizes``.
 
     Returns:
         [*rows, n]. Without ``x_scale`` a row of x with an infinity or NaN gives a row without
@@ -82,7 +93,19 @@ def gemm_w8a8(
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN,
             and so is everything if a size is negative.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, x_scale, bias, residual)
+    given = (
+        x,
+        weight,
+        out_dtype,
+        index,
+        group_sizes,
+        signs,
+        rotation,
+        x_scale,
+        bias,
+        residual,
+        clamp,
+    )
     return _matmul("gemm_w8a8", 8, *given)
 
 
@@ -97,6 +120,7 @@ def gemm_w8a16(
     rotation: int = 0,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """Multiply float activations with a weight in 8 bits.
 
@@ -110,7 +134,7 @@ def gemm_w8a16(
     The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
     on AMX, and in 16 bits on GPUs, an infinity may give infinities.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
     return _matmul("gemm_w8a16", 8, *given)
 
 
@@ -125,12 +149,13 @@ def gemv_w8(
     rotation: int = 0,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """Multiply a few rows at the speed of reading the weight.
 
     Arguments and numbers are those of ``gemm_w8a16``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
     return _matmul("gemv_w8", 8, *given)
 
 
@@ -145,13 +170,14 @@ def gemv_w4(
     rotation: int = 0,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """Multiply any number of rows with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
     multiplies in bfloat16 from 16 rows of bfloat16 on.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual)
+    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
     return _matmul("gemv_w4", 4, *given)
 
 
@@ -167,13 +193,26 @@ def gemm_w4a8(
     x_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
     """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
 
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
     is up to twice as fast as ``gemv_w4``. The arguments are those of ``gemm_w8a8``.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, x_scale, bias, residual)
+    given = (
+        x,
+        weight,
+        out_dtype,
+        index,
+        group_sizes,
+        signs,
+        rotation,
+        x_scale,
+        bias,
+        residual,
+        clamp,
+    )
     return _matmul("gemm_w4a8", 4, *given)
 
 
@@ -190,12 +229,14 @@ def _matmul(
     x_scale: ArrayLike | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
+    clamp: tuple[float, float] | None,
 ) -> jax.Array:
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check(op, bits, x, weight, dtype, index, group_sizes)
     check_rotation(op, weight.k, signs, rotation, group_sizes)
     result = jax.ShapeDtypeStruct((*x.shape[:-1], weight.n), dtype)
-    check_added(op, result, bias, residual, group_sizes)
+    clamp = check_clamp(op, clamp)
+    check_added(op, result, bias, residual, clamp, group_sizes)
     check_scale(op, op in _QUANTIZES, x_scale)
     picks, given = "", ()
     if group_sizes is not None:
@@ -206,8 +247,9 @@ def _matmul(
     scale = None if x_scale is None else jnp.asarray(x_scale, jnp.float32)
     more = (signs, scale, bias, residual)
     given = (*given, *(array for array in more if array is not None))
-    has = (array is not None for array in more[1:])
-    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), *has)
+    has_scale, has_bias, has_residual = (array is not None for array in more[1:])
+    has = {"has_scale": has_scale, "has_bias": has_bias, "has_residual": has_residual}
+    form = Form(op, weight.layout, weight.n, dtype, picks, int(rotation), clamp=clamp, **has)
     return _run(form, x, weight.buffer, *given)
 
 
@@ -227,9 +269,10 @@ def _name(form: Form) -> str:
 def _reference(form: Form, rows: jax.Array, *operands: jax.Array) -> jax.Array:
     if form.added:  # after what multiplies here
         given, added = form.parted(operands)
-        plain = dataclasses.replace(form, has_bias=False, has_residual=False)
-        y = _MATMUL(plain, rows, *given)
-        return functools.reduce(lambda y, array: y + array.reshape(-1, form.n), added, y)
+        y = _MATMUL(form.plain, rows, *given)
+        for array in added:
+            y = y + array.reshape(-1, form.n)
+        return clamped(y, form.clamp)
     weight, signs, scale = form.of_weight(operands)
     more = () if scale is None else (scale,)
     if form.rotation:
@@ -298,28 +341,34 @@ def _batch(
     added = [x if mapped else x[None] for x, mapped in zip(added, of_added, strict=True)]
     if form.has_bias:
         added[0] = added[0][:, None]
-    plain = dataclasses.replace(form, has_bias=False, has_residual=False)
     if not is_rows:  # only what is added differs: multiply once
-        return functools.reduce(jnp.add, added, run(plain, x, *weight)[None]), True
+        y = functools.reduce(jnp.add, added, run(form.plain, x, *weight)[None])
+        return clamped(y, form.clamp), True
     # A bias that is mapped is a residual of all rows. A kernel adds one of these.
     count = form.has_bias and not of_added[0]
     whole = (size, x.shape[1], form.n)
     bias = [x.reshape(form.n) for x in added[:count]]
     residuals = [jnp.broadcast_to(x, whole).reshape(-1, form.n) for x in added[count:]]
-    joined = dataclasses.replace(plain, has_bias=count, has_residual=len(residuals) > 0)
+    inside, after = residuals[:1], residuals[1:]
+    joined = dataclasses.replace(
+        form, has_bias=count, has_residual=len(inside) > 0, clamp=None if after else form.clamp
+    )
     rows = x.reshape(size * x.shape[1], x.shape[2])
-    y = run(joined, rows, *weight, *bias, *residuals[:1])
-    return functools.reduce(jnp.add, residuals[1:], y).reshape(whole), True
+    y = functools.reduce(jnp.add, after, run(joined, rows, *weight, *bias, *inside))
+    return clamped(y, form.clamp if after else None).reshape(whole), True
 
 
 def _save(form: Form, operands: tuple[jax.Array, ...], y: jax.Array) -> Any:
     x, *given = operands
-    # Of x, the gradient needs the dtype alone, and nothing of what is added.
-    return jnp.zeros((), x.dtype), *form.parted(given)[0]
+    # Of x, the gradient needs the dtype alone, and nothing of what is added; of the result, where
+    # it was not cut.
+    return jnp.zeros((), x.dtype), is_inside(y, form.clamp), *form.parted(given)[0]
 
 
-def _gradient(form: Form, saved: tuple[jax.Array, ...], ct: jax.Array) -> tuple[Any, ...]:
-    like, *given = saved
+def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, ...]:
+    like, inside, *given = saved
+    if inside is not None:
+        ct = jnp.where(inside, ct, jnp.zeros((), ct.dtype))
     weight, signs, _ = form.of_weight(given)
     added = (ct.astype(jnp.float32).sum(0).astype(ct.dtype),) if form.has_bias else ()
     added += (ct,) if form.has_residual else ()

@@ -82,6 +82,16 @@ class PackedWeight:
         """Return whether ops that multiply with it can add a bias and a residual."""
         return True
 
+    @property
+    def clamps(self) -> bool:
+        """Return whether ops that multiply with it can cut results between two numbers."""
+        return True
+
+    @property
+    def conv_op(self) -> str:
+        """Return the op that convolves images, quantized to int8, with it."""
+        return f"conv_w{self.bits}a8"
+
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the fastest op for this weight, or None.
 

@@ -1,0 +1,539 @@
+#include "convolution/convolution.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "common/arena.h"
+#include "common/convert.h"
+#include "common/error.h"
+#include "common/parallel.h"
+#include "convolution/table.h"
+#include "matmul/checks.h"
+#include "matmul/kernels.h"
+#include "matmul/pack.h"
+#include "te/modes.h"
+#include "training/table.h"
+
+namespace jaxtap::convolution {
+namespace {
+
+// Sums of products of int8 stay in int32, and those of depthwise convolutions in float32.
+constexpr int64_t kMostProducts = (int64_t{1} << 17) - 64;
+constexpr int64_t kMostTaps = 1040;
+constexpr int64_t kFew = 1 << 14;  // numbers that aren't worth a second thread
+// Reads of whole words end at most so far after an image.
+constexpr int64_t kSlack = 64;
+
+struct ImageTag {};
+struct PixelSumsTag {};
+struct OffsetsTag {};
+struct RowScalesTag {};
+struct PartsTag {};
+struct WeightsTag {};
+struct ScalesTag {};
+struct ExpandedTag {};
+struct ExpandedScalesTag {};
+struct RunsTag {};
+struct LineTag {};
+struct LinesTag {};
+struct PlacesTag {};
+struct SumsTag {};
+
+int64_t product_of(const Args& args, int64_t Axis::*size) {
+  int64_t product = 1;
+  for (const Axis& axis : args.axes) product *= axis.*size;
+  return product;
+}
+
+bool is_depthwise(const Args& args) {
+  return args.groups > 1 && args.channels == args.groups && args.weights.n == args.groups;
+}
+
+void check(const Args& a) {
+  for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
+    if (!is_float(type)) {
+      throw invalid_argument("convolution: ", what, " must be float32, bfloat16 or float16, got ",
+                             name(type));
+    }
+  }
+  const PackedWeights& w = a.weights;
+  if (a.images < 0 || a.channels < 1 || w.n < 1 || a.groups < 1 || a.channels % a.groups != 0 ||
+      w.n % a.groups != 0) {
+    throw invalid_argument("convolution: groups must divide the channels of x and y, got ",
+                           a.groups, " groups, ", a.channels, " and ", w.n, " channels of ",
+                           a.images, " images");
+  }
+  for (const Axis& axis : a.axes) {
+    if (axis.size < 0 || axis.out < 0 || axis.window < 1 || axis.stride < 1 || axis.dilation < 1) {
+      throw invalid_argument("convolution: sizes must not be negative, and windows, strides and "
+                             "dilations at least 1, got size ", axis.size, ", out ", axis.out,
+                             ", window ", axis.window, ", stride ", axis.stride, ", dilation ",
+                             axis.dilation);
+    }
+  }
+  const int64_t taps = product_of(a, &Axis::window), k = taps * (a.channels / a.groups);
+  if (w.layout.k != k || w.layout.group != 0) {
+    throw invalid_argument("convolution: the weight must have ", k, " rows, elements of the window "
+                           "times input channels, without groups; got k = ", w.layout.k,
+                           " and group = ", w.layout.group);
+  }
+  if (k > kMostProducts || (is_depthwise(a) && taps > kMostTaps)) {
+    throw invalid_argument("convolution: sums must have at most ", kMostProducts, " products, and ",
+                           kMostTaps, " if depthwise, got ", k);
+  }
+  if (!has_kernel(a.channels, w.n, a.groups, w.layout)) {
+    throw invalid_argument("convolution: groups must be 1, the channels of x and y, or of whole "
+                           "panels of ", w.layout.columns(), " output channels, got ", a.groups,
+                           " groups of ", w.n, " output channels");
+  }
+  check_size(w.layout, w.n, w.panels, w.panel_bytes);
+}
+
+// What all images have in common.
+class Convolver {
+ public:
+  Convolver(const Args& args, Isa isa)
+      : args_(args),
+        layout_(args.weights.layout),
+        kernels_(kernels_of(isa)),
+        table_(table()),
+        depthwise_(is_depthwise(args)),
+        x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
+        y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))) {
+    for (int i = 0; i < kDims; ++i) {
+      const Axis& axis = args.axes[i];
+      padded_[i] = (axis.out - 1) * axis.stride + (axis.window - 1) * axis.dilation + 1;
+    }
+    pixel_ = args.channels;
+    line_ = padded_[2] * pixel_;
+    plane_ = padded_[1] * line_;
+    image_ = padded_[0] * plane_;
+    of_group_ = args.channels / args.groups;
+    const Axis &d = args.axes[0], &h = args.axes[1], &w = args.axes[2];
+    // Elements of a line are adjacent, unless there is something between them.
+    const bool by_tap = depthwise_ || args.groups > 1 || w.dilation > 1;
+    run_rows_ = by_tap ? of_group_ : w.window * of_group_;
+    run_k_ = divide_up(run_rows_, 4) * 4;
+    const int64_t runs = d.window * h.window * (by_tap ? w.window : 1);
+    runs_ = Arena<RunsTag>::get_array<int64_t>(runs);
+    run_count_ = 0;
+    for (int64_t i = 0; i < d.window; ++i) {
+      for (int64_t j = 0; j < h.window; ++j) {
+        for (int64_t l = 0; l < (by_tap ? w.window : 1); ++l) {
+          runs_[run_count_++] =
+              i * d.dilation * plane_ + j * h.dilation * line_ + l * w.dilation * pixel_;
+        }
+      }
+    }
+    rows_ = d.out * h.out;
+    if (depthwise_) unpack();
+  }
+
+  // Images [begin, end), one after the other, with the calling thread's memory.
+  void run(int64_t begin, int64_t end, const Parallel& pool) {
+    const Axis& w = args_.axes[2];
+    const int64_t size = product_of(args_, &Axis::size) * args_.channels;
+    const Parallel serial;
+    const Parallel& parallel = std::max(size, rows_ * w.out * args_.weights.n) <= kFew ? serial
+                                                                                       : pool;
+    Memory m;
+    if (!depthwise_) {
+      const int64_t pixels = image_ / pixel_;
+      m.image = Arena<ImageTag>::get_array<int8_t>(image_ + kSlack);
+      m.pixel_sums = Arena<PixelSumsTag>::get_array<int32_t>(pixels * args_.groups);
+      m.offsets = Arena<OffsetsTag>::get_array<int32_t>(rows_ * args_.groups * w.out);
+      m.row_scales = Arena<RowScalesTag>::get_array<float>(w.out);
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      m.index = i;
+      find_scale(&m, size, parallel);
+      if (depthwise_) {
+        convolve_depthwise(m, parallel);
+        continue;
+      }
+      quantize(m, parallel);
+      std::fill_n(m.row_scales, w.out, m.scale);
+      add_up(m, parallel);
+      multiply(m, parallel);
+    }
+  }
+
+ private:
+  // An image.
+  struct Memory {
+    int64_t index = 0;
+    float scale = 0;
+    bool bounded = false;  // as in `Quantize`
+    int8_t* image = nullptr;         // quantized, with its padding
+    int32_t* pixel_sums = nullptr;   // zero point * sum of each group of channels
+    int32_t* offsets = nullptr;      // [rows, groups, out]: the same of each window
+    float* row_scales = nullptr;
+  };
+
+  const uint8_t* image_at(int64_t index) const {
+    const int64_t size = product_of(args_, &Axis::size) * args_.channels;
+    return static_cast<const uint8_t*>(args_.x) + index * size * x_bytes_;
+  }
+
+  void find_scale(Memory* m, int64_t size, const Parallel& parallel) const {
+    if (args_.x_scale != nullptr) {
+      m->scale = *args_.x_scale;
+      m->bounded = false;
+    } else {
+      const int64_t parts = divide_up(size, kFew);
+      auto* most = Arena<PartsTag>::get_array<int32_t>(parts);
+      const auto absmax =
+          training::table().absmax[static_cast<int>(te::float_of(args_.x_dtype))];
+      parallel.ranges(parts, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          most[i] = absmax(image_at(m->index) + i * kFew * x_bytes_,
+                           std::min(kFew, size - i * kFew), training::Line());
+        }
+      });
+      const int32_t found = parts == 0 ? 0 : *std::max_element(most, most + parts);
+      // What XLA makes of a division.
+      m->scale = bits_float(static_cast<uint32_t>(found)) * (1.0f / 127.0f);
+      m->bounded = found < 0x7f800000;
+    }
+    if (m->scale < 0x1p-126f) m->scale = 0x1p-126f;
+  }
+
+  // Of an axis, the padded elements [first, last) that x has.
+  static std::pair<int64_t, int64_t> inside(const Axis& axis, int64_t padded) {
+    const int64_t first = std::min(padded, std::max<int64_t>(0, axis.low));
+    return {first, std::max(first, std::min(padded, axis.low + axis.size))};
+  }
+
+  // Quantizes what x has of a padded line, to pixels from `first` on. Returns whether there is any.
+  // `sums`: zero point * sum of each group of channels, or null.
+  bool quantize_line(const Memory& m, int64_t index, int8_t* out, int32_t* sums) const {
+    const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
+    const auto [first, last] = inside(w, padded_[2]);
+    const int64_t z = index / padded_[1] - d.low, y = index % padded_[1] - h.low;
+    if (z < 0 || z >= d.size || y < 0 || y >= h.size || first == last) return false;
+    const int64_t at = ((z * h.size + y) * w.size + first - w.low) * args_.channels;
+    Quantize q{};
+    q.x = image_at(m.index) + at * x_bytes_;
+    q.x_dtype = args_.x_dtype;
+    q.k = q.padded_k = (last - first) * pixel_;
+    q.planes = 1;
+    q.out = out;
+    q.out_stride = q.k;
+    int32_t unused;
+    q.segment_k = sums == nullptr ? q.k : of_group_;
+    q.zero_point = layout_.bits == 8 ? 128 : 8;
+    q.offsets = sums == nullptr ? &unused : sums;
+    float scale;
+    q.scale = &scale;
+    q.given = &m.scale;
+    q.bounded = m.bounded;
+    kernels_.quantize(q);
+    return true;
+  }
+
+  void quantize(const Memory& m, const Parallel& parallel) const {
+    const int64_t groups = args_.groups;
+    const auto [from, to] = inside(args_.axes[2], padded_[2]);
+    const int64_t first = from, last = to;
+    const auto line = [&](int64_t index) {
+      int8_t* out = m.image + index * line_;
+      int32_t* sums = m.pixel_sums + index * padded_[2] * groups;
+      const auto clear = [&](int64_t begin, int64_t end) {
+        std::memset(out + begin * pixel_, 0, static_cast<size_t>((end - begin) * pixel_));
+        std::fill(sums + begin * groups, sums + end * groups, 0);
+      };
+      if (!quantize_line(m, index, out + first * pixel_, sums + first * groups)) {
+        return clear(0, padded_[2]);
+      }
+      clear(0, first);
+      clear(last, padded_[2]);
+    };
+    parallel.ranges(padded_[0] * padded_[1], divide_up(kFew, line_ + 1),
+                    [&](int64_t begin, int64_t end) {
+                      for (int64_t i = begin; i < end; ++i) line(i);
+                    });
+    std::memset(m.image + image_, 0, kSlack);
+  }
+
+  // Where the windows of a row of results begin.
+  int64_t start_of(int64_t row) const {
+    const Axis &d = args_.axes[0], &h = args_.axes[1];
+    return row / h.out * d.stride * plane_ + row % h.out * h.stride * line_;
+  }
+
+  // What the sums of windows are less by.
+  void add_up(const Memory& m, const Parallel& parallel) const {
+    const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
+    const int64_t groups = args_.groups;
+    const int64_t steps = w.out * groups * d.window * h.window * w.window;
+    parallel.ranges(rows_, divide_up(kFew, steps + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) {
+        int32_t* out = m.offsets + row * groups * w.out;
+        std::fill_n(out, groups * w.out, 0);
+        const int32_t* start = m.pixel_sums + start_of(row) / pixel_ * groups;
+        for (int64_t i = 0; i < d.window; ++i) {
+          for (int64_t j = 0; j < h.window; ++j) {
+            for (int64_t l = 0; l < w.window; ++l) {
+              const int64_t tap =
+                  (i * d.dilation * plane_ + j * h.dilation * line_) / pixel_ + l * w.dilation;
+              const int32_t* sums = start + tap * groups;
+              for (int64_t g = 0; g < groups; ++g) {
+                for (int64_t x = 0; x < w.out; ++x) {
+                  out[g * w.out + x] += sums[x * w.stride * groups + g];
+                }
+              }
+            }
+          }
+        }
+      }
+    });
+  }
+
+  Output output_of(int64_t image, int64_t row, int64_t column, int64_t columns) const {
+    const int64_t out = args_.axes[2].out, n = args_.weights.n;
+    const int64_t at = ((image * rows_ + row) * out * n + column) * y_bytes_;
+    const auto from = [](const void* numbers, int64_t bytes) {
+      return numbers == nullptr ? nullptr : static_cast<const uint8_t*>(numbers) + bytes;
+    };
+    return {static_cast<uint8_t*>(args_.y) + at, args_.y_dtype, n * y_bytes_, columns,
+            from(args_.bias, column * y_bytes_), from(args_.residual, at),
+            args_.clamps, args_.least, args_.most};
+  }
+
+  // Rows and panels are shared out; each thread reads a few panels for all of its rows.
+  void multiply(const Memory& m, const Parallel& parallel) {
+    const int64_t panels = args_.weights.panels, wide = layout_.columns() / kPanelColumns;
+    const int64_t block = std::max<int64_t>(1, kernels_.block_panels / wide);
+    const int64_t per_group = args_.weights.n / args_.groups / layout_.columns();
+    const int64_t wanted = parallel.threads() == 1 ? 1 : 4 * parallel.threads();
+    const int64_t steps =
+        std::max<int64_t>(1, args_.axes[2].out * run_k_ / 4 * run_count_ * panels * wide);
+    const int64_t least = divide_up(kernels_.task_steps, steps);
+    const int64_t task_rows = std::max(divide_up(rows_, wanted), least);
+    const int64_t row_tasks = divide_up(rows_, task_rows);
+    const int64_t cuts = least > 1 ? 1 : divide_up(wanted, row_tasks);
+    const int64_t task_panels = divide_up(divide_up(panels, cuts), block) * block;
+    const int64_t panel_tasks = divide_up(panels, task_panels);
+    std::atomic<uint64_t> key{0};
+    parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
+      const int64_t r = task / panel_tasks * task_rows, p = task % panel_tasks * task_panels;
+      const int64_t end = std::min(panels, p + task_panels);
+      const Release release{kernels_.release};
+      uint64_t keys = 0;
+      for (int64_t i = p; i < end;) {
+        int64_t count = std::min(block, end - i);
+        if (args_.groups > 1) count = std::min(count, per_group - i % per_group);
+        if (r == 0) keys += check_headers(args_.weights, i, count);
+        multiply_block(m, r, std::min(rows_, r + task_rows), i, count);
+        i += count;
+      }
+      key.fetch_add(keys, std::memory_order_relaxed);
+    });
+    if (!checked_) check_payloads(panel_at(args_.weights, 0), layout_, 0, panels, key, parallel);
+    checked_ = true;
+  }
+
+  void multiply_block(const Memory& m, int64_t begin, int64_t end, int64_t panel,
+                      int64_t count) const {
+    const Axis& w = args_.axes[2];
+    const int64_t panels = count * layout_.columns() / kPanelColumns;
+    const int64_t column = panel * layout_.columns();
+    const int64_t columns = std::min(args_.weights.n - column, panels * kPanelColumns);
+    const int64_t group = args_.groups == 1 ? 0 : column / (args_.weights.n / args_.groups);
+    Tile t{};
+    t.x_stride = w.stride * pixel_;
+    t.rows = w.out;
+    t.offsets_stride = 1;
+    t.panels = panels;
+    t.k = run_k_;
+    t.runs = run_count_;
+    t.x_runs = runs_;
+    t.first = true;
+    t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
+    t.sums = Arena<SumsTag>::get_array<int32_t>(t.rows * t.sums_stride);
+    t.totals = reinterpret_cast<float*>(t.sums);
+    read_panels(panel, count, &t);
+    Finish f{};
+    f.sums = t.sums;
+    f.totals = t.totals;
+    f.stride = t.sums_stride;
+    f.rows = t.rows;
+    f.planes = 1;
+    f.row_scales = m.row_scales;
+    f.scales = t.scales;
+    f.scales_stride = t.scales_stride;
+    const bool is_signed = layout_.bits == 4 && kernels_.expands_signed;
+    for (int64_t row = begin; row < end; ++row) {
+      t.x = m.image + start_of(row) + group * of_group_;
+      t.offsets = is_signed ? nullptr : m.offsets + (row * args_.groups + group) * w.out;
+      f.out = output_of(m.index, row, column, columns);
+      t.finish = kernels_.finishes ? &f : nullptr;
+      kernels_.exact8(t);
+      if (t.finish == nullptr) kernels_.finish(f);
+    }
+  }
+
+  // Quantized values and scales of panels, as `exact8` reads them.
+  void read_panels(int64_t panel, int64_t count, Tile* t) const {
+    const uint8_t* first = panel_at(args_.weights, panel);
+    t->qvalues = first + layout_.qvalues_offset();
+    t->qvalues_stride = args_.weights.panel_bytes;
+    t->scales = first + kPanelHeader;
+    t->scales_stride = args_.weights.panel_bytes;
+    if (layout_.bits == 4) {
+      const int64_t bytes = 16 * layout_.padded_k();
+      auto* values = Arena<ExpandedTag>::get_array<uint8_t>(t->panels * bytes);
+      auto* scales = Arena<ExpandedScalesTag>::get_array<float>(t->panels * 16);
+      for (int64_t i = 0; i < count; ++i) {
+        kernels_.expand_panel({first + i * args_.weights.panel_bytes + kPanelHeader,
+                               layout_.scale_bits, 1, layout_.padded_k(), values + i * 2 * bytes,
+                               scales + i * 32});
+      }
+      t->qvalues = values;
+      t->qvalues_stride = bytes;
+      t->scales = reinterpret_cast<const uint8_t*>(scales);
+      t->scales_stride = 64;
+    }
+    if (run_rows_ == run_k_) return;
+    // Runs begin within a line of four rows: copied, with zeros after each. These bytes are not
+    // quantized values, but add nothing to sums, whatever x has there.
+    const int64_t bytes = 16 * run_k_ * run_count_;
+    auto* values = Arena<WeightsTag>::get_array<uint8_t>(t->panels * bytes);
+    std::memset(values, 0, static_cast<size_t>(t->panels * bytes));
+    for (int64_t p = 0; p < t->panels; ++p) {
+      const uint8_t* from = t->qvalues + p * t->qvalues_stride;
+      uint8_t* to = values + p * bytes;
+      for (int64_t row = 0; row < layout_.k; ++row) {
+        const int64_t place = row / run_rows_ * run_k_ + row % run_rows_;
+        for (int64_t c = 0; c < 16; ++c) {
+          to[place / 4 * 64 + 4 * c + place % 4] = from[row / 4 * 64 + 4 * c + row % 4];
+        }
+      }
+    }
+    t->qvalues = values;
+    t->qvalues_stride = bytes;
+  }
+
+  // The weight of a depthwise convolution, as numbers of each element of the window.
+  void unpack() {
+    const PackedWeights& w = args_.weights;
+    uint64_t key = check_headers(w, 0, w.panels);
+    check_payloads(panel_at(w, 0), layout_, 0, w.panels, key, Parallel());
+    float* weights = Arena<WeightsTag>::get_array<float>(run_count_ * w.n);
+    float* scales = Arena<ScalesTag>::get_array<float>(w.n);
+    for (int64_t p = 0; p < w.panels; ++p) {
+      const uint8_t* panel = panel_at(w, p);
+      const int64_t column = p * layout_.columns();
+      const int columns = panel_columns(w.n, p, layout_.columns());
+      for (int c = 0; c < columns; ++c) {
+        scales[column + c] = load_scale(panel + layout_.scales_at(0), layout_.scale_bits, c);
+      }
+      for (int64_t tap = 0; tap < run_count_; ++tap) {
+        const uint8_t* from = panel + layout_.qvalues_at(tap) + tap % 4;
+        const int shift = layout_.high(tap) ? 4 : 0;
+        const int mask = layout_.bits == 8 ? 255 : 15, zero = layout_.bits == 8 ? 128 : 8;
+        float* to = weights + tap * w.n + column;
+        for (int c = 0; c < columns; ++c) {
+          to[c] = static_cast<float>((from[4 * c] >> shift & mask) - zero);
+        }
+      }
+    }
+    weights_ = weights;
+    scales_ = scales;
+  }
+
+  // Each thread holds the lines that a row of results reads, and quantizes each of them once.
+  void convolve_depthwise(const Memory& m, const Parallel& parallel) const {
+    const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
+    const int64_t steps = w.out * args_.channels * (run_count_ + 8);
+    // Lines of a plane, and planes, that windows reach; what is in the place of each.
+    const int64_t lines = (h.window - 1) * h.dilation + 1, planes = (d.window - 1) * d.dilation + 1;
+    const int64_t blocks = divide_up(args_.channels, table_.lanes);
+    const int64_t line = blocks * padded_[2] * table_.lanes;
+    const int64_t first = inside(w, padded_[2]).first;
+    const int64_t inside_w = inside(w, padded_[2]).second - first;
+    parallel.ranges(rows_, divide_up(4 * kFew, steps + 1), [&](int64_t begin, int64_t end) {
+      float* held = Arena<LinesTag>::get_array<float>(planes * lines * line);
+      int64_t* places = Arena<PlacesTag>::get_array<int64_t>(planes * lines + run_count_);
+      int8_t* qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
+      int64_t* taps = places + planes * lines;
+      std::fill_n(places, planes * lines, -1);
+      std::memset(held, 0, static_cast<size_t>(planes * lines * line) * sizeof(float));
+      for (int64_t row = begin; row < end; ++row) {
+        const int64_t z = row / h.out * d.stride, y = row % h.out * h.stride;
+        int64_t tap = 0;
+        for (int64_t i = 0; i < d.window; ++i) {
+          for (int64_t j = 0; j < h.window; ++j) {
+            const int64_t plane = z + i * d.dilation, at = y + j * h.dilation;
+            const int64_t place = plane % planes * lines + at % lines;
+            const int64_t index = plane * padded_[1] + at;
+            if (places[place] != index) {
+              float* to = held + place * line;
+              if (quantize_line(m, index, qvalues, nullptr)) {
+                table_.spread(qvalues, inside_w, args_.channels, to + first * table_.lanes,
+                              padded_[2]);
+              } else {
+                std::memset(to, 0, static_cast<size_t>(line) * sizeof(float));
+              }
+              places[place] = index;
+            }
+            for (int64_t l = 0; l < w.window; ++l) {
+              taps[tap++] = place * blocks * padded_[2] + l * w.dilation;
+            }
+          }
+        }
+        Depthwise one{};
+        one.x = held;
+        one.line = padded_[2];
+        one.stride = w.stride;
+        one.taps = taps;
+        one.tap_count = tap;
+        one.weights = weights_;
+        one.pixels = w.out;
+        one.x_scale = m.scale;
+        one.scales = scales_;
+        one.out = output_of(m.index, row, 0, args_.weights.n);
+        table_.depthwise(one);
+      }
+    });
+  }
+
+  const Args& args_;
+  const PanelLayout layout_;
+  const Kernels& kernels_;
+  const Table& table_;
+  const bool depthwise_;
+  const int64_t x_bytes_, y_bytes_;
+  int64_t padded_[kDims];  // elements that windows reach
+  int64_t pixel_, line_, plane_, image_;  // bytes of an image's parts
+  int64_t of_group_;       // channels
+  int64_t rows_;           // lines of results of an image
+  // Ranges of the weight's rows, and of bytes of an image, whose products are summed.
+  int64_t run_rows_, run_k_, run_count_;
+  int64_t* runs_;
+  const float* weights_ = nullptr;
+  const float* scales_ = nullptr;
+  bool checked_ = false;
+};
+
+}  // namespace
+
+bool has_kernel(int64_t channels, int64_t n, int64_t groups, const PanelLayout& layout) {
+  if (groups == 1 || (groups == channels && groups == n)) return true;
+  return n / groups % layout.columns() == 0;
+}
+
+void convolve(const Args& args, const Parallel& parallel, Isa isa) {
+  check(args);
+  if (args.images * product_of(args, &Axis::out) == 0) return;
+  const int64_t threads = parallel.threads();
+  if (threads == 1 || args.images < 2 * threads) {
+    Convolver(args, isa).run(0, args.images, parallel);
+    return;
+  }
+  // Images stay in the caches of the thread that quantizes and then convolves them.
+  parallel.run(args.images, [&](int64_t i) { Convolver(args, isa).run(i, i + 1, Parallel()); });
+}
+
+}  // namespace jaxtap::convolution

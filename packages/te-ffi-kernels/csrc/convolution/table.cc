@@ -1,0 +1,5 @@
+#include "convolution/table.h"
+
+#include "common/isa_table.h"
+
+JAXTAP_DEFINE_TABLE(convolution)

@@ -1,0 +1,71 @@
+"""Convolutions with packed weights, in plain JAX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..packed_weights.config import clamped
+from ..packed_weights.reference import quantize_rows
+from ..packed_weights.weight import PackedWeight
+from .config import Form
+
+_EXACT = 2**24
+"""All integers up to this are float32 numbers."""
+_MOST_PARTS = 16
+
+
+def convolve(form: Form, x: jax.Array, buffer: jax.Array, *operands: jax.Array) -> jax.Array:
+    """Convolve int8 values; see ``te_ffi_kernels.conv_w8a8``."""
+    given, added = form.parted((buffer, *operands))
+    weight = PackedWeight.of(given[0], form.n, form.layout)
+    scale = given[1] if form.has_scale else None
+    rows, scales = quantize_rows(x.reshape(x.shape[0], math.prod(x.shape[1:])), scale)
+    kernel, of_columns = form.kernel(weight)
+    sums = _sums(form, rows.reshape(x.shape), kernel)
+    # In this order, each product rounded, as a kernel has to.
+    scales = scales.reshape(-1, *(1 for _ in x.shape[1:]))
+    y = (sums * scales) * _of_channels(of_columns, sums.ndim)
+    return finish(form, y.astype(form.dtype), added)
+
+
+def _sums(form: Form, x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """Return exact sums of products of int8, in float32.
+
+    XLA on CPU takes a hundred times as long for integers, so sums are taken in float32 where that
+    holds them, of all input channels or of some of them after the others.
+    """
+    step = _EXACT // (128 * 128 * math.prod(form.window))
+    channels = kernel.shape[-2]
+    if step < channels and (form.groups > 1 or step * _MOST_PARTS < channels):
+        wide = x.astype(jnp.int32), kernel.astype(jnp.int32)
+        return form.run(*wide, preferred_element_type=jnp.int32).astype(jnp.float32)
+
+    def part(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        floats = x.astype(jnp.float32), kernel.astype(jnp.float32)
+        return form.run(*floats, precision=lax.Precision.HIGHEST)
+
+    if step >= channels:
+        return part(x, kernel)
+    # All parts are exact, and so is their sum in int32, which is rounded once.
+    parts = (
+        part(x[..., i : i + step], kernel[..., i : i + step, :]).astype(jnp.int32)
+        for i in range(0, channels, step)
+    )
+    return sum(parts, jnp.int32(0)).astype(jnp.float32)
+
+
+def finish(form: Form, y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
+    """Return a product with what is added to it, clamped."""
+    for array in added:
+        y = y + (_of_channels(array, y.ndim) if array.ndim == 1 else array)
+    return clamped(y, form.clamp)
+
+
+def _of_channels(array: jax.Array, ndim: int) -> jax.Array:
+    """Return numbers of output channels, for results with so many axes."""
+    return jnp.expand_dims(array, range(ndim - 1))
