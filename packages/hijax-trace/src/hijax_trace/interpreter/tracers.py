@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from interception_core import ValueKind
 
 from .. import compat
-from ..dataflow.axes import Axes, dropped, identity
+from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
-from ..dataflow.flow import Origin, move_of, moved_by
+from ..dataflow.flow import Origin
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
@@ -96,35 +96,19 @@ class Tracers:
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
     def origin(self, value: Any) -> Origin | None:
-        """Return the origin of a value, or None."""
-        steps: list[Axes | None] = []
-        while (step := self._before(value)) is not None:
-            value, axes = step
-            steps.append(axes)
-        if not self._is_here(value):
+        """Return the origin of a value, or None; of a mapped one, in one example."""
+        *outer, (inner, _) = _layers(value)
+        if not self._is_here(inner) or self._origins is None:
             return None
-        var, eqn = compat.producer(value)
-        if eqn is not None or isinstance(var, compat.Literal) or self._origins is None:
+        source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
+        if source is None:
             return None
-        if (index := self._variables.get(var)) is None:
-            return None
-        origin = self._origins(index)
-        return Origin(origin.path, moved_by(origin.axes, steps))
-
-    def _before(self, value: Any) -> tuple[Any, Axes | None] | None:
-        """Return the value that a value is a move or an example of, and the axes."""
-        if (inner := compat.inner_value(value)) is not None:
-            whole, axis = inner
-            rank = len(getattr(whole, "shape", ()))
-            return whole, identity(rank) if axis is None else dropped(axis, rank)
-        if not self._is_here(value):
-            return None
-        var, eqn = compat.producer(value)
-        if eqn is None or var in self._replaced:
-            return None
-        ins, outs = map(compat.typeof, eqn.in_tracers), [out.aval for out in eqn.outvars]
-        step = move_of(eqn.primitive, eqn.params, [*ins], outs, eqn.outvars.index(var))
-        return None if step is None else (eqn.in_tracers[step[0]], step[1])
+        index, axes = source
+        origin = self._origins(index).moved(axes)
+        for one, axis in reversed(outer):
+            if axis is not None:
+                origin = origin.moved(dropped(axis, one.ndim + 1))
+        return origin
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
@@ -160,10 +144,14 @@ class Tracers:
             return constant(value)
         if not self._is_here(value):
             return Unknown(compat.typeof(value), OTHER_TRACE, None)
+        return self._values().expression(compat.producer(value)[0])
+
+    def _values(self) -> Dataflow:
+        """Return the values of the program, with those that were staged last."""
         assert self._staged is not None
         staged, values = self._staged
         staged.grow(values)
-        return values.expression(compat.producer(value)[0])
+        return values
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
