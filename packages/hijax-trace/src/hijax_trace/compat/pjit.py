@@ -156,7 +156,7 @@ def call_key(eqn: Any) -> tuple | None:
     if eqn.primitive is not jit_p:
         return None
     params = eqn.params
-    # A marker's name is of a class of its own.
+    # A marker's name is of another class than those of jitted functions.
     own = id(params["jaxpr"]), type(params["name"]), params["inline"]
     places = params["in_shardings"], params["out_shardings"]
     return *own, *places, params["in_layouts"], params["out_layouts"]
@@ -174,7 +174,7 @@ def is_inlined(primitive: Any, params: dict[str, Any]) -> bool:
     )
 
 
-# Since 0.11 JAX traces with a registry of pytrees of its own, in which None is a leaf.
+# Since 0.11 JAX traces with a separate registry of pytrees, in which None is a leaf.
 _has_registry = hasattr(_tree_util, "treedef_tuple_tracing_registry")
 _registry = _tree_util.tracing_registry if _has_registry else _tree_util.default_registry
 _treedef_tuple: Callable[[Sequence[Any]], Any] = getattr(
@@ -193,7 +193,7 @@ def rule_after(in_tree: Any, rule: Any, count: int) -> tuple[Any, Any]:
     """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own.
 
     Args:
-        in_tree: the structure of its own operands.
+        in_tree: the structure of the call's operands.
         rule: its rule.
         count: the number of the others.
     """

@@ -34,7 +34,7 @@ def _run(*values: Any, jaxpr: Any) -> list[Any]:
 
 
 # A handler may have made HiPrims, as JAX 0.12 makes of ``custom_jvp`` functions with its flag.
-# Nothing transposes a program that is lowered to arrays: then it needs no equation of its own.
+# Nothing transposes a program that is lowered to arrays, so that its equations need no call around.
 transposable_p.to_lojax = _run
 
 

@@ -43,6 +43,7 @@ class Dataflow:
 
     Attributes:
         flow: where its values come from, as far as that is the same in all places.
+        consts: the values of its constants, by variable.
     """
 
     def __init__(
@@ -57,10 +58,10 @@ class Dataflow:
         self._express = inputs
         self.flow = flow_of(jaxpr)
         self._known: dict[Any, Expression] = {}
-        self._consts: dict[Any, Any] = {}
+        self.consts: dict[Any, Any] = {}
         if consts:
             constants = compat.inputs_of(jaxpr)[: len(consts)]
-            self._consts = dict(zip(constants, consts, strict=True))
+            self.consts = dict(zip(constants, consts, strict=True))
         self._activations: set[Any] = set()
 
     def expression(self, atom: Any) -> Expression:
@@ -70,6 +71,10 @@ class Dataflow:
                 operands = [self._of(operand) for operand in eqn.invars]
                 self._known.update(zip(eqn.outvars, self._results(eqn, operands), strict=True))
         return self._of(atom)
+
+    def forget(self, var: Any) -> None:
+        """Forget how a variable is computed, which a handler has replaced since."""
+        self._known.pop(var, None)
 
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
         """Return whether a value is surely an activation, without its expression.
@@ -106,8 +111,8 @@ class Dataflow:
         found = self._known.get(atom)
         if found is None:
             index = self.flow.inputs.get(atom)
-            if atom in self._consts:
-                found = constant(self._consts[atom])
+            if atom in self.consts:
+                found = constant(self.consts[atom])
             elif index is not None:
                 found = self._express(index)
             else:

@@ -478,7 +478,7 @@ def opaque_call(*values: Any, **params: Any) -> Any:
     """Stand for primitives that hold programs of which nobody knows the purpose.
 
     Programs do not call it. TraceEngine asks a handler of this function about primitives of
-    libraries that hold programs, where these are no calls of one program with the operands. What
+    libraries that hold programs, unless they call one program with the operands. What
     they hold is not tapped.
 
     Args:

@@ -212,7 +212,7 @@ def tap_body(
         told=here.told(inner, list(counted), before),
     )
     # Not for other calls: it captured a tracer of this one, or a handler saw an expression of it,
-    # whose text and inputs are no answers that can be compared.
+    # whose text and inputs can't be compared as answers are.
     if any(isinstance(value, compat.Tracer) for value in extra) or (EXPRESSION,) in inner.asked:
         return tapped
     if shared:

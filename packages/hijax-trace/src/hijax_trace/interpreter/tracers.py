@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from interception_core import ValueKind
 
 from .. import compat
-from ..dataflow.axes import Axes, dropped, identity
+from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, constant
 from ..dataflow.expression import Expression, Leaf
-from ..dataflow.flow import Origin, move_of, moved_by
+from ..dataflow.flow import Origin
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
@@ -39,6 +39,7 @@ class Tracers:
         self._origins: Callable[[int], Origin] | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
         self._proxies: Mapping[int, ArrayProxy] = {}
+        self._staged: tuple[_Staged, Dataflow] | None = None
         self._replaced: set[Any] = set()  # as ``Frame.replaced`` and ``Frame.from_handler``
         self._foreign: set[Any] = set()
 
@@ -61,11 +62,18 @@ class Tracers:
         self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
         self._proxies = proxies
+        variables = list(self._variables)
+        staged = _Staged(trace, variables)
+
+        def express(index: int) -> Expression:
+            return Leaf(variables[index].aval, index, origins(index).path)
+
+        self._staged = staged, Dataflow(staged, express, from_handler=self._foreign)
 
     def end(self) -> None:
         """End the staging of the program."""
         self.base, self._origins = _no_trace, None
-        self._metadata, self._proxies = {}, {}
+        self._metadata, self._proxies, self._staged = {}, {}, None
         self._replaced, self._foreign = set(), set()
 
     def attach(self, value: Any, metadata: Metadata) -> None:
@@ -80,41 +88,27 @@ class Tracers:
             self._replaced.add(var)
             if not is_own:
                 self._foreign.add(var)
+                assert self._staged is not None
+                self._staged[1].forget(var)  # a handler may return an operand
 
     def metadata_of(self, value: Any) -> Metadata:
         """Return the metadata that handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
     def origin(self, value: Any) -> Origin | None:
-        """Return the origin of a value, or None."""
-        steps: list[Axes | None] = []
-        while (step := self._before(value)) is not None:
-            value, axes = step
-            steps.append(axes)
-        if not self._is_here(value):
+        """Return the origin of a value, or None; of a mapped one, in one example."""
+        *outer, (inner, _) = _layers(value)
+        if not self._is_here(inner) or self._origins is None:
             return None
-        var, eqn = compat.producer(value)
-        if eqn is not None or isinstance(var, compat.Literal) or self._origins is None:
+        source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
+        if source is None:
             return None
-        if (index := self._variables.get(var)) is None:
-            return None
-        origin = self._origins(index)
-        return Origin(origin.path, moved_by(origin.axes, steps))
-
-    def _before(self, value: Any) -> tuple[Any, Axes | None] | None:
-        """Return the value that a value is a move or an example of, and the axes."""
-        if (inner := compat.inner_value(value)) is not None:
-            whole, axis = inner
-            rank = len(getattr(whole, "shape", ()))
-            return whole, identity(rank) if axis is None else dropped(axis, rank)
-        if not self._is_here(value):
-            return None
-        var, eqn = compat.producer(value)
-        if eqn is None or var in self._replaced:
-            return None
-        ins, outs = map(compat.typeof, eqn.in_tracers), [out.aval for out in eqn.outvars]
-        step = move_of(eqn.primitive, eqn.params, [*ins], outs, eqn.outvars.index(var))
-        return None if step is None else (eqn.in_tracers[step[0]], step[1])
+        index, axes = source
+        origin = self._origins(index).moved(axes)
+        for one, axis in reversed(outer):
+            if axis is not None:
+                origin = origin.moved(dropped(axis, one.ndim + 1))
+        return origin
 
     def expression(self, value: Any) -> Expression:
         """Return the expression of a value, in one example of maps."""
@@ -150,17 +144,14 @@ class Tracers:
             return constant(value)
         if not self._is_here(value):
             return Unknown(compat.typeof(value), OTHER_TRACE, None)
-        staged = _Staged(value, self.base())
+        return self._values().expression(compat.producer(value)[0])
 
-        def express(number: int) -> Expression:
-            var = staged.invars[number]
-            index = self._variables.get(var)
-            if index is None or self._origins is None:
-                return Unknown(var.aval, OTHER_TRACE, None)
-            return Leaf(var.aval, index, self._origins(index).path)
-
-        flow = Dataflow(staged, express, staged.consts, self._foreign)
-        return flow.expression(compat.producer(value)[0])
+    def _values(self) -> Dataflow:
+        """Return the values of the program, with those that were staged last."""
+        assert self._staged is not None
+        staged, values = self._staged
+        staged.grow(values)
+        return values
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
@@ -208,45 +199,36 @@ class _StagedEqn(NamedTuple):
 
 
 class _Staged:
-    """The equations behind a value that is being staged.
+    """The equations of a program that is being staged, as those of a jaxpr.
+
+    A question about a value takes in what was staged since the last one, so that what is known of
+    the values before stays known: a step of training has thousands of equations, and handlers ask
+    about most of them.
 
     Args:
-        value: the value.
         trace: the program's trace.
+        invars: its inputs.
 
     Attributes:
-        eqns: the equations, in order.
-        invars: their free variables, without constants.
-        constvars: their free variables that are constants.
-        all_invars: both, as JAX 0.12 has them.
-        consts: the values of the constants.
+        eqns: the equations so far, in order.
+        invars: the inputs.
     """
 
-    def __init__(self, value: Any, trace: Any):
-        made: dict[int, Any] = {}
-        starts: dict[Any, None] = {}
-        stack = [value]
-        while stack:
-            var, eqn = compat.producer(stack.pop())
-            if eqn is None:
-                if not isinstance(var, compat.Literal):
-                    starts[var] = None
-            elif id(eqn) not in made:
-                made[id(eqn)] = eqn
-                stack += eqn.in_tracers
-        constants = compat.constants_of(trace)
-        self.constvars = [var for var in starts if var in constants]
-        self.consts = [constants[var] for var in self.constvars]
-        self.invars = [var for var in starts if var not in constants]
-        self.all_invars = [*self.constvars, *self.invars]
-        self.eqns = [
-            _StagedEqn(
-                eqn.primitive,
-                eqn.params,
-                [compat.producer(tracer)[0] for tracer in eqn.in_tracers],
-                eqn.outvars,
-                eqn.effects,
-            )
-            for eqn in compat.staged_in(trace)
-            if id(eqn) in made
-        ]
+    def __init__(self, trace: Any, invars: Sequence[Any]):
+        self.eqns: list[_StagedEqn] = []
+        self.invars = list(invars)
+        self._trace = weakref.ref(trace)
+        self._count = 0
+
+    def grow(self, values: Dataflow) -> None:
+        """Take in the equations and constants that are new, for the values of this program."""
+        trace = self._trace()
+        if trace is None:
+            return
+        first, self._count = self._count, compat.staged_count(trace)
+        for eqn in compat.staged_in(trace, first):
+            values.flow.makers.update(dict.fromkeys(eqn.outvars, len(self.eqns)))
+            atoms = [compat.producer(tracer)[0] for tracer in eqn.in_tracers]
+            parts = eqn.primitive, eqn.params, atoms, eqn.outvars, eqn.effects
+            self.eqns.append(_StagedEqn(*parts))
+        values.consts.update(compat.constants_of(trace))

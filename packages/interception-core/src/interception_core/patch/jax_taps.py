@@ -78,7 +78,7 @@ def _bind(site: Any, original: Callable, state: State, args: tuple, kwargs: dict
 
 def _trace(site: Any, original: Callable, state: State, args: tuple, kwargs: dict) -> Any:
     if isinstance(state, Scope) and _compat.traces_kernel(*args, **kwargs):
-        # Not asleep: what the body calls has traces of its own, which must not serve the program.
+        # Not asleep: what the body calls has other traces, which must not serve the program.
         with CONTEXT(OUTSIDE):
             return original(*args, **kwargs)
     return original(*args, **kwargs)

@@ -1,7 +1,7 @@
 """The declaration plane: imports a plugin module and collects its specs.
 
 All plugins are registered with one pluggy manager, each under its name. An implementation of a hook
-is called by itself and not through the hook: in a call of the hook, one that raises would take the
+is called alone and not through the hook: in a call of the hook, one that raises would take the
 results of all others with it.
 """
 
