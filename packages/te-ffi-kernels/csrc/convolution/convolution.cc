@@ -301,19 +301,24 @@ class Convolver {
             args_.clamps, args_.least, args_.most};
   }
 
-  // Rows and panels are shared out; each thread reads a few panels for all of its rows.
+  // Rows are shared out, or first panels where they are larger than the image: what all tasks read
+  // is the smaller of both. A task reads a few panels for all of its rows.
   void multiply(const Memory& m, const Parallel& parallel) {
     const int64_t panels = args_.weights.panels, wide = layout_.columns() / kPanelColumns;
     const int64_t block = std::max<int64_t>(1, kernels_.block_panels / wide);
     const int64_t per_group = args_.weights.n / args_.groups / layout_.columns();
-    const int64_t wanted = parallel.threads() == 1 ? 1 : 4 * parallel.threads();
     const int64_t steps =
         std::max<int64_t>(1, args_.axes[2].out * run_k_ / 4 * run_count_ * panels * wide);
-    const int64_t least = divide_up(kernels_.task_steps, steps);
-    const int64_t task_rows = std::max(divide_up(rows_, wanted), least);
+    const int64_t all = divide_up(steps * rows_, kernels_.task_steps);
+    const int64_t wanted =
+        parallel.threads() == 1 ? 1 : std::min<int64_t>(4 * parallel.threads(), all);
+    const bool by_panels = panels * args_.weights.panel_bytes > image_;
+    const int64_t most = by_panels ? divide_up(panels, block) : rows_;
+    const int64_t first = std::min(wanted, most), second = divide_up(wanted, first);
+    const int64_t task_rows = divide_up(rows_, by_panels ? second : first);
     const int64_t row_tasks = divide_up(rows_, task_rows);
-    const int64_t cuts = least > 1 ? 1 : divide_up(wanted, row_tasks);
-    const int64_t task_panels = divide_up(divide_up(panels, cuts), block) * block;
+    const int64_t task_panels =
+        divide_up(divide_up(panels, by_panels ? first : second), block) * block;
     const int64_t panel_tasks = divide_up(panels, task_panels);
     std::atomic<uint64_t> key{0};
     parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
