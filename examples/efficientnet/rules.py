@@ -6,8 +6,9 @@ WEIGHTS = QuantizationRule(weight_qtype="int8")
 BOTH = QuantizationRule(weight_qtype="int8", act_qtype="int8")
 STATIC = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
 
-# A depthwise convolution has as many products as its input has numbers, times nine or 25: to
-# quantize the input takes longer than that saves. The stem has three input features.
+# A depthwise convolution has as many products as its input has numbers, times nine or 25. Without
+# a kernel for it, to quantize the input takes longer than that saves. The stem has three input
+# features.
 SMALL = QuantizationRule(module_path="stem|.*/depthwise", weight_qtype="int8")
 
 MIXED = [SMALL, BOTH]
