@@ -5,8 +5,8 @@ uv run --python 3.12 python benchmarks/training_steps.py [--rounds 9] [--cpu]
 Prints a table in Markdown of value and gradient: an MLP of three layers, and a transformer block of
 four heads on sequences of 64. Sides are float32; int8, its gradients rounded to nearest; and int8
 rounded at random (noise for each number). Both of these as training does it and in XLA alone; the
-latter draws its bits as ``jax.random`` does. *Speed* is in multiples of float32. Medians of ratios
-of one round.
+latter draws its bits as ``jax.random`` does; and Qwix in int8, if it is installed (``--group
+peers``). *Speed* is in multiples of float32. Medians of ratios of one round.
 """
 
 import argparse
@@ -18,11 +18,17 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen
 from paired import in_turn
 
 import provider_xla as xla
 from quant_numerics.contraction import in_kernel
 from quant_numerics.formats import rounding
+
+try:
+    import qwix
+except ImportError:
+    qwix = None
 
 RULE = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
 RANDOM = dataclasses.replace(
@@ -35,22 +41,25 @@ CASES += [("transformer", 256, 256), ("transformer", 512, 256), ("transformer", 
 LENGTH, HEADS = 64, 4
 
 
-def mlp(params, x):
-    for w in params:
-        x = jnp.tanh(x @ w)
+def mlp(matmuls, x):
+    for matmul in matmuls:
+        x = jnp.tanh(matmul(x))
     return x
 
 
-def block(params, x):
+def block(matmuls, x):
     """A transformer block, on rows of `LENGTH` tokens."""
-    wqkv, wo, up, down = params
+    qkv, out, up, down = matmuls
     batch, width = x.shape[0] // LENGTH, x.shape[1]
     heads = (batch, LENGTH, HEADS, width // HEADS)
-    q, k, v = (part.reshape(heads) for part in jnp.split(x @ wqkv, 3, 1))
+    q, k, v = (part.reshape(heads) for part in jnp.split(qkv(x), 3, 1))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / heads[-1] ** 0.5
     found = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
-    x = x + found.reshape(x.shape) @ wo
-    return x + jax.nn.gelu(x @ up) @ down
+    x = x + out(found.reshape(x.shape))
+    return x + down(jax.nn.gelu(up(x)))
+
+
+MODELS = {"MLP": mlp, "transformer": block}
 
 
 def made(kind, width, batch):
@@ -62,9 +71,31 @@ def made(kind, width, batch):
     params = [
         jnp.asarray(rng.normal(size=shape) / shape[0] ** 0.5, jnp.float32) for shape in shapes
     ]
-    model = block if kind == "transformer" else mlp
     x = jnp.asarray(rng.normal(size=(batch, width)), jnp.float32)
-    return lambda params, x: jnp.mean(model(params, x) ** 2), params, x
+
+    def loss(params, x):
+        matmuls = [functools.partial(jnp.matmul, b=w) for w in params]
+        return jnp.mean(MODELS[kind](matmuls, x) ** 2)
+
+    return loss, params, x
+
+
+def of_qwix(kind, params, x):
+    """Return Qwix's step of the same, rounded to nearest."""
+
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            dense = functools.partial(linen.Dense, use_bias=False)
+            layers = [dense(w.shape[1], name=f"dense_{i}") for i, w in enumerate(params)]
+            return jnp.mean(MODELS[kind](layers, x) ** 2)
+
+    fields = dict.fromkeys(("weight_qtype", "act_qtype", "bwd_qtype"), "int8")
+    provider = qwix.QtProvider([qwix.QtRule(module_path="dense.*", **fields)])
+    fn = qwix.quantize_model(Net(), provider).apply
+    given = {"params": {f"dense_{i}": {"kernel": w} for i, w in enumerate(params)}}
+    step = jax.jit(jax.value_and_grad(fn)).lower(given, x).compile()
+    return functools.partial(step, given, x)
 
 
 def sides(loss, params, x):
@@ -96,14 +127,20 @@ def main():
     clock = time.process_time if options.cpu else time.perf_counter
     head = ["model", "width", "batch"]
     for number, (kind, width, batch) in enumerate(CASES):
-        times = in_turn(sides(*made(kind, width, batch)), options.rounds, clock)
+        case = made(kind, width, batch)
+        calls = sides(*case)
+        if qwix is not None:
+            calls["Qwix"] = of_qwix(kind, *case[1:])
+        times = in_turn(calls, options.rounds, clock)
         if not number:
             head += [f"{name}, ms" for name in times] + ["speed", "speed, random"]
+            head += ["times Qwix"] if qwix else []
             print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
         ms = [f"{statistics.median(found) * 1e3:.3g}" for found in times.values()]
         speeds = []
-        for side in ("int8", "random"):
-            ratios = (a / b for a, b in zip(times["float32"], times[side], strict=True))
+        others = [("float32", "int8"), ("float32", "random"), ("Qwix", "int8")]
+        for other, side in others[: 3 if qwix else 2]:
+            ratios = (a / b for a, b in zip(times[other], times[side], strict=True))
             speeds.append(f"{statistics.median(ratios):.2f}")
         print(f"| {' | '.join(map(str, (kind, width, batch, *ms, *speeds)))} |", flush=True)
 
