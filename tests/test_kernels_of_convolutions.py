@@ -298,7 +298,7 @@ def windowed(case, seed=0):
 def prepared(rule, fn, params, x):
     """Return the plan, the program, and parameters that are packed and that are not."""
     plan = PtqProvider(RULES_OF_WINDOWS[rule]).plan(fn, params, x)
-    ranges = (plan.calibrate(fn, params, [(x,)]),) if rule == "static" else ()
+    ranges = (plan.calibrate(params, [(x,)], fn=fn),) if rule == "static" else ()
     run = plan.apply(fn, *ranges)
     return plan, run, plan.quantize(params), plan.quantize(params, prepack=False)
 

@@ -8,7 +8,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import QuantizationRule
 
 from .config import LlmError
 
@@ -42,6 +42,9 @@ def rules_for(config, preset):
     Args:
         preset: the name of a preset; None leaves the weights float.
     """
+    # Here, since who serves an exported program reads this file and plans nothing.
+    from provider_xla import PtqProvider
+
     rules = []
     if not config.softcap:  # which the kernels of whole functions don't know
         rules.append(QuantizationRule(kernel="fused", op_names=["attention"]))

@@ -247,7 +247,7 @@ def test_operations_in_another_order_do_not_take_each_others_ranges():
 
     plan = PtqProvider(rule, strict=True).plan(fn, PARAMS, X, X)
     stored, y = plan.quantize(PARAMS), 100 * X
-    ranges = plan.calibrate(fn, PARAMS, [(X, y)])
+    ranges = plan.calibrate(PARAMS, [(X, y)])
     found = plan.apply(fn, ranges)(stored, X, y)
     for one, x, w in zip(found, (X, y), (W1, W2), strict=True):
         np.testing.assert_allclose(one, rounded(x, (0, 1)) @ rounded(w, 0), rtol=1e-4, atol=1e-3)
@@ -258,7 +258,7 @@ def test_operations_in_another_order_do_not_take_each_others_ranges():
     with pytest.raises(QuantizationError, match=message):
         plan.apply(swapped, ranges)(stored, X, y)
     with pytest.raises(QuantizationError, match=message):
-        plan.calibrate(swapped, PARAMS, [(X, y)])
+        plan.calibrate(PARAMS, [(X, y)], fn=swapped)
 
 
 def test_activations_in_another_order_do_not_take_each_others_ranges():
@@ -275,7 +275,7 @@ def test_activations_in_another_order_do_not_take_each_others_ranges():
         return jnp.einsum("bi,ci->bc", values, x)
 
     plan = PtqProvider(rule, strict=True).plan(fn, PARAMS, X)
-    stored, ranges = plan.quantize(PARAMS), plan.calibrate(fn, PARAMS, [(X,)])
+    stored, ranges = plan.quantize(PARAMS), plan.calibrate(PARAMS, [(X,)])
     assert plan.apply(fn, ranges)(stored, X).shape == X.shape
     with pytest.raises(QuantizationError, match=r"einsum:0 must be the operation .*two activatio"):
         plan.apply(other, ranges)(stored, X)
@@ -313,7 +313,7 @@ def test_another_loop_does_not_take_ranges_of_steps():
     rule = QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True)
     params = {"w": np.stack([W1, W2])}
     plan, stored = planned(rule, stacked, params)
-    ranges = plan.calibrate(stacked, params, [(X,)])
+    ranges = plan.calibrate(params, [(X,)], fn=stacked)
     with pytest.raises(Exception, match="There are no statistics for layer/matmul:0#lhs"):
         plan.apply(unrolled, ranges)(stored, X)
 
