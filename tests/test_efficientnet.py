@@ -293,7 +293,8 @@ def test_equals_onnxruntime(logits, params):
 def test_int8_keeps_every_class(logits, params, variant):
     plan = main.make_plan(params, VARIANTS[variant])
     assert len(plan.weights) == 50
-    assert plan.bytes_after < plan.bytes_before / 3.6
+    # A depthwise kernel of 9 or 25 rows is packed as one of 64.
+    assert plan.bytes_after < plan.bytes_before / 3.4
     run = jax.jit(plan.apply(model.classify, *main.ranges_of(plan, params, VARIANTS[variant])))
     found = np.asarray(run(plan.quantize(params), photographs.read()))
     cosines = (found * logits).sum(-1)

@@ -164,7 +164,7 @@ def test_all_from_a_folder_of_wheels(distribution, python, tmp_path):
     options = ["--exact", "--python", python, "--find-links", tmp_path / "wheels"]
     run(UV, "pip", "install", *options, "jaxtap[kernels,xla]", cwd=tmp_path)
     said = run(python.with_name("jaxtap"), "demo", cwd=tmp_path)
-    assert re.search(r"^int4 +[\d,]+ +9\d\.\d+%", said, re.MULTILINE), said
+    assert re.search(r"^w4a8 +[\d,]+ +9\d\.\d+%", said, re.MULTILINE), said
     assert "te_ffi_kernels.gemm_w8a8" in said
     doctor = run(python.with_name("jaxtap"), "doctor", cwd=tmp_path)
     assert "0 fail" in doctor

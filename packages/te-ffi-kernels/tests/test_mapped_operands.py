@@ -42,6 +42,12 @@ def scaled(rng):
     te.gemm_w4a8(normal(rng, ROWS, K), weight, x_scale=jnp.float32(rng.uniform(0.01, 0.1)), **given)
 
 
+def convolved(rng, scaled):
+    given = {"bias": normal(rng, 16), "residual": normal(rng, 2, 3, 4, 16), "clamp": (-1.0, 1.0)}
+    given |= {"x_scale": jnp.float32(rng.uniform(0.01, 0.1))} if scaled else {}
+    te.conv_w8a8(normal(rng, 2, 5, 6, 4), _bench._packed(8, 36, 16), (3, 3), **given)
+
+
 def rows_of_experts(rng):
     stack = jax.tree.map(lambda one: jnp.stack([one] * 3), _bench._packed(8, K, N))
     index, sizes = (jnp.asarray(rng.permutation(x), jnp.int32) for x in ([0, 2], [3, 5]))
@@ -116,6 +122,8 @@ def routed(rng):
 MORE = {
     "rotated": rotated,
     "scaled": scaled,
+    "convolved": functools.partial(convolved, scaled=False),
+    "convolved, scaled": functools.partial(convolved, scaled=True),
     "rows of experts": rows_of_experts,
     "looked up rows": looked_up_rows,
     **{
