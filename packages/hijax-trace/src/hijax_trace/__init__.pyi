@@ -60,6 +60,6 @@ from .proxy.move import Part as Part
 from .proxy.move import Shared as Shared
 from .proxy.shards import Shards as Shards
 from .staging.repeated import repeated as repeated
+from .state.stacks import carried_stacks as carried_stacks
 
 __version__: str
-from .state.stacks import carried_stacks as carried_stacks

@@ -14,7 +14,7 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from .. import checks
-from ..packed_weights.config import check_clamp, check_scale, clamp_attributes
+from ..packed_weights.config import check_added, check_clamp, check_scale, clamp_attributes
 from ..packed_weights.layout import Layout
 from ..packed_weights.weight import PackedWeight
 
@@ -196,11 +196,8 @@ def form(
     pads = tuple((int(low), int(high)) for low, high in padding)
     check_scale(op, True, x_scale)
     found = Form(op, weight.layout, weight.n, dtype, windows, steps, pads, apart, int(groups))
-    shape = found.shape(x.shape)
-    for name, given, wanted in (("bias", bias, shape[-1:]), ("residual", residual, shape)):
-        if given is not None:
-            checks.shape(op, name, given, wanted, f"for a result of shape {shape}")
-            checks.dtype(op, name, given.dtype, (dtype,))
+    result = jax.ShapeDtypeStruct(found.shape(x.shape), dtype)
+    check_added(op, result, bias, residual, None, None)
     return dataclasses.replace(
         found,
         clamp=check_clamp(op, clamp),

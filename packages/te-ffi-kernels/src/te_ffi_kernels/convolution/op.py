@@ -127,11 +127,6 @@ def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
 
 def _asked(form: Form, x: jax.Array, *_: jax.Array) -> Any:
     """Ask as provider-xla does, so that a plan shows what will run."""
-    return question(form, x)
-
-
-def question(form: Form, x: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the operands and parameters that kernels are asked about."""
     images = jax.ShapeDtypeStruct(x.shape, x.dtype)
     kernel = (*form.window, x.shape[-1] // form.groups, form.n)
     asked = {"groups": form.groups, **form.layout.question}
