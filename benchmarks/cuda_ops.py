@@ -1,7 +1,7 @@
 """The ops that have CUDA kernels: one call of each family, and each beside XLA and beside a copy.
 
     python benchmarks/cuda_ops.py calls           # each family once: which kernels ran, which not
-    python benchmarks/cuda_ops.py measure OUT.json
+    python benchmarks/cuda_ops.py measure OUT.json [--only packed matmuls attention references]
 
 Runs where JAX puts arrays. What is measured is written after each case, most important cases first,
 so that a run that is cut off has them. With --tiny, sizes are those of a rehearsal.
@@ -34,7 +34,7 @@ NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 CAUSAL = 2
 ROUNDS, CALLS = 5, 3
-ROWS = (1, 8, 32, 128, 512, 4096)
+ROWS = (1, 8, 16, 17, 32, 128, 512, 4096)
 COPIES, MOST_BYTES = 16, 6e9
 """Of each operand, as many as there is memory for: the GPU's cache has 50 MB."""
 
@@ -500,20 +500,22 @@ def of_references(side):
         yield "", sides, {name: {"bytes": moved(*sides[name])}}
 
 
-def measure(path, side):
+PARTS = {
+    "packed": packed_matmuls,
+    "matmuls": matmuls,
+    "attention": attentions,
+    "references": of_references,
+}
+
+
+def measure(path, side, parts):
     """Writes seconds of each case and its bytes or operations, after each case."""
     device, found = jax.devices()[0], []
     # A negation reads and writes one array.
     given = jnp.negative, (normal(side, side, dtype=jnp.bfloat16),)
     copy = moved(*given) / compare({"copy": given})["copy"]
     print(f"a copy: {copy / 1e12:.2f} TB/s", flush=True)
-    all_cases = itertools.chain(
-        packed_matmuls(side),
-        matmuls(side),
-        attentions(side),
-        of_references(side),
-    )
-    for prefix, sides, known in all_cases:
+    for prefix, sides, known in itertools.chain(*(PARTS[part](side) for part in parts)):
         try:
             seconds = compare(sides)
         except Exception:  # the others are measured all the same
@@ -544,12 +546,13 @@ def main():
     parser.add_argument("what", choices=("calls", "measure"))
     parser.add_argument("out", nargs="?")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
     args = parser.parse_args()
     if args.tiny:
         ROUNDS, ROWS, COPIES = 2, ROWS[:1], 2
     if args.what == "calls":
         sys.exit(0 if calls() else 1)
-    measure(args.out, 256 if args.tiny else 8192)
+    measure(args.out, 256 if args.tiny else 8192, args.only)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ BITS = {te.gemm_w8a8: 8, te.gemm_w4a8: 4, **WEIGHT_ONLY}
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize("rows", [1, 256, 257])
+@pytest.mark.parametrize("rows", [1, 16, 17])
 @pytest.mark.parametrize("op", BITS)
 def test_it_is_the_kernel_that_runs(op, rows, groups):
     bits = BITS[op]
@@ -65,9 +65,6 @@ def test_qvalue_beyond_4_bits_wrap_around():
     [
         *((rows, 96, 40, 1) for rows in (*range(1, 34), 64, 65, 128, 257)),
         (300, 192, 129, 1),
-        # With fewer rows, groups are added up in another order.
-        (130, 2112, 64, 3),
-        (200, 192, 129, 3),
     ],
 )
 def test_sums_of_int8_are_exact(rows, k, n, groups, op, dtype):
@@ -82,6 +79,15 @@ def test_sums_of_int8_are_exact(rows, k, n, groups, op, dtype):
     np.testing.assert_array_equal(y, jnp.asarray(expected).astype(dtype))
 
 
+def of_products(op, rows, groups, dtype):
+    """How far a product may be away: many rows of a weight with groups have 16 bits."""
+    quantizes = op in (te.gemm_w8a8, te.gemm_w4a8)
+    if groups == 1 or rows <= 16 or (dtype == jnp.float32 and not quantizes):
+        return 3e-5  # tensor cores add up fewer digits than float32 has
+    return (1 + quantizes) * (2.0**-11 if dtype == jnp.float16 else 2.0**-8)
+
+
+@pytest.mark.parametrize("out_dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize(
     ("rows", "k", "n", "groups"),
@@ -89,21 +95,26 @@ def test_sums_of_int8_are_exact(rows, k, n, groups, op, dtype):
         (9, 33, 40, 1),
         (257, 33, 40, 1),
         (300, 192, 129, 1),
+        (9, 64, 40, 2),
         (65, 64, 40, 2),
         (200, 192, 129, 3),
         (130, 2112, 64, 3),
     ],
 )
-@pytest.mark.parametrize("op", WEIGHT_ONLY)
-def test_many_rows_beside_float64(op, rows, k, n, groups, dtype):
-    bits = WEIGHT_ONLY[op]
+@pytest.mark.parametrize("op", BITS)
+def test_many_rows_beside_float64(op, rows, k, n, groups, dtype, out_dtype):
+    bits = BITS[op]
     rng = np.random.default_rng(2)
     qvalue, scale = weight(rng, k, n, bits, groups)
     x = jnp.asarray(rng.normal(size=(rows, k)), dtype)
-    y = np.asarray(op(x, packed(qvalue, scale, bits), out_dtype=jnp.float32), np.float64)
+    y = np.asarray(op(x, packed(qvalue, scale, bits), out_dtype=out_dtype), np.float64)
     wide, full = np.asarray(x, np.float64), matrix(qvalue, scale)
-    # Tensor cores add up fewer digits than float32 has.
-    assert (np.abs(y - wide @ full) <= 3e-5 * (np.abs(wide) @ np.abs(full))).all()
+    if op not in WEIGHT_ONLY:
+        of_x, row_scale = quantized_rows(np.asarray(x, np.float32).reshape(rows, groups, -1))
+        wide = (of_x * np.asarray(row_scale, np.float64)).reshape(rows, k)
+    exact, size = wide @ full, np.abs(wide) @ np.abs(full)
+    of_result = np.abs(exact) * (2.0**-8 if out_dtype == jnp.bfloat16 else 0)
+    assert (np.abs(y - exact) <= of_products(op, rows, groups, dtype) * size + of_result).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -151,7 +162,7 @@ def test_stacks_and_groups_beside_float64(op, groups, rows):
     stack = (te.pack_w8 if bits == 8 else te.pack_w4)(qvalue, scale)
     full = np.stack([matrix(*one) for one in made])
     x = rng.normal(size=(rows, 64)).astype(np.float32)
-    bound = 1e-2 if op in (te.gemm_w8a8, te.gemm_w4a8) else 3e-5
+    bound = 2e-2 if op in (te.gemm_w8a8, te.gemm_w4a8) else 3e-5
     run = jax.jit(lambda x, i: op(x, stack, index=i))
     text = run.lower(x, 0).compile().as_text()
     assert f'custom_call_target="te_ffi_kernels.{op.__name__}_stack"' in text

@@ -18,7 +18,7 @@ BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
 FLOATS = ("float32", "bfloat16", "float16")
 BITS = {"gemm_w8a8": 8, "gemm_w4a8": 4, "gemm_w8a16": 8, "gemv_w8": 8, "gemv_w4": 4}
-ROWS = (0, 1, 256, 257, 400)
+ROWS = (0, 1, 16, 17, 400)
 SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 32), (192, 70, 64), (192, 64, 96), (64, 0, 0)]
 
 
@@ -32,7 +32,7 @@ def call(shape, dtype, group, op="gemv_w8"):
     ("shape", "dtype", "group", "part"),
     [
         ((1, 64), "bfloat16", 0, True),
-        ((256, 64), "float32", 32, True),
+        ((16, 64), "float32", 32, True),
         ((0, 64), "float16", 64, True),
         ((1, 64), "int8", 0, "x is int8"),
         ((1, 64), "float32", 16, "groups of 16 rows, and not a multiple of 32"),
@@ -48,15 +48,15 @@ def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     assert found is True if part is True else part in found
 
 
-@pytest.mark.parametrize("shape", [(257, 64), (13, 20, 64)])
+@pytest.mark.parametrize("shape", [(17, 64), (13, 20, 64)])
 @pytest.mark.parametrize("group", [0, 32])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("op", BITS)
-def test_many_rows_need_one_without_groups(monkeypatch, shape, group, dtype, op):
+def test_many_rows_need_one_but_of_float32(monkeypatch, shape, group, dtype, op):
     asked = call(shape, dtype, group, op)
     monkeypatch.setattr(_gpus, "used", dict)
     monkeypatch.setattr(_cublas, "missing", lambda: None)
-    alone = group != 0 or (dtype == "float32" and op not in ("gemm_w8a8", "gemm_w4a8"))
+    alone = dtype == "float32" and op not in ("gemm_w8a8", "gemm_w4a8")
     assert _supports.packed_matmul(asked) == (alone or "there is no NVIDIA GPU here")
     monkeypatch.setattr(_gpus, "used", lambda: {0: 90})
     assert _supports.packed_matmul(asked) is True
@@ -74,8 +74,8 @@ def test_stacks_are_worth_what_one_weight_is():
             grouped = _limits.unworthy(f"{op}_groups", shape[0], group)
             assert (grouped is None) == (shape == few)
             assert _limits.unworthy(f"{op}_groups", 8, group) is None
-    assert not _workspace.multiplies_with_cublaslt("gemm_w8a8_groups", 4096, 0, "bfloat16")
-    assert _workspace.multiplies_with_cublaslt("gemm_w8a8_stack", 4096, 0, "bfloat16")
+    assert not _workspace.multiplies_with_cublaslt("gemm_w8a8_groups", 4096, "bfloat16")
+    assert _workspace.multiplies_with_cublaslt("gemm_w8a8_stack", 4096, "bfloat16")
 
 
 def test_every_span_says_how_it_is_known():
@@ -107,7 +107,7 @@ def test_it_asks_for_the_memory_of_a_matmul(op):
         operands = (Aval((m, k), kind), Aval((-(-n // 16), 1), "uint8"))
         params = (("group", group), ("k", k), ("n", n))
         asked = KernelCall(op, "cuda", operands, params)
-        library = m > 256 and not group and (op[-2:] == "a8" or kind != "float32")
+        library = m > 16 and (op[-2:] == "a8" or kind != "float32")
         wanted = CUBLASLT * library + PART + beside if library or beside else 1
         assert _workspace.packed_matmul(asked, (Aval((m, n), out),)) == wanted
 
@@ -119,7 +119,7 @@ def test_it_asks_for_the_memory_of_a_matmul(op):
         # Quantized values and a scale; the weight in 16 bits, a scale of each column, and sums.
         ("gemm_w8a8", 1, "float32", 256 + 256 + 256),
         ("gemv_w8", 257, "float32", 1),
-        ("gemv_w8", 256, "bfloat16", 1),
+        ("gemv_w8", 16, "bfloat16", 1),
         (
             "gemv_w8",
             257,

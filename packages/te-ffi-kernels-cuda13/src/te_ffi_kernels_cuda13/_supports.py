@@ -126,6 +126,6 @@ def packed_matmul(call: KernelCall) -> bool | str:
         why = _limits.unworthy(call.op, rows, group)
         if why:
             return why
-    if not _workspace.multiplies_with_cublaslt(call.op, rows, group, x.dtype):
+    if not _workspace.multiplies_with_cublaslt(call.op, rows, x.dtype):
         return True
     return _cublas.missing() or True if _gpus.used() else _NO_GPU

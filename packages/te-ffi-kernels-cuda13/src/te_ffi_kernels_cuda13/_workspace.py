@@ -17,7 +17,7 @@ from ._status import native
 PART = 256
 """Parts of a workspace begin at multiples of this, which its address needn't be."""
 
-FEW_ROWS = 256
+FEW_ROWS = 16
 """Up to so many rows, a kernel reads the panels of a packed weight, whatever it is."""
 
 QUANTIZE = ("gemm_w8a8", "gemm_w4a8")
@@ -38,9 +38,9 @@ def grouped_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     return PART + beside + CUBLASLT
 
 
-def multiplies_with_cublaslt(op: str, rows: int, group: int, dtype: str) -> bool:
+def multiplies_with_cublaslt(op: str, rows: int, dtype: str) -> bool:
     """Return whether cuBLASLt, and not a kernel here, multiplies."""
-    if op.endswith(GROUPS) or rows <= FEW_ROWS or group:
+    if op.endswith(GROUPS) or rows <= FEW_ROWS:
         return False
     return of_one(op) in QUANTIZE or dtype != "float32"
 
@@ -59,7 +59,7 @@ def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
         _FLOATS.index(results[0].dtype),
         call.operands[3].shape[0] if call.op.endswith(GROUPS) else -1,
     )
-    if multiplies_with_cublaslt(call.op, x.shape[0], group, x.dtype):
+    if multiplies_with_cublaslt(call.op, x.shape[0], x.dtype):
         return PART + beside + CUBLASLT
     # XLA's arrays have bytes.
     return PART + beside if beside else 1

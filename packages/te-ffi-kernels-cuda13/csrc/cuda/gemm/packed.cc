@@ -11,18 +11,14 @@
 namespace jaxtap::cuda {
 namespace {
 
-size_t size_of(const PackedMatmul& args) {
-  return args.quantizes ? 1 : 2;
-}
-
-PackedWeight unpacked(const PackedMatmul& args) {
+PackedWeight unpacked(const PackedMatmul& args, const PackedSteps& steps) {
   PackedWeight weight;
   weight.weight = args.weight;
   weight.stack = args.stack;
   weight.layout = args.layout;
   weight.n = args.n;
-  weight.as_int8 = args.quantizes;
-  weight.dtype = args.x_dtype;
+  weight.as_int8 = steps.exact;
+  weight.dtype = steps.wide;
   return weight;
 }
 
@@ -58,16 +54,24 @@ PackedSteps::PackedSteps(const PackedMatmul& args) {
                            layout.group, ". Use the op of te_ffi_kernels.reference.");
   }
   empty = args.m == 0 || args.n == 0;
-  library = args.m > kFewRows && layout.group == 0 && args.row_groups == kOneGroup &&
+  library = args.m > kFewRows && args.row_groups == kOneGroup &&
             (args.quantizes || args.x_dtype != te::Float::kF32);
+  rounds = library && layout.group != 0;
+  exact = library && args.quantizes && !rounds;
+  wide = args.x_dtype == te::Float::kF16 ? te::Float::kF16 : te::Float::kBF16;
   depth = args.quantizes ? layout.padded_k() : args.layout.k;
   cols = panel_count(args.n, layout.columns()) * layout.columns();
-  rows = library && args.quantizes ? up_to(args.m, kInt8Rows) : args.m;
-  keeps_sums = library && (args.y_dtype != te::Float::kF32 || cols != args.n || rows != args.m);
+  rows = exact ? up_to(args.m, kInt8Rows) : args.m;
+  // Values of bfloat16 have their scales, so that their sums are results.
+  const bool sums_are_results = rounds && wide == te::Float::kBF16 && cols == args.n &&
+                                (args.y_dtype == wide || args.y_dtype == te::Float::kF32);
+  finishes = library && !sums_are_results;
+  keeps_sums =
+      finishes && (args.y_dtype != te::Float::kF32 || cols != args.n || rows != args.m);
   chunk = cols;
   if (library && cols != 0) {
     const auto most = static_cast<int64_t>(args.most == 0 ? kMostUnpacked : args.most);
-    const int64_t column_bytes = static_cast<int64_t>(size_of(args)) * depth;
+    const int64_t column_bytes = (exact ? 1 : 2) * depth;
     const int64_t panel_bytes = std::max<int64_t>(1, column_bytes * layout.columns());
     const int64_t panels = std::max<int64_t>(1, most / panel_bytes);
     const int64_t chunks = (cols / layout.columns() + panels - 1) / panels;
@@ -82,17 +86,17 @@ PackedSteps::PackedSteps(const PackedMatmul& args) {
   };
   starts = part(args.row_groups != kOneGroup,
                 static_cast<int64_t>(sizeof(GroupStart)) * (args.row_groups + 1));
-  qvalues = part(args.quantizes, rows * depth);
-  row_factors = part(args.quantizes, 4 * args.m * layout.scales());
-  weight = part(library, static_cast<int64_t>(size_of(args)) * chunk * depth);
-  col_factors = part(library, 4 * chunk);
+  qvalues = part(args.quantizes, (rounds ? 2 : 1) * rows * depth);
+  row_factors = part(args.quantizes && !rounds, 4 * args.m * layout.scales());
+  weight = part(library, (exact ? 1 : 2) * chunk * depth);
+  col_factors = part(finishes, 4 * chunk);
   sums = part(keeps_sums, 4 * rows * chunk);
 }
 
 PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, size_t workspace)
     : lt_(lt),
       handle_(handle),
-      exact_(args.quantizes),
+      exact_(PackedSteps(args).exact),
       matmul_(lt),
       x_(lt) {
   const PackedSteps steps(args);
@@ -109,15 +113,17 @@ PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, 
                           int64_t stride) {
     lt.check(lt.create_layout(owned.place(), type, rows, cols, stride), "describing a matrix");
   };
-  const LtType type = exact_                             ? LtType::kS8
-                      : args.x_dtype == te::Float::kBF16 ? LtType::kBF16
-                                                         : LtType::kF16;
+  const LtType wide = steps.wide == te::Float::kBF16 ? LtType::kBF16 : LtType::kF16;
+  const LtType type = exact_ ? LtType::kS8 : wide;
+  const LtType of_sums = exact_                                                ? LtType::kS32
+                         : steps.finishes || args.y_dtype == te::Float::kF32 ? LtType::kF32
+                                                                              : wide;
   layout(x_, type, steps.depth, steps.rows, steps.depth);
   const auto plan = [&](int64_t cols) {
     auto made = std::make_unique<Chunk>(lt);
     made->cols = cols;
     layout(made->weight, type, steps.depth, cols, steps.depth);
-    layout(made->sums, exact_ ? LtType::kS32 : LtType::kF32, cols, steps.rows, steps.stride);
+    layout(made->sums, of_sums, cols, steps.rows, steps.stride);
     if (!lt_choose(lt, handle, call(*made), workspace - needed, &made->algorithm,
                    &made->workspace)) {
       throw failed_precondition("cuBLASLt has no algorithm on this GPU for ", args.m, " rows with ",
@@ -187,10 +193,10 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
     mma.starts = reinterpret_cast<GroupStart*>(workspace + steps.starts);
   }
   auto* row_factors = reinterpret_cast<float*>(workspace + steps.row_factors);
-  auto* qvalues = reinterpret_cast<int8_t*>(workspace + steps.qvalues);
+  void* qvalues = workspace + steps.qvalues;
   if (args.quantizes) {
     packed_rows({args.x, args.x_dtype, args.m, args.layout.k, steps.rows, steps.depth,
-                 args.layout.group, qvalues, row_factors},
+                 args.layout.group, qvalues, steps.rounds ? nullptr : row_factors},
                 stream);
     mma.x = qvalues;
     mma.x_scales = row_factors;
@@ -199,25 +205,26 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
   const int64_t wide = args.y_dtype == te::Float::kF32 ? 4 : 2;
   for (int64_t first = 0; first < args.n; first += steps.chunk) {
     const int64_t cols = std::min(steps.chunk, steps.cols - first);
-    PackedWeight weight = unpacked(args);
+    PackedWeight weight = unpacked(args, steps);
     weight.weight += first / args.layout.columns() * args.layout.panel_bytes();
     weight.n = std::min(steps.chunk, args.n - first);
     weight.out = workspace + steps.weight;
-    weight.factors = reinterpret_cast<float*>(workspace + steps.col_factors);
+    if (steps.finishes) weight.factors = reinterpret_cast<float*>(workspace + steps.col_factors);
     packed_unpack(weight, stream);
     char* out = static_cast<char*>(args.y) + first * wide;
     void* to = steps.keeps_sums ? workspace + steps.sums : out;
     sums->run(args.quantizes ? qvalues : args.x, weight.out, cols, to, workspace + steps.bytes,
               stream);
+    if (!steps.finishes) continue;
     GemmFinish finish;
     finish.sums = to;
-    finish.exact = args.quantizes;
+    finish.exact = steps.exact;
     finish.m = args.m;
     finish.n = weight.n;
     finish.stride = steps.stride;
     finish.out_stride = args.n;
     finish.per_lane = true;
-    finish.lhs_scales = args.quantizes ? row_factors : nullptr;
+    finish.lhs_scales = steps.exact ? row_factors : nullptr;
     finish.rhs_scales = weight.factors;
     finish.out = out;
     finish.dtype = args.y_dtype;

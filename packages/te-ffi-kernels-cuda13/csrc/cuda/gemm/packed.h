@@ -1,10 +1,11 @@
 // Matmuls with packed weights, as many rows as there may be.
 //
-// A kernel on tensor cores reads the panels. For many rows of int8 or of 16 bits with a weight
-// without groups, cuBLASLt is used, and the weight is unpacked into the workspace: quantized
-// values, which are exact in any dtype. A kernel finishes: scales, rounded once. This goes by
-// columns, as many at a time as kMostUnpacked bytes of workspace hold: the head of a language model
-// would take a gigabyte at once.
+// A kernel on tensor cores reads the panels. For more rows cuBLASLt multiplies, and the weight is
+// unpacked into the workspace. Without groups these are quantized values, which are exact in any
+// dtype, and a kernel finishes: scales, rounded once. With groups they are dequantized, rounded to
+// 16 bits as the weights of a model in 16 bits are; rows that the op quantizes are rounded to what
+// they mean. Both go by columns, as many at a time as kMostUnpacked bytes of workspace hold: the
+// head of a language model would take a gigabyte at once.
 #pragma once
 
 #include <memory>
@@ -32,7 +33,7 @@ struct PackedMatmul {
   size_t most = 0;  // bytes of the weight that are unpacked at a time; 0: kMostUnpacked
 };
 
-constexpr size_t kMostUnpacked = size_t{64} << 20;
+constexpr size_t kMostUnpacked = size_t{256} << 20;
 
 // What a matmul takes, which follows from shapes and dtypes alone.
 struct PackedSteps {
@@ -40,7 +41,10 @@ struct PackedSteps {
 
   bool empty = false;
   bool library = false;  // cuBLASLt multiplies; rows in groups it doesn't
-  bool keeps_sums = false;
+  bool exact = false;    // it multiplies int8
+  bool rounds = false;   // it multiplies dequantized values
+  te::Float wide = te::Float::kBF16;  // what it multiplies else
+  bool finishes = false, keeps_sums = false;  // a kernel makes the result of sums: in place, or apart
   int64_t depth = 0, cols = 0;   // of the unpacked weight
   int64_t chunk = 0;             // columns at a time: whole panels
   int64_t rows = 0;              // of x in cuBLASLt's matmul
@@ -50,9 +54,8 @@ struct PackedSteps {
   size_t starts = 0, qvalues = 0, row_factors = 0, weight = 0, col_factors = 0, sums = 0, bytes = 0;
 };
 
-// Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves; not
-// measured.
-constexpr int64_t kFewRows = 256;
+// Up to so many rows the kernel multiplies. Beyond, unpacking takes less than it saves.
+constexpr int64_t kFewRows = 16;
 
 constexpr int64_t kGroupRows = 32;  // groups have a multiple of these
 
@@ -86,7 +89,7 @@ class PackedSums {
 
   CublasLt& lt_;
   const LtHandle handle_;
-  const bool exact_;
+  const bool exact_;  // sums of int8
   OwnedMatmul matmul_;
   OwnedLayout x_;
   std::unique_ptr<Chunk> chunk_, last_;  // the last one where it has fewer columns

@@ -22,13 +22,13 @@ struct PackedStack {
 constexpr int64_t kOneGroup = -1;  // rows are not in groups
 
 // Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each of its
-// groups.
+// groups. Without scales, quantized values times theirs, in bfloat16, or float16 where x is that.
 struct PackedRows {
   const void* x = nullptr;  // [m, k]
   te::Float x_dtype = te::Float::kF32;
   int64_t m = 0, k = 0, padded_m = 0, padded_k = 0;
   int64_t group = 0;
-  int8_t* qvalues = nullptr;  // [padded_m, padded_k], with zeros beyond m and k
+  void* qvalues = nullptr;  // [padded_m, padded_k], with zeros beyond m and k
   float* scales = nullptr;  // [m, groups]
 };
 
@@ -54,9 +54,11 @@ struct PackedMma {
   GroupStart* starts = nullptr;  // [row_groups + 1], memory
 };
 
-// A weight without groups as [cols, depth], where cols are those of all panels, and what columns of
-// sums are to be multiplied with: its scales, NaN where a panel's header isn't that of this weight.
-// Quantized values as int8, with depth padded_k; or as they are in 16 bits, where depth is k.
+// A weight as [cols, depth], where cols are those of all panels, and what columns of sums are to be
+// multiplied with. Without groups these are its scales, NaN where a panel's header isn't that of
+// this weight, and quantized values are int8, with depth padded_k, or as they are in 16 bits, where
+// depth is k. With groups they are dequantized, NaN in such a panel; and divided by the factor of
+// their column where there are factors, so that float16 holds them, whatever the scales.
 struct PackedWeight {
   const uint8_t* weight = nullptr;
   PackedStack stack;
@@ -65,7 +67,7 @@ struct PackedWeight {
   bool as_int8 = false;
   te::Float dtype = te::Float::kBF16;
   void* out = nullptr;       // [cols, depth]
-  float* factors = nullptr;  // [cols]
+  float* factors = nullptr;  // [cols], or of groups nullptr
 };
 
 // The bytes that the CPU's `pack` writes. Quantized values beyond 4 bits wrap around.

@@ -15,8 +15,10 @@ using namespace jaxtap;
 using namespace jaxtap::cuda;
 using namespace jaxtap::testing;
 
-// Of int8, and of floats.
-const PackedCase kCases[] = {{257, 8, 3, 0, 8, true, 1, 1}, {257, 16, 3, 0, 4, false, 1, 0}};
+// Of int8, of floats, and of weights with groups.
+const PackedCase kCases[] = {{257, 8, 3, 0, 8, true, 1, 1},
+                             {257, 16, 3, 0, 4, false, 1, 0},
+                             {33, 32, 16, 32, 8, true, 1, 1}};
 
 TEST(cuda_packed_plans_with_a_fault_at_each_call) {
   for (const PackedCase& c : kCases) {
@@ -92,11 +94,14 @@ TEST(cuda_packed_steps_by_rows) {
         args.quantizes = quantizes;
         args.x_dtype = dtype;
         args.layout = panel_layout(64, group, 8);
-        for (int64_t m : {1, 256, 257}) {
+        for (int64_t m : {1, 16, 17}) {
           args.m = m;
           const bool wide = dtype == te::Float::kF32 && !quantizes;
-          CHECK(PackedSteps(args).library == (m > 256 && group == 0 && !wide));
-          CHECK((PackedSteps(args).bytes == 0) == (!quantizes && !PackedSteps(args).library));
+          const PackedSteps steps(args);
+          CHECK(steps.library == (m > 16 && !wide));
+          CHECK(steps.rounds == (steps.library && group != 0));
+          CHECK(steps.exact == (steps.library && quantizes && group == 0));
+          CHECK((steps.bytes == 0) == (!quantizes && !steps.library));
         }
       }
     }
@@ -117,7 +122,7 @@ TEST(cuda_packed_steps_of_many_columns) {
       CHECK(steps.library && steps.chunk < steps.cols);
       CHECK(steps.chunk % args.layout.columns() == 0);
       CHECK(steps.col_factors - steps.weight <= kMostUnpacked + (size_t{2} << 20));
-      CHECK(steps.bytes < (size_t{128} << 20));
+      CHECK(steps.bytes < (size_t{384} << 20));
     }
   }
   args.n = 4096;  // fits

@@ -51,7 +51,8 @@ def gemm_w8a8(
     arXiv:1712.05877; dynamic scales per row as in ZeroQuant, arXiv:2206.01861). With groups, the
     sums of each are rescaled and then added up. On a CPU with AMX, 64 or more rows of bfloat16 are
     multiplied in bfloat16 instead if the weight has groups: quantized rows and weights are rounded
-    to bfloat16, and sums are float32.
+    to bfloat16, and sums are float32. So are more than 16 rows of any dtype on a GPU, those of
+    float16 in float16.
 
     Args:
         x: [*rows, k], float32, bfloat16 or float16.
@@ -129,7 +130,8 @@ def gemm_w8a16(
     magnitude in each group of the weight (in each 256 numbers without groups), which is a relative
     error of about 2e-5. On a CPU with AMX, 64 or more rows of bfloat16 (256 or more for a weight
     without groups) are multiplied in bfloat16: x as it is, a weight with groups rounded to
-    bfloat16, sums in float32.
+    bfloat16, sums in float32. On a GPU x is always taken as it is, and more than 16 rows of 16 bits
+    have a weight with groups rounded to their dtype.
 
     The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
     on AMX, and in 16 bits on GPUs, an infinity may give infinities.
