@@ -103,7 +103,7 @@ def test_the_whole_range_of_integers_in_kernels(tmp_path):
         weights[f"{qtype}.weight"] = q
         exact[qtype] = values * np.repeat(scale.astype(float), tile or K, 1)
     xla.save_compressed_tensors(tmp_path / "model", weights)
-    loaded = xla.load_compressed_tensors(tmp_path / "model")
+    loaded = xla.load_huggingface(tmp_path / "model")
     for act_qtype, bound in ((None, 1e-5), ("int8", 0.01)):
         chosen = {"int8.weight": loaded["int8.weight"]} if act_qtype else loaded
         like = {name: jax.ShapeDtypeStruct((N, K), jnp.float32) for name in chosen}

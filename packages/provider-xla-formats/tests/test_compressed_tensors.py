@@ -9,24 +9,11 @@ import pytest
 
 import provider_xla as xla
 import quant_numerics as qn
+from jaxtap_testkit.huggingface_samples import FLOAT4, packed, write_folder
 from jaxtap_testkit.store_samples import same
-from provider_xla_formats import int32
+from provider_xla_formats.huggingface import int32
 
 N, K = 24, 64
-SHORT = {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32", "float16": "F16"}
-SHORT |= {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
-
-
-def words(row, bits):
-    """A row of unsigned numbers as one large integer, cut into words of 32 bits."""
-    whole = sum(int(number) << (i * bits) for i, number in enumerate(row))
-    count = -(-len(row) * bits // 32)
-    found = [(whole >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
-    return np.asarray(found, np.uint32).view(np.int32)
-
-
-def packed(values, bits):
-    return np.stack([words(row + 2 ** (bits - 1), bits) for row in values.astype(np.int64)])
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -44,28 +31,10 @@ def test_words(bits):
 
 def checkpoint(folder, tensors, groups, form, parts=1, **config):
     """Write a checkpoint as vLLM has them."""
-    folder.mkdir()
     quantization = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
     quantization |= {"ignore": ["lm_head"], "quantization_status": "compressed"}
     found = {"architectures": ["LlamaForCausalLM"], "quantization_config": quantization, **config}
-    (folder / "config.json").write_text(json.dumps(found))
-    names = sorted(tensors)
-    files = {f"model-{i + 1:05}-of-{parts:05}.safetensors": names[i::parts] for i in range(parts)}
-    if parts == 1:
-        files = {"model.safetensors": names}
-    else:
-        index = {"weight_map": {name: file for file, own in files.items() for name in own}}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    for file, own in files.items():
-        header, body = {}, b""
-        for name in own:
-            array = np.ascontiguousarray(tensors[name])
-            offsets = [len(body), len(body) + array.nbytes]
-            dtype, shape = SHORT[array.dtype.name], list(array.shape)
-            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-            body += array.tobytes()
-        text = json.dumps(header).encode()
-        (folder / file).write_bytes(len(text).to_bytes(8, "little") + text + body)
+    write_folder(folder, tensors, found, parts)
 
 
 def group(targets=("Linear",), **weights):
@@ -131,7 +100,40 @@ def float8(strategy, *counts, **args):
     return {"weight": values, "weight_scale": scale}, config, values.astype(np.float64) * per
 
 
+def blocks_of_floats(form, bits, size, scale, whole=None):
+    """Values in bits, a scale for each block, and for nvfp4 what scales were multiplied with."""
+    rng = np.random.default_rng(5)
+    if bits == 4:
+        codes = rng.integers(0, 16, (N, K))
+        tensors = {"weight_packed": (codes[:, ::2] + 16 * codes[:, 1::2]).astype(np.uint8)}
+        values = np.asarray(FLOAT4)[codes]
+    else:
+        tensors = {"weight": rng.normal(size=(N, K)).astype(jnp.float8_e4m3fn)}
+        values = tensors["weight"].astype(np.float64)
+    if whole is None:
+        numbers = 2.0 ** (scale.astype(float) - 127)
+    else:
+        tensors["weight_global_scale"] = np.asarray([whole], np.float32)
+        numbers = scale.astype(float) / whole
+    args = {"num_bits": bits, "type": "float", "group_size": size, "symmetric": True}
+    args["strategy"] = "group" if whole is None else "tensor_group"
+    wanted = values * np.repeat(numbers, size, 1)
+    return tensors | {"weight_scale": scale}, (group(**args), form), wanted
+
+
+def exponents(size):
+    return np.random.default_rng(6).integers(120, 130, (N, K // size)).astype(np.uint8)
+
+
+def nvfp4():
+    scale = np.random.default_rng(7).uniform(1, 400, (N, K // 16)).astype(jnp.float8_e4m3fn)
+    return blocks_of_floats("nvfp4-pack-quantized", 4, 16, scale, 256.0)
+
+
 CASES = {
+    "nvfp4": nvfp4,
+    "mxfp4": lambda: blocks_of_floats("mxfp4-pack-quantized", 4, 32, exponents(32)),
+    "mxfp8": lambda: blocks_of_floats("mxfp8-quantized", 8, 32, exponents(32)),
     "int8 by row": int8_channel,
     "int8 with zero points": int8_channel_with_zero_points,
     "int4 groups": int4_groups,
@@ -155,7 +157,7 @@ def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
     all_tensors = {f"{NAME}.{part}": x for part, x in tensors.items()}
     all_tensors |= {"model.norm.weight": norm, "lm_head.weight": head, f"{NAME}.bias": scales(N)}
     checkpoint(tmp_path / "in", all_tensors, {"group_0": args}, form, parts)
-    tree = xla.load_compressed_tensors(tmp_path / "in")
+    tree = xla.load_huggingface(tmp_path / "in")
     assert tree.keys() == {f"{NAME}.weight", f"{NAME}.bias", "model.norm.weight", "lm_head.weight"}
     q = tree[f"{NAME}.weight"]
     assert q.dtype == jnp.bfloat16
@@ -170,7 +172,7 @@ def test_checkpoints_as_vllm_has_them(tmp_path, case, parts):
         config={"architectures": ["X"]},
         act_qtype="int8" if form == "int-quantized" else None,
     )
-    same(xla.load_compressed_tensors(tmp_path / "out"), tree)
+    same(xla.load_huggingface(tmp_path / "out"), tree)
     written = raw(tmp_path / "out")
     for name, array in all_tensors.items():
         if not name.endswith("g_idx"):
@@ -236,7 +238,7 @@ def test_a_quantized_model_goes_out_and_comes_back(tmp_path, name):
         names=lambda n: xla.Target(up(n), lambda w: w.T),
         act_qtype=act_qtype,
     )
-    loaded = xla.load_compressed_tensors(
+    loaded = xla.load_huggingface(
         tmp_path / "out",
         like=plan.params,
         names=lambda n: xla.Source(up(n), transform=lambda w: w.T),
@@ -266,7 +268,7 @@ def test_several_schemes_in_one_checkpoint(tmp_path):
         "group_2": {"targets": ["kv"], "weights": None},
     }
     checkpoint(tmp_path / "in", tensors, groups, "mixed-precision")
-    tree = xla.load_compressed_tensors(tmp_path / "in", dtype="float32")
+    tree = xla.load_huggingface(tmp_path / "in", dtype="float32")
     assert {name: q.qtype for name, q in tree.items()} == {
         "a.weight": "int4",
         "b.weight": "int8",
@@ -276,7 +278,7 @@ def test_several_schemes_in_one_checkpoint(tmp_path):
     xla.save_compressed_tensors(tmp_path / "out", tree, act_qtype="int8")
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert config["format"] == "mixed-precision"
-    same(xla.load_compressed_tensors(tmp_path / "out", dtype="float32"), tree)
+    same(xla.load_huggingface(tmp_path / "out", dtype="float32"), tree)
 
 
 def broken(change):
@@ -289,21 +291,23 @@ BROKEN = {
     "no scheme": (lambda t, a: a.update(targets=["other.name"]), "must be among the targets"),
     "no shape": (
         lambda t, a: t.pop("weight_shape"),
-        "pack-quantized as its config says: no 'shape'",
+        "of compressed-tensors as its config says: it lacks 'shape'",
     ),
-    "no values": (lambda t, a: t.pop("weight_packed"), "no 'packed'"),
+    "no values": (lambda t, a: t.pop("weight_packed"), "it lacks 'packed'"),
     "other words": (lambda t, a: t.update(weight_packed=t["weight_packed"][:, 1:]), "words, got 7"),
     "other scales": (lambda t, a: t.update(weight_scale=scales(N, 3)), r"must be \[24, 4\]"),
     "other groups": (lambda t, a: a["weights"].update(group_size=24), "must divide its 64 columns"),
-    "columns mixed": (
-        lambda t, a: t.update(weight_g_idx=t["weight_g_idx"][::-1]),
-        "columns side by side, got others",
+    "groups that aren't there": (
+        lambda t, a: t.update(weight_g_idx=t["weight_g_idx"] + 1),
+        r"64 numbers below 4 \(g_idx\)",
     ),
-    "zero points": (lambda t, a: a["weights"].update(symmetric=False), "no 'zero_point'"),
+    "zero points": (lambda t, a: a["weights"].update(symmetric=False), "it lacks 'zero_point'"),
     "16 bits": (lambda t, a: a["weights"].update(num_bits=16), "must be int-quantized"),
     "odd bits": (lambda t, a: a["weights"].update(num_bits="four"), "can't be read"),
-    "nvfp4": (lambda t, a: a.update(format="nvfp4-pack-quantized"), "got nvfp4-pack-quantized"),
-    "actorder": (lambda t, a: a["weights"].update(actorder="group"), "got actorder 'group'"),
+    "nvfp4 of integers": (
+        lambda t, a: a.update(format="nvfp4-pack-quantized"),
+        "must have 4-bit floats in groups of 16",
+    ),
     "strategy": (lambda t, a: a["weights"].update(strategy="token"), "got token"),
     "no targets": (lambda t, a: a.pop("targets"), "can't be read"),
     "scales of bytes": (
@@ -319,23 +323,23 @@ def test_checkpoints_that_do_not_fit(tmp_path, case):
     tensors, groups, form = broken(change)
     checkpoint(tmp_path / "in", tensors, groups, form)
     with pytest.raises(xla.StoreError, match=message):
-        xla.load_compressed_tensors(tmp_path / "in")
+        xla.load_huggingface(tmp_path / "in")
 
 
 def test_folders_that_are_none(tmp_path):
     with pytest.raises(xla.StoreError, match="must be the config of a checkpoint"):
-        xla.load_compressed_tensors(tmp_path)
+        xla.load_huggingface(tmp_path)
     config = tmp_path / "config.json"
     for text, message in (
         ("[]", "must be a JSON object"),
         ("{", "must be the config"),
         ("{}", "must have a quantization_config"),
         ('{"quantization_config": 3}', "must have a quantization_config"),
-        ('{"quantization_config": {"quant_method": "gptq"}}', "got quant_method 'gptq'"),
+        ('{"quantization_config": {"quant_method": "hqq"}}', "got quant_method 'hqq'"),
     ):
         config.write_text(text)
         with pytest.raises(xla.StoreError, match=message):
-            xla.load_compressed_tensors(tmp_path)
+            xla.load_huggingface(tmp_path)
     tensors, groups, form = broken(lambda t, a: None)
     checkpoint(tmp_path / "in", tensors, groups, form)
     file = tmp_path / "in" / "model.safetensors"
@@ -343,10 +347,10 @@ def test_folders_that_are_none(tmp_path):
     for size in (0, 7, 100, len(data) - 1):
         file.write_bytes(data[:size])
         with pytest.raises(xla.StoreError, match="must be a whole safetensors file"):
-            xla.load_compressed_tensors(tmp_path / "in")
+            xla.load_huggingface(tmp_path / "in")
     file.unlink()
     with pytest.raises(xla.StoreError, match="got neither"):
-        xla.load_compressed_tensors(tmp_path / "in")
+        xla.load_huggingface(tmp_path / "in")
 
 
 W = jnp.asarray(np.random.default_rng(3).normal(size=(8, 64)), jnp.float32)
@@ -396,7 +400,7 @@ def test_zero_points_are_packed_for_kernels(tmp_path, case, act):
     tensors, (args, form), wanted = CASES[case]()
     checkpoint(tmp_path / "in", {f"{NAME}.{part}": x for part, x in tensors.items()}, {"g": args},
                form)  # fmt: skip
-    q = xla.load_compressed_tensors(tmp_path / "in", dtype="float32")[f"{NAME}.weight"]
+    q = xla.load_huggingface(tmp_path / "in", dtype="float32")[f"{NAME}.weight"]
     x = jnp.asarray(np.random.default_rng(4).normal(size=(5, K)), jnp.float32)
     like = jax.ShapeDtypeStruct(q.shape, q.dtype)
     plan = xla.PtqProvider(xla.rules_of(q, act_qtype=act)).plan(lambda w, x: x @ w.T, like, x)

@@ -28,8 +28,8 @@ from provider_xla import quantize_params as quantize_params
 from provider_xla import save as save
 from provider_xla import save_model as save_model
 
-from . import compressed_tensors as compressed_tensors
 from . import gguf as gguf
+from . import huggingface as huggingface
 from . import lora as lora
 from . import odml as odml
 from . import passes as passes

@@ -16,10 +16,10 @@ from provider_xla.file_formats import StoreError, is_stored
 def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule]:
     """Return rules whose plan has the formats of stored parameters.
 
-    With them, ``plan.prepack`` packs parameters of GGUF or compressed-tensors for kernels.
+    With them, ``plan.prepack`` packs parameters of other libraries' files for kernels.
 
     Args:
-        params: a tree that ``load_gguf`` or ``load_compressed_tensors`` returned.
+        params: a tree that ``load_gguf`` or ``load_huggingface`` returned.
         act_qtype: what activations are quantized to; None leaves them float.
 
     Returns:
@@ -48,16 +48,21 @@ def rules_of(params: Any, act_qtype: str | None = None) -> list[QuantizationRule
 
 
 def _format(name: str, q: qn.QArray | qn.PackedQArray) -> tuple[Any, ...]:
-    """Return qtype, tile size and the dtype of scales."""
+    """Return qtype, tile size and the dtype of scales.
+
+    A plan takes stored tiles of several rows, which share scales, for tiles of one.
+    """
+    ragged = dict(q.ragged_tiles)  # axes counted from the last
     tiles = {
-        size // count
-        for size, count in zip(q.shape, q.scale.shape, strict=True)
+        ragged.get(axis - q.ndim, size // count)
+        for axis, (size, count) in enumerate(zip(q.shape, q.scale.shape, strict=True))
         if 1 < count < size
     }
     if len(tiles) > 1:
         raise StoreError(
-            f"{name} must have tiles along one axis to be that of a rule, got scales of shape "
-            f"{list(q.scale.shape)} for {list(q.shape)}. Dequantize it, or run it without a rule."
+            f"{name} must have square tiles, or tiles along one axis, to be that of a rule, got "
+            f"scales of shape {list(q.scale.shape)} for {list(q.shape)}. Dequantize it, or run it "
+            "without a rule."
         )
     kind = qn.get_qtype(q.qtype)
     own = np.dtype(q.scale.dtype).name

@@ -1,8 +1,8 @@
 """The public names, and the modules that they are from."""
 
 from provider_xla_formats import Target as Target
-from provider_xla_formats import load_compressed_tensors as load_compressed_tensors
 from provider_xla_formats import load_gguf as load_gguf
+from provider_xla_formats import load_huggingface as load_huggingface
 from provider_xla_formats import read_gguf_metadata as read_gguf_metadata
 from provider_xla_formats import rules_of as rules_of
 from provider_xla_formats import save_compressed_tensors as save_compressed_tensors

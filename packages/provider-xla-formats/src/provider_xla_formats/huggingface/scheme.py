@@ -13,10 +13,11 @@ import quant_numerics as qn
 from provider_xla.file_formats import StoreError
 
 INT, FLOAT, PACKED = "int-quantized", "float-quantized", "pack-quantized"
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+BLOCKS = {NVFP4: ("nvfp4", 4, 16), MXFP4: ("mxfp4", 4, 32), MXFP8: ("mxfp8", 8, 32)}
+"""Formats of blocks: the qtype, bits of a value and numbers of a block."""
 _NAIVE = "naive-quantized"
 _MIXED = "mixed-precision"
-KEYS = ("quantization_config", "compression_config")
-"""The keys that a config may have it under, the second in older files."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Scheme:
     """How weights are quantized.
 
     Attributes:
-        format: "int-quantized", "float-quantized" or "pack-quantized".
+        format: "int-quantized", "float-quantized", "pack-quantized", or one of blocks.
         bits: bits of a quantized value.
         kind: "int" or "float".
         symmetric: whether there are no zero points.
@@ -44,6 +45,8 @@ class Scheme:
     @property
     def qtype(self) -> str:
         """The qtype of the quantized values."""
+        if self.format in BLOCKS:
+            return BLOCKS[self.format][0]
         return "float8_e4m3fn" if self.kind == "float" else f"int{self.bits}"
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -64,7 +67,7 @@ class Scheme:
             "num_bits": self.bits,
             "type": self.kind,
             "symmetric": self.symmetric,
-            "strategy": self.strategy,
+            "strategy": "tensor_group" if self.format == NVFP4 else self.strategy,
             "group_size": self.group,
             "dynamic": False,
         }
@@ -86,12 +89,23 @@ def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
         StoreError: compressed-tensors has no scheme for it.
     """
     kind = qn.get_qtype(q.qtype)
-    if q.ndim < 2 or kind.name not in ("float8_e4m3fn", *(f"int{bits}" for bits in range(2, 9))):
+    names = ["float8_e4m3fn", *(f"int{bits}" for bits in range(2, 9))]
+    blocks = {qtype: (form, *sizes) for form, (qtype, *sizes) in BLOCKS.items()}
+    if q.ndim < 2 or kind.name not in [*names, *blocks]:
         raise StoreError(
-            f"{what} must be a matrix of int2 to int8 or float8_e4m3fn in compressed-tensors, got "
-            f"{q.qtype}{list(q.shape)}. Quantize it to one of these."
+            f"{what} must be a matrix of int2 to int8, float8_e4m3fn, {', '.join(blocks)} in "
+            f"compressed-tensors, got {q.qtype}{list(q.shape)}. Quantize it to one of these."
         )
     *lead, n, k = q.shape
+    if kind.name in blocks:
+        form, bits, size = blocks[kind.name]
+        if q.scale.shape != (*lead, n, k // size) or k % size:
+            raise StoreError(
+                f"{what} must have blocks of {size} along its last axis, of whole blocks, got "
+                f"scales of shape {list(q.scale.shape)} for {[*lead, n, k]}. Transpose a weight "
+                "that is [in, out] by a Target."
+            )
+        return Scheme(form, bits, "float", True, "group", size)
     counts, shape = q.scale.shape, (*lead, n, k)
     group = block = None
     if counts == (*lead, n, 1):
@@ -128,11 +142,6 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
         StoreError: it is not such a config, or has a scheme that can't be read.
     """
     try:
-        if config["quant_method"] != "compressed-tensors":
-            raise StoreError(
-                f"{where} must be of compressed-tensors, got quant_method "
-                f"{config['quant_method']!r}. Take the float checkpoint, by quantize_file."
-            )
         found = {}
         for name, group in config["config_groups"].items():
             own = group.get("format") or config["format"]
@@ -151,18 +160,21 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
 
 def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
     kind, bits = str(args.get("type", "int")).lower(), args.get("num_bits", 8)
-    known = [INT, FLOAT, PACKED]
     if form in (_NAIVE, _MIXED):
         form = FLOAT if kind == "float" else INT
+    if form in BLOCKS:
+        _, own, size = BLOCKS[form]
+        if (kind, bits, args.get("group_size", size)) != ("float", own, size):
+            raise StoreError(
+                f"{what} must have {own}-bit floats in groups of {size} as {form} has, got "
+                f"{bits}-bit {kind}s in groups of {args.get('group_size')}."
+            )
+        return Scheme(form, own, kind, True, "group", size)
     fits = bits == 8 if kind == "float" else kind == "int" and 2 <= bits <= 8
-    if form not in known or not fits or (kind == "float") != (form == FLOAT):
+    if form not in (INT, FLOAT, PACKED) or not fits or (kind == "float") != (form == FLOAT):
         raise StoreError(
-            f"{what} must be {', '.join(known)}, of int2 to int8 or of 8-bit floats, got {form} of "
-            f"{bits}-bit {kind}s."
-        )
-    if args.get("actorder") in ("group", "dynamic", True):
-        raise StoreError(
-            f"{what} must have groups of columns side by side, got actorder {args['actorder']!r}."
+            f"{what} must be {', '.join([INT, FLOAT, PACKED, *BLOCKS])}, of int2 to int8 or of "
+            f"8-bit floats, got {form} of {bits}-bit {kind}s."
         )
     group = args.get("group_size")
     strategy = args.get("strategy") or ("group" if (group or 0) > 0 else "tensor")
@@ -247,3 +259,11 @@ def shaped(scale: np.ndarray, scheme: Scheme, shape: Sequence[int]) -> np.ndarra
     if scale.size != np.prod(wanted, dtype=int):
         raise ValueError(f"scales of shape {list(scale.shape)} must be {list(wanted)}")
     return scale.reshape(wanted)
+
+
+def tiles(scheme: Scheme, shape: Sequence[int]) -> dict[int, int]:
+    """Return the tiles of a weight whose last tiles are shorter, by axis."""
+    if scheme.block is None:
+        return {}
+    sizes = zip((len(shape) - 2, len(shape) - 1), scheme.block, strict=True)
+    return {axis: size for axis, size in sizes if shape[axis] > size and shape[axis] % size}

@@ -1,0 +1,1 @@
+"""Quantized checkpoints in folders of Hugging Face: `config.json` and safetensors files."""

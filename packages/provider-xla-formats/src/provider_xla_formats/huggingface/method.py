@@ -1,0 +1,129 @@
+"""What a method of quantization is to the reader of a folder, and what methods share."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+import quant_numerics as qn
+
+
+class Method(abc.ABC):
+    """How a folder's weights are quantized, made of what its config says.
+
+    Attributes:
+        parts: ends of the names of all tensors that a quantized weight may be made of; what is
+            before one is the module.
+        marks: those of them that only a quantized weight has.
+        weight: what follows the module in the name of the weight.
+    """
+
+    parts: ClassVar[tuple[str, ...]]
+    marks: ClassVar[tuple[str, ...]]
+    weight: ClassVar[str] = ".weight"
+
+    def __init__(self, where: str, config: Mapping[str, Any]):  # noqa: B027 (most need nothing)
+        """Take what a config says; raise StoreError for what can't be read."""
+
+    @abc.abstractmethod
+    def read(self, module: str, found: Mapping[str, np.ndarray], dtype: DTypeLike | None) -> Any:
+        """Return a weight [*lead, out, in] of its tensors, by their ends.
+
+        Args:
+            module: the name, for schemes by module.
+            found: the tensors.
+            dtype: that the weight stands for; None for what its file says.
+
+        Returns:
+            A QArray; or a ``Dequantized``, where no QArray has its groups.
+
+        Raises:
+            ValueError, TypeError or KeyError: tensors do not fit what the config says.
+        """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Dequantized:
+    """The numbers of a weight whose quantized values no QArray can have.
+
+    Attributes:
+        numbers: of the weight, floats.
+        why: what is so of it, for a warning.
+    """
+
+    numbers: np.ndarray
+    why: str
+
+
+def grouped(
+    values: np.ndarray,
+    scale: np.ndarray,
+    zero_point: np.ndarray | None,
+    group_of: np.ndarray | None,
+    qtype: str,
+    dtype: DTypeLike,
+) -> Any:
+    """Return a weight of integers whose columns are in groups.
+
+    Args:
+        values: int8[out, in].
+        scale: floats[out, groups].
+        zero_point: int8[out, groups], or None.
+        group_of: int[in], the group of each column; None where groups are side by side.
+        qtype: of the values.
+        dtype: that it stands for.
+
+    Raises:
+        ValueError: the number of groups does not divide that of the columns, or a column has a
+            group that isn't there.
+    """
+    n, k = values.shape
+    groups = scale.shape[-1]
+    if scale.shape != (n, groups) or groups == 0 or k % groups:
+        raise ValueError(
+            f"scales of shape {list(scale.shape)} must be [{n}, groups of {k} columns]"
+        )
+    if zero_point is not None and not zero_point.any():
+        zero_point = None
+    if group_of is not None and not np.array_equal(group_of, np.arange(k) // (k // groups)):
+        if group_of.shape != (k,) or group_of.min() < 0 or group_of.max() >= groups:
+            raise ValueError(f"groups of columns must be {k} numbers below {groups} (g_idx)")
+        numbers = values.astype(np.float32)
+        if zero_point is not None:
+            numbers -= zero_point.astype(np.float32)[:, group_of]
+        numbers *= scale.astype(np.float32)[:, group_of]
+        return Dequantized(numbers.astype(dtype), "groups of columns that are not side by side")
+    storage = qn.get_qtype(qtype).storage_dtype
+    points = None if zero_point is None else zero_point.astype(storage)
+    qvalue = jnp.asarray(values.astype(storage))
+    return qn.qarray(qvalue, jnp.asarray(scale), qtype, dtype, zero_point=points)
+
+
+def nibbles(octets: np.ndarray, low_first: bool = True) -> np.ndarray:
+    """Return uint8[*lead, 2 * n], the halves of each byte of uint8[*lead, n]."""
+    halves = octets & 15, octets >> 4
+    both = np.stack(halves if low_first else halves[::-1], axis=-1)
+    return both.reshape(*octets.shape[:-1], 2 * octets.shape[-1])
+
+
+def as_float4(numbers: np.ndarray) -> np.ndarray:
+    """Return float4_e2m1fn of uint8, whose low four bits are those of each number."""
+    table = np.asarray([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    both = np.concatenate([table, -table]).astype(jnp.float4_e2m1fn)
+    return both[numbers]
+
+
+def from_float4(numbers: np.ndarray) -> np.ndarray:
+    """Return uint8 in 0 to 15 of float4_e2m1fn: see ``as_float4``."""
+    return numbers.view(np.uint8) & 15
+
+
+def whole_bytes(halves: np.ndarray) -> np.ndarray:
+    """Return uint8[*lead, n / 2] of halves[*lead, n], low halves first."""
+    return (halves[..., ::2] | halves[..., 1::2] << 4).astype(np.uint8)
