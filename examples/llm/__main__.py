@@ -3,6 +3,7 @@
 uv run --group llm python -m examples.llm demo
 uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
 uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
+uv run --group llm python -m examples.llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
 uv run --group llm python -m examples.llm export OUT PROGRAMS
 uv run --group llm python -m examples.llm device FOLDER model.tflite --text book.txt
 """
@@ -124,7 +125,7 @@ def _generate(commands):
         print()
 
     parser = _command(commands, "generate", run, "Continue a prompt.")
-    parser.add_argument("out", help="what quantize or export wrote")
+    parser.add_argument("out", help="what quantize or export wrote, or a quantized folder")
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--count", type=_count, default=128, help="tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
@@ -151,7 +152,7 @@ def _perplexity(commands):
         print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
 
     parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
-    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
     parser.add_argument("text", help="a file of text")
     parser.add_argument("--window", type=_count, default=512, help="tokens (default 512)")
     _forms(parser, "decode token by token from such a cache (default: none, all at once)")
@@ -169,7 +170,7 @@ def _bench(commands):
             print(f"{name:16} {middle:10.1f} {best:10.1f}", flush=True)
 
     parser = _command(commands, "bench", run, "Time prefill and decoding.")
-    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
     parser.add_argument("--prompts", type=_count, nargs="*", default=[128, 512])
     parser.add_argument("--contexts", type=_count, nargs="*", default=[128, 1024])
     parser.add_argument("--steps", type=_count, default=64)
@@ -188,7 +189,7 @@ def _export(commands):
 
     text = "Write lowered programs and packed parameters, from which generate starts quickly."
     parser = _command(commands, "export", run, text)
-    parser.add_argument("out", help="what quantize wrote")
+    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
     parser.add_argument("programs", help="folder to write")
     parser.add_argument("--prompt", type=_count, default=128, help="tokens at most (default 128)")
     parser.add_argument(

@@ -84,28 +84,41 @@ class Config:
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
 
 
-def read_config(folder):
-    """Return the ``Config`` of a folder.
+def read_config(folder, quantized=False):
+    """Return the ``Config`` of a folder, whose tensors may be quantized.
 
     Raises:
         LlmError: config.json is missing, or is of another family or form.
     """
+    return parse_config(read_fields(folder), Path(folder) / "config.json", quantized)
+
+
+def read_fields(folder):
+    """Return what a folder's config.json has.
+
+    Raises:
+        LlmError: there is none, or it is not JSON.
+    """
     path = Path(folder) / "config.json"
     try:
-        fields = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except OSError as error:
         raise LlmError(
             f"{folder} must have a config.json, as Hugging Face's folders do."
         ) from error
     except ValueError as error:
         raise LlmError(f"{path} must be JSON, got: {error}.") from error
-    return parse_config(fields, path)
 
 
-def parse_config(fields, path="config.json"):
-    """Return the ``Config`` of the fields of a config.json."""
+def parse_config(fields, path="config.json", quantized=False):
+    """Return the ``Config`` of the fields of a config.json, whose tensors may be quantized."""
     if not isinstance(fields, dict):
         raise LlmError(f"{path} must be an object of fields, got a {type(fields).__name__}.")
+    if "quantization_config" in fields and not quantized:
+        raise LlmError(
+            f"{path}: quantization_config says that the tensors are quantized. Run generate on "
+            "this folder as it is, or take that of the float model."
+        )
     fields = {name: value for name, value in fields.items() if value is not None}
     family = fields.get("model_type")
     if family not in FAMILIES:
@@ -152,11 +165,6 @@ def _check_numbers(fields, path):
 
 def _check_forms(family, fields, path):
     """Check that the file asks for nothing that ``model`` does not compute."""
-    if "quantization_config" in fields:
-        raise LlmError(
-            f"{path}: quantization_config says that the tensors are quantized. Take the folder of "
-            "the float model, or read this one with provider_xla.load_compressed_tensors."
-        )
     ropes = fields.get("rope_parameters") or {}
     for one in (fields, ropes, *ropes.values()):
         if isinstance(one, dict) and one.get("partial_rotary_factor", 1) != 1:

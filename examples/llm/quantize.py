@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import provider_xla as xla
 
-from . import checkpoint, model
+from . import checkpoint, model, published
 from .config import LlmError, read_config
 from .rules import FORMATS, read_rules
 from .tokenizer import read_tokenizer
@@ -121,7 +121,7 @@ def load(out, dtype="float32"):
     """Return the config, the plan and the stored parameters of a quantized folder.
 
     Args:
-        out: that ``quantize`` wrote.
+        out: that ``quantize`` wrote, or that was published as it is.
         dtype: of the activations, and of parameters that are not quantized. Quantized values and
             their scales are the same for all.
 
@@ -130,6 +130,8 @@ def load(out, dtype="float32"):
     """
     out = Path(out)
     if not (out / SOURCE).is_file():
+        if published.is_published(out):
+            return published.load(out, dtype)
         raise LlmError(f"{out} must be what the command quantize wrote. Run that first.")
     config = read_config(out)
     missing = [name for name in _parts(config) if not (out / name).is_file()]
