@@ -63,10 +63,10 @@ def write_gguf(path, config, params, qtype="F32", context=4096, vocabulary="ids"
     add("output_norm.weight", params["norm"])
     if not config.tied:
         add("output.weight", np.asarray(params["head"]).T)
-    if config.rope.llama3 is not None:
-        plain = dataclasses.replace(config.rope, factor=1.0, llama3=None)
+    if config.ropes[0].llama3 is not None:
+        plain = dataclasses.replace(config.ropes[0], factor=1.0, llama3=None)
         size = config.head_size
-        add("rope_freqs.weight", plain.frequencies(size) / config.rope.frequencies(size))
+        add("rope_freqs.weight", plain.frequencies(size) / config.ropes[0].frequencies(size))
     for i in range(config.layers):
         for name, stack in params["layers"].items():
             for part, array in _parts(config, name, np.asarray(stack[i])):
@@ -103,10 +103,10 @@ def _write_fields(writer, config, context):
     writer.add_value_length(config.head_size)
     writer.add_rope_dimension_count(config.head_size)
     writer.add_layer_norm_rms_eps(config.epsilon)
-    writer.add_rope_freq_base(config.rope.theta)
-    if config.rope.llama3 is None and config.rope.factor != 1:
+    writer.add_rope_freq_base(config.ropes[0].theta)
+    if config.ropes[0].llama3 is None and config.ropes[0].factor != 1:
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
-        writer.add_rope_scaling_factor(config.rope.factor)
+        writer.add_rope_scaling_factor(config.ropes[0].factor)
     if any(config.windows):
         writer.add_sliding_window(max(config.windows))
     if config.softcap:

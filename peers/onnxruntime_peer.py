@@ -81,7 +81,7 @@ def make_model(config, params, positions, accuracy=4):
     table = graph.constant("embed", np.asarray(params["embed"], np.float16))
     x = graph.add("Gather", [table, "tokens"], ["embed.half"])
     x = graph.add("Cast", [x], ["embed.out"], to=TensorProto.FLOAT)
-    angles = np.arange(positions)[:, None] * config.rope.frequencies(config.head_size)
+    angles = np.arange(positions)[:, None] * config.ropes[0].frequencies(config.head_size)
     turns = [
         graph.constant(name, fn(angles).astype(np.float32))
         for name, fn in (("cos", np.cos), ("sin", np.sin))

@@ -96,12 +96,32 @@ def test_it_generates_what_the_float_model_does(tmp_path, family, method):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["gptq", "fp8"])
-def test_experts(tmp_path, method):
-    fields, tensors = folder_of(
-        tmp_path / "in", "qwen3_moe", METHODS[method], moe_intermediate_size=64, head_dim=32
-    )
+@pytest.mark.parametrize(("family", "method"), [("qwen3_moe", "gptq"), ("qwen3_moe", "fp8")])
+def test_experts(tmp_path, family, method):
+    more = {"moe_intermediate_size": 64, "head_dim": 32}
+    fields, tensors = folder_of(tmp_path / "in", family, METHODS[method], **more)
     check(tmp_path / "in", fields, tensors)
+
+
+def test_experts_in_mxfp4(tmp_path):
+    """gpt-oss as it is published: experts are [experts, out, in], and all else is float."""
+    fields = fields_of("gpt_oss") | WIDE | {"layer_types": None}
+    config = parse_config(fields)
+    tensors = checkpoint.tensors_of(config, varied(checkpoint.init(config)))
+    written = {}
+    for i, (name, array) in enumerate(tensors.items()):
+        if array.ndim < 3:
+            written[name] = array
+            continue
+        experts, k, n = array.shape
+        one = samples.mxfp4(experts, n, k, seed=i)
+        one.tensors["_scales"] -= 5
+        tensors[name] = (one.numbers / 32).swapaxes(1, 2).astype(np.float32)
+        written |= {f"{name}{end}": x for end, x in one.tensors.items()}
+    about = {"quantization_config": {"quant_method": "mxfp4"}}
+    samples.write_folder(tmp_path / "in", written, fields | about)
+    _, params = check(tmp_path / "in", fields, tensors)
+    assert {params["layers"][name].qtype for name in ("gate_up", "down")} == {"mxfp4"}
 
 
 def test_parameters_of_several_formats_are_float_and_named(tmp_path):

@@ -1,4 +1,4 @@
-"""Quantizes language models of the Llama, Qwen and Gemma families, and generates with them.
+"""Quantizes language models (Llama, Mistral, Phi, Qwen, Gemma, gpt-oss), and generates.
 
 uv run --group llm python -m examples.llm demo
 uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4

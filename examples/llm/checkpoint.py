@@ -28,8 +28,12 @@ def shapes(config, dtype=jnp.float32):
         "gate_up": (*some, width, 2 * inner),
         "down": (*some, inner, width),
     }
-    if config.biased:
-        layer["qkv_bias"] = layer["qkv"][1:]
+    layer |= {f"{name}_bias": layer[name][1:] for name in config.biased}
+    if config.sinks:
+        layer["sinks"] = (config.heads,)
+    if config.limit:
+        layer |= {f"{name}_bias": (*some, layer[name][-1]) for name in ("gate_up", "down")}
+        layer["router_bias"] = some
     if config.head_norms:
         layer |= {"q_norm": (size,), "k_norm": (size,)}
     if config.gemma:
@@ -55,7 +59,7 @@ def init(config, seed=0):
         name = path[-1].key
         if name.endswith("norm"):
             return np.ones(leaf.shape, np.float32)
-        if name.endswith("bias"):
+        if name.endswith(("bias", "sinks")):
             return np.zeros(leaf.shape, np.float32)
         scale = 0.02 if name == "embed" else leaf.shape[-2] ** -0.5
         return rng.standard_normal(leaf.shape, np.float32) * np.float32(scale)
@@ -80,28 +84,56 @@ def tensor_names(config, layer=None):
             "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
+    if config.family == "phi3":
+        projections = [f"{at}self_attn.qkv_proj"]
     names = {
         "attention_norm": [f"{at}input_layernorm.weight"],
         "qkv": [f"{one}.weight" for one in projections],
         "out": [f"{at}self_attn.o_proj.weight"],
         **{name: [f"{at}{norm}.weight"] for name, norm in after.items()},
     }
-    mlps = [f"{at}mlp."]
-    if config.experts:
-        mlps = [f"{at}mlp.experts.{i}." for i in range(config.experts)]
-        names["router"] = [f"{at}mlp.gate.weight"]
-    names["gate_up"] = [f"{mlp}{one}_proj.weight" for mlp in mlps for one in ("gate", "up")]
-    names["down"] = [f"{mlp}down_proj.weight" for mlp in mlps]
-    if config.biased:
+    names |= _mlp_names(config, at)
+    if "qkv" in config.biased:
         names["qkv_bias"] = [f"{one}.bias" for one in projections]
+    if "out" in config.biased:
+        names["out_bias"] = [f"{at}self_attn.o_proj.bias"]
+    if config.sinks:
+        names["sinks"] = [f"{at}self_attn.sinks"]
     if config.head_norms:
         names |= {f"{one}_norm": [f"{at}self_attn.{one}_norm.weight"] for one in "qk"}
     return names
 
 
+def _mlp_names(config, at):
+    """Return those of a layer's MLP, or of its experts."""
+    if config.family == "gpt_oss":
+        whole = {"gate_up": f"{at}mlp.experts.gate_up_proj", "down": f"{at}mlp.experts.down_proj"}
+        names = {"router": f"{at}mlp.router.weight", "router_bias": f"{at}mlp.router.bias", **whole}
+        names |= {f"{name}_bias": f"{tensor}_bias" for name, tensor in whole.items()}
+        return {name: [tensor] for name, tensor in names.items()}
+    mlps, parts, names = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj"), {}
+    if config.family == "mixtral":
+        at, parts = f"{at}block_sparse_moe.", ("w1", "w3", "w2")
+    elif config.experts:
+        at = f"{at}mlp."
+    if config.experts:
+        mlps = [f"{at}experts.{i}." for i in range(config.experts)]
+        names["router"] = [f"{at}gate.weight"]
+    gates = ["gate_up_proj"] if config.family == "phi3" else parts[:2]
+    names["gate_up"] = [f"{mlp}{one}.weight" for mlp in mlps for one in gates]
+    names["down"] = [f"{mlp}{parts[2]}.weight" for mlp in mlps]
+    return names
+
+
+def is_whole(config, name):
+    """Return whether a parameter is one tensor, as it is."""
+    of_experts = config.family == "gpt_oss" and name.startswith(("gate_up", "down"))
+    return of_experts or name in ("embed", "sinks", "router_bias")
+
+
 def join(config, name, tensors):
     """Return a parameter of one layer, or around them, from its tensors."""
-    if name == "embed":
+    if is_whole(config, name):
         return tensors[0]
     if name.endswith("norm"):
         # Gemma's files have what is added to 1.
@@ -118,7 +150,7 @@ def join(config, name, tensors):
 def split(config, name, array):
     """Return the tensors that ``join`` makes this parameter of."""
     array = np.asarray(array)
-    if name == "embed":
+    if is_whole(config, name):
         return [array]
     if name.endswith("norm"):
         return [array - 1 if config.gemma else array]
@@ -130,6 +162,8 @@ def split(config, name, array):
 
 def _columns(config, name, width):
     """Return how many columns of a parameter each of its tensors has."""
+    if config.family == "phi3":
+        return [width]
     if name.startswith("qkv"):
         return [n * config.head_size for n in (config.heads, config.kv_heads, config.kv_heads)]
     return [config.inner] * 2 if name == "gate_up" else [width]
@@ -141,7 +175,8 @@ def tensor_shapes(config, layer=None):
     for name, names in tensor_names(config, layer).items():
         shape = tree[name].shape if layer is None else tree["layers"][name].shape[1:]
         columns = _columns(config, name, shape[-1])
-        each = [shape] if name == "embed" else [(n, *shape[-2:-1]) for n in columns]
+        whole = is_whole(config, name)
+        each = [shape] if whole else [(n, *shape[-2:-1]) for n in columns]
         found |= zip(names, each * (len(names) // len(each)), strict=True)
     return found
 

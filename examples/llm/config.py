@@ -20,18 +20,34 @@ class Rope:
 
     Attributes:
         theta: base of the frequencies.
-        factor: by how much positions are stretched; 1 for not at all.
+        factor: by how much positions are stretched; 1 for not at all, infinite for no positions.
         llama3: None, or Llama 3's (low_freq_factor, high_freq_factor, trained length): frequencies
             above stay, those below are stretched, and between them it is a mixture.
+        yarn: None, or YaRN's (Peng et al. 2023, arXiv:2309.00071; beta_fast, beta_slow, trained
+            length, whether bounds are whole): the same by how often a frequency turns.
+        scale: of cosines and sines.
     """
 
     theta: float
     factor: float = 1.0
     llama3: tuple[float, float, int] | None = None
+    yarn: tuple[float, float, int, bool] | None = None
+    scale: float = 1.0
 
     def frequencies(self, size):
         """Return float32 ``[size / 2]``, in radians per position."""
         plain = self.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
+        if self.yarn is not None:
+            fast, slow, length, whole = self.yarn
+            low, high = (
+                size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+                for turns in (fast, slow)
+            )
+            if whole:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, size - 1)
+            stretched = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
+            return (plain * (1 - stretched + stretched / self.factor)).astype(np.float32)
         if self.llama3 is None:
             return (plain / self.factor).astype(np.float32)
         low, high, length = self.llama3
@@ -47,10 +63,13 @@ class Config:
     Attributes:
         family: ``model_type`` of the file.
         windows: of each layer, the last positions that a query sees; 0 for all.
-        local_rope: of the layers with a window; None where they have the others'.
+        ropes: rotary positions, and ``rope_of`` each layer's place among them.
         scale: of the scores.
         softcap: of the scores (Gemma 2), 0 for none; ``final_softcap`` of the logits.
         experts: 0 for a dense model; ``inner`` is the width of one expert then.
+        biased: the projections that have a bias.
+        sinks: whether each head has a score that no position has.
+        limit: of what an expert's gate multiplies (gpt-oss); 0 for none.
         gemma: norms also behind attention and MLP, gelu, scaled embeddings.
     """
 
@@ -62,18 +81,20 @@ class Config:
     kv_heads: int
     head_size: int
     windows: tuple[int, ...]
-    rope: Rope
+    ropes: tuple[Rope, ...]
+    rope_of: tuple[int, ...]
     scale: float
-    local_rope: Rope | None = None
     epsilon: float = 1e-6
     tied: bool = False
-    biased: bool = False
+    biased: tuple[str, ...] = ()
     head_norms: bool = False
     softcap: float = 0.0
     final_softcap: float = 0.0
     experts: int = 0
     experts_per_token: int = 0
     normalize_experts: bool = True
+    sinks: bool = False
+    limit: float = 0.0
     gemma: bool = False
 
     @property
@@ -81,7 +102,19 @@ class Config:
         return len(self.windows)
 
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text")
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "phi3", "smollm3", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
+    *("gemma3_text", "gpt_oss"),
+)
+EXPERTS = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "gpt_oss": "num_local_experts",
+}
+"""The families with experts: the field that says how many."""
+EPSILONS = dict.fromkeys(("phi3", "mixtral", "gpt_oss"), 1e-5)
+THETAS = {"gemma3_text": 1e6, "mixtral": 1e6, "smollm3": 2e6, "gpt_oss": 1.5e5}
+"""What a config.json of a family may leave out."""
 
 
 def read_config(folder, quantized=False):
@@ -138,9 +171,11 @@ def parse_config(fields, path="config.json", quantized=False):
 COUNTS = {
     *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
-    *("num_experts", "num_experts_per_tok", "sliding_window_pattern"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "sliding_window_pattern"),
+    "no_rope_layer_interval",
 }
 NUMBERS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
+NUMBERS |= {"swiglu_limit"}
 CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
 
 
@@ -159,8 +194,9 @@ def _check_numbers(fields, path):
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
             f"and {groups}."
         )
-    if fields.get("num_experts_per_tok", 0) > fields.get("num_experts", math.inf):
-        raise LlmError(f"{path}: num_experts_per_tok must be at most num_experts.")
+    for name in sorted(set(EXPERTS.values()) & fields.keys()):
+        if fields.get("num_experts_per_tok", 0) > fields[name]:
+            raise LlmError(f"{path}: num_experts_per_tok must be at most {name}.")
 
 
 def _check_forms(family, fields, path):
@@ -183,14 +219,20 @@ def _parse(family, fields, path):
     size = fields.get("head_dim") or default
     if size % 2:
         raise LlmError(f"{path}: head_dim must be even, for rotary positions, got {size}.")
-    rope, local = _ropes(family, fields, path)
+    windows = _windows(family, fields, path)
+    ropes, rope_of = _ropes(family, fields, path, windows)
     _check_activation(family, fields, path)
     if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):
         raise LlmError(
             f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step)."
         )
-    if fields.get("mlp_bias") or ((qwen3 or family == "llama") and fields.get("attention_bias")):
+    if fields.get("mlp_bias") or (
+        family not in ("qwen2", "gpt_oss") and fields.get("attention_bias")
+    ):
         raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
+    if family == "gpt_oss" and fields.get("attention_bias") is False:
+        raise LlmError(f"{path}: attention_bias must be true for gpt_oss.")
+    experts = fields[EXPERTS[family]] if family in EXPERTS else 0
     return Config(
         family=family,
         vocabulary=fields["vocab_size"],
@@ -199,19 +241,21 @@ def _parse(family, fields, path):
         heads=heads,
         kv_heads=fields.get("num_key_value_heads") or heads,
         head_size=size,
-        windows=_windows(family, fields, path),
-        rope=rope,
-        local_rope=local,
+        windows=windows,
+        ropes=ropes,
+        rope_of=rope_of,
         scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
-        epsilon=fields.get("rms_norm_eps", 1e-6),
-        tied=fields.get("tie_word_embeddings", gemma),
-        biased=family == "qwen2",
+        epsilon=fields.get("rms_norm_eps", EPSILONS.get(family, 1e-6)),
+        tied=fields.get("tie_word_embeddings", gemma or family == "smollm3"),
+        biased={"qwen2": ("qkv",), "gpt_oss": ("qkv", "out")}.get(family, ()),
         head_norms=qwen3 or family == "gemma3_text",
         softcap=(fields.get("attn_logit_softcapping") or 0.0) if gemma else 0.0,
         final_softcap=(fields.get("final_logit_softcapping") or 0.0) if gemma else 0.0,
-        experts=fields["num_experts"] if family == "qwen3_moe" else 0,
-        experts_per_token=fields["num_experts_per_tok"] if family == "qwen3_moe" else 0,
-        normalize_experts=fields.get("norm_topk_prob", False),
+        experts=experts,
+        experts_per_token=fields["num_experts_per_tok"] if experts else 0,
+        normalize_experts=family != "qwen3_moe" or fields.get("norm_topk_prob", False),
+        sinks=family == "gpt_oss",
+        limit=fields.get("swiglu_limit", 7.0) if family == "gpt_oss" else 0.0,
         gemma=gemma,
     )
 
@@ -227,13 +271,25 @@ def _check_activation(family, fields, path):
         raise LlmError(f"{path}: hidden_act must be {wanted} for {family}, got {found}.")
 
 
-def _ropes(family, fields, path):
+def _ropes(family, fields, path, windows):
+    """Return rotary positions, and which of them each layer has."""
+    rope, local = _of_layers(family, fields, path)
+    others = [local is not None and window > 0 for window in windows]
+    if family == "smollm3":
+        every = fields.get("no_rope_layer_interval", 4)
+        turns = fields.get("no_rope_layers") or [(i + 1) % every for i in range(len(windows))]
+        if len(turns) != len(windows):
+            raise LlmError(f"{path}: no_rope_layers must be of {len(windows)} layers.")
+        local, others = Rope(1e4, math.inf), [not one for one in turns]
+    return (rope,) if local is None else (rope, local), tuple(map(int, others))
+
+
+def _of_layers(family, fields, path):
     """Return the rotary positions of the global layers, and of the local ones or None."""
     given = fields.get("rope_parameters") or {}
     by_layer = "full_attention" in given
     chosen = given["full_attention"] if by_layer else given or fields.get("rope_scaling") or {}
-    default = 1e6 if family == "gemma3_text" else 1e4
-    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or default)
+    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or THETAS.get(family, 1e4))
     kind = chosen.get("rope_type", chosen.get("type", "default"))
     local = None
     if family == "gemma3_text":
@@ -258,9 +314,19 @@ def _ropes(family, fields, path):
             )
         bounds = low, high, number("original_max_position_embeddings")
         return Rope(theta, number("factor"), bounds), local
+    if kind == "yarn" and not {"mscale", "mscale_all_dim"} & chosen.keys():
+        factor, length = number("factor"), number("original_max_position_embeddings")
+        bounds = (number(name) if name in chosen else default
+                  for name, default in (("beta_fast", 32), ("beta_slow", 1)))  # fmt: skip
+        if "attention_factor" in chosen:
+            scale = number("attention_factor")
+        else:
+            scale = 0.1 * math.log(max(factor, 1)) + 1
+        yarn = *bounds, length, bool(chosen.get("truncate", True))
+        return Rope(theta, factor, yarn=yarn, scale=scale), local
     raise LlmError(
-        f"{path}: rope_type must be default, linear or llama3, got {kind}. Positions would be "
-        "wrong without it."
+        f"{path}: rope_type must be default, linear, llama3 or yarn (without mscale), got {kind}. "
+        "Positions would be wrong without it."
     )
 
 
@@ -269,8 +335,11 @@ def _windows(family, fields, path):
     layers, window = fields["num_hidden_layers"], fields.get("sliding_window") or 0
     kinds = fields.get("layer_types")
     if kinds is None:
-        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6)}.get(family)
-        if every is not None:
+        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6), "gpt_oss": 2}
+        every = every.get(family)
+        if family in ("mistral", "mixtral", "phi3"):
+            local = [window > 0] * layers
+        elif every is not None:
             local = [(i + 1) % every != 0 for i in range(layers)]
         else:
             first = fields.get("max_window_layers", 0)

@@ -1,4 +1,4 @@
-"""Decoders of the Llama, Qwen and Gemma families, written plainly: functions over a tree.
+"""Decoders of families as Llama, Qwen and Gemma, written plainly: functions over a tree.
 
 Kernels of dense layers are ``[in, out]``; those of all layers are stacked, and the program scans
 over them. Queries, keys and values are one kernel, as are gate and up, so that a row is read, and
@@ -119,10 +119,10 @@ def attention(config, p, x, turns, window, cache, i, position):
         }
     if position is not None:
         k, v = (lax.dynamic_index_in_dim(cache[name], i, 0, keepdims=False) for name in "kv")
-        mixed = attend(config, q, k, v, seen(config, position, length, k.shape[2], window))
-    elif config.softcap:
+        mixed = attend(config, p, q, k, v, seen(config, position, length, k.shape[2], window))
+    elif config.softcap or config.sinks:
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        mixed = attend(config, q, k, v, seen(config, 0, length, length, window))
+        mixed = attend(config, p, q, k, v, seen(config, 0, length, length, window))
     else:
         # A function that rules know by name: kernel="fused" runs it in one pass.
         mask = seen(config, 0, length, length, window) if any(config.windows) else None
@@ -141,7 +141,7 @@ def seen(config, position, queries, keys, window):
     return mask[None, None]
 
 
-def attend(config, q, k, v, mask):
+def attend(config, p, q, k, v, mask):
     """Attend with ``[batch, length, heads, size]`` to ``[batch, kv_heads, positions, size]``.
 
     Queries that share keys are the rows of one matmul, and nothing of the cache is transposed.
@@ -153,43 +153,57 @@ def attend(config, q, k, v, mask):
     scores = softcapped(scores * config.scale, config.softcap)
     # [batch, kv_heads, groups, length, positions]
     scores = scores.reshape(*rows.shape[:4], -1)
-    weights = jax.nn.softmax(jnp.where(mask[:, :, None], scores, -1e30)).astype(v.dtype)
+    scores = jnp.where(mask[:, :, None], scores, -1e30)
+    if config.sinks:  # a score with nothing to mix
+        sinks = p["sinks"].astype(jnp.float32).reshape(config.kv_heads, groups, 1, 1)
+        scores = jnp.concatenate([scores, jnp.broadcast_to(sinks, (*scores.shape[:-1], 1))], -1)
+    weights = jax.nn.softmax(scores).astype(v.dtype)[..., : k.shape[2]]
     mixed = jnp.einsum("bkrs,bksd->bkrd", weights.reshape(*k.shape[:2], groups * length, -1), v)
     return mixed.reshape(rows.shape).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
 def mlp(config, p, x):
-    gate, up = jnp.split(dense(p, "gate_up", x), 2, axis=-1)
-    return dense(p, "down", activation(config, gate) * up)
+    return dense(p, "down", gated(config, dense(p, "gate_up", x)))
 
 
 def experts(config, p, x):
     """Return the sum of each token's experts: its rows are sorted by expert, and multiplied so."""
     rows = x.reshape(-1, x.shape[-1])
     with jax.named_scope("router"):
-        chances = jax.nn.softmax((rows @ p["router"]).astype(jnp.float32))
+        chances = jax.nn.softmax(biased(p, "router", rows @ p["router"]).astype(jnp.float32))
     weights, chosen = lax.top_k(chances, config.experts_per_token)
     if config.normalize_experts:
         weights = weights / weights.sum(-1, keepdims=True)
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    token = order // config.experts_per_token
-    sizes = jnp.bincount(chosen.reshape(-1), length=config.experts).astype(jnp.int32)
+    chosen = chosen.reshape(-1)
+    order = jnp.argsort(chosen, stable=True)
+    token, of = order // config.experts_per_token, chosen[order]
+    sizes = jnp.bincount(chosen, length=config.experts).astype(jnp.int32)
     with jax.named_scope("gate_up"):
-        gate, up = jnp.split(lax.ragged_dot(rows[token], p["gate_up"], sizes), 2, axis=-1)
+        inner = biased(p, "gate_up", lax.ragged_dot(rows[token], p["gate_up"], sizes), of)
     with jax.named_scope("down"):
-        out = lax.ragged_dot(activation(config, gate) * up, p["down"], sizes)
+        out = biased(p, "down", lax.ragged_dot(gated(config, inner), p["down"], sizes), of)
     out = out * weights.reshape(-1)[order, None].astype(out.dtype)
     return jnp.zeros_like(rows).at[token].add(out).reshape(x.shape)
 
 
 def dense(p, name, x):
     with jax.named_scope(name):
-        y = x @ p[name]
-        return y + p[f"{name}_bias"] if f"{name}_bias" in p else y
+        return biased(p, name, x @ p[name])
 
 
-def activation(config, x):
-    return jax.nn.gelu(x, approximate=True) if config.gemma else jax.nn.silu(x)
+def biased(p, name, y, of=slice(None)):
+    """Return y plus the bias that a projection may have, of the experts that rows have."""
+    return y + p[f"{name}_bias"][of] if f"{name}_bias" in p else y
+
+
+def gated(config, x):
+    """Return what gates let through, of gates and values side by side; gpt-oss's take turns."""
+    if config.limit:
+        gate, up = x[..., ::2], x[..., 1::2]
+        gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    gate, up = jnp.split(x, 2, axis=-1)
+    return (jax.nn.gelu(gate, approximate=True) if config.gemma else jax.nn.silu(gate)) * up
 
 
 def norm(config, scale, x):
@@ -205,12 +219,13 @@ def softcapped(x, cap):
 
 def rotations(config, positions, dtype):
     """Return cosines and sines of each base, ``[bases, 2, length, 1, size / 2]``; layers' bases."""
-    ropes = [config.rope] if config.local_rope is None else [config.rope, config.local_rope]
-    table = np.stack([rope.frequencies(config.head_size) for rope in ropes])
-    kinds = [int(bool(window) and len(ropes) > 1) for window in config.windows]
+    table = np.stack([rope.frequencies(config.head_size) for rope in config.ropes])
     angles = positions.astype(jnp.float32)[:, None, None] * table[:, None, None]
-    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1).astype(dtype)
-    return turns, jnp.asarray(kinds, jnp.int32)
+    turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
+    if any(rope.scale != 1 for rope in config.ropes):
+        scales = np.asarray([rope.scale for rope in config.ropes], np.float32)
+        turns = turns * scales.reshape(-1, 1, 1, 1, 1)
+    return turns.astype(dtype), jnp.asarray(config.rope_of, jnp.int32)
 
 
 def rotate(x, turns):

@@ -70,6 +70,8 @@ def _source(config, name, layers, mixed):
 
     def transform(*found):
         if any(isinstance(one, qn.QArray) for one in found):
+            if checkpoint.is_whole(config, name) and name != "embed":  # [experts, out, in]
+                found = [one.swapaxes(-1, -2) for one in found]
             joined = _joined(config, name, [_by_rows(one) for one in found], count, layers)
             if joined is not None:
                 return joined
@@ -91,10 +93,9 @@ def _joined(config, name, tensors, count, layers):
     if len({(q.qtype, q.zero_point is None, _tile(q)) for q in tensors}) > 1:
         return None
     try:
-        if name == "embed":
-            return tensors[0]
-        tensors = [one.T for one in tensors]
-        experts = config.experts if name in ("gate_up", "down") else 0
+        is_whole = checkpoint.is_whole(config, name)
+        tensors = tensors if is_whole else [one.T for one in tensors]
+        experts = config.experts if name in ("gate_up", "down") and not is_whole else 0
         per = count // (experts or 1)
         whole = [
             functools.reduce(lambda a, b: qn.concatenate([a, b], -1), tensors[i : i + per])
@@ -166,11 +167,12 @@ def _check_names(folder, config, files):
     for file in files:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118
+                if re.sub("_(blocks|scales)$", "", name) in wanted:
+                    continue
                 module, _, _ = name.rpartition(".")
                 while module and module not in modules:
                     module, _, _ = module.rpartition(".")
-                is_bias = name == f"{module}.bias" and name not in wanted
-                if is_bias and opened.get_tensor(name).any():
+                if name == f"{module}.bias" and opened.get_tensor(name).any():
                     raise LlmError(
                         f"{name} of {folder} must be zeros, or not there: {config.family} has no "
                         "such bias."

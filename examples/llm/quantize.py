@@ -38,7 +38,7 @@ def whole_plan(config, rules, dtype=jnp.float32):
 
 def part_plans(config, rules):
     """Return the plan of what is around the layers, and that of one layer."""
-    one = dataclasses.replace(config, windows=config.windows[:1])
+    one = dataclasses.replace(config, windows=config.windows[:1], rope_of=config.rope_of[:1])
     shapes, provider = checkpoint.shapes(one), xla.PtqProvider(rules)
 
     def ends(params, tokens):

@@ -46,7 +46,7 @@ def rules_for(config, preset):
     from provider_xla import PtqProvider
 
     rules = []
-    if not config.softcap:  # which the kernels of whole functions don't know
+    if not (config.softcap or config.sinks):  # which the kernels of whole functions don't know
         rules.append(QuantizationRule(kernel="fused", op_names=["attention"]))
     if preset is None:
         return rules

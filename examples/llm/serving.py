@@ -98,7 +98,7 @@ class Exported(Generator):
 
     def __init__(self, folder):
         folder = Path(folder)
-        self.config = read_config(folder)
+        self.config = read_config(folder, quantized=True)
         try:
             facts = json.loads((folder / FACTS).read_text())
             self._prompt, self.positions = facts["prompt"], facts["positions"]

@@ -17,9 +17,18 @@ BASE = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 4}
 FAMILIES = {
     "llama": {"rope_scaling": LLAMA3},
+    "mistral": {"sliding_window": 4, "head_dim": 32, "rope_scaling": YARN},
+    "mixtral": {"num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": None},
+    "phi3": {"sliding_window": 5},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
+    | {"sliding_window": 4, "layer_types": KINDS, "rope_scaling": YARN | {"truncate": False}},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},
     "qwen3_moe": {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -39,7 +48,7 @@ def varied(params, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(path, x):
-        if path[-1].key.endswith(("norm", "bias")):
+        if path[-1].key.endswith(("norm", "bias", "sinks")):
             return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
         return x * (3 if path[-1].key == "qkv" else 1)
 
@@ -71,10 +80,27 @@ def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
             return x / 2 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
         return x / (1 + np.exp(-x))
 
+    scaling = fields.get("rope_scaling", {})
+
+    def yarn(j, theta):
+        """How far frequency j is stretched, from 0 to 1."""
+        length = YARN["original_max_position_embeddings"]
+        bounds = [
+            size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+            for turns in (YARN["beta_fast"], YARN["beta_slow"])
+        ]
+        if scaling.get("truncate") is not False:
+            bounds = [math.floor(bounds[0]), math.ceil(bounds[1])]
+        low, high = bounds
+        low, high = max(low, 0), min(high, size - 1)
+        return min(1.0, max(0.0, (j - low) / (high - low)))
+
     def angle(j, local):
         theta = fields["rope_local_base_freq"] if local else fields["rope_theta"]
         one = theta ** (-2 * j / size)
-        if "rope_scaling" not in fields:
+        if scaling.get("rope_type") == "yarn":
+            return one * (1 - yarn(j, theta)) + one / scaling["factor"] * yarn(j, theta)
+        if not scaling:
             return one
         wave, length = 2 * math.pi / one, LLAMA3["original_max_position_embeddings"]
         if wave < length / LLAMA3["high_freq_factor"]:
@@ -86,6 +112,8 @@ def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
         return (1 - smooth) * one / LLAMA3["factor"] + smooth * one
 
     def turned(x, at, local):
+        if scaling.get("rope_type") == "yarn":
+            x = x * (0.1 * math.log(scaling["factor"]) + 1)
         out = x.copy()
         for j in range(size // 2):
             c, s = math.cos(at * angle(j, local)), math.sin(at * angle(j, local))
@@ -99,11 +127,20 @@ def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
 
     def attention(i, x):
         at = f"model.layers.{i}.self_attn"
-        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern")}.get(family)
+        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern"), "gpt_oss": 2}
+        every = every.get(family)
         windowed = every is not None and (i + 1) % every != 0
+        windowed = windowed or (
+            family in ("mistral", "mixtral", "phi3") and fields["sliding_window"]
+        )
         local = windowed and family == "gemma3_text"
+        still = family == "smollm3" and not fields["no_rope_layers"][i]
 
         def project(name, count):
+            if family == "phi3":
+                first = {"q": 0, "k": heads, "v": heads + groups}[name] * size
+                part = slice(first, first + count * size)
+                return (rows(x) @ t[f"{at}.qkv_proj.weight"][part].T).reshape(len(x), count, size)
             y = rows(x) @ t[f"{at}.{name}_proj.weight"].T
             if f"{at}.{name}_proj.bias" in t:
                 y = y + t[f"{at}.{name}_proj.bias"]
@@ -118,24 +155,53 @@ def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
             first = max(0, n + 1 - fields["sliding_window"]) if windowed else 0
             for h in range(heads):
                 g = h // (heads // groups)
-                query = turned(q[n, h], n, local)
-                keys = np.array([turned(k[m, g], m, local) for m in range(first, n + 1)])
+                query = turned(q[n, h], n * (not still), local)
+                places = [m * (not still) for m in range(first, n + 1)]
+                keys = np.array([turned(k[first + m, g], p, local) for m, p in enumerate(places)])
                 values = v[first : n + 1, g]
                 if cached is not None and n >= cached:
                     keys, values = rounded(keys), rounded(values)
                 scores = keys @ query * scale
                 weights = np.exp(capped(scores, "attn_logit_softcapping"))
-                out[n, h] = weights @ values / weights.sum()
-        return rows(out.reshape(len(x), -1)) @ t[f"{at}.o_proj.weight"].T
+                sink = np.exp(t[f"{at}.sinks"][h]) if f"{at}.sinks" in t else 0
+                out[n, h] = weights @ values / (weights.sum() + sink)
+        y = rows(out.reshape(len(x), -1)) @ t[f"{at}.o_proj.weight"].T
+        return y + t[f"{at}.o_proj.bias"] if f"{at}.o_proj.bias" in t else y
 
     def dense(at, x):
         x = rows(x)
+        if family == "phi3":
+            both = x @ t[f"{at}.gate_up_proj.weight"].T
+            first, second = np.split(both, 2, axis=-1)
+            return rows(gate(first) * second) @ t[f"{at}.down_proj.weight"].T
+        if family == "mixtral":
+            inner = gate(x @ t[f"{at}.w1.weight"].T) * (x @ t[f"{at}.w3.weight"].T)
+            return rows(inner) @ t[f"{at}.w2.weight"].T
         inner = gate(x @ t[f"{at}.gate_proj.weight"].T) * (x @ t[f"{at}.up_proj.weight"].T)
         return rows(inner) @ t[f"{at}.down_proj.weight"].T
 
+    def expert(at, e, x):
+        """gpt-oss's: gates and values take turns, and are clipped."""
+        both = rows(x) @ t[f"{at}.gate_up_proj"][e] + t[f"{at}.gate_up_proj_bias"][e]
+        most = fields["swiglu_limit"]
+        first, second = np.minimum(both[::2], most), np.clip(both[1::2], -most, most)
+        inner = (second + 1) * first / (1 + np.exp(-1.702 * first))
+        return rows(inner) @ t[f"{at}.down_proj"][e] + t[f"{at}.down_proj_bias"][e]
+
     def mlp(i, x):
         at = f"model.layers.{i}.mlp"
-        if family != "qwen3_moe":
+        if family == "gpt_oss":
+            found = []
+            for row in x:
+                chances = t[f"{at}.router.weight"] @ row + t[f"{at}.router.bias"]
+                best = np.argsort(-chances)[: fields["num_experts_per_tok"]]
+                weights = np.exp(chances[best]) / np.exp(chances[best]).sum()
+                each = zip(weights, best, strict=True)
+                found.append(sum(w * expert(f"{at}.experts", e, row) for w, e in each))
+            return np.array(found)
+        if family == "mixtral":
+            at = f"model.layers.{i}.block_sparse_moe"
+        elif family != "qwen3_moe":
             return dense(at, x)
         rows = []
         for row in x:
