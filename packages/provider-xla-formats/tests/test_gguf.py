@@ -11,9 +11,13 @@ import quant_numerics as qn
 from jaxtap_testkit.store_samples import same
 
 KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"]
+KINDS += ["IQ4_NL", "IQ4_XS", "TQ1_0", "TQ2_0", "MXFP4", "NVFP4"]
+TABLES = ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"]
 WRITTEN = KINDS[:5]
 HALVES = {"Q8_0": [0], "Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2]}
 HALVES |= {"Q2_K": [80, 82], "Q3_K": [108], "Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208]}
+HALVES |= {"IQ4_NL": [0], "IQ4_XS": [0], "TQ1_0": [52], "TQ2_0": [64], "MXFP4": [], "NVFP4": []}
+HALVES |= {kind: [0] for kind in TABLES} | {"IQ1_M": []}
 """Where the float16 numbers of a block are."""
 
 
@@ -22,6 +26,12 @@ def blocks(kind, rows=6, seed=0):
     rng = np.random.default_rng(seed)
     _, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     found = rng.integers(0, 256, (rows, 2, size)).astype(np.uint8)
+    if kind in ("MXFP4", "NVFP4", "IQ1_M"):
+        # Exponents of scales that float32 has, scales that are numbers, and one in four half-bytes.
+        place, count = {"MXFP4": (0, 1), "NVFP4": (0, 4), "IQ1_M": (48, 8)}[kind]
+        found[:, :, place : place + count] &= 0x3F
+    if kind == "TQ2_0":  # ternary
+        found[:, :, :64] &= ~((found[:, :, :64] & 0x55) << 1)
     for at in HALVES[kind]:
         half = rng.normal(size=(rows, 2, 1)).astype("<f2")
         found[:, :, at : at + 2] = half.view(np.uint8)
@@ -88,9 +98,21 @@ def test_every_type_stands_for_the_same_numbers(model_file):
         assert isinstance(tree[name], xla.AffineWeight) == (len(HALVES[kind]) == 2), name
 
 
+@pytest.mark.parametrize("kind", TABLES)
+def test_vectors_of_a_table_become_floats(tmp_path, kind):
+    path = tmp_path / "model.gguf"
+    write(path, {"a.weight": (blocks(kind), kind)})
+    with pytest.warns(xla.QuantizationWarning, match=r"1 tensors of .* are float now, a.weight"):
+        found = xla.load_gguf(path)["a.weight"]
+    ((_, data),) = tensors_in(path).values()
+    wanted = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_round_trip_of_a_file(model_file, tmp_path):
     """What is written is what was read, bit for bit, types of keys included."""
-    tree = {n: v for n, v in xla.load_gguf(model_file).items() if not n.endswith("_K.weight")}
+    read_alone = tuple(f"{kind}.weight" for kind in KINDS if kind not in WRITTEN)
+    tree = {n: v for n, v in xla.load_gguf(model_file).items() if n not in read_alone}
     metadata = xla.read_gguf_metadata(model_file)
     assert metadata["llama.block_count"] == np.uint32(2)
     assert metadata["tokenizer.ggml.tokens"] == ["a", "ß", ""]
@@ -312,10 +334,11 @@ def test_files_that_do_not_fit(tmp_path, model_file):
         xla.load_gguf(model_file, like=narrow)
     wide = {"half": jax.ShapeDtypeStruct((4, 5), jnp.float32)}
     assert xla.load_gguf(model_file, like=wide)["half"].dtype == jnp.float32
-    write(tmp_path / "iq.gguf", {"w": (np.zeros((2, 18), np.uint8), "IQ4_NL")})
-    with pytest.raises(
-        xla.StoreError, match=r"w of .* must be of a type that is read .* got IQ4_NL"
-    ):
+    write(tmp_path / "tq.gguf", {"w": (np.full((2, 66), 3, np.uint8), "TQ2_0")})
+    with pytest.raises(xla.StoreError, match=r"w of .* must be whole TQ2_0: its numbers must"):
+        xla.load_gguf(tmp_path / "tq.gguf")
+    write(tmp_path / "iq.gguf", {"w": (np.zeros((2, 18), np.uint8), "Q1_0")})
+    with pytest.raises(xla.StoreError, match=r"w of .* must be of a type that is read .* got Q1_0"):
         xla.load_gguf(tmp_path / "iq.gguf")
 
 

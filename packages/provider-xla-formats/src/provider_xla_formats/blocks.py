@@ -12,15 +12,18 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+
+from .halves import as_float4
 
 
 class Groups(NamedTuple):
     """What blocks represent, per group: ``(values + shift) * scale + minimum``.
 
     Attributes:
-        values: int8 [n, size], signed.
-        scale: float16 or float32 [n, groups].
+        values: int8 [n, size], signed; of floats float4_e2m1fn.
+        scale: float16 or float32 [n, groups]; of floats what the qtype has.
         minimum: of the same dtypes and shape; None for types without. ``BlockType.shift`` goes with
             it.
     """
@@ -181,6 +184,60 @@ def _read_q6_k(blocks: np.ndarray) -> Groups:
     return Groups(_signed(numbers, 6), scale)
 
 
+_NONLINEAR = np.asarray(
+    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
+)
+"""The values of IQ4_NL and IQ4_XS, which int8 has."""
+
+
+def _read_iq4_nl(blocks: np.ndarray) -> Groups:
+    scale, low = _cut(blocks, 2, 16)
+    return Groups(_NONLINEAR[_fields(low, 4, 16)], _half(scale))
+
+
+def _read_iq4_xs(blocks: np.ndarray) -> Groups:
+    d, high, low, numbers = _cut(blocks, 2, 2, 4, 128)
+    # 8 scales of 6 bits: 4 low bits in 4 bytes, 2 high ones in 2, of each in turn.
+    fours = np.stack([low & 15, low >> 4], axis=-1).reshape(len(low), 8)
+    twos = high[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
+    sixes = fours | twos.reshape(len(low), 8) << np.uint8(4)
+    scale = _half(d).astype(np.float32) * (sixes.astype(np.int8) - 32)
+    return Groups(_NONLINEAR[_fields(numbers, 4, 16)], scale)
+
+
+def _read_tq1_0(blocks: np.ndarray) -> Groups:
+    first, second, rest, d = _cut(blocks, 32, 16, 4, 2)
+    # A byte has five digits of base 3, as a fraction of 256: the next is what times 3 overflows.
+    digits = [
+        (field[:, None] * np.asarray([1, 3, 9, 27, 81][:count], np.uint8)[:, None]).reshape(
+            len(blocks), -1
+        )
+        for field, count in ((first, 5), (second, 5), (rest, 4))
+    ]
+    numbers = np.concatenate(digits, axis=1).astype(np.uint16) * 3 >> 8
+    return Groups(numbers.astype(np.int8) - 1, _half(d))
+
+
+def _read_tq2_0(blocks: np.ndarray) -> Groups:
+    packed, d = _cut(blocks, 64, 2)
+    numbers = _fields(packed, 2, 32)
+    if (numbers == 3).any():  # 2, which no file of a ternary model has, nor int2
+        raise ValueError("its numbers must be -1, 0 or 1, got 2")
+    return Groups(numbers.astype(np.int8) - 1, _half(d))
+
+
+def _read_mxfp4(blocks: np.ndarray) -> Groups:
+    exponent, low = _cut(blocks, 1, 16)
+    scale = np.ascontiguousarray(exponent).view(jnp.float8_e8m0fnu)
+    return Groups(as_float4(_fields(low, 4, 16)), scale)
+
+
+def _read_nvfp4(blocks: np.ndarray) -> Groups:
+    scale, low = _cut(blocks, 4, 32)
+    scale = np.where(scale == 127, np.uint8(0), scale)  # NaN is nothing here
+    return Groups(as_float4(_fields(low, 4, 8)), scale.view(jnp.float8_e4m3fn))
+
+
 TYPES = {
     one.name: one
     for one in (
@@ -194,9 +251,17 @@ TYPES = {
         BlockType("Q4_K", "int4", 256, 32, 144, 8, _read_q45_k(4)),
         BlockType("Q5_K", "int5", 256, 32, 176, 16, _read_q45_k(5)),
         BlockType("Q6_K", "int6", 256, 16, 210, None, _read_q6_k),
+        BlockType("IQ4_NL", "int8", 32, 32, 18, None, _read_iq4_nl),
+        BlockType("IQ4_XS", "int8", 256, 32, 136, None, _read_iq4_xs),
+        BlockType("TQ1_0", "int2", 256, 256, 54, None, _read_tq1_0),
+        BlockType("TQ2_0", "int2", 256, 256, 66, None, _read_tq2_0),
+        BlockType("MXFP4", "mxfp4", 32, 32, 17, None, _read_mxfp4),
+        BlockType("NVFP4", "nvfp4", 64, 16, 36, None, _read_nvfp4),
     )
 }
 """The types that can be read, by name."""
+DEQUANTIZED = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
+"""Types of vectors from a table, which become floats."""
 
 
 def read(kind: BlockType, data: np.ndarray, shape: Sequence[int]) -> Groups:
@@ -206,6 +271,9 @@ def read(kind: BlockType, data: np.ndarray, shape: Sequence[int]) -> Groups:
         kind: the type.
         data: uint8, the bytes of the array.
         shape: of the array; the last size is a multiple of the block's.
+
+    Raises:
+        ValueError: they stand for numbers that the type doesn't have.
     """
     *lead, last = shape
     found = kind.read(np.ascontiguousarray(data).reshape(-1, kind.bytes))

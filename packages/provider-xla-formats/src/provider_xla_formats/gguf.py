@@ -7,6 +7,7 @@ import os
 import re
 import struct
 import sys
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from provider_xla import AffineWeight
+from provider_xla import AffineWeight, QuantizationWarning
 from provider_xla.file_formats import Names, StoreError, atomic_write, require_extra
 
 from . import blocks
@@ -40,9 +41,10 @@ def load_gguf(
     """Load the tensors of a GGUF file, quantized as they are.
 
     A tensor is [out, in], as PyTorch's, with its blocks along the last axis. Q8_0, Q4_0, Q5_0, Q3_K
-    and Q6_K become ``QArray`` (the latter two and Q5_0 in packed storage), those with a minimum
-    (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy where
-    JAX would cut 64 bits to 32).
+    and Q6_K become ``QArray`` (the latter two and Q5_0 in packed storage), and so do MXFP4, NVFP4,
+    TQ1_0 and TQ2_0 (int2), IQ4_NL and IQ4_XS (int8, which has their 16 values); those with a
+    minimum (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy
+    where JAX would cut 64 bits to 32). IQ1, IQ2 and IQ3 are dequantized, and a warning says so.
 
     Args:
         path: of the file; of a split one, that of any part: all are read.
@@ -69,10 +71,23 @@ def load_gguf(
         for tensor in part.reader.tensors
     }
 
+    dequantized: list[str] = []
+
     def tensor(name: str) -> Any:
+        if found[name][1].tensor_type.name in blocks.DEQUANTIZED:
+            dequantized.append(name)
         return _read(*found[name], dtype)
 
-    return load_tree(str(path), found, tensor, like, names)
+    tree = load_tree(str(path), found, tensor, like, names)
+    if dequantized:
+        warnings.warn(
+            f"{len(dequantized)} tensors of {path} are float now, {dequantized[0]} first: no "
+            f"QArray has vectors from a table ({', '.join(blocks.DEQUANTIZED)}). Quantize them by "
+            "a rule.",
+            QuantizationWarning,
+            stacklevel=2,
+        )
+    return tree
 
 
 def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -253,18 +268,25 @@ def _read(path: Path, tensor: Any, is_swapped: bool, dtype: Any) -> Any:
     if kind in _PLAIN.values():
         data = data.astype(data.dtype.newbyteorder("="), copy=False)
         return data.view(jnp.bfloat16).reshape(shape) if kind == "BF16" else data.reshape(shape)
+    if kind in blocks.DEQUANTIZED:
+        library = require_extra("gguf", "gguf")
+        return library.quants.dequantize(data, tensor.tensor_type).reshape(shape).astype(dtype)
     if kind not in blocks.TYPES:
+        known = ", ".join([*blocks.TYPES, *blocks.DEQUANTIZED, *_PLAIN.values()])
         raise StoreError(
-            f"{name} of {path} must be of a type that is read ({', '.join(blocks.TYPES)}, "
-            f"{', '.join(_PLAIN.values())}), got {kind}. Convert the file by llama.cpp's "
-            "llama-quantize --allow-requantize."
+            f"{name} of {path} must be of a type that is read ({known}), got {kind}. Convert the "
+            "file by llama.cpp's llama-quantize --allow-requantize."
         )
     form = blocks.TYPES[kind]
-    groups = blocks.read(form, data, shape)
-    stored = qn.get_qtype(form.qtype).storage_dtype
-    q = qn.qarray(
-        jnp.asarray(groups.values).astype(stored), jnp.asarray(groups.scale), form.qtype, dtype
-    )
+    try:
+        groups = blocks.read(form, data, shape)
+    except ValueError as error:
+        raise StoreError(f"{name} of {path} must be whole {kind}: {error}.") from error
+    about = qn.get_qtype(form.qtype)
+    # What scales were multiplied with, if anything, is another tensor's.
+    whole = jnp.ones((1,) * len(shape), jnp.float32) if about.two_level else None
+    values = jnp.asarray(groups.values).astype(about.storage_dtype)
+    q = qn.qarray(values, jnp.asarray(groups.scale), about.name, dtype, global_scale=whole)
     if groups.minimum is None:
         return q
     assert form.shift is not None

@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 
 import quant_numerics as qn
 
-from .method import Dequantized, Method, nibbles
+from ..halves import nibbles
+from .method import Dequantized, Method
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 

@@ -16,10 +16,11 @@ import quant_numerics as qn
 from provider_xla import AffineWeight
 from provider_xla.file_formats import SINGLE, StoreError, atomic_write
 
+from ..halves import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32
 from .folder import CONFIG, DTYPES, KEYS
-from .method import Method, as_float4, from_float4, grouped, nibbles, whole_bytes
+from .method import Method, grouped
 from .scheme import (
     BLOCKS,
     FLOAT,

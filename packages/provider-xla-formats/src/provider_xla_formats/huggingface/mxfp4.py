@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 
 import quant_numerics as qn
 
-from .method import Method, as_float4, nibbles
+from ..halves import as_float4, nibbles
+from .method import Method
 
 
 class Mxfp4(Method):
