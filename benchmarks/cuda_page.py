@@ -2,8 +2,8 @@
 
     python benchmarks/cuda_page.py FOLDER HEAD.md PAGE.md
 
-FOLDER has found.json, and speed.json, first.json, decoder.json and training.json of the steps that
-ran. What HEAD.md says before the results stays.
+FOLDER has found.json, and of the steps that ran speed.json, first.json, decoder.json, profile.json
+and training.json. What HEAD.md says before the results stays.
 """
 
 import json
@@ -71,6 +71,24 @@ def decoder(given):
         )
 
 
+LONGEST = 6
+
+
+def profile(given):
+    yield (
+        f"Where the time of a program goes: its {LONGEST} longest kernels, and in *idle* what is "
+        "left of a call when all kernels are taken off."
+    )
+    yield from ("", "| program | µs | idle | kernel | µs | launches |", "|---|---|---|---|---|---|")
+    for result in given["results"]:
+        idle = max(0, 1 - result["busy"] / result["us"])
+        head = f"| {result['case']} | {result['us']:.0f} | {idle:.0%} |"
+        for kernel in result["kernels"][:LONGEST]:
+            name = kernel["kernel"].replace("|", "/")[:60]
+            yield f"{head} `{name}` | {kernel['us']:.1f} | {kernel['launches']:.0f} |"
+            head = "| | | |"
+
+
 def training(given):
     yield (
         "Training steps (value and gradient of all parameters), in XLA. *Error*: how far the "
@@ -84,7 +102,13 @@ def training(given):
         yield f"| {size} | {result['case']} | {found} |"
 
 
-SECTIONS = {"speed": speed, "first": first, "decoder": decoder, "training": training}
+SECTIONS = {
+    "speed": speed,
+    "first": first,
+    "decoder": decoder,
+    "profile": profile,
+    "training": training,
+}
 
 
 def page(folder, head):
