@@ -27,6 +27,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-formats",
     ],
+    "provider-xla-passes": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-passes",
+    ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "provider-odml-aeq": [
         "interception-core",
@@ -50,6 +57,9 @@ CHECKS = {
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
     "provider-xla-formats": "import provider_xla as xla, provider_xla_formats as formats; "
     "assert xla.load_gguf is formats.load_gguf",
+    "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
+    "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",
     "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"

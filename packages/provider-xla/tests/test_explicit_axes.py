@@ -1,4 +1,4 @@
-"""Programs on meshes with explicit axes: inference, LoRA, training, reports and passes."""
+"""Programs on meshes with explicit axes: inference, LoRA, training and reports."""
 
 import functools
 
@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.meshes import grid, put
 from jaxtap_testkit.xla_samples import draw
-from provider_xla import Gptq, Hadamard, PtqProvider, QtProvider, QtRule, QuantizationRule
+from provider_xla import PtqProvider, QtProvider, QtRule, QuantizationRule
 
 X, UP, DOWN = draw((4, 4, 64), (64, 256), (256, 64))
 # How the weights are sharded: by columns and rows, by rows and columns, both, not at all.
@@ -117,7 +117,7 @@ def test_training(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["column and row", "fsdp"])
-def test_reports_and_passes(place):
+def test_reports(place):
     mesh = grid((2, 4), ("a", "b"), AxisType.Explicit)
     rule = QuantizationRule(weight_qtype="int4", tile_size=32, act_qtype="int8")
     wanted = report_alone(rule)
@@ -128,10 +128,6 @@ def test_reports_and_passes(place):
         for one, other in zip(report.ops, wanted.ops, strict=True):
             assert one.op_id == other.op_id
             assert abs(one.error.sqnr_db - other.error.sqnr_db) < 0.1, (one, other)
-        better = plan.optimize(params, [(x,)], [Hadamard(), Gptq()])
-        error = np.abs(jax.jit(plan.apply(model))(better.params, x) - exact()).mean()
-        plain = np.abs(jax.jit(plan.apply(model))(plan.quantize(params), x) - exact()).mean()
-        assert error < plain, (error, plain)
 
 
 @functools.cache

@@ -51,29 +51,6 @@ def test_arguments_in_every_format(qtype):
     assert (q.qtype, q.dtype, q.shape) == (qtype, stored.dtype, stored.shape)
 
 
-@pytest.mark.slow
-def test_derived_and_transformed_weights():
-    rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")
-    plan = xla.PtqProvider(rule).plan(model, PARAMS, X)
-    found = plan.optimize(PARAMS, [(X,)], [xla.Hadamard()])
-    kinds = {type(leaf) for leaf in jax.tree.leaves(found.params, is_leaf=is_stored)}
-    assert {Carrier, xla.TransformedWeight} <= kinds
-    wanted = jax.jit(plan.apply(model))(found.params, X)
-    for inside in (False, True):
-        program = plan.export(found.params, X, shapes="b, ...", inside=inside)
-        again = reloaded(program)
-        assert str(again) == str(program)
-        given = () if inside else (found.params,)
-        np.testing.assert_allclose(again(*given, X), wanted, atol=1e-6)
-        np.testing.assert_allclose(again(*given, X[:2]), wanted[:2], atol=1e-6)
-    with pytest.raises(xla.StoreError, match="must be a tree like that of the program"):
-        again.parameters(PARAMS)
-
-
-def is_stored(node):
-    return isinstance(node, Carrier | xla.TransformedWeight | qn.QArray)
-
-
 def test_a_carrier_of_another_program():
     carrier = Carrier(X, {}, (), lambda path: True, X.shape, X.dtype)
     exported = jax.export.export(jax.jit(lambda c: c.own + 1))(carrier)

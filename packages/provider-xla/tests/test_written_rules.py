@@ -247,7 +247,6 @@ def test_a_batch_that_is_not_a_tuple():
     plan = xla.PtqProvider("int4").plan(mlp, params, x)
     for run in (
         lambda batches: static.calibrate(params, batches),
-        lambda batches: plan.optimize(params, batches, [xla.Gptq()]),
         lambda batches: plan.report(params, batches=batches),
     ):
         for batches in ([x], x, [{"x": x}]):

@@ -16,11 +16,8 @@ def __getattr__(name: str) -> Any:
     try:
         return _get(name)
     except ModuleNotFoundError as error:
-        if error.name != "provider_xla_formats":
-            raise
-        from .store.errors import MissingExtraError
+        from .extras import PACKAGES, missing
 
-        raise MissingExtraError(
-            f"{__name__}.{name} is of provider-xla-formats, which is missing: run pip install "
-            "'provider-xla[gguf]'"
-        ) from error
+        if error.name not in PACKAGES:
+            raise
+        raise missing(f"{__name__}.{name}", error.name) from error

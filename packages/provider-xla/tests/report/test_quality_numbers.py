@@ -18,7 +18,6 @@ from provider_xla import (
     QtRule,
     QuantizationError,
     QuantizationRule,
-    SmoothQuant,
 )
 
 pytestmark = pytest.mark.sample(2)
@@ -150,25 +149,6 @@ def test_the_error_is_that_of_what_is_stored():
     check(first.error, np.float64(x) @ np.float64(w), np.float64(x) @ qvalue)
     check(second.error, hidden @ np.float64(w).T, hidden @ qvalue.T)
     assert abs(first.error.sqnr_db - sqnr(x @ w, x @ rounded(w, 0, 127))) > 0.5
-
-
-def test_parameters_that_passes_have_made():
-    w, x = rows(0, 32, 8), rows(1, 16, 32)
-    x *= np.geomspace(0.01, 1, 32, dtype=np.float32)  # some channels are much larger than others
-    rule = QuantizationRule(weight_qtype="int4", act_qtype="int8")
-    plan = PtqProvider(rule).plan(lambda w, x: x @ w, w, x)
-    made = plan.optimize(w, [(x,)], [SmoothQuant()], prepack=False).params
-    plain, smooth = (plan.report(w, x, stored=s, time=t) for s, t in [(None, False), (made, True)])
-    by = np.float64(made.steps[0].by)
-    expected = np.float64(x) @ np.float64(w)
-    check(plain.ops[0].error, expected, rounded(x, 1, 127) @ rounded(w, 0, 7))
-    found = rounded(x / by, 1, 127) @ rounded(np.float64(w) * by[:, None], 0, 7)
-    check(smooth.ops[0].error, expected, found, about=0.1)
-    check(smooth.outputs[0].error, expected, found, about=0.1)
-    assert smooth.bytes_after > plain.bytes_after
-    assert smooth.ops[0].seconds > 0
-    with pytest.raises(QuantizationError, match="for plans of the trace engine"):
-        PtqProvider(rule, engine="patch").plan(lambda w, x: x @ w, w, x).report(w, x, stored=made)
 
 
 @pytest.mark.slow

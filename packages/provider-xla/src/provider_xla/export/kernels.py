@@ -91,7 +91,6 @@ def import_nodes() -> None:
     from ..cache import array  # noqa: F401
 
     for op in PACK_OPS:
-        # A program without such weights needs no package that has them.
         with contextlib.suppress(JaxtapError):
             get_op(op)
 

@@ -16,7 +16,8 @@ import jax.export
 
 from interception_core import platform_of
 
-from ..store.errors import StoreError, damaged, require
+from ..extras import require
+from ..store.errors import StoreError, damaged
 from ..store.files import appearing
 from .kernels import KernelOf, called_in, import_nodes, register
 from .parameters import fitted

@@ -36,7 +36,7 @@ def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
 def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
     """Return the type, with its sharding, of a parameter's stored form."""
     sharding = getattr(leaf, "sharding", None)
-    stored = jax.eval_shape(weight._quantize, weight.abstract())
+    stored = jax.eval_shape(weight.quantized, weight.abstract())
     packing = weight.packings.get(weight.platform) if prepack else None
     if packing is not None and packing.unshardable(weight.shape, sharding) is None:
         panels = of_panels(packing, len(weight.shape), sharding)

@@ -169,7 +169,7 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
-            weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            weight.quantized, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         )
         for weight in plan.weights.values()
         if weight.derived is not None

@@ -61,6 +61,11 @@ class WeightPlan:
     scale_dtype: str | None = None
 
     @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the paths of the parameters behind it."""
+        return (self.path,) if self.derived is None else self.derived.leaves
+
+    @property
     def bytes_before(self) -> int:
         """Return the bytes of the float array."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
@@ -153,7 +158,8 @@ class WeightPlan:
                 "scale_dtype='bfloat16'."
             )
 
-    def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
+    def quantized(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
+        """Return values quantized as planned, unchecked; see ``check``."""
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
         qtype, channels, tiles, method, _, scale_dtype = how = self._how()
@@ -177,7 +183,7 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     """
     if check:
         plan.check(leaf)
-    return jax.block_until_ready(plan._quantize(leaf))
+    return jax.block_until_ready(plan.quantized(leaf))
 
 
 def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm:

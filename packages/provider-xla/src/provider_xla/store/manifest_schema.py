@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
+from ..extras import install_form
 from .forms import is_quantized, known_forms
 from .schema import Object, OpenObject, Size, check
 
@@ -171,9 +172,7 @@ def _schema_of(kind: str) -> tuple[Any, set[str]]:
     if is_quantized(kind):
         return _OtherForm, set()
     known = ", ".join(sorted({*_FORMS, *known_forms()}))
-    raise ValueError(
-        f"kind must be one of {known}, got {kind!r}. Install the package whose form it is"
-    )
+    raise ValueError(f"kind must be one of {known}, got {kind!r}. {install_form(kind)}")
 
 
 class _Leaf(_Form):

@@ -170,7 +170,7 @@ class _Parameters:
     def _form(self, leaf: Leaf) -> Form:
         """Return the form that a parameter will have."""
         plan, path = self._plan, self._plan.prefix + leaf.path
-        types = {one.path: jax.eval_shape(one._quantize, one.abstract())
+        types = {one.path: jax.eval_shape(one.quantized, one.abstract())
                  for one in plan.weights.values()}  # fmt: skip
         stored = types.get(path, leaf.value)
         if leaf.name in self._sources:

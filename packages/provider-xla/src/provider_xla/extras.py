@@ -1,0 +1,72 @@
+"""What extras bring: packages with features of plans, stored forms and functions, and libraries."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from interception_core import JaxtapError, UnknownNameError, get_feature
+
+PACKAGES = {"provider_xla_formats": "gguf", "provider_xla_passes": "passes"}
+"""The extras that bring packages of ours, which declare what they add."""
+
+_OF_FEATURES = {
+    "plan-allocate": "provider_xla_passes",
+    "plan-optimize": "provider_xla_passes",
+}
+_OF_FORMS = {"transformed": "provider_xla_passes"}
+
+
+class MissingExtraError(JaxtapError, ImportError):
+    """A library that one of the package's extras brings is not installed."""
+
+
+def require(module: str, extra: str) -> Any:
+    """Import a module of an extra.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name.partition(".")[0]):
+            raise
+        raise MissingExtraError(
+            f"{module} is missing: run pip install 'provider-xla[{extra}]'"
+        ) from error
+
+
+def feature(name: str) -> Callable[..., Any]:
+    """Return the function of a feature, such as ``"plan-optimize"`` for ``plan.optimize``.
+
+    Raises:
+        MissingExtraError: the package that brings it is not installed.
+        UnknownNameError: no plugin has it, and no extra brings it.
+        PluginError: as ``interception_core.get_feature``.
+    """
+    try:
+        return get_feature(name)
+    except UnknownNameError as error:
+        package = _OF_FEATURES.get(name, "")
+        # One that is installed may have failed, or be disabled: the error says so.
+        if not package or importlib.util.find_spec(package) is not None:
+            raise
+        raise missing(name.replace("-", ".", 1).replace("-", "_"), package) from error
+
+
+def missing(what: str, package: str) -> MissingExtraError:
+    """Return the error of a name that a package of ``PACKAGES`` brings, which is missing."""
+    return MissingExtraError(
+        f"{what} is of {package.replace('_', '-')}, which is missing: run pip install "
+        f"'provider-xla[{PACKAGES[package]}]'"
+    )
+
+
+def install_form(kind: str) -> str:
+    """Return what to do for a stored form that no installed package has."""
+    if (package := _OF_FORMS.get(kind)) is None:
+        return "Install the package whose form it is"
+    return f"Run pip install 'provider-xla[{PACKAGES[package]}]'"

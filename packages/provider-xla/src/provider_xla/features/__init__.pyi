@@ -1,0 +1,39 @@
+"""The names, and the modules that they are from."""
+
+# Stored forms that hold another one.
+from ..forms.around import AroundStored as AroundStored
+from ..kernels.matmul import Rotation as Rotation
+from ..kernels.matmul import product as product
+
+# Runs of a plan's function in float, that look at operations.
+from ..measure.numbered import numbered as numbered
+from ..measure.probe import Largest as Largest
+from ..measure.probe import probe as probe
+from ..measure.whole import whole as whole
+from ..measure.whole import whole_results as whole_results
+from ..plan.make import in_float as in_float
+
+# The parameters of a plan, and how they are stored.
+from ..plan.quantize import carried as carried
+from ..plan.quantize import check_parameters as check_parameters
+from ..plan.quantize import prepacked as prepacked
+from ..plan.trial import replanned as replanned
+from ..plan.trial import tried as tried
+from ..plan.views import is_in_order as is_in_order
+from ..plan.views import places_in as places_in
+from ..plan.weight import quantize_leaf as quantize_leaf
+from ..program.arrays import as_batch as as_batch
+from ..program.arrays import by_path as by_path
+from ..program.arrays import is_array as is_array
+from ..program.arrays import map_params as map_params
+from ..program.arrays import of_arrays as of_arrays
+
+# Operations, and what is said of them.
+from ..program.facts import Code as Code
+from ..program.facts import joined as joined
+from ..program.matching import Rules as Rules
+from ..program.matching import Weight as Weight
+from ..program.matching import follows_values as follows_values
+from ..program.sites import Site as Site
+from ..rules.sparsity import Sparsity as Sparsity
+from ..rules.sparsity import kept as kept

@@ -1,0 +1,91 @@
+"""Weights that passes have made, in what other packages do with a plan."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import provider_xla as xla
+import quant_numerics as qn
+from hijax_trace import Carrier
+from interception_core.testing import installed_plugins
+from provider_xla import PtqProvider, QuantizationError, QuantizationRule, SmoothQuant
+
+
+@pytest.fixture(autouse=True)
+def kernels():
+    """No kernels, installed or not."""
+    with installed_plugins(without={"te-ffi-kernels", "te-ffi-kernels-cuda13"}):
+        yield
+
+
+def rows(seed, *shape):
+    return np.asarray(np.random.default_rng(seed).normal(size=shape), np.float32)
+
+
+def rounded(x, axes, top):
+    """Quantized values and scales in float64: the largest magnitude along ``axes`` is ``top``."""
+    x = np.asarray(x, np.float64)
+    scale = np.abs(x).max(axes, keepdims=True).astype(np.float32).astype(np.float64) / top
+    return np.rint(x / scale) * scale
+
+
+def check(error, expected, found, about=0.02):
+    """A code at a tie may be the other one: then the ratio differs, by little."""
+    sqnr = 10 * np.log10(np.square(expected).sum() / np.square(found - expected).sum())
+    assert error.sqnr_db == pytest.approx(sqnr, abs=about)
+    relative = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert error.relative == pytest.approx(relative, rel=about)
+    assert error.max_abs_error == pytest.approx(np.abs(found - expected).max(), rel=0.02)
+
+
+def test_a_report_of_transformed_parameters():
+    w, x = rows(0, 32, 8), rows(1, 16, 32)
+    x *= np.geomspace(0.01, 1, 32, dtype=np.float32)  # some channels are much larger than others
+    rule = QuantizationRule(weight_qtype="int4", act_qtype="int8")
+    plan = PtqProvider(rule).plan(lambda w, x: x @ w, w, x)
+    made = plan.optimize(w, [(x,)], [SmoothQuant()], prepack=False).params
+    plain, smooth = (plan.report(w, x, stored=s, time=t) for s, t in [(None, False), (made, True)])
+    by = np.float64(made.steps[0].by)
+    expected = np.float64(x) @ np.float64(w)
+    check(plain.ops[0].error, expected, rounded(x, 1, 127) @ rounded(w, 0, 7))
+    found = rounded(x / by, 1, 127) @ rounded(np.float64(w) * by[:, None], 0, 7)
+    check(smooth.ops[0].error, expected, found, about=0.1)
+    check(smooth.outputs[0].error, expected, found, about=0.1)
+    assert smooth.bytes_after > plain.bytes_after
+    assert smooth.ops[0].seconds > 0
+    with pytest.raises(QuantizationError, match="for plans of the trace engine"):
+        PtqProvider(rule, engine="patch").plan(lambda w, x: x @ w, w, x).report(w, x, stored=made)
+
+
+D = 32
+PARAMS = {"v": rows(2, D, D) / 6, "w": rows(3, D, D) / 6, "mask": np.tri(D, dtype=np.float32)}
+X = rows(4, 5, D) / 6
+
+
+def model(params, x):
+    masked = params["w"] * params["mask"]
+    return jnp.tanh(x @ params["v"]) @ masked
+
+
+@pytest.mark.slow
+def test_derived_and_transformed_weights():
+    rule = xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")
+    plan = xla.PtqProvider(rule).plan(model, PARAMS, X)
+    found = plan.optimize(PARAMS, [(X,)], [xla.Hadamard()])
+    kinds = {type(leaf) for leaf in jax.tree.leaves(found.params, is_leaf=is_stored)}
+    assert {Carrier, xla.TransformedWeight} <= kinds
+    wanted = jax.jit(plan.apply(model))(found.params, X)
+    for inside in (False, True):
+        program = plan.export(found.params, X, shapes="b, ...", inside=inside)
+        again = xla.load_exported(program.serialize())
+        assert str(again) == str(program)
+        given = () if inside else (found.params,)
+        np.testing.assert_allclose(again(*given, X), wanted, atol=1e-6)
+        np.testing.assert_allclose(again(*given, X[:2]), wanted[:2], atol=1e-6)
+    with pytest.raises(xla.StoreError, match="must be a tree like that of the program"):
+        again.parameters(PARAMS)
+
+
+def is_stored(node):
+    return isinstance(node, Carrier | xla.TransformedWeight | qn.QArray)
