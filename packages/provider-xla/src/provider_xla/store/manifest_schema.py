@@ -69,17 +69,6 @@ class _Packed(_Quantized):
             raise ValueError("A packed array must have an axis, got shape []")
 
 
-class _Step(Object):
-    kind: Literal["scaled", "rotated"]
-    block: Size | UnsetType = UNSET
-
-
-class _Transformed(_Quantized, kw_only=True):
-    inner: str
-    steps: list[_Step]
-    k_axes: list[int]
-
-
 class _Affine(_Quantized, kw_only=True):
     inner: str
     shift: _Finite | None
@@ -146,7 +135,6 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "key": (_PrngKey, {"data"}),
     "qarray": (_Quantized, {"qvalue", "scale"}),
     "packed": (_Packed, {"planes", "scale"}),
-    "transformed": (_Transformed, set()),
     "affine": (_Affine, {"minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
