@@ -34,6 +34,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-passes",
     ],
+    "provider-xla-report": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-report",
+    ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "provider-odml-aeq": [
         "interception-core",
@@ -60,6 +67,9 @@ CHECKS = {
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",
+    "provider-xla-report": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "report = xla.PtqProvider('int8').plan(jnp.dot, w, w).report(w, w); "
+    "report.save_html('page.html')",
     "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"

@@ -113,7 +113,7 @@ def test_an_equinox_module_with_odd_keys():
 
 
 def test_a_weight_of_two_parameters_keeps_both_paths():
-    """Record, bytes, order of reports, adapters and lookups know each parameter."""
+    """Record, adapters and lookups know each parameter."""
     params = {"q and k": array(0, 8, 8), "v": array(1, 8, 8), "small": array(2, 8, 2)}
     x = jnp.abs(array(3, 4, 8))
 
@@ -126,14 +126,6 @@ def test_a_weight_of_two_parameters_keeps_both_paths():
     assert [op.paths for op in plan.ops] == [both, both, (quoted("small"),), both]
     assert "args[0]['q and k'] and args[0]['v']" in str(plan)
     assert plan.as_json()["ops"][0]["paths"] == both
-    report = plan.report(params, x, time=False)
-    rows = {op.op_id: op for op in report.ops}
-    sizes = {one.path: one.bytes_before - one.bytes_after for one in report.parameters}
-    assert rows["matmul:0"].paths == both
-    first = report.table().splitlines()[2]
-    assert f"{2 * 8 * 8 * 4} -> {2 * 8 * 8 * 4 - sizes[both[0]] - sizes[both[1]]}" in first
-    assert report.sorted_ops("bytes")[-1].paths == (quoted("small"),)
-    assert rows["take:0"].error.sqnr_db > 20
 
 
 @pytest.mark.parametrize("engine", ["trace", "patch"])

@@ -18,6 +18,7 @@ from provider_xla_passes import PassReport as PassReport
 from provider_xla_passes import SmoothQuant as SmoothQuant
 from provider_xla_passes import TransformedWeight as TransformedWeight
 from provider_xla_passes import Wanda as Wanda
+from provider_xla_report import QualityReport as QualityReport
 
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
@@ -53,7 +54,6 @@ from .providers.given import Presets as Presets
 from .providers.given import presets as presets
 from .providers.ptq import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
-from .report.quality import QualityReport as QualityReport
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
 from .store.errors import StoreError as StoreError

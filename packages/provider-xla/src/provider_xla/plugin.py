@@ -51,7 +51,6 @@ def jaxtap_register_features() -> list[FeatureSpec]:
             ("init-adapters", "make adapters", "lora.tree:init_adapters"),
             ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
             ("merge", "add adapters to parameters", "lora.tree:merge"),
-            ("report", "measure errors, bytes and times", "report.measure:make_report"),
             ("export", "put a program into a file", "export.make:export"),
         )
     ]
@@ -112,12 +111,6 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print the rules that have a name: what they do, bytes, kernels here",
             run="provider_xla.cli.command:run_presets",
             configure="provider_xla.cli.command:configure_presets",
-        ),
-        CommandSpec(
-            name="report",
-            summary="measure what quantization costs a JAX function: error, bytes, time",
-            run="provider_xla.cli.command:run_report",
-            configure="provider_xla.cli.command:configure_report",
         ),
         CommandSpec(
             name="demo-xla",

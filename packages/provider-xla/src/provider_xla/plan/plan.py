@@ -39,9 +39,9 @@ from .weight import WeightPlan
 
 if TYPE_CHECKING:
     from provider_xla_passes import Allocation, Optimized
+    from provider_xla_report import QualityReport
 
     from ..export.program import ExportedProgram
-    from ..report.quality import QualityReport
     from .lora import LoraPlan
 
 P = ParamSpec("P")

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..program.facts import joined
-from ..program.fold import LEAST, folded
+from provider_xla.features import LEAST, folded, joined
+
 from .results import Error, FloatOp, OpQuality, ParameterQuality
 
 

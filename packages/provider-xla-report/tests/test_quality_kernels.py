@@ -6,8 +6,8 @@ import pytest
 
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
-from provider_xla.report import timing
 from provider_xla.run.contraction import quantized_contraction
+from provider_xla_report import timing
 
 
 def test_contractions_in_kernels_are_timed_in_them(monkeypatch):

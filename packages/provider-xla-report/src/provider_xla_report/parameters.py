@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from ..forms.tree import is_stored, own_form
-from ..plan.weight import WeightPlan
-from ..program.arrays import by_path, is_array
+from provider_xla import WeightPlan
+from provider_xla.features import by_path, is_array, is_stored, own_form
+
 from .errors_at import Sums, difference, error_of
 from .results import ParameterQuality
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from provider_xla import Plan
 
 
 def measure_parameters(

@@ -1,4 +1,4 @@
-"""``jaxtap plan`` and ``jaxtap report``: what they print and write, and say of wrong input."""
+"""``jaxtap plan``, ``explain`` and ``presets``: what they print, and say of wrong input."""
 
 import json
 
@@ -35,7 +35,7 @@ def fails():
 
 @pytest.fixture
 def file(tmp_path):
-    path = tmp_path / "reported_program.py"
+    path = tmp_path / "planned_program.py"
     path.write_text(PROGRAM)
     return str(path)
 
@@ -129,97 +129,15 @@ def test_a_provider_by_name(file, capsys, name):
     assert "int8" in out
 
 
-def test_a_report_of_types(file, capsys):
-    err = refused(capsys, "report", f"{file}:model", "params", "f32[4,16]")
-    assert "its arguments must have values" in err
-
-
-@pytest.mark.parametrize("option", [("--sort", "colour"), ("--top", "0"), ("--tile", "x")])
-def test_wrong_options(file, capsys, option):
-    assert option[0] in refused(capsys, "report", f"{file}:case", *option, status=2)
-
-
-@pytest.mark.filterwarnings("ignore:Static ranges cut off")
-def test_a_report_with_static_ranges(file, capsys):
-    out = printed(capsys, "report", f"{file}:case", "--rules", "static", "--no-time")
-    assert "int8 x int8" in out
-    assert "note: Static ranges cut off more than 10% of dense/matmul:0#lhs" in out
-
-
-@pytest.mark.slow
-def test_a_report_and_its_files(file, tmp_path):
-    command = ["-m", "interception_core", "report", f"{file}:case"]
-    options = ["--rules", "rules", "--html", "page.html", "--json", "report.json"]
-    run = run_python(*command, *options, strict=False, cwd=tmp_path)
-    assert "dense/matmul:0" in run.stdout
-    assert run.stdout.endswith("Wrote report.json.\nWrote page.html.\n")
-    (op,) = json.loads((tmp_path / "report.json").read_text())["ops"]
-    assert op["qtypes"] == [None, "int4"]
-    assert op["seconds"] > 0
-    page = (tmp_path / "page.html").read_text()
-    assert "<title>reported_program.py:case</title>" in page
-    assert "dense/matmul:0" in page
-
-
-@pytest.mark.parametrize("command", ["plan", "report"])
-def test_help_does_without_jax(command):
+def test_help_does_without_jax():
     code = (
         "import sys; from interception_core.cli import main; "
-        f"status = main(['{command}', '--help']); "
+        "status = main(['plan', '--help']); "
         "print('jax' in sys.modules or 'jinja2' in sys.modules); sys.exit(status)"
     )
     run = run_python("-c", code)
     assert run.stdout.splitlines()[-1] == "False"
     assert "--rules RULES" in run.stdout
-
-
-OF_ANOTHER = '''
-
-class Another:
-    """A provider with a report, which is not provider-xla's."""
-
-    engine, disable_jit, problems, weights = None, False, (), ("w",)
-
-    def interceptor(self):
-        return None
-
-    def apply(self, fn):
-        return fn
-
-    def plan(self, fn, params, *args):
-        return self
-
-    def quantize(self, params):
-        return params
-
-    def report(self, params, *args):
-        return Found()
-
-class Found:
-    def __str__(self):
-        return "no error at all"
-
-    def as_json(self):
-        return {"error": 0}
-
-another = Another()
-'''
-
-
-def test_the_report_of_another_provider(file, capsys, tmp_path):
-    with open(file, "a") as program:
-        program.write(OF_ANOTHER)
-    given = ["report", f"{file}:case", "--rules", "another"]
-    assert printed(capsys, *given) == "no error at all\n"
-    assert json.loads(printed(capsys, *given, "--json", "-")) == {"error": 0}
-    path = tmp_path / "found.json"
-    assert printed(capsys, *given, "--json", str(path)) == f"no error at all\nWrote {path}.\n"
-    assert json.loads(path.read_text()) == {"error": 0}
-    said = refused(capsys, *given, "--html", "x.html", "--no-time")
-    assert "--html and --no-time must be left out with a Another" in said
-    assert "--json needs as_json(), got a Another without" in refused(
-        capsys, "plan", *given[1:], "--json", "-"
-    )
 
 
 MODELS = """
@@ -263,7 +181,7 @@ def test_model_objects(tmp_path, capsys):
     """A model holds its parameters; what follows are its inputs."""
     for library in ("equinox", "flax"):
         pytest.importorskip(library)
-    file = tmp_path / "reported_models.py"
+    file = tmp_path / "planned_models.py"
     file.write_text(MODELS)
     op = "dense/dot_general:0", "int8", "int8"
     for name, *inputs in (("net", "x"), ("case",), ("method",), ("net", "f32[4,16]")):
@@ -271,9 +189,6 @@ def test_model_objects(tmp_path, capsys):
     assert len(ops(capsys, f"{file}:bound", "x")) == 1
     assert len(ops(capsys, f"{file}:tower", "row")) == 2
     assert len(ops(capsys, f"{file}:jitted", "f32[16,8]", "x")) == 1
-    for name, given in (("net", "x"), ("tower", "row")):
-        out = printed(capsys, "report", f"{file}:{name}", given, "--no-time")
-        assert "int8 x int8" in out
     assert "Bind a Linen module first" in refused(capsys, "plan", f"{file}:unbound", "x")
 
 

@@ -10,12 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from provider_xla.features import (
+    Hows,
+    Largest,
+    Operands,
+    Site,
+    quantized_contraction,
+    whole_results,
+)
 from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
-from ..measure.probe import Largest
-from ..measure.whole import whole_results
-from ..program.sites import Site
-from ..run.contraction import Hows, Operands, quantized_contraction
 from .results import Error
 
 Ranges = tuple[qn.Calibration | None, qn.Calibration | None]

@@ -315,7 +315,7 @@ def test_times(name):
 
 @pytest.mark.slow
 def test_equal_operations_are_timed_once(monkeypatch):
-    from provider_xla.report import timing
+    from provider_xla_report import timing
 
     made = []
     monkeypatch.setattr(timing._Call, "seconds", lambda call: made.append(call.key) or (1.0, 2.0))

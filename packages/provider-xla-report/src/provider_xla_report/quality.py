@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,9 @@ from typing import Any
 from tabulate import tabulate
 
 from interception_core.report_kit import show_bytes, show_share, show_sqnr
+from provider_xla.cli import write_whole
+from provider_xla.features import LEAST, fold_lines, fold_rows, joined
 
-from ..errors import QuantizationError
-from ..program.facts import joined
-from ..program.fold import LEAST, fold_lines, fold_rows
 from .fold import op_rows
 from .results import Results
 from .text import show_error, show_ms, show_ranges
@@ -160,7 +159,7 @@ class QualityReport(Results):
         """Write ``as_json()``; the file is whole or not there."""
         import json
 
-        write(path, json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
+        write_whole(path, json.dumps(self.as_json(), indent=2, allow_nan=False) + "\n")
 
     def save_html(self, path: str | Path, title: str = "Quantization report") -> None:
         """Save one offline HTML page with plots, whole or not at all.
@@ -168,40 +167,13 @@ class QualityReport(Results):
         Args:
             path: of the page.
             title: of the page.
-
-        Raises:
-            QuantizationError: a library that draws the page is missing; says what to install.
         """
-        write(path, load_page()(self, title))
+        from .page import page  # and jinja2, which a report in text does without
+
+        write_whole(path, page(self, title))
 
 
 _RIGHT = frozenset({"SQNR dB", "max error", "Mflop", "float ms", "ms", "share", "bytes"})
-
-
-def load_page() -> Callable[[QualityReport, str], str]:
-    """Return what draws the page.
-
-    Raises:
-        QuantizationError: a library that it needs is missing; says what to install.
-    """
-    try:
-        from .page import page
-    except ModuleNotFoundError as error:
-        raise QuantizationError(
-            f"The HTML report needs {error.name}: install provider-xla[report]."
-        ) from error
-    return page
-
-
-def write(path: str | Path, text: str) -> None:
-    """Write under a temporary name, so that ``path`` is whole or absent."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def _dicts(records: Iterable[Any]) -> list[dict[str, Any]]:

@@ -12,17 +12,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from interception_core import platform_of
+from provider_xla import QuantizationError
+from provider_xla.features import (
+    SIDES,
+    Lookup,
+    Probed,
+    Site,
+    Statistics,
+    as_batch,
+    calibrations,
+    follows_values,
+    key_of,
+    probe,
+    read,
+    run_operands,
+    stored_operand,
+)
 from quant_numerics import Contraction
 
-from ..errors import QuantizationError
-from ..measure.numbered import stored_operand
-from ..measure.probe import Lookup, Probed, probe
-from ..plan.quantize import prepack, quantize
-from ..program.arrays import as_batch
-from ..program.matching import follows_values
-from ..program.sites import SIDES, Site
-from ..run.infer import run_operands
-from ..run.static.statistics import Statistics, calibrations, key_of, read
 from .errors_at import Sums, difference, error_of, flops, site_error, visits
 from .outputs import called, compare_outputs
 from .parameters import measure_parameters
@@ -31,7 +38,7 @@ from .results import Error, FloatOp, OpQuality, Range
 from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from provider_xla import Plan
 
 
 def make_report(
@@ -50,7 +57,7 @@ def make_report(
     patches = not follows_values(plan.engine)
     if stored is None:
         # This raises if the parameters are not the plan's.
-        stored = quantize(plan, params, prepack=False)
+        stored = plan.quantize(params, prepack=False)
     elif patches:
         raise QuantizationError(
             "stored= is for plans of the trace engine: the patch engine quantizes parameters at "
@@ -59,7 +66,7 @@ def make_report(
     if statistics is not None:
         statistics = read(statistics)
     per_visit, found = _probe(plan, params, stored, taken, statistics)
-    packed = params if patches else prepack(plan, stored)
+    packed = params if patches else plan.prepack(stored)
     quantized = plan.infer(plan.fn, statistics)
     outputs = compare_outputs(plan, quantized, params, packed, taken)
     seconds: dict[str, tuple[float, float]] = {}

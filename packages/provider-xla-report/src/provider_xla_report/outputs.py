@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..program.arrays import is_array, of_arrays
+from provider_xla.features import is_array, of_arrays
+
 from .errors_at import Sums, difference, error_of
 from .results import OutputQuality
 
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from provider_xla import Plan
 
 
 def compare_outputs(

@@ -20,8 +20,8 @@ from interception_core.report_kit import (
     show_share,
     show_sqnr,
 )
+from provider_xla.features import fold_lines
 
-from ..program.fold import fold_lines
 from .fold import float_rows, op_rows, parameter_rows, size_rows
 from .results import OpQuality, Results
 from .text import show_error, show_ms, show_ranges

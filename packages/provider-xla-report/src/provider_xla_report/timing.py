@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import statistics as stats
@@ -14,21 +13,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import quant_numerics as qn
 from hijax_trace import ArrayProxy
+from provider_xla import PrepackedWeight
+from provider_xla.features import (
+    Site,
+    Statistics,
+    alike,
+    calibrations,
+    follows_values,
+    mapped_columns,
+    of_arrays,
+    over_columns,
+    quantized_contraction,
+    run_operands,
+    taking_stored,
+)
 from quant_numerics import Contraction, RaggedMatmul
 
-from ..kernels.packed import PrepackedWeight, scale_sizes
-from ..kernels.packing import Packing, prepack
-from ..program.arrays import of_arrays
-from ..program.matching import follows_values
-from ..program.sites import Site
-from ..run.contraction import quantized_contraction
-from ..run.infer import run_operands, taking_stored
-from ..run.static.statistics import Statistics, calibrations
-
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
+    from provider_xla import Plan
 
 ROUNDS = 15
 BUDGET = 0.3
@@ -60,7 +63,7 @@ class _Call:
                         for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
         self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
         # Examples that are columns of a packed weight run in one call.
-        self.rows = max(self.mapped // math.prod(map(_columns, self.operands)), 1)
+        self.rows = max(self.mapped // math.prod(map(mapped_columns, self.operands)), 1)
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         static = tuple(range_ is None for range_ in self.ranges)
@@ -95,7 +98,7 @@ class _Call:
     def _mapped(self, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
         for side, x in enumerate(operands):
             if isinstance(x, PrepackedWeight):
-                fn = _over_columns(fn, side, x)
+                fn = over_columns(fn, side, x)
         if self.mapped == 1:
             return jax.jit(fn)
         pairs = zip(operands, self.axes, strict=True)
@@ -108,7 +111,7 @@ class _Call:
 
         def fill(x: Any) -> Any:
             if isinstance(x, PrepackedWeight):
-                return _packed(rng, x)
+                return alike(x, functools.partial(_random, rng, parent=x))
             return _random(rng, (*lead, *x.shape), x.dtype, types)
 
         return jax.tree.map(fill, types, is_leaf=lambda x: isinstance(x, PrepackedWeight))
@@ -175,51 +178,6 @@ def _extra(contraction: Contraction, operands: Sequence[Any], x: Any) -> np.ndar
     assert isinstance(contraction, RaggedMatmul)
     rows = operands[0].shape[contraction.numbers.lhs_ragged_dimensions[0]]
     return np.full(x.shape, rows // x.shape[-1], x.dtype)
-
-
-def _columns(held: Any) -> int:
-    """Return how many mapped examples are columns of a packed weight."""
-    if not isinstance(held, PrepackedWeight):
-        return 1
-    return math.prod(held.n_sizes[part] for part in held.gone)
-
-
-def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) -> Callable[..., Any]:
-    """Return a function mapped over an operand's mapped columns."""
-    for i in range(len(weight.gone)):
-        places = tuple(0 if j == i else None for j in range(len(weight.gone)))
-        axes: list[Any] = [None] * 4
-        axes[side] = dataclasses.replace(weight, packed=None, index=None, places=places)
-        fn = jax.vmap(fn, tuple(axes))
-    return fn
-
-
-def _packed(rng: np.random.Generator, given: PrepackedWeight) -> PrepackedWeight:
-    """Return a parameter as a kernel takes it, given what is packed.
-
-    It is a single one even if the given one is an entry of a stack, and has all indices of mapped
-    columns.
-    """
-    weight, rank = jax.eval_shape(PrepackedWeight.gathered, given), len(given.k_sizes)
-    order = (*weight.order, *(rank + part for part in weight.gone))
-    weight = dataclasses.replace(weight, order=order, gone=(), places=())
-    lead = len(weight.lead)
-    places = {part: lead + axis for axis, part in enumerate(weight.order)}
-    k_axes = tuple(places[part] for part in range(rank))
-    n_axes = tuple(places[part] for part in range(rank, len(places)))
-    scale = list(weight.shape)
-    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
-        scale[axis] = count
-    kind = qn.get_qtype(weight.qtype)
-    qvalue = _random(rng, weight.shape, kind.storage_dtype, weight)
-    ones = jnp.ones(scale, weight.scale_dtype)
-    q = qn.QArray(qvalue, ones, qtype=weight.qtype, dtype=weight.dtype)
-    sizes = weight.group, weight.bits, weight.platform
-    made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
-    places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
-    return dataclasses.replace(
-        weight, packed=made.packed, order=given.order, gone=given.gone, places=places
-    )
 
 
 def _random(rng: np.random.Generator, shape: Sequence[int], dtype: Any, parent: Any) -> jax.Array:
