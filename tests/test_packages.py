@@ -27,6 +27,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-formats",
     ],
+    "provider-xla-fused": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-fused",
+    ],
     "provider-xla-passes": [
         "interception-core",
         "hijax-trace",
@@ -64,6 +71,9 @@ CHECKS = {
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
     "provider-xla-formats": "import provider_xla as xla, provider_xla_formats as formats; "
     "assert xla.load_gguf is formats.load_gguf",
+    "provider-xla-fused": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider(xla.QuantizationRule(kernel='fused')).plan(jax.nn.softmax, w); "
+    "assert 'softmax' in str(plan), plan",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",

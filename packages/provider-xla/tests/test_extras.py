@@ -43,6 +43,7 @@ def planned():
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.optimize(w, [(x,)], [])),
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.allocate(w, x, budget_bits=9)),
         ("provider_xla_passes", "passes", lambda plan, w, x: xla.Wanda),
+        ("provider_xla_report", "report", lambda plan, w, x: plan.report(w, x)),
         ("provider_xla_formats", "gguf", lambda plan, w, x: xla.rules_of),
     ],
 )
@@ -57,6 +58,15 @@ def test_what_to_install(missing, monkeypatch, package, extra, call):
     ):
         call(plan, w, x)
     plan.apply()(plan.quantize(w), x)
+
+
+def test_what_to_install_for_fused_functions(missing):
+    provider = xla.PtqProvider(xla.QuantizationRule(kernel="fused"))
+    with (
+        missing("provider_xla_fused"),
+        pytest.raises(ImportError, match=r"'provider-xla\[fused\]'"),
+    ):
+        provider.plan(jnp.tanh, jnp.ones(4))
 
 
 def test_what_to_install_for_a_form():

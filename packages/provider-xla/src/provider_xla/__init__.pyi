@@ -7,6 +7,8 @@ from provider_xla_formats import read_gguf_metadata as read_gguf_metadata
 from provider_xla_formats import rules_of as rules_of
 from provider_xla_formats import save_compressed_tensors as save_compressed_tensors
 from provider_xla_formats import save_gguf as save_gguf
+from provider_xla_fused import Attention as Attention
+from provider_xla_fused import attention as attention
 from provider_xla_passes import AllocatedWeight as AllocatedWeight
 from provider_xla_passes import Allocation as Allocation
 from provider_xla_passes import Awq as Awq
@@ -46,8 +48,6 @@ from .plan.lora import LoraPlan as LoraPlan
 from .plan.plan import Plan as Plan
 from .plan.template import quantize_params as quantize_params
 from .plan.weight import WeightPlan as WeightPlan
-from .program.patterns.attention import Attention as Attention
-from .program.patterns.find import attention as attention
 from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
 from .providers.given import Presets as Presets

@@ -11,12 +11,14 @@ from interception_core import JaxtapError, UnknownNameError, get_feature
 
 PACKAGES = {
     "provider_xla_formats": "gguf",
+    "provider_xla_fused": "fused",
     "provider_xla_passes": "passes",
     "provider_xla_report": "report",
 }
 """The extras that bring packages of ours, which declare what they add."""
 
 _OF_FEATURES = {
+    "fused-softmax": "provider_xla_fused",
     "plan-allocate": "provider_xla_passes",
     "plan-optimize": "provider_xla_passes",
     "plan-report": "provider_xla_report",

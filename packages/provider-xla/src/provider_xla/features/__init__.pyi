@@ -43,9 +43,12 @@ from ..program.fold import LEAST as LEAST
 from ..program.fold import fold_lines as fold_lines
 from ..program.fold import fold_rows as fold_rows
 from ..program.fold import folded as folded
+from ..program.fused import FusedOp as FusedOp
+from ..program.joining import Joining as Joining
 from ..program.matching import Rules as Rules
 from ..program.matching import Weight as Weight
 from ..program.matching import follows_values as follows_values
+from ..program.ops import StaysFloat as StaysFloat
 from ..program.sites import SIDES as SIDES
 from ..program.sites import Site as Site
 from ..rules.sparsity import Sparsity as Sparsity

@@ -22,14 +22,19 @@ ATTENTION = "decode_attention"
 """The op that reads stacks of caches, and int8 ones with a scale for each head and position."""
 
 
-def over_cache(call: OpCall, arrays: Sequence[Any], op: Callable[..., Any]) -> Callable[..., Any]:
+def over_cache(
+    call: OpCall, name: str, arrays: Sequence[Any], op: Callable[..., Any]
+) -> Callable[..., Any]:
     """Return the attention op for caches of quantized keys and values.
 
     Args:
         call: the call.
+        name: the name of the op; only ``ATTENTION`` reads caches where they lie.
         arrays: queries, keys and values, ``[..., length, heads, size]``.
         op: computes attention of floats, ``[batch, length, heads, size]``, or of int8 with scales.
     """
+    if name != ATTENTION:
+        return op
     caches = [call.proxy(array) for array in arrays[1:]]
     is_int8 = all(map(_is_read, caches))
     if not is_int8 and any(cache is not None for cache in caches):

@@ -126,7 +126,7 @@ def tapped(fn, seen, also=()):
         return NotImplemented
 
     targets = dict.fromkeys(("jax.numpy.einsum", "jax.numpy.matmul", *also), note)
-    return ht.TraceEngine().wrap(fn, Interceptor({"provider_xla.attention": ask, **targets}))
+    return ht.TraceEngine().wrap(fn, Interceptor({"provider_xla_fused.attention": ask, **targets}))
 
 
 @pytest.mark.sample(4)
@@ -175,13 +175,13 @@ def test_axes_that_a_mask_does_not_have_stay_small():
         found.append(written.operands(*values))
         return NotImplemented
 
-    ht.TraceEngine().wrap(einsums, Interceptor({"provider_xla.attention": ask}))(Q, K, V)
+    ht.TraceEngine().wrap(einsums, Interceptor({"provider_xla_fused.attention": ask}))(Q, K, V)
     ((query, key, value, bias, mask),) = found
     assert bias is None
     assert mask.shape == (BATCH, 1, 1, LENGTH)
     assert query.shape == key.shape == value.shape == (BATCH, LENGTH, HEADS, SIZE)
     found.clear()
-    ht.TraceEngine().wrap(groups, Interceptor({"provider_xla.attention": ask}))(Q, K, V)
+    ht.TraceEngine().wrap(groups, Interceptor({"provider_xla_fused.attention": ask}))(Q, K, V)
     ((query, key, value, bias, mask),) = found
     assert mask is None
     assert bias.shape == (1, HEADS, LENGTH, LENGTH)
@@ -199,7 +199,7 @@ def test_a_handler_may_leave_it():
         seen.append(call.op_id)
         return call.proceed(*args, **kwargs)
 
-    targets = {"provider_xla.attention": ask, "jax.numpy.einsum": note}
+    targets = {"provider_xla_fused.attention": ask, "jax.numpy.einsum": note}
     run = ht.TraceEngine().wrap(einsums, Interceptor(targets))
     np.testing.assert_array_equal(run(Q, K, V), einsums(Q, K, V))
     assert seen == ["attention:0", "einsum:0", "einsum:1"]
@@ -285,5 +285,7 @@ def test_the_function_itself_computes_it():
         found.append((values, written))
         return call.proceed(*values, written=written, also_used=also_used)
 
-    out = ht.TraceEngine().wrap(einsums, Interceptor({"provider_xla.attention": ask}))(Q, K, V)
+    out = ht.TraceEngine().wrap(einsums, Interceptor({"provider_xla_fused.attention": ask}))(
+        Q, K, V
+    )
     np.testing.assert_allclose(out, einsums(Q, K, V), rtol=1e-5, atol=2e-6)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hijax_trace import shared_array
+from provider_xla.features import StaysFloat
 
-from .ops import StaysFloat
 from .patterns.attention import Attention
 
 ATTENTION = "fused_attn_forward"
 """The op of attention."""
-WRITTEN = "provider_xla.attention"
+WRITTEN = "provider_xla_fused.attention"
 """The target of an attention that a program writes out as contractions and a softmax."""
 
 _FEW_QUERIES = 8
@@ -94,8 +94,9 @@ def of_written(given: dict[str, Any]) -> Any:
     return arrays, lambda op: written.result(run(op), *values), *other
 
 
-def is_of_weights(written: Attention, are_weights: Sequence[bool]) -> bool:
-    """Return whether an operand of an attention is a parameter."""
+def leaves(given: Mapping[str, Any], are_weights: Sequence[bool]) -> bool:
+    """Return whether an operand of an attention is a parameter: rules match its parts."""
+    written: Attention = given["written"]
     return any(bool(places) and all(are_weights[i] for i in places) for places in written.places)
 
 
