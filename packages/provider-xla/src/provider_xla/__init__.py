@@ -16,8 +16,6 @@ def __getattr__(name: str) -> Any:
     try:
         return _get(name)
     except ModuleNotFoundError as error:
-        from .extras import PACKAGES, missing
+        from .extras import explained
 
-        if error.name not in PACKAGES:
-            raise
-        raise missing(f"{__name__}.{name}", error.name) from error
+        raise explained(f"{__name__}.{name}", error) from error

@@ -17,6 +17,9 @@ PACKAGES = {
 }
 """The extras that bring packages of ours, which declare what they add."""
 
+_LIBRARIES = {"msgspec": "safetensors"}
+"""The extras that bring libraries which modules import as they are loaded."""
+
 _OF_FEATURES = {
     "fused-softmax": "provider_xla_fused",
     "plan-allocate": "provider_xla_passes",
@@ -62,6 +65,18 @@ def feature(name: str) -> Callable[..., Any]:
         if not package or importlib.util.find_spec(package) is not None:
             raise
         raise missing(name.replace("-", ".", 1).replace("-", "_"), package) from error
+
+
+def explained(what: str, error: ModuleNotFoundError) -> ImportError:
+    """Return the error of a name whose package or library is missing; others as they are."""
+    if error.name in PACKAGES:
+        return missing(what, error.name)
+    if error.name in _LIBRARIES:
+        extra = _LIBRARIES[error.name]
+        return MissingExtraError(
+            f"{what} needs {error.name}, which is missing: run pip install 'provider-xla[{extra}]'"
+        )
+    return error
 
 
 def missing(what: str, package: str) -> MissingExtraError:
