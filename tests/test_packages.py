@@ -48,6 +48,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-report",
     ],
+    "provider-xla-serve": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-serve",
+    ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "provider-odml-aeq": [
         "interception-core",
@@ -80,6 +87,9 @@ CHECKS = {
     "provider-xla-report": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "report = xla.PtqProvider('int8').plan(jnp.dot, w, w).report(w, w); "
     "report.save_html('page.html')",
+    "provider-xla-serve": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); stored = plan.quantize(w); "
+    "program = xla.load_exported(plan.export(stored, w).serialize()); program(stored, w)",
     "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"

@@ -43,6 +43,7 @@ def planned():
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.optimize(w, [(x,)], [])),
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.allocate(w, x, budget_bits=9)),
         ("provider_xla_passes", "passes", lambda plan, w, x: xla.Wanda),
+        ("provider_xla_serve", "export", lambda plan, w, x: plan.export(plan.quantize(w), x)),
         ("provider_xla_report", "report", lambda plan, w, x: plan.report(w, x)),
         ("provider_xla_formats", "gguf", lambda plan, w, x: xla.rules_of),
     ],

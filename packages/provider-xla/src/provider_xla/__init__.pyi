@@ -21,11 +21,13 @@ from provider_xla_passes import SmoothQuant as SmoothQuant
 from provider_xla_passes import TransformedWeight as TransformedWeight
 from provider_xla_passes import Wanda as Wanda
 from provider_xla_report import QualityReport as QualityReport
+from provider_xla_serve import ExportedProgram as ExportedProgram
+from provider_xla_serve import export_model as export_model
+from provider_xla_serve import load_exported as load_exported
+from provider_xla_serve import model_parameters as model_parameters
 
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
-from .bridges.export import export_model as export_model
-from .bridges.export import model_parameters as model_parameters
 from .bridges.files import load_model as load_model
 from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
@@ -38,8 +40,6 @@ from .cache.plan import CachePlan as CachePlan
 from .cache.rule import CacheRule as CacheRule
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
-from .export.program import ExportedProgram as ExportedProgram
-from .export.program import load_exported as load_exported
 from .forms.affine import AffineWeight as AffineWeight
 from .kernels.packed import PrepackedWeight as PrepackedWeight
 from .lora.weight import AdaptedWeight as AdaptedWeight

@@ -14,6 +14,7 @@ PACKAGES = {
     "provider_xla_fused": "fused",
     "provider_xla_passes": "passes",
     "provider_xla_report": "report",
+    "provider_xla_serve": "export",
 }
 """The extras that bring packages of ours, which declare what they add."""
 
@@ -24,6 +25,7 @@ _OF_FEATURES = {
     "fused-softmax": "provider_xla_fused",
     "plan-allocate": "provider_xla_passes",
     "plan-optimize": "provider_xla_passes",
+    "plan-export": "provider_xla_serve",
     "plan-report": "provider_xla_report",
 }
 _OF_FORMS = {"transformed": "provider_xla_passes"}

@@ -51,7 +51,6 @@ def jaxtap_register_features() -> list[FeatureSpec]:
             ("init-adapters", "make adapters", "lora.tree:init_adapters"),
             ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
             ("merge", "add adapters to parameters", "lora.tree:merge"),
-            ("export", "put a program into a file", "export.make:export"),
         )
     ]
 

@@ -1,5 +1,9 @@
 """The names, and the modules that they are from."""
 
+# Model objects.
+from ..bridges.bridge import is_kept as is_kept
+from ..bridges.bridge import path_of as path_of
+
 # Stored forms that hold another one.
 from ..forms.around import AroundStored as AroundStored
 from ..forms.tree import is_stored as is_stored
@@ -9,6 +13,10 @@ from ..kernels.alike import mapped_columns as mapped_columns
 from ..kernels.alike import over_columns as over_columns
 from ..kernels.matmul import Rotation as Rotation
 from ..kernels.matmul import product as product
+from ..kernels.packing import PACK_OPS as PACK_OPS
+from ..kernels.packing import pack as pack
+from ..kernels.packing import packed_type as packed_type
+from ..kernels.packing import packing_of as packing_of
 
 # Runs of a plan's function in float, that look at operations.
 from ..measure.numbered import numbered as numbered

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 
 from .packed import PrepackedWeight, scale_sizes
-from .packing import Packing, prepack
+from .packing import Packing, pack
 
 
 def mapped_columns(held: Any) -> int:
@@ -64,7 +64,7 @@ def alike(given: PrepackedWeight, values: Callable[[tuple[int, ...], Any], Any])
     ones = jnp.ones(scale, weight.scale_dtype)
     q = qn.QArray(qvalue, ones, qtype=weight.qtype, dtype=weight.dtype)
     sizes = weight.group, weight.bits, weight.platform
-    made = prepack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
+    made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
     return dataclasses.replace(
         weight, packed=made.packed, order=given.order, gone=given.gone, places=places

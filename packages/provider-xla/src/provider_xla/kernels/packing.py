@@ -111,7 +111,7 @@ class Packing:
         return None
 
 
-def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+def pack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
     """Pack a parameter on its devices, and wait for that."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
@@ -136,7 +136,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
     )
 
 
-def abstract(q: Any, packing: Packing) -> Any:
+def packed_type(q: Any, packing: Packing) -> Any:
     """Return the type that ``prepack`` returns for an array's type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 

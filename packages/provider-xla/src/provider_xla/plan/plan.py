@@ -40,8 +40,8 @@ from .weight import WeightPlan
 if TYPE_CHECKING:
     from provider_xla_passes import Allocation, Optimized
     from provider_xla_report import QualityReport
+    from provider_xla_serve import ExportedProgram
 
-    from ..export.program import ExportedProgram
     from .lora import LoraPlan
 
 P = ParamSpec("P")

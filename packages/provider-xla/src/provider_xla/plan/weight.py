@@ -16,7 +16,7 @@ from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..forms.affine import with_minimum
-from ..kernels.packing import Packing, abstract, prepack
+from ..kernels.packing import Packing, pack, packed_type
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from . import chunks
@@ -221,9 +221,9 @@ def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
     if packing.unshardable(q.shape, sharding):
         return q
     if getattr(q, "zero_point", None) is None:
-        return prepack(q, packing)
+        return pack(q, packing)
     # Kernels know no zero points. The sums of the activation know what they add.
-    return with_minimum(q.unpacked()).with_values(lambda values: prepack(values, packing))
+    return with_minimum(q.unpacked()).with_values(lambda values: pack(values, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)
@@ -283,7 +283,7 @@ def _form(
     """
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
-    return stored if packing is None else abstract(stored, packing)
+    return stored if packing is None else packed_type(stored, packing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

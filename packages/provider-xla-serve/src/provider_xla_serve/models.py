@@ -8,12 +8,11 @@ from typing import Any
 import jax
 
 from interception_core import find_bridge
+from provider_xla import Bridge, QuantizationError
+from provider_xla.features import is_array, is_kept, path_of
 
-from ..errors import QuantizationError
-from ..export.make import export
-from ..export.program import ExportedProgram
-from ..program.arrays import is_array
-from .bridge import Bridge, is_kept, path_of
+from .make import export
+from .program import ExportedProgram
 
 
 def model_parameters(model: Any) -> dict[str, Any]:

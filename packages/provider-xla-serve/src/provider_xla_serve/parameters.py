@@ -10,11 +10,8 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import Carrier
-
-from ..forms.tree import is_stored
-from ..kernels.packing import abstract, packing_of, prepack
-from ..lora.weight import AdaptedWeight, is_adapted
-from ..store.errors import StoreError
+from provider_xla import AdaptedWeight, StoreError
+from provider_xla.features import is_stored, pack, packed_type, packing_of
 
 _ADAPTED = {"base", "a", "b"}
 
@@ -50,13 +47,17 @@ def fitted(given: Any, wanted: Any) -> Any:
 
 
 def _is_parameter(node: Any) -> bool:
-    return is_stored(node) or is_adapted(node)
+    return is_stored(node) or isinstance(node, AdaptedWeight)
 
 
 def _fits(given: Any, wanted: Any) -> bool:
     """Return whether a part of a tree is one parameter."""
     # A parameter with an adapter that is loaded without a plan is a dict of its arrays.
-    is_loaded = is_adapted(wanted) and isinstance(given, Mapping) and given.keys() == _ADAPTED
+    is_loaded = (
+        isinstance(wanted, AdaptedWeight)
+        and isinstance(given, Mapping)
+        and given.keys() == _ADAPTED
+    )
     return is_loaded or jax.tree_util.all_leaves([given], is_leaf=_is_parameter)
 
 
@@ -84,8 +85,8 @@ def _repacked(given: Any, wanted: Any) -> Any:
         return given
     packing = packing_of(wanted)
     fits = given.shape == wanted.shape and given.zero_point is None
-    fits = fits and _type(abstract(given, packing)) == _type(wanted)
-    return prepack(given, packing) if fits else given
+    fits = fits and _type(packed_type(given, packing)) == _type(wanted)
+    return pack(given, packing) if fits else given
 
 
 def _type(leaf: Any) -> Any:

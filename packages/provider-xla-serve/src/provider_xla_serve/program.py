@@ -15,10 +15,9 @@ import jax
 import jax.export
 
 from interception_core import platform_of
+from provider_xla import StoreError
+from provider_xla.file_formats import atomic_write, damaged
 
-from ..extras import require
-from ..store.errors import StoreError, damaged
-from ..store.files import appearing
 from .kernels import KernelOf, called_in, import_nodes, register
 from .parameters import fitted
 
@@ -96,9 +95,7 @@ class ExportedProgram:
 
         Raises:
             StoreError: the arguments or results have nodes that can't be written.
-            MissingExtraError: flatbuffers is not installed: ``provider-xla[export]``.
         """
-        require("flatbuffers", "export")
         try:
             program = bytes(self.exported.serialize())
         except ValueError as error:
@@ -122,7 +119,7 @@ class ExportedProgram:
             StoreError: ``path`` exists; or as ``serialize``.
         """
         text = self.serialize()
-        with appearing(Path(path), overwrite) as new:
+        with atomic_write(Path(path), overwrite) as new:
             new.write_bytes(text)
 
     def __str__(self) -> str:
@@ -153,7 +150,6 @@ def load_exported(
         StoreError: the source is not such a file, or was altered; a package of its kernels isn't
             installed, or has another version.
         KernelError: a kernel can't be registered.
-        MissingExtraError: flatbuffers is not installed: ``provider-xla[export]``.
     """
     path = Path("program") if isinstance(source, bytes) else Path(source)
     try:
@@ -175,7 +171,6 @@ def load_exported(
         raise damaged(path, f"its header can't be read ({error!r})") from error
     register(kernels, check_versions)
     import_nodes()
-    require("flatbuffers", "export")
     try:
         exported = jax.export.deserialize(bytearray(body[end:]))
     except Exception as error:

@@ -9,8 +9,8 @@ import jax
 import jax.export
 
 from interception_core import platform_of
+from provider_xla import QuantizationError
 
-from ..errors import QuantizationError
 from .kernels import export_checks
 from .program import ExportedProgram
 

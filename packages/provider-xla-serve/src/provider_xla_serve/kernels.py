@@ -16,9 +16,8 @@ from interception_core import (
     plugins,
     register_kernel,
 )
-
-from ..kernels.packing import PACK_OPS
-from ..store.errors import StoreError
+from provider_xla import StoreError
+from provider_xla.features import PACK_OPS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
 
 def import_nodes() -> None:
     """Import the node classes of an exported program's arguments."""
-    from ..cache import array  # noqa: F401
+    from provider_xla import CacheArray  # noqa: F401
 
     for op in PACK_OPS:
         with contextlib.suppress(JaxtapError):

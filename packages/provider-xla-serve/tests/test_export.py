@@ -114,3 +114,17 @@ def test_a_step_with_a_quantized_cache():
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert isinstance(others["k"], xla.CacheArray)
     jax.tree.map(np.testing.assert_array_equal, others, held)
+
+
+def test_weights_with_minima():
+    """As GGUF files have them."""
+    q = qn.quantize(draw(64, 32), "int4", channel_axes=(1,), tile_axes={0: 8})
+    held = xla.AffineWeight(q, 0.1 * jnp.ones((8, 32)), 8)
+    x = draw(3, 64)
+
+    def fn(w, x):
+        return x @ w
+
+    plan = xla.PtqProvider("int4").plan(fn, draw(64, 32), x)
+    program = reloaded(plan.export(held, x))
+    np.testing.assert_array_equal(program(held, x), jax.jit(plan.apply(fn))(held, x))
