@@ -263,9 +263,8 @@ def _choose_on(
     windows = (use.window for use in uses.values() if isinstance(use, MatrixUse) and use.is_matmul)
     if reasons and any(window is not None for window in windows):
         # A convolution with a window of one element is also one of a window.
-        *found, lacking = _settled(platform, weight, uses, sharding, windows=True)
-        if not lacking:
-            packing, choices, reasons = *found, lacking
+        settled = _settled(platform, weight, uses, sharding, windows=True)
+        packing, choices, reasons = settled if not settled[-1] else (packing, choices, reasons)
     if not reasons:
         return packing, choices
     first, why = next(iter(reasons.items()))
