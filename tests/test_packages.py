@@ -20,6 +20,13 @@ NEEDS = {
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
+    "provider-xla-cache": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-cache",
+    ],
     "provider-xla-formats": [
         "interception-core",
         "hijax-trace",
@@ -76,6 +83,10 @@ CHECKS = {
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
+    "provider-xla-cache": "import provider_xla as xla, jax.numpy as jnp; c = jnp.ones((2, 4, 8)); "
+    "step = lambda p, x, c: (jnp.einsum('bd,btd->bt', x @ p, c), c.at[:, 0].set(x)); "
+    "plan = xla.PtqProvider(xla.CacheRule('c')).plan(step, jnp.eye(8), c[:, 0], c); "
+    "assert plan.caches['args[2]'].axis == 2, plan",
     "provider-xla-formats": "import provider_xla as xla, provider_xla_formats as formats; "
     "assert xla.load_gguf is formats.load_gguf",
     "provider-xla-fused": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "

@@ -9,7 +9,6 @@ import pytest
 import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import Carrier
-from jaxtap_testkit.cached_decoders import DECODERS, B, keep, parameters
 from jaxtap_testkit.store_samples import quantized
 
 D = 32
@@ -97,23 +96,6 @@ def test_ranges_are_a_part_of_the_program():
     again = reloaded(plan.export(stored, X, statistics=ranges))
     wanted = jax.jit(plan.apply(model, ranges))(stored, X)
     np.testing.assert_allclose(again(stored, X), wanted, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_step_with_a_quantized_cache():
-    step, cache = DECODERS["carry"](keep)
-    params, token = parameters(), jnp.arange(B)
-    rules = [xla.CacheRule("cache"), xla.QuantizationRule(weight_qtype="int8")]
-    plan = xla.PtqProvider(rules).plan(step, params, token, cache, 0)
-    stored, held = plan.quantize(params), plan.quantize_cache(cache)
-    run, again = jax.jit(plan.apply(step)), reloaded(plan.export(stored, token, held, 0))
-    others = held
-    for position in range(3):
-        wanted, held = run(stored, token, held, position)
-        found, others = again(stored, token, others, position)
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
-    assert isinstance(others["k"], xla.CacheArray)
-    jax.tree.map(np.testing.assert_array_equal, others, held)
 
 
 def test_weights_with_minima():

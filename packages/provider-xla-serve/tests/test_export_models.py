@@ -2,7 +2,6 @@
 
 import equinox
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen, nnx
@@ -105,10 +104,3 @@ def test_what_is_no_program():
     unbound = xla.quantize_model(net, xla.PtqProvider(xla.QuantizationRule(weight_qtype="int8")))
     with pytest.raises(xla.QuantizationError, match="must hold its variables to be exported"):
         xla.model_parameters(unbound)
-    attention = nnx.MultiHeadAttention(2, 8, 8, decode=True, rngs=nnx.Rngs(0), keep_rngs=False)
-    attention.init_cache((1, 4, 8))
-    x = jnp.ones((1, 1, 8))
-    rules = [xla.CacheRule("cache"), xla.QuantizationRule(weight_qtype="int8", weights_only=True)]
-    made = xla.quantize_model(attention, xla.PtqProvider(rules), x)
-    with pytest.raises(xla.QuantizationError, match="must hold no caches to be exported"):
-        xla.export_model(made, x)

@@ -43,13 +43,15 @@ def planned():
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.optimize(w, [(x,)], [])),
         ("provider_xla_passes", "passes", lambda plan, w, x: plan.allocate(w, x, budget_bits=9)),
         ("provider_xla_passes", "passes", lambda plan, w, x: xla.Wanda),
+        ("provider_xla_cache", "cache", lambda plan, w, x: plan.quantize_cache(x, 1)),
+        ("provider_xla_cache", "cache", lambda plan, w, x: xla.CacheRule),
         ("provider_xla_serve", "export", lambda plan, w, x: plan.export(plan.quantize(w), x)),
         ("provider_xla_report", "report", lambda plan, w, x: plan.report(w, x)),
         ("provider_xla_formats", "gguf", lambda plan, w, x: xla.rules_of),
     ],
 )
 def test_what_to_install(missing, monkeypatch, package, extra, call):
-    for name in ("Wanda", "rules_of"):  # a name that was used stays
+    for name in ("Wanda", "rules_of", "CacheRule"):  # a name that was used stays
         monkeypatch.delattr(xla, name, raising=False)
     w, x, plan = planned()
     name = package.replace("_", "-")

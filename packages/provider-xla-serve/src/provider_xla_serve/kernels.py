@@ -9,9 +9,11 @@ from collections.abc import Mapping
 import jax
 
 from interception_core import (
+    FormSpec,
     JaxtapError,
     KernelSpec,
     declared_specs,
+    get_form,
     get_op,
     plugins,
     register_kernel,
@@ -87,8 +89,12 @@ def register(wanted: Mapping[str, KernelOf], check_versions: bool) -> None:
 
 def import_nodes() -> None:
     """Import the node classes of an exported program's arguments."""
-    from provider_xla import CacheArray  # noqa: F401
-
+    # A program without such arguments needs no package that has them.
+    with contextlib.suppress(JaxtapError):
+        from provider_xla import CacheArray  # noqa: F401
+    for form in declared_specs(FormSpec):
+        with contextlib.suppress(JaxtapError):
+            get_form(form.name)
     for op in PACK_OPS:
         with contextlib.suppress(JaxtapError):
             get_op(op)

@@ -1,5 +1,8 @@
 """The public names, and the modules that they are from."""
 
+from provider_xla_cache import CacheArray as CacheArray
+from provider_xla_cache import CachePlan as CachePlan
+from provider_xla_cache import CacheRule as CacheRule
 from provider_xla_formats import Target as Target
 from provider_xla_formats import load_compressed_tensors as load_compressed_tensors
 from provider_xla_formats import load_gguf as load_gguf
@@ -35,9 +38,6 @@ from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan
 from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
-from .cache.array import CacheArray as CacheArray
-from .cache.plan import CachePlan as CachePlan
-from .cache.rule import CacheRule as CacheRule
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
 from .forms.affine import AffineWeight as AffineWeight

@@ -10,6 +10,7 @@ from typing import Any
 from interception_core import JaxtapError, UnknownNameError, get_feature
 
 PACKAGES = {
+    "provider_xla_cache": "cache",
     "provider_xla_formats": "gguf",
     "provider_xla_fused": "fused",
     "provider_xla_passes": "passes",
@@ -25,6 +26,9 @@ _OF_FEATURES = {
     "fused-softmax": "provider_xla_fused",
     "plan-allocate": "provider_xla_passes",
     "plan-optimize": "provider_xla_passes",
+    "plan-find-caches": "provider_xla_cache",
+    "plan-quantize-cache": "provider_xla_cache",
+    "plan-with-caches": "provider_xla_cache",
     "plan-export": "provider_xla_serve",
     "plan-report": "provider_xla_report",
 }

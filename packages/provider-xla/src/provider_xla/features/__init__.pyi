@@ -43,9 +43,12 @@ from ..program.arrays import by_path as by_path
 from ..program.arrays import is_array as is_array
 from ..program.arrays import map_params as map_params
 from ..program.arrays import of_arrays as of_arrays
+from ..program.arrays import parameters_of as parameters_of
+from ..program.arrays import prefix_of as prefix_of
 
 # Operations, and what is said of them.
 from ..program.facts import Code as Code
+from ..program.facts import Fact as Fact
 from ..program.facts import joined as joined
 from ..program.fold import LEAST as LEAST
 from ..program.fold import fold_lines as fold_lines

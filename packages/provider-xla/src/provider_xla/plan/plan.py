@@ -16,9 +16,6 @@ import quant_numerics as qn
 from hijax_trace import NotStoredError
 from interception_core import Engine, hides_frames
 
-from ..cache.find import parameters_of
-from ..cache.plan import CachePlan
-from ..cache.use import quantize_cache, with_caches
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
 from ..forms.tree import is_stored
@@ -38,6 +35,7 @@ from .explain import explain
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
+    from provider_xla_cache import CachePlan
     from provider_xla_passes import Allocation, Optimized
     from provider_xla_report import QualityReport
     from provider_xla_serve import ExportedProgram
@@ -400,7 +398,7 @@ class Plan:
             QuantizationError: ``value`` is another tree, or has another shape or dtype than the
                 plan says; or the plan carries caches of several arguments, and none is named.
         """
-        return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
+        return feature("plan-quantize-cache")(self, value, argument)
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Make adapters for ``apply`` and ``merge``, which change nothing before training.
@@ -478,7 +476,9 @@ class Plan:
                 return run(*args, **kwargs)
 
         applied = adapted or call
-        return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+        if self.caches:
+            applied = feature("plan-with-caches")(self, fn, applied)
+        return hides_frames(applied)
 
     @functools.cached_property
     def _inference(self) -> Sites:

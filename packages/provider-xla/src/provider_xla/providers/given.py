@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from interception_core import Provider
 
-from ..cache.rule import CacheRule
 from ..rules.presets import PRESETS, as_rules, bits_of
 from ..rules.qt_rule import QtRule
 from ..tables import table
@@ -26,7 +25,7 @@ def provider_of(given: Any) -> Any:
     if isinstance(given, Provider):
         return given
     try:
-        rules = as_rules(given, (CacheRule,))
+        rules = as_rules(given)
     except TypeError as error:
         raise TypeError(
             "A model takes a provider, such as "

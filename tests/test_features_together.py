@@ -1,4 +1,4 @@
-"""Weights that passes have made, in what other packages do with a plan."""
+"""What one feature of plans makes, in another: transformed weights, caches, reports, exports."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core.testing import installed_plugins
+from jaxtap_testkit.cached_decoders import DECODERS, B, keep, parameters
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule, SmoothQuant
 
 
@@ -89,3 +90,34 @@ def test_derived_and_transformed_weights():
 
 def is_stored(node):
     return isinstance(node, Carrier | xla.TransformedWeight | qn.QArray)
+
+
+@pytest.mark.slow
+def test_a_step_with_a_quantized_cache():
+    step, cache = DECODERS["carry"](keep)
+    params, token = parameters(), jnp.arange(B)
+    rules = [xla.CacheRule("cache"), xla.QuantizationRule(weight_qtype="int8")]
+    plan = xla.PtqProvider(rules).plan(step, params, token, cache, 0)
+    stored, held = plan.quantize(params), plan.quantize_cache(cache)
+    run, again = (
+        jax.jit(plan.apply(step)),
+        xla.load_exported(plan.export(stored, token, held, 0).serialize()),
+    )
+    others = held
+    for position in range(3):
+        wanted, held = run(stored, token, held, position)
+        found, others = again(stored, token, others, position)
+        np.testing.assert_allclose(found, wanted, atol=1e-5)
+    assert isinstance(others["k"], xla.CacheArray)
+    jax.tree.map(np.testing.assert_array_equal, others, held)
+
+
+def test_a_model_with_caches_is_no_program():
+    nnx = pytest.importorskip("flax.nnx")
+    attention = nnx.MultiHeadAttention(2, 8, 8, decode=True, rngs=nnx.Rngs(0), keep_rngs=False)
+    attention.init_cache((1, 4, 8))
+    x = jnp.ones((1, 1, 8))
+    rules = [xla.CacheRule("cache"), xla.QuantizationRule(weight_qtype="int8", weights_only=True)]
+    made = xla.quantize_model(attention, xla.PtqProvider(rules), x)
+    with pytest.raises(xla.QuantizationError, match="must hold no caches to be exported"):
+        xla.export_model(made, x)

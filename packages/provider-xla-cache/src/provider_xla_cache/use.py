@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..errors import QuantizationError
+from provider_xla import QuantizationError
+from provider_xla.features import parameters_of, prefix_of
+
 from .array import CacheArray
-from .find import is_cache, leaves_of, parameters_of, prefix_of
+from .find import is_cache, leaves_of
 from .plan import CachePlan
+
+if TYPE_CHECKING:
+    from provider_xla import Plan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def with_caches(
-    plans: Mapping[str, CachePlan], fn: Callable[..., Any], applied: Callable[P, R]
-) -> Callable[P, R]:
+def with_caches(plan: Plan, fn: Callable[..., Any], applied: Callable[P, R]) -> Callable[P, R]:
     """Return a function that quantizes the float caches among its arguments."""
-    if all(plan.axis is None for plan in plans.values()):
+    plans = plan.caches
+    if all(one.axis is None for one in plans.values()):
         return applied
     names = parameters_of(fn)
 
@@ -43,11 +47,10 @@ def _entering(plan: CachePlan | None, value: Any) -> Any:
     return plan.quantize(value) if fits and value.dtype == plan.dtype else value
 
 
-def quantize_cache(
-    plans: Mapping[str, CachePlan], value: Any, argument: int | str | None, names: list[str]
-) -> Any:
+def quantize_cache(plan: Plan, value: Any, argument: int | str | None) -> Any:
     """Return an argument with its caches quantized; see ``Plan.quantize_cache``."""
-    carried = {path: plan for path, plan in plans.items() if plan.axis is not None}
+    plans, names = plan.caches, parameters_of(plan.fn)
+    carried = {path: one for path, one in plans.items() if one.axis is not None}
     prefix = _prefix(carried or plans, argument, names)
     found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_cache)
     paths = [prefix + jax.tree_util.keystr(path) for path, _ in found]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -13,9 +12,8 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from interception_core import Engine
+from provider_xla.features import Code, Fact, follows_values, parameters_of, prefix_of
 
-from ..program.facts import Code, Fact
-from ..program.matching import follows_values
 from .array import CacheArray
 from .plan import CachePlan
 from .rule import CacheRule
@@ -45,16 +43,6 @@ def is_cache(node: Any) -> bool:
     return isinstance(node, CacheArray)
 
 
-def parameters_of(fn: Callable[..., Any]) -> list[str]:
-    """Return the names of a function's parameters that have a position."""
-    try:
-        found = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return []
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in found if one.kind in kinds]
-
-
 def leaves_of(names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Leaf]:
     """Return the leaves of a call's arguments, in the order of ``jax.tree.leaves``."""
     found, _ = jax.tree_util.tree_flatten_with_path((tuple(args), dict(kwargs)), is_leaf=is_cache)
@@ -72,11 +60,6 @@ def _leaf(names: Sequence[str], path: tuple[Any, ...], value: Any) -> Leaf:
         name = str(key.key)
         argument = names.index(name) if name in names else name
     return Leaf(f"{prefix_of(argument)}{within}", argument, name, within, value)
-
-
-def prefix_of(argument: int | str) -> str:
-    """Return what the pytree paths of an argument begin with."""
-    return f"args[{argument}]" if isinstance(argument, int) else f"kwargs[{argument!r}]"
 
 
 def find_caches(

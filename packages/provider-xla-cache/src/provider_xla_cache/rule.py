@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from typing import ClassVar
 
 import quant_numerics as qn
 
@@ -29,6 +30,8 @@ class CacheRule:
         ValueError: ``argument`` is not a name, ``path`` not a pattern, ``qtype`` has blocks or is
             a codebook, or ``tile_size`` is below 1.
     """
+
+    feature: ClassVar[str] = "plan-find-caches"
 
     argument: str | int | None = None
     path: str | None = None
