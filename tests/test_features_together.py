@@ -1,5 +1,7 @@
 """What one feature of plans makes, in another: transformed weights, caches, reports, exports."""
 
+import traceback
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,3 +123,23 @@ def test_a_model_with_caches_is_no_program():
     made = xla.quantize_model(attention, xla.PtqProvider(rules), x)
     with pytest.raises(xla.QuantizationError, match="must hold no caches to be exported"):
         xla.export_model(made, x)
+
+
+def test_errors_of_a_program_show_no_frames_of_features():
+    """Those between the program and JAX, where features call it."""
+
+    def fails(w, x, cache):
+        if x.shape[0] != 3:
+            raise ZeroDivisionError
+        return jnp.einsum("bd,btd->bt", x @ w, cache), cache.at[:, 0].set(x)
+
+    w, three, cache = jnp.ones((16, 16)), jnp.ones((3, 16)), jnp.ones((3, 4, 16))
+    rules = [xla.CacheRule("cache"), QuantizationRule(weight_qtype="int8")]
+    plan = PtqProvider(rules).plan(fails, w, three, cache)
+    stored = plan.quantize(w)
+    for call in (plan.apply(), jax.jit(plan.apply())):
+        with pytest.raises(ZeroDivisionError) as caught:
+            call(stored, three[:2], cache)
+        files = [one.filename for one in traceback.extract_tb(caught.value.__traceback__)]
+        assert files[-1] == __file__
+        assert not [file for file in files if "provider_xla" in file], files

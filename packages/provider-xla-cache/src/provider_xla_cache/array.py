@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 import quant_numerics as qn
+from interception_core import hide_frames
 
 from .contract import contract
+
+hide_frames(Path(__file__).parent)
 
 
 @jax.tree_util.register_dataclass

@@ -10,15 +10,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from interception_core import hide_frames
 from provider_xla.features import FusedOp, Joining, StaysFloat
 
 from .over_cache import over_cache
 from .read_attention import ATTENTION, WRITTEN, leaves, of_flax, of_jax, of_written
+
+hide_frames(Path(__file__).parent)
 
 
 def _softmax(given: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -14,9 +15,11 @@ from jax.sharding import PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import Part
-from interception_core import explicit_mesh, explicit_spec, get_form, with_auto_axes
+from interception_core import explicit_mesh, explicit_spec, get_form, hide_frames, with_auto_axes
 from provider_xla.features import AroundStored, Rotation, product
 from quant_numerics import Contraction, Matmul
+
+hide_frames(Path(__file__).parent)
 
 
 class Step(Protocol):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from interception_core import platform_of
+from interception_core import hide_frames, platform_of
 from provider_xla import QuantizationError
 from provider_xla.features import (
     SIDES,
@@ -39,6 +40,8 @@ from .timing import time_both, time_ops
 
 if TYPE_CHECKING:
     from provider_xla import Plan
+
+hide_frames(Path(__file__).parent)
 
 
 def make_report(

@@ -14,12 +14,14 @@ from typing import Any
 import jax
 import jax.export
 
-from interception_core import platform_of
+from interception_core import hide_frames, platform_of
 from provider_xla import StoreError
 from provider_xla.file_formats import atomic_write, damaged
 
 from .kernels import KernelOf, called_in, import_nodes, register
 from .parameters import fitted
+
+hide_frames(Path(__file__).parent)
 
 _MAGIC = b"jaxtap program 1\n"
 _DIGEST = hashlib.sha256().digest_size

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from interception_core import hide_frames
 from provider_xla import QuantizationError, WeightPlan
 from provider_xla.features import Code, by_path, check_parameters, joined, replanned
 
@@ -17,6 +19,8 @@ from .result import AllocatedWeight, Allocation, Uniform
 
 if TYPE_CHECKING:
     from provider_xla import Plan
+
+hide_frames(Path(__file__).parent.parent)
 
 Options = Mapping[tuple[str, ...], Sequence[Option]]
 Errors = Mapping[tuple[str, ...], Mapping[str, float]]
