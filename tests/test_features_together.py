@@ -1,6 +1,8 @@
 """What one feature of plans makes, in another: transformed weights, caches, reports, exports."""
 
+import re
 import traceback
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -143,3 +145,12 @@ def test_errors_of_a_program_show_no_frames_of_features():
         files = [one.filename for one in traceback.extract_tb(caught.value.__traceback__)]
         assert files[-1] == __file__
         assert not [file for file in files if "provider_xla" in file], files
+
+
+def test_the_page_has_every_name_that_features_use():
+    import provider_xla.cli
+    import provider_xla.features
+
+    page = (Path(__file__).parents[1] / "docs" / "features.md").read_text()
+    names = {*provider_xla.features.__all__, *provider_xla.cli.__all__}
+    assert not [name for name in sorted(names) if not re.search(rf"`{name}\b", page)]

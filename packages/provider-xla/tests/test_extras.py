@@ -1,6 +1,8 @@
 """What a package of an extra brings, where it is not installed."""
 
 import importlib.util
+import sys
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -9,6 +11,7 @@ import interception_core as core
 import provider_xla as xla
 from interception_core.testing import installed_plugins
 from provider_xla import extras
+from provider_xla.features import Code
 
 
 @pytest.fixture
@@ -80,6 +83,30 @@ def test_what_to_install_for_a_form():
 def test_a_feature_that_no_package_of_ours_has():
     with pytest.raises(core.UnknownNameError, match="acme-feature"):
         extras.feature("acme-feature")
+
+
+def test_a_rule_of_a_third_party(monkeypatch):
+    """It stands among the rules of a provider, and says what is wrong with it."""
+
+    class Rule:
+        feature = "acme-arguments"
+
+        def __str__(self):
+            return "a rule of Acme"
+
+    def find(rules, engine, argnum, fn, args, kwargs):
+        return {}, [Code.NO_CACHE(cache_rule=rule) for rule in rules]
+
+    module = types.ModuleType("acme_arguments")
+    module.API, module.find = (1, 7), find
+    spec = core.FeatureSpec("acme-arguments", "find arguments", "acme_arguments:find")
+    module.jaxtap_register_features = core.hookimpl(lambda: [spec])
+    monkeypatch.setitem(sys.modules, "acme_arguments", module)
+    with installed_plugins("acme_arguments"):
+        provider = xla.PtqProvider(["int8", Rule()])
+        with pytest.warns(xla.QuantizationWarning, match="no array matches a rule of Acme"):
+            plan = provider.plan(jnp.dot, jnp.ones((8, 4)), jnp.ones((4, 2)))
+    assert plan.problems == ("no array matches a rule of Acme",)
 
 
 def test_a_disabled_plugin_is_not_said_to_be_missing(monkeypatch):

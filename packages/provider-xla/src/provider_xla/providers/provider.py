@@ -137,10 +137,11 @@ class XlaProvider(abc.ABC):
         _check_options(fn, kwargs)
         with telling("jaxtap traces the program to plan it"):
             plan = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
-        if self.cache_rules:
-            everything = [*args[:argnum], params, *args[argnum:]]
-            find = feature(self.cache_rules[0].feature)
-            caches, faults = find(self.cache_rules, self._engine, argnum, fn, everything, kwargs)
+        everything = [*args[:argnum], params, *args[argnum:]]
+        for name in dict.fromkeys(rule.feature for rule in self.cache_rules):
+            rules = [rule for rule in self.cache_rules if rule.feature == name]
+            found, faults = feature(name)(rules, self._engine, argnum, fn, everything, kwargs)
+            caches = {**plan.caches, **found}
             plan = dataclasses.replace(plan, caches=caches, faults=(*plan.faults, *faults))
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
