@@ -20,12 +20,47 @@ NEEDS = {
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
+    "provider-xla-cache": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-cache",
+    ],
     "provider-xla-formats": [
         "interception-core",
         "hijax-trace",
         "quant-numerics",
         "provider-xla",
         "provider-xla-formats",
+    ],
+    "provider-xla-fused": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-fused",
+    ],
+    "provider-xla-passes": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-passes",
+    ],
+    "provider-xla-report": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-report",
+    ],
+    "provider-xla-serve": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-serve",
     ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
     "provider-odml-aeq": [
@@ -48,8 +83,24 @@ CHECKS = {
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "
     "plan.apply(jnp.dot)(plan.quantize(w), w)",
+    "provider-xla-cache": "import provider_xla as xla, jax.numpy as jnp; c = jnp.ones((2, 4, 8)); "
+    "step = lambda p, x, c: (jnp.einsum('bd,btd->bt', x @ p, c), c.at[:, 0].set(x)); "
+    "plan = xla.PtqProvider(xla.CacheRule('c')).plan(step, jnp.eye(8), c[:, 0], c); "
+    "assert plan.caches['args[2]'].axis == 2, plan",
     "provider-xla-formats": "import provider_xla as xla, provider_xla_formats as formats; "
     "assert xla.load_gguf is formats.load_gguf",
+    "provider-xla-fused": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider(xla.QuantizationRule(kernel='fused')).plan(jax.nn.softmax, w); "
+    "assert 'softmax' in str(plan), plan",
+    "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
+    "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",
+    "provider-xla-report": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "report = xla.PtqProvider('int8').plan(jnp.dot, w, w).report(w, w); "
+    "report.save_html('page.html')",
+    "provider-xla-serve": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); stored = plan.quantize(w); "
+    "program = xla.load_exported(plan.export(stored, w).serialize()); program(stored, w)",
     "provider-odml": "import interception_core as ic, jax.numpy as jnp, provider_odml as odml; "
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"

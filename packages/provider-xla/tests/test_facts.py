@@ -8,16 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import quant_numerics as qn
 from provider_xla import (
-    Hadamard,
     PtqProvider,
-    QtProvider,
-    QtRule,
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
-    SmoothQuant,
     model_plan,
     quantize_model,
 )
@@ -70,33 +65,26 @@ def told(key):
     unmatched = planned([QuantizationRule(module_path="none", weight_qtype="int8")], fn, params, x)
     tiled = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=8)
     scaled = planned([tiled], of_activations, params, x)
-    plan = planned([W8, QuantizationRule(module_path="none")], fn, params, x)
-    allocated = plan.allocate(params, x, budget_bits=11, qtypes=["int4", "int8"])
     return [
         [(op.rank, [one == path for one in op.paths]) for op in adapted.ops],
         {at == path: why for at, _, why in unmatched.floats},
         {at == path: why.replace(path, "PATH") for at, _, why in scaled.floats},
         [text.replace(path, "PATH") for text in scaled.problems],
         [at == path for at in scaled.weights],
-        sorted((row.path == path, row.elements) for row in allocated.allocation.weights),
-        len(allocated.problems),
-        sorted(paths == (path,) for paths in allocated.allocation.errors),
     ]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_has_the_facts_of_a_plain_one(name):
-    """Adapters, reasons, problems, allocation: all but the name is as with a plain name."""
+    """Adapters, reasons, problems: all but the name is as with a plain name."""
 
     plain, found = told("w"), told(name)
     assert found == plain
-    ranks, unmatched, _, problems, _, rows, unused, errors = found
+    ranks, unmatched, _, problems, _ = found
     assert ranks == [(2, [True]), (2, [False])]
     assert unmatched == {True: "matmul:0: no rule matches", False: "matmul:1: no rule matches"}
     (problem,) = problems
     assert problem.startswith("matmul:0 of PATH: PATH can't be stored: the program multiplies")
-    assert rows == [(False, 128), (True, 256)]
-    assert (unused, errors) == (1, [False, True])
 
 
 def test_an_equinox_module_with_odd_keys():
@@ -125,7 +113,7 @@ def test_an_equinox_module_with_odd_keys():
 
 
 def test_a_weight_of_two_parameters_keeps_both_paths():
-    """Record, bytes, order of reports, adapters and lookups know each parameter."""
+    """Record, adapters and lookups know each parameter."""
     params = {"q and k": array(0, 8, 8), "v": array(1, 8, 8), "small": array(2, 8, 2)}
     x = jnp.abs(array(3, 4, 8))
 
@@ -138,14 +126,6 @@ def test_a_weight_of_two_parameters_keeps_both_paths():
     assert [op.paths for op in plan.ops] == [both, both, (quoted("small"),), both]
     assert "args[0]['q and k'] and args[0]['v']" in str(plan)
     assert plan.as_json()["ops"][0]["paths"] == both
-    report = plan.report(params, x, time=False)
-    rows = {op.op_id: op for op in report.ops}
-    sizes = {one.path: one.bytes_before - one.bytes_after for one in report.parameters}
-    assert rows["matmul:0"].paths == both
-    first = report.table().splitlines()[2]
-    assert f"{2 * 8 * 8 * 4} -> {2 * 8 * 8 * 4 - sizes[both[0]] - sizes[both[1]]}" in first
-    assert report.sorted_ops("bytes")[-1].paths == (quoted("small"),)
-    assert rows["take:0"].error.sqnr_db > 20
 
 
 @pytest.mark.parametrize("engine", ["trace", "patch"])
@@ -213,18 +193,6 @@ def test_tiles_that_do_not_divide_are_an_error_and_nothing_else_is():
         planned([rule], lambda p, x: x @ p["tile_size"], params, x)
 
 
-def test_passes_of_one_name_are_numbered():
-    class Own(SmoothQuant):
-        @property
-        def name(self):
-            return "my own"
-
-    params, x = {"w": array(0, 16, 8)}, array(1, 32, 16)
-    plan = planned([W8], lambda p, x: x @ p["w"], params, x)
-    _, report = plan.optimize(params, [(x,)], [Own(), Own()])
-    assert list(report[0].after) == ["my own", "my own 2"]
-
-
 def test_a_fact_is_a_value_and_its_text():
     fact = Code.MISFIT(tile=8, sizes=(9, 4))
     assert fact == Code.MISFIT(tile=8, sizes=(9, 4))
@@ -235,32 +203,6 @@ def test_a_fact_is_a_value_and_its_text():
     assert (problem.code, problem.rule, problem.paths) == (Code.STAYS_FLOAT, 3, paths)
     assert str(problem) == f"a/dot:0 of {joined(paths)} stays float: {fact} (rule 3)"
     assert str(Code.STAYS_FLOAT(op_id="a", rule=0, why=fact)) == f"a stays float: {fact} (rule 0)"
-
-
-def test_statistics_of_gradients_are_found_where_operands_are_transformed():
-    params, x = {"w": array(0, 16, 8)}, array(1, 4, 16)
-    f8 = "float8_e4m3fn"
-    rule = QtRule(
-        weight_qtype=f8,
-        act_qtype=f8,
-        bwd_qtype="float8_e5m2",
-        act_static_scale=True,
-        bwd_static_scale=True,
-        static_average=qn.AmaxHistory(4),
-    )
-    provider = QtProvider([rule])
-
-    def fn(p, x):
-        return x @ p["w"]
-
-    plan = provider.plan(fn, params, x)
-    stored, _ = plan.optimize(params, [(x,)], [Hadamard()])
-    statistics = plan.empty_statistics(stored)
-    assert set(statistics) == {"matmul:0#lhs (transformed)", "matmul:0#gradient"}
-    run = provider.apply(fn, statistics)
-    found = jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(run(stored, x)))))(x)
-    wanted = jax.grad(lambda x: jnp.sum(jnp.sin(fn(params, x))))(x)
-    assert np.linalg.norm(found - wanted) < 0.15 * np.linalg.norm(wanted)
 
 
 def test_an_nnx_model_with_odd_names():

@@ -161,8 +161,6 @@ def forms():
     yield plan, plan.quantize(W, prepack=False)
     plan = of(weight_qtype="nf4", tile_size=8)
     yield plan, plan.quantize(W)
-    plan = of()
-    yield plan, plan.optimize(W, [(X,)], [xla.SmoothQuant(), xla.Hadamard()])[0]
     q = qn.quantize(W, "int4", channel_axes=(1,), tile_axes={0: 8})
     yield of(), xla.AffineWeight(q, 0.1 * jnp.ones((2, 8)), 8)
 

@@ -12,7 +12,6 @@ from jax import lax
 import hijax_trace as ht
 import provider_xla as xla
 from jaxtap_testkit.xla_samples import draw
-from provider_xla.report.page import page
 
 STATIC = xla.QuantizationRule(
     weight_qtype="int8", act_qtype="int8", act_static_scale=True, act_batch_axes=()
@@ -388,24 +387,6 @@ def test_ranges_by_step_are_saved_and_loaded(tmp_path):
     np.testing.assert_array_equal(
         jax.jit(plan.apply(program, loaded["ranges"]))(xla.load(path), X), apply
     )
-
-
-@pytest.mark.slow
-def test_a_report_shows_the_ranges_of_steps():
-    def program(w, x):
-        return stack(lax.scan, w, x), x @ w[0]
-
-    plan = xla.PtqProvider([STATIC]).plan(program, W, X)
-    ranges = plan.calibrate(W, [(X,)])
-    report = plan.report(W, X, statistics=ranges)
-    steps, one = (op.ranges[0] for op in report.ops)
-    assert (steps.steps, one.steps) == ((4,), ())
-    np.testing.assert_allclose(steps.upper, ranges["scan(layer)/matmul:0#lhs"].upper.ravel())
-    least, largest = min(steps.upper), max(steps.upper)
-    for text in (str(report), page(report, "Report")):
-        assert f"±{least:.3g} to ±{largest:.3g} in 4 steps" in text
-        assert f"±{one.upper[0]:.3g}" in text
-    assert report.as_json()["ops"][0]["ranges"][0]["steps"] == [4]
 
 
 @pytest.mark.slow

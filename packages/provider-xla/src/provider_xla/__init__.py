@@ -16,11 +16,6 @@ def __getattr__(name: str) -> Any:
     try:
         return _get(name)
     except ModuleNotFoundError as error:
-        if error.name != "provider_xla_formats":
-            raise
-        from .store.errors import MissingExtraError
+        from .extras import explained
 
-        raise MissingExtraError(
-            f"{__name__}.{name} is of provider-xla-formats, which is missing: run pip install "
-            "'provider-xla[gguf]'"
-        ) from error
+        raise explained(f"{__name__}.{name}", error) from error

@@ -1,8 +1,9 @@
 """What packages need that read and write files of other libraries: public, as `Source` is."""
 
+from .extras import require as require_extra
 from .forms.tree import is_stored as is_stored
 from .store.errors import StoreError as StoreError
-from .store.errors import require as require_extra
+from .store.errors import damaged as damaged
 from .store.files import appearing as atomic_write
 from .store.float_files import INDEX as INDEX
 from .store.float_files import SINGLE as SINGLE
@@ -20,6 +21,7 @@ __all__ = [
     "Names",
     "StoreError",
     "atomic_write",
+    "damaged",
     "is_stored",
     "named_leaves",
     "require_extra",

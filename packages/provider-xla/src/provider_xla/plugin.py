@@ -31,17 +31,12 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
 
 @hookimpl
 def jaxtap_register_forms() -> list[FormSpec]:
-    """Return the stored forms that hold another one."""
+    """Return the stored form that holds another one, with minima."""
     return [
         FormSpec(
             name="affine",
             summary="quantized values with a float minimum per group",
             form="provider_xla:AffineWeight",
-        ),
-        FormSpec(
-            name="transformed",
-            summary="quantized values with maps for the activations",
-            form="provider_xla:TransformedWeight",
         ),
     ]
 
@@ -56,10 +51,6 @@ def jaxtap_register_features() -> list[FeatureSpec]:
             ("init-adapters", "make adapters", "lora.tree:init_adapters"),
             ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
             ("merge", "add adapters to parameters", "lora.tree:merge"),
-            ("optimize", "round parameters by passes over data", "passes.optimize:optimize"),
-            ("allocate", "choose formats for a budget", "allocate.allocate:allocate"),
-            ("report", "measure errors, bytes and times", "report.measure:make_report"),
-            ("export", "put a program into a file", "export.make:export"),
         )
     ]
 
@@ -119,12 +110,6 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print the rules that have a name: what they do, bytes, kernels here",
             run="provider_xla.cli.command:run_presets",
             configure="provider_xla.cli.command:configure_presets",
-        ),
-        CommandSpec(
-            name="report",
-            summary="measure what quantization costs a JAX function: error, bytes, time",
-            run="provider_xla.cli.command:run_report",
-            configure="provider_xla.cli.command:configure_report",
         ),
         CommandSpec(
             name="demo-xla",

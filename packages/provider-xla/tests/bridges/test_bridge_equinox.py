@@ -206,7 +206,6 @@ def test_a_vmap_in_a_part(part):
     model = quantize_model(net, ptq(), x)
     assert count_stored(model) == 2
     close(run(model, x), run(plain_of(model, net), x))
-    assert model_plan(model).report(net, x).ops[0].flops > 0
 
 
 @pytest.mark.slow

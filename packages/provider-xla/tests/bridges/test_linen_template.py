@@ -76,11 +76,3 @@ def test_other_trees_are_refused():
     wide = jax.tree.map(lambda x: jnp.ones((2, *x.shape)), params)
     with pytest.raises(xla.QuantizationError, match=r"must have shape \[64\], got \[2, 64\]"):
         xla.quantize_params(wide, types)
-
-
-def test_what_a_template_does_not_hold():
-    w, x = jnp.asarray(np.random.default_rng(1).normal(size=(32, 16)), jnp.float32), X
-    plan = xla.PtqProvider("int4/16").plan(lambda w, x: x @ w, w, x)
-    found = plan.optimize(w, [(x,)], [xla.Hadamard()]).params
-    with pytest.raises(xla.QuantizationError, match="A TransformedWeight holds more"):
-        xla.quantize_params(w, found)

@@ -97,16 +97,3 @@ def test_another_machine(tmp_path):
     provider = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int4", tile_size=8))
     plain = provider.plan(mlp, params, jnp.ones((2, 16)), kernels=False)
     same(xla.load(tmp_path / "a", plan=plain), plain.quantize(params))
-
-
-@pytest.mark.slow
-def test_transformed_and_packed(tmp_path):
-    params = mlp_params()
-    plan = mlp_plan(RULES["int8"], params=params)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
-    packed = plan.optimize(params, [(x,)], [xla.Hadamard()]).params
-    qvalue = plan.optimize(params, [(x,)], [xla.Hadamard()], prepack=False).params
-    assert is_packed(packed["head"].inner)
-    xla.save(tmp_path / "a.safetensors", packed, plan)
-    same(xla.load(tmp_path / "a.safetensors"), qvalue)
-    same(xla.load(tmp_path / "a.safetensors", plan=plan), packed)

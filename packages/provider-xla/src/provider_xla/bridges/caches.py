@@ -9,8 +9,8 @@ from typing import Any
 
 from interception_core import Provider
 
-from ..cache.find import prefix_of
 from ..errors import QuantizationError
+from ..program.arrays import prefix_of
 from .bridge import Bridge
 
 NAMES = ("cache", "state")

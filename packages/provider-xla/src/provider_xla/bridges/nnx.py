@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..cache.find import is_cache
 from ..forms.tree import is_stored
 from ..lora.weight import AdaptedWeight, is_adapted
 from .bridge import Bridge, Quantized, is_kept, path_of
@@ -318,7 +317,7 @@ def _quantized(tag: Tag, name: str, self: Any, args: tuple, kwargs: dict) -> Any
             graph, theirs, rest = context.split((self, nodes), _is_parameter, ...)
         originals = dict(nnx.to_flat_state(theirs)) | dict(nnx.to_flat_state(rest))
         values = {where: _value(variable) for where, variable in originals.items()}
-        stored = {where for where, x in values.items() if is_stored(x) and not is_cache(x)}
+        stored = {where for where, x in values.items() if is_stored(x) and not x.is_carried}
         held: Any = nnx.to_pure_dict(theirs)
         if quantized.has_adapters:
             held = _joined(held, nnx.filter_state(rest, _is_own_adapter))
@@ -365,7 +364,7 @@ def _is_node(leaf: Any) -> bool:
 
 def _is_given(leaf: Any) -> bool:
     """Return whether a node of arguments reaches a method unchanged."""
-    return _is_node(leaf) or is_cache(leaf)
+    return _is_node(leaf) or getattr(leaf, "is_carried", False)
 
 
 def _value(variable: Any) -> Any:

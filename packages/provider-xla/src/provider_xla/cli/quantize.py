@@ -10,6 +10,7 @@ from typing import Any
 
 from interception_core import JaxtapError
 
+from ..extras import require
 from .options import configure, make_plan, told
 
 _DESCRIPTION = """
@@ -41,6 +42,7 @@ def run_quantize(args: argparse.Namespace) -> int:
     Raises:
         JaxtapError: the function, an argument, the rules, SOURCE or OUT can't be used.
     """
+    require("msgspec", "safetensors")
     from ..store.quantize_file import quantize_file
 
     out = Path(args.out)

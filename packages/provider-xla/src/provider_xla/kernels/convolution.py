@@ -15,7 +15,6 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
-from ..program.record import choice
 from .errors import NoKernel
 from .products import Added
 
@@ -173,12 +172,9 @@ def convolve(
     order = [weight.order.index(part) for part in range(rank)]
     if tuple(order) != window.rows or weight.group:
         raise NoKernel("its weight was packed for another operation")
+    if not all(isinstance(x.shape[axis], int) for axis in window.images[1:]):
+        raise NoKernel("a size that is a symbol")
     op = conv_op_of(how, scale is not None, weight.packed)
-    (images, kernel), question = window.asked(x, weight.shape)
-    question |= weight.packed.question
-    found = choice(op, weight.platform, (images, kernel), **question)
-    if found.kernel is None:
-        raise NoKernel(str(found.reason))
     stacked = weight.gathered()
     options = {} if scale is None else {"x_scale": scale}
     # What is added has the axes of the result, in their order; bounds have none.

@@ -280,11 +280,11 @@ def multiply(
     if isinstance(contraction, Convolution):
         is_matmul = contraction.is_pointwise(weight.shape)
         try:
-            if not is_matmul or not _is_faster_matmul(contraction, how, scale, side, x, weight):
+            if weight.windows or not is_matmul:
                 if rotation is not None or (range_ is not None and scale is None):
                     raise NoKernel("a convolution of rotated activations, or with a zero point")
                 return convolve(contraction, how, scale, x, weight, side, dtype, added)
-        except NoKernel:
+        except NoKernel:  # of a program that the plan is not for
             if not is_matmul:
                 raise
     layout = layout_of(contraction, side, x.shape, weight.shape)
@@ -302,9 +302,7 @@ def multiply(
     # These raise if there is no op, before anything is computed.
     found = op(math.prod(kept))
     if rotation is not None:
-        _check_rotation(rotation, weight)
-    if rotation is not None or scale is not None:
-        _check_rows(rotation, scale is not None, found, x, kept, weight)
+        _check_rotation(rotation, weight, found, scale is not None, x, kept)
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
@@ -333,28 +331,6 @@ def multiply(
     return y if adds else added.to(y)
 
 
-def _is_faster_matmul(
-    contraction: Convolution,
-    how: qn.HowToQuantize | None,
-    scale: jax.Array | None,
-    side: int,
-    x: jax.Array,
-    weight: Any,
-) -> bool:
-    """Return whether a convolution with a window of one element runs as a matmul."""
-    layout = layout_of(contraction, side, x.shape, weight.shape)
-    sizes = layout.sizes(x.shape)
-    rows = math.prod(sizes[axis] for axis in layout.kept)
-    packed, k = weight.packed, math.prod(weight.k_sizes)
-    op = op_of(how, scale is not None, packed, weight.group, weight.k_sizes, rows)
-    operands = (
-        jax.ShapeDtypeStruct((rows, k), x.dtype),
-        jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8),
-    )
-    question = packed.question | question_of(scale is not None) | convolves(True)
-    return choice(op, weight.platform, operands, **question).kernel is not None
-
-
 def can_add(weight: Any) -> bool:
     """Return whether a kernel may add to the columns of a packed weight."""
     plain = len(weight.n_sizes) == 1 and not (weight.gone or weight.misses)
@@ -368,30 +344,27 @@ def _scale_of(how: qn.HowToQuantize | None, range_: qn.Calibration | None) -> ja
     return qn.scale_of(range_, how.qtype)[0].reshape(())
 
 
-def _check_rotation(rotation: Rotation, weight: Any) -> None:
-    """Raise NoKernel unless a weight was packed as it was rotated."""
-    if not getattr(weight.packed, "rotates", False):
+def _check_rotation(
+    rotation: Rotation,
+    weight: Any,
+    op: str,
+    is_static: bool,
+    x: jax.Array,
+    kept: Sequence[int],
+) -> None:
+    """Raise NoKernel unless a weight was packed as it was rotated, for a kernel that rotates rows.
+
+    A plan knows no rotation, which a pass chooses: only here kernels are asked by a program.
+    """
+    packed, k = weight.packed, math.prod(weight.k_sizes)
+    if not getattr(packed, "rotates", False):
         raise NoKernel("its package has no rotations")
     places = [weight.order.index(part) for part in range(len(weight.k_sizes))]
     if tuple(places) != rotation.axes:
         raise NoKernel("it was packed in another order than it was rotated in")
-
-
-def _check_rows(
-    rotation: Rotation | None,
-    is_static: bool,
-    op: str,
-    x: jax.Array,
-    kept: Sequence[int],
-    weight: Any,
-) -> None:
-    """Raise NoKernel if the kernel of an op can't rotate or scale its rows so."""
-    packed, k = weight.packed, math.prod(weight.k_sizes)
     rows = jax.ShapeDtypeStruct((math.prod(kept), k), x.dtype)
     qvalue = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
-    question = packed.question | question_of(is_static)
-    if rotation is not None:
-        question |= {"rotation": rotation.block}
+    question = packed.question | question_of(is_static) | {"rotation": rotation.block}
     found = choice(op, weight.platform, (rows, qvalue), **question)
     if found.kernel is None:
         raise NoKernel(str(found.reason))
@@ -418,8 +391,6 @@ def _multiply_groups(
     scale = _scale_of(how, range_)
     given = weight.packed, weight.group, weight.k_sizes, x.shape[0]
     op = op_of(how, scale is not None, *given)
-    if scale is not None:
-        _check_rows(None, True, op, x, x.shape[:1], weight)
     options = {} if scale is None else {"x_scale": scale}
     options |= {"index": weight.index, "group_sizes": sizes}
     return get_op(op)(x, weight.packed, out_dtype=dtype, **options)

@@ -65,6 +65,8 @@ class PrepackedWeight(qn.StoredForm):
         pieces: into how many parts a ``shard_map`` cuts it along the first of ``k_sizes``. Each
             part is packed as a matrix, and the parts are an axis of ``packed`` after the leading
             ones. 0 if nothing cuts it there (static).
+        windows: whether the plan reads a convolution with a window of one element as one of a
+            window, and not as a matmul (static).
     """
 
     packed: Any
@@ -86,6 +88,7 @@ class PrepackedWeight(qn.StoredForm):
     lead_at: tuple[int, ...] | None = dataclasses.field(default=None, metadata={"static": True})
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     pieces: int = dataclasses.field(default=0, metadata={"static": True})
+    windows: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @functools.cached_property
     def lead(self) -> tuple[int, ...]:

@@ -36,6 +36,8 @@ class Packing:
         platform: the platform whose kernels read it.
         pieces: into how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
             matrix; 0 if it doesn't cut that axis.
+        windows: whether convolutions with windows of one element are read as windows, and not as
+            matmuls.
     """
 
     lead: tuple[int, ...]
@@ -45,6 +47,7 @@ class Packing:
     bits: int
     platform: str
     pieces: int = 0
+    windows: bool = False
 
     @property
     def op(self) -> str:
@@ -108,7 +111,7 @@ class Packing:
         return None
 
 
-def prepack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+def pack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
     """Pack a parameter on its devices, and wait for that."""
     arrays = jax.tree.leaves(q)
     sharding = getattr(arrays[0], "sharding", None)
@@ -129,10 +132,11 @@ def packing_of(weight: PrepackedWeight) -> Packing:
         weight.bits,
         weight.platform,
         weight.pieces,
+        weight.windows,
     )
 
 
-def abstract(q: Any, packing: Packing) -> Any:
+def packed_type(q: Any, packing: Packing) -> Any:
     """Return the type that ``prepack`` returns for an array's type."""
     return jax.eval_shape(lambda q: _packed(q, packing), q)
 
@@ -183,6 +187,7 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
         lead_at=None if first == tuple(range(count)) else first,
         scale_dtype=scale.dtype.name,
         pieces=packing.pieces,
+        windows=packing.windows,
     )
 
 

@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding
 
 from interception_core import followed_spec
 
-from ..kernels.packing import abstract, of_panels
+from ..kernels.packing import of_panels, packed_type
 from ..program.arrays import by_path, rebuilt
 from .quantize import carried, check_parameters
 from .weight import WeightPlan
@@ -36,11 +36,11 @@ def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
 def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
     """Return the type, with its sharding, of a parameter's stored form."""
     sharding = getattr(leaf, "sharding", None)
-    stored = jax.eval_shape(weight._quantize, weight.abstract())
+    stored = jax.eval_shape(weight.quantized, weight.abstract())
     packing = weight.packings.get(weight.platform) if prepack else None
     if packing is not None and packing.unshardable(weight.shape, sharding) is None:
         panels = of_panels(packing, len(weight.shape), sharding)
-        packed = abstract(stored, packing)
+        packed = packed_type(stored, packing)
         return jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=panels), packed
         )

@@ -259,6 +259,33 @@ def _choose_on(
     sharding: Any,
 ) -> tuple[Packing | None, dict[str, Choice]]:
     """Return one platform's packing or None, and what computes each operation."""
+    packing, choices, reasons = _settled(platform, weight, uses, sharding)
+    windows = (use.window for use in uses.values() if isinstance(use, MatrixUse) and use.is_matmul)
+    if reasons and any(window is not None for window in windows):
+        # A convolution with a window of one element is also one of a window.
+        settled = _settled(platform, weight, uses, sharding, windows=True)
+        packing, choices, reasons = settled if not settled[-1] else (packing, choices, reasons)
+    if not reasons:
+        return packing, choices
+    first, why = next(iter(reasons.items()))
+    other = NoKernel(f"{weight.path} is not packed: {first}: {why}")
+    found = {op_id: reasons.get(op_id, other) for op_id in uses}
+    return None, {
+        op_id: Choice(None, str(why), isinstance(why, PlainLookup)) for op_id, why in found.items()
+    }
+
+
+def _settled(
+    platform: str,
+    weight: WeightPlan,
+    uses: Mapping[str, MatrixUse | RowsUse | NoKernel],
+    sharding: Any,
+    windows: bool = False,
+) -> tuple[Packing | None, dict[str, Choice], dict[str, NoKernel]]:
+    """Return a packing, what computes each operation, and why some have no kernel.
+
+    With ``windows``, convolutions with windows of one element are read as windows.
+    """
     reasons: dict[str, NoKernel] = {}
     choices: dict[str, Choice] = {}
     packing = None
@@ -274,6 +301,7 @@ def _choose_on(
                 choices[op_id] = _rows(weight, packing, use, sharding)
                 continue
             found = _packing(platform, weight, use, sharding, stacked)
+            found = dataclasses.replace(found, windows=windows)
             choices[op_id] = _select(weight, found, use)
             if packing not in (None, found):
                 raise NoKernel("its contractions contract different axes, or parts of them")
@@ -289,14 +317,7 @@ def _choose_on(
         if packed > max(bare, weight.bytes_before, most):
             why = NoKernel(f"packed it takes {packed:,} bytes, {bare:,} as it is")
             reasons[next(iter(uses))] = why
-    if not reasons:
-        return packing, choices
-    first, why = next(iter(reasons.items()))
-    other = NoKernel(f"{weight.path} is not packed: {first}: {why}")
-    found = {op_id: reasons.get(op_id, other) for op_id in uses}
-    return None, {
-        op_id: Choice(None, str(why), isinstance(why, PlainLookup)) for op_id, why in found.items()
-    }
+    return packing, choices, reasons
 
 
 def _rows(weight: WeightPlan, packing: Packing | None, use: RowsUse, sharding: Any) -> Choice:
@@ -372,19 +393,11 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
     shape = use.local(weight.shape)
     try:
         form = packing.form(shape)
-        if not use.is_matmul:
-            return _select_convolution(packing, use, form, shape)
-        try:
+        if use.is_matmul and not (packing.windows and use.window is not None):
             return _select_matmul(packing, use, form, shape)
-        except NoKernel:
-            # A convolution with a window of one element is also one of a window.
-            if use.window is None or use.window.rows != packing.k_axes:
-                raise
-            try:
-                return _select_convolution(packing, use, form, shape)
-            except NoKernel:
-                pass
-            raise
+        if use.window is not None and use.window.rows != packing.k_axes:
+            raise NoKernel("its axes are packed in another order than that of a window")
+        return _select_convolution(packing, use, form, shape)
     except JaxtapError as error:
         why = missing_kernels(packing.platform)
         raise NoKernel(why or f"no kernel for {packing.op} on {packing.platform}") from error

@@ -22,7 +22,7 @@ from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
-from ..rules.rule import FUSED_NAMES
+from ..rules.rule import is_fused
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
@@ -169,7 +169,7 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
-            weight._quantize, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+            weight.quantized, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
         )
         for weight in plan.weights.values()
         if weight.derived is not None
@@ -277,7 +277,7 @@ def _with_kernels(
     none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
     settled = []
     for record in records:
-        if record.op_name in FUSED_NAMES:
+        if is_fused(record.op_name):
             kernels = {name: record.kernels[name] for name in names if name in record.kernels}
         else:
             kernels = choices.get(record.op_id, none) if record.quantized else {}

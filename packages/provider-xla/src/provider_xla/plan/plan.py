@@ -14,12 +14,10 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import NotStoredError
-from interception_core import Engine, get_feature, hides_frames
+from interception_core import Engine, hides_frames
 
-from ..cache.find import parameters_of
-from ..cache.plan import CachePlan
-from ..cache.use import quantize_cache, with_caches
 from ..errors import QuantizationError, QuantizationWarning
+from ..extras import feature
 from ..forms.tree import is_stored
 from ..program.decided import Decided
 from ..program.facts import Code, Fact
@@ -37,10 +35,11 @@ from .explain import explain
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
-    from ..export.program import ExportedProgram
-    from ..passes.report import Optimized
-    from ..report.quality import QualityReport
-    from .allocation import Allocation
+    from provider_xla_cache import CachePlan
+    from provider_xla_passes import Allocation, Optimized
+    from provider_xla_report import QualityReport
+    from provider_xla_serve import ExportedProgram
+
     from .lora import LoraPlan
 
 P = ParamSpec("P")
@@ -354,7 +353,7 @@ class Plan:
             TypeError: ``passes`` holds something else than passes.
             ValueError: the passes are in an order that can't work.
         """
-        run = get_feature("plan-optimize")
+        run = feature("plan-optimize")
         return run(self, params, batches, passes, donate=donate, prepack=prepack)
 
     def dequantize(self, params: Any) -> Any:
@@ -367,7 +366,7 @@ class Plan:
         Raises:
             QuantizationError: of a parameter nothing but derived weights is stored.
         """
-        return get_feature("plan-dequantize")(params, self.prefix)
+        return feature("plan-dequantize")(params, self.prefix)
 
     def explain(self, name: str) -> str:
         """Return why an operation or a parameter is quantized as it is, in lines of text.
@@ -399,7 +398,7 @@ class Plan:
             QuantizationError: ``value`` is another tree, or has another shape or dtype than the
                 plan says; or the plan carries caches of several arguments, and none is named.
         """
-        return quantize_cache(self.caches, value, argument, parameters_of(self.fn))
+        return feature("plan-quantize-cache")(self, value, argument)
 
     def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
         """Make adapters for ``apply`` and ``merge``, which change nothing before training.
@@ -417,7 +416,7 @@ class Plan:
         Raises:
             QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
         """
-        return get_feature("plan-init-adapters")(self, key, dtype)
+        return feature("plan-init-adapters")(self, key, dtype)
 
     def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
         """Return float parameters with adapters added: ``W + (alpha / rank) * A B``.
@@ -433,7 +432,7 @@ class Plan:
         Raises:
             QuantizationError: ``adapters`` has other paths or shapes than the plan.
         """
-        return get_feature("plan-merge")(self, params, adapters)
+        return feature("plan-merge")(self, params, adapters)
 
     # A plan changes nothing, so it is its own copy.
     def __copy__(self) -> Plan:
@@ -477,7 +476,9 @@ class Plan:
                 return run(*args, **kwargs)
 
         applied = adapted or call
-        return hides_frames(with_caches(self.caches, fn, applied) if self.caches else applied)
+        if self.caches:
+            applied = feature("plan-with-caches")(self, fn, applied)
+        return hides_frames(applied)
 
     @functools.cached_property
     def _inference(self) -> Sites:
@@ -539,14 +540,14 @@ class Plan:
             TypeError: ``stored`` is a function.
         """
         _check_not_function("stored", stored)
-        run, applied = get_feature("plan-export"), self.apply(fn, statistics)
+        run, applied = feature("plan-export"), self.apply(fn, statistics)
         return run(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
 
     def _with_adapters(
         self, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
     ) -> Callable[..., Any]:
         """Return ``fn`` for a call with adapters, or without; ``plain`` runs it without."""
-        return get_feature("plan-adapters")(self, fn, plain, statistics)
+        return feature("plan-adapters")(self, fn, plain, statistics)
 
     def calibrate(
         self,
@@ -611,7 +612,7 @@ class Plan:
         if batches is not None and batch:
             raise TypeError("Give the arguments of one batch, or batches=, not both.")
         batches = [batch] if batches is None else batches
-        run = get_feature("plan-report")
+        run = feature("plan-report")
         return run(self, params, batches, statistics, stored, time)
 
     def allocate(
@@ -659,7 +660,7 @@ class Plan:
                 parameters are multiplied with each other.
             ValueError: neither or both budgets are given, or a qtype doesn't exist.
         """
-        return get_feature("plan-allocate")(
+        return feature("plan-allocate")(
             self,
             params,
             batch,

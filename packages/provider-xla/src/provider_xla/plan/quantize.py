@@ -14,13 +14,12 @@ from ..errors import QuantizationError
 from ..forms.tree import is_stored, map_forms, own_form
 from ..program.arrays import by_path, is_array, map_params, rebuilt
 from ..program.sites import short
+from ..tables import progress
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
 
 
 def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
     """Quantize the parameters: see ``Plan.quantize``."""
-    from tqdm import tqdm
-
     given, treedef = by_path(params, plan.prefix)
     is_again = any(map(is_stored, jax.tree.leaves(params, is_leaf=is_stored)))
     check_parameters(plan, given, is_again=is_again)
@@ -34,7 +33,7 @@ def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = Tr
     total = sum(getattr(leaf, "nbytes", 0) for leaf in given.values())
     # Gone at the end within a bar of the caller.
     how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": None}
-    with tqdm(total=total, disable=None, **how) as bar:
+    with progress(total=total, **how) as bar:
         for path, leaf in given.items():
             size = getattr(leaf, "nbytes", 0)
             stored, weight = leaf, plan.weights.get(path)

@@ -10,7 +10,7 @@ import quant_numerics as qn
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored
-from ..kernels.packing import packing_of, prepack
+from ..kernels.packing import pack, packing_of
 
 
 def quantize_params(params: Any, like: Any) -> Any:
@@ -63,5 +63,5 @@ def _quantized(x: Any, wanted: Any) -> Any:
         scale_dtype=getattr(wanted, "scale_dtype", None) or wanted.scale.dtype.name,
     )
     if wanted.platform is not None:
-        return prepack(q, packing_of(wanted))
+        return pack(q, packing_of(wanted))
     return qn.pack(q) if isinstance(wanted, qn.PackedQArray) else q

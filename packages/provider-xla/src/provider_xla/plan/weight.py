@@ -16,7 +16,7 @@ from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..forms.affine import with_minimum
-from ..kernels.packing import Packing, abstract, prepack
+from ..kernels.packing import Packing, pack, packed_type
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from . import chunks
@@ -59,6 +59,11 @@ class WeightPlan:
     sparsity: Sparsity | None = None
     derived: Derived | None = None
     scale_dtype: str | None = None
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """Return the paths of the parameters behind it."""
+        return (self.path,) if self.derived is None else self.derived.leaves
 
     @property
     def bytes_before(self) -> int:
@@ -153,7 +158,8 @@ class WeightPlan:
                 "scale_dtype='bfloat16'."
             )
 
-    def _quantize(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
+    def quantized(self, leaf: Any) -> qn.QArray | qn.PackedQArray:
+        """Return values quantized as planned, unchecked; see ``check``."""
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
         qtype, channels, tiles, method, _, scale_dtype = how = self._how()
@@ -177,7 +183,7 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     """
     if check:
         plan.check(leaf)
-    return jax.block_until_ready(plan._quantize(leaf))
+    return jax.block_until_ready(plan.quantized(leaf))
 
 
 def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm:
@@ -215,9 +221,9 @@ def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
     if packing.unshardable(q.shape, sharding):
         return q
     if getattr(q, "zero_point", None) is None:
-        return prepack(q, packing)
+        return pack(q, packing)
     # Kernels know no zero points. The sums of the activation know what they add.
-    return with_minimum(q.unpacked()).with_values(lambda values: prepack(values, packing))
+    return with_minimum(q.unpacked()).with_values(lambda values: pack(values, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)
@@ -277,7 +283,7 @@ def _form(
     """
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
-    return stored if packing is None else abstract(stored, packing)
+    return stored if packing is None else packed_type(stored, packing)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))

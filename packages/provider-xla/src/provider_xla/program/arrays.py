@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,3 +94,18 @@ def of_arrays(
         return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if is_array(leaf)]
 
     return call, [flat[i] for i in places]
+
+
+def parameters_of(fn: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters that have a position."""
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [one.name for one in found if one.kind in kinds]
+
+
+def prefix_of(argument: int | str) -> str:
+    """Return what the pytree paths of an argument begin with."""
+    return f"args[{argument}]" if isinstance(argument, int) else f"kwargs[{argument!r}]"

@@ -12,7 +12,7 @@ import quant_numerics as qn
 from interception_core import Engine, OpCall, ValueKind
 from quant_numerics import Contraction
 
-from ..rules.rule import FUSED_NAMES, NAMED_ONLY, QuantizationRule
+from ..rules.rule import NAMED_ONLY, QuantizationRule, is_fused
 from .facts import Code, Fact
 from .granularity import Axes, all_fitted, misfit
 
@@ -249,7 +249,8 @@ class Rules:
     @property
     def names_operations(self) -> bool:
         """Return whether any rule names contractions."""
-        return any(set(rule.op_names or ()) - NAMED_ONLY - {*FUSED_NAMES} for rule in self.rules)
+        named = (name for rule in self.rules for name in rule.op_names or ())
+        return any(name not in NAMED_ONLY and not is_fused(name) for name in named)
 
     @property
     def looks_up(self) -> bool:

@@ -6,11 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
-
 from interception_core import OpCall, kernel_platforms, platform_of, select_kernel
 
 from ..errors import QuantizationError
+from ..tables import table as show_table
 from .facts import IN_PARTS, Code, Fact, joined
 from .fold import fold_rows
 
@@ -179,9 +178,9 @@ class Report(tuple[OpRecord, ...]):
         if fold:
             rows = fold_rows(rows, (0, headers.index("weight or reason")))
         count = sum(record.quantized for record in self)
-        table = tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+        listed = show_table(rows, headers)
         total = sum(not record.is_in_parts for record in self)
-        return f"{table}\n{count} of {total} operations quantized"
+        return f"{listed}\n{count} of {total} operations quantized"
 
     def __str__(self) -> str:
         return self.table()

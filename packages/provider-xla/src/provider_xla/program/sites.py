@@ -19,16 +19,12 @@ from quant_numerics import Contraction
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
-from .attention import WRITTEN, is_of_weights
 from .decided import Decided, subject_of
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
 from .matching import Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
-from .over_cache import ATTENTION, over_cache
-from .patterns.attention import Attention
-from .patterns.find import attention
 from .record import OpRecord, choices
 
 P = ParamSpec("P")
@@ -174,8 +170,7 @@ class Sites:
         self._fused: dict[str, str] = {}
         if any(rule.kernel is not None for rule in rules.rules):
             for target, (fused, function) in fused_ops().items():
-                fuse = self._fuse_written if target == WRITTEN else self._fuse
-                handlers[target] = functools.partial(fuse, fused, function)
+                handlers[target] = functools.partial(self._fuse, fused, function)
                 self._fused[target.rpartition(".")[2]] = fused.name
             self._fused.pop("__call__", None)  # of many classes
         keys: dict[str, Any] = {"is_pure": is_pure}
@@ -335,6 +330,8 @@ class Sites:
         self, op: FusedOp, function: Callable[..., Any], call: OpCall, *args: Any, **kwargs: Any
     ) -> Any:
         """Compute a function by a kernel's op, where its rule asks for it."""
+        if op.leaves is not None and op.leaves(kwargs, self._are_weights(call, args)):
+            return NotImplemented
         index = self._rules.find((op.name,), call.module_path)
         if index is None or self._is_fused_around(call):
             return NotImplemented
@@ -351,13 +348,11 @@ class Sites:
             name, arrays, run, kernels = op.read(function, args, kwargs)
         except (StaysFloat, UnknownNameError) as error:
             why = Code.READ(text=str(error))
-            # Rules name functions. A written-out attention that kernels can't compute is not a
-            # problem of the rule.
-            problem = None if function is attention else why
+            problem = None if op.is_written else why
             self._tell(dataclasses.replace(record, why=why), problem)
             return NotImplemented
-        if name == ATTENTION:
-            kernels = over_cache(call, arrays, kernels)
+        if op.placed is not None:
+            kernels = op.placed(call, name, arrays, kernels)
         shown = tuple(map(short, arrays))
         found = choices(name, arrays)
         self._tell(dataclasses.replace(record, operands=shown, kernels=found))
@@ -367,20 +362,6 @@ class Sites:
             # A call that is wrong in itself gets the error that it always got.
             call.proceed(*args, **kwargs)
             raise
-
-    def _fuse_written(
-        self,
-        op: FusedOp,
-        function: Callable[..., Any],
-        call: OpCall,
-        *values: Any,
-        written: Attention,
-        also_used: Sequence[str],
-    ) -> Any:
-        """Compute a written-out attention, unless rules match its parts."""
-        if is_of_weights(written, self._are_weights(call, values)):
-            return NotImplemented
-        return self._fuse(op, function, call, *values, written=written, also_used=also_used)
 
     def _are_weights(self, call: OpCall, values: Sequence[Any]) -> list[bool]:
         kinds = (call.kind(value, self._rules.is_parameter) for value in values)

@@ -6,13 +6,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from tabulate import tabulate
 
 from interception_core import Provider
 
-from ..cache.rule import CacheRule
 from ..rules.presets import PRESETS, as_rules, bits_of
 from ..rules.qt_rule import QtRule
+from ..tables import table
 from .ptq import PtqProvider
 from .qt import QtProvider
 
@@ -26,7 +25,7 @@ def provider_of(given: Any) -> Any:
     if isinstance(given, Provider):
         return given
     try:
-        rules = as_rules(given, (CacheRule,))
+        rules = as_rules(given)
     except TypeError as error:
         raise TypeError(
             "A model takes a provider, such as "
@@ -62,14 +61,20 @@ class Presets(tuple[PresetRow, ...]):
 
     def __str__(self) -> str:
         rows = [
-            (one.name, f"{one.bytes_per_weight:.2f}", one.cosine, one.runs, one.about)
+            (
+                one.name,
+                f"{one.bytes_per_weight:.2f}",
+                "" if one.cosine is None else f"{one.cosine:.3f}",
+                one.runs,
+                one.about,
+            )
             for one in self
         ]
         headers = ["preset", "bytes a weight", "cosine", "one row runs in", "for"]
-        table = tabulate(rows, headers, floatfmt=("", "", ".3f"), missingval="")
         return (
-            f"{table}\n\ncosine: of the embeddings of a sentence encoder (MiniLM) to those in "
-            "float, the mean of 52 sentences. docs/choose.md has more models."
+            f"{table(rows, headers, right=(1, 2))}\n\ncosine: of the embeddings of a sentence "
+            "encoder (MiniLM) to those in float, the mean of 52 sentences. docs/choose.md has more "
+            "models."
         )
 
 

@@ -9,22 +9,24 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from interception_core import Interceptor, get_engine, hide_frames, hides_frames
 
-from ..cache.find import find_caches
-from ..cache.rule import CacheRule
 from ..errors import QuantizationError, QuantizationWarning
+from ..extras import feature
 from ..plan.make import make_plan
 from ..plan.plan import Plan
 from ..program.facts import Fact
 from ..program.matching import Rules
 from ..program.record import OpRecord, check_misfit
 from ..program.sites import Sites
-from ..rules.presets import as_rules
+from ..rules.presets import as_rules, is_of_feature
 from ..rules.rule import QuantizationRule
 from .telling import telling
+
+if TYPE_CHECKING:
+    from provider_xla_cache import CacheRule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -74,9 +76,9 @@ class XlaProvider(abc.ABC):
     ):
         self.engine = engine
         self.strict = strict
-        given = as_rules(rules, (CacheRule,))
-        self.cache_rules = tuple(rule for rule in given if isinstance(rule, CacheRule))
-        self.rules = tuple(rule for rule in given if not isinstance(rule, CacheRule))
+        given = as_rules(rules)
+        self.cache_rules = tuple(rule for rule in given if is_of_feature(rule))
+        self.rules = tuple(rule for rule in given if not is_of_feature(rule))
         if self.cache_rules and not self.carries:
             raise TypeError(
                 f"{type(self).__name__} takes no CacheRule, got {self.cache_rules[0]!r}. Use "
@@ -135,11 +137,11 @@ class XlaProvider(abc.ABC):
         _check_options(fn, kwargs)
         with telling("jaxtap traces the program to plan it"):
             plan = make_plan(self._rules, self._engine, argnum, fn, params, args, kwargs, kernels)
-        if self.cache_rules:
-            everything = [*args[:argnum], params, *args[argnum:]]
-            caches, faults = find_caches(
-                self.cache_rules, self._engine, argnum, fn, everything, kwargs
-            )
+        everything = [*args[:argnum], params, *args[argnum:]]
+        for name in dict.fromkeys(rule.feature for rule in self.cache_rules):
+            rules = [rule for rule in self.cache_rules if rule.feature == name]
+            found, faults = feature(name)(rules, self._engine, argnum, fn, everything, kwargs)
+            caches = {**plan.caches, **found}
             plan = dataclasses.replace(plan, caches=caches, faults=(*plan.faults, *faults))
         if plan.problems:
             text = "\n".join(f"- {problem}" for problem in plan.problems)

@@ -96,27 +96,30 @@ def preset(name: str) -> QuantizationRule:
     return dataclasses.replace(known.rule, tile_size=int(tile))
 
 
-def as_rules(given: Any, others: tuple[type, ...] = ()) -> list[Any]:
+def is_of_feature(rule: Any) -> bool:
+    """Return whether a rule is a feature's, as ``CacheRule``: its class names the feature."""
+    return isinstance(getattr(type(rule), "feature", None), str)
+
+
+def as_rules(given: Any) -> list[Any]:
     """Return rules: from one, a preset's name, a rule of Qwix, or several of these.
 
     Args:
-        given: the rule or rules.
-        others: further kinds of rules, which stay as they are.
+        given: the rule or rules. Rules of features stay as they are.
 
     Raises:
         TypeError: there is something else among them.
         QuantizationError: there is no preset of a name.
     """
-    kinds = (QuantizationRule, *others)
-    single = isinstance(given, (str, Mapping, *kinds)) or is_qwix(given)
-    single = single or not isinstance(given, Iterable)
+    single = isinstance(given, (str, Mapping, QuantizationRule)) or is_qwix(given)
+    single = single or is_of_feature(given) or not isinstance(given, Iterable)
     rules = []
     for rule in (given,) if single else given:
         if isinstance(rule, str):
             rules.append(preset(rule))
         elif is_qwix(rule):
             rules.append(of_qwix(rule))
-        elif isinstance(rule, kinds):
+        elif isinstance(rule, QuantizationRule) or is_of_feature(rule):
             rules.append(rule)
         else:
             raise TypeError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import quant_numerics as qn
-from interception_core import check_pattern, matches_path
+from interception_core import FeatureSpec, check_pattern, declared_specs, matches_path
 
 from .sparsity import parse_sparsity
 
@@ -28,13 +28,32 @@ NAMED_ONLY = frozenset({"take"})
 """Operations that a rule must name: a lookup multiplies nothing."""
 
 FUSED_NAMES = ("attention", "gelu", "layer_norm", "rms_norm", "silu", "softmax")
-"""Further names for rules: the functions that a rule with ``kernel="fused"`` is about."""
+"""Further names for rules: the functions that a rule with ``kernel="fused"`` is about.
+
+Plugins add names by features, such as ``fused-entmax``.
+"""
+
+FUSED = "fused-"
+"""What the name of a feature with fused functions begins with."""
 
 ANY_PATH = ".*"
 """The regular expression of every module path."""
 
 MOST_STEPS = 128
 """Loops of more steps have one static range for all of them, unless their rule says otherwise."""
+
+
+def is_fused(op_name: str) -> bool:
+    """Return whether an operation is a function that rules with ``kernel="fused"`` match."""
+    if op_name in OP_NAMES:
+        return False
+    return op_name in FUSED_NAMES or any(
+        spec.name == f"{FUSED}{op_name}" for spec in declared_specs(FeatureSpec)
+    )
+
+
+def _is_known(op_name: Any) -> bool:
+    return isinstance(op_name, str) and (op_name in OP_NAMES or is_fused(op_name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +149,7 @@ class QuantizationRule:
         if self.weight_path is not None:
             self._check_pattern("weight_path", "None or a regular expression")
         names = self.op_names
-        if isinstance(names, str) or not set(names or ()) <= {*OP_NAMES, *FUSED_NAMES}:
+        if isinstance(names, str) or not all(map(_is_known, names or ())):
             allowed = f"None or a sequence of names out of {', '.join(OP_NAMES + FUSED_NAMES)}"
             raise self._error("op_names", allowed)
         self._set("op_names", tuple(sorted(names)) if names else None)
@@ -183,11 +202,11 @@ class QuantizationRule:
             return False
         if has_weight is None:
             has_weight = not self.weights_only
-        if not has_weight and self.leaves_activations and op_name not in FUSED_NAMES:
+        if not has_weight and self.leaves_activations and not is_fused(op_name):
             return False
         if self.op_names is not None:
             named = op_name in self.op_names
-        elif op_name in FUSED_NAMES:
+        elif is_fused(op_name):
             named = self.kernel is not None
         else:
             named = op_name not in NAMED_ONLY and (self.kernel is None or self.is_acting)

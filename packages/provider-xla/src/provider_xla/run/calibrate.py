@@ -17,6 +17,7 @@ from ..forms.tree import is_stored, map_forms
 from ..program.arrays import as_batch, by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
+from ..tables import progress
 from .infer import taking_stored
 from .static.jax_errors import is_of_jax
 from .static.observation import Observation
@@ -28,8 +29,6 @@ def calibrate(
     plan: Any, fn: Callable[..., Any], params: Any, batches: Iterable[Sequence[Any]]
 ) -> Statistics:
     """Measure the static ranges of activations: see ``Plan.calibrate``."""
-    from tqdm import tqdm
-
     if not plan.ranges:
         raise QuantizationError(
             "There is nothing to calibrate: no rule that decides an operation has "
@@ -59,7 +58,7 @@ def calibrate(
 
     jitted, cuts = None, []
     at_end = jax.tree.structure((states, dict.fromkeys(states, 0)))
-    for given in tqdm(batches, desc="calibrating", unit="batch", disable=None):
+    for given in progress(batches, desc="calibrating", unit="batch"):
         batch = as_batch(given)
         call, arrays = of_arrays(measured, [states, *plan.arguments(params, batch)], {})
         jitted = jitted or jax.jit(call)

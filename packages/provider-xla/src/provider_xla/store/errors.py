@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from interception_core import JaxtapError
 
 from ..errors import QuantizationError
 
@@ -33,26 +30,6 @@ class StoreMismatchError(StoreError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.diff)
-
-
-class MissingExtraError(JaxtapError, ImportError):
-    """A library that one of the package's extras brings is not installed."""
-
-
-def require(module: str, extra: str) -> Any:
-    """Import a module of an extra.
-
-    Raises:
-        MissingExtraError: it is not installed.
-    """
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or not module.startswith(error.name.partition(".")[0]):
-            raise
-        raise MissingExtraError(
-            f"{module} is missing: run pip install 'provider-xla[{extra}]'"
-        ) from error
 
 
 def damaged(path: Path, what: str) -> StoreError:

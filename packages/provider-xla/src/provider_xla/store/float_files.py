@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .errors import StoreError, require
+from ..extras import require
+from .errors import StoreError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

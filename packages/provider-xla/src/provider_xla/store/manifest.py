@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-from tabulate import tabulate
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
+from ..tables import table
 from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
@@ -229,10 +229,10 @@ class Manifest:
             parts = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in types)
             runs = leaf.about.get("qtype", leaf.about.get("dtype", leaf.kind))
             rows.append([leaf.name, runs, str(leaf.about.get("shape", "")), parts])
-        table = tabulate(rows, ["name", "is", "shape", "stored as"], disable_numparse=True)
+        shown = table(rows, ["name", "is", "shape", "stored as"])
         count = sum(leaf.kind == CARRIER or is_quantized(leaf.kind) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
-        return f"{table}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
+        return f"{shown}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
 
 
 def build(

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta, UnsetType, field
 
+from ..extras import install_form
 from .forms import is_quantized, known_forms
 from .schema import Object, OpenObject, Size, check
 
@@ -66,17 +67,6 @@ class _Packed(_Quantized):
     def __post_init__(self):
         if not self.shape:
             raise ValueError("A packed array must have an axis, got shape []")
-
-
-class _Step(Object):
-    kind: Literal["scaled", "rotated"]
-    block: Size | UnsetType = UNSET
-
-
-class _Transformed(_Quantized, kw_only=True):
-    inner: str
-    steps: list[_Step]
-    k_axes: list[int]
 
 
 class _Affine(_Quantized, kw_only=True):
@@ -145,7 +135,6 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "key": (_PrngKey, {"data"}),
     "qarray": (_Quantized, {"qvalue", "scale"}),
     "packed": (_Packed, {"planes", "scale"}),
-    "transformed": (_Transformed, set()),
     "affine": (_Affine, {"minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
@@ -171,9 +160,7 @@ def _schema_of(kind: str) -> tuple[Any, set[str]]:
     if is_quantized(kind):
         return _OtherForm, set()
     known = ", ".join(sorted({*_FORMS, *known_forms()}))
-    raise ValueError(
-        f"kind must be one of {known}, got {kind!r}. Install the package whose form it is"
-    )
+    raise ValueError(f"kind must be one of {known}, got {kind!r}. {install_form(kind)}")
 
 
 class _Leaf(_Form):

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec import field
 
-from .errors import StoreError, damaged, require
+from ..extras import require
+from .errors import StoreError, damaged
 from .manifest import Manifest
 from .placing import Placement
 from .schema import Object, check, read_json

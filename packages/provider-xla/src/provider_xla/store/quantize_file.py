@@ -13,6 +13,7 @@ import jax
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import is_array
+from ..tables import progress
 from .errors import StoreError
 from .files import appearing
 from .float_files import FloatFiles, Names, Source, source_of
@@ -107,12 +108,10 @@ class _Parameters:
 
     def each(self) -> Iterator[Leaf]:
         """Yield the parameters in order, with a progress bar of their bytes."""
-        from tqdm import tqdm
-
         total = sum(getattr(leaf.value, "nbytes", 0) for leaf in self.leaves)
         # Gone at the end where a caller with several files has a bar.
         how = {"unit": "B", "unit_scale": True, "desc": "quantizing", "leave": None}
-        with tqdm(total=total, disable=None, **how) as bar:
+        with progress(total=total, **how) as bar:
             for leaf in self.leaves:
                 yield leaf
                 bar.update(getattr(leaf.value, "nbytes", 0))
@@ -170,7 +169,7 @@ class _Parameters:
     def _form(self, leaf: Leaf) -> Form:
         """Return the form that a parameter will have."""
         plan, path = self._plan, self._plan.prefix + leaf.path
-        types = {one.path: jax.eval_shape(one._quantize, one.abstract())
+        types = {one.path: jax.eval_shape(one.quantized, one.abstract())
                  for one in plan.weights.values()}  # fmt: skip
         stored = types.get(path, leaf.value)
         if leaf.name in self._sources:

@@ -15,8 +15,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..extras import require
 from .carriers import SAFETENSORS, carrier, decode, encode, nbytes
-from .errors import StoreError, damaged, require
+from .errors import StoreError, damaged
 from .manifest import Manifest
 from .schema import check, read_json
 from .seal import BLANK, FIELD, canonical, is_intact, seal

@@ -1,0 +1,114 @@
+"""Quantize float caches, before a program or when it is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from provider_xla import QuantizationError
+from provider_xla.features import parameters_of, prefix_of
+
+from .array import CacheArray
+from .find import is_cache, leaves_of
+from .plan import CachePlan
+
+if TYPE_CHECKING:
+    from provider_xla import Plan
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def with_caches(plan: Plan, fn: Callable[..., Any], applied: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that quantizes the float caches among its arguments."""
+    plans = plan.caches
+    if all(one.axis is None for one in plans.values()):
+        return applied
+    names = parameters_of(fn)
+
+    @functools.wraps(applied)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        leaves = leaves_of(names, args, kwargs)
+        values = [_entering(plans.get(leaf.path), leaf.value) for leaf in leaves]
+        treedef = jax.tree.structure((args, kwargs), is_leaf=is_cache)
+        args, kwargs = jax.tree.unflatten(treedef, values)
+        return applied(*args, **kwargs)
+
+    return call
+
+
+def _entering(plan: CachePlan | None, value: Any) -> Any:
+    """Return an argument as the program takes it; refuse caches of other shapes."""
+    fits = plan is not None and getattr(value, "shape", None) == plan.shape
+    return plan.quantize(value) if fits and value.dtype == plan.dtype else value
+
+
+def quantize_cache(plan: Plan, value: Any, argument: int | str | None) -> Any:
+    """Return an argument with its caches quantized; see ``Plan.quantize_cache``."""
+    plans, names = plan.caches, parameters_of(plan.fn)
+    carried = {path: one for path, one in plans.items() if one.axis is not None}
+    prefix = _prefix(carried or plans, argument, names)
+    found, treedef = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_cache)
+    paths = [prefix + jax.tree_util.keystr(path) for path, _ in found]
+    missing = sorted(path for path in carried if path.startswith(prefix) and path not in paths)
+    if missing:
+        raise QuantizationError(
+            f"value must be {prefix} of the plan's function, got a tree without {missing[0]}. Give "
+            "that argument, or say which it is by argument=."
+        )
+    leaves = [
+        _quantized(carried[path], leaf) if path in carried else leaf
+        for path, (_, leaf) in zip(paths, found, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def _prefix(plans: Mapping[str, CachePlan], argument: int | str | None, names: list[str]) -> str:
+    if argument is not None:
+        return prefix_of(names.index(argument) if argument in names else argument)
+    prefixes = sorted({path[: path.index("]") + 1] for path in plans})
+    if len(prefixes) != 1:
+        shown = ", ".join(prefixes) or "none"
+        raise QuantizationError(
+            f"The plan must carry caches of one argument, got {shown}. Say which by argument=."
+        )
+    return prefixes[0]
+
+
+def _quantized(plan: CachePlan, array: Any) -> Any:
+    """Return a cache on the devices of its float array, sharded alike."""
+    if is_cache(array):
+        return array
+    if tuple(array.shape) != plan.shape or array.dtype != plan.dtype:
+        raise QuantizationError(
+            f"{plan.path} must be {plan.dtype.name}{list(plan.shape)}, got "
+            f"{array.dtype.name}{list(array.shape)}. Make a plan for these arguments."
+        )
+    types = jax.eval_shape(plan.quantize, jax.ShapeDtypeStruct(plan.shape, plan.dtype))
+    if isinstance(array, jax.ShapeDtypeStruct):
+        return types
+    sharding = getattr(array, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return _made(plan)(array)
+    return jax.jit(plan.quantize, out_shardings=_shardings(types, sharding))(array)
+
+
+def _shardings(types: CacheArray, sharding: NamedSharding) -> Any:
+    """Return the shardings of a cache's arrays, from that of the float array."""
+    spec = [*sharding.spec, *[None] * (len(types.shape) - len(sharding.spec))]
+
+    def one(leaf: Any) -> NamedSharding:
+        pairs = zip(spec, leaf.shape, types.shape, strict=True)
+        kept = PartitionSpec(*(names if size == full else None for names, size, full in pairs))
+        return NamedSharding(sharding.mesh, kept)
+
+    return jax.tree.map(one, types)
+
+
+@functools.lru_cache(maxsize=256)
+def _made(plan: CachePlan) -> Callable[..., Any]:
+    return jax.jit(plan.quantize)

@@ -1,0 +1,173 @@
+"""GPTQ: round channel by channel, later channels compensating earlier errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.linalg
+from jax import lax
+
+import quant_numerics as qn
+from provider_xla import QuantizationError
+
+from .base import ROUND, Pass
+from .state import Weight
+
+
+@dataclasses.dataclass(frozen=True)
+class Gptq(Pass):
+    """Round channel by channel; later channels compensate each error.
+
+    The channels to come change by ``-error * inv(H)[k, k + 1:] / inv(H)[k, k]``, for the Gram
+    matrix ``H`` of the activations (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in
+    blocks. Scales are those of the rule, found before rounding (static groups), so that every
+    qtype, granularity and calibration method works, and quantized values stay in the plan's format.
+    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are compensated, too. All Gram
+    matrices are those of the float model.
+
+    Attributes:
+        damping: what is added to the diagonal of ``H``, as a share of its mean.
+        act_order: whether the channels with the largest activations are rounded first; False for
+            the channels' order.
+        block: how many channels are rounded before the rest is updated.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    damping: float = 0.01
+    act_order: bool = True
+    block: int = 128
+
+    stage = ROUND
+
+    def __post_init__(self):
+        if not 0 <= self.damping < float("inf"):
+            raise ValueError(f"Gptq.damping must be 0 or more. Got {self.damping!r}.")
+        if self.block < 1:
+            raise ValueError(f"Gptq.block must be 1 or more. Got {self.block!r}.")
+
+    def run(self, weight: Weight) -> str | None:
+        """Run it: see ``Pass.run``."""
+        q, mask, layout = weight.rounded(), weight.mask(), weight.layout
+        scale, zero = spread(q)
+        scale = layout.matrices(scale)
+        zero = None if zero is None else layout.matrices(zero)
+        # A format with blocks rounds single numbers here, each with the scale of its block.
+        kind = qn.get_qtype(q.qtype)
+        element = kind.name if kind.block is None else qn.get_qtype(kind.storage_dtype).name
+        grams = np.asarray(weight.gram, np.float64)
+        found = []
+        for step, gram in enumerate(grams):
+            order = np.argsort(-np.diag(gram), kind="stable") if self.act_order else (
+                np.arange(len(gram))
+            )  # fmt: skip
+            upper = self._factor(weight, gram[np.ix_(order, order)])
+            parts = (weight.w, scale, zero, mask)
+            w, s, z, m = (None if part is None else part[step][order] for part in parts)
+            qvalue = _qvalue(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
+            found.append(qvalue[np.argsort(order)])
+        qvalue = layout.array(jnp.stack(found)).astype(kind.storage_dtype)
+        weight.qarray = dataclasses.replace(q, qvalue=qvalue)
+        return None
+
+    def _factor(self, weight: Weight, gram: np.ndarray) -> np.ndarray:
+        """Return upper triangular ``U`` with ``U.T @ U = inv(H)``, ``H`` damped."""
+        diagonal = np.diag(gram)
+        # A channel that was always 0 adds nothing to results; 1 keeps the matrix invertible.
+        damp = np.where(diagonal > 0, self.damping * diagonal.mean(), 1.0)
+        try:
+            if not np.isfinite(gram).all():
+                raise np.linalg.LinAlgError("the activations are not finite")
+            # H = M @ M.T with M upper triangular, by reversing the order twice: U = inv(M).
+            backwards = (gram + np.diag(damp))[::-1, ::-1]
+            lower = np.asarray(scipy.linalg.cholesky(backwards, lower=True))
+            upper = scipy.linalg.solve_triangular(lower[::-1, ::-1], np.eye(len(gram)))
+            return np.asarray(upper)
+        except np.linalg.LinAlgError as error:
+            raise QuantizationError(
+                f"Gptq can't solve for {weight.path} ({error}). Choose a larger damping than "
+                f"{self.damping}, or give it more batches."
+            ) from error
+
+
+def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
+    """Return scale and zero point per element, in the values' shape."""
+    scale = q.scale.astype(jnp.float32)
+    if q.global_scale is not None:
+        scale = scale * q.global_scale
+
+    tiles = q.slices.tiles
+
+    def full(x: jax.Array) -> jax.Array:
+        for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
+            if have != want:
+                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
+                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
+        return x
+
+    return full(scale), None if q.zero_point is None else full(q.zero_point)
+
+
+@functools.partial(jax.jit, static_argnums=(5, 6))
+def _qvalue(
+    w: jax.Array,
+    upper: jax.Array,
+    scale: jax.Array,
+    zero: jax.Array | None,
+    keep: jax.Array | None,
+    qtype: str,
+    block: int,
+) -> jax.Array:
+    """Return quantized values as float32 [K, N], channels in rounding order.
+
+    Args:
+        w: float32 [K, N].
+        upper: the factor of the inverse, float32 [K, K].
+        scale: float32 [K, N].
+        zero: zero points [K, N] or None.
+        keep: bool [K, N] or None.
+        qtype: format of a quantized value.
+        block: rows at a time.
+    """
+    # Row k of `upper`, over its diagonal element, is how far an error of channel k moves each later
+    # one. Within a block that is done channel by channel, and for the rest by one matmul.
+    k = w.shape[0]
+    block = min(block, k)
+    pad = -k % block
+
+    def padded(x: jax.Array | None, value: float = 0) -> jax.Array | None:
+        return None if x is None else jnp.pad(x, ((0, pad), (0, 0)), constant_values=value)
+
+    w = jnp.pad(w, ((0, pad), (0, 0)))
+    upper = jnp.pad(upper, ((0, pad), (0, pad))) + jnp.diag(jnp.arange(k + pad) >= k).astype(
+        upper.dtype
+    )
+    parts = (padded(scale, 1), padded(zero), padded(keep))
+    blocks = jax.tree.map(lambda x: x.reshape(-1, block, x.shape[-1]), parts)
+
+    def one_block(w: jax.Array, given: tuple) -> tuple[jax.Array, jax.Array]:
+        start, parts = given
+        across = lax.dynamic_slice_in_dim(upper, start, block, axis=0)
+        own = lax.dynamic_slice_in_dim(across, start, block, axis=1)
+
+        def one_row(rows: jax.Array, given: tuple) -> tuple[jax.Array, tuple]:
+            i, (scale, zero, keep) = given
+            row = rows[i]
+            wanted = row if keep is None else jnp.where(keep, row, 0)
+            point = None if zero is None else zero[None]
+            q = qn.quantize_with(wanted[None], qtype, scale[None], point)
+            error = (row - qn.dequantize(q)[0]) / own[i, i]
+            return rows - own[i][:, None] * error, (q.qvalue[0].astype(jnp.float32), error)
+
+        rows = lax.dynamic_slice_in_dim(w, start, block, axis=0)
+        _, (qvalue, errors) = lax.scan(one_row, rows, (jnp.arange(block), parts))
+        return w - jnp.matmul(across.T, errors, precision="highest"), qvalue
+
+    starts = jnp.arange(0, k + pad, block)
+    _, qvalue = lax.scan(one_block, w, (starts, blocks))
+    return qvalue.reshape(k + pad, -1)[:k]

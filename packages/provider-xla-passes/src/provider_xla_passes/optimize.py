@@ -1,0 +1,274 @@
+"""optimize: run passes over the parameters of a plan."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from provider_xla import QuantizationError
+from provider_xla.features import (
+    Largest,
+    Site,
+    as_batch,
+    by_path,
+    carried,
+    check_parameters,
+    follows_values,
+    prepacked,
+    probe,
+    quantize_leaf,
+    whole_results,
+)
+
+from .base import Pass
+from .layout import Layout, Operand, as_matrices, layouts, rows_of
+from .report import Optimized, PassReport, WeightErrors
+from .state import Weight
+
+if TYPE_CHECKING:
+    from provider_xla import Plan
+
+GRAM_BYTES = 2**31
+"""Bytes of Gram matrices that are measured at once; for more, the batches are run again."""
+
+
+def optimize(
+    plan: Plan,
+    params: Any,
+    batches: Iterable[Sequence[Any]],
+    passes: Sequence[Pass],
+    *,
+    donate: bool,
+    prepack: bool,
+) -> Optimized:
+    """Run passes: see ``Plan.optimize``."""
+    from tqdm import tqdm
+
+    passes = _checked(passes)
+    if not follows_values(plan.engine):
+        raise QuantizationError(
+            "plan.optimize needs the trace engine, which hands stored parameters on: make the "
+            "plan with PtqProvider(rules, engine='trace')."
+        )
+    batches = list(map(as_batch, batches))
+    if not batches:
+        raise QuantizationError("There is nothing to measure from: batches is empty.")
+    given, treedef = by_path(params, plan.prefix)
+    check_parameters(plan, given)
+    names = [*given]
+    given |= {
+        path: weight.derived.expression.evaluate(given)
+        for path, weight in plan.weights.items()
+        if weight.derived is not None
+    }
+    for path, weight in plan.weights.items():
+        weight.check(given[path])
+
+    seen, operands = layouts(plan, params, batches[0])
+    stored: dict[str, Any] = {}
+    rows: dict[str, WeightErrors] = {}
+    with tqdm(total=len(plan.weights), desc="optimizing", unit="weight", disable=None) as bar:
+        for path, weight in plan.weights.items():
+            why = seen[path]
+            if isinstance(why, str):
+                stored[path] = quantize_leaf(weight, given[path], check=False)
+                rows[path] = WeightErrors(path, weight.qtype, None, {}, {"": why})
+                bar.update()
+        for part in _parts({p: one for p, one in seen.items() if isinstance(one, Layout)}):
+            for weight, row in _run(plan, params, given, batches, part, passes, operands):
+                stored[weight.path] = _placed(weight.stored(), given[weight.path])
+                rows[weight.path] = row
+                bar.update()
+    leaves = []
+    for path in names:
+        leaf = given[path]
+        q = carried(plan, path, leaf, jax.block_until_ready(stored.get(path, leaf)), stored)
+        kept = jax.tree.leaves(q)
+        if donate and isinstance(leaf, jax.Array) and not any(one is leaf for one in kept):
+            leaf.delete()
+        leaves.append(prepacked(plan, path, q) if prepack else q)
+    # No operation uses a parameter that is stored beside what is computed from it.
+    report = PassReport(rows[path] for path, weight in plan.weights.items() if weight.ops)
+    return Optimized(jax.tree.unflatten(treedef, leaves), report)
+
+
+def _checked(passes: Sequence[Pass]) -> list[Pass]:
+    """Return the passes; raise if their kind or order is wrong."""
+    passes = list(passes)
+    for one in passes:
+        if not isinstance(one, Pass):
+            raise TypeError(
+                f"passes must hold passes such as Gptq(), Awq() or Hadamard(), got {one!r}."
+            )
+    for first, second in itertools.pairwise(passes):
+        if first.stage > second.stage or (first.stage == second.stage and first.stage > 0):
+            raise ValueError(
+                f"{second.name} can't follow {first.name}: passes that transform channels "
+                "(SmoothQuant, Awq, Hadamard) come first, then Wanda, which chooses zeros, then "
+                "Gptq, which chooses quantized values; each of these two once."
+            )
+    return passes
+
+
+def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
+    """Yield parameters whose Gram matrices are measured together."""
+    part: dict[str, Layout] = {}
+    total = 0
+    for path, layout in seen.items():
+        size = 4 * layout.k**2 * max(1, _contraction(layout.steps))
+        if part and total + size > GRAM_BYTES:
+            yield part
+            part, total = {}, 0
+        part[path] = layout
+        total += size
+    if part:
+        yield part
+
+
+def _contraction(sizes: Sequence[int]) -> int:
+    result = 1
+    for size in sizes:
+        result *= size
+    return result
+
+
+def _run(
+    plan: Plan,
+    params: Any,
+    given: Mapping[str, Any],
+    batches: Sequence[Sequence[Any]],
+    part: Mapping[str, Layout],
+    passes: Sequence[Pass],
+    operands: Mapping[tuple[str, int], Operand],
+) -> Iterator[tuple[Weight, WeightErrors]]:
+    """Run the passes over some parameters, and yield each when it is done."""
+    grams = _measured(plan, params, batches, operands, part, gram)
+    weights = {}
+    for path, layout in part.items():
+        g = grams[path].reshape(-1, layout.k, layout.k)
+        if not bool(jnp.isfinite(g).all()):
+            raise QuantizationError(
+                f"The activations that {path} is multiplied with are not finite in these batches. "
+                "Find out where that comes from, or leave it float by a rule without qtypes."
+            )
+        w = as_matrices(given[path], layout)
+        below = path.removeprefix(plan.prefix)
+        weights[path] = Weight(path, below, plan.weights[path], layout, w, g)
+    rounded = {path: weight.error() for path, weight in weights.items()}
+    after: dict[str, dict[str, float]] = {path: {} for path in weights}
+    reasons: dict[str, dict[str, str]] = {path: {} for path in weights}
+    names = _names(passes)
+    for name, one in zip(names, passes, strict=True):
+        if one.needs_peaks:
+            steps = {path: weight.steps for path, weight in weights.items()}
+            peaks = _measured(
+                plan, params, batches, operands, part, lambda rows: Largest(rows), steps
+            )
+            for path, weight in weights.items():
+                weight.peaks = peaks[path].value.reshape(-1, weight.layout.k)
+        for path, weight in weights.items():
+            why = one.run(weight)
+            if why is not None:
+                reasons[path][name] = why
+            after[path][name] = weight.error()
+    for path, weight in weights.items():
+        qtype = weight.plan.qtype
+        yield weight, WeightErrors(path, qtype, rounded[path], after[path], reasons[path])
+
+
+def _names(passes: Sequence[Pass]) -> list[str]:
+    """Return a name per pass, numbered where several are of a kind."""
+    names: list[str] = []
+    for i, one in enumerate(passes):
+        count = sum(other.name == one.name for other in passes[:i])
+        names.append(f"{one.name} {count + 1}" if count else one.name)
+    return names
+
+
+def gram(rows: jax.Array) -> jax.Array:
+    """Return ``x.T @ x`` of float32 [rows, K]."""
+    return jnp.matmul(rows.T, rows, precision="highest")
+
+
+def _measured(
+    plan: Plan,
+    params: Any,
+    batches: Sequence[Sequence[Any]],
+    operands: Mapping[tuple[str, int], Operand],
+    part: Mapping[str, Layout],
+    measure: Any,
+    steps: Mapping[str, Sequence[Any]] | None = None,
+) -> dict[str, Any]:
+    """Return a measure of each parameter's activations, by path.
+
+    Args:
+        plan: the plan of the function.
+        params: its parameters.
+        batches: the other arguments of each call.
+        operands: the weight that each operand is, by operation id and side.
+        part: the parameters to measure for.
+        measure: takes activations, float32 [rows, K], and returns an array or a ``Largest``.
+        steps: by path, the maps that activations go through before they are measured.
+    """
+    paths: dict[str, str] = {}
+
+    def visit(site: Site) -> Any:
+        for side in range(2):
+            path, axes = operands.get((site.call.op_id, side), (None, ()))
+            if path in part:
+                paths[site.call.op_id] = path
+                before = [_of_step(step, site, side) for step in (steps or {}).get(path, ())]
+                rows = functools.partial(rows_of, site, side, axes)
+
+                def measured(x: jax.Array, before: Any, rows: Any = rows) -> Any:
+                    found = rows(x)
+                    for step in before:
+                        found = step.forward(found)
+                    found = measure(found)
+                    is_largest = isinstance(found, Largest)
+                    return Largest(jnp.abs(found.value).max(0)) if is_largest else found
+
+                return whole_results(measured, site.operands[1 - side], before)
+        return None
+
+    totals: dict[str, Any] = {}
+    for op_id, one in probe(plan, params, batches, visit).items():
+        path = paths[op_id]
+        if path not in totals:
+            totals[path] = one.total
+        elif isinstance(one.total, Largest):
+            totals[path] = Largest(jnp.maximum(totals[path].value, one.total.value))
+        else:
+            totals[path] = totals[path] + one.total
+    return totals
+
+
+def _of_step(step: Any, site: Site, side: int) -> Any:
+    """Return the activations' transformation in the loop step of a site."""
+    held = getattr(site.call.proxy(site.operands[side]), "moving", None)
+    number = 0 if held is None else held.scale.reshape(()).astype(jnp.int32)
+    return jax.tree.map(lambda x: x[number], step)
+
+
+def _placed(stored: Any, leaf: Any) -> Any:
+    """Return a stored parameter sharded as the parameter was."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return stored
+    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
+
+    def one(x: jax.Array) -> jax.Array:
+        # Scales and maps are sharded along axes where they have an element per index.
+        own = tuple(
+            part if x.ndim == leaf.ndim and x.shape[axis] == leaf.shape[axis] else None
+            for axis, part in enumerate(spec)
+        )
+        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*own[: x.ndim])))
+
+    return jax.tree.map(one, stored)

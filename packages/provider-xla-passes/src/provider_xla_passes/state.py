@@ -1,0 +1,145 @@
+"""Weight: a parameter on its way through the passes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import quant_numerics as qn
+from provider_xla import WeightPlan
+from provider_xla.features import Sparsity, kept
+
+from .layout import Layout
+from .transformed import Step, TransformedWeight
+
+
+class Weight:
+    """A parameter with statistics of its activations. Passes change it in place.
+
+    Attributes:
+        path: its pytree path.
+        below: its path within the parameters, as rules write it.
+        plan: how it is quantized.
+        layout: how it is seen as [S, K, N]: steps of loops, contracted axes, other axes.
+        w: its values so far, transformed, float32 [S, K, N].
+        gram: the Gram matrix of the activations that it is multiplied with, transformed: the sum
+            of ``x.T @ x`` over the rows of all contractions and batches, float32 [S, K, K].
+        peaks: the largest magnitude of each channel of the activations, float32 [S, K]; None if
+            no pass needs it now.
+        steps: the maps that activations go through, in order.
+        keep: which elements stay, bool [S, K, N], if a pass has chosen zeros; else None.
+        ranges: the ranges that scales are for, if a pass has chosen them; None for the rule's.
+        qarray: the quantized parameter, if a pass has chosen quantized values; None to round.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        below: str,
+        plan: WeightPlan,
+        layout: Layout,
+        w: jax.Array,
+        gram: jax.Array,
+    ):
+        self.path = path
+        self.below = below
+        self.plan = plan
+        self.layout = layout
+        self.w = w
+        self.gram = gram
+        self.peaks: jax.Array | None = None
+        self.steps: list[Step] = []
+        self.keep: jax.Array | None = None
+        self.ranges: qn.Calibration | None = None
+        self.qarray: qn.QArray | None = None
+        # The squared norm of the results, which no map changes: errors are relative to it.
+        self._size = output_squares(w, gram).sum()
+
+    def transform(self, step: Step) -> None:
+        """Transform the parameter, and its activations with it."""
+        self.w, self.gram = _transformed(step, self.w, self.gram)
+        self.steps.append(step)
+        self.peaks = self.ranges = None
+
+    def mask(self, w: jax.Array | None = None) -> jax.Array | None:
+        """Return which elements stay, bool [S, K, N]; None for all."""
+        if self.keep is not None or self.plan.sparsity is None:
+            return self.keep
+        return mask_of(jnp.abs(self.w if w is None else w), self.layout, self.plan.sparsity)
+
+    def rounded(self, w: jax.Array | None = None) -> qn.QArray:
+        """Return it, or another [S, K, N], rounded with the rule's zeros.
+
+        The result has the shape of the parameter, and stands for float32.
+        """
+        w = self.w if w is None else w
+        mask = self.mask(w)
+        return quantized(w if mask is None else jnp.where(mask, w, 0), self)
+
+    def quantized(self) -> qn.QArray:
+        """Return its current quantized values, in the parameter's shape."""
+        return self.rounded() if self.qarray is None else self.qarray
+
+    def errors(self, q: qn.QArray | None = None) -> jax.Array:
+        """Return the squared error of the contractions' results by step, float32 [S]."""
+        q = self.quantized() if q is None else q
+        return output_squares(difference(self.w, q, self.layout), self.gram)
+
+    def error(self) -> float:
+        """Return the relative root mean squared error of the results."""
+        size = float(self._size)
+        return (float(self.errors().sum()) / size) ** 0.5 if size > 0 else 0.0
+
+    def stored(self) -> Any:
+        """Return it as ``plan.apply`` takes it."""
+        q = self.quantized().astype(self.plan.dtype)
+        q = qn.pack(q) if qn.get_qtype(q.qtype).packable else q
+        if not self.steps:
+            return q
+
+        def led(x: jax.Array) -> jax.Array:
+            return x.reshape(*self.layout.steps, self.layout.k)
+
+        ndim = len(self.layout.shape)
+        k_axes = tuple(axis - ndim for axis in self.layout.k_axes)
+        return TransformedWeight(q, tuple(jax.tree.map(led, self.steps)), k_axes)
+
+
+@jax.jit
+def _transformed(step: Step, w: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+    # The Gram matrix of x @ T is T.T @ G @ T: both of its axes are mapped like activations.
+    arrays, treedef = jax.tree.flatten(step)
+    of_rows = jax.tree.unflatten(treedef, [x[:, None] for x in arrays])
+    turned = of_rows.forward(jnp.swapaxes(of_rows.forward(gram), -1, -2))
+    return step.weight(w), turned
+
+
+@jax.jit
+def output_squares(w: jax.Array, gram: jax.Array) -> jax.Array:
+    """Return the squared norm of results from a Gram matrix, [S]."""
+    return jnp.maximum(jnp.sum(w * jnp.matmul(gram, w, precision="highest"), axis=(1, 2)), 0)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def difference(w: jax.Array, q: qn.QArray, layout: Layout) -> jax.Array:
+    """Return [S, K, N] minus what a QArray represents."""
+    return w - layout.matrices(qn.dequantize(q))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def mask_of(score: jax.Array, layout: Layout, sparsity: Sparsity) -> jax.Array:
+    """Return which elements of [S, K, N] stay, by their scores."""
+    return layout.matrices(kept(layout.array(score), sparsity.pattern, sparsity.axis))
+
+
+def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
+    """Return [S, K, N] rounded in the shape of the parameter."""
+    plan, array = weight.plan, weight.layout.array(w)
+    if weight.ranges is not None:
+        parts = qn.scale_of(weight.ranges, plan.qtype, plan.scale_dtype)
+        return qn.quantize_with(array, plan.qtype, *parts, tile_axes=plan.granularity.tile_axes)
+    return dataclasses.replace(plan, sparsity=None).quantized(array).unpacked()

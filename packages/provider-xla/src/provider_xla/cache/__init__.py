@@ -1,1 +1,0 @@
-"""The KV cache by rule: updated and contracted state, carried quantized."""

@@ -1,1 +1,0 @@
-"""Export: a program and its kernels in a file, for serving."""

@@ -1,1 +1,0 @@
-"""Passes: change parameters with data before they are rounded."""

@@ -1,1 +1,0 @@
-"""Reports: what quantization costs and saves, operation by operation."""
