@@ -24,6 +24,7 @@ METHODS = {
     "fp8": functools.partial(samples.float8, block=(48, 64)),
     "nf4": samples.bitsandbytes,
     "int8": samples.int8_rows,
+    "fp8, one scale": functools.partial(samples.float8, block=(1024, 1024)),
 }
 
 
@@ -93,6 +94,18 @@ def test_it_generates_what_the_float_model_does(tmp_path, family, method):
         plan, params = check(tmp_path / "in", fields, tensors)
     assert str(plan).count("args[0]['layers']") >= 4
     assert all(hasattr(params["layers"][name], "dtype") for name in params["layers"])
+
+
+@pytest.mark.parametrize("method", ["gptq", "nf4"])
+def test_activations_in_bfloat16(tmp_path, method):
+    fields, tensors = folder_of(tmp_path / "in", "llama", METHODS[method])
+    config, plan, params = quantize.load(tmp_path / "in", "bfloat16")
+    tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
+    run = plan.apply(functools.partial(model.logits, config))
+    wanted = float_params(parse_config(fields), tensors)
+    exact = np.asarray(model.logits(config, wanted, tokens), np.float64)
+    away = np.linalg.norm(np.asarray(run(params, tokens)) - exact) / np.linalg.norm(exact)
+    assert away < 0.05, away
 
 
 @pytest.mark.slow

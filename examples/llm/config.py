@@ -106,14 +106,38 @@ FAMILIES = (
     *("llama", "mistral", "mixtral", "phi3", "smollm3", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
     *("gemma3_text", "gpt_oss"),
 )
-EXPERTS = {
-    "qwen3_moe": "num_experts",
-    "mixtral": "num_local_experts",
-    "gpt_oss": "num_local_experts",
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss")
+"""The families with experts."""
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+DEFAULTS = {
+    "mistral": {"sliding_window": 4096, "rms_norm_eps": 1e-6},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True},
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28},
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "swiglu_limit": 7.0,
+        "rope_scaling": YARN | {"truncate": False, "original_max_position_embeddings": 4096},
+    },
 }
-"""The families with experts: the field that says how many."""
-EPSILONS = dict.fromkeys(("phi3", "mixtral", "gpt_oss"), 1e-5)
-THETAS = {"gemma3_text": 1e6, "mixtral": 1e6, "smollm3": 2e6, "gpt_oss": 1.5e5}
 """What a config.json of a family may leave out."""
 
 
@@ -147,13 +171,21 @@ def parse_config(fields, path="config.json", quantized=False):
     """Return the ``Config`` of the fields of a config.json, whose tensors may be quantized."""
     if not isinstance(fields, dict):
         raise LlmError(f"{path} must be an object of fields, got a {type(fields).__name__}.")
-    if "quantization_config" in fields and not quantized:
+    if fields.get("quantization_config") and not quantized:
         raise LlmError(
             f"{path}: quantization_config says that the tensors are quantized. Run generate on "
             "this folder as it is, or take that of the float model."
         )
-    fields = {name: value for name, value in fields.items() if value is not None}
     family = fields.get("model_type")
+    if "rope_parameters" in fields and fields.get("rope_scaling"):
+        raise LlmError(f"{path} must have rope_parameters or rope_scaling, got both.")
+    defaults = DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    if "rope_parameters" in fields:
+        defaults = {name: value for name, value in defaults.items() if name != "rope_scaling"}
+    # A null says that there is none of it.
+    fields = {name: value for name, value in (defaults | fields).items() if value is not None}
+    if "num_local_experts" in fields:  # as transformers writes all families
+        fields.setdefault("num_experts", fields["num_local_experts"])
     if family not in FAMILIES:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}. Only these "
@@ -194,9 +226,8 @@ def _check_numbers(fields, path):
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
             f"and {groups}."
         )
-    for name in sorted(set(EXPERTS.values()) & fields.keys()):
-        if fields.get("num_experts_per_tok", 0) > fields[name]:
-            raise LlmError(f"{path}: num_experts_per_tok must be at most {name}.")
+    if fields.get("num_experts_per_tok", 0) > fields.get("num_experts", math.inf):
+        raise LlmError(f"{path}: num_experts_per_tok must be at most num_experts.")
 
 
 def _check_forms(family, fields, path):
@@ -215,8 +246,7 @@ def _parse(family, fields, path):
     _check_forms(family, fields, path)
     gemma, qwen3 = family.startswith("gemma"), family.startswith("qwen3")
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    default = {"gemma2": 256, "gemma3_text": 256}.get(family, width // heads)
-    size = fields.get("head_dim") or default
+    size = fields.get("head_dim") or (128 if family.startswith("qwen3") else width // heads)
     if size % 2:
         raise LlmError(f"{path}: head_dim must be even, for rotary positions, got {size}.")
     windows = _windows(family, fields, path)
@@ -232,7 +262,7 @@ def _parse(family, fields, path):
         raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
     if family == "gpt_oss" and fields.get("attention_bias") is False:
         raise LlmError(f"{path}: attention_bias must be true for gpt_oss.")
-    experts = fields[EXPERTS[family]] if family in EXPERTS else 0
+    experts = fields["num_experts"] if family in EXPERTS else 0
     return Config(
         family=family,
         vocabulary=fields["vocab_size"],
@@ -245,8 +275,8 @@ def _parse(family, fields, path):
         ropes=ropes,
         rope_of=rope_of,
         scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
-        epsilon=fields.get("rms_norm_eps", EPSILONS.get(family, 1e-6)),
-        tied=fields.get("tie_word_embeddings", gemma or family == "smollm3"),
+        epsilon=fields.get("rms_norm_eps", 1e-6),
+        tied=fields.get("tie_word_embeddings", False),
         biased={"qwen2": ("qkv",), "gpt_oss": ("qkv", "out")}.get(family, ()),
         head_norms=qwen3 or family == "gemma3_text",
         softcap=(fields.get("attn_logit_softcapping") or 0.0) if gemma else 0.0,
@@ -255,7 +285,7 @@ def _parse(family, fields, path):
         experts_per_token=fields["num_experts_per_tok"] if experts else 0,
         normalize_experts=family != "qwen3_moe" or fields.get("norm_topk_prob", False),
         sinks=family == "gpt_oss",
-        limit=fields.get("swiglu_limit", 7.0) if family == "gpt_oss" else 0.0,
+        limit=fields["swiglu_limit"] if family == "gpt_oss" else 0.0,
         gemma=gemma,
     )
 
@@ -289,7 +319,8 @@ def _of_layers(family, fields, path):
     given = fields.get("rope_parameters") or {}
     by_layer = "full_attention" in given
     chosen = given["full_attention"] if by_layer else given or fields.get("rope_scaling") or {}
-    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or THETAS.get(family, 1e4))
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or 1e4)
     kind = chosen.get("rope_type", chosen.get("type", "default"))
     local = None
     if family == "gemma3_text":
@@ -315,7 +346,11 @@ def _of_layers(family, fields, path):
         bounds = low, high, number("original_max_position_embeddings")
         return Rope(theta, number("factor"), bounds), local
     if kind == "yarn" and not {"mscale", "mscale_all_dim"} & chosen.keys():
-        factor, length = number("factor"), number("original_max_position_embeddings")
+        names = "original_max_position_embeddings", "max_position_embeddings"
+        lengths = [one[name] for one in (chosen, fields) for name in names if name in one]
+        if not lengths:
+            raise LlmError(f"{path}: yarn needs {names[0]}.")
+        factor, length = number("factor"), lengths[0]
         bounds = (number(name) if name in chosen else default
                   for name, default in (("beta_fast", 32), ("beta_slow", 1)))  # fmt: skip
         if "attention_factor" in chosen:
@@ -342,6 +377,8 @@ def _windows(family, fields, path):
         elif every is not None:
             local = [(i + 1) % every != 0 for i in range(layers)]
         else:
+            if fields.get("use_sliding_window") and "max_window_layers" not in fields:
+                raise LlmError(f"{path}: use_sliding_window of {family} needs layer_types.")
             first = fields.get("max_window_layers", 0)
             local = [bool(fields.get("use_sliding_window")) and i >= first for i in range(layers)]
     else:

@@ -17,12 +17,22 @@ from . import checkpoint, model
 from .config import LlmError, read_config, read_fields
 from .rules import rules_for
 
-KEY = "quantization_config"
+KEYS = "quantization_config", "compression_config"
+IGNORED = re.compile(
+    r".*\.self_attn\.(q|k|v)_scale|.*\.(input|k_proj\.output|v_proj\.output)_scale"
+)
+"""Ranges of activations and caches, which are float here."""
+
+
+def _about(folder):
+    """Return what a folder's config says of its quantization, or None."""
+    fields = read_fields(folder)
+    return next((fields[key] for key in KEYS if isinstance(fields, dict) and fields.get(key)), None)
 
 
 def is_published(folder):
     """Return whether a folder's config says that its tensors are quantized."""
-    return KEY in read_fields(folder)
+    return _about(folder) is not None
 
 
 def load(folder, dtype="float32"):
@@ -40,18 +50,20 @@ def load(folder, dtype="float32"):
         provider_xla.StoreError: tensors do not fit what the config says of them.
     """
     folder = Path(folder)
-    config, about = read_config(folder, quantized=True), read_fields(folder)[KEY]
+    config, about = read_config(folder, quantized=True), _about(folder)
     files = checkpoint.find_files(folder)
     _check_names(folder, config, files)
     mixed = []
-    sources = {name: _source(config, name, None, mixed) for name in checkpoint.tensor_names(config)}
+    sources = {
+        name: _source(config, name, None, dtype, mixed) for name in checkpoint.tensor_names(config)
+    }
     for name in checkpoint.tensor_names(config, 0):
-        sources[f"layers.{name}"] = _source(config, name, config.layers, mixed)
+        sources[f"layers.{name}"] = _source(config, name, config.layers, dtype, mixed)
     params = xla.load_huggingface(folder, like=checkpoint.shapes(config, dtype), names=sources)
     if mixed:
         warnings.warn(
-            f"{', '.join(mixed)} of {folder} are float: each is made of tensors that have several "
-            "formats.",
+            f"{', '.join(mixed)} of {folder} are float in all layers: each is made of tensors of "
+            "several formats, such as layers that are not quantized.",
             xla.QuantizationWarning,
             stacklevel=2,
         )
@@ -62,7 +74,7 @@ def load(folder, dtype="float32"):
     return config, plan, plan.prepack(params)
 
 
-def _source(config, name, layers, mixed):
+def _source(config, name, layers, dtype, mixed):
     """Return what a parameter is read from: of all layers, or around them."""
     each = [None] if layers is None else range(layers)
     tensors = [checkpoint.tensor_names(config, i)[name] for i in each]
@@ -72,7 +84,8 @@ def _source(config, name, layers, mixed):
         if any(isinstance(one, qn.QArray) for one in found):
             if checkpoint.is_whole(config, name) and name != "embed":  # [experts, out, in]
                 found = [one.swapaxes(-1, -2) for one in found]
-            joined = _joined(config, name, [_by_rows(one) for one in found], count, layers)
+            found = [_by_rows(_folded(one)) for one in found]
+            joined = _joined(config, name, found, count, layers)
             if joined is not None:
                 return joined
             mixed.append(name)
@@ -81,7 +94,7 @@ def _source(config, name, layers, mixed):
             np.asarray(checkpoint.join(config, name, found[i : i + count]), np.float32)
             for i in range(0, len(found), count)
         ]
-        return parts[0] if layers is None else np.stack(parts)
+        return (parts[0] if layers is None else np.stack(parts)).astype(jnp.dtype(dtype))
 
     return xla.Source(*(one for names in tensors for one in names), transform=transform)
 
@@ -114,12 +127,20 @@ def _tile(q):
     return q.shape[-1] // q.scale.shape[-1]
 
 
+def _folded(q):
+    """Return nvfp4, whose tensors each have a scale of their scales, with scales in float32."""
+    if not isinstance(q, qn.QArray) or q.global_scale is None:
+        return q
+    scale = q.scale.astype(jnp.float32) * q.global_scale
+    return qn.qarray(q.qvalue, scale, "float4_e2m1fn", q.dtype)
+
+
 def _by_rows(q):
     """Return a weight in blocks of several rows with a scale for each row, which is the same.
 
     Rows of several tensors then lie side by side, wherever their blocks end.
     """
-    if not isinstance(q, qn.QArray) or q.scale.shape[-2] in (1, q.shape[-2]):
+    if not isinstance(q, qn.QArray) or q.scale.shape[-2] == q.shape[-2]:
         return q
     tiles = dict(q.ragged_tiles)
     rows = tiles.get(-2, q.shape[-2] // q.scale.shape[-2])
@@ -138,7 +159,8 @@ def _by_rows(q):
 
 def _numbers(tensor):
     """Return a tensor's numbers, float32 in NumPy."""
-    tensor = qn.dequantize(tensor) if isinstance(tensor, qn.QArray) else tensor
+    # Not rounded to the dtype that it stands for.
+    tensor = qn.dequantize(tensor.astype("float32")) if isinstance(tensor, qn.QArray) else tensor
     return np.asarray(tensor, np.float32)
 
 
@@ -167,7 +189,7 @@ def _check_names(folder, config, files):
     for file in files:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118
-                if re.sub("_(blocks|scales)$", "", name) in wanted:
+                if re.sub("_(blocks|scales)$", "", name) in wanted or IGNORED.fullmatch(name):
                     continue
                 module, _, _ = name.rpartition(".")
                 while module and module not in modules:

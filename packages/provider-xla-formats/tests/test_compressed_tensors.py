@@ -288,6 +288,10 @@ def broken(change):
 
 
 BROKEN = {
+    "zero points that the scheme lacks": (
+        lambda t, a: t.update(weight_zero_point=t["weight_packed"]),
+        "it has zero points, which its scheme doesn't have",
+    ),
     "no scheme": (lambda t, a: a.update(targets=["other.name"]), "must be among the targets"),
     "no shape": (
         lambda t, a: t.pop("weight_shape"),
@@ -315,6 +319,56 @@ BROKEN = {
         "must be",
     ),
 }
+
+
+def test_classes_are_told_by_names(tmp_path):
+    """A file doesn't say classes: what embeds is an Embedding."""
+    int4, (four, form), _ = int4_groups()
+    int8, (eight, _), _ = int8_channel()
+    tensors = {f"model.embed_tokens.{part}": x for part, x in int8.items()}
+    tensors |= {f"model.up.{part}": x for part, x in int4.items()}
+    groups = {
+        "a": eight | {"targets": ["Embedding"], "format": "int-quantized"},
+        "b": four | {"targets": ["Linear"]},
+    }
+    checkpoint(tmp_path / "in", tensors, groups, form)
+    tree = xla.load_huggingface(tmp_path / "in")
+    assert {name: q.qtype for name, q in tree.items()} == {
+        "model.embed_tokens.weight": "int8",
+        "model.up.weight": "int4",
+    }
+
+
+def test_floats_that_are_not_quantized_yet(tmp_path):
+    """As llm-compressor writes them before it compresses."""
+    tensors, (args, form), _ = int8_channel()
+    tensors["weight"] = tensors["weight"].astype(np.float32)
+    named = {f"{NAME}.{part}": x for part, x in tensors.items()}
+    checkpoint(tmp_path / "in", named, {"g": args}, form)
+    with pytest.raises(xla.StoreError, match="its values must be int8, got float32"):
+        xla.load_huggingface(tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"transform_config": {"config_groups": {"R1": {"type": "hadamard"}}}},
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+    ],
+)
+def test_what_would_give_other_numbers_is_refused(tmp_path, more):
+    tensors, groups, form = broken(lambda t, a: None)
+    checkpoint(tmp_path / "in", tensors, groups, form)
+    path = tmp_path / "in" / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] |= more
+    path.write_text(json.dumps(config))
+    with pytest.raises(xla.StoreError, match=f"must have no {next(iter(more))}, which is not read"):
+        xla.load_huggingface(tmp_path / "in")
+    about = {"transform_config": {}, "sparsity_config": {"format": "dense"}}
+    config["quantization_config"] |= about
+    path.write_text(json.dumps(config))
+    xla.load_huggingface(tmp_path / "in")
 
 
 @pytest.mark.parametrize("case", BROKEN)

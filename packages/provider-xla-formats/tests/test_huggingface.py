@@ -56,6 +56,59 @@ def test_folders_as_their_libraries_have_them(tmp_path, case):
     np.testing.assert_array_equal(tree[f"{NAME}.bias"], bias)
 
 
+def changed(make, config=(), **tensors):
+    def build():
+        written = make()
+        written.config |= dict(config)
+        for end, change in tensors.items():
+            end = "." + end if not end.startswith("_") else end
+            if change is None:
+                written.tensors.pop(end)
+            else:
+                written.tensors[end] = change(written.tensors[end])
+        return written
+
+    return build
+
+
+def e8m0_scales():
+    written = samples.float8()
+    exponents = np.random.default_rng(3).integers(
+        110, 125, written.tensors[".weight_scale_inv"].shape
+    )
+    scale = 2.0 ** (exponents - 127.0)
+    written.tensors[".weight_scale_inv"] = exponents.astype(np.uint8).view(jnp.float8_e8m0fnu)
+    each = np.repeat(np.repeat(scale, 128, 0), 128, 1)[:200, :300]
+    written.numbers = written.tensors[".weight"].astype(float) * each
+    return written
+
+
+def zeros_for_groups(**more):
+    """AutoGPTQ without act-order, which leaves zeros there; and with it, where nothing is set."""
+    written = samples.gptq()
+    written.config |= more
+    written.tensors[".g_idx"] = np.zeros_like(written.tensors[".g_idx"])
+    return written
+
+
+KEPT_TOO = {
+    "no act-order": lambda: zeros_for_groups(),
+    "act-order that is not set": lambda: zeros_for_groups(desc_act=True),
+    "bytes in bfloat16": changed(
+        samples.bitsandbytes, weight=lambda x: x.reshape(-1).view(jnp.bfloat16)[:, None]
+    ),
+    "float8 with scales in e8m0": e8m0_scales,
+}
+
+
+@pytest.mark.parametrize("case", KEPT_TOO)
+def test_what_some_writers_write_otherwise(tmp_path, case):
+    written = KEPT_TOO[case]()
+    written.folder(tmp_path / "in")
+    q = xla.load_huggingface(tmp_path / "in", dtype="float32")[f"{NAME}.weight"]
+    np.testing.assert_allclose(qn.dequantize(q), written.numbers, rtol=3e-7, atol=1e-9)
+
+
 LOST = {
     "act-order": (lambda: samples.gptq(symmetric=False, desc_act=True), "not side by side"),
     "act-order, symmetric": (lambda: samples.gptq(desc_act=True), "not side by side"),
@@ -106,22 +159,14 @@ def test_modules_of_other_bits_than_the_config_says(tmp_path):
     assert {name: q.qtype for name, q in tree.items()} == {"a.weight": "int8", "b.weight": "int4"}
 
 
-def changed(make, config=(), **tensors):
-    def build():
-        written = make()
-        written.config |= dict(config)
-        for end, change in tensors.items():
-            end = "." + end if not end.startswith("_") else end
-            if change is None:
-                written.tensors.pop(end)
-            else:
-                written.tensors[end] = change(written.tensors[end])
-        return written
-
-    return build
-
-
 BROKEN = {
+    "marlin": (changed(samples.gptq, {"is_marlin_format": True}), "got 4 and 'marlin'"),
+    "words of 16 bits": (changed(samples.gptq, qweight=lambda x: x.view(np.int16)), "got int16"),
+    "words of AWQ": (changed(samples.awq, qweight=lambda x: x.view(np.int8)), "got int8"),
+    "scales in bytes": (
+        changed(samples.float8, weight_scale_inv=lambda x: x.astype(np.uint8)),
+        "its scales must be floats, got uint8",
+    ),
     "no scales": (
         changed(samples.gptq, scales=None),
         r"of gptq as its config says: it lacks '.sc",
@@ -171,6 +216,15 @@ def test_folders_that_do_not_fit(tmp_path, case):
     make, message = BROKEN[case]
     make().folder(tmp_path / "in")
     with pytest.raises(xla.StoreError, match=message):
+        xla.load_huggingface(tmp_path / "in")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "int32"])
+def test_values_whose_scales_no_method_knows(tmp_path, dtype):
+    """They would be taken for numbers."""
+    other = np.ones((4, 4), jnp.dtype(dtype))
+    samples.gptq().folder(tmp_path / "in", **{"a.weight": other, "a.scale": np.ones(4, np.float32)})
+    with pytest.raises(xla.StoreError, match=rf"a.weight of .* must be floats.* got {dtype}"):
         xla.load_huggingface(tmp_path / "in")
 
 

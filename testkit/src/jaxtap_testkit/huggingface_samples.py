@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 SHORT = {"int8": "I8", "int32": "I32", "int64": "I64", "float32": "F32", "float16": "F16"}
-SHORT |= {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8"}
+SHORT |= {"bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "uint8": "U8", "int16": "I16"}
+SHORT |= {"float8_e8m0fnu": "F8_E8M0"}
 
 
 def words(row, bits):

@@ -50,7 +50,9 @@ class BitsAndBytes(Method):
         state = json.loads(next(found[one] for one in _STATES if one in found).tobytes())
         n, k = (int(size) for size in state["shape"])
         block = int(state["blocksize"])
-        values = nibbles(found[".weight"].reshape(-1), low_first=False)[: n * k]
+        # As bytes in an array of another dtype, which FSDP wants (bnb_4bit_quant_storage).
+        octets = found[".weight"].reshape(-1).view(np.uint8)
+        values = nibbles(octets, low_first=False)[: n * k]
         scale, table = _largest(found, state), found[".weight.quant_map"].astype(np.float32)
         if values.size != n * k or scale.size != -(-n * k // block) or table.shape != (16,):
             raise ValueError(f"its tensors must be of {n} x {k} numbers in blocks of {block}")

@@ -20,10 +20,11 @@ from ..halves import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32
 from .folder import CONFIG, DTYPES, KEYS
-from .method import Method, grouped
+from .method import Method, check_scales, grouped
 from .scheme import (
     BLOCKS,
     FLOAT,
+    INT,
     NVFP4,
     PACKED,
     Scheme,
@@ -53,6 +54,8 @@ class CompressedTensors(Method):
         scheme = find(module, self._groups)
         if scheme is None:
             raise ValueError("it has scales, and must be among the targets of a group")
+        if scheme.symmetric and ".weight_zero_point" in found:
+            raise ValueError("it has zero points, which its scheme doesn't have")
         read = {name.removeprefix(".weight_"): array for name, array in found.items()}
         kind = qn.get_qtype(scheme.qtype)
         if scheme.format in BLOCKS:
@@ -62,8 +65,10 @@ class CompressedTensors(Method):
             values = int32.unpack(read["packed"], scheme.bits, shape[-1]).reshape(shape)
         else:
             values, shape = read[".weight"], read[".weight"].shape
-        if scheme.format == FLOAT and values.dtype.name != scheme.qtype:
-            raise ValueError(f"its values must be {scheme.qtype}, got {values.dtype.name}")
+        wanted = {FLOAT: scheme.qtype, INT: "int8"}.get(scheme.format, values.dtype.name)
+        if values.dtype.name != wanted:
+            raise ValueError(f"its values must be {wanted}, got {values.dtype.name}")
+        check_scales(read["scale"])
         if scheme.group is not None and shape[-1] % scheme.group:
             raise ValueError(f"groups of {scheme.group} must divide its {shape[-1]} columns")
         scale, zero_point = shaped(read["scale"], scheme, shape), None

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 import quant_numerics as qn
 from provider_xla.file_formats import StoreError
 
-from .method import Method
+from .method import Method, check_scales
 from .scheme import FLOAT, Scheme, shaped, tiles
 
 _INVERSE = ".weight_scale_inv"
@@ -35,6 +35,7 @@ class Float8(Method):
         """Return a weight; see ``Method``."""
         values = found[".weight"]
         scale = found[_INVERSE] if _INVERSE in found else found[".weight_scale"]
+        check_scales(scale)
         if values.dtype != jnp.float8_e4m3fn:
             raise ValueError(f"its values must be float8_e4m3fn, got {values.dtype.name}")
         if self._block is not None:

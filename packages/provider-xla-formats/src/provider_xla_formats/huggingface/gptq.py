@@ -30,6 +30,7 @@ class Gptq(Method):
 
     def __init__(self, where: str, config: Mapping[str, Any]):
         bits, form = config.get("bits"), config.get("checkpoint_format", "gptq")
+        form = "marlin" if config.get("is_marlin_format") else form
         if bits not in _BITS or form not in ("gptq", "gptq_v2"):
             raise StoreError(
                 f"{where} must have {', '.join(map(str, _BITS))} bits and checkpoint_format gptq "
@@ -37,10 +38,12 @@ class Gptq(Method):
             )
         # The first form stores zero points less 1, so that 0 wraps around.
         self._bits, self._less = bits, int(form == "gptq")
+        self._has_order = bool(config.get("desc_act"))
 
     def read(self, module: str, found: Mapping[str, np.ndarray], dtype: DTypeLike | None) -> Any:
         """Return a weight; see ``Method``."""
         words, scale, columns = found[".qweight"], found[".scales"], found.get(".g_idx")
+        int32.check(words)
         # Single modules may have other bits than the config says.
         k = len(words) * 32 // self._bits if columns is None else len(columns)
         bits = len(words) * 32 // max(k, 1)
@@ -50,6 +53,9 @@ class Gptq(Method):
         points = int32.unpack(found[".qzeros"], bits, scale.shape[-1]).T.astype(np.int16)
         half = 2 ** (bits - 1)
         points = ((points + half + self._less) % (2 * half) - half).astype(np.int8)
+        # Without act-order some writers leave zeros there, which no reader looks at.
+        if not self._has_order or (columns is not None and not columns.any()):
+            columns = None
         return grouped(values, scale.T, points, columns, f"int{bits}", dtype or scale.dtype)
 
 
@@ -71,6 +77,7 @@ class Awq(Method):
     def read(self, module: str, found: Mapping[str, np.ndarray], dtype: DTypeLike | None) -> Any:
         """Return a weight; see ``Method``."""
         scale, points = found[".scales"], found.get(".qzeros")
+        int32.check(found[".qweight"])
         points = None if points is None else _columns(points).T
         values = _columns(found[".qweight"]).T
         return grouped(values, scale.T, points, None, "int4", dtype or scale.dtype)

@@ -30,6 +30,7 @@ def unpack(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     Raises:
         ValueError: there are too few words or too many for n numbers.
     """
+    check(words)
     if words.shape[-1] != -(-n * bits // 32):
         raise ValueError(
             f"{n} numbers of {bits} bits must be in {-(-n * bits // 32)} words, got "
@@ -39,3 +40,13 @@ def unpack(words: np.ndarray, bits: int, n: int) -> np.ndarray:
     stream = np.unpackbits(octets, axis=-1, bitorder="little")[..., : n * bits]
     numbers = np.packbits(stream.reshape(*words.shape[:-1], n, bits), axis=-1, bitorder="little")
     return (numbers[..., 0].astype(np.int16) - 2 ** (bits - 1)).astype(np.int8)
+
+
+def check(words: np.ndarray) -> None:
+    """Check that an array is of words.
+
+    Raises:
+        ValueError: it has another dtype.
+    """
+    if words.dtype != np.int32:
+        raise ValueError(f"its words must be int32, got {words.dtype.name}")

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from provider_xla import QuantizationWarning
 from provider_xla.file_formats import Names, StoreError
 
@@ -79,7 +81,7 @@ def load_huggingface(
 
     def tensor(name: str) -> Any:
         if name not in weights:
-            return tensors.read(name)
+            return _plain(str(folder), name, tensors.read(name))
         module = weights[name]
         try:
             found = {part: tensors.read(own) for part, own in owned[module].items()}
@@ -106,6 +108,22 @@ def load_huggingface(
             stacklevel=2,
         )
     return tree
+
+
+def _plain(where: str, name: str, array: np.ndarray) -> np.ndarray:
+    """Return a tensor that no weight is made of.
+
+    Raises:
+        StoreError: it is a matrix of quantized values.
+    """
+    kind = array.dtype
+    is_quantized = kind.itemsize == 1 or kind == np.int32
+    if kind.name.startswith("float8") or (is_quantized and array.ndim > 1 and kind != np.bool_):
+        raise StoreError(
+            f"{name} of {where} must be floats, since its method knows no scales of it, got "
+            f"{kind.name}{list(array.shape)}. Take the float checkpoint, by quantize_file."
+        )
+    return array
 
 
 def _method(where: str, config: Mapping[str, Any]) -> tuple[str, Method]:

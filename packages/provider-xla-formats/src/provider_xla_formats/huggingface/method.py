@@ -83,6 +83,7 @@ def grouped(
         ValueError: the number of groups does not divide that of the columns, or a column has a
             group that isn't there.
     """
+    check_scales(scale)
     n, k = values.shape
     groups = scale.shape[-1]
     if scale.shape != (n, groups) or groups == 0 or k % groups:
@@ -91,6 +92,8 @@ def grouped(
         )
     if zero_point is not None and not zero_point.any():
         zero_point = None
+    if group_of is not None and (group_of == -1).all():  # not set
+        group_of = None
     if group_of is not None and not np.array_equal(group_of, np.arange(k) // (k // groups)):
         if group_of.shape != (k,) or group_of.min() < 0 or group_of.max() >= groups:
             raise ValueError(f"groups of columns must be {k} numbers below {groups} (g_idx)")
@@ -103,3 +106,13 @@ def grouped(
     points = None if zero_point is None else zero_point.astype(storage)
     qvalue = jnp.asarray(values.astype(storage))
     return qn.qarray(qvalue, jnp.asarray(scale), qtype, dtype, zero_point=points)
+
+
+def check_scales(scale: np.ndarray) -> None:
+    """Check that scales are floats.
+
+    Raises:
+        ValueError: they are bytes or integers.
+    """
+    if not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(f"its scales must be floats, got {scale.dtype.name}")

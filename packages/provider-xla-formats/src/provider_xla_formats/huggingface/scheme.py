@@ -141,6 +141,15 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
     Raises:
         StoreError: it is not such a config, or has a scheme that can't be read.
     """
+    for key, is_there in (
+        ("transform_config", bool((config.get("transform_config") or {}).get("config_groups"))),
+        ("sparsity_config", _is_sparse(config.get("sparsity_config"))),
+    ):
+        if is_there:
+            raise StoreError(
+                f"{where} must have no {key}, which is not read: numbers would be others. Take the "
+                "float checkpoint, by quantize_file."
+            )
     try:
         found = {}
         for name, group in config["config_groups"].items():
@@ -156,6 +165,10 @@ def read_schemes(where: str, config: Mapping[str, Any]) -> dict[str, tuple[list[
             f"{where} must have a quantization_config of compressed-tensors, got one that can't be "
             f"read ({error!r})."
         ) from error
+
+
+def _is_sparse(about: Any) -> bool:
+    return isinstance(about, Mapping) and about.get("format", "dense") != "dense"
 
 
 def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
@@ -196,11 +209,15 @@ def _scheme(what: str, form: str, args: Mapping[str, Any]) -> Scheme:
 
 
 def find(module: str, groups: Mapping[str, tuple[list[str], Scheme]]) -> Scheme | None:
-    """Return a module's scheme: by name, by pattern, then by class."""
+    """Return a module's scheme: by name, by pattern, then by class.
+
+    A file doesn't say classes: what embeds has that in its name, and all else is Linear.
+    """
+    embeds = "embed" in module.rpartition(".")[2]
     tests = (
         lambda target: target == module,
         lambda target: target.startswith("re:") and re.match(target[3:], module) is not None,
-        lambda target: target.isidentifier(),
+        lambda target: target.isidentifier() and ("Embedding" in target) == embeds,
     )
     for test in tests:
         for targets, scheme in groups.values():
