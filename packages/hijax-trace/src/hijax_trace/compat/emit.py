@@ -105,14 +105,24 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             pairs = zip(folded, avals, strict=True)
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
-    variables = [trace.frame.newvar(var.aval) for var in eqn.outvars]
-    if holds_jaxprs(eqn) and not trace.frame.is_high:
-        # Else nothing would expand a HiPrim in it.
-        avals = [tracer.aval for tracer in tracers]
-        trace.frame.is_high = eqn.primitive.is_high(*avals, **eqn.params)
+    frame = trace.frame
+    variables = [frame.newvar(var.aval) for var in eqn.outvars]
+    if not frame.is_high and holds_jaxprs(eqn):
+        frame.is_high = _is_high(eqn, tracers)  # else nothing would expand a HiPrim in it
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
-    trace.frame.add_eqn(made)
+    frame.add_eqn(made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
+
+
+def _is_high(eqn: Any, tracers: Sequence[Any]) -> bool:
+    """Return whether an equation holds a HiPrim: for equal calls asked once."""
+    params = eqn.params
+    found = params.is_high if type(params) is SharedParams else None
+    if found is None:
+        found = eqn.primitive.is_high(*(tracer.aval for tracer in tracers), **params)
+        if type(params) is SharedParams:
+            params.is_high = found
+    return found
 
 
 _CALLS = (jit_p, custom_jvp_call_p)

@@ -163,11 +163,16 @@ def _quick_key(
     context: Hashable, site: Hashable, args: tuple, kwargs: dict[str, Any]
 ) -> Hashable | None:
     """Return a key of a call of different tracers alone, which need not be taken apart."""
-    if kwargs or not all(isinstance(value, compat.Tracer) for value in args):
+    if kwargs:
         return None
+    types = []
+    for value in args:
+        if not isinstance(value, compat.Tracer):
+            return None
+        types.append(value.aval)
     if len(args) > len(set(map(id, args))):
         return None
-    return site, context, tuple(value.aval for value in args)
+    return site, context, tuple(types)
 
 
 def key_of(context: Hashable, site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
