@@ -11,9 +11,11 @@ from jax._src import dtypes as _dtypes  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
+from .hijax import call_hi_primitive_p
 from .jaxpr import consts_of, holds_jaxprs, open_of
 from .pjit import _EARLY, SharedParams, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
+from .traced_prims import is_jvp_prim, is_staged_as_is
 
 
 def scopes_of(stack: Any) -> list[str]:
@@ -78,6 +80,8 @@ def can_append(eqn: Any) -> bool:
     """
     if eqn.effects or eqn.primitive.ref_allocating:
         return False
+    if eqn.primitive is call_hi_primitive_p:
+        return is_staged_as_is(eqn.params["_prim"])
     if eqn.primitive is not jit_p:
         return True
     if eqn.params["inline"] in _EARLY:
@@ -143,7 +147,8 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     """
     made = [producer(x) if is_staged_in(x, trace) else (None, None) for x in results]
     eqn = made[0][1] if made else None
-    if eqn is None or eqn.primitive not in _CALLS or not can_append(eqn):
+    is_call = eqn is not None and (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim")))
+    if not is_call or not can_append(eqn):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None

@@ -17,6 +17,7 @@ from jax import lax
 from interception_core import TargetError, explicit_mesh
 
 from .. import compat
+from ..dataflow.holders import custom_body
 from ..staging.repeated import appended
 from .cuts import CUTTING, cuts_of
 from .one_pass import Pass
@@ -171,10 +172,11 @@ def _key(
 ) -> Hashable | None:
     """Return what decides how an equation is joined with a call, or None if more does."""
     eqn = task.eqn
+    called = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     if eqn.primitive is compat.jit_p:
         kind: Hashable = eqn.params["jaxpr"]  # and so the types of its operands
-    elif eqn.primitive is compat.custom_jvp_call_p:
-        kind = eqn.params["call_jaxpr"]
+    elif called is not None:
+        kind = called.jaxpr
     elif eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in CUTTING:
         kind = tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars)
     else:
