@@ -11,6 +11,7 @@ from .. import compat
 from .call import TraceCall
 from .one_pass import Pass
 from .questions import KIND, ORIGIN, PATH, Question, Told
+from .recipe import Recipe
 from .tasks import Task
 
 _MOST = 8
@@ -20,25 +21,17 @@ _MOST = 8
 class Answer(NamedTuple):
     """What a handler did at an operation.
 
-    Values have numbers: first the operands, then the arrays of their proxies, then the results of
-    the equations. Literals have negative ones.
-
     Attributes:
         held: structure and types of the operands' array proxies; None for operands without one.
         told: what the handler was told.
         context: the context of the operation's equation.
-        literals: the scalars that it used, as tracers.
-        equations: the equations that it made, each with the numbers of its operands, and its name
-            stack within the operation's.
-        results: the numbers of the results.
+        recipe: what it made of the operands and the arrays of their proxies.
     """
 
     held: Sequence[tuple[Any, Sequence[Any]] | None]
     told: Told
     context: Any
-    literals: Sequence[Any]
-    equations: Sequence[tuple[Any, Sequence[int], Any]]
-    results: Sequence[int]
+    recipe: Recipe
 
 
 class Answers:
@@ -69,23 +62,14 @@ class Answers:
         run.session.numbers.next(path, run.frame.label, marker.op_name)
         count = len(eqn.invars)
 
-        def values(numbers: Sequence[int]) -> list[Any]:
-            return [
-                one.literals[-1 - i]
-                if i < 0
-                # Looked up only if it is used: see `lazy`.
-                else run.values[eqn.invars[i]]
-                if i < count
-                else arrays[i - count]
-                for i in numbers
-            ]
+        def value(i: int) -> Any:
+            # Looked up only if it is used: see `lazy`.
+            return run.values[eqn.invars[i]] if i < count else arrays[i - count]
 
-        for made, numbers, inner in one.equations:
-            source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
-            arrays += compat.append(run.trace, made, values(numbers), source)
+        results = one.recipe.make(run.trace, value, info)
         run.frame.replaced.update(eqn.outvars)
         run.frame.from_handler.update(eqn.outvars)
-        run.values.update(zip(eqn.outvars, values(one.results), strict=True))
+        run.values.update(zip(eqn.outvars, results, strict=True))
         return True
 
     def keep(
@@ -110,35 +94,12 @@ class Answers:
             return  # JAX's rules must run for what uses them: see `Pass.changed`
         held, arrays = given
         inputs = [*(run.values[atom] for atom in eqn.invars), *arrays]
-        places = {compat.producer(value)[0]: i for i, value in enumerate(inputs)}
-        if len(places) < len(inputs):
+        if len({compat.producer(value)[0] for value in inputs}) < len(inputs):
             return  # an equation does not tell which of two equal operands it has
-        literals: list[Any] = []
-
-        def numbers(tracers: Sequence[Any]) -> list[Any]:
-            found: list[Any] = []
-            for tracer in tracers:
-                var = compat.producer(tracer)[0] if compat.is_staged_in(tracer, run.trace) else None
-                if type(var) is compat.Literal:
-                    literals.append(tracer)
-                    found.append(-len(literals))
-                else:
-                    found.append(places.get(var))
-            return found
-
-        equations, outer = [], info.name_stack
-        for made in compat.staged_in(run.trace, before):
-            stack = made.source_info.name_stack
-            if not compat.can_append(made) or stack[: len(outer)] != outer:
-                return
-            inner = stack[len(outer) :] if len(stack) > len(outer) else None
-            equations.append((compat.equation_like(made), numbers(made.in_tracers), inner))
-            for var in made.outvars:
-                places[var] = len(places)
-        found = numbers(results)
-        if any(None in given for given in (found, *(given for _, given, _ in equations))):
+        recipe = Recipe.of(run.trace, inputs, before, results, info.name_stack)
+        if recipe is None:
             return
-        answer = Answer(held, self._told(task, call), eqn.ctx, literals, equations, found)
+        answer = Answer(held, self._told(task, call), eqn.ctx, recipe)
         kept = self._kept.setdefault((task.marker, task.within), [])
         kept[:] = [*kept[1 - _MOST :], answer]
 

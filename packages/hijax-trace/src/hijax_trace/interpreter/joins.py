@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +18,9 @@ from interception_core import TargetError, explicit_mesh
 
 from .. import compat
 from ..dataflow.holders import custom_body
-from ..staging.repeated import appended
 from .cuts import CUTTING, cuts_of
 from .one_pass import Pass
+from .recipe import Recipe
 from .tasks import Task
 from .views import ORDERED, makers, moved
 
@@ -41,7 +41,7 @@ class Joins:
         self._run = run
         self._uses: Counter[Any] | None = None
         self._results: set[Any] = set()
-        self._known: dict[Hashable, tuple[Any, _Joined | None]] = {}
+        self._known: dict[Hashable, Recipe | None] = {}
 
     def make(self, task: Task, values: Sequence[Any], info: Any) -> bool:
         """Make an equation by the call that made one of its operands.
@@ -115,62 +115,41 @@ class Joins:
             users: the equations that make the operand of it.
             info: the equation's source.
         """
-        run, (_, call) = self._run, compat.producer(origin)
-        key = _key(task, values, which, call, users)
+        run, (_, call), eqn = self._run, compat.producer(origin), task.eqn
+        given, key = list(call.in_tracers), _key(task, which, call, users)
+        for i, value in enumerate(values):
+            if i != which and key is not None and compat.is_staged(value):
+                # A row that is repeated, behind it, may be an operand: see `_reshaped`.
+                views = list(makers(value, ORDERED))
+                given += [value, *(view.in_tracers[0] for view in views)]
+                key = *key, i, *((one.in_tracers[0].aval, *one.params.items()) for one in views)
+        ids = [id(compat.producer(x)[0]) for x in given]
+        if key is not None and len(set(ids)) < len(ids):
+            key = *key, *map(ids.index, ids)
         if key is not None and key in self._known:
-            _, known = self._known[key]
-            if known is None:
-                return None
-            operands = [*call.in_tracers, *(values[i] for i in known.others)]
-            (result,) = compat.append(run.trace, known.equation, operands, info)
-            return result
+            recipe = self._known[key]
+            return None if recipe is None else recipe.make(run.trace, given.__getitem__, info)[0]
+        before = compat.staged_count(run.trace)
         result: Any = NotImplemented
         # Explicit shardings are of one shape.
         if explicit_mesh([x for x in values if compat.is_staged(x)]) is None:
-            with compat.at(info), task.eqn.ctx.manager:
-                result = _cut(task.eqn, which, origin)
+            with compat.at(info), eqn.ctx.manager:
+                result = _cut(eqn, which, origin)
                 if result is NotImplemented:
                     result = _added(run.trace, task, values, which, origin, info)
-        if key is not None:
-            refused = result is NotImplemented
-            found = None if refused else _Joined.of(result, call, values, run.trace)
-            if refused or found is not None:
-                # The parameters are kept, so that nothing else gets their ids.
-                self._known[key] = (call.params, [user.params for user in users]), found
-        return None if result is NotImplemented else result
+        refused, recipe = result is NotImplemented, None
+        if not refused:
+            recipe = Recipe.of(run.trace, given, before, [result], info.name_stack)
+        if key is not None and (refused or recipe is not None):
+            self._known[key] = recipe
+        return None if refused else result
 
 
-class _Joined(NamedTuple):
-    """A call that was made instead of another one and an equation.
+def _key(task: Task, which: int, call: Any, users: Sequence[Any]) -> Any:
+    """Return what decides how an equation is joined with a call, beside the other operands.
 
-    Attributes:
-        equation: the call, for ``compat.append``.
-        others: the equation's operands that it takes after those of the other call, by number.
+    None if the equation is not of a kind that is joined.
     """
-
-    equation: Any
-    others: Sequence[int]
-
-    @classmethod
-    def of(cls, result: Any, call: Any, values: Sequence[Any], trace: Any) -> _Joined | None:
-        """Return how a result was made; None if not by one call of these values alone."""
-        made = compat.producer(result)[1] if compat.is_staged_in(result, trace) else None
-        if made is None or len(made.outvars) > 1 or not compat.can_append(made):
-            return None
-        count = len(call.in_tracers)
-        if any(x is not y for x, y in zip(made.in_tracers, call.in_tracers, strict=False)):
-            return None
-        places = {id(value): i for i, value in enumerate(values) if compat.is_staged(value)}
-        others = [places.get(id(x)) for x in made.in_tracers[count:]]
-        if len(made.in_tracers) < count or None in others:
-            return None
-        return cls(compat.equation_like(made), others)  # type: ignore[arg-type]
-
-
-def _key(
-    task: Task, values: Sequence[Any], which: int, call: Any, users: Sequence[Any]
-) -> Hashable | None:
-    """Return what decides how an equation is joined with a call, or None if more does."""
     eqn = task.eqn
     called = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     if eqn.primitive is compat.jit_p:
@@ -181,15 +160,11 @@ def _key(
         kind = tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars)
     else:
         return None
-    literals = []
-    for i, (atom, value) in enumerate(zip(eqn.invars, values, strict=True)):
-        if type(atom) is compat.Literal:
-            literals.append((i, repr(atom.val)))  # which tells -0.0 from 0.0
-        elif i != which and next(makers(value, ORDERED), None) is not None:
-            return None  # the row behind it may be an operand: see `_reshaped`
-    reshaped = tuple(id(user.params) for user in users)
-    how = eqn.primitive, kind, task.inlined, id(eqn.ctx), tuple(literals)
-    return *how, which, id(call.params), reshaped
+    # The text of a literal tells -0.0 from 0.0.
+    literals = tuple(repr(x.val) for x in eqn.invars if type(x) is compat.Literal)
+    how = eqn.primitive, kind, task.inlined, id(eqn.ctx), literals
+    origin = call.params["jaxpr"], call.params["name"]
+    return *how, which, *origin, *((user.primitive, *user.params.items()) for user in users)
 
 
 def _cut(eqn: Any, which: int, origin: Any) -> Any:
@@ -280,15 +255,7 @@ def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, or
     """Return what the call that made ``origin``, one of the operands, returns for a primitive."""
     _, call = compat.producer(origin)
     name = call.params["name"]
-    others = [x for x in operands if x is not origin]
-    arrays = [x for x in others if not isinstance(x, np.generic)]
-    types = tuple(x if isinstance(x, np.generic) else compat.typeof(x) for x in others)
-    key = call.params["jaxpr"], primitive, tuple(params.items()), which, types
-    result = appended(
-        key,
-        lambda: name.joined(primitive, params, operands, which, call.in_tracers),
-        [*call.in_tracers, *arrays],
-    )
+    result = name.joined(primitive, params, operands, which, call.in_tracers)
     if result is NotImplemented:
         return result
     given = compat.typeof(result) if compat.is_jax_type(result) else None
