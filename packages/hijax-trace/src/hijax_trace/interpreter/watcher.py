@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from interception_core.engine_api import settled
 from .. import compat
 from ..dataflow.holders import custom_body
 from ..staging.deferred import Staged, can_defer, defer, defers, staged
-from ..staging.marker import key_of
-from ..staging.packed import NUMBERS, NUMPY, Packed, is_iterator, is_plain
+from ..staging.marker import hoisted, key_of
+from ..staging.packed import Packed, is_iterator, is_plain, stage_packed
 from ..staging.repeated import appended
 from .early import Early
 from .session import Session
@@ -116,15 +116,14 @@ class Watcher:
         key = key_of(call.site, call.site.subject, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
-            results: Packed | None = None
 
-            def flat(*arrays: Any) -> list[Any]:
-                nonlocal results
+            def run(arrays: Sequence[Any]) -> Any:
                 args, kwargs = packed.build(arrays)
-                results = Packed(self._stage(context, call, args, kwargs), NUMPY + NUMBERS)
-                return results.forget()
+                return self._stage(context, call, args, kwargs)
 
-            found = staged(call.op_name, flat, values)._replace(results=results)
+            types = list(map(compat.typeof, values))
+            jaxpr, consts, results = stage_packed(call.op_name, run, types)
+            found = Staged(*hoisted(jaxpr, consts), results)
             if key is not None and not found.more:
                 self.session.tapping.mapped[key] = found
         return found

@@ -17,7 +17,7 @@ import jax
 from interception_core import OpCall, TargetError
 
 from .. import compat
-from .packed import NUMBERS, NUMPY, Packed
+from .packed import NUMBERS, NUMPY, Packed, stage_packed
 from .repeated import again, keep
 
 
@@ -155,17 +155,11 @@ class Markers:
         packed: Packed,
         avals: Sequence[Any],
     ) -> tuple[tuple[Marker, Any], list[Any], list[Any]]:
-        results: Packed | None = None
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal results
+        def run(arrays: Sequence[Any]) -> Any:
             args, kwargs = packed.build(arrays)
-            results = Packed(body(*args, **kwargs), NUMPY + NUMBERS)
-            return results.forget()
+            return body(*args, **kwargs)
 
-        info = compat.named_info(op_name)
-        jaxpr, consts = compat.stage(flat, avals, info)
-        assert results is not None
+        jaxpr, consts, results = stage_packed(op_name, run, avals)
         jaxpr, more = hoisted(jaxpr, consts)
         packed.forget()
         marker = Marker(self._owner, op_name, site, function, packed, results, len(more))
