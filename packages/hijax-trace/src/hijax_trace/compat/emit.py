@@ -147,8 +147,9 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     """
     made = [producer(x) if is_staged_in(x, trace) else (None, None) for x in results]
     eqn = made[0][1] if made else None
-    is_call = eqn is not None and (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim")))
-    if not is_call or not can_append(eqn):
+    if eqn is None or not (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim"))):
+        return None
+    if not can_append(eqn):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None

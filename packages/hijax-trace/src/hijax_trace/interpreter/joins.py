@@ -123,12 +123,13 @@ class Joins:
                 views = list(makers(value, ORDERED))
                 given += [value, *(view.in_tracers[0] for view in views)]
                 key = *key, i, *((one.in_tracers[0].aval, *one.params.items()) for one in views)
-        ids = [id(compat.producer(x)[0]) for x in given]
-        if key is not None and len(set(ids)) < len(ids):
-            key = *key, *map(ids.index, ids)
-        if key is not None and key in self._known:
-            recipe = self._known[key]
-            return None if recipe is None else recipe.make(run.trace, given.__getitem__, info)[0]
+        if key is not None:
+            ids = [id(compat.producer(x)[0]) for x in given]
+            if len(set(ids)) < len(ids):
+                key = *key, *map(ids.index, ids)
+            if key in self._known:
+                recipe = self._known[key]
+                return recipe and recipe.make(run.trace, given.__getitem__, info)[0]
         before = compat.staged_count(run.trace)
         result: Any = NotImplemented
         # Explicit shardings are of one shape.
@@ -151,13 +152,12 @@ def _key(task: Task, which: int, call: Any, users: Sequence[Any]) -> Any:
     None if the equation is not of a kind that is joined.
     """
     eqn = task.eqn
-    called = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     if eqn.primitive is compat.jit_p:
         kind: Hashable = eqn.params["jaxpr"]  # and so the types of its operands
-    elif called is not None:
-        kind = called.jaxpr
     elif eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in CUTTING:
         kind = tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars)
+    elif called := custom_body(eqn.primitive, eqn.params, len(eqn.invars)):
+        kind = called.jaxpr
     else:
         return None
     # The text of a literal tells -0.0 from 0.0.

@@ -80,19 +80,14 @@ class Recipe(NamedTuple):
                 that are used.
             info: the source of the whole.
         """
-        made: list[Any] = []
+        found = {-1 - i: literal for i, literal in enumerate(self.literals)}
+        last = self.count
 
         def values(numbers: Sequence[int]) -> list[Any]:
-            return [
-                self.literals[-1 - i]
-                if i < 0
-                else value(i)
-                if i < self.count
-                else made[i - self.count]
-                for i in numbers
-            ]
+            return [found[i] if i in found else value(i) for i in numbers]
 
         for eqn, numbers, inner in self.equations:
             source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
-            made += compat.append(trace, eqn, values(numbers), source)
+            for one in compat.append(trace, eqn, values(numbers), source):
+                found[last], last = one, last + 1
         return values(self.results)
