@@ -39,7 +39,8 @@ class Outline:
         assert isinstance(call, TappedCall)
         assert call.observer is self
         self.calls.append(call.op_id)
-        result = handler(call, *args, **kwargs)
+        with call.outside():
+            result = handler(call, *args, **kwargs)
         return call.let_run(*args, **kwargs) if result is NotImplemented else result
 
 

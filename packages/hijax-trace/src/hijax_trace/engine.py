@@ -20,7 +20,6 @@ from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
 from .dataflow.flow import Origin
 from .dataflow.nodes import Unknown
-from .interpreter.body_proxies import leaves_of
 from .interpreter.early import Restage
 from .interpreter.frames import Frame, Inputs
 from .interpreter.jax_patches import PATCHES
@@ -140,14 +139,18 @@ class _Tapped:
         origins = _Origins(packed, paths)
         replaced: frozenset[str] = frozenset()
         if any(type(one) is Carrier and one.inputs for one in held.values()):
-            given = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
-            held, replaced = without_replaced(held, dict(zip(paths, given, strict=True)))
+            inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
+            held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
         watcher = Watcher(Session(self._current()))
-        while (staged := self._stage(watcher, (args, kwargs), packed, held, origins)) is None:
+        leaves, structure = jax.tree.flatten(held)
+        proxies = functools.partial(jax.tree.unflatten, structure)
+        values = [*packed.arrays, *leaves]
+        # JAX names inputs only if each leaf is one. Names take long to make.
+        given = ((), {}) if leaves else (args, kwargs)
+        while (staged := self._stage(watcher, given, packed, values, proxies, origins)) is None:
             _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
             widen_mode(self._interceptor, watcher.early.restages_nested)
             watcher = Watcher(Session(self._current()))
-        leaves = leaves_of(list(held.values()))
         jaxpr, consts, result = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session
@@ -168,7 +171,7 @@ class _Tapped:
         first = len(jaxpr.invars) - len(leaves) - count
         inputs = _Inputs(jaxpr, first, origins, held)
         frame = Frame(jaxpr, inputs, "", consts=consts)
-        values = [*consts, *packed.arrays, *leaves]
+        values = [*consts, *values]
         try:
             session.replaced = replaced
             if lacking:
@@ -215,21 +218,21 @@ class _Tapped:
         watcher: Watcher,
         given: tuple[tuple, dict[str, Any]],
         packed: Packed,
-        held: dict[int, ArrayProxy],
+        values: Sequence[Any],
+        proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
         origins: _Origins,
     ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function. Return None if another mode is needed."""
+        """Stage the function of values. Return None if another mode is needed."""
         result: Packed | None = None
         watcher.session.origin = origins
         taps = watcher.session.tapping.taps
-        values = [*packed.arrays, *leaves_of(list(held.values()))]
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
-            proxies = jax.tree.unflatten(jax.tree.structure(held), leaves)
-            watcher.early.tracers.begin(compat.current_trace(), tracers, origins, proxies)
-            watcher.defer_inlining(compat.current_trace())
+            trace, held = compat.current_trace(), functools.partial(proxies, leaves)
+            watcher.early.tracers.begin(trace, tracers, origins, held)
+            watcher.defer_inlining(trace)
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()
@@ -255,6 +258,8 @@ def _observe(tapping: Tapping) -> Watcher:
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
     """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
+    if not any(proxy.is_carried for proxy in held.values()):
+        return {}
     for i, proxy in held.items():
         structure = jax.tree.structure(proxy)
         if proxy.is_carried:

@@ -283,7 +283,8 @@ def test_handlers_know_views_that_the_program_differentiates(name):
     found = proxies(differentiated(fn), held, jnp.asarray(X))
     if name in ARRAYS_IN_DERIVATIVES:
         why = f"{ARRAYS_IN_DERIVATIVES[name]} where the program differentiates."
-        assert all(one.startswith(why) for one in found)
+        # Since 0.12 JAX stages what it differentiates, and then the handler gets the proxy.
+        assert all(one is True or one.startswith(why) for one in found)
         found = proxies(jax.jit(differentiated(fn)), held, jnp.asarray(X))
     assert has_proxy(kind, name, found)
     keys = [one.key for one in expressions(fn, params, X)]

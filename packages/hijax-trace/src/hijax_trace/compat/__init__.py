@@ -79,6 +79,7 @@ from .jaxpr import (
     consts_of,
     forgettable,
     has_effects,
+    has_high_values,
     holds_jaxprs,
     inputs_of,
     is_array_type,

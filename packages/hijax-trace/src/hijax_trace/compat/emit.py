@@ -11,9 +11,11 @@ from jax._src import dtypes as _dtypes  # 0.10.2 - 0.12
 from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 
+from .hijax import call_hi_primitive_p
 from .jaxpr import consts_of, holds_jaxprs, open_of
 from .pjit import _EARLY, SharedParams, custom_jvp_call_p, jit_p
 from .trace import is_staged_in, producer
+from .traced_prims import is_jvp_prim, is_staged_as_is
 
 
 def scopes_of(stack: Any) -> list[str]:
@@ -78,6 +80,8 @@ def can_append(eqn: Any) -> bool:
     """
     if eqn.effects or eqn.primitive.ref_allocating:
         return False
+    if eqn.primitive is call_hi_primitive_p:
+        return is_staged_as_is(eqn.params["_prim"])
     if eqn.primitive is not jit_p:
         return True
     if eqn.params["inline"] in _EARLY:
@@ -105,14 +109,24 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             pairs = zip(folded, avals, strict=True)
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
-    variables = [trace.frame.newvar(var.aval) for var in eqn.outvars]
-    if holds_jaxprs(eqn) and not trace.frame.is_high:
-        # Else nothing would expand a HiPrim in it.
-        avals = [tracer.aval for tracer in tracers]
-        trace.frame.is_high = eqn.primitive.is_high(*avals, **eqn.params)
+    frame = trace.frame
+    variables = [frame.newvar(var.aval) for var in eqn.outvars]
+    if not frame.is_high and holds_jaxprs(eqn):
+        frame.is_high = _is_high(eqn, tracers)  # else nothing would expand a HiPrim in it
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
-    trace.frame.add_eqn(made)
+    frame.add_eqn(made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
+
+
+def _is_high(eqn: Any, tracers: Sequence[Any]) -> bool:
+    """Return whether an equation holds a HiPrim: for equal calls asked once."""
+    params = eqn.params
+    found = params.is_high if type(params) is SharedParams else None
+    if found is None:
+        found = eqn.primitive.is_high(*(tracer.aval for tracer in tracers), **params)
+        if type(params) is SharedParams:
+            params.is_high = found
+    return found
 
 
 _CALLS = (jit_p, custom_jvp_call_p)
@@ -133,7 +147,9 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     """
     made = [producer(x) if is_staged_in(x, trace) else (None, None) for x in results]
     eqn = made[0][1] if made else None
-    if eqn is None or eqn.primitive not in _CALLS or not can_append(eqn):
+    if eqn is None or not (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim"))):
+        return None
+    if not can_append(eqn):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None

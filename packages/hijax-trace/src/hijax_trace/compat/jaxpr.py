@@ -142,6 +142,18 @@ def primitive_names() -> list[str]:
     return sorted(lowered | {_hijax.call_hi_primitive_p.name})
 
 
+def has_high_values(jaxpr: Any) -> bool:
+    """Return whether a jaxpr itself has values of high-level types."""
+    # A jaxpr is high for its HiPrims, too, most of which are of arrays.
+    return jaxpr.is_high and _has_high_values(jaxpr)
+
+
+@once_per_jaxpr
+def _has_high_values(jaxpr: Any) -> bool:
+    values = [*inputs_of(jaxpr), *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
+    return any(is_high_type(var.aval) for var in values)
+
+
 def is_high_type(aval: Any) -> bool:
     """Return whether a type is a high-level one."""
     return bool(aval.is_high)

@@ -93,9 +93,11 @@ class SharedParams(dict[str, Any]):
     Attributes:
         left: the call after dead code is removed, if all its results are used: the inputs that
             it uses, and its parameters. None before that, and on 0.12, which knows it without.
+        is_high: whether the equations hold a HiPrim. None before that is asked.
     """
 
     left: tuple[list[bool], SharedParams] | None = None
+    is_high: bool | None = None
 
 
 if not hasattr(_hijax, "vmap_rule"):  # 0.10.2, 0.11.2

@@ -46,6 +46,11 @@ def is_jvp_prim(prim: Any) -> bool:
     return isinstance(prim, _JVP)
 
 
+def is_staged_as_is(prim: Any) -> bool:
+    """Return whether a HiPrim is one of JAX's, which stage nothing but their equation."""
+    return isinstance(prim, _REMAT + _NAMES + _VJP + _JVP)
+
+
 def prim_program(prim: Any) -> tuple[Any, tuple[int, ...]] | None:
     """Return the program that a HiPrim of JAX holds.
 

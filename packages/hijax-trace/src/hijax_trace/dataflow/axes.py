@@ -16,6 +16,7 @@ AxesOf = Callable[[dict[str, Any], Sequence[int], Sequence[int]], Axes | None]
 """``axes_of(params, shape_before, shape_after)``; None where the axes can't be followed."""
 
 
+@functools.lru_cache(maxsize=64)
 def identity(rank: int) -> Axes:
     """Return the axes of a value that does not move."""
     return tuple(range(rank))

@@ -63,6 +63,7 @@ class Dataflow:
             constants = compat.inputs_of(jaxpr)[: len(consts)]
             self.consts = dict(zip(constants, consts, strict=True))
         self._activations: set[Any] = set()
+        self._judge: Callable[[str], bool] | None = None
 
     def expression(self, atom: Any) -> Expression:
         """Return the expression of a variable or literal of the jaxpr."""
@@ -86,23 +87,27 @@ class Dataflow:
             atom: the variable or literal.
             is_parameter: whether the input of a pytree path is a parameter.
         """
+        if self._judge is not is_parameter:
+            self._judge, self._activations = is_parameter, set()
         seen: set[Any] = set()
-        stack = [atom]
-        while stack:
-            var = stack.pop()
+        # The nearest first: a residual stream is longer than any way to a handler's result.
+        queue = [atom]
+        for var in queue:
             if isinstance(var, compat.Literal) or var in seen:
                 continue
-            seen.add(var)
-            place = self.flow.makers.get(var)
-            is_base = place is None and self._of(var).judged(is_parameter).kind == "activation"
-            if is_base or var in self._from_handler or var in self._activations:
+            if var in self._from_handler or var in self._activations:
                 self._activations.add(atom)
                 return True
+            seen.add(var)
+            place = self.flow.makers.get(var)
             if place is None:
+                if self._of(var).judged(is_parameter).kind == "activation":
+                    self._activations.add(atom)
+                    return True
                 continue
             eqn = self._eqns[place]
             bits = _computed(eqn)[eqn.outvars.index(var)]
-            stack += (x for i, x in enumerate(eqn.invars) if bits >> i & 1)
+            queue += [x for i, x in enumerate(eqn.invars) if bits >> i & 1]
         return False
 
     def _of(self, atom: Any) -> Expression:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +10,8 @@ import jax
 from .. import compat
 from .call import TraceCall
 from .one_pass import Pass
-from .questions import KIND, KINDS, ORIGIN, PATH, Question, Told, is_told
+from .questions import KIND, ORIGIN, PATH, Question, Told
+from .recipe import Recipe
 from .tasks import Task
 
 _MOST = 8
@@ -21,25 +21,17 @@ _MOST = 8
 class Answer(NamedTuple):
     """What a handler did at an operation.
 
-    Values have numbers: first the operands, then the arrays of their proxies, then the results of
-    the equations. Literals have negative ones.
-
     Attributes:
         held: structure and types of the operands' array proxies; None for operands without one.
         told: what the handler was told.
         context: the context of the operation's equation.
-        literals: the scalars that it used, as tracers.
-        equations: the equations that it made, each with the numbers of its operands, and its name
-            stack within the operation's.
-        results: the numbers of the results.
+        recipe: what it made of the operands and the arrays of their proxies.
     """
 
     held: Sequence[tuple[Any, Sequence[Any]] | None]
     told: Told
     context: Any
-    literals: Sequence[Any]
-    equations: Sequence[tuple[Any, Sequence[int], Any]]
-    results: Sequence[int]
+    recipe: Recipe
 
 
 class Answers:
@@ -61,32 +53,23 @@ class Answers:
         if kept is None or given is None or marker is None or task.unused:
             return False
         held, arrays = given
-        answer = functools.partial(self._answer, task, None)
+        path = run.frame.path(task.scopes)
         for one in kept:
-            if one.context is eqn.ctx and one.held == held and is_told(one.told, answer):
+            if one.context is eqn.ctx and one.held == held and self._is_told(one, eqn, path):
                 break
         else:
             return False
-        run.number(task, marker.op_name)
+        run.session.numbers.next(path, run.frame.label, marker.op_name)
         count = len(eqn.invars)
 
-        def values(numbers: Sequence[int]) -> list[Any]:
-            return [
-                one.literals[-1 - i]
-                if i < 0
-                # Looked up only if it is used: see `lazy`.
-                else run.values[eqn.invars[i]]
-                if i < count
-                else arrays[i - count]
-                for i in numbers
-            ]
+        def value(i: int) -> Any:
+            # Looked up only if it is used: see `lazy`.
+            return run.values[eqn.invars[i]] if i < count else arrays[i - count]
 
-        for made, numbers, inner in one.equations:
-            source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
-            arrays += compat.append(run.trace, made, values(numbers), source)
+        results = one.recipe.make(run.trace, value, info)
         run.frame.replaced.update(eqn.outvars)
         run.frame.from_handler.update(eqn.outvars)
-        run.values.update(zip(eqn.outvars, values(one.results), strict=True))
+        run.values.update(zip(eqn.outvars, results, strict=True))
         return True
 
     def keep(
@@ -111,36 +94,12 @@ class Answers:
             return  # JAX's rules must run for what uses them: see `Pass.changed`
         held, arrays = given
         inputs = [*(run.values[atom] for atom in eqn.invars), *arrays]
-        places = {compat.producer(value)[0]: i for i, value in enumerate(inputs)}
-        if len(places) < len(inputs):
+        if len({compat.producer(value)[0] for value in inputs}) < len(inputs):
             return  # an equation does not tell which of two equal operands it has
-        literals: list[Any] = []
-
-        def numbers(tracers: Sequence[Any]) -> list[Any]:
-            found: list[Any] = []
-            for tracer in tracers:
-                var = compat.producer(tracer)[0] if compat.is_staged_in(tracer, run.trace) else None
-                if type(var) is compat.Literal:
-                    literals.append(tracer)
-                    found.append(-len(literals))
-                else:
-                    found.append(places.get(var))
-            return found
-
-        equations, outer = [], info.name_stack
-        for made in compat.staged_in(run.trace, before):
-            stack = made.source_info.name_stack
-            if not compat.can_append(made) or stack[: len(outer)] != outer:
-                return
-            inner = stack[len(outer) :] if len(stack) > len(outer) else None
-            equations.append((compat.equation_like(made), numbers(made.in_tracers), inner))
-            for var in made.outvars:
-                places[var] = len(places)
-        found = numbers(results)
-        if any(None in given for given in (found, *(given for _, given, _ in equations))):
+        recipe = Recipe.of(run.trace, inputs, before, results, info.name_stack)
+        if recipe is None:
             return
-        told = {question: self._answer(task, call, question) for question in call.asked}
-        answer = Answer(held, told, eqn.ctx, literals, equations, found)
+        answer = Answer(held, self._told(task, call), eqn.ctx, recipe)
         kept = self._kept.setdefault((task.marker, task.within), [])
         kept[:] = [*kept[1 - _MOST :], answer]
 
@@ -150,47 +109,59 @@ class Answers:
         None if something else is known of the operands, or a handler could look at their values.
         """
         run, held, arrays = self._run, [], []
-        frame = run.frame
+        frame, trace = run.frame, run.trace
         if frame.untapped or frame.metadata:
             return None
-        if any(type(atom) is compat.Literal or atom in run.changed for atom in eqn.invars):
-            return None
-        if any(map(frame.is_linear, eqn.invars)):
-            return None  # its result is one equation that JAX can transpose
         for atom in eqn.invars:
+            if type(atom) is compat.Literal or atom in run.changed:
+                return None
+            if frame.is_linear(atom):
+                return None  # its result is one equation that JAX can transpose
             proxy = frame.proxies.get(atom)
             if proxy is None:
-                if not compat.is_staged_in(run.values[atom], run.trace):
+                if not compat.is_staged_in(run.values[atom], trace):
                     return None
                 held.append(None)
                 continue
             leaves, structure = jax.tree.flatten(proxy)
-            if not all(compat.is_staged_in(leaf, run.trace) for leaf in leaves):
-                return None
+            for leaf in leaves:
+                if not compat.is_staged_in(leaf, trace):
+                    return None
             arrays += leaves
             held.append((structure, [leaf.aval for leaf in leaves]))
         return held, arrays
 
-    def _answer(self, task: Task, call: TraceCall | None, question: Question) -> Hashable:
-        """Return the key of the answer to a question about an operation.
+    def _is_told(self, answer: Answer, eqn: Any, path: str) -> bool:
+        """Return whether a handler would be told the same about an equation under a path.
 
-        Args:
-            task: the operation's task.
-            call: what has answered it already; None to answer it now.
-            question: the question.
+        The questions need not be logged: it has asked them in this frame.
         """
-        what, *about = question
         frame, tapping = self._run.frame, self._run.session.tapping
-        if what == PATH:
-            frame.note(PATH)
-            return tapping.interceptor.resolve_path(frame.path(task.scopes))
-        if call is not None:
-            found = call.asked[question]
-        else:
-            index, *more = about
-            if what != ORIGIN:
-                frame.note(KINDS, *more)
-            found = getattr(frame, what)(task.eqn.invars[index], *more)
-        if what == ORIGIN:
-            return tapping.keys.of_origin(found)
-        return tapping.keys.of_kind(found) if what == KIND else found
+        atoms = eqn.invars
+        for (what, *about), told in answer.told.items():
+            if what == PATH:
+                found = tapping.interceptor.resolve_path(path)
+            elif what == ORIGIN:
+                found = tapping.keys.of_origin(frame.origin(atoms[about[0]]))
+            elif what == KIND:
+                found = tapping.keys.of_kind(frame.kind(atoms[about[0]], about[1]))
+            else:
+                found = frame.is_activation(atoms[about[0]], about[1])
+            if found != told:
+                return False
+        return True
+
+    def _told(self, task: Task, call: TraceCall) -> Told:
+        """Return what a handler was told about an operation, as keys."""
+        tapping = self._run.session.tapping
+        told: dict[Question, Hashable] = {}
+        for question, found in call.asked.items():
+            what = question[0]
+            if what == PATH:
+                found = tapping.interceptor.resolve_path(self._run.frame.path(task.scopes))
+            elif what == ORIGIN:
+                found = tapping.keys.of_origin(found)
+            elif what == KIND:
+                found = tapping.keys.of_kind(found)
+            told[question] = found
+        return told

@@ -16,11 +16,6 @@ from ..proxy.move import MoveError, is_shared
 from ..proxy.shards import Placed, placed
 
 
-def leaves_of(proxies: Sequence[ArrayProxy]) -> list[Any]:
-    """Return the arrays of proxies."""
-    return jax.tree.leaves(list(proxies))
-
-
 @dataclass(frozen=True)
 class BodyProxies:
     """The array proxies that a body takes beside its inputs.
@@ -42,7 +37,7 @@ class BodyProxies:
     def leading(self) -> list[Any]:
         """The arrays to put before the body's operands."""
         shared = [leaf.value for leaf in self._of_steps if is_shared(leaf)]
-        return [*leaves_of(self.proxies[: self.whole]), *shared]
+        return [*jax.tree.leaves(self.proxies[: self.whole]), *shared]
 
     @property
     def trailing(self) -> list[Any]:

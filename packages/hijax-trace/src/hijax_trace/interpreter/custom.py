@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .. import compat
 from ..dataflow.holders import SAME, Body, custom_body
+from ..staging.deferred import Staged
 from ..staging.marker import hoisted
-from ..staging.packed import NUMBERS, NUMPY, Packed
+from ..staging.packed import Packed, stage_packed
 from .bodies import tap_body
 from .body_proxies import proxies_of_body, untrained
 from .frames import Operands, Place
@@ -25,20 +26,6 @@ from .hi_prims import refuse
 from .rebuild import Rebuilt, share
 from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
 from .session import Session
-
-
-class _Staged(NamedTuple):
-    """A rule that was staged with its function.
-
-    Attributes:
-        jaxpr: the closed jaxpr.
-        extra: the values of its first inputs, which the call has not got.
-        rest: what else the rule returns.
-    """
-
-    jaxpr: Any
-    extra: tuple[Any, ...]
-    rest: list[Any]
 
 
 def rebuild_custom(
@@ -65,9 +52,9 @@ def rebuild_custom(
     # no end.
     if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_rule:
         staged = _staged(session, custom, [name == "fwd_jaxpr_thunk"] * (count - first))
-    if staged is not None and staged.extra:
+    if staged is not None and staged.more:
         both = [tapped.jaxpr, staged.jaxpr]
-        (new["call_jaxpr"], rule), leading = share(both, [leading, staged.extra])
+        (new["call_jaxpr"], rule), leading = share(both, [leading, staged.more])
         staged, hidden = staged._replace(jaxpr=rule), (len(leading), first)
         avals = list(map(compat.typeof, [*leading, *values]))
         # The rule gets these operands too, so that they must not count as constants.
@@ -87,14 +74,14 @@ def rebuild_custom(
     return Rebuilt(new, [*leading, *values], tapped.outcome)
 
 
-def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> _Staged | None:
+def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> Staged | None:
     """Stage a rule with its function. Return None if it raises, which matters where it is used."""
     try:
         jaxpr, consts, *rest = tap_rule(session, custom, flags, is_later=False)
     except Exception:
         return None
     jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
-    return _Staged(jaxpr, tuple(extra), rest)
+    return Staged(jaxpr, extra, rest)
 
 
 def _rebuild_prim(
@@ -121,30 +108,25 @@ def _rebuild_prim(
     # As for other calls: see ``rebuild_custom``.
     if tapped.extra and not prim.symbolic_zeros and not place.frame.is_rule:
         staged = _staged_prim(prim, functools.partial(run, is_later=False))
-        if staged is not None and staged.extra:
-            (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.extra])
-            call = _given(prim, compat.as_function(rule), *staged.rest)
+        if staged is not None and staged.more:
+            (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.more])
+            call = _given(prim, compat.as_function(rule), *staged.results)
     hidden = list(map(compat.typeof, leading))
     made = compat.custom_with(prim, jaxpr, hidden, call, refuse)
     return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 
 
-def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> _Staged | None:
+def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> Staged | None:
     """Stage the rule of a HiPrim with its function. Return None if it raises."""
-    result: Packed | None = None
-
-    def flat(*values: Any) -> list[Any]:
-        nonlocal result
-        result = Packed(run(compat.rule_arguments(prim, values)), NUMPY + NUMBERS)
-        return result.forget()
-
     try:
-        info = compat.named_info("rule")
-        jaxpr, consts = compat.stage(flat, compat.rule_types(prim), info)
+        jaxpr, consts, result = stage_packed(
+            "rule",
+            lambda values: run(compat.rule_arguments(prim, values)),
+            compat.rule_types(prim),
+        )
     except Exception:
         return None
-    jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
-    return _Staged(jaxpr, tuple(extra), [result])
+    return Staged(*hoisted(jaxpr, consts), [result])
 
 
 def _given(
@@ -168,7 +150,7 @@ def _check_hidden(varies: Sequence[bool], hidden: Hidden) -> None:
         refuse()
 
 
-def _jvp_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
+def _jvp_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
     """Return a rule of a ``custom_jvp`` for all operands of the call, with symbolic zeros.
 
     Args:
@@ -191,12 +173,12 @@ def _jvp_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[.
             return run(*primals[: hidden[0]], *primals[own.start :], *along)
 
         types = [*avals, *(tangents[i] for i in given)]
-        return (*compat.stage(flat, types, compat.named_info("jvp")), *staged.rest)
+        return (*compat.stage(flat, types, compat.named_info("jvp")), *staged.results)
 
     return jvp
 
 
-def _fwd_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
+def _fwd_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
     """Return the forward rule of a ``custom_vjp`` for all operands of the call.
 
     Args:
@@ -215,7 +197,7 @@ def _fwd_of(staged: _Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[.
         def flat(*values: Any) -> list[Any]:
             return run(*values[: hidden[0]], *values[own:])
 
-        return (*compat.stage(flat, avals, compat.named_info("fwd")), *staged.rest)
+        return (*compat.stage(flat, avals, compat.named_info("fwd")), *staged.results)
 
     return fwd
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from .. import compat
+from ..dataflow.holders import custom_body
 
 CUTTING = frozenset(("clamp", "max", "min"))
 # In shard_map a number is made to vary over devices as the operand does.
@@ -52,10 +53,11 @@ def cuts_of(eqn: Any, known: Mapping[Any, Any] | None = None) -> Cuts | None:
     if eqn.primitive is compat.jit_p:
         steps = _cuts_in(eqn.params["jaxpr"], numbers)
         return None if steps is None else (atom, steps)
-    if eqn.primitive is not compat.custom_jvp_call_p:
+    called = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
+    if called is None:
         return None
-    body = eqn.params["call_jaxpr"]
-    steps = _cuts_in(body, numbers) if compat.is_of_jax_nn(body, ("relu", "relu6")) else None
+    is_relu = compat.is_of_jax_nn(called.jaxpr, ("relu", "relu6"))
+    steps = _cuts_in(called.jaxpr, numbers) if is_relu else None
     if steps is None or [primitive for primitive, _ in steps] not in (["max"], ["max", "min"]):
         return None
     ((least,), *most) = (found for _, found in steps)

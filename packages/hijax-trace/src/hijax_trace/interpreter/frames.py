@@ -262,7 +262,7 @@ class Frame:
 
     def is_activation(self, atom: Any, is_parameter: Callable[[str], bool]) -> bool:
         """Return whether a variable or literal is surely an activation."""
-        if self.proxy(atom) is not None:
+        if type(atom) is not compat.Literal and atom in self.proxies:
             return False  # most likely a parameter
         return self._values.is_activation(atom, is_parameter)
 

@@ -21,7 +21,7 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
-from ..staging.packed import NUMBERS, NUMPY, Packed
+from ..staging.packed import Packed, stage_packed
 from .op_ids import Numbers
 from .questions import Outcome
 
@@ -288,14 +288,7 @@ def staged_rule(
         Its arguments and its result, both packed, and the jaxpr and constants between them.
     """
     packed = Packed(args, ())
-    result: Packed | None = None
-
-    def flat(*arrays: Any) -> Sequence[Any]:
-        nonlocal result
-        result = Packed(run(fn, packed.build(arrays)), NUMPY + NUMBERS)
-        return result.forget()
-
-    info = compat.named_info(getattr(fn, "__name__", "rule"))
-    jaxpr, consts = compat.stage(flat, [compat.typeof(x) for x in packed.arrays], info)
-    assert result is not None
+    name, types = getattr(fn, "__name__", "rule"), list(map(compat.typeof, packed.arrays))
+    run_packed = lambda arrays: run(fn, packed.build(arrays))  # noqa: E731
+    jaxpr, consts, result = stage_packed(name, run_packed, types)
     return packed, result, jaxpr, consts

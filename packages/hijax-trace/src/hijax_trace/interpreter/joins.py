@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -17,9 +17,10 @@ from jax import lax
 from interception_core import TargetError, explicit_mesh
 
 from .. import compat
-from ..staging.repeated import appended
+from ..dataflow.holders import custom_body
 from .cuts import CUTTING, cuts_of
 from .one_pass import Pass
+from .recipe import Recipe
 from .tasks import Task
 from .views import ORDERED, makers, moved
 
@@ -40,6 +41,7 @@ class Joins:
         self._run = run
         self._uses: Counter[Any] | None = None
         self._results: set[Any] = set()
+        self._known: dict[Hashable, Recipe | None] = {}
 
     def make(self, task: Task, values: Sequence[Any], info: Any) -> bool:
         """Make an equation by the call that made one of its operands.
@@ -61,91 +63,151 @@ class Joins:
         made = [
             i
             for i, var in enumerate(eqn.invars)
-            if type(var) is not compat.Literal and (var in results or var in joined)
+            if type(var) is not compat.Literal
+            and (var in results or var in joined)
+            and self._is_used_once(var)
         ]
         if not made:
-            return False
-        if self._cut(eqn, made, values, info):
-            return True
-        last, atoms, eqns = eqn, eqn.invars, [eqn]
-        if task.inlined:  # such as jnp.add, which broadcasts before it adds
-            closed = eqn.params["jaxpr"]
-            body = compat.open_of(closed)
-            eqns, atoms = body.eqns, body.invars
-            if not eqns or compat.consts_of(closed) or body.outvars != eqns[-1].outvars:
-                return False
-            last = eqns[-1]
-        if last.primitive.name not in _ELEMENTWISE:
-            return False
-        for i in made:
-            value, var, atom = values[i], eqn.invars[i], atoms[i]
-            origin, users = _origin(value, run.trace)
-            if origin is None or not _fits(last, atom) or not self._can_be_last(eqn, var, values):
-                continue
-            if sum(one.invars.count(atom) for one in eqns) > 1:
-                continue
-            with compat.at(info), eqn.ctx.manager:
-                operands = values
-                if task.inlined:
-                    operands = compat.inline_but_last(run.trace, eqn, values, info)
-                result = _joined(last, operands, last.invars.index(atom), origin)
-                if result is NotImplemented:
-                    continue
-                for user in reversed(users):  # cheaper than new reshapes
-                    (result,) = compat.append(run.trace, user, [result], info)
-                run.write(eqn.outvars, [result])
-            self._results.update(eqn.outvars)
-            return True
-        return False
-
-    def _cut(self, eqn: Any, made: Sequence[int], values: Sequence[Any], info: Any) -> bool:
-        """Make an equation that cuts its operand between numbers, by the call that made that.
-
-        Args:
-            eqn: the equation.
-            made: the numbers of its operands that a handler or a join made.
-            values: its operands.
-            info: its source.
-        """
-        run = self._run
-        if eqn.primitive.name not in CUTTING and not compat.holds_jaxprs(eqn):
-            return False
-        found = cuts_of(eqn)
-        if found is None or compat.is_symbolic(found[0].aval):
-            return False
-        var, steps = found
-        which = eqn.invars.index(var)
-        if which not in made:
-            return False
-        origin, users = _origin(values[which], run.trace)
-        if origin is None or not self._can_be_last(eqn, var, values):
-            return False
-        with compat.at(info), eqn.ctx.manager:
-            for primitive, numbers in steps:
-                origin = _called(primitive, {}, [origin, *numbers], 0, origin)
-                if origin is NotImplemented:
-                    return False
-            for user in reversed(users):
-                (origin,) = compat.append(run.trace, user, [origin], info)
-            run.write(eqn.outvars, [origin])
-        self._results.update(eqn.outvars)
-        return True
-
-    def _can_be_last(self, eqn: Any, var: Any, values: Sequence[Any]) -> bool:
-        """Return whether nothing else uses a variable, and its equation's operands are arrays.
-
-        A call that more equations use would run twice.
-        """
-        run = self._run
-        if self._uses is None:
-            atoms = [*(x for one in run.jaxpr.eqns for x in one.invars), *run.jaxpr.outvars]
-            self._uses = Counter(x for x in atoms if type(x) is not compat.Literal)
-        if self._uses[var] > 1:
             return False
         known = run.frame.proxies, run.changed
         if any(x in of for of in known for x in eqn.invars if type(x) is not compat.Literal):
             return False
-        return explicit_mesh([x for x in values if compat.is_staged(x)]) is None  # of one shape
+        for i in made:
+            origin, users = _origin(values[i], run.trace)
+            if origin is None:
+                continue
+            result = self._joined(task, values, i, origin, users, info)
+            if result is None:
+                continue
+            for user in reversed(users):  # cheaper than new reshapes
+                (result,) = compat.append(run.trace, user, [result], info)
+            run.write(eqn.outvars, [result])
+            self._results.update(eqn.outvars)
+            return True
+        return False
+
+    def _is_used_once(self, var: Any) -> bool:
+        """Return whether one equation uses a variable: a call that more use would run twice."""
+        if self._uses is None:
+            jaxpr = self._run.jaxpr
+            atoms = [*(x for one in jaxpr.eqns for x in one.invars), *jaxpr.outvars]
+            self._uses = Counter(x for x in atoms if type(x) is not compat.Literal)
+        return self._uses[var] == 1
+
+    def _joined(
+        self,
+        task: Task,
+        values: Sequence[Any],
+        which: int,
+        origin: Any,
+        users: Sequence[Any],
+        info: Any,
+    ) -> Any:
+        """Return what the call that made ``origin`` returns for an equation, or None.
+
+        Calls that were joined with an equal equation before are not asked again.
+
+        Args:
+            task: the equation's task.
+            values: its operands.
+            which: the number of the operand that the call made.
+            origin: the call's result.
+            users: the equations that make the operand of it.
+            info: the equation's source.
+        """
+        run, (_, call), eqn = self._run, compat.producer(origin), task.eqn
+        given, key = list(call.in_tracers), _key(task, which, call, users)
+        for i, value in enumerate(values):
+            if i != which and key is not None and compat.is_staged(value):
+                # A row that is repeated, behind it, may be an operand: see `_reshaped`.
+                views = list(makers(value, ORDERED))
+                given += [value, *(view.in_tracers[0] for view in views)]
+                key = *key, i, *((one.in_tracers[0].aval, *one.params.items()) for one in views)
+        if key is not None:
+            ids = [id(compat.producer(x)[0]) for x in given]
+            if len(set(ids)) < len(ids):
+                key = *key, *map(ids.index, ids)
+            if key in self._known:
+                recipe = self._known[key]
+                return recipe and recipe.make(run.trace, given.__getitem__, info)[0]
+        before = compat.staged_count(run.trace)
+        result: Any = NotImplemented
+        # Explicit shardings are of one shape.
+        if explicit_mesh([x for x in values if compat.is_staged(x)]) is None:
+            with compat.at(info), eqn.ctx.manager:
+                result = _cut(eqn, which, origin)
+                if result is NotImplemented:
+                    result = _added(run.trace, task, values, which, origin, info)
+        refused, recipe = result is NotImplemented, None
+        if not refused:
+            recipe = Recipe.of(run.trace, given, before, [result], info.name_stack)
+        if key is not None and (refused or recipe is not None):
+            self._known[key] = recipe
+        return None if refused else result
+
+
+def _key(task: Task, which: int, call: Any, users: Sequence[Any]) -> Any:
+    """Return what decides how an equation is joined with a call, beside the other operands.
+
+    None if the equation is not of a kind that is joined.
+    """
+    eqn = task.eqn
+    if eqn.primitive is compat.jit_p:
+        kind: Hashable = eqn.params["jaxpr"]  # and so the types of its operands
+    elif eqn.primitive.name in _ELEMENTWISE or eqn.primitive.name in CUTTING:
+        kind = tuple(eqn.params.items()), tuple(x.aval for x in eqn.invars)
+    elif called := custom_body(eqn.primitive, eqn.params, len(eqn.invars)):
+        kind = called.jaxpr
+    else:
+        return None
+    # The text of a literal tells -0.0 from 0.0.
+    literals = tuple(repr(x.val) for x in eqn.invars if type(x) is compat.Literal)
+    how = eqn.primitive, kind, task.inlined, id(eqn.ctx), literals
+    origin = call.params["jaxpr"], call.params["name"]
+    return *how, which, *origin, *((user.primitive, *user.params.items()) for user in users)
+
+
+def _cut(eqn: Any, which: int, origin: Any) -> Any:
+    """Return what the call that made ``origin`` returns for an equation that cuts its operand.
+
+    NotImplemented if the equation does not cut operand ``which`` between numbers, or the call does
+    not join one of the cuts.
+    """
+    if eqn.primitive.name not in CUTTING and not compat.holds_jaxprs(eqn):
+        return NotImplemented
+    found = cuts_of(eqn)
+    if found is None or found[0] is not eqn.invars[which] or compat.is_symbolic(found[0].aval):
+        return NotImplemented
+    for primitive, numbers in found[1]:
+        origin = _called(primitive, {}, [origin, *numbers], 0, origin)
+        if origin is NotImplemented:
+            break
+    return origin
+
+
+def _added(
+    trace: Any, task: Task, values: Sequence[Any], which: int, origin: Any, info: Any
+) -> Any:
+    """Return what the call that made ``origin`` returns for an elementwise equation.
+
+    NotImplemented if the equation is not elementwise, or the call does not join it.
+    """
+    eqn = last = task.eqn
+    atoms, eqns = eqn.invars, [eqn]
+    if task.inlined:  # such as jnp.add, which broadcasts before it adds
+        closed = eqn.params["jaxpr"]
+        body = compat.open_of(closed)
+        eqns, atoms = body.eqns, body.invars
+        if not eqns or compat.consts_of(closed) or body.outvars != eqns[-1].outvars:
+            return NotImplemented
+        last = eqns[-1]
+    atom = atoms[which]
+    if last.primitive.name not in _ELEMENTWISE or not _fits(last, atom):
+        return NotImplemented
+    if sum(one.invars.count(atom) for one in eqns) > 1:
+        return NotImplemented
+    operands = compat.inline_but_last(trace, eqn, values, info) if task.inlined else values
+    return _joined(last, operands, last.invars.index(atom), origin)
 
 
 def _fits(eqn: Any, atom: Any) -> bool:
@@ -193,15 +255,7 @@ def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, or
     """Return what the call that made ``origin``, one of the operands, returns for a primitive."""
     _, call = compat.producer(origin)
     name = call.params["name"]
-    others = [x for x in operands if x is not origin]
-    arrays = [x for x in others if not isinstance(x, np.generic)]
-    types = tuple(x if isinstance(x, np.generic) else compat.typeof(x) for x in others)
-    key = call.params["jaxpr"], primitive, tuple(params.items()), which, types
-    result = appended(
-        key,
-        lambda: name.joined(primitive, params, operands, which, call.in_tracers),
-        [*call.in_tracers, *arrays],
-    )
+    result = name.joined(primitive, params, operands, which, call.in_tracers)
     if result is NotImplemented:
         return result
     given = compat.typeof(result) if compat.is_jax_type(result) else None

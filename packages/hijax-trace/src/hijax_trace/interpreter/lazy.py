@@ -78,19 +78,17 @@ def restored(
         for number, proxy in proxies.items()
     }
     lacking = [
-        places[id(arrays[number])] for number, proxy in proxies.items() if _is_lacking(proxy)
+        places[id(arrays[number])]
+        for number, proxy in proxies.items()
+        if isinstance(proxy, Carrier) and proxy.own is None
     ]
     return packed, dict(sorted(by_place.items())), sorted(lacking)
 
 
-def _is_lacking(proxy: ArrayProxy) -> bool:
-    return isinstance(proxy, Carrier) and proxy.own is None
-
-
 def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
-    if _is_lacking(proxy):
-        return LazyArray(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
     if isinstance(proxy, Carrier):
+        if proxy.own is None:
+            return LazyArray(jax.core.ShapedArray(proxy.shape, proxy.dtype), proxy.restore)
         return proxy.restore()
     leaves, treedef = jax.tree.flatten(proxy)
     key = treedef, tuple(map(compat.typeof, leaves))

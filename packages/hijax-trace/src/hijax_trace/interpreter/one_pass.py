@@ -22,7 +22,8 @@ class Pass:
 
     A pass that builds another jaxpr appends most equations as they are: the types of their results
     are known, so no JAX rule needs to run. It binds an equation only if an operand's type changed
-    (a handler's result may be less weakly typed). In other traces every equation is bound.
+    (a handler's result may be less weakly typed). In other traces every equation is bound, and in
+    programs with values of high-level types, which JAX's rules change.
 
     Args:
         session: the call of the wrapped function.
@@ -49,7 +50,7 @@ class Pass:
         self.trace = compat.current_trace()
         self._caller = caller
         self._outer = compat.current_stack() if caller is None else caller.name_stack
-        self.appends = compat.is_staging(self.trace) and not jaxpr.is_high
+        self.appends = compat.is_staging(self.trace) and not compat.has_high_values(jaxpr)
         self.derivatives: Any = None  # these three are of modules that import this one
         self.answers: Any = None
         self.joins: Any = None

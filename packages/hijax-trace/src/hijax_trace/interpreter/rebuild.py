@@ -266,7 +266,7 @@ def _united(results: str, outcomes: Sequence[Outcome]) -> Outcome:
     )
 
 
-def share(jaxprs: list[Any], extra: list[tuple[Any, ...]]) -> tuple[list[Any], tuple[Any, ...]]:
+def share(jaxprs: list[Any], extra: Sequence[Sequence[Any]]) -> tuple[list[Any], tuple[Any, ...]]:
     """Give every jaxpr the new inputs of all, each value once.
 
     JAX refuses a reference that is given twice, and loses what is written to one of them.

@@ -38,7 +38,8 @@ class Tracers:
         self._variables: dict[Any, int] = {}
         self._origins: Callable[[int], Origin] | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
-        self._proxies: Mapping[int, ArrayProxy] = {}
+        self._held: Callable[[], Mapping[int, ArrayProxy]] = dict
+        self._proxies: Mapping[int, ArrayProxy] | None = None
         self._staged: tuple[_Staged, Dataflow] | None = None
         self._replaced: set[Any] = set()  # as ``Frame.replaced`` and ``Frame.from_handler``
         self._foreign: set[Any] = set()
@@ -48,7 +49,7 @@ class Tracers:
         trace: Any,
         tracers: Sequence[Any],
         origins: Callable[[int], Origin],
-        proxies: Mapping[int, ArrayProxy],
+        proxies: Callable[[], Mapping[int, ArrayProxy]],
     ) -> None:
         """Begin the staging of the program.
 
@@ -56,12 +57,12 @@ class Tracers:
             trace: the program's trace.
             tracers: its inputs.
             origins: returns the origin of the input of a number.
-            proxies: the array proxies of inputs, by number.
+            proxies: returns the array proxies of inputs, by number. Few programs ask for them.
         """
         self.base = weakref.ref(trace)
         self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
         self._origins = origins
-        self._proxies = proxies
+        self._held = proxies
         variables = list(self._variables)
         staged = _Staged(trace, variables)
 
@@ -73,7 +74,7 @@ class Tracers:
     def end(self) -> None:
         """End the staging of the program."""
         self.base, self._origins = _no_trace, None
-        self._metadata, self._proxies, self._staged = {}, {}, None
+        self._metadata, self._held, self._proxies, self._staged = {}, dict, None, None
         self._replaced, self._foreign = set(), set()
 
     def attach(self, value: Any, metadata: Metadata) -> None:
@@ -155,6 +156,8 @@ class Tracers:
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
+        if self._proxies is None:
+            self._proxies = self._held()
         if not self._proxies:
             return None
         # A value that vmap does not map has its proxy inside, too. A derivative needs the array.
@@ -173,7 +176,9 @@ class Tracers:
         """Return the array proxy of an input."""
         var, eqn = compat.producer(value)
         is_input = eqn is None and not isinstance(var, compat.Literal)
-        return self._proxies.get(self._variables.get(var, -1)) if is_input else None
+        if not is_input or self._proxies is None:
+            return None
+        return self._proxies.get(self._variables.get(var, -1))
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()

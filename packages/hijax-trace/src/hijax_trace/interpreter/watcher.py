@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -13,8 +13,8 @@ from interception_core.engine_api import settled
 from .. import compat
 from ..dataflow.holders import custom_body
 from ..staging.deferred import Staged, can_defer, defer, defers, staged
-from ..staging.marker import key_of
-from ..staging.packed import NUMBERS, NUMPY, Packed, is_iterator, is_plain
+from ..staging.marker import hoisted, key_of
+from ..staging.packed import Packed, is_iterator, is_plain, stage_packed
 from ..staging.repeated import appended
 from .early import Early
 from .session import Session
@@ -42,7 +42,7 @@ class Watcher:
     ) -> Any:
         """Stage a marker for a function's call, or ask its handler early.
 
-        ``Taps`` calls this instead of the handler.
+        ``Taps`` calls this instead of the handler, in the scope of the call.
 
         Args:
             handler: the handler.
@@ -53,30 +53,55 @@ class Watcher:
         Returns:
             The call's result, or NotImplemented to let the function run.
         """
+        # Most calls equal one before, and need no other scope.
+        result = self.session.tapping.markers.again(call.site, args, kwargs)
+        if result is not NotImplemented:
+            return result
+        context = compat.trace_context()
+        with call.outside():
+            return self._outside(context, handler, call, args, kwargs)
+
+    def _outside(
+        self,
+        context: Hashable,
+        handler: Callable[..., Any],
+        call: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Do the same where this interceptor does not act.
+
+        Args:
+            context: JAX's configuration where the function is called.
+            handler: the handler.
+            call: the ``TappedCall``.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
         if is_plain(args, kwargs):
             trace = compat.current_trace()
             if compat.is_staging(trace):
-                return self._stage(call, args, kwargs)
+                return self._stage(context, call, args, kwargs)
             packed = Packed((args, kwargs), ())
             known = compat.known_ahead(trace, packed.arrays)
             if known is not None:
                 # The operation depends on known values alone, so it belongs to the trace around.
                 args, kwargs = packed.build(known)
                 with compat.set_current_trace(compat.parent_trace(trace)), settled(compat.AHEAD):
-                    return self.on_call(handler, call, args, kwargs)
+                    return self._outside(context, handler, call, args, kwargs)
             if any(map(compat.unknown_ahead, packed.arrays)):
                 return NotImplemented
             if defers(trace, self.early.tracers.base()):
-                found = self._staged(call, packed)
+                found = self._staged(context, call, packed)
                 if can_defer(found, trace):
                     return found.results.build(defer(found, packed.arrays))
         if any(map(compat.unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
 
-    def _stage(self, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _stage(self, context: Hashable, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         return self.session.tapping.markers.stage(
-            self.session.context,
+            context,
             call.op_name,
             call.site,
             call.function,
@@ -85,21 +110,20 @@ class Watcher:
             kwargs,
         )
 
-    def _staged(self, call: Any, packed: Packed) -> Staged:
+    def _staged(self, context: Hashable, call: Any, packed: Packed) -> Staged:
         """Stage a function's call as a separate jaxpr."""
-        values, context = packed.arrays, self.session.context
-        key = key_of(context, call.site, call.site.subject, packed)
+        values = packed.arrays
+        key = key_of(call.site, call.site.subject, packed)
         found = None if key is None else self.session.tapping.mapped.get(key)
         if found is None:
-            results: Packed | None = None
 
-            def flat(*arrays: Any) -> list[Any]:
-                nonlocal results
+            def run(arrays: Sequence[Any]) -> Any:
                 args, kwargs = packed.build(arrays)
-                results = Packed(self._stage(call, args, kwargs), NUMPY + NUMBERS)
-                return results.forget()
+                return self._stage(context, call, args, kwargs)
 
-            found = staged(call.op_name, flat, values)._replace(results=results)
+            types = list(map(compat.typeof, values))
+            jaxpr, consts, results = stage_packed(call.op_name, run, types)
+            found = Staged(*hoisted(jaxpr, consts), results)
             if key is not None and not found.more:
                 self.session.tapping.mapped[key] = found
         return found
@@ -145,7 +169,7 @@ class Watcher:
         # Handlers that are asked early see each call.
         if type(function) is jax.custom_jvp and not self.session.tapping.mode.early:
             packed = Packed((args, kwargs), ())
-            key = key_of(self.session.context, function, function.fun, packed)
+            key = key_of(function, function.fun, packed)
             if key is not None:
                 return appended(key, lambda: call(*args, **kwargs), packed.arrays)
         return call(*args, **kwargs)

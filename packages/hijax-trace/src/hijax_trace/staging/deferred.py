@@ -24,12 +24,12 @@ from .marker import hoisted
 
 
 class Staged(NamedTuple):
-    """A call before it is mapped or derived.
+    """A staged function.
 
     Attributes:
         jaxpr: its closed jaxpr.
         more: the values of the leading inputs that are not arguments.
-        results: the packed result, if the function returned more than a flat list.
+        results: its packed result, or what else it returns; None if it returns a flat list alone.
     """
 
     jaxpr: Any

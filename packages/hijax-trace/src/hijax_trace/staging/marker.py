@@ -17,8 +17,8 @@ import jax
 from interception_core import OpCall, TargetError
 
 from .. import compat
-from .packed import NUMBERS, NUMPY, Packed
-from .repeated import appended
+from .packed import NUMBERS, NUMPY, Packed, stage_packed
+from .repeated import again, keep
 
 
 @dataclass(eq=False, slots=True)
@@ -87,6 +87,23 @@ class Markers:
         self._owner = owner
         self._known: dict[Hashable, tuple[Marker, Any]] = {}
 
+    def again(self, site: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Stage a call that equals one before in the same trace. Return its result.
+
+        NotImplemented if none does.
+
+        Args:
+            site: the target.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
+        known = self._known.get(_quick_key(compat.trace_context(), site, args, kwargs))
+        if known is None:
+            return NotImplemented
+        marker, jaxpr = known
+        results = again(jaxpr, args)
+        return NotImplemented if results is None else marker.results.build(results)
+
     def stage(
         self,
         context: Hashable,
@@ -100,7 +117,7 @@ class Markers:
         """Stage one call as a marker. Return its result.
 
         Args:
-            context: stands for JAX's configuration.
+            context: JAX's configuration where it is called, the scope there included.
             op_name: the last part of the target's name.
             site: the target.
             function: the function; see ``Marker``.
@@ -108,30 +125,26 @@ class Markers:
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
-        quick = _quick_key(context, site, args, kwargs)
-        known, values, more = self._known.get(quick), args, ()
-        is_kept = known is not None
+        packed = Packed((args, kwargs), ())
+        values, key = packed.arrays, key_of(site, site.subject, packed)
+        known, consts, more = None if key is None else self._known.get(key), (), ()
         if known is None:
-            packed = Packed((args, kwargs), ())
-            values, key = packed.arrays, key_of(context, site, site.subject, packed)
-            known = None if key is None else self._known.get(key)
-            if known is None:
-                avals = tuple(map(compat.typeof, values))
-                known, consts, more = self._make(op_name, site, function, body, packed, avals)
-                is_kept = key is not None and not consts
-            else:
-                is_kept = True
-            if is_kept:
-                self._known[key] = known
-                if quick is not None:
-                    self._known[quick] = known
+            avals = tuple(map(compat.typeof, values))
+            known, consts, more = self._make(op_name, site, function, body, packed, avals)
+        is_kept = key is not None and not consts
+        if is_kept:
+            self._known[key] = known
+            quick = _quick_key(context, site, args, kwargs)
+            if quick is not None:
+                self._known[quick] = known
         marker, jaxpr = known
         operands = [*more, *values]
-
-        def call() -> list[Any]:
-            return compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, operands)
-
-        return marker.results.build(appended(jaxpr, call, operands) if is_kept else call())
+        results = again(jaxpr, operands) if is_kept else None
+        if results is None:
+            results = compat.named_call(MarkerName.of(marker, jaxpr), jaxpr, operands)
+            if is_kept:
+                keep(jaxpr, operands, results)
+        return marker.results.build(results)
 
     def _make(
         self,
@@ -142,17 +155,11 @@ class Markers:
         packed: Packed,
         avals: Sequence[Any],
     ) -> tuple[tuple[Marker, Any], list[Any], list[Any]]:
-        results: Packed | None = None
-
-        def flat(*arrays: Any) -> list[Any]:
-            nonlocal results
+        def run(arrays: Sequence[Any]) -> Any:
             args, kwargs = packed.build(arrays)
-            results = Packed(body(*args, **kwargs), NUMPY + NUMBERS)
-            return results.forget()
+            return body(*args, **kwargs)
 
-        info = compat.named_info(op_name)
-        jaxpr, consts = compat.stage(flat, avals, info)
-        assert results is not None
+        jaxpr, consts, results = stage_packed(op_name, run, avals)
         jaxpr, more = hoisted(jaxpr, consts)
         packed.forget()
         marker = Marker(self._owner, op_name, site, function, packed, results, len(more))
@@ -163,18 +170,22 @@ def _quick_key(
     context: Hashable, site: Hashable, args: tuple, kwargs: dict[str, Any]
 ) -> Hashable | None:
     """Return a key of a call of different tracers alone, which need not be taken apart."""
-    if kwargs or not all(isinstance(value, compat.Tracer) for value in args):
+    if kwargs:
         return None
+    types = []
+    for value in args:
+        if not isinstance(value, compat.Tracer):
+            return None
+        types.append(value.aval)
     if len(args) > len(set(map(id, args))):
         return None
-    return site, context, tuple(value.aval for value in args)
+    return site, context, tuple(types)
 
 
-def key_of(context: Hashable, site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
-    """Return a key that is equal for equal calls, or None.
+def key_of(site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
+    """Return a key that is equal for equal calls in JAX's current configuration, or None.
 
     Args:
-        context: stands for JAX's configuration.
         site: what is called.
         subject: the function that it calls.
         packed: its arguments.
@@ -183,7 +194,7 @@ def key_of(context: Hashable, site: Hashable, subject: Any, packed: Packed) -> H
         return None
     rest = packed.key()
     avals = tuple(map(compat.typeof, packed.arrays))
-    return None if rest is None else (site, context, avals, rest)
+    return None if rest is None else (site, compat.trace_context(), avals, rest)
 
 
 def _is_pure(subject: Any, packed: Packed) -> bool:

@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -100,6 +100,28 @@ class Packed:
         except TypeError:
             return None
         return key
+
+
+def stage_packed(
+    name: str, fn: Callable[[Sequence[Any]], Any], avals: Sequence[Any]
+) -> tuple[Any, list[Any], Packed]:
+    """Stage a function of a list of arrays that returns a pytree.
+
+    Args:
+        name: its name.
+        fn: the function.
+        avals: the types of the arrays.
+
+    Returns:
+        The open jaxpr, the values of its constants, and the result, whose arrays it returns.
+    """
+    results: list[Packed] = []
+
+    def flat(*arrays: Any) -> list[Any]:
+        results[:] = [Packed(fn(arrays), NUMPY + NUMBERS)]
+        return results[0].forget()
+
+    return *compat.stage(flat, avals, compat.named_info(name)), results[0]
 
 
 def is_plain(args: tuple, kwargs: dict[str, Any]) -> bool:

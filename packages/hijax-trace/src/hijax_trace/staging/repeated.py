@@ -56,22 +56,39 @@ def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> A
     Returns:
         The results.
     """
-    trace = compat.current_trace()
-    if not _keeps(trace):
-        return call()
-    made = _TRACES.of(trace)
     key = key, compat.trace_context()
-    known = made.get(key)
-    if known is not None:
-        eqn, structure = known
-        results = compat.append(trace, eqn, values, compat.current_source())
-        return jax.tree.unflatten(structure, results)
-    result = call()
-    if key not in made:
-        leaves, structure = jax.tree.flatten(result)
+    results = again(key, values)
+    if results is None:
+        results = call()
+        keep(key, values, results)
+    return results
+
+
+def again(key: Hashable, values: Sequence[Any]) -> Any:
+    """Append the equation that was kept for a key in the current trace. Return its results.
+
+    None if there is none.
+
+    Args:
+        key: what the equation depends on, JAX's configuration included.
+        values: its operands.
+    """
+    trace = compat.current_trace()
+    known = _TRACES.of(trace).get(key) if _keeps(trace) else None
+    if known is None:
+        return None
+    eqn, structure = known
+    return jax.tree.unflatten(structure, compat.append(trace, eqn, values, compat.current_source()))
+
+
+def keep(key: Hashable, values: Sequence[Any], results: Any) -> None:
+    """Keep the equation that made a pytree of results from values, for ``again``."""
+    trace = compat.current_trace()
+    made = _TRACES.of(trace) if _keeps(trace) else None
+    if made is not None and key not in made:
+        leaves, structure = jax.tree.flatten(results)
         eqn = compat.call_of(trace, values, leaves)
         made[key] = None if eqn is None else (eqn, structure)
-    return result
 
 
 def repeated(fn: Callable[..., Any], static: Sequence[Hashable], *args: Any) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from .. import _compat
@@ -45,9 +46,12 @@ def _ask(
         else:
             op_name, handler = entry
             call = TappedCall(op_name, site, original, level, kept, args, kwargs)
-            outer = level.parent
-            with CONTEXT(OUTSIDE) if outer is None else Entered(outer):
-                result = handler(call, *args, **kwargs)
+            on_call = level.activation.on_call
+            if on_call is not None:
+                result = on_call(handler, call, *args, **kwargs)
+            else:
+                with call.outside():
+                    result = handler(call, *args, **kwargs)
             if result is not NotImplemented:
                 return result
             kept = (*kept, level.inside(site))
@@ -104,6 +108,11 @@ class TappedCall(OpCall):
         """Run the original as after NotImplemented: operations in it are tapped."""
         kept = (*self._kept, self._scope.inside(self._site))
         return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
+
+    def outside(self) -> AbstractContextManager[Any]:
+        """Return a context in which the interceptors are active that are around this one."""
+        outer = self._scope.parent
+        return CONTEXT(OUTSIDE) if outer is None else Entered(outer)
 
     @property
     def function(self) -> Callable[..., Any]:

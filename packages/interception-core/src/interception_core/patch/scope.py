@@ -73,6 +73,7 @@ class Activation:
         inputs: the positional and keyword arguments of the wrapped function.
         observer: the observer, or None.
         shared_key: its key in JAX's caches, instead of the interceptor's.
+        on_call: called instead of handlers; see ``taps.OnCall``.
     """
 
     __slots__ = (
@@ -86,6 +87,7 @@ class Activation:
         "key",
         "metadata",
         "observer",
+        "on_call",
         "patches",
         "resolve_path",
         "table",
@@ -100,8 +102,10 @@ class Activation:
         inputs: tuple[tuple, dict] | None,
         observer: Observer | None = None,
         shared_key: Hashable = None,
+        on_call: Callable[..., Any] | None = None,
     ):
         self.interceptor = interceptor
+        self.on_call = on_call
         self.key = interceptor.cache_key if shared_key is None else shared_key
         self.resolve_path = interceptor.resolve_path if shared_key is None else _no_path
         self.observer = observer

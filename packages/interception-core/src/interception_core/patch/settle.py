@@ -9,6 +9,7 @@ the operands that the function computes with.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterator, MappingView, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ _FIXED = (tuple, list, str, bytes, bytearray, memoryview)
 def settled_call(args: tuple, kwargs: dict, takes_arrays: bool) -> tuple[tuple, dict]:
     """Return the arguments of a call, each settled; see ``settle``."""
     named = {name: settle(value, takes_arrays) for name, value in kwargs.items()}
-    same = _are_same(named.values(), kwargs.values())
+    same = not named or _are_same(named.values(), kwargs.values())
     return settle(args, takes_arrays), kwargs if same else named
 
 
@@ -39,30 +40,25 @@ def settle(value: Any, takes_arrays: bool = False) -> Any:
     if kind is dict:
         named = {name: settle(part) for name, part in value.items()}
         return value if _are_same(named.values(), value.values()) else named
+    may_have_array, is_read_once, is_unusual = _traits(kind)
     # Tracers have the attribute, too: it is None unless their type has an array.
-    if takes_arrays and _may_have_array(kind) and value.__jax_array__ is not None:
-        return value.__jax_array__()
-    if not _is_read_once(kind) and not (_is_unusual(kind) and jax.tree_util.all_leaves([value])):
+    if takes_arrays and may_have_array and (array := value.__jax_array__) is not None:
+        return array()
+    if not is_read_once and not (is_unusual and jax.tree_util.all_leaves([value])):
         return value
     return tuple(map(settle, value))
 
 
 def _are_same(found: Any, given: Any) -> bool:
-    return all(one is other for one, other in zip(found, given, strict=True))
+    return all(map(operator.is_, found, given))
 
 
 # By type, because asking an abstract base class costs more than the rest of a tapped call's look.
 @functools.lru_cache(maxsize=512)
-def _may_have_array(kind: type) -> bool:
-    return hasattr(kind, "__jax_array__")
+def _traits(kind: type) -> tuple[bool, bool, bool]:
+    """Return whether a type may have an array, is read once, and is an unusual sequence.
 
-
-@functools.lru_cache(maxsize=512)
-def _is_read_once(kind: type) -> bool:
-    return issubclass(kind, Iterator)
-
-
-@functools.lru_cache(maxsize=512)
-def _is_unusual(kind: type) -> bool:
-    """Return whether a type is a sequence that neither JAX nor a key of calls knows."""
-    return issubclass(kind, Sequence | MappingView) and not issubclass(kind, _FIXED)
+    Neither JAX nor a key of calls knows an unusual one.
+    """
+    is_unusual = issubclass(kind, Sequence | MappingView) and not issubclass(kind, _FIXED)
+    return hasattr(kind, "__jax_array__"), issubclass(kind, Iterator), is_unusual

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -21,7 +20,8 @@ _RESOLVE_LOCK = threading.RLock()
 
 OnCall = Callable[..., Any]
 """Called as ``on_call(handler, call, *args, **kwargs)`` instead of a function's handler, with a
-``TappedCall``. It returns what a handler may return."""
+``TappedCall``, in the scope of the call. It returns what a handler may return, and must call
+handlers and originals within ``with call.outside():``."""
 
 
 class Taps:
@@ -137,20 +137,15 @@ class Taps:
             TargetError: a target is unknown, can't be tapped or is named twice.
         """
         resolved = self._find()
-        table = resolved.table
-        if self._on_call is not None:
-            table = {
-                site: (name, functools.partial(self._on_call, handler))
-                for site, (name, handler) in table.items()
-            }
         activation = Activation(
             self.interceptor,
-            table,
+            resolved.table,
             resolved.patches,
             self._disable_jit,
             (args, kwargs),
             observer,
             None if self._shared_key is None else self.key,
+            self._on_call,
         )
         outer = CONTEXT.value
         outer = outer if isinstance(outer, Scope) else None
