@@ -109,6 +109,12 @@ def _quantize_int8(dtype: str, size: Size) -> Call:
     )
 
 
+def _dot_int8(dtype: str, size: Size) -> Call:
+    """Multiply two matrices of so many rows."""
+    scales = jnp.ones(size[1])
+    return te.dot_int8, (_qvalue(size), _qvalue(size), scales, scales)
+
+
 def _grouped_quantize(dtype: str, size: Size) -> Call:
     modes = te.ScalingMode.CURRENT_TENSOR_SCALING, te.QuantizeLayout.ROWWISE
     sizes = jnp.full(8, size[0] // 8, jnp.int32)
@@ -220,6 +226,7 @@ _CALLS = {
     "dequantize": (_dequantize, ROWS),
     "fake_quantize": (_fake_quantize, ROWS),
     "quantize_int8": (_quantize_int8, ROWS),
+    "dot_int8": (_dot_int8, (*ROWS, (64, 2048))),
     "grouped_quantize": (_grouped_quantize, ROWS),
     "gemm_v2": (_matmul, ROWS),
     "grouped_gemm_v2": (_groups, ROWS),
@@ -236,7 +243,8 @@ _CALLS = {
 def calls(spec: KernelSpec) -> Bench:
     """Return calls of an op of each dtype and size."""
     make, sizes = _CALLS[spec.op]
-    dtypes = ("float32",) if spec.op.startswith("pack_") else DTYPES
+    has_one = spec.op.startswith("pack_") or spec.op == "dot_int8"
+    dtypes = ("float32",) if has_one else DTYPES
     cases = [
         BenchCase(
             {"dtype": dtype, "shape": "x".join(map(str, size))},

@@ -91,6 +91,11 @@ _KERNELS = [
         supports="quantizing",
     ),
     _kernel(
+        "dot_int8",
+        "gradients of int8 weights: sums over rows of int8, rescaled",
+        supports="gradient_of_weights",
+    ),
+    _kernel(
         "grouped_quantize",
         "quantizes groups of rows, each with separate scales",
         workspace="of_grouped_quantize",
