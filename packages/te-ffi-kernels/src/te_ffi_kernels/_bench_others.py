@@ -125,17 +125,6 @@ def _grouped_quantize(dtype: str, size: Size) -> Call:
     return fn, (_normal(size, dtype), jnp.ones(8, jnp.float32), sizes)
 
 
-def _matmul(dtype: str, size: Size) -> Call:
-    one, nothing = jnp.ones(1, jnp.float32), jnp.zeros(0, jnp.float32)
-
-    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        bias = nothing.astype(dtype)
-        given = lhs, nothing, rhs, nothing, bias, one, 0 * one, dtype
-        return te.gemm_v2(*given, ((1,), (0,)), te.ScalingMode.NO_SCALING)
-
-    return fn, (_normal(size, dtype), _normal((size[1], size[1]), dtype))
-
-
 def _groups(dtype: str, size: Size) -> Call:
     sizes = jnp.full(8, size[0] // 8, jnp.int32)
     return te.grouped_dense, (_normal(size, dtype), _normal((8, size[1], size[1]), dtype), sizes)
@@ -228,7 +217,6 @@ _CALLS = {
     "quantize_int8": (_quantize_int8, ROWS),
     "dot_int8": (_dot_int8, (*ROWS, (64, 2048))),
     "grouped_quantize": (_grouped_quantize, ROWS),
-    "gemm_v2": (_matmul, ROWS),
     "grouped_gemm_v2": (_groups, ROWS),
     "make_row_id_map": (_dispatch, EXPERTS),
     "permute_with_mask_map": (_dispatch, EXPERTS),

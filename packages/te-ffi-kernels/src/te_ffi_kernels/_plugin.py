@@ -101,14 +101,9 @@ _KERNELS = [
         workspace="of_grouped_quantize",
     ),
     _kernel(
-        "gemm_v2",
-        "matmul of floats, or of quantized values with scales; bias, gelu",
-        workspace="of_gemm_v2",
-    ),
-    _kernel(
         "grouped_gemm_v2",
         "groups of rows, each times its own matrix; floats, or quantized values with scales",
-        workspace="of_gemm_v2",
+        workspace="of_grouped_gemm_v2",
     ),
     _kernel("make_row_id_map", "the rows that tokens go to, from a routing map", "token_dispatch"),
     _kernel("permute_with_mask_map", "tokens copied to the rows of experts", "token_dispatch"),
