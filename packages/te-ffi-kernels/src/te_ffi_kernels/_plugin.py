@@ -113,7 +113,7 @@ _KERNELS = [
         "gradients of weighted sums of the rows of tokens",
         "token_combine",
     ),
-    _kernel("topk", "the largest numbers of rows, and where they are"),
+    _kernel("topk", "the largest numbers of rows, and where they are", supports="largest"),
     _kernel(
         "fused_attn_forward",
         "attention, block by block, and the log-sum-exp of its scores",

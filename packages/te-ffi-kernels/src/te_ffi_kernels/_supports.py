@@ -155,6 +155,13 @@ def matmul_and_more(call: KernelCall) -> bool | str:
     return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
 
 
+def largest(call: KernelCall) -> bool | str:
+    """Tell whether the largest numbers of rows are found faster in the kernel."""
+    if call.operands[0].dtype == "float32":
+        return "XLA is faster at float32"
+    return anything(call)
+
+
 def packing(call: KernelCall) -> bool | str:
     """Tell whether quantized values[k, n] have a packed form."""
     return packing_of(call.operands[0].shape[0], call.param("group", 0))
