@@ -322,22 +322,6 @@ def test_dequantize(benchmark, mode):
     compare(benchmark, sides, often, rounds=10, unit="ms", per=10)
 
 
-def test_float_gemm(benchmark):
-    """gemm_v2 in float32 beside XLA's own product: it is there for its epilogues and quantized
-    values.
-    """
-    a, b = (jnp.asarray(RNG.normal(size=(1024, 1024)), jnp.float32) for _ in range(2))
-    none = jnp.zeros(0)
-
-    def kernel(a, b):
-        dims = ((1,), (0,))
-        one = jnp.ones(1)
-        return te.gemm_v2(a, none, b, none, none, one, jnp.zeros(1), jnp.float32, dims, 0)
-
-    sides = {"XLA": jnp.matmul, "kernel": kernel}
-    compare(benchmark, sides, lambda fn: waiting(fn, a, b), rounds=15, unit="ms")
-
-
 FIRST = """
 import time
 import jax, jax.numpy as jnp, numpy as np

@@ -10,9 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
 import quant_numerics as qn
+from interception_core import KernelSpec, declared_specs
+from interception_core.kernels.select import chosen_kernel
 from jaxtap_testkit.meshes import line
 from jaxtap_testkit.te.calls import calls
 from quant_numerics.contraction import in_kernel
+from quant_numerics.ops import kernel_dot
 
 INT8 = qn.HowToQuantize("int8")
 RULE = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -27,15 +30,21 @@ KEY = jax.random.key(11)
 
 @pytest.fixture
 def either(monkeypatch):
-    """Compile a function with the kernel, as on one device, and without."""
+    """Compile a function with the kernels, as on one device, and without."""
+    (dot,) = [one for one in declared_specs(KernelSpec) if one.op == "dot_int8"]
 
     def compiled(fn, *args):
         found = []
         for least in (1, float("inf")):
             monkeypatch.setattr(in_kernel, "_LEAST_SIZE", least)
-            monkeypatch.setattr(in_kernel, "may_be_cut", lambda: False)
+            monkeypatch.setattr(kernel_dot, "_LEAST_PRODUCTS", least)
+            monkeypatch.setattr(kernel_dot, "_LEAST_LENGTH", 1)
+            for module in (in_kernel, kernel_dot):
+                monkeypatch.setattr(module, "may_be_cut", lambda: False)
             jax.clear_caches()
-            found.append(jax.jit(fn).lower(*args).compile())
+            # XLA is faster on processors without instructions for int8.
+            with chosen_kernel("dot_int8", "cpu", dot):
+                found.append(jax.jit(fn).lower(*args).compile())
         jax.clear_caches()
         return found
 
@@ -78,6 +87,8 @@ def test_steps_have_the_same_bits(either, noise):
     ours, theirs = either(steps, *given)
     # Both operands, and the cotangent for both gradients.
     assert len(calls(ours, "quantize_int8")) == 4 * len(cases)
+    # The gradients of right sides: others don't lie row by row.
+    assert len(calls(ours, "dot_int8")) == 3
     assert not calls(theirs)
     assert_same(ours(*given), theirs(*given))
 
@@ -166,6 +177,7 @@ def test_steps_of_a_provider(either):
     ours, theirs = either(run, params, x, KEY)
     # The gradient of x is not wanted.
     assert len(calls(ours, "quantize_int8")) == 7
+    assert len(calls(ours, "dot_int8")) == 2
     assert_same(ours(params, x, KEY), theirs(params, x, KEY))
     first, again, other = (ours(params, x, jax.random.key(i))[1][0] for i in (1, 1, 2))
     np.testing.assert_array_equal(first, again)
@@ -188,6 +200,7 @@ def test_transformations(either):
 
     ours, theirs = either(run, params, x)
     assert calls(ours, "quantize_int8")
+    assert calls(ours, "dot_int8")
     for mine, plain in zip(
         jax.tree.leaves(ours(params, x)), jax.tree.leaves(theirs(params, x)), strict=True
     ):
@@ -208,6 +221,31 @@ def test_each_device_of_shard_map_uses_it():
     assert not calls(jax.jit(grad).lower(params, x).compile(), "quantize_int8")
 
 
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(
+    ("rows", "scales", "reason"),
+    [
+        (4, {}, "16 rows and 8 columns"),
+        (64, {"tile_axes": {0: 32}}, None),
+        (64, {"method": "minmax"}, None),
+    ],
+)
+def test_what_is_summed_in_xla(rows, scales, reason, caplog, monkeypatch):
+    """A sum of few products; scales along what is summed; zero points."""
+    monkeypatch.setattr(kernel_dot, "may_be_cut", lambda: False)
+    x, y = normal(rows, 300), normal(rows, 200, seed=1)
+    x = qn.quantize(x, "int8", channel_axes=(1,), **scales)
+    y = qn.quantize(y, "int8", channel_axes=(1,))
+    dot = jax.jit(lambda x, y: qn.dot_general(x, y, (((0,), (0,)), ((), ()))))
+    with caplog.at_level("DEBUG", "jaxtap.quant-numerics"):
+        assert not calls(dot.lower(x, y).compile(), "dot_int8")
+    said = [one for one in caplog.messages if "is summed in XLA" in one]
+    assert len(said) == (reason is not None)
+    assert all(reason in one for one in said)
+    wide = [np.asarray(qn.dequantize(side), np.float64) for side in (x, y)]
+    np.testing.assert_allclose(dot(x, y), wide[0].T @ wide[1], rtol=1e-4, atol=1e-4)
+
+
 def test_programs_for_other_platforms_are_as_before(either):
     x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
     fn = lambda x: in_kernel.quantize_scaled(x, "int8", channel_axes=(0,)).qvalue  # noqa: E731
@@ -218,3 +256,6 @@ def test_programs_for_other_platforms_are_as_before(either):
     ]
     assert "quantize_int8" not in texts[0]
     assert texts[0].count("stablehlo.divide") == texts[1].count("stablehlo.divide")
+    sides = [qn.quantize(normal(128, 256, seed=i), "int8", channel_axes=(1,)) for i in range(2)]
+    dot = jax.jit(lambda x, y: qn.dot_general(x, y, (((0,), (0,)), ((), ()))))
+    assert "dot_int8" not in jax.export.export(dot, platforms=["cuda"])(*sides).mlir_module()

@@ -1,43 +1,36 @@
-// Defines the table() of a part: what its isa/table.cc makes for the selected instruction set.
+// Defines the table() of a part: what its isa/table.cc makes for an instruction set.
 #pragma once
 
 #include "common/isa.h"
 
 #if defined(__x86_64__)
-// AMX adds nothing but matmuls: the rest is AVX-512's.
-#define JAXTAP_DEFINE_TABLE(part)              \
-  namespace jaxtap::part {                     \
-  namespace generic {                          \
-  const Table& make_table();                   \
-  }                                            \
-  namespace avx2 {                             \
-  const Table& make_table();                   \
-  }                                            \
-  namespace avx512 {                           \
-  const Table& make_table();                   \
-  }                                            \
-  const Table& table() {                       \
-    switch (selected_isa()) {                  \
-      case Isa::kGeneric:                      \
-        return generic::make_table();          \
-      case Isa::kAvx2:                         \
-        return avx2::make_table();             \
-      case Isa::kAvx512:                       \
-      case Isa::kAmx:                          \
-        return avx512::make_table();           \
-    }                                          \
-    return generic::make_table();              \
-  }                                            \
-  }
+#define JAXTAP_ON_X86(text) text
 #else
-#define JAXTAP_DEFINE_TABLE(part)                          \
-  namespace jaxtap::part {                                 \
-  namespace generic {                                      \
-  const Table& make_table();                               \
-  }                                                        \
-  const Table& table() {                                  \
-    selected_isa(); /* throws for a name that is none */   \
-    return generic::make_table();                          \
-  }                                                        \
-  }
+#define JAXTAP_ON_X86(text)
 #endif
+
+// table(isa), where AMX has the table of `of_amx`.
+#define JAXTAP_DEFINE_TABLES(part, of_amx)                                \
+  namespace jaxtap::part {                                                \
+  namespace generic {                                                     \
+  const Table& make_table();                                              \
+  }                                                                       \
+  JAXTAP_ON_X86(namespace avx2 { const Table& make_table(); })            \
+  JAXTAP_ON_X86(namespace avx512 { const Table& make_table(); })          \
+  JAXTAP_ON_X86(namespace of_amx { const Table& make_table(); })          \
+  const Table& table(Isa isa) {                                           \
+    switch (isa) {                                                        \
+      JAXTAP_ON_X86(case Isa::kAvx2 : return avx2::make_table();)         \
+      JAXTAP_ON_X86(case Isa::kAvx512 : return avx512::make_table();)     \
+      JAXTAP_ON_X86(case Isa::kAmx : return of_amx::make_table();)        \
+      default:                                                            \
+        return generic::make_table();                                     \
+    }                                                                     \
+  }                                                                       \
+  }
+
+// And table(), of the selected instruction set. AMX adds nothing but matmuls and attention: the rest
+// is AVX-512's.
+#define JAXTAP_DEFINE_TABLE(part)                                         \
+  JAXTAP_DEFINE_TABLES(part, avx512)                                      \
+  const jaxtap::part::Table& jaxtap::part::table() { return table(selected_isa()); }

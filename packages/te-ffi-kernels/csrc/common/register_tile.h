@@ -58,7 +58,7 @@ enum class Left { kByRow, kByColumn };
 template <int kR, int kV, Left kLeft>
 JAXTAP_TILE void sum_tile(int64_t depth, const float* __restrict a, int64_t a_stride,
                           const float* __restrict b, int64_t b_stride, Vector (&sums)[kR][kV]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < kR; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < kV; ++v) sums[r][v] = Vector{};
@@ -67,7 +67,7 @@ JAXTAP_TILE void sum_tile(int64_t depth, const float* __restrict a, int64_t a_st
     Vector row[kV];
 #pragma GCC unroll 2
     for (int v = 0; v < kV; ++v) row[v] = read(b + k * b_stride + v * kWidth);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < kR; ++r) {
       const float factor = kLeft == Left::kByRow ? a[r * a_stride + k] : a[k * a_stride + r];
 #pragma GCC unroll 2
@@ -90,7 +90,7 @@ JAXTAP_TILE void multiply_tile(int64_t depth, const float* __restrict a, int64_t
     for (int64_t k = kDepth; k < depth; k += kDepth) {
       sum_tile<kR, kV, kLeft>(depth - k < kDepth ? depth - k : kDepth, a + k * step, a_stride,
                               b + k * b_stride, b_stride, parts);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
       for (int r = 0; r < kR; ++r) {
 #pragma GCC unroll 2
         for (int v = 0; v < kV; ++v) sums[r][v] += parts[r][v];
@@ -99,7 +99,7 @@ JAXTAP_TILE void multiply_tile(int64_t depth, const float* __restrict a, int64_t
   } else {
     sum_tile<kR, kV, kLeft>(depth, a, a_stride, b, b_stride, sums);
   }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
   for (int r = 0; r < kR; ++r) {
 #pragma GCC unroll 2
     for (int v = 0; v < kV; ++v) {

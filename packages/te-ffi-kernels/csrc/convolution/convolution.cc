@@ -18,8 +18,7 @@
 namespace jaxtap::convolution {
 namespace {
 
-// Sums of products of int8 stay in int32, and those of depthwise convolutions in float32.
-constexpr int64_t kMostProducts = (int64_t{1} << 17) - 64;
+// Sums of depthwise convolutions are exact in float32.
 constexpr int64_t kMostTaps = 1040;
 constexpr int64_t kFew = 1 << 14;  // numbers that aren't worth a second thread
 // Reads of whole words end at most so far after an image.
@@ -78,8 +77,8 @@ void check(const Args& a) {
                            "times input channels, without groups; got k = ", w.layout.k,
                            " and group = ", w.layout.group);
   }
-  if (k > kMostProducts || (is_depthwise(a) && taps > kMostTaps)) {
-    throw invalid_argument("convolution: sums must have at most ", kMostProducts, " products, and ",
+  if (k > kExactK || (is_depthwise(a) && taps > kMostTaps)) {
+    throw invalid_argument("convolution: sums must have at most ", kExactK, " products, and ",
                            kMostTaps, " if depthwise, got ", k);
   }
   if (!has_kernel(a.channels, w.n, a.groups, w.layout)) {

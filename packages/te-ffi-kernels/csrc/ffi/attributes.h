@@ -29,4 +29,10 @@ Config ConfigOf(const Call& call, int64_t operands, int64_t results) {
   return Config(call.attributes);
 }
 
+// Of ops without attributes.
+struct NoConfig {
+  template <class Attributes>
+  explicit NoConfig(const Attributes&) {}
+};
+
 }  // namespace jaxtap::ffi

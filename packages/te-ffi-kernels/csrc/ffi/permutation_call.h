@@ -9,11 +9,6 @@
 
 namespace jaxtap::ffi {
 
-struct NoConfig {
-  template <class Attributes>
-  explicit NoConfig(const Attributes&) {}
-};
-
 inline void NeedMatrix(const Array& array, int64_t rows, const char* rows_are) {
   array.NeedRank(2);
   if (array.shape[0] == rows) return;

@@ -66,10 +66,7 @@ struct RouterLossCall {
 
 struct RouterLossGradientCall {
   static constexpr char kTarget[] = "te_ffi_kernels.fused_moe_aux_loss_backward";
-  struct Config {  // of no attributes
-    template <class Attributes>
-    explicit Config(const Attributes&) {}
-  };
+  using Config = NoConfig;
 
   template <class Call>
   explicit RouterLossGradientCall(const Call& call)

@@ -1,10 +1,32 @@
 // Handlers of grouped_gemm_v2.
 
+#include <vector>
+
 #include "ffi/call.h"
 #include "ffi/te_grouped_gemm_call.h"
+#include "te/table.h"
 
 namespace jaxtap::ffi {
 namespace {
+
+void Warm(const GroupedGemmConfig& config) {
+  constexpr int64_t kSide = te::kTile;
+  const std::vector<float> numbers(kSide * kSide, 1.0f), scales(kSide, 1.0f);
+  std::vector<float> out(kSide * kSide);
+  te::Gemm args;
+  args.m = args.n = args.k = kSide;
+  args.scaling = config.scaling;
+  const bool quantized = config.scaling != te::Scaling::kNone;
+  for (te::Factor* factor : {&args.lhs, &args.rhs}) {
+    factor->data = numbers.data();
+    factor->dtype = quantized ? DType::F8E4M3FN : DType::F32;
+    factor->scales = quantized ? scales.data() : nullptr;
+  }
+  args.lhs.lanes_first = !config.lhs_transposed;
+  args.rhs.lanes_first = config.rhs_transposed;
+  args.out = out.data();
+  te::gemm(args, Parallel());
+}
 
 void Multiply(const GroupedGemmCall& given, const Parallel& parallel) {
   const auto* beta = static_cast<const float*>(given.beta.data);
@@ -18,9 +40,7 @@ void Multiply(const GroupedGemmCall& given, const Parallel& parallel) {
                    static_cast<const float*>(given.alpha.data), parallel);
 }
 
-const Handlers<GroupedGemmCall, nullptr, Multiply> kHandlers(
-    "Which loops run depends on group_sizes, which are read on the host while the call runs; they "
-    "are those of gemm_v2, which is warmed up");
+const Handlers<GroupedGemmCall, Warm, Multiply> kHandlers;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -7,6 +7,7 @@
 // the same order, none of them fused.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -182,7 +183,25 @@ struct Release {
   }
 };
 
+// Longest range of K with exact sums: |value of x| <= 128 by |value of w| <= 128 stays in int32.
+constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
+
+// Sums of all `k` rows of K, in parts that fit the caches, to rows of y.
+inline void multiply_exactly(const Kernels& kernels, Tile t, int64_t k, const Finish& finish) {
+  for (int64_t i = 0; i < k; i += kernels.block_k) {
+    t.k = std::min(kernels.block_k, k - i);
+    t.first = i == 0;
+    if (kernels.finishes && finish.planes == 1 && i + t.k == k) t.finish = &finish;
+    kernels.exact8(t);
+    t.x += t.k;
+    t.qvalues += t.k * 16;
+  }
+  if (t.finish == nullptr) kernels.finish(finish);
+}
+
 const Kernels& kernels_of(Isa isa);
+// Those of it, or of the one below that suits so few plane rows.
+const Kernels& kernels_of(Isa isa, int64_t plane_rows);
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();

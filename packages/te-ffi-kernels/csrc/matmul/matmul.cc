@@ -71,6 +71,12 @@ const Kernels& kernels_of(Isa isa) {
   }
 }
 
+const Kernels& kernels_of(Isa isa, int64_t plane_rows) {
+  const Kernels& kernels = kernels_of(isa);
+  if (plane_rows >= kernels.least_rows) return kernels;
+  return kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
+}
+
 int default_planes(int64_t m) {
   // A few rows wait for memory anyway.
   return m <= 4 ? 3 : 2;
@@ -84,10 +90,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   if (layout.k == 0) return finish_zeros(args);
   if (floats_suit(args, isa)) return multiply_floats(args, parallel);
   const int planes = args.planes == 0 ? default_planes(args.m) : args.planes;
-  const Kernels* kernels = &kernels_of(isa);
-  if (args.m * planes < kernels->least_rows) {
-    kernels = &kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
-  }
+  const Kernels& kernels = kernels_of(isa, args.m * planes);
   const int64_t threads = parallel.threads();
   if (args.m >= threads * kRowsAtOnce) {
     // Rows stay in the caches of the thread that quantizes and then multiplies them.
@@ -95,12 +98,12 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
     const int64_t tasks = threads * divide_up(args.m, threads * kRowsAtOnce);
     const int64_t rows = 32 * divide_up(args.m, 32 * tasks);
     parallel.run(divide_up(args.m, rows), [&](int64_t i) {
-      SlabMatmul matmul(args, planes, *kernels);
+      SlabMatmul matmul(args, planes, kernels);
       matmul.run(i * rows, std::min(args.m, (i + 1) * rows), Parallel());
     });
     return;
   }
-  SlabMatmul matmul(args, planes, *kernels);
+  SlabMatmul matmul(args, planes, kernels);
   const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;
   const int64_t slab = std::max(fit, kTaskRows);
   for (int64_t row = 0; row < args.m; row += slab) {

@@ -14,8 +14,6 @@
 
 namespace jaxtap {
 
-// Longest range of K with exact sums: |value of x| <= 128 by |value of w| <= 128 stays in int32.
-constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
 constexpr int64_t kLongSegment = int64_t{1} << 16;
 // Numbers of a row with a scale of their own, where it has two planes and the weight no groups: an
 // outlier costs its neighbours their last bits.
@@ -242,16 +240,9 @@ class SlabMatmul {
     } else if (!exact_) {
       kernels_.scaled8(t);
     } else {
-      for (int64_t i = 0; i < k_; i += kernels_.block_k) {
-        t.k = std::min(kernels_.block_k, k_ - i);
-        t.first = i == 0;
-        if (kernels_.finishes && planes_ == 1 && i + t.k == k_) t.finish = &f;
-        kernels_.exact8(t);
-        t.x += t.k;
-        t.qvalues += t.k * 16;
-      }
+      return multiply_exactly(kernels_, t, k_, f);
     }
-    if (t.finish == nullptr) kernels_.finish(f);
+    kernels_.finish(f);
   }
 
   // From sums to rows of y.

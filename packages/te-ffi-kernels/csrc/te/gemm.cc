@@ -9,6 +9,7 @@
 #include <cstring>
 #include <vector>
 
+#include "activations/table.h"
 #include "common/arena.h"
 #include "te/table.h"
 
@@ -204,8 +205,20 @@ class BlockedGemm {
     if (!bias_.empty()) table_.add(bias_.data() + col, line, cols);
     const int dtype = static_cast<int>(args_.out_dtype);
     const int64_t at = (row * args_.n + col) * byte_size_of(args_.out_dtype);
-    if (args_.gelu) table_.gelu(line, cols);
+    if (args_.gelu) gelu(line, cols);
     table_.store[dtype](line, static_cast<char*>(args_.out) + at, cols);
+  }
+
+  static void gelu(float* line, int64_t cols) {
+    constexpr int64_t kSome = 256;
+    float before[kSome];
+    const auto forward =
+        activations::table().forward[static_cast<int>(activations::Function::kGelu)];
+    for (int64_t i = 0; i < cols; i += kSome) {
+      const int64_t count = std::min(kSome, cols - i);
+      std::memcpy(before, line + i, static_cast<size_t>(count) * sizeof(float));
+      forward(before, line + i, count, activations::Params());
+    }
   }
 
   const Gemm& args_;

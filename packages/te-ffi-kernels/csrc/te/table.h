@@ -54,9 +54,6 @@ struct Table {
                     int64_t rows, int64_t cols, bool past_caches);
   void (*fence)();
 
-  // The activation x * Phi(x) in the form with tanh.
-  void (*gelu)(float* row, int64_t count);
-
   // c[tile_rows][tile_cols] += a b, with a as [k][tile_rows] and b as [k][tile_cols]. With `first`
   // c is overwritten.
   void (*matmul)(int64_t k, const float* a, const float* b, float* c, int64_t stride, bool first);

@@ -78,6 +78,7 @@ from .scaled_softmax.op import (
     scaled_upper_triang_masked_softmax_fwd as scaled_upper_triang_masked_softmax_fwd,
 )
 from .scaled_softmax.op import softmax as softmax
+from .training.dot import dot_int8 as dot_int8
 from .training.op import quantize_int8 as quantize_int8
 
 _native: Any

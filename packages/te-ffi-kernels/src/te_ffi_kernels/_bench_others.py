@@ -109,6 +109,12 @@ def _quantize_int8(dtype: str, size: Size) -> Call:
     )
 
 
+def _dot_int8(dtype: str, size: Size) -> Call:
+    """Multiply two matrices of so many rows."""
+    scales = jnp.ones(size[1])
+    return te.dot_int8, (_qvalue(size), _qvalue(size), scales, scales)
+
+
 def _grouped_quantize(dtype: str, size: Size) -> Call:
     modes = te.ScalingMode.CURRENT_TENSOR_SCALING, te.QuantizeLayout.ROWWISE
     sizes = jnp.full(8, size[0] // 8, jnp.int32)
@@ -117,17 +123,6 @@ def _grouped_quantize(dtype: str, size: Size) -> Call:
         return te.grouped_quantize(x, scale, sizes, "float8_e4m3fn", *modes)
 
     return fn, (_normal(size, dtype), jnp.ones(8, jnp.float32), sizes)
-
-
-def _matmul(dtype: str, size: Size) -> Call:
-    one, nothing = jnp.ones(1, jnp.float32), jnp.zeros(0, jnp.float32)
-
-    def fn(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        bias = nothing.astype(dtype)
-        given = lhs, nothing, rhs, nothing, bias, one, 0 * one, dtype
-        return te.gemm_v2(*given, ((1,), (0,)), te.ScalingMode.NO_SCALING)
-
-    return fn, (_normal(size, dtype), _normal((size[1], size[1]), dtype))
 
 
 def _groups(dtype: str, size: Size) -> Call:
@@ -220,8 +215,8 @@ _CALLS = {
     "dequantize": (_dequantize, ROWS),
     "fake_quantize": (_fake_quantize, ROWS),
     "quantize_int8": (_quantize_int8, ROWS),
+    "dot_int8": (_dot_int8, (*ROWS, (64, 2048))),
     "grouped_quantize": (_grouped_quantize, ROWS),
-    "gemm_v2": (_matmul, ROWS),
     "grouped_gemm_v2": (_groups, ROWS),
     "make_row_id_map": (_dispatch, EXPERTS),
     "permute_with_mask_map": (_dispatch, EXPERTS),
@@ -236,7 +231,8 @@ _CALLS = {
 def calls(spec: KernelSpec) -> Bench:
     """Return calls of an op of each dtype and size."""
     make, sizes = _CALLS[spec.op]
-    dtypes = ("float32",) if spec.op.startswith("pack_") else DTYPES
+    has_one = spec.op.startswith("pack_") or spec.op == "dot_int8"
+    dtypes = ("float32",) if has_one else DTYPES
     cases = [
         BenchCase(
             {"dtype": dtype, "shape": "x".join(map(str, size))},

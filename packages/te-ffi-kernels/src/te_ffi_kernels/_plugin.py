@@ -91,19 +91,19 @@ _KERNELS = [
         supports="quantizing",
     ),
     _kernel(
+        "dot_int8",
+        "gradients of int8 weights: sums over rows of int8, rescaled",
+        supports="gradient_of_weights",
+    ),
+    _kernel(
         "grouped_quantize",
         "quantizes groups of rows, each with separate scales",
         workspace="of_grouped_quantize",
     ),
     _kernel(
-        "gemm_v2",
-        "matmul of floats, or of quantized values with scales; bias, gelu",
-        workspace="of_gemm_v2",
-    ),
-    _kernel(
         "grouped_gemm_v2",
         "groups of rows, each times its own matrix; floats, or quantized values with scales",
-        workspace="of_gemm_v2",
+        workspace="of_grouped_gemm_v2",
     ),
     _kernel("make_row_id_map", "the rows that tokens go to, from a routing map", "token_dispatch"),
     _kernel("permute_with_mask_map", "tokens copied to the rows of experts", "token_dispatch"),
@@ -113,7 +113,7 @@ _KERNELS = [
         "gradients of weighted sums of the rows of tokens",
         "token_combine",
     ),
-    _kernel("topk", "the largest numbers of rows, and where they are"),
+    _kernel("topk", "the largest numbers of rows, and where they are", supports="largest"),
     _kernel(
         "fused_attn_forward",
         "attention, block by block, and the log-sum-exp of its scores",

@@ -11,6 +11,8 @@ MOST_PRODUCTS = 2**17 - 64
 """Products of a convolution's sum, which int32 holds."""
 MOST_TAPS = 1040
 """The same of a depthwise one, whose sums are taken in float32."""
+_KEPT = 1 << 24
+"""Numbers of an operand of ``dot_int8``, which it arranges in memory that a thread keeps."""
 _FLOATS = ("float32", "bfloat16", "float16")
 _FEATURES = 64
 """Input features from which a convolution was measured to be faster than XLA's in float32. Fewer
@@ -35,6 +37,22 @@ def quantizing(call: KernelCall) -> bool | str:
     if instruction_set() == "generic":
         return "XLA is faster on generic"
     return anything(call)
+
+
+def gradient_of_weights(call: KernelCall) -> bool | str:
+    """Tell whether products of int8 that are summed over rows are faster in the kernel."""
+    isa = instruction_set()
+    if isa in ("generic", "avx2"):
+        return f"XLA is faster on {isa}, without instructions for int8"
+    fits = anything(call)
+    if fits is not True:
+        return fits
+    lhs, rhs = (operand.shape for operand in call.operands[:2])
+    if lhs[-2] > MOST_PRODUCTS:
+        return f"its sums have {lhs[-2]} products"
+    if max(math.prod(lhs[-2:]), math.prod(rhs[-2:])) > _KEPT:
+        return f"an operand is larger than the {_KEPT} numbers that a thread keeps memory for"
+    return True
 
 
 def matmul(call: KernelCall) -> bool | str:
@@ -135,6 +153,13 @@ def matmul_and_more(call: KernelCall) -> bool | str:
         return found.reason
     # A kernel of another package multiplies with one weight, and adds nothing.
     return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
+
+
+def largest(call: KernelCall) -> bool | str:
+    """Tell whether the largest numbers of rows are found faster in the kernel."""
+    if call.operands[0].dtype == "float32":
+        return "XLA is faster at float32"
+    return anything(call)
 
 
 def packing(call: KernelCall) -> bool | str:

@@ -164,9 +164,8 @@ def test_from_floats_to_floats():
 def test_beta_must_be_zero(beta):
     x = jnp.ones((4, 4))
     args = (x, NONE, x, NONE, NONE, ONE, jnp.full((1,), beta), jnp.float32, ((1,), (0,)), 0)
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gemm_v2: beta must be 0"):
-        jax.block_until_ready(te.gemm_v2(*args))
-    assert np.isnan(reference.gemm_v2(*args)).all()
+    for op in (te.gemm_v2, reference.gemm_v2):
+        assert np.isnan(op(*args)).all()
 
 
 @pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
@@ -323,7 +322,9 @@ def test_a_bias_in_half_precision_has_a_gradient():
 
 
 def test_it_is_the_kernel_that_runs():
+    """On GPUs: XLA's matmuls are faster than a kernel was on CPU."""
     x = jnp.ones((8, 8))
     rest = (NONE, ONE, ZERO, jnp.float32, ((1,), (0,)), 0)
     text = jax.jit(lambda x: te.gemm_v2(x, NONE, x, NONE, *rest)).lower(x).compile().as_text()
-    assert 'custom_call_target="te_ffi_kernels.gemm_v2"' in text
+    runs = 'custom_call_target="te_ffi_kernels.gemm_v2"' in text
+    assert runs == (jax.default_backend() != "cpu")

@@ -28,6 +28,7 @@ from quant_numerics.ops.dot_sides import (
     side_of,
     value_sums,
 )
+from quant_numerics.ops.kernel_dot import dot_in_kernel
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -196,17 +197,23 @@ def _scaled_dot(
     n = len(side_l.batch) + len(side_l.tiles)
     if how.limit is None or length <= how.limit:
         sharding = _with_axes(out_sharding, len(lb), len(tiles))
-        acc = _dot(side_l, side_r, how, length, sharding)
-    else:
-        chunks = -(-length // how.limit)
-        size = -(-length // chunks)
-        terms = np.minimum(size, length - size * np.arange(chunks)).astype(np.int32)
-        terms = terms.reshape([1] * n + [chunks] + [1] * (len(side_l.free) + len(side_r.free)))
-        sharding = _with_axes(out_sharding, len(lb), len(tiles) + 1)
-        left, right = chunked(side_l, chunks, size), chunked(side_r, chunks, size)
-        # In float32 before rescaling: a chunk that sums to zero must not turn an infinite scale
-        # into NaN.
-        acc = _dot(left, right, how, terms, sharding).sum(axis=n)
+
+        def plain(lhs: Side, rhs: Side) -> jax.Array:
+            return _rescale(_dot(lhs, rhs, how, length, sharding), lhs, rhs)
+
+        found = None
+        if how.limit is not None and sharding is None:
+            found = dot_in_kernel(side_l, side_r, plain)
+        return plain(side_l, side_r) if found is None else found
+    chunks = -(-length // how.limit)
+    size = -(-length // chunks)
+    terms = np.minimum(size, length - size * np.arange(chunks)).astype(np.int32)
+    terms = terms.reshape([1] * n + [chunks] + [1] * (len(side_l.free) + len(side_r.free)))
+    sharding = _with_axes(out_sharding, len(lb), len(tiles) + 1)
+    left, right = chunked(side_l, chunks, size), chunked(side_r, chunks, size)
+    # In float32 before rescaling: a chunk that sums to zero must not turn an infinite scale into
+    # NaN.
+    acc = _dot(left, right, how, terms, sharding).sum(axis=n)
     return _rescale(acc, side_l, side_r)
 
 

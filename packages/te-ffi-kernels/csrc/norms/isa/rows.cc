@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "common/convert.h"
 #include "norms/table.h"
+#include "te/isa/formats.h"
 
 namespace jaxtap::norms::JAXTAP_ISA_NAMESPACE {
 namespace {
@@ -14,20 +14,9 @@ constexpr int64_t kSums = 4;
 constexpr int64_t kStep = kLanes * kSums;
 constexpr int64_t kBlock = 1024;
 
-struct F32 {
-  using Type = float;
-  static inline __attribute__((always_inline)) float load(float x) { return x; }
-};
-
-struct BF16 {
-  using Type = uint16_t;
-  static inline __attribute__((always_inline)) float load(uint16_t x) { return bf16_to_f32(x); }
-};
-
-struct F16 {
-  using Type = uint16_t;
-  static inline __attribute__((always_inline)) float load(uint16_t x) { return f16_to_f32(x); }
-};
+using te::JAXTAP_ISA_NAMESPACE::BF16;
+using te::JAXTAP_ISA_NAMESPACE::F16;
+using te::JAXTAP_ISA_NAMESPACE::F32;
 
 #define JAXTAP_LOAD(lanes, from) __builtin_memcpy(&(lanes), (from), sizeof(Lanes))
 #define JAXTAP_STORE(to, lanes) __builtin_memcpy((to), &(lanes), sizeof(Lanes))

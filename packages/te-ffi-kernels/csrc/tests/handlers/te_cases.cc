@@ -1,4 +1,4 @@
-// Calls of the quantizers and of gemm_v2.
+// Calls of the quantizers.
 #include <algorithm>
 
 #include "tests/handlers/cases.h"
@@ -246,101 +246,6 @@ CASE(grouped_quantize_in_blocks) {
            {operand(0, kF32, {5, 4, 16}),
             "columns (axes from flatten_axis) ... got 16"},
            {operand(0, kF32, {5, 2, 16}), "one quantized value for each of x"}}};
-}
-
-Program gemm_program(int scaling, XLA_FFI_DataType dtype) {
-  const bool quantized = scaling != 0;
-  Program program{
-      "te_ffi_kernels.gemm_v2",
-      {Tensor(dtype, {3, 64}), filled(kF32, {quantized ? 1 : 0}, 0.5), Tensor(dtype, {64, 5}),
-       filled(kF32, {quantized ? 1 : 0}, 0.25), normal({5}), filled(kF32, {1}, 2.0),
-       Tensor(kF32, {1})},
-      {Tensor(kF32, {3, 5}), Tensor(kU8, {1})},
-      {{"config", Dictionary{{"scaling_mode", scaling},
-                             {"lhs_axis_boundary", 1},
-                             {"rhs_axis_boundary", 1},
-                             {"lhs_transposed", false},
-                             {"rhs_transposed", false},
-                             {"use_split_accumulator", true},
-                             {"collective_op", 0},
-                             {"fuse_gelu", false}}}}};
-  for (size_t i : {0, 2}) {
-    const Tensor draws = normal(program.operands[i].dims);
-    for (int64_t j = 0; j < draws.size(); ++j) {
-      set_number(program.operands[i], j,
-                 quantized ? std::trunc(30 * number(draws, j)) : number(draws, j));
-    }
-  }
-  return program;
-}
-
-void expect_matmul(const Program& p, double factor) {
-  expect_close(p.results[0], "matmul", [&](int64_t i) {
-    double sum = 0;
-    for (int64_t k = 0; k < 64; ++k) {
-      sum += number(p.operands[0], i / 5 * 64 + k) * number(p.operands[2], k * 5 + i % 5);
-    }
-    return 2 * factor * sum + number(p.operands[4], i % 5);
-  }, 2e-5);
-}
-
-std::function<void(Program&)> config(const char* name, Attribute value) {
-  return [=](Program& p) {
-    std::get<Dictionary>(p.attributes.at("config").value).at(name) = value;
-  };
-}
-
-CASE(gemm) {
-  return {gemm_program(0, kF32),
-          [](const Program& p) { expect_matmul(p, 1); },
-          {{config("scaling_mode", 5), "must not be NVFP4, ... got 5"},
-           {config("collective_op", 1), "There is no kernel for matmuls that communicate"},
-           {config("lhs_axis_boundary", 2), "lhs_axis_boundary must ... got 2"},
-           {config("rhs_axis_boundary", 0), "rhs_axis_boundary must ... got 0"},
-           {config("lhs_transposed", true), "rhs must have 3 contracted, as lhs, ... got 64"},
-           {operand(0, kS8, {3, 64}), "lhs must be of"},
-           {operand(2, kBF16, {64, 5}), "must be of float32 like lhs"},
-           {operand(2, kF32, {63, 5}), "rhs must have 64 contracted, as lhs, ... got 63"},
-           {operand(4, kF32, {4}), "one for each column of the result, or none"},
-           {operand(4, kBF16, {5}), "bias must ... got bfloat16[5]"},
-           {operand(5, kF32, {2}), "a factor"},
-           {operand(6, kF16, {1}), "beta must ... got float16[1]"},
-           {[](Program& p) { set_number(p.operands[6], 0, 1); },
-            "beta must be 0, got 1. The result has no value before"},
-           {result(0, kS8, {3, 5}), "output must ... got int8[3, 5]"},
-           {result(0, kF32, {3, 6}), "rows of lhs times columns of rhs"}},
-          {"fuse_gelu"}};
-}
-
-CASE(gemm_of_quantized_values) {
-  return {gemm_program(1, kS8),
-          [](const Program& p) { expect_matmul(p, 0.125); },
-          {{operand(1, kF32, {2}), "the scale of all quantized values"},
-           {operand(0, kE4M3, {3, 64}), "must be of float8_e4m3fn like lhs"},
-           {[](Program& p) {
-              p.operands[0] = Tensor(kE5M2, {3, 64});
-              p.operands[2] = Tensor(kE5M2, {64, 5});
-            },
-            "lhs and rhs are both float8_e5m2"},
-           {[](Program& p) {
-              p.operands[0] = Tensor(kS8, {3, 131072});
-              p.operands[2] = Tensor(kS8, {131072, 5});
-            },
-            "sums of int8 are exact up to 131071"},
-           {config("scaling_mode", 64), "one for each row or column of the result"},
-           {[](Program& p) {
-              config("scaling_mode", 2)(p);
-              p.operands[0] = Tensor(kE4M3, {3, 63});
-              p.operands[1] = Tensor(kU8, {6});
-            },
-            "contracted axes ... got 63"},
-           {[](Program& p) {
-              config("scaling_mode", 2)(p);
-              p.operands[0] = Tensor(kE4M3, {3, 64});
-              p.operands[1] = Tensor(kU8, {5});
-            },
-            "one for 32 quantized values"}},
-          {"fuse_gelu"}};
 }
 
 }  // namespace

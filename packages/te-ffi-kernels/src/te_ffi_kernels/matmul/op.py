@@ -42,7 +42,8 @@ def gemm_v2(
 
     The arguments are those of Transformer Engine's primitive, and `fuse_gelu`. Sums are in
     float32 (of float8 on GPUs, in what their tensor cores have), and the result is rounded once.
-    Sums of int8 values are exact.
+    Sums of int8 values are exact. On CPU it is plain JAX, which is as fast as a kernel was for
+    floats and faster for int8.
 
     Args:
         lhs: float32, bfloat16 or float16 without scaling; quantized values otherwise.
@@ -54,7 +55,7 @@ def gemm_v2(
         rhs_scale_inv: as `lhs_scale_inv`.
         bias: of `out_dtype`, in the shape of the axes of rhs that are kept; empty for none.
         alpha: float32[1]. (Transformer Engine uses it with NVFP4 alone.)
-        beta: float32[1], zero: the result has no value before.
+        beta: float32[1], zero: the result has no value before. Another gives NaN.
         out_dtype: float32, bfloat16 or float16.
         contracting_dims: axes of lhs and of rhs that are summed over, the first ones or the last
             ones.
@@ -77,8 +78,6 @@ def gemm_v2(
         TypeError: a dtype that the mode doesn't have, or two that don't go together.
         ValueError: shapes that don't go together.
         NotImplementedError: NVFP4, or collective matmuls.
-        jax.errors.JaxRuntimeError: when it runs: a `beta` that isn't 0. (On GPUs the result is NaN
-            then.)
     """
     del transpose_batch_sequence, sequence_dim, is_outer
     operands = (lhs, lhs_scale_inv, rhs, rhs_scale_inv, bias, alpha, beta)
