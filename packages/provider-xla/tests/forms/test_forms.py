@@ -15,11 +15,13 @@ import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import Part
 from interception_core.testing import installed_plugins
+from jaxtap_testkit.programs import as_program
 from provider_xla.forms.transformed import Rotated, Scaled
 from provider_xla.program.sites import Sites
 from provider_xla.testing import StoredFormConformance
 
 
+@as_program
 def quantized(w, qtype="int8"):
     return qn.quantize(w, qtype, channel_axes=(1,))
 
@@ -31,13 +33,18 @@ class TestQArray(StoredFormConformance):
 
 class TestPackedQArray(StoredFormConformance):
     def make(self, w):
-        return qn.pack(quantized(w, "int6"))
+        return PACK(quantized(w, "int6"))
+
+
+PACK = jax.jit(qn.pack)
 
 
 class TestAffineWeight(StoredFormConformance):
     tolerance = 0.1
 
-    def make(self, w):
+    @staticmethod
+    @jax.jit
+    def make(w):
         low, high = (
             x.reshape(4, 1, 24) for x in (w.reshape(4, 16, 24).min(1), w.reshape(4, 16, 24).max(1))
         )
@@ -50,7 +57,9 @@ class TestAffineWeight(StoredFormConformance):
 
 
 class TestTransformedWeight(StoredFormConformance):
-    def make(self, w):
+    @staticmethod
+    @jax.jit
+    def make(w):
         rng = np.random.default_rng(3)
         by = jnp.asarray(rng.uniform(0.5, 2, 64), jnp.float32)
         steps = (Scaled(by), Rotated(jnp.asarray(rng.choice([-1, 1], 64), jnp.int8), 32))
@@ -118,6 +127,7 @@ class Split(qn.StoredForm):
 qn.register_serialization(Split)
 
 
+@jax.jit
 def split(w):
     coarse = quantized(w, "int4")
     return Split(coarse, quantized(w - coarse.restore(), "int4"))
