@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.pluginmanager.register(budget.Recorder(config), "jaxtap-budget")
     # JAX makes hundreds of thousands of objects that stay: Python would look at them all the time.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     config.addinivalue_line("filterwarnings", "error")
     for marker in (
         "slow: in the full tier alone",
