@@ -28,17 +28,17 @@ from typing import Any
 import pytest
 
 BUDGETS = {
-    "hijax-trace": 80,
-    "interception-core": 40,
-    "jaxtap": 15,
-    "provider-odml": 120,
+    "hijax-trace": 65,
+    "interception-core": 30,
+    "jaxtap": 12,
+    "provider-odml": 95,
     "provider-odml-aeq": 15,
-    "provider-xla": 205,
+    "provider-xla": 195,
     "provider-xla-formats": 10,
-    "quant-numerics": 75,
-    "te-ffi-kernels": 130,
+    "quant-numerics": 45,
+    "te-ffi-kernels": 100,
     "te-ffi-kernels-cuda13": 5,
-    "tests": 150,
+    "tests": 125,
 }
 """CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
 
