@@ -34,8 +34,8 @@ if jax.__version_info__ < (0, 11):
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in CHEAP.items())
 """The same for ``XLA_FLAGS``."""
 
-cheap = True
-"""Whether programs are compiled with them from now on."""
+is_cheap = True
+"""Whether programs are compiled with them now; see ``compiling``."""
 
 _how = jax.make_user_context("cheap")
 
@@ -48,24 +48,24 @@ def compiling(*, cheap):
 
     JAX keeps both apart, as what a context says is a part of its keys. So nothing is forgotten.
     """
-    before = globals()["cheap"]
-    globals()["cheap"] = cheap
+    global is_cheap
+    before, is_cheap = is_cheap, cheap
     try:
         with _how("cheap" if cheap else "as for users"):
             yield
     finally:
-        globals()["cheap"] = before
+        is_cheap = before
 
 
 def compile_cheaply():
-    """Make JAX compile with the options of CHEAP while ``cheap`` is true."""
+    """Make JAX compile with the options of CHEAP while ``is_cheap`` is true."""
     original = compiler.get_compile_options
 
     def get_compile_options(*args, env_options_overrides=None, **kwargs):
         given = env_options_overrides
         backend = kwargs.get("backend")
         # XLA has no unoptimized code for GPUs: with these options it says so and may be wrong.
-        if cheap and (backend is None or backend.platform == "cpu"):
+        if is_cheap and (backend is None or backend.platform == "cpu"):
             given = {**CHEAP, **(given or {})}
         return original(*args, env_options_overrides=given, **kwargs)
 
@@ -88,7 +88,7 @@ def compile_once(folder, most=2000):
     machine = _machine()
 
     def backend_compile_and_load(backend, module, devices, options, host_callbacks):
-        if not cheap:
+        if not is_cheap:
             return original(backend, module, devices, options, host_callbacks)
         text = io.BytesIO()
         module.operation.write_bytecode(file=text)
