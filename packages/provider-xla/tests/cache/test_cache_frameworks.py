@@ -39,7 +39,7 @@ def assert_near(found, expected):
 
 
 def inputs(count):
-    return normal(count, BATCH, 1, SIZE, seed=5)
+    return jax.random.normal(jax.random.key(5), (count, BATCH, 1, SIZE))
 
 
 @pytest.mark.slow
