@@ -11,6 +11,7 @@ from jax import lax
 
 import provider_xla as xla
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.processes import run_python
 
 RULES = [
@@ -233,7 +234,7 @@ def test_other_ops_hold_for_all_sizes_without_their_kernels():
     def both(x, gamma):
         return te.gemm_w8a8(x, w), te.layernorm(x, gamma, jnp.zeros(32))
 
-    x, gamma = jax.random.normal(jax.random.key(0), (4, 32)), jnp.ones(32)
+    x, gamma = normal(4, 32), jnp.ones(32)
     typed = jax.ShapeDtypeStruct((b, 32), jnp.float32)
     exported = jax.export.export(jax.jit(both), disabled_checks=te.export_checks())(typed, gamma)
     assert "te_ffi_kernels.gemm_w8a8" in exported.mlir_module()

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
+from jaxtap_testkit.compat import compiling
+from jaxtap_testkit.xla_samples import draw
 
 B, S, H, K, D = 2, 24, 4, 2, 16
 RULES = [xla.CacheRule("cache"), xla.QuantizationRule(kernel="fused")]
@@ -34,10 +36,8 @@ def heads_first(params, x, cache, pos):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("fn", [step, heads_first])
 def test_kernel_reads_int8(fn):
-    keys = jax.random.split(jax.random.key(0), 4)
-    params = {name: jax.random.normal(key, (32, n * D)) / 5
-              for name, key, n in zip("qkv", keys, (H, K, K), strict=False)}  # fmt: skip
-    x = jax.random.normal(keys[3], (6, B, 32))
+    *weights, x = draw((32, H * D), (32, K * D), (32, K * D), (6, B, 32), seed=1)
+    params = {name: weight / 5 for name, weight in zip("qkv", weights, strict=True)}
     shape = (B, S, K, D) if fn is step else (B, K, S, D)
     cache = {name: jnp.zeros(shape) for name in "kv"}
     plan = xla.PtqProvider(RULES).plan(fn, params, x[0], cache, 0)
@@ -124,26 +124,22 @@ DECODERS = {
 
 
 @pytest.mark.sample(2)
-@pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["float32", "int8"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_scan_over_layers_copies_no_cache(name, kind):
     made = stepped if name.startswith("stepped") else decoder
     fn, heads_first = made(*DECODERS[name]), DECODERS[name][1]
-    keys = jax.random.split(jax.random.key(0), 5)
-    sizes = {"q": (32, H * D), "k": (32, K * D), "v": (32, K * D), "o": (H * D, 32)}
-    params = {
-        part: jax.random.normal(key, (L, *size)) / 20
-        for key, (part, size) in zip(keys, sizes.items(), strict=False)
-    }
-    x = jax.random.normal(keys[4], (4, B, 32))
+    sizes = (L, 32, H * D), (L, 32, K * D), (L, 32, K * D), (L, H * D, 32)
+    *weights, x = draw(*sizes, (4, B, 32))
+    params = {part: weight / 20 for part, weight in zip("qkvo", weights, strict=True)}
     shape = (L, B, K, S, D) if heads_first else (L, B, S, K, D)
     cache = {part: jnp.zeros(shape) for part in "kv"}
     rules = RULES if kind == "int8" else RULES[1:]
     plan = xla.PtqProvider(rules).plan(fn, params, x[0], cache, 0)
     run = jax.jit(plan.apply(fn), donate_argnums=2)
     held = plan.quantize_cache(cache) if kind == "int8" else cache
-    compiled = run.lower(params, x[0], held, 0).compile()
+    with compiling(cheap=False):
+        compiled = run.lower(params, x[0], held, 0).compile()
     floats = jax.tree.map(jnp.copy, cache)
     for pos, row in enumerate(x):
         found, held = compiled(params, row, held, pos)

@@ -1,8 +1,6 @@
-"""Logging: silent unless a program or `JAXTAP_DEBUG` asks for it."""
+"""Logging: what `JAXTAP_DEBUG` asks for. That it is silent else, test_first_use.py tests."""
 
-import os
-import subprocess
-import sys
+from jaxtap_testkit.processes import run_python
 
 PROGRAM = """
 import jax.numpy as jnp
@@ -12,23 +10,10 @@ te.scaled_softmax_fwd(jnp.ones((1, 1, 4, 16)), 1.0)
 """
 
 
-def printed(**variables: str) -> tuple[str, str]:
-    """Return stdout and stderr of a process that calls a kernel."""
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=True
-    )
-    return done.stdout, done.stderr
-
-
-def test_nothing_is_printed_unless_asked_for():
-    assert printed(JAXTAP_DEBUG="0") == ("", "")
-
-
 def test_debug_prints_plugins_and_kernels():
-    out, err = printed(JAXTAP_DEBUG="1")
-    assert out == ""
-    lines = err.splitlines()
+    done = run_python("-c", PROGRAM, JAXTAP_DEBUG="1")
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
     assert all(" ms jaxtap." in line for line in lines)
     (plugin,) = [line for line in lines if "jaxtap.plugins: plugin 'te-ffi-kernels'" in line]
     assert ": ok (" in plugin

@@ -7,6 +7,7 @@ import pytest
 
 import provider_xla as xla
 from jaxtap_testkit.cached_decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
+from jaxtap_testkit.numbers import normal
 
 # Each compiles a decoder or two.
 pytestmark = pytest.mark.sample(2)
@@ -253,7 +254,7 @@ def test_prefill_and_other_lengths():
         weights = jax.nn.softmax(jnp.where(jnp.tri(5, 16, dtype=bool), scores, -1e30))
         return jnp.einsum("bhqs,bhsd->bqhd", weights, cache["v"]), cache
 
-    x = jax.random.normal(jax.random.key(1), (B, 5, 32))
+    x = normal(B, 5, 32, seed=1)
     cache = {name: jnp.zeros((B, 4, 16, D)) for name in "kv"}
     plan = provider(xla.CacheRule("cache")).plan(prefill, params, x, cache)
     found, held = jax.jit(plan.apply(prefill))(params, x, plan.quantize_cache(cache))
@@ -347,8 +348,8 @@ def test_what_stays_float_says_why(name):
 def test_quantized_cache_where_the_program_needs_the_array():
     """A cache that is quantized all the same is dequantized there, and comes out as an array."""
     step = decode_of(FLOATS["adds"][0])
-    q, new = jnp.ones((B, D)), jax.random.normal(jax.random.key(0), (B, 1, D))
-    cache = jax.random.normal(jax.random.key(1), (B, 16, D))
+    q, new = jnp.ones((B, D)), normal(B, 1, D)
+    cache = normal(B, 16, D, seed=1)
     fine = decode_of(lambda q, c, n, p: (read(q, c), c))
     plan = provider(xla.CacheRule("cache")).plan(fine, q, cache, new, 2)
     _, held = jax.jit(provider().apply(step))(q, plan.quantize_cache(cache), new, 2)

@@ -12,6 +12,7 @@ from flax import nnx
 
 import provider_xla as xla
 from jaxtap_testkit.cached_decoders import rounded
+from jaxtap_testkit.numbers import normal
 
 HEADS, SIZE, LENGTH, BATCH = 4, 32, 12, 2
 STEPS = 4
@@ -220,7 +221,7 @@ class EquinoxReader(eqx.Module):
 def readers():
     given = jnp.ones((BATCH, 1, SIZE)), jnp.zeros((BATCH, LENGTH, SIZE)), 0
     linen = LinenReader()
-    kernel = jax.random.normal(jax.random.key(1), (SIZE, SIZE))
+    kernel = normal(SIZE, SIZE, seed=1)
     return Reader(), linen.bind(linen.init(jax.random.key(0), *given)), EquinoxReader(kernel)
 
 

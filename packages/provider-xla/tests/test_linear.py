@@ -8,6 +8,7 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.xla_samples import dense
 from provider_xla import (
     PtqProvider,
@@ -18,7 +19,7 @@ from provider_xla import (
     QuantizationWarning,
 )
 
-W, X = np.asarray(jax.random.normal(jax.random.key(0), (2, 8, 8))) / 9
+W, X = np.asarray(normal(2, 8, 8)) / 9
 B = np.arange(1.0, 9.0, dtype=np.float32)
 STAYS = "JAX transposes it, so that it must be linear: its activations stay float"
 

@@ -28,22 +28,22 @@ from typing import Any
 import pytest
 
 BUDGETS = {
-    "hijax-trace": 80,
-    "interception-core": 40,
-    "jaxtap": 15,
-    "provider-odml": 120,
+    "hijax-trace": 65,
+    "interception-core": 30,
+    "jaxtap": 12,
+    "provider-odml": 95,
     "provider-odml-aeq": 15,
-    "provider-xla": 140,
-    "provider-xla-cache": 18,
-    "provider-xla-formats": 10,
+    "provider-xla": 130,
+    "provider-xla-cache": 16,
+    "provider-xla-formats": 12,
     "provider-xla-fused": 10,
-    "provider-xla-passes": 30,
-    "provider-xla-report": 14,
+    "provider-xla-passes": 28,
+    "provider-xla-report": 13,
     "provider-xla-serve": 7,
-    "quant-numerics": 75,
-    "te-ffi-kernels": 130,
+    "quant-numerics": 45,
+    "te-ffi-kernels": 100,
     "te-ffi-kernels-cuda13": 5,
-    "tests": 150,
+    "tests": 135,
 }
 """CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
 

@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .numbers import normal
+
 L, B, H, S, D = 2, 3, 4, 16, 8
 E = H * D
 VOCAB = 31
@@ -27,14 +29,9 @@ def rounded(row):
 
 
 def parameters(seed=0):
-    keys = jax.random.split(jax.random.key(seed), 7)
-    names = ("q", "k", "v", "o")
-    layers = {
-        name: jax.random.normal(key, (L, E, E)) / np.sqrt(E)
-        for name, key in zip(names, keys, strict=False)
-    }
-    embed = jax.random.normal(keys[4], (VOCAB, E))
-    head = jax.random.normal(keys[5], (E, VOCAB)) / np.sqrt(E)
+    layers = {name: normal(L, E, E, seed=(seed, i)) / np.sqrt(E) for i, name in enumerate("qkvo")}
+    embed = normal(VOCAB, E, seed=(seed, 4))
+    head = normal(E, VOCAB, seed=(seed, 5)) / np.sqrt(E)
     return {"layers": layers, "embed": embed, "head": head}
 
 

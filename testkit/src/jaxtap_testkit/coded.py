@@ -42,6 +42,14 @@ class Coded(ArrayProxy):
         return dataclasses.replace(self, scale=self.scale.astype(dtype))
 
 
+def decoded(proxy):
+    """Return the array that a Coded stands for, computed in NumPy: one product for each element."""
+    scale = np.asarray(proxy.scale)
+    for axis, (n, groups) in enumerate(zip(proxy.shape, scale.shape, strict=True)):
+        scale = np.repeat(scale, n // groups, axis)
+    return jnp.asarray(np.asarray(proxy.codes).astype(scale.dtype) * scale)
+
+
 def coded(*shape, seed=0, axes=(0,), groups=None):
     """Return a Coded with scales along ``axes``, or in groups."""
     rng = np.random.default_rng(seed)

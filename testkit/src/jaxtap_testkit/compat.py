@@ -1,5 +1,7 @@
 """Private JAX that the tests need: checked on 0.10.2, 0.11.2 and 0.12.0.1."""
 
+import contextlib
+import functools
 import gc
 import hashlib
 import io
@@ -13,8 +15,9 @@ from pathlib import Path
 
 import jax
 import jaxlib
-from jax._src import compiler, core
-from jax._src.interpreters import mlir
+import numpy as np
+from jax._src import compiler, core, dtypes, literals
+from jax._src.interpreters import mlir, pxla
 
 CHEAP = {
     "xla_backend_optimization_level": 0,
@@ -31,21 +34,38 @@ if jax.__version_info__ < (0, 11):
 FLAGS = " ".join(f"--{name}={str(value).lower()}" for name, value in CHEAP.items())
 """The same for ``XLA_FLAGS``."""
 
-cheap = True
-"""Whether programs are compiled with them from now on."""
+is_cheap = True
+"""Whether programs are compiled with them now; see ``compiling``."""
+
+_how = jax.make_user_context("cheap")
 
 _compiled = OrderedDict()
 
 
+@contextlib.contextmanager
+def compiling(*, cheap):
+    """Compile with the options of CHEAP meanwhile, or without.
+
+    JAX keeps both apart, as what a context says is a part of its keys. So nothing is forgotten.
+    """
+    global is_cheap
+    before, is_cheap = is_cheap, cheap
+    try:
+        with _how("cheap" if cheap else "as for users"):
+            yield
+    finally:
+        is_cheap = before
+
+
 def compile_cheaply():
-    """Make JAX compile with the options of CHEAP while ``cheap`` is true."""
+    """Make JAX compile with the options of CHEAP while ``is_cheap`` is true."""
     original = compiler.get_compile_options
 
     def get_compile_options(*args, env_options_overrides=None, **kwargs):
         given = env_options_overrides
         backend = kwargs.get("backend")
         # XLA has no unoptimized code for GPUs: with these options it says so and may be wrong.
-        if cheap and (backend is None or backend.platform == "cpu"):
+        if is_cheap and (backend is None or backend.platform == "cpu"):
             given = {**CHEAP, **(given or {})}
         return original(*args, env_options_overrides=given, **kwargs)
 
@@ -68,7 +88,7 @@ def compile_once(folder, most=2000):
     machine = _machine()
 
     def backend_compile_and_load(backend, module, devices, options, host_callbacks):
-        if not cheap:
+        if not is_cheap:
             return original(backend, module, devices, options, host_callbacks)
         text = io.BytesIO()
         module.operation.write_bytecode(file=text)
@@ -172,6 +192,80 @@ def lower_cheaply(programs=100):
         return context
 
     mlir.make_ir_context = make_ir_context
+
+
+def make_arrays_cheaply():
+    """Make arrays of NumPy's, and those of one number or of a count, without a program.
+
+    Outside of jit JAX compiles one for each shape and dtype, of ``jnp.asarray`` and ``jnp.ones``,
+    too: a sixth of all that the tests compiled. Here NumPy makes the same bits. Where it may not
+    (small floats, floats that become integers), or where an array has a place, JAX does.
+    """
+    for primitive, make in (
+        (jax.lax.stage_p, _staged),
+        (jax.lax.convert_element_type_p, _converted),
+        (jax.lax.broadcast_in_dim_p, _repeated),
+        (jax.lax.iota_p, _counted),
+    ):
+        primitive.def_impl(functools.partial(_made, make, primitive.impl))
+
+
+def _made(make, original, *operands, **params):
+    array = make(*operands, **params) if _no_place() else None
+    if array is None:
+        return original(*operands, **params)
+    aval = core.ShapedArray(array.shape, array.dtype)
+    device = jax.local_devices()[0]
+    sharding = jax.sharding.SingleDeviceSharding(device)
+    return pxla.batched_device_put(aval, sharding, [array], [device], committed=False)
+
+
+def _no_place():
+    return (
+        jax.config.jax_default_device is None
+        and jax.sharding.get_abstract_mesh().empty
+        and jax.local_devices()[0].platform == "cpu"
+    )
+
+
+def _of_numpy(x):
+    """Return a new array of NumPy, with a dtype that JAX has; None for what is another thing."""
+    if isinstance(x, literals.TypedNdArray):
+        return None if x.weak_type else np.array(x.val)
+    if type(x) not in (np.ndarray, bool, int, float):
+        return None
+    x = np.asarray(x)
+    return x.astype(dtypes.canonicalize_dtype(x.dtype)) if x.dtype.kind in "biuf" else None
+
+
+def _staged(x):
+    return None if isinstance(x, bool | int | float) else _of_numpy(x)  # which are weakly typed
+
+
+def _converted(x, *, new_dtype, weak_type, sharding):
+    x = None if weak_type or sharding is not None else _of_numpy(x)
+    if x is None or x.dtype == new_dtype:
+        return x
+    new = np.dtype(new_dtype)
+    kinds = x.dtype.kind, new.kind
+    if kinds not in (("f", "f"), ("i", "f"), ("u", "f"), ("b", "f")) and not (
+        kinds[0] in "biu" and kinds[1] in "iu"
+    ):
+        return None
+    with np.errstate(all="ignore"):
+        return x.astype(new)
+
+
+def _repeated(x, *sizes, shape, broadcast_dimensions, sharding):
+    plain = isinstance(x, jax.Array) and not (x.weak_type or x.committed or sizes)
+    return np.full(shape, x, x.dtype) if plain and x.ndim == 0 and sharding is None else None
+
+
+def _counted(*sizes, dtype, shape, dimension, sharding):
+    if sizes or sharding is not None or np.dtype(dtype).kind not in "iuf":
+        return None
+    along = [-1 if axis == dimension else 1 for axis in range(len(shape))]
+    return np.broadcast_to(np.arange(shape[dimension], dtype=dtype).reshape(along), shape)
 
 
 def explain_leaks():

@@ -33,7 +33,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.pluginmanager.register(budget.Recorder(config), "jaxtap-budget")
     # JAX makes hundreds of thousands of objects that stay: Python would look at them all the time.
-    gc.set_threshold(20_000, 20, 20)
+    gc.set_threshold(100_000, 20, 20)
     config.addinivalue_line("filterwarnings", "error")
     for marker in (
         "slow: in the full tier alone",
@@ -58,6 +58,7 @@ def pytest_configure(config):
         compat.forget_old_programs(kept)
     compat.compile_once(kept)
     compat.lower_cheaply()
+    compat.make_arrays_cheaply()
     compat.explain_leaks()
     # Without the lines where operations are written, equal programs have equal texts.
     jax.config.update("jax_traceback_in_locations_limit", 0)
@@ -94,19 +95,15 @@ def _compiler(request):
     """Compile with XLA's usual passes in tests marked ``optimized``."""
     from . import compat
 
-    cheap = "optimized" not in request.keywords
-    if cheap != compat.cheap:
-        import jax
-
-        compat.cheap = cheap
-        jax.clear_caches()
+    with compat.compiling(cheap="optimized" not in request.keywords):
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _small_process():
-    """Forget compiled programs after every tenth module."""
+    """Forget compiled programs after every fortieth module."""
     yield
-    if next(MODULES) % 10 == 0:
+    if next(MODULES) % 40 == 0:
         import jax
 
         jax.clear_caches()

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
-from jaxtap_testkit.coded import coded
+from jaxtap_testkit.coded import coded, decoded
 from jaxtap_testkit.meshes import line
 
 pytestmark = pytest.mark.sample(2)
@@ -181,7 +181,7 @@ def test_values_are_those_of_the_arrays(program, level, transform):
     x = jnp.asarray(
         np.random.default_rng(1).normal(size=(2, 4, 8) if mapped else (4, 8)), "float32"
     )
-    expected = TRANSFORMS[transform](fn)(w.restore(), x)
+    expected = TRANSFORMS[transform](fn)(decoded(w), x)
     actual = TRANSFORMS[transform](tap(fn, level, found))(w, x)
     np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=1e-5)
     if all_found is not None:
@@ -225,7 +225,7 @@ def test_equal_layers_share_one_trace():
     x = jnp.ones((4, 8))
     tapped = TraceEngine().wrap(model, Interceptor({"jax.numpy.matmul": handler}))
     np.testing.assert_allclose(
-        jax.jit(tapped)(ws, x), model([w.restore() for w in ws], x), rtol=1e-5, atol=1e-5
+        jax.jit(tapped)(ws, x), model([decoded(w) for w in ws], x), rtol=1e-5, atol=1e-5
     )
     assert len(asked) == 1
 
@@ -258,7 +258,7 @@ def test_another_granularity_is_another_trace():
 
     ws = [coded(8, 8), coded(8, 8, axes=()), coded(8, 8, seed=1)]
     tapped = TraceEngine().wrap(model, Interceptor({"jax.numpy.matmul": handler}))
-    expected = model([w.restore() for w in ws], jnp.ones((4, 8)))
+    expected = model([decoded(w) for w in ws], jnp.ones((4, 8)))
     actual = tapped(ws, jnp.ones((4, 8)))
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
     assert asked == [(8, 1), (1, 1)]
@@ -268,7 +268,7 @@ def test_a_scale_without_the_stepped_axis_gives_the_array():
     found, w = [], coded(3, 8, 8, axes=(1,))
     x = jnp.ones((4, 8))
     actual = tap(stacked, "function", found)(w, x)
-    np.testing.assert_allclose(actual, stacked(w.restore(), x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(actual, stacked(decoded(w), x), rtol=1e-5, atol=1e-5)
     assert found == [False]
 
 
@@ -281,7 +281,7 @@ def test_a_proxy_that_is_lost_says_why():
     def why(fn, w):
         found.clear()
         result = TraceEngine().wrap(fn, Interceptor({"primitive:dot_general": handler}))(w, x)
-        np.testing.assert_allclose(result, fn(w.restore(), x), rtol=2e-5, atol=1e-5)
+        np.testing.assert_allclose(result, fn(decoded(w), x), rtol=2e-5, atol=1e-5)
         ((proxy, lost, nothing),) = found
         assert proxy is None
         assert nothing is None
@@ -334,7 +334,7 @@ def test_a_device_has_its_part(name, is_checked):
     w, x = coded(*shape, **kind), jnp.arange(4.0 * shape[0]).reshape(4, shape[0])
     actual = jax.jit(tap(model, "function", found))(w, x)
     assert found == [expected]
-    reference = np.asarray(x, np.float64) @ np.asarray(w.restore(), np.float64)
+    reference = np.asarray(x, np.float64) @ np.asarray(decoded(w), np.float64)
     np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-4)
 
 
@@ -350,7 +350,7 @@ def test_one_device_has_all(name):
 
     w, x = coded(*shape, **kind), jnp.arange(4.0 * shape[0]).reshape(4, shape[0])
     actual = jax.jit(tap(model, "function", []))(w, x)
-    reference = np.asarray(x, np.float64) @ np.asarray(w.restore(), np.float64)
+    reference = np.asarray(x, np.float64) @ np.asarray(decoded(w), np.float64)
     np.testing.assert_allclose(actual, reference, rtol=1e-5, atol=1e-4)
 
 

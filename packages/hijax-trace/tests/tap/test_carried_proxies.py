@@ -11,7 +11,8 @@ from jax import lax
 
 from hijax_trace import MoveError, TraceEngine, untransposed
 from interception_core import Interceptor
-from jaxtap_testkit.coded import Coded
+from jaxtap_testkit.coded import Coded, decoded
+from jaxtap_testkit.numbers import normal
 
 N, S, D = 3, 6, 4
 
@@ -271,7 +272,7 @@ PROGRAMS = {
 
 def arguments():
     cache, rows = signs(N, S, D), signs(N, S, D, seed=1)
-    x = jax.random.normal(jax.random.key(0), (N, D))
+    x = normal(N, D)
     return cache, rows.restore(), x
 
 
@@ -297,7 +298,7 @@ def test_programs_carry_proxies(name):
     plain, ids = tap(fn)
     for i in range(3):
         found, held = tapped(cache, rows, x, i)
-        expected, after = plain(cache.restore(), rows, x, i)
+        expected, after = plain(decoded(cache), rows, x, i)
         assert isinstance(held, Signs)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
         np.testing.assert_array_equal(held.restore(), after)
@@ -318,7 +319,7 @@ def test_primitives_and_eager_calls():
     assert seen[0][1]
     eager = TraceEngine().wrap(scanned, Interceptor({"jax.numpy.tanh": lambda call, x: x}))
     found, held = eager(cache, rows, x, 0)
-    expected, after = scanned(cache.restore(), rows, x, 0)
+    expected, after = scanned(decoded(cache), rows, x, 0)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(held.restore(), after)
 
@@ -346,7 +347,7 @@ def test_sharded(mesh):
 
     cache, rows, x = arguments()
     found, held = tap(step)[0](cache, rows, x, 2)
-    expected, after = updated(cache.restore(), rows, x, 2)
+    expected, after = updated(decoded(cache), rows, x, 2)
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(held.restore(), after)
 
@@ -373,7 +374,7 @@ def test_where_proxies_end(name):
     cache, rows, x = arguments()
     for i in range(2):
         found, held = tap(fn)[0](cache, rows, x, i)
-        expected, after = fn(cache.restore(), rows, x, i)
+        expected, after = fn(decoded(cache), rows, x, i)
         assert isinstance(held, jax.Array)
         np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(held, after, rtol=1e-6)
@@ -422,7 +423,7 @@ def test_computed_replaces_what_no_handler_does():
         args = [arg * 2 if getattr(arg, "ndim", 0) == 3 else arg for arg in args]
         return call.proceed(*args, **params)
 
-    expected = 2 * updated(cache.restore(), rows, x, 1)[0]
+    expected = 2 * updated(decoded(cache), rows, x, 1)[0]
     for target in ("jax.numpy.einsum", "primitive:dot_general"):
         assert (run(lambda call, *args, **params: NotImplemented, target) == 7).all()
         assert (run(lets, target) == 7).all()
@@ -458,7 +459,7 @@ def test_early_handlers_keep_their_numbers():
     tapped, seen = tap(fn)
     plain, ids = tap(fn)
     found, _ = tapped(cache, rows, x, 1)
-    expected, _ = plain(cache.restore(), rows, x, 1)
+    expected, _ = plain(decoded(cache), rows, x, 1)
     np.testing.assert_allclose(found, expected, rtol=1e-6)
     assert [op_id for op_id, _ in seen] == [op_id for op_id, _ in ids]
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor, TargetError
-from jaxtap_testkit.coded import coded
+from jaxtap_testkit.coded import coded, decoded
 from jaxtap_testkit.meshes import grid
 
 DOT = "jax.numpy.dot"
@@ -294,7 +294,7 @@ def test_an_operand_with_an_array_proxy_is_left(asked):
         return jnp.dot(x, w) + r
 
     found = jax.jit(tapped(program))(X[0], W, stored)
-    np.testing.assert_allclose(found, X[0] @ W + stored.restore(), rtol=1e-5)
+    np.testing.assert_allclose(found, X[0] @ W + decoded(stored), rtol=1e-5)
     assert asked == []
 
 

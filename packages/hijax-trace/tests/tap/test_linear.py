@@ -10,9 +10,10 @@ from jax.custom_derivatives import linear_call
 import hijax_trace as ht
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
+from jaxtap_testkit.numbers import normal
 
 DOT = "jax.lax.dot_general"
-W, X = jax.random.normal(jax.random.key(0), (2, 4, 4)) / 3
+W, X = normal(2, 4, 4) / 3
 VECTOR = jnp.arange(1.0, 5.0)
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from hijax_trace import ArrayProxy, Shared, TraceEngine, mapped_axes, mapped_rows
 from interception_core import Interceptor
+from jaxtap_testkit.numbers import normal
 
 
 @jax.tree_util.register_dataclass
@@ -69,9 +70,9 @@ def mapped_scans(w, x):
 )
 def test_every_step_has_the_stack_and_an_index(program, lead):
     count = int(np.prod(lead))
-    stack = jax.random.normal(jax.random.key(0), (count, 4, 4))
+    stack = normal(count, 4, 4)
     w = Indexed(stack, jnp.arange(count)[::-1].reshape(lead))
-    x = jax.random.normal(jax.random.key(1), (2, 4))
+    x = normal(2, 4, seed=1)
     seen = []
 
     def dot(call, lhs, rhs, *args, **kwargs):

@@ -59,19 +59,17 @@ PLUGINS = {
 
 
 @pytest.fixture(scope="session")
-def wheels(built_once, guide_blocks):
-    """Every plugin's wheel, by plugin name."""
-    files = {
-        "acme": {path: text for path, text in guide_blocks.items() if "." in path},
-        **{name: project(name, source) for name, source in PLUGINS.items()},
-    }
+def wheel_of(built_once, guide_blocks):
+    """Builds a plugin's wheel, when a test first asks for it."""
 
-    def build(folder):
-        for name, content in files.items():
-            build_wheel(folder / name, content)
+    def wheel(name):
+        files = {path: text for path, text in guide_blocks.items() if "." in path}
+        if name != "acme":
+            files = project(name, PLUGINS[name])
+        built = built_once(f"wheel-{name}", lambda folder: build_wheel(folder, files))
+        return next((built / "dist").glob("*.whl"))
 
-    built = built_once("plugin-wheels", build)
-    return {name: next((built / name / "dist").glob("*.whl")) for name in files}
+    return wheel
 
 
 def project(name, source):
@@ -86,12 +84,12 @@ def project(name, source):
 
 
 @pytest.fixture
-def python(wheels, tmp_path):
+def python(wheel_of, tmp_path):
     """Runs Python where the given plugins are installed, beside what this environment has."""
 
     def run(*words, installed, **options):
         for name in installed:
-            install_wheel(wheels[name], tmp_path / "site")
+            install_wheel(wheel_of(name), tmp_path / "site")
         others = {name: None for name in os.environ if name.startswith("JAXTAP_")}
         environment = others | {"PYTHONPATH": str(tmp_path / "site")} | options
         return run_python(*words, strict=False, timeout=300, **environment)

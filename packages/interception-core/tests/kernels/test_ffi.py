@@ -126,7 +126,7 @@ def compiled(built_once):
             header.chmod(0o644)
             text = re.sub(r"(#define XLA_FFI_API_MINOR) \d+", r"\1 99", header.read_text())
             header.write_text(text)
-        flags = ["-std=c++17", "-O1", "-w", "-fPIC", "-shared", f"-I{include}"]
+        flags = ["-std=c++17", "-O0", "-w", "-fPIC", "-shared", f"-I{include}"]
         command = [COMPILER, *flags, str(HERE / "handlers.cc"), "-o", str(folder / "library.so")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert done.returncode == 0, done.stderr
@@ -182,6 +182,19 @@ def script(python):
     return lambda code, **options: python("-c", PRELUDE + code, **options).stdout
 
 
+# Functions that are to return handlers, and what is said of them.
+BAD = {
+    "raise RuntimeError('no licence')": "failed: RuntimeError: no licence",
+    "raise SystemExit('enough')": "failed: SystemExit: enough",
+    "import nowhere": "failed: ModuleNotFoundError",
+    "return {}": "must return a mapping from 'bad.k3' to an FfiTarget, got []",
+    "return 3": "must return a mapping from 'bad.k4' to an FfiTarget, got 3",
+    "return {'bad.k5': 3}": "to an FfiTarget, got ['bad.k5']",
+    "return {'bad.k6': FfiTarget({}, (0, 3))}": "FfiTarget.stages must map 'execute'",
+    "return {'bad.k7': FfiTarget({'execute': 3}, (0, 3))}": "must be a PyCapsule",
+}
+
+
 class TestRegistering:
     @pytest.mark.slow
     def test_a_kernel_is_registered_once_and_called(self, install, script):
@@ -195,10 +208,20 @@ np.testing.assert_array_equal(call("acme.scale", X, factor=np.float32(3)), 3 * X
 works()
 """)
 
-    def test_by_many_threads_at_once(self, install, script):
+    def test_by_many_threads_at_once_and_what_is_refused(self, install, script, tmp_path):
+        """All in one process, since starting JAX takes most of the time.
+
+        What is refused: a platform that is not there, and handlers that cannot be had.
+        """
         install("acme", SCALE | COUNT, COUNTER)
-        script("""
-import threading
+        install("bad", {f"bad.k{index}": {} for index in range(len(BAD))})
+        plugin = tmp_path / "bad_kernels" / "plugin.py"
+        plugin.write_text(plugin.read_text().replace(':handlers"', ':" + target[4:]'))
+        functions = [f"def k{index}():\n    {body}\n" for index, body in enumerate(BAD)]
+        ffi = "".join(["from interception_core import FfiTarget\n", *functions])
+        (tmp_path / "bad_kernels" / "ffi.py").write_text(ffi)
+        script(f"""
+import dataclasses, threading
 start, names = threading.Barrier(8), []
 def ask(name):
     start.wait()
@@ -208,6 +231,12 @@ for thread in threads: thread.start()
 for thread in threads: thread.join()
 assert sorted(names) == ["acme.count"] * 4 + ["acme.scale"] * 4
 works()
+elsewhere = dataclasses.replace(spec("acme.scale"), platform="cuda")
+refused(elsewhere, "'acme.scale@cuda'", "this process has no cuda backend")
+for index, part in enumerate({[*BAD.values()]!r}):
+    owner = f"Kernel 'bad.k{{index}}@cpu' of plugin 'bad' (bad-kernels 1.0)"
+    refused(spec(f"bad.k{{index}}"), owner, part)
+register_kernel(spec("acme.scale"))
 """)
 
     @pytest.mark.slow
@@ -219,15 +248,6 @@ result = jax.ShapeDtypeStruct((2,), np.int32)
 print(jax.jit(lambda: jax.ffi.ffi_call("acme.version", result)())())
 """)
         assert tuple(map(int, re.findall(r"\d+", text))) == _compat.ffi_api_version()
-
-    def test_a_platform_that_is_not_there(self, install, script):
-        install("acme", SCALE)
-        script("""
-import dataclasses
-elsewhere = dataclasses.replace(spec("acme.scale"), platform="cuda")
-refused(elsewhere, "'acme.scale@cuda'", "this process has no cuda backend")
-register_kernel(spec("acme.scale"))
-""")
 
 
 @pytest.mark.slow
@@ -388,19 +408,6 @@ refused(spec("rival.count"), "plugin 'rival' (rival-kernels 1.0)", "state type '
         )
 
 
-# Functions that are to return handlers, and what is said of them.
-BAD = {
-    "raise RuntimeError('no licence')": "failed: RuntimeError: no licence",
-    "raise SystemExit('enough')": "failed: SystemExit: enough",
-    "import nowhere": "failed: ModuleNotFoundError",
-    "return {}": "must return a mapping from 'acme.k3' to an FfiTarget, got []",
-    "return 3": "must return a mapping from 'acme.k4' to an FfiTarget, got 3",
-    "return {'acme.k5': 3}": "to an FfiTarget, got ['acme.k5']",
-    "return {'acme.k6': FfiTarget({}, (0, 3))}": "FfiTarget.stages must map 'execute'",
-    "return {'acme.k7': FfiTarget({'execute': 3}, (0, 3))}": "must be a PyCapsule",
-}
-
-
 class TestHandlers:
     @pytest.mark.slow
     def test_an_exception_becomes_a_jax_error(self, install, script):
@@ -417,19 +424,6 @@ for _ in range(2):
         raise AssertionError("no error")
     works()
 np.testing.assert_array_equal(call("acme.scale", X, factor=np.float32(3)), 3 * X)
-""")
-
-    def test_that_cannot_be_had(self, install, script, tmp_path):
-        install("acme", {f"acme.k{index}": {} for index in range(len(BAD))})
-        plugin = tmp_path / "acme_kernels" / "plugin.py"
-        plugin.write_text(plugin.read_text().replace(':handlers"', ':" + target[5:]'))
-        functions = [f"def k{index}():\n    {body}\n" for index, body in enumerate(BAD)]
-        ffi = "".join(["from interception_core import FfiTarget\n", *functions])
-        (tmp_path / "acme_kernels" / "ffi.py").write_text(ffi)
-        script(f"""
-for index, part in enumerate({[*BAD.values()]!r}):
-    owner = f"Kernel 'acme.k{{index}}@cpu' of plugin 'acme' (acme-kernels 1.0)"
-    refused(spec(f"acme.k{{index}}"), owner, part)
 """)
 
     @pytest.mark.slow

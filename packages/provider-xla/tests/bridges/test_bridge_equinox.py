@@ -19,6 +19,7 @@ from jaxtap_testkit.bridge_nets import (
     ptq,
     qat,
 )
+from jaxtap_testkit.numbers import normal
 from provider_xla import (
     PtqProvider,
     QtRule,
@@ -164,7 +165,7 @@ def test_transformed_methods_and_parts(decorator):
 
     keys = jax.random.split(jax.random.key(0), 3)
     net = Net([Layer(eqx.nn.Linear(WIDTH, WIDTH, key=key)) for key in keys])
-    x = jax.random.normal(jax.random.key(1), (4, WIDTH))
+    x = normal(4, WIDTH, seed=1)
     model = quantize_model(net, ptq(), x)
     ids = [op.op_id for op in model_plan(model).ops]
     assert ids == [f"layers/{i}/matmul:0" for i in range(3)]
@@ -281,7 +282,7 @@ def test_state_and_dropout():
 
     net, state = eqx.nn.make_with_state(Net)(jax.random.key(0))
     x, keys = (
-        jax.random.normal(jax.random.key(1), (8, WIDTH)),
+        normal(8, WIDTH, seed=1),
         jax.random.split(jax.random.key(2), 8),
     )
 

@@ -20,6 +20,7 @@ from jaxtap_testkit.bridge_nets import (
     ptq,
     qat,
 )
+from jaxtap_testkit.numbers import normal
 from provider_xla import (
     QtRule,
     QuantizationError,
@@ -36,7 +37,7 @@ serialization = pytest.importorskip("flax.serialization")
 
 
 def dense(**options):
-    net, x = linen.Dense(8, **options), jax.random.normal(jax.random.key(0), (4, WIDTH))
+    net, x = linen.Dense(8, **options), normal(4, WIDTH)
     return net, net.init(jax.random.key(1), x), x
 
 
@@ -91,7 +92,7 @@ def test_lifted_transformations(transform):
         net = Net()
     else:
         net = getattr(linen, transform)(block)(WIDTH)
-    x = jax.random.normal(jax.random.key(0), (2, 3, WIDTH))
+    x = normal(2, 3, WIDTH)
     variables = net.init(jax.random.key(1), x)
     module, stored = quantize_model(net.bind(variables), ptq(), x).unbind()
     assert count_stored(stored) == 2
@@ -143,7 +144,7 @@ class Stateful(linen.Module):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("bound", [True, False])
 def test_mutable_collections_and_random_keys(bound):
-    net, x = Stateful(), jax.random.normal(jax.random.key(3), (8, WIDTH))
+    net, x = Stateful(), normal(8, WIDTH, seed=3)
     variables = net.init(jax.random.key(0), x, False)
     keys, mutable = {"dropout": jax.random.key(5)}, ["batch_stats", "intermediates"]
     model = quantize_model(net.bind(variables, rngs=keys, mutable=mutable), ptq(), x, True)

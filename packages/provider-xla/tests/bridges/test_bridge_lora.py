@@ -15,6 +15,7 @@ from jaxtap_testkit.bridge_nets import (
     linen_net,
     nnx_net,
 )
+from jaxtap_testkit.numbers import normal
 from provider_xla import (
     AdaptedWeight,
     PtqProvider,
@@ -95,7 +96,7 @@ def test_nnx_trains_adapters_with_its_own_optimizer():
 @pytest.mark.slow
 def test_parts_of_an_nnx_model_run_with_their_adapters():
     model = quantize_model(nnx_net(), ptq(), TOKENS)
-    x = jax.random.normal(jax.random.key(1), (2, 7, 16))
+    x = normal(2, 7, 16, seed=1)
     before = model.blocks[1](x)
     model.blocks[1].up.kernel_lora_b[...] += 1.0
     assert np.abs(np.asarray(model.blocks[1](x) - before)).max() > 0.1
@@ -145,7 +146,7 @@ def test_lists_of_parameters_and_stacks_of_modules():
             axes = {"in_axes": (0, nnx.Carry), "out_axes": nnx.Carry}
             return nnx.scan(lambda block, x: block(x), **axes)(self.blocks, x)
 
-    x = jax.random.normal(jax.random.key(0), (4, 8))
+    x = normal(4, 8)
     rule = QuantizationRule(weight_qtype="int8", rank=2)
     model = quantize_model(Net(nnx.Rngs(0)), ptq(rule), x)
     variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))

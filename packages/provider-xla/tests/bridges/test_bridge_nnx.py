@@ -22,6 +22,7 @@ from jaxtap_testkit.bridge_nets import (
     ptq,
     qat,
 )
+from jaxtap_testkit.numbers import normal
 from provider_xla import (
     QtRule,
     QuantizationError,
@@ -144,7 +145,7 @@ def test_a_method_that_is_not_called_call_and_a_part_of_a_model():
     features = nnx.jit(lambda model: model.features(TOKENS))
     expected = features(reference)
     close(features(model), expected)
-    x = jax.random.normal(jax.random.key(1), (2, 7, WIDTH))
+    x = normal(2, 7, WIDTH, seed=1)
     close(run(model.blocks[1].up, x), run(reference.blocks[1].up, x))
     # One that isn't quantized itself calls parts that are.
     close(features(quantize_model(net, ptq(), TOKENS)), expected)
@@ -201,7 +202,7 @@ def test_transformed_blocks(transform):
     assert count_stored(params(model)) == 5
     close(run(model, TOKENS), run(load(nnx_net(), dequantized(params(model))), TOKENS))
     grad = nnx.jit(nnx.grad(lambda model: jnp.sum(model(x) ** 2)))
-    x = jax.random.normal(jax.random.key(1), (2, 7, WIDTH))
+    x = normal(2, 7, WIDTH, seed=1)
     actual, expected = (
         nnx.to_pure_dict(grad(quantize_model(net.blocks[0], qat())))
         for net in (nnx_net(block=Block), nnx_net())
@@ -254,7 +255,7 @@ class TestState:
 
         return Net(nnx.Rngs(0))
 
-    x = jax.random.normal(jax.random.key(3), (8, WIDTH))
+    x = normal(8, WIDTH, seed=3)
 
     @pytest.mark.slow
     @pytest.mark.parametrize("provider", [ptq, qat])
@@ -345,7 +346,7 @@ def test_stochastic_rounding_takes_its_key():
         weight_qtype="int8", act_qtype="int8", bwd_qtype="int8", bwd_stochastic_rounding="uniform"
     )
     model = quantize_model(nnx_net().blocks[0].up, qat(rule))
-    x = jax.random.normal(jax.random.key(1), (8, WIDTH))
+    x = normal(8, WIDTH, seed=1)
 
     @nnx.jit
     def kernel(model, key):
@@ -365,7 +366,7 @@ def test_stochastic_rounding_takes_its_key():
 def test_static_ranges():
     fields = {"weight_qtype": "int8", "act_qtype": "int8", "act_static_scale": True}
     provider, net = ptq(QuantizationRule(**fields)), nnx_net().blocks[0].up
-    x = jax.random.normal(jax.random.key(0), (4, WIDTH))
+    x = normal(4, WIDTH)
     with pytest.raises(QuantizationError, match="calibrate_model"):
         quantize_model(net, provider, x)
     ranges = calibrate_model(net, provider, [(x,), (x / 2,)])

@@ -22,6 +22,7 @@ class Net(nn.Module):
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32)
 KEY = jax.random.key(0)
+VARIABLES = jax.jit(Net().init)(KEY, X)
 
 
 @pytest.mark.parametrize("preset", ["int8", "w8a8", "int4/16", "nf4"])
@@ -33,7 +34,7 @@ def test_stored_by_a_template(preset, kernels):
 
 def check_template(preset):
     net = Net()
-    variables = net.init(KEY, X)
+    variables = VARIABLES
     quantized = xla.quantize_model(net, preset)
     types = jax.eval_shape(quantized.init, KEY, X)
     assert jax.tree.structure(types["batch_stats"]) == jax.tree.structure(variables["batch_stats"])
@@ -42,7 +43,7 @@ def check_template(preset):
     for name in ("Dense_0", "Dense_1"):
         assert qn.is_form(stored[name]["kernel"])
     found = jax.jit(quantized.apply)({**variables, "params": stored}, X)
-    expected = net.apply(variables, X)
+    expected = jax.jit(net.apply)(variables, X)
     most = 0.15 if "4" in preset else 0.03
     assert np.linalg.norm(found - expected) < most * np.linalg.norm(expected)
     # As a plan of the same function stores them.
@@ -56,20 +57,19 @@ def test_init_stores():
     quantized = xla.quantize_model(Net(), "int8")
     variables = quantized.init({"params": KEY, "dropout": jax.random.key(1)}, X)
     assert qn.is_form(variables["params"]["Dense_0"]["kernel"])
-    exact = Net().apply(Net().init(KEY, X), X)
-    found = quantized.apply(variables, X)
+    exact = jax.jit(Net().apply)(VARIABLES, X)
+    found = jax.jit(quantized.apply)(variables, X)
     assert np.linalg.norm(found - exact) < 0.03 * np.linalg.norm(exact)
 
 
 def test_init_of_training_stays_float():
-    variables = xla.quantize_model(Net(), "train-int8").init(KEY, X)
-    expected = Net().init(KEY, X)
-    jax.tree.map(np.testing.assert_array_equal, variables, expected)
+    variables = jax.jit(xla.quantize_model(Net(), "train-int8").init)(KEY, X)
+    jax.tree.map(np.testing.assert_array_equal, variables, VARIABLES)
 
 
 def test_other_trees_are_refused():
     net = Net()
-    params = net.init(KEY, X)["params"]
+    params = VARIABLES["params"]
     types = jax.eval_shape(xla.quantize_model(net, "int8").init, KEY, X)["params"]
     with pytest.raises(xla.QuantizationError, match="must be a tree like the stored one"):
         xla.quantize_params({"Dense_0": params["Dense_0"]}, types)

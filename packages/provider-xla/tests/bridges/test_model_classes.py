@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.processes import run_python
 
 cloudpickle = pytest.importorskip("cloudpickle")
@@ -22,7 +23,7 @@ X = jnp.linspace(-1, 1, 32).reshape(2, 16)
 
 
 def weight(seed):
-    return jax.random.normal(jax.random.key(seed), (16, 16)) / 4
+    return normal(16, 16, seed=seed) / 4
 
 
 class NnxLayer(nnx.Module):

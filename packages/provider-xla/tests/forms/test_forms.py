@@ -23,13 +23,18 @@ class TestQArray(StoredFormConformance):
 
 class TestPackedQArray(StoredFormConformance):
     def make(self, w):
-        return qn.pack(quantized(w, "int6"))
+        return PACK(quantized(w, "int6"))
+
+
+PACK = jax.jit(qn.pack)
 
 
 class TestAffineWeight(StoredFormConformance):
     tolerance = 0.1
 
-    def make(self, w):
+    @staticmethod
+    @jax.jit
+    def make(w):
         low, high = (
             x.reshape(4, 1, 24) for x in (w.reshape(4, 16, 24).min(1), w.reshape(4, 16, 24).max(1))
         )

@@ -7,6 +7,7 @@ import pytest
 
 import provider_xla as xla
 from interception_core.testing import installed_plugins
+from jaxtap_testkit.numbers import normal
 
 
 def tied(p, t):
@@ -54,20 +55,25 @@ def test_as_the_merged_parameter(name, form, without):
     with installed_plugins(without=without):
         plan = xla.PtqProvider(RULES[form]).plan(fn, params, x)
         assert plan.lora, "it has no adapter"
-        key = jax.random.key(1)
         adapters = jax.tree.map(
-            lambda x: jax.random.normal(key, x.shape) / 4, plan.init_adapters(key)
+            lambda x: normal(*x.shape, seed=1) / 4, plan.init_adapters(jax.random.key(1))
         )
-        stored = plan.quantize(params)
-        found = jax.jit(plan.apply())(stored, x, adapters=adapters)
-        expected = fn(plan.merge(stored, adapters), x)
+        stored, run = plan.quantize(params), plan.apply()
+
+        def adapted(adapters, stored):
+            return run(stored, x, adapters=adapters)
+
+        def merged(adapters, stored):
+            return fn(plan.merge(stored, adapters), x)
+
+        @jax.jit  # compiled once for all four
+        def both(*args):
+            fns = adapted, merged
+            slopes = [jax.grad(lambda *args, fn=fn: (fn(*args) ** 2).mean()) for fn in fns]
+            return [one(*args) for one in (*fns, *slopes)]
+
+        found, expected, gradient, exact = both(adapters, stored)
         error = 0.03 if form == "w8a8" else 1e-4
         assert np.abs(found - expected).max() < error * np.abs(expected).max()
-
-        def loss(adapters):
-            return (plan.apply()(stored, x, adapters=adapters) ** 2).mean()
-
-        gradient = jax.jit(jax.grad(loss))(adapters)
-        exact = jax.grad(lambda a: (fn(plan.merge(stored, a), x) ** 2).mean())(adapters)
         for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True):
             assert np.abs(one - other).max() < 5 * error * np.abs(other).max()

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from jax import lax
 
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.xla_samples import dense
 from provider_xla import PtqProvider, QuantizationRule
 
-W = jax.random.normal(jax.random.key(0), (16, 8)) / 4
-STACK = jax.random.normal(jax.random.key(1), (3, 16, 8)) / 4
-X = jax.random.normal(jax.random.key(2), (4, 16))
+W = normal(16, 8) / 4
+STACK = normal(3, 16, 8, seed=1) / 4
+X = normal(4, 16, seed=2)
 
 
 @jax.custom_vjp

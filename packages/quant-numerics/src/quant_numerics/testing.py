@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -13,6 +14,16 @@ import quant_numerics as qn
 __all__ = ["FormatConformance"]
 
 _DIMS = (((1,), (0,)), ((), ()))
+
+
+# Whole functions as programs: XLA compiles each operation alone where they run outside of jit. The
+# format itself is a part of the key, as another one may have had its name.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized(weight: Any, name: str, kind: Any) -> Any:
+    return qn.quantize_for_dot(weight, (0,), name)
+
+
+_dequantized, _packed, _unpacked = map(jax.jit, (qn.dequantize, qn.pack, qn.unpack))
 
 
 class FormatConformance:
@@ -46,7 +57,10 @@ class FormatConformance:
 
     def quantized(self, shape: tuple[int, int] = (192, 24), seed: int = 0) -> Any:
         """Return ``weight``, quantized as the right-hand side of a matmul."""
-        return qn.quantize_for_dot(self.weight(shape, seed), (0,), self.qtype)
+        return self._quantized(self.weight(shape, seed))
+
+    def _quantized(self, weight: Any) -> Any:
+        return _quantized(weight, self.qtype, self.kind)
 
     def test_is_one_format(self) -> None:
         assert self.kind.name == self.qtype
@@ -60,13 +74,13 @@ class FormatConformance:
             assert q.scale.shape == (192 // self.kind.block, 24)
 
     def test_error(self) -> None:
-        weight, found = self.weight(), np.asarray(qn.dequantize(self.quantized()), np.float64)
+        weight, found = self.weight(), np.asarray(_dequantized(self.quantized()), np.float64)
         error = np.sqrt(np.square(found - weight).mean(0) / np.square(weight).mean(0)).max()
         assert error <= self.tolerance, f"the error is {error:.3g}, above {self.tolerance:g}"
 
     def test_dequantizes_to_what_values_stand_for(self) -> None:
         q = self.quantized()
-        np.testing.assert_allclose(qn.dequantize(q), _exact(q), rtol=1e-5, atol=1e-30)
+        np.testing.assert_allclose(_dequantized(q), _exact(q), rtol=1e-5, atol=1e-30)
 
     def test_each_value_is_the_nearest(self) -> None:
         """No value of the format is nearer, up to a rounding error."""
@@ -83,28 +97,28 @@ class FormatConformance:
 
     def test_values_of_the_format_come_back(self) -> None:
         """What was quantized once is quantized to itself."""
-        first = qn.dequantize(self.quantized())
-        again = qn.dequantize(qn.quantize_for_dot(first, (0,), self.qtype))
-        np.testing.assert_allclose(again, first, rtol=2e-2, atol=1e-6 * float(jnp.abs(first).max()))
+        first = np.asarray(_dequantized(self.quantized()))
+        again = _dequantized(self._quantized(first))
+        np.testing.assert_allclose(again, first, rtol=2e-2, atol=1e-6 * float(abs(first).max()))
 
     def test_zero(self) -> None:
-        q = qn.quantize_for_dot(np.zeros((192, 8), np.float32), (0,), self.qtype)
-        assert not np.asarray(qn.dequantize(q)).any()
+        q = self._quantized(np.zeros((192, 24), np.float32))
+        assert not np.asarray(_dequantized(q)).any()
         mixed = self.weight()
         mixed[::2] = 0
-        found = np.asarray(qn.dequantize(qn.quantize_for_dot(mixed, (0,), self.qtype)))
+        found = np.asarray(_dequantized(self._quantized(mixed)))
         assert not found[::2].any()
 
     def test_sign(self) -> None:
-        found, weight = np.asarray(qn.dequantize(self.quantized())), self.weight()
+        found, weight = np.asarray(_dequantized(self.quantized())), self.weight()
         assert (found * weight >= 0).all()
 
     def test_small_and_large(self) -> None:
         """Very small and very large values stay finite."""
         most = min(float(jnp.finfo(self.kind.scale_dtype).max), 1e30) * self.kind.qmax / 4
         for value in (1e-30, most):
-            weight = np.full((192, 8), value, np.float32)
-            found = np.asarray(qn.dequantize(qn.quantize_for_dot(weight, (0,), self.qtype)))
+            weight = np.full((192, 24), value, np.float32)
+            found = np.asarray(_dequantized(self._quantized(weight)))
             assert np.isfinite(found).all(), value
         np.testing.assert_allclose(found, weight, rtol=0.5)
 
@@ -114,17 +128,19 @@ class FormatConformance:
         if not self.kind.packable:
             assert self.kind.storage_bits == self.kind.bits
             return
-        packed = qn.pack(q)
-        np.testing.assert_array_equal(qn.unpack(packed).qvalue, q.qvalue)
-        np.testing.assert_array_equal(qn.unpack(packed).scale, q.scale)
+        packed = _packed(q)
+        again = _unpacked(packed)
+        np.testing.assert_array_equal(again.qvalue, q.qvalue)
+        np.testing.assert_array_equal(again.scale, q.scale)
         assert packed.nbytes <= values + q.scale.nbytes + 64, f"{packed.nbytes} bytes"
 
     def test_matmul(self) -> None:
         q = self.quantized()
         x = np.random.default_rng(1).normal(size=(5, 192)).astype(np.float32)
         expected = x.astype(np.float64) @ _exact(q)
-        for stored in (q, qn.pack(q)) if self.kind.packable else (q,):
-            found = np.asarray(qn.dot_general(x, stored, _DIMS), np.float64)
+        dot = jax.jit(lambda x, stored: qn.dot_general(x, stored, _DIMS))
+        for stored in (q, _packed(q)) if self.kind.packable else (q,):
+            found = np.asarray(dot(x, stored), np.float64)
             most = np.abs(expected).max(0)
             assert (np.abs(found - expected) <= 1e-3 * most).all()
 
@@ -136,9 +152,8 @@ class FormatConformance:
 
         mapped = jax.jit(jax.vmap(lambda weight: qn.dequantize(quantize(weight))))(weights)
         for seed in range(3):
-            np.testing.assert_allclose(
-                mapped[seed], qn.dequantize(self.quantized(seed=seed)), rtol=1e-5, atol=1e-30
-            )
+            alone = qn.dequantize(quantize(weights[seed]))  # outside of jit
+            np.testing.assert_allclose(mapped[seed], alone, rtol=1e-5, atol=1e-30)
 
     def test_is_a_pytree(self) -> None:
         q = self.quantized()
@@ -156,7 +171,8 @@ class FormatConformance:
             return qn.train_dot_general(x, weight, _DIMS, lhs_how=None, rhs_how=how).sum()
 
         expected = np.tile(x.sum(0)[:, None], 24)
-        np.testing.assert_allclose(jax.grad(loss)(self.weight()), expected, rtol=1e-4, atol=1e-4)
+        found = jax.jit(jax.grad(loss))(self.weight())
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def _wide_scale(q: Any) -> np.ndarray:

@@ -60,23 +60,25 @@ def test_ranges_are_those_of_the_recipe(history):
 
 def test_a_step_uses_what_the_steps_before_it_were():
     history, x = AmaxHistory(2), jnp.array([4.0])
+    during, update = jax.jit(history.during), jax.jit(history.update)
     state = history.init(Calibration(None, x))
     for first, step, expected in ((448.0, 4.0, 448.0), (1.0, 2.0, 4.0), (1.0, 9.0, 4.0)):
         seen = Calibration(None, jnp.array([step]))
-        assert history.during(state, seen, first).upper == expected
-        state = history.update(state, seen)
+        assert during(state, seen, first).upper == expected
+        state = update(state, seen)
     assert history.get(state).upper == 9
 
 
 def test_a_step_of_several_records_and_one_of_none():
     history = AmaxHistory(2)
-    state = history.begin(history.init(Calibration(None, jnp.zeros(2))))
-    for upper in ([1.0, 3.0], [2.0, -jnp.inf], [np.nan, 1.0]):
-        state = history.record(state, Calibration(None, jnp.array(upper)))
+    begin, record = jax.jit(history.begin), jax.jit(history.record)
+    state = begin(history.init(Calibration(None, jnp.zeros(2))))
+    for upper in ([1.0, 3.0], [2.0, -np.inf], [np.nan, 1.0]):
+        state = record(state, Calibration(None, np.float32(upper)))
     np.testing.assert_array_equal(history.get(state).upper, [2, 3])
     assert state.count == 1
     for _ in range(3):  # steps that record nothing, as those without a backward pass
-        state = history.begin(state)
+        state = begin(state)
     state = history.update(state, Calibration(None, jnp.full(2, -jnp.inf)))
     np.testing.assert_array_equal(history.get(state).upper, [2, 3])
     assert state.count == 1

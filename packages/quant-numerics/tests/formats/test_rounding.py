@@ -1,3 +1,5 @@
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -102,17 +104,35 @@ def test_it_is_a_pytree_of_its_key():
 
 def test_the_bits_are_those_of_jax():
     typed = jax.random.key(3, impl="threefry2x32")
-    for shape in ((), (0, 3), (5, 1, 3), (33, 65)):
-        for key in (typed, jax.random.key_data(typed) + jnp.uint32(2**31 - 9)):
-            found = jax.jit(random_bits, static_argnums=1)(key, shape)
-            np.testing.assert_array_equal(found, jax.random.bits(key, shape))
+    keys = [typed, jax.random.key_data(typed) + jnp.uint32(2**31 - 9)]
+    # One program for all cases.
+    cases = list(itertools.product(range(2), ((), (0, 3), (5, 1, 3), (33, 65))))
+
+    @jax.jit
+    def ours(keys):
+        found = []
+        for i, shape in cases:
             axes = tuple(range(len(shape)))
-            noise = StochasticRounding(key, channelwise_noise_axes=axes).noise(shape)
-            want = jax.random.uniform(key, shape, minval=-0.5, maxval=0.5)
-            np.testing.assert_array_equal(noise, np.maximum(want, -0.5 + 2.0**-24))
-            low = StochasticRounding(key, "low_bit_uniform", axes).noise(shape)
-            want = np.asarray(jax.random.bits(key, shape, jnp.uint8), np.float32)
-            np.testing.assert_array_equal(low, (want + 0.5) / 256 - 0.5)
+            noise = StochasticRounding(keys[i], channelwise_noise_axes=axes).noise(shape)
+            low = StochasticRounding(keys[i], "low_bit_uniform", axes).noise(shape)
+            found.append((random_bits(keys[i], shape), noise, low))
+        return found
+
+    @jax.jit
+    def those_of_jax(keys):
+        found = []
+        for i, shape in cases:
+            noise = jax.random.uniform(keys[i], shape, minval=-0.5, maxval=0.5)
+            low = jax.random.bits(keys[i], shape, jnp.uint8)
+            found.append((jax.random.bits(keys[i], shape), noise, low))
+        return found
+
+    for case, found, wanted in zip(cases, ours(keys), those_of_jax(keys), strict=True):
+        bits, noise, low = wanted
+        low = (np.asarray(low, np.float32) + 0.5) / 256 - 0.5
+        wanted = bits, np.maximum(noise, -0.5 + 2.0**-24), low
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_array_equal(one, other, err_msg=str(case))
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])

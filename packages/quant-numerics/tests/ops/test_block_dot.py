@@ -12,6 +12,7 @@ import pytest
 
 import quant_numerics as qn
 from jaxtap_testkit.meshes import grid, put
+from jaxtap_testkit.programs import as_program
 from jaxtap_testkit.qarray_samples import normal, value
 from quant_numerics.ops import block_dot
 
@@ -28,12 +29,19 @@ CASES = {
     "a vector": ((32,), (32, 7), (((0,), (0,)), ((), ()))),
 }
 FORMATS = ["mxfp8", "nvfp4"]
+quantize = as_program(qn.quantize)
+
+
+@as_program
+def quantized(arrays, axes, qtypes):
+    """Quantize for products, all in one program."""
+    given = zip(arrays, axes, qtypes, strict=True)
+    return [qn.quantize_for_dot(x, along, qtype) for x, along, qtype in given]
 
 
 def operands(name, qtype):
     lhs, rhs, dims = CASES[name]
-    pair = zip((normal(*lhs), normal(*rhs, seed=1)), dims[0], strict=True)
-    return (*(qn.quantize_for_dot(x, axes, qtype) for x, axes in pair), dims)
+    return *quantized([normal(*lhs), normal(*rhs, seed=1)], dims[0], [qtype] * 2), dims
 
 
 def text(fn, *args, platforms=("cuda",)):
@@ -49,8 +57,12 @@ def calls(found):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("qtype", FORMATS)
 def test_one_call_on_cuda_and_the_same_values(qtype):
-    pairs, dims = zip(*((pair, n) for *pair, n in (operands(one, qtype) for one in CASES)),
-                       strict=True)  # fmt: skip
+    dims = [dims for *_, dims in CASES.values()]
+    shapes = [shape for *pair, _ in CASES.values() for shape in pair]
+    arrays = [normal(*shape, seed=i % 2) for i, shape in enumerate(shapes)]
+    axes = [along for contracting, _ in dims for along in contracting]
+    sides = quantized(arrays, axes, [qtype] * len(arrays))
+    pairs = list(zip(sides[::2], sides[1::2], strict=True))
 
     def dots(pairs):
         return [qn.dot_general(*pair, n) for pair, n in zip(pairs, dims, strict=True)]
@@ -194,24 +206,18 @@ def test_what_has_no_such_call():
     dims = (((1,), (0,)), ((), ()))
     x, w = normal(5, 64), normal(64, 7, seed=1)
 
-    def both(left, right=None, x=x, w=w):
-        return (
-            qn.quantize_for_dot(x, (1,), left),
-            w if right == "float" else qn.quantize_for_dot(w, (0,), right or left),
-        )
-
-    short = (
-        qn.quantize_for_dot(x[:, :48], (1,), "mxfp8"),
-        qn.quantize_for_dot(w[:48], (0,), "mxfp8"),
-    )
-    for pair in (both("mxfp8", "mxfp4"), both("mxfp4"), both("int8"), both("mxfp8", "float"),
-                 both("float8_e4m3fn"), short):  # fmt: skip
+    qtypes = ["mxfp8", "mxfp4", "int8", "float8_e4m3fn"]
+    sides = quantized([*[x, w] * 4, x[:, :48], w[:48]], [(1,), (0,)] * 5,
+                      [one for one in [*qtypes, "mxfp8"] for _ in range(2)])  # fmt: skip
+    mxfp8, mxfp4, int8, float8, short = zip(sides[::2], sides[1::2], strict=True)
+    others = (mxfp8[0], mxfp4[1]), (mxfp8[0], w)
+    for pair in (*others, mxfp4, int8, float8, short):
         assert not block_dot.is_block_dot(*pair, dims)
         assert not calls(text(lambda a, b: qn.dot_general(a, b, dims), *pair))
     # Scales along other axes than those that are contracted.
     other = (
-        qn.quantize(x, "mxfp8", tile_axes={1: 32}),
-        qn.quantize(w.T.reshape(7, 64), "mxfp8", tile_axes={1: 32}, channel_axes=(0,)),
+        quantize(x, "mxfp8", tile_axes={1: 32}),
+        quantize(w.T.reshape(7, 64), "mxfp8", tile_axes={1: 32}, channel_axes=(0,)),
     )
     across = (((1,), (1,)), ((), ()))
     assert block_dot.is_block_dot(*other, across)  # one scale for all rows is repeated
@@ -225,8 +231,8 @@ def test_rows_have_global_scales_of_their_own(at):
     """As rows of a table have that were looked up. Along the contraction there is one."""
     rng = np.random.default_rng(3)
     x, w = (rng.standard_normal(shape, np.float32) for shape in ((2, 32, 3), (5, 32)))
-    lhs = qn.quantize(x, "nvfp4", tile_axes={1: 16}, channel_axes=(0, 2))
-    rhs = qn.quantize(w, "nvfp4", tile_axes={1: 16}, channel_axes=(0,))
+    lhs = quantize(x, "nvfp4", tile_axes={1: 16}, channel_axes=(0, 2))
+    rhs = quantize(w, "nvfp4", tile_axes={1: 16}, channel_axes=(0,))
     shape = [n if a in at else 1 for a, n in enumerate(lhs.scale.shape)]
     whole = rng.uniform(0.5, 2, shape).astype(np.float32)
     lhs = dataclasses.replace(lhs, global_scale=jnp.asarray(whole))

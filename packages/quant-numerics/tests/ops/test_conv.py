@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.programs import as_program
 from jaxtap_testkit.qarray_samples import CONVOLUTIONS, value
 from quant_numerics import (
     QArray,
@@ -23,6 +24,7 @@ from quant_numerics import (
 
 pytestmark = pytest.mark.sample(2)
 
+dequantize, quantize, quantize_for_conv = map(as_program, (dequantize, quantize, quantize_for_conv))
 INF, NAN = float("inf"), float("nan")
 
 

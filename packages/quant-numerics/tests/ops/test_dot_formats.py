@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtap_testkit import examples
+from jaxtap_testkit.programs import as_program
 from jaxtap_testkit.qarray_samples import normal, value
 from quant_numerics import (
     QTYPES,
@@ -26,6 +27,7 @@ from quant_numerics import (
 
 pytestmark = pytest.mark.sample(2)
 
+dot, matmul, quantize = map(as_program, (dot, matmul, quantize))
 MATMUL = (((1,), (0,)), ((), ()))
 INTS = [k.name for k in QTYPES.values() if k.kind == "int"]
 SMALL_INTS = [n for n in INTS if n != "int16"]

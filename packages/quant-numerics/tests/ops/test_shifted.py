@@ -198,8 +198,9 @@ def test_other_groups_and_windows_are_left():
         (np.ones((65, 1, 10), np.float32), 10),
         (np.ones((1, 1, 10), np.float32), 10),
     ]
-    for kernel, groups in [*kernels, (np.ones((3, 1, 90), np.float32), 10)]:
-        q = qn.quantize(kernel, "int8")
+    kernels.append((np.ones((3, 1, 90), np.float32), 10))
+    stored = jax.jit(lambda kernels: [qn.quantize(w, "int8") for w in kernels])
+    for q, (_, groups) in zip(stored([kernel for kernel, _ in kernels]), kernels, strict=True):
         conv = functools.partial(
             qn.conv_general_dilated,
             window_strides=(1,),

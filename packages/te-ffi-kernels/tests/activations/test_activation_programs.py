@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import workspace
 from te_ffi_kernels import reference
 
@@ -16,10 +17,6 @@ pytestmark = pytest.mark.sample(2)
 
 NAMES = ("silu", "linear")
 ONE = jnp.ones((1,))
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def run(dz, x, mode=0, layout=0, is_dbias=False):

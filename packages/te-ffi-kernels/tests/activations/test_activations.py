@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te import activations as wanted_activations
 from jaxtap_testkit.te.activations import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
@@ -151,8 +152,8 @@ def test_qvalue_are_those_of_the_result(mode, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [ScalingMode(0), *MODES])
 def test_qvalue_of_the_reference_are_near(mode):
-    x = jax.random.normal(jax.random.key(0), (64, 2, 96)) * 2
-    dz = jax.random.normal(jax.random.key(1), (64, 96))
+    x = normal(64, 2, 96) * 2
+    dz = normal(64, 96, seed=1)
     names, out = ("silu", "linear"), "float8_e5m2" if mode else None
     more = (out, mode, 2, jnp.full((1,), 50.0), jnp.ones((1,)), None, not mode)
     for run in (
@@ -168,7 +169,7 @@ def test_qvalue_of_the_reference_are_near(mode):
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", MODES[1::2])
 def test_a_quantized_layer_is_straight_through(mode):
-    x, dz = jax.random.normal(jax.random.key(0), (32, 2, 64)), jnp.ones((32, 64))
+    x, dz = normal(32, 2, 64), jnp.ones((32, 64))
 
     def layer(op, *more):
         def both(x):

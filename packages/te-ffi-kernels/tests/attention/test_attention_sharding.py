@@ -7,15 +7,12 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import assert_block
 
 LENGTHS = np.asarray([3, 6, 1, 5], np.int32)
 HEADS = ("data", None, "model")
 BLOCK = "f32[2,8,2,16]"
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def check(mesh, arguments, specs, block, layout="BSHD_BSHD_BSHD", mask="PADDING_MASK", bias=None):

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import grid
+from jaxtap_testkit.numbers import normal
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
 
 pytestmark = pytest.mark.sample(2)
@@ -25,10 +26,6 @@ def attend(q, k, v, bias=None, lengths=LENGTHS, *, op=te, dropout=0.0, offset=No
     seed = jnp.asarray([1, 2], jnp.uint32)
     args = (seed, kind, mask, layout, softmax, 0.3, dropout, True)
     return op.fused_attn((q, k, v), bias, descriptor, *args, softmax_offset=offset)
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def three(*before, seed=0):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te import attention as expected
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
 
@@ -15,9 +16,8 @@ SEED = jnp.asarray([123, 2**32 - 5], jnp.uint32)
 
 
 def arrays(b, sq, skv, h, g, d, dv, dtype=jnp.float32, seed=0):
-    keys = jax.random.split(jax.random.key(seed), 4)
     shapes = [(b, sq, h, d), (b, skv, g, d), (b, skv, g, dv), (b, sq, h, dv)]
-    return [jax.random.normal(*pair).astype(dtype) for pair in zip(keys, shapes, strict=True)]
+    return [normal(*shape, seed=(seed, i), dtype=dtype) for i, shape in enumerate(shapes)]
 
 
 def run(
@@ -145,7 +145,7 @@ def test_masks(mask, window):
 @pytest.mark.parametrize(("bias_type", "shape"), [(1, (1, 4)), (1, (2, 1)), (2, (2, 4))])
 def test_bias(bias_type, shape):
     *qkv, grad = arrays(2, 35, 70, 4, 2, 8, 12)
-    bias = jax.random.normal(jax.random.key(5), (*shape, 35, 70))
+    bias = normal(*shape, 35, 70, seed=5)
     sees = expected.visible(
         [35, 20], [70, 30], 35, 70, causal=False, bottom_right=False, window=(-1, -1)
     )
@@ -170,7 +170,7 @@ def test_softmax_types(softmax):
     *qkv, grad = arrays(2, 35, 40, 4, 2, 8, 12)
     offset = None
     if softmax is AttnSoftmaxType.LEARNABLE_SOFTMAX:
-        offset = jax.random.normal(jax.random.key(5), (1, 4, 1, 1))
+        offset = normal(1, 4, 1, 1, seed=5)
     plain = np.zeros(4) if offset is None else np.ravel(offset)
     sees = expected.visible(
         [35] * 2, [40] * 2, 35, 40, causal=True, bottom_right=False, window=(3, -1)

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 import te_ffi_kernels as te
 from jaxtap_testkit.collectives import collectives
 from jaxtap_testkit.meshes import grid, put
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te import attention as expected
 from jaxtap_testkit.te.calls import calls
 from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayout, reference
@@ -19,10 +20,6 @@ from te_ffi_kernels import AttnBiasType, AttnMaskType, AttnSoftmaxType, QKVLayou
 B, S, H, G, D, DV = 2, 32, 4, 2, 8, 16
 LENGTHS = np.asarray([27, 5]), np.asarray([32, 9])
 NONE, CAUSAL = AttnMaskType.NO_MASK, AttnMaskType.CAUSAL_MASK
-
-
-def normal(*shape, seed=0, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def operands(dtype=jnp.float32, groups=G):

@@ -20,7 +20,7 @@ from jaxtap_testkit.meshes import grid, put
 from jaxtap_testkit.te.calls import assert_block, calls
 
 CONV = {8: te.conv_w8a8, 4: te.conv_w4a8}
-PACK = {8: te.pack_w8, 4: te.pack_w4}
+PACK = {8: jax.jit(te.pack_w8), 4: jax.jit(te.pack_w4)}
 SPECS = [spec for spec in declared_specs(KernelSpec) if spec.op.startswith("conv_w")]
 
 
@@ -42,8 +42,8 @@ def weight(window, channels, n, bits=8, seed=0):
     most = 2 ** (bits - 1) - 1
     qvalue = rng.integers(-most, most + 1, (*window, channels, n)).astype(np.int8)
     scale = rng.uniform(0.001, 0.1, n).astype(np.float32)
-    matrix = jnp.asarray(qvalue.reshape(math.prod(window) * channels, n))
-    return qvalue, scale, PACK[bits](matrix, jnp.asarray(scale)[None])
+    matrix = qvalue.reshape(math.prod(window) * channels, n)
+    return qvalue, scale, PACK[bits](matrix, scale[None])
 
 
 def images(*shape, dtype=jnp.float32, seed=1):

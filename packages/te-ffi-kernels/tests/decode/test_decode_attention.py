@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3, "int8": 2e-6}
 
@@ -139,13 +140,15 @@ def test_one_of_a_stack(cache):
     def run(index):
         return te.decode_attention(q, keys, values, 80, index=index, mask=mask, **scales)
 
+    @jax.jit
+    def run_reference(index):
+        return te.reference.decode_attention(q, keys, values, 80, index=index, mask=mask, **scales)
+
     for index, place in ((0, 0), (1, 1), (2, 2), (5, 2), (-1, 2), (-3, 0)):
         _, k, v, one = parts[place]
         wanted = te.decode_attention(q, k, v, 80, mask=mask, **one)
         np.testing.assert_array_equal(run(index), wanted)
-        reference = te.reference.decode_attention(
-            q, keys, values, 80, index=index, mask=mask, **scales
-        )
+        reference = run_reference(index)
         np.testing.assert_allclose(
             wanted, reference, rtol=1e-4, atol=2e-3 if cache == "bfloat16" else 1e-5
         )
@@ -223,16 +226,16 @@ def test_large_logits_and_those_that_are_not_finite():
 def test_the_reference_agrees(cache):
     q, keys, values, scales = made(s=90, t=3, cache=cache)
     options = {"window": 50, "softcap": 3.0, "mask": jnp.arange(90)[None, None] % 7 != 0}
-    found = te.decode_attention(q, keys, values, jnp.array([80, 90]), **scales, **options)
-    wanted = te.reference.decode_attention(
-        q, keys, values, jnp.array([80, 90]), **scales, **options
-    )
+    args = q, keys, values, jnp.array([80, 90])
+    found = te.decode_attention(*args, **scales, **options)
+    plain = jax.jit(te.reference.decode_attention, static_argnames=("window", "softcap"))
+    wanted = plain(*args, **scales, **options)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=2e-5)
 
 
 def test_gradients():
     q, keys, values, _ = made(s=30, t=2, d=16)
-    ct = jax.random.normal(jax.random.key(0), q.shape)
+    ct = normal(*q.shape)
 
     def loss(q, keys, values):
         return (te.decode_attention(q, keys, values, 25) * ct).sum()
@@ -244,7 +247,7 @@ def test_gradients():
         spread = [jnp.repeat(x, 4, axis=1).swapaxes(1, 2) for x in (keys, values)]
         return (jax.nn.dot_product_attention(q, *spread, mask=causal[None, None]) * ct).sum()
 
-    wanted = jax.grad(dense, (0, 1, 2))(q, keys, values)
+    wanted = jax.jit(jax.grad(dense, (0, 1, 2)))(q, keys, values)
     for one, other in zip(found, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 

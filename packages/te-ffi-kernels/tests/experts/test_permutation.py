@@ -7,13 +7,10 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
+from jaxtap_testkit.numbers import normal
 from te_ffi_kernels import reference
 
 TOKENS, EXPERTS, HIDDEN = 11, 5, 6
-
-
-def normal(*shape, seed=0, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def routing(tokens=TOKENS, seed=0):
@@ -49,10 +46,17 @@ def test_there_and_back(dtype):
             factor = 1.0 if given is None else float(given[token, expert])
             wanted_probs[row] = factor
             sums[token] += factor * wanted[row]
-        for module in (te, reference):
-            out, moved, row_map, offsets, counts = module.token_dispatch(
-                x, jnp.asarray(routed), total, given, align
-            )
+        modules = te, reference
+
+        @jax.jit
+        def run(x, routed, given, modules=modules, total=total, align=align):
+            sent = [one.token_dispatch(x, routed, total, given, align) for one in modules]
+            return [
+                (*out, one.token_combine(out[0], out[2], given, out[3]))
+                for one, out in zip(modules, sent, strict=True)
+            ]
+
+        for out, moved, row_map, offsets, counts, back in run(x, jnp.asarray(routed), given):
             assert (out.dtype, out.shape) == (dtype, wanted.shape)
             np.testing.assert_array_equal(np.asarray(out, np.float64), wanted)
             if given is None:
@@ -63,7 +67,6 @@ def test_there_and_back(dtype):
             assert (offsets is None) == (align is None)
             assert row_map.shape == (TOKENS, 2 * EXPERTS + 1)
             np.testing.assert_array_equal(row_map[:, -1], routed.sum(1))
-            back = module.token_combine(out, row_map, given, offsets)
             step = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
             np.testing.assert_allclose(np.asarray(back, np.float64), sums, rtol=step, atol=step)
 

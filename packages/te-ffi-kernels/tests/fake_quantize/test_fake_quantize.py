@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from te_ffi_kernels import reference
 
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 5)), jnp.float32)
@@ -57,10 +58,11 @@ def test_against_float64_and_the_reference():
             bits, decay = (8, 4, 16)[number % 3], (None, 0.25)[number % 2]
             given = {"bits": bits, "symmetric": symmetric, "batch_axes": batch_axes}
             given |= {"decay": decay, "observe": True}
-            found = [
-                jax.jit(lambda x, op=op, given=given: op(x, ROWS, 1, UNSEEN, **given))(x)
-                for op in (te.fake_quantize, reference.fake_quantize)
-            ]
+            ops = te.fake_quantize, reference.fake_quantize
+            both = jax.jit(
+                lambda x, given=given, ops=ops: [op(x, ROWS, 1, UNSEEN, **given) for op in ops]
+            )
+            found = both(x)
             own = own_range(x, batch_axes, symmetric)
             average = (TERMS[0] + (1 if decay is None else 1 - decay) * own) / TERMS[1]
             for out, bounds, seen in found:
@@ -83,7 +85,7 @@ def test_equal_to_the_reference_bit_for_bit():
     for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
         for symmetric in (False, True):
             # The mean of as many as a power of 2, of numbers with few bits.
-            x = jnp.round(jax.random.normal(jax.random.key(1), (8, 7, 300)) * 64) / 64
+            x = jnp.round(normal(8, 7, 300, seed=1) * 64) / 64
             x = x.at[0, 0, 0].set(-0.0).astype(dtype)
 
             def both(x, symmetric=symmetric):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import te_ffi_kernels as te
 from jaxtap_testkit import examples
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te import formats as expected
 from te_ffi_kernels import ScalingMode, reference
 
@@ -141,8 +142,7 @@ def test_axes_of_several_kinds():
 @pytest.mark.slow
 def test_from_floats_to_floats():
     """Quantized and multiplied, by each mode, in the layouts that training needs."""
-    keys = jax.random.split(jax.random.key(0))
-    x, w = jax.random.normal(keys[0], (64, 96)), jax.random.normal(keys[1], (96, 128))
+    x, w = normal(64, 96), normal(96, 128, seed=1)
     wanted = np.asarray(x, np.float64) @ np.asarray(w, np.float64)
 
     def quantize(a, mode, layout):

@@ -9,16 +9,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import workspace
 from te_ffi_kernels import reference
 
 pytestmark = pytest.mark.sample(2)
 
 GAMMA, BETA = jnp.linspace(0.5, 1.5, 64), jnp.linspace(-1, 1, 64)
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def run(x, gamma=GAMMA, mode=0, layout=0, **options):

@@ -7,11 +7,8 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import assert_block
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def check(mesh, fn, arguments, specs, blocks):

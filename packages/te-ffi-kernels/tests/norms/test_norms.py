@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import te_ffi_kernels as te
 from jaxtap_testkit import examples
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te import norms as wanted_norms
 from jaxtap_testkit.te.norms import error
 from te_ffi_kernels import QuantizeLayout, ScalingMode, reference
@@ -101,7 +102,7 @@ def test_gradients(dtype, kind):
 
 @pytest.mark.slow
 def test_statistics_have_gradients():
-    x = jax.random.normal(jax.random.key(0), (5, 33)) + 2
+    x = normal(5, 33) + 2
     gamma, beta = jnp.linspace(0.5, 1, 33), jnp.linspace(-1, 1, 33)
     for kind in KINDS:
 
@@ -150,7 +151,7 @@ def test_qvalue_are_those_of_the_result(mode, layout):
 
 
 def test_reference_of_qvalue_is_near():
-    x = jax.random.normal(jax.random.key(5), (64, 96))
+    x = normal(64, 96, seed=5)
     gamma, beta = jnp.ones(96), jnp.zeros(96)
     for mode in MODES:
         args = (x, gamma, beta, False, 1e-5, "layernorm", "float8_e5m2", mode, 2, jnp.ones(1) * 9)
@@ -180,7 +181,7 @@ def test_amax():
 @pytest.mark.parametrize("mode", MODES[1::2])
 def test_a_quantized_layer_is_straight_through(mode):
     kind = KINDS[mode.is_mx]
-    x, dz = (jax.random.normal(jax.random.key(i), (32, 64)) for i in range(2))
+    x, dz = (normal(32, 64, seed=i) for i in range(2))
     gamma, beta = jnp.linspace(0.5, 1.5, 64), jnp.linspace(-1, 1, 64)
 
     def layer(op, *more):
@@ -206,7 +207,7 @@ def test_a_quantized_layer_is_straight_through(mode):
 
 
 def test_far_from_zero():
-    x = jax.random.normal(jax.random.key(0), (4, 4096)) + 1e4
+    x = normal(4, 4096) + 1e4
     out, *_ = wanted_norms.forward(x, np.ones(4096), np.zeros(4096), "layernorm", False, 1e-6)
     found = te.layernorm(x, jnp.ones(4096), jnp.zeros(4096))
     assert error(found, out) < 2e-6

@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import assert_block
 
 ONE, ZERO, NONE = np.ones(1, np.float32), np.zeros(1, np.float32), np.zeros(0, np.float32)
@@ -45,7 +46,7 @@ def assert_same_bytes(found, wanted, case):
 
 @pytest.mark.slow
 def test_quantizing(mesh):
-    x = jax.random.normal(jax.random.key(0), (256, 256))
+    x = normal(256, 256)
     for mode, layout, spec, block in QUANTIZED:
         case, run, xs = (mode, layout, spec), quantize(mode, layout), put(mesh, x, *spec)
         compiled = jax.jit(run).lower(xs).compile()
@@ -59,7 +60,7 @@ def test_quantizing(mesh):
 @pytest.mark.slow
 def test_quantizing_columns_that_are_too_few(mesh):
     """Four blocks can't be shared out over eight devices."""
-    x = jax.random.normal(jax.random.key(0), (256, 256))[:, :128]
+    x = normal(256, 256)[:, :128]
     for mode, layout, spec, _ in QUANTIZED:
         case, run, xs = (mode, layout, spec), quantize(mode, layout), put(mesh, x, *spec)
         compiled = jax.jit(run).lower(xs).compile()
@@ -69,9 +70,8 @@ def test_quantizing_columns_that_are_too_few(mesh):
 
 
 def operands(mode, dims):
-    keys = jax.random.split(jax.random.key(1))
-    lhs = jax.random.normal(keys[0], (64, 96) if dims[0] == (1,) else (96, 64))
-    rhs = jax.random.normal(keys[1], (96, 32) if dims[1] == (0,) else (32, 96))
+    lhs = normal(*((64, 96) if dims[0] == (1,) else (96, 64)))
+    rhs = normal(*((96, 32) if dims[1] == (0,) else (32, 96)), seed=1)
     if mode == 0:
         return lhs, NONE, rhs, NONE
     out = []

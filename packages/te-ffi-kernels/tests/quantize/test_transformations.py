@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.formats import raw
 from te_ffi_kernels import ScalingMode
 
@@ -18,10 +19,6 @@ MODES = [ScalingMode(1), ScalingMode(2), ScalingMode(64)]
 def quantize(x, mode=1, layout=2, out="float8_e4m3fn", scale=ONE * 8):
     extra = jnp.zeros((0,), jnp.uint32), ZERO, jnp.zeros((1, 1), jnp.bfloat16)
     return te.dbias_quantize(x, scale, ZERO, *extra, out, mode, layout, -1, None, True)
-
-
-def normal(*shape, seed=0):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.sample(1)

@@ -7,13 +7,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from te_ffi_kernels import reference
 
 pytestmark = pytest.mark.sample(2)
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def route(x, bias=None, module=te, layout=0):

@@ -7,14 +7,11 @@ import pytest
 
 import te_ffi_kernels as te
 from jaxtap_testkit.meshes import put
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.calls import assert_block
 
 HEADS = ("data", "model")
 ROWS = ("data", None, "model")
-
-
-def normal(*shape):
-    return jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32)
 
 
 def check(mesh, fn, arguments, specs, op, block):

@@ -7,15 +7,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from te_ffi_kernels import SoftmaxFusionType, reference
 
 pytestmark = pytest.mark.sample(2)
 
 SCALED, MASKED, CAUSAL = SoftmaxFusionType
-
-
-def normal(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def masks(*shape):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 import te_ffi_kernels as te
 from jaxtap_testkit import examples
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.weights import weight
 
 pytestmark = pytest.mark.sample(2)
@@ -134,7 +135,7 @@ def test_a_slice_of_panels_is_a_weight(rows):
     whole = te.pack_w8(jnp.asarray(qvalue), jnp.asarray(scale))
     columns = slice(16 * rows.start, 16 * rows.stop)
     part = te.PackedWeight(whole.buffer[rows], 64, columns.stop - columns.start, 8, 0)
-    x = jax.random.normal(jax.random.key(0), (3, 64))
+    x = normal(3, 64)
     y = te.gemm_w8a8(x, whole)
     np.testing.assert_array_equal(te.gemm_w8a8(x, part), y[:, columns])
 

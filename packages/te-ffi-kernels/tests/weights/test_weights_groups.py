@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import te_ffi_kernels as te
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.weights import weight
 
 OPS = {te.gemm_w8a8: 8, te.gemm_w8a16: 8, te.gemv_w8: 8, te.gemv_w4: 4, te.gemm_w4a8: 4}
@@ -32,7 +33,7 @@ def stack(op, k=64, n=48, group=0, scale_dtype=jnp.float32):
 
 
 def rows(m=11, k=64, dtype=jnp.float32):
-    return jax.random.normal(jax.random.key(1), (m, k), dtype)
+    return normal(m, k, seed=1, dtype=dtype)
 
 
 def each(op, x, w, sizes):
@@ -96,7 +97,7 @@ def test_the_gradient_is_that_of_a_matmul_of_floats(op):
     x, w, sizes = rows(), stack(op, group=32), jnp.array([3, 0, 5, 1], jnp.int32)
     qvalue, scale = w.unpack()
     floats = np.asarray(qvalue, np.float64) * np.repeat(scale, 32, axis=1)
-    ct = jax.random.normal(jax.random.key(2), (11, 48))
+    ct = normal(11, 48, seed=2)
     found = jax.jit(jax.grad(lambda x: (op(x, w, group_sizes=sizes) * ct).sum()))(x)
     expected = np.zeros((11, 64))
     for row, i in enumerate(np.repeat(range(4), sizes)):

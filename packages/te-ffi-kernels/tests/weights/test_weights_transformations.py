@@ -9,6 +9,7 @@ import pytest
 import te_ffi_kernels as te
 from interception_core.testing import installed_plugins
 from jaxtap_testkit import fake_cuda
+from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.te.weights import weight
 
 pytestmark = pytest.mark.sample(2)
@@ -34,7 +35,7 @@ def layer(weights, i):
 
 
 def rows(*shape):
-    return jax.random.normal(jax.random.key(1), shape)
+    return normal(*shape, seed=1)
 
 
 @pytest.mark.slow

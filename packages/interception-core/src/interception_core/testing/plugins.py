@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import sys
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from ..plugins import host
 from ..plugins.discovery import discover
@@ -15,8 +18,9 @@ from ..plugins.records import PluginRecord
 def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[None]:
     """Let plugin modules be installed meanwhile, and some plugins not.
 
-    Plugins are loaded again within and afterwards, so nothing is kept of what they were asked; nor
-    are JAX's traces, which have the kernels that there were.
+    Plugins are loaded again within and afterwards, so nothing is kept of what they were asked. JAX
+    traces functions again within, since traces have the kernels that there were, and has what it
+    traced before afterwards.
 
     Args:
         *modules: plugin modules that no distribution declares, such as ``"acme_quant.plugin"``.
@@ -28,14 +32,24 @@ def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[
         yield from (plugin for plugin in discover() if plugin.name not in without)
         yield from (PluginRecord(module, module, module, "0") for module in modules)
 
-    _reset(host.Host(found))
+    host.reset(host.Host(found))
     try:
-        yield
+        with _traced_apart():
+            yield
     finally:
-        _reset()
+        host.reset()
 
 
-def _reset(*hosts: host.Host) -> None:
-    host.reset(*hosts)
-    if (jax := sys.modules.get("jax")) is not None:
-        jax.clear_caches()
+_COUNT = itertools.count(1)
+
+
+def _traced_apart() -> contextlib.AbstractContextManager[object]:
+    """Return a context that JAX's keys of traces tell from all others, if JAX is there."""
+    return _context()(next(_COUNT)) if "jax" in sys.modules else contextlib.nullcontext()
+
+
+@functools.cache
+def _context() -> Any:
+    import jax
+
+    return jax.make_user_context(0)

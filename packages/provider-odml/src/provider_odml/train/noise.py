@@ -15,6 +15,7 @@ from .ranges import at_site
 from .statistics import QuantStats
 
 
+@jax.jit
 def noise_to_signal(exact: jax.Array, rounded: jax.Array) -> jax.Array:
     """Return the median over the rows of noise power over signal power, float32.
 
