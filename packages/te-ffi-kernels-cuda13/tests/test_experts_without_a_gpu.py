@@ -120,8 +120,9 @@ def test_a_layer_of_experts_lowered_for_gpus():
         assert called.count("grouped_gemm_v2") == 6
         assert {
             "make_row_id_map", "permute_with_mask_map", "unpermute_with_mask_map",
-            "unpermute_bwd_with_merging_probs", "topk",
+            "unpermute_bwd_with_merging_probs",
         } < set(called)  # fmt: skip
+        assert ("topk" in called) == (platform == "cuda")  # on CPU XLA's is faster in float32
     pattern = r"@te_ffi_kernels\.grouped_gemm_v2.*tensor<(\d+)xui8>"
     found = {int(one) for one in re.findall(pattern, text)}
     assert all(one >= _workspace.PART + _workspace.CUBLASLT for one in found)
