@@ -110,10 +110,7 @@ def _joined(config, name, tensors, count, layers):
         tensors = tensors if is_whole else [one.T for one in tensors]
         experts = config.experts if name in ("gate_up", "down") and not is_whole else 0
         per = count // (experts or 1)
-        whole = [
-            functools.reduce(lambda a, b: qn.concatenate([a, b], -1), tensors[i : i + per])
-            for i in range(0, len(tensors), per)
-        ]
+        whole = [qn.concatenate(tensors[i : i + per], -1) for i in range(0, len(tensors), per)]
         if experts:
             whole = [qn.concatenate([one[None] for one in whole[i : i + experts]], 0)
                      for i in range(0, len(whole), experts)]  # fmt: skip

@@ -19,7 +19,7 @@ def grid(shape, names, kind=AxisType.Auto):
 def put(mesh, x, *spec):
     """Return an array that is sharded over a mesh."""
 
-    def in_numpy(x):  # JAX compiles a program that cuts an array of its own
+    def in_numpy(x):  # JAX compiles a program that cuts its arrays
         plain = isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer)
         return np.asarray(x) if plain and x.dtype.kind in "biufV" else x
 
