@@ -1,4 +1,4 @@
-"""llama.cpp beside examples/llm: its files, from our parameters, and its server in this process.
+"""llama.cpp beside jaxtap_llm: its files, from our parameters, and its server in this process.
 
 Needs ``gguf`` and ``xllamacpp``, of the dependency group peers.
 """

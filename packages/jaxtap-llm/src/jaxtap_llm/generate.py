@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,7 @@ class Generator:
         self.config, self.params, self.dtype, self.cache = config, params, dtype, cache
         apply = applying(config, plan, cache)
         self._prefill = jax.jit(apply(functools.partial(first, config)), donate_argnums=2)
-        self._decode = jax.jit(
+        self._decode: Any = jax.jit(
             apply(functools.partial(following, config)),
             donate_argnums=2,
             static_argnames=("sampling", "steps"),

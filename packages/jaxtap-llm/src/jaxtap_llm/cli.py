@@ -1,52 +1,47 @@
-"""Quantizes language models (Llama, Mistral, Phi, Qwen, Gemma, gpt-oss), and generates.
+"""``jaxtap llm``: quantize language models (Llama, Mistral, Phi, Qwen, Gemma, gpt-oss), and more.
 
-uv run --group llm python -m examples.llm demo
-uv run --group llm python -m examples.llm quantize FOLDER OUT --rules int4
-uv run --group llm python -m examples.llm generate OUT --prompt "Once upon a time"
-uv run --group llm python -m examples.llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
-uv run --group llm python -m examples.llm export OUT PROGRAMS
-uv run --group llm python -m examples.llm device FOLDER model.tflite --text book.txt
+Importing this module does not import jax: ``jaxtap llm --help`` answers at once.
 """
+
+from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import resource
 import sys
 from pathlib import Path
 
-from interception_core import JaxtapError
-
 from .config import LlmError
 from .rules import CACHES, DEVICE, DTYPES
 
+_EXAMPLES = """examples:
+jaxtap llm demo
+jaxtap llm quantize FOLDER OUT --rules int4
+jaxtap llm generate OUT --prompt "Once upon a time"
+jaxtap llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
+jaxtap llm export OUT PROGRAMS
+jaxtap llm device FOLDER model.tflite --text book.txt
+"""
 
-def main(argv=None):
-    """Run a command; an error of what the user gave is one line, and exit status 1.
 
-    Ctrl-C is one line, too, and exit status 130.
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the commands and their options."""
+    parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_demo, _quantize, _generate, _perplexity, _bench, _export, _device):
+        add(commands)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run the command that was given.
+
+    Raises:
+        JaxtapError: something that the user gave can't be used.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.llm",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _demo(commands)
-    _quantize(commands)
-    _generate(commands)
-    _perplexity(commands)
-    _bench(commands)
-    _export(commands)
-    _device(commands)
-    args = parser.parse_args(argv)
     try:
         args.run(args)
-    except (LlmError, JaxtapError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(130)
+    except OSError as error:
+        raise LlmError(f"{error}.") from error
 
 
 def _command(commands, name, run, text):
@@ -73,14 +68,14 @@ def _quantize(commands):
         print(
             f"Quantizing {args.folder} into {args.out}: {args.rules}", file=sys.stderr, flush=True
         )
-        from . import quantize
+        from . import quantized
 
-        plan = quantize.quantize(args.folder, args.out, args.rules)
+        plan = quantized.quantize(args.folder, args.out, args.rules)
         # On Linux in KiB, on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
         print(
-            f"{args.out}: {quantize.size_of(args.out) / 1e6:.1f} MB, from "
+            f"{args.out}: {quantized.size_of(args.out) / 1e6:.1f} MB, from "
             f"{plan.bytes_before / 1e6:.1f} MB in float32; peak memory {peak / 1e6:.0f} MB"
         )
         if args.plan:
@@ -101,7 +96,7 @@ def _generate(commands):
     def run(args):
         from .generate import Sampling
         from .serving import Exported, is_exported
-        from .tokenizer import read_tokenizer, stream_text
+        from .tokenizer import read_stops, read_tokenizer, stream_text
 
         sampling = Sampling(args.temperature, args.top_k, args.top_p)
         _keep_programs(args.compilation_cache)
@@ -113,7 +108,7 @@ def _generate(commands):
             _, generator = _open(args)
         tokenizer = read_tokenizer(args.out, generator.config)
         prompt = tokenizer.encode(args.prompt)
-        stop = _stops(args.out)
+        stop = read_stops(args.out)
         blocks = generator.stream(
             [prompt], args.count, sampling, args.seed, stop, positions=args.context
         )
@@ -141,8 +136,8 @@ def _generate(commands):
 
 def _perplexity(commands):
     def run(args):
-        from .perplexity import perplexity
-        from .quantize import load
+        from .losses import perplexity
+        from .quantized import load
         from .tokenizer import read_tokenizer
 
         text = _read(args.text)
@@ -200,8 +195,6 @@ def _export(commands):
 
 def _device(commands):
     def run(args):
-        import provider_odml as odml
-
         from . import checkpoint, device
         from .tokenizer import read_tokenizer
 
@@ -213,8 +206,7 @@ def _device(commands):
             tokens = read_tokenizer(args.folder, config).encode(_read(args.text))
             if len(tokens) < 2:
                 raise LlmError(f"{args.text} must have two tokens or more, got {len(tokens)}.")
-        rules = odml.OdmlRule(**DEVICE[args.rules])
-        art = device.export(config, params, rules, args.prompt, args.positions)
+        art = device.export(config, params, args.rules, args.prompt, args.positions)
         art.save(args.out)
         print(art.report)
         print(f"{args.out}: {len(art.model) / 1e6:.1f} MB")
@@ -266,7 +258,7 @@ def _open(args):
     import jax.numpy as jnp
 
     from .generate import Generator
-    from .quantize import load
+    from .quantized import load
 
     dtype = args.dtype or "float32"
     config, plan, params = load(args.out, dtype)
@@ -281,22 +273,8 @@ def _read(path):
         raise LlmError(f"{path} must be a file of text: {error}.") from error
 
 
-def _stops(out):
-    """Return the tokens that end a text, by the folder's files."""
-    for name in ("generation_config.json", "config.json"):
-        path = Path(out) / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
-        if found is not None:
-            return tuple(found) if isinstance(found, list) else (found,)
-    return ()
-
-
 def _until(stop, ids):
     for one in ids:
         if one in stop:
             return
         yield one
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""examples/llm on folders that were quantized by others: as their float models."""
+"""jaxtap_llm on folders that were quantized by others: as their float models."""
 
 import functools
 import json
@@ -7,14 +7,13 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llm import __main__ as command
-from llm import checkpoint, model, published, quantize
-from llm.config import LlmError, parse_config
-from llm.generate import Generator
 
 import provider_xla as xla
+from jaxtap_llm import checkpoint, model, published, quantized
+from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.generate import Generator
 from jaxtap_testkit import huggingface_samples as samples
-from jaxtap_testkit.llm_samples import fields_of, varied
+from jaxtap_testkit.llm_samples import fields_of, run_llm, varied
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2}
 METHODS = {
@@ -71,7 +70,7 @@ def float_params(config, tensors):
 
 def check(folder, fields, tensors):
     """Compare with the float model: logits and the tokens that are generated."""
-    config, plan, params = quantize.load(folder)
+    config, plan, params = quantized.load(folder)
     wanted = float_params(parse_config(fields), tensors)
     tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
     run = plan.apply(functools.partial(model.logits, config))
@@ -99,7 +98,7 @@ def test_it_generates_what_the_float_model_does(tmp_path, family, method):
 @pytest.mark.parametrize("method", ["gptq", "nf4"])
 def test_activations_in_bfloat16(tmp_path, method):
     fields, tensors = folder_of(tmp_path / "in", "llama", METHODS[method])
-    config, plan, params = quantize.load(tmp_path / "in", "bfloat16")
+    config, plan, params = quantized.load(tmp_path / "in", "bfloat16")
     tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
     run = plan.apply(functools.partial(model.logits, config))
     wanted = float_params(parse_config(fields), tensors)
@@ -176,10 +175,10 @@ def test_zeros_for_biases_are_nothing_and_other_tensors_are_named(tmp_path):
         (more / "config.json").unlink()
         more.rmdir()
         if message is None:
-            quantize.load(folder)
+            quantized.load(folder)
         else:
             with pytest.raises(LlmError, match=message):
-                quantize.load(folder)
+                quantized.load(folder)
         del index["weight_map"][name]
         (folder / checkpoint.INDEX).write_text(json.dumps(index))
 
@@ -197,6 +196,6 @@ def test_int8_activations_are_those_of_the_folder():
 
 def test_it_is_not_quantized_again(tmp_path):
     folder_of(tmp_path / "in", "llama", samples.gptq)
-    with pytest.raises(SystemExit, match="Run generate on this folder as it is"):
-        command.main(["quantize", str(tmp_path / "in"), str(tmp_path / "out")])
+    with pytest.raises(LlmError, match="Run generate on this folder as it is"):
+        run_llm("quantize", str(tmp_path / "in"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

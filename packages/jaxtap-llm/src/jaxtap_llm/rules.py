@@ -7,6 +7,7 @@ is small, and whose choices a rounding turns over.
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from provider_xla import QuantizationRule
 
@@ -27,7 +28,7 @@ CACHES = ("float", "int8")
 DTYPES = ("float32", "bfloat16")
 """Dtypes of activations, which ``--dtype`` takes."""
 
-DEVICE = {
+DEVICE: dict[str, dict[str, Any]] = {
     "float": {},
     "dynamic": {"weight_qtype": "int8", "input_qtype": "int8"},
     "weights": {"weight_qtype": "int8"},

@@ -1,4 +1,4 @@
-"""The decoder of examples/llm in LiteRT, beside float64."""
+"""The decoder of jaxtap_llm in LiteRT, beside float64."""
 
 import functools
 import importlib.util
@@ -6,13 +6,11 @@ import importlib.util
 import jax
 import numpy as np
 import pytest
-from llm import __main__ as command
-from llm import checkpoint, device
-from llm.config import LlmError, parse_config
-from llm.rules import DEVICE
 
-import provider_odml as odml
-from jaxtap_testkit.llm_samples import fields_of, float64_logits, varied
+from jaxtap_llm import checkpoint, device
+from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.rules import DEVICE
+from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied
 
 litert = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("litert_converter", "ai_edge_litert")),
@@ -36,8 +34,7 @@ def small(family="llama"):
 
 @functools.cache
 def exported(name, family="llama"):
-    rule = odml.OdmlRule(**DEVICE[name])
-    return device.export(*small(family), rule, PROMPT, POSITIONS).model
+    return device.export(*small(family), name, PROMPT, POSITIONS).model
 
 
 def rounded(params, name):
@@ -177,7 +174,7 @@ def test_the_command(folder, tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "model.tflite"
     text.write_text("It was a dark night.")
     options = ["--prompt", "8", "--positions", "16", "--text", str(text), "--rules", "weights"]
-    command.main(["device", str(folder), str(out), *options])
+    run_llm("device", str(folder), str(out), *options)
     lines = capsys.readouterr().out.splitlines()
     rows = {line[:20].strip(): [float(x) for x in line[20:].split()] for line in lines[-4:]}
     assert list(rows) == ["perplexity", "equal tokens", "prefill, tokens/s", "decode, tokens/s"]
@@ -204,14 +201,13 @@ def test_what_can_not_be_exported(folder, tmp_path, capsys):
         (["--text", str(tmp_path / "one")], "must have two tokens or more, got 1"),
         (["--text", str(tmp_path / "none")], "must be a file of text"),
     ):
-        with pytest.raises(SystemExit, match=message):
-            command.main(["device", str(folder), str(out), *options])
+        with pytest.raises(LlmError, match=message):
+            run_llm("device", str(folder), str(out), *options)
     with pytest.raises(SystemExit, match="2"):
-        command.main(["device", str(folder), str(out), "--prompt", "0"])
+        run_llm("device", str(folder), str(out), "--prompt", "0")
     assert "--prompt: must be a whole number, 1 or more, got 0" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="must be in a folder that is there"):
-        command.main(["device", str(folder), str(tmp_path / "none" / "model.tflite")])
-    rule = odml.OdmlRule(**DEVICE["dynamic"])
+    with pytest.raises(LlmError, match="must be in a folder that is there"):
+        run_llm("device", str(folder), str(tmp_path / "none" / "model.tflite"))
     with pytest.raises(LlmError, match="The model must have no experts"):
-        device.export(*small("qwen3_moe"), rule, PROMPT, POSITIONS)
+        device.export(*small("qwen3_moe"), "dynamic", PROMPT, POSITIONS)
     assert not out.exists()

@@ -20,7 +20,7 @@ def shapes(config, dtype=jnp.float32):
     """Return the tree of parameters that ``model`` takes, of ``jax.ShapeDtypeStruct``."""
     width, size = config.width, config.head_size
     inner, some = config.inner, (config.experts,) if config.experts else ()
-    layer = {
+    layer: dict[str, tuple[int, ...]] = {
         "attention_norm": (width,),
         "qkv": (width, (config.heads + 2 * config.kv_heads) * size),
         "out": (config.heads * size, width),
@@ -40,7 +40,7 @@ def shapes(config, dtype=jnp.float32):
         layer |= {"attention_post_norm": (width,), "mlp_post_norm": (width,)}
     if config.experts:
         layer["router"] = (width, config.experts)
-    tree = {
+    tree: dict = {
         "embed": (config.vocabulary, width),
         "norm": (width,),
         "layers": {name: (config.layers, *shape) for name, shape in layer.items()},
@@ -281,7 +281,7 @@ def read(folder):
         names = tensor_names(config, layer)[name]
         return np.asarray(join(config, name, [where[n].get_tensor(n) for n in names]), np.float32)
 
-    params = {name: get(name, None) for name in tensor_names(config)}
+    params: dict = {name: get(name, None) for name in tensor_names(config)}
     params["layers"] = {
         name: np.stack([get(name, i) for i in range(config.layers)])
         for name in tensor_names(config, 0)

@@ -58,6 +58,7 @@ def make_cache(config, batch, positions, dtype=jnp.float32):
 
 
 def embed(config, params, tokens):
+    """Return ``[batch, length, width]`` for int ``[batch, length]``."""
     x = params["embed"][tokens]
     return x * jnp.asarray(config.width**0.5, x.dtype) if config.gemma else x
 
@@ -118,6 +119,7 @@ def attention(config, p, x, turns, window, cache, i, position):
             for name, one in (("k", k), ("v", v))
         }
     if position is not None:
+        assert cache is not None
         k, v = (lax.dynamic_index_in_dim(cache[name], i, 0, keepdims=False) for name in "kv")
         mixed = attend(config, p, q, k, v, seen(config, position, length, k.shape[2], window))
     elif config.softcap or config.sinks:
@@ -163,6 +165,7 @@ def attend(config, p, q, k, v, mask):
 
 
 def mlp(config, p, x):
+    """Return what the MLP adds to ``[batch, length, width]``."""
     return dense(p, "down", gated(config, dense(p, "gate_up", x)))
 
 
@@ -187,6 +190,7 @@ def experts(config, p, x):
 
 
 def dense(p, name, x):
+    """Return x times the kernel of a name, in a scope of that name, plus its bias if it has one."""
     with jax.named_scope(name):
         return biased(p, name, x @ p[name])
 
@@ -214,6 +218,7 @@ def norm(config, scale, x):
 
 
 def softcapped(x, cap):
+    """Return x drawn between -cap and cap by tanh; x itself for a cap of 0."""
     return jnp.tanh(x / cap) * cap if cap else x
 
 

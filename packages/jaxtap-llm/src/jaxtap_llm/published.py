@@ -144,12 +144,12 @@ def _by_rows(q):
     along = {axis: size for axis, size in tiles.items() if axis == -1}
 
     def repeated(array):
-        return None if array is None else jnp.repeat(array, rows, -2)[..., : q.shape[-2], :]
+        return jnp.repeat(array, rows, -2)[..., : q.shape[-2], :]
 
     return dataclasses.replace(
         q,
         scale=repeated(q.scale),
-        zero_point=repeated(q.zero_point),
+        zero_point=None if q.zero_point is None else repeated(q.zero_point),
         ragged_tiles=tuple(along.items()),
     )
 

@@ -1,5 +1,6 @@
 """From text to tokens and back."""
 
+import json
 from pathlib import Path
 
 from .config import LlmError
@@ -27,10 +28,8 @@ class FileTokenizer:
     """
 
     def __init__(self, path, vocabulary):
-        try:
-            from tokenizers import Tokenizer
-        except ImportError as error:
-            raise LlmError("tokenizers is missing. Install it: uv sync --group llm.") from error
+        from tokenizers import Tokenizer
+
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises Exception itself
@@ -65,6 +64,16 @@ def read_tokenizer(folder, config):
     raise LlmError(
         f"{folder} must have a tokenizer.json, for a model of {config.vocabulary} tokens."
     )
+
+
+def read_stops(folder):
+    """Return the tokens that end a text, by the folder's files: a tuple, empty for none."""
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
 
 
 def stream_text(tokenizer, ids):

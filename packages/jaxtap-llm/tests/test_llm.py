@@ -1,35 +1,28 @@
-"""The language models of examples/llm. peers/test_llm.py compares them with others' code."""
+"""The language models of jaxtap_llm. peers/test_llm.py compares them with others' code."""
 
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llm import __main__ as command
-from llm import checkpoint, demo, model, quantize
-from llm.cache import applying
-from llm.config import LlmError, parse_config, read_config
-from llm.generate import Generator, Sampling, sample
-from llm.perplexity import perplexity
-from llm.rules import FORMATS, rules_for
-from llm.tokenizer import ByteTokenizer, read_tokenizer, stream_text
 
 import provider_xla as xla
-from jaxtap_testkit.llm_samples import FAMILIES, fields_of, float64_logits, varied
+from interception_core import JaxtapError
+from interception_core.cli import main
+from jaxtap_llm import checkpoint, demo, model, quantized
+from jaxtap_llm.cache import applying
+from jaxtap_llm.config import LlmError, parse_config, read_config
+from jaxtap_llm.generate import Generator, Sampling, sample
+from jaxtap_llm.losses import perplexity
+from jaxtap_llm.rules import FORMATS, rules_for
+from jaxtap_llm.tokenizer import ByteTokenizer, read_tokenizer, stream_text
+from jaxtap_testkit.llm_samples import FAMILIES, fields_of, float64_logits, run_llm, varied
 from jaxtap_testkit.processes import run_python
-
-ROOT = Path(__file__).parent.parent
-tokenizers = pytest.mark.skipif(
-    importlib.util.find_spec("tokenizers") is None,
-    reason="needs tokenizers, of the dependency group llm (uv run --group llm pytest)",
-)
 
 
 def drawn(config, seed=0):
@@ -289,8 +282,8 @@ def test_a_folder_is_read_as_it_was_written(folder):
 def test_quantizing_a_folder_is_quantizing_the_model(family, tmp_path):
     config, params = small(family)
     checkpoint.write(tmp_path / "float", fields_of(family), config, params, shards=2)
-    quantize.quantize(tmp_path / "float", tmp_path / "out", "int4")
-    loaded, _, stored = quantize.load(tmp_path / "out")
+    quantized.quantize(tmp_path / "float", tmp_path / "out", "int4")
+    loaded, _, stored = quantized.load(tmp_path / "out")
     assert loaded == config
     # Gemma's norms lose a bit: the file has what is added to 1.
     _, read = checkpoint.read(tmp_path / "float")
@@ -312,14 +305,14 @@ def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
 
     monkeypatch.setattr(xla, "quantize_file", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        quantize.quantize(folder, out, "int8")
+        quantized.quantize(folder, out, "int8")
     with pytest.raises(LlmError, match=r"lacks layer-00001.safetensors: quantize was interrupted"):
-        quantize.load(out)
+        quantized.load(out)
     with pytest.raises(LlmError, match="begun with the same model and rules"):
-        quantize.quantize(folder, out, "int4")
-    quantize.quantize(folder, out, "int8")
+        quantized.quantize(folder, out, "int4")
+    quantized.quantize(folder, out, "int8")
     assert calls[3:] == ["layer-00001.safetensors", "layer-00002.safetensors"]
-    quantize.load(out)
+    quantized.load(out)
 
 
 def spoiled(folder, what):
@@ -384,8 +377,8 @@ def spoiled(folder, what):
 )
 def test_bad_folders_leave_nothing(folder, tmp_path, what, capsys):
     message = spoiled(folder, what)
-    with pytest.raises(SystemExit) as raised:
-        command.main(["quantize", str(folder), str(tmp_path / "out")])
+    with pytest.raises(JaxtapError) as raised:
+        run_llm("quantize", str(folder), str(tmp_path / "out"))
     assert re.search(message, str(raised.value)), raised.value
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "out").exists()
@@ -446,22 +439,22 @@ def test_rules_of_a_file(folder, tmp_path):
     config = read_config(folder)
     path = tmp_path / "rules.json"
     path.write_text(json.dumps([{"module_path": "head", "weight_qtype": "int8"}]))
-    command.main(["quantize", str(folder), str(tmp_path / "out"), "--rules", str(path)])
-    _, plan, stored = quantize.load(tmp_path / "out")
+    run_llm("quantize", str(folder), str(tmp_path / "out"), "--rules", str(path))
+    _, plan, stored = quantized.load(tmp_path / "out")
     assert [op.op_id for op in plan.ops if op.quantized] == ["head/matmul:0"]
     assert isinstance(stored["layers"]["qkv"], jax.Array)
     for text in ('[{"weight_type": "int8"}]', '{"weight_qtype": "int8"}', "[1]"):
         path.write_text(text)
         with pytest.raises(LlmError, match="must be a list of fields"):
-            quantize.read_rules(config, str(path))
+            quantized.read_rules(config, str(path))
     with pytest.raises(LlmError, match="one of float, int8"):
-        quantize.read_rules(config, "int5")
+        quantized.read_rules(config, "int5")
     path.write_text('[{"module_path": "heda", "weight_qtype": "int8"}]')
     with pytest.raises(LlmError, match="can't be followed: rule 0 has no effect"):
-        quantize.quantize(folder, tmp_path / "other", str(path))
+        quantized.quantize(folder, tmp_path / "other", str(path))
     assert not (tmp_path / "other").exists()
     with pytest.raises(LlmError, match="must be a folder, got a file"):
-        quantize.quantize(folder, path, "int8")
+        quantized.quantize(folder, path, "int8")
 
 
 def test_bad_prompts():
@@ -477,7 +470,6 @@ def test_bad_prompts():
         Sampling(-1)
 
 
-@tokenizers
 def test_tokenizers(tmp_path):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -505,59 +497,69 @@ def test_tokenizers(tmp_path):
         read_tokenizer(tmp_path, config)
 
 
-def test_ctrl_c_is_one_line(folder, tmp_path, capsys, monkeypatch):
+def test_errors_and_ctrl_c_are_one_line(folder, tmp_path, capsys, monkeypatch):
+    words = ["llm", "quantize", str(folder), str(tmp_path / "out")]
+    assert main([*words, "--rules", "int5"]) == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last.startswith("jaxtap: error: --rules must be one of float, int8, ")
+
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(quantize, "quantize", interrupted)
-    with pytest.raises(SystemExit) as stop:
-        command.main(["quantize", str(folder), str(tmp_path / "out")])
-    assert stop.value.code == 130
-    assert capsys.readouterr().err.endswith("\ninterrupted\n")
+    monkeypatch.setattr(quantized, "quantize", interrupted)
+    assert main(words) == 130
+    assert capsys.readouterr().err.endswith("\njaxtap: interrupted\n")
+
+
+def test_completion_knows_the_commands_of_llm(capsys):
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    assert "_shtab_jaxtap_llm_subparsers=(demo quantize generate" in script
+    assert "_shtab_jaxtap_llm_perplexity___cache_choices=(float int8)" in script
 
 
 def test_commands(folder, tmp_path, capsys):
     out = str(tmp_path / "out")
-    command.main(["quantize", str(folder), out, "--rules", "w8a8", "--plan"])
+    run_llm("quantize", str(folder), out, "--rules", "w8a8", "--plan")
     text, told = capsys.readouterr()
     assert told.startswith(f"Quantizing {folder} into {out}: w8a8\n")
     assert "peak memory" in text
     assert "mlp/down/scan(layer)/matmul:0" in text
-    command.main(["generate", out, "--prompt", "abc", "--count", "9"])
-    config, plan, stored = quantize.load(out)
+    run_llm("generate", out, "--prompt", "abc", "--count", "9")
+    config, plan, stored = quantized.load(out)
     ids = np.concatenate(list(Generator(config, stored, plan).stream([list(b"abc")], 9)), axis=1)
     assert capsys.readouterr().out == f"abc{ByteTokenizer().decode(ids[0].tolist())}\n"
     (tmp_path / "text").write_text("It was a dark night. " * 4)
-    command.main(["perplexity", out, str(tmp_path / "text"), "--window", "16"])
+    run_llm("perplexity", out, str(tmp_path / "text"), "--window", "16")
     assert re.fullmatch(
         r"perplexity \d+\.\d{4} of 84 tokens in windows of 16\n", capsys.readouterr().out
     )
-    command.main(["perplexity", out, str(tmp_path / "text"), "--window", "16", "--cache", "int8"])
+    run_llm("perplexity", out, str(tmp_path / "text"), "--window", "16", "--cache", "int8")
     assert capsys.readouterr().out.startswith("perplexity ")
-    command.main(["generate", out, "--prompt", "abc", "--count", "9", "--cache", "int8"])
+    run_llm("generate", out, "--prompt", "abc", "--count", "9", "--cache", "int8")
     made = Generator(config, stored, plan, cache="int8")
     ids = np.concatenate(list(made.stream([list(b"abc")], 9)), axis=1)
     assert capsys.readouterr().out == f"abc{ByteTokenizer().decode(ids[0].tolist())}\n"
     options = ["--prompts", "8", "--contexts", "8", "--steps", "2", "--rounds", "2"]
-    command.main(["bench", out, "--cache", "int8", "--batch", "2", *options])
+    run_llm("bench", out, "--cache", "int8", "--batch", "2", *options)
     head, *rows = capsys.readouterr().out.splitlines()
     assert head == "tokens a second: median, best"
     assert [row[:16].rstrip() for row in rows] == ["prefill 8", "decode at 8"]
     speeds = [list(map(float, row[16:].split())) for row in rows]
     assert all(best >= middle > 0 for middle, best in speeds)
-    with pytest.raises(SystemExit, match="error: Prompt and completion must fit"):
-        command.main(["generate", out, "--prompt", "abc", "--context", "64", "--count", "99"])
+    with pytest.raises(LlmError, match="Prompt and completion must fit"):
+        run_llm("generate", out, "--prompt", "abc", "--context", "64", "--count", "99")
     options = ["--prompt", "abc", "--compilation-cache", str(tmp_path / "text")]
-    with pytest.raises(SystemExit, match="error: --compilation-cache must be a folder, got the"):
-        command.main(["generate", out, *options])
+    with pytest.raises(LlmError, match="--compilation-cache must be a folder, got the"):
+        run_llm("generate", out, *options)
     for wrong in ("0", "-5", "many"):
         with pytest.raises(SystemExit, match="2"):
-            command.main(["generate", out, "--prompt", "abc", "--count", wrong])
+            run_llm("generate", out, "--prompt", "abc", "--count", wrong)
         assert f"--count: must be a whole number, 1 or more, got {wrong}" in capsys.readouterr().err
-    with pytest.raises(SystemExit, match=r"error: .* must be what the command quantize wrote"):
-        command.main(["generate", str(folder), "--prompt", "abc"])
-    with pytest.raises(SystemExit, match=r"error: .* must be a file of text"):
-        command.main(["perplexity", out, str(tmp_path / "nothing")])
+    with pytest.raises(LlmError, match=r"must be what the command quantize wrote"):
+        run_llm("generate", str(folder), "--prompt", "abc")
+    with pytest.raises(LlmError, match=r"must be a file of text"):
+        run_llm("perplexity", out, str(tmp_path / "nothing"))
 
 
 COUNT = """
@@ -566,8 +568,8 @@ from collections import Counter
 import jax
 counted = Counter()
 jax.monitoring.register_event_listener(lambda event, **_: counted.update([event.split("/")[-1]]))
-from examples.llm.__main__ import main
-main(["generate", sys.argv[1], "--prompt", "abc", "--count", "9", *sys.argv[2:]])
+from jaxtap_testkit.llm_samples import run_llm as main
+main("generate", sys.argv[1], "--prompt", "abc", "--count", "9", *sys.argv[2:])
 print()
 print(counted["compile_requests_use_cache"], counted["cache_hits"])
 """
@@ -575,14 +577,12 @@ print(counted["compile_requests_use_cache"], counted["cache_hits"])
 
 @pytest.mark.slow
 def test_a_second_process_compiles_nothing(folder, tmp_path):
-    quantize.quantize(folder, tmp_path / "out", "int8")
+    quantized.quantize(folder, tmp_path / "out", "int8")
     (tmp_path / "count.py").write_text(COUNT)
     text, needed, found = [], [], []
     for _ in range(2):
         options = ["--compilation-cache", tmp_path / "programs", "--cache", "int8"]
-        run = run_python(
-            tmp_path / "count.py", tmp_path / "out", *options, cwd=ROOT, PYTHONPATH=str(ROOT)
-        )
+        run = run_python(tmp_path / "count.py", tmp_path / "out", *options)
         *printed, counts = run.stdout.splitlines()
         text.append(printed)
         needed.append(int(counts.split()[0]))
@@ -595,11 +595,11 @@ def test_a_second_process_compiles_nothing(folder, tmp_path):
 
 MEASURE = """
 import resource, sys
-from examples.llm import quantize
+from jaxtap_llm import quantized
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-quantize.quantize(sys.argv[1], sys.argv[2], "int4")
+quantized.quantize(sys.argv[1], sys.argv[2], "int4")
 before = peak()
-quantize.quantize(sys.argv[3], sys.argv[4], "int4")
+quantized.quantize(sys.argv[3], sys.argv[4], "int4")
 print(peak() - before)
 """
 
@@ -614,7 +614,7 @@ def test_the_float_model_is_never_held(folder, tmp_path):
     size = sum(file.stat().st_size for file in (tmp_path / "large").glob("*.safetensors"))
     (tmp_path / "measure.py").write_text(MEASURE)
     folders = [str(x) for x in (folder, tmp_path / "a", tmp_path / "large", tmp_path / "b")]
-    run = run_python(tmp_path / "measure.py", *folders, cwd=ROOT, PYTHONPATH=str(ROOT))
+    run = run_python(tmp_path / "measure.py", *folders)
     assert size > 75e6
     assert int(run.stdout) < size / 2
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from interception_core import JaxtapError
 
-class LlmError(Exception):
+
+class LlmError(JaxtapError):
     """Something that the user gave can't be used. The message says what to do."""
 
 
@@ -30,8 +32,8 @@ class Rope:
 
     theta: float
     factor: float = 1.0
-    llama3: tuple[float, float, int] | None = None
-    yarn: tuple[float, float, int, bool] | None = None
+    llama3: tuple[float, float, float] | None = None
+    yarn: tuple[float, float, float, bool] | None = None
     scale: float = 1.0
 
     def frequencies(self, size):
@@ -99,6 +101,7 @@ class Config:
 
     @property
     def layers(self):
+        """Number of layers."""
         return len(self.windows)
 
 
@@ -189,7 +192,7 @@ def parse_config(fields, path="config.json", quantized=False):
     if family not in FAMILIES:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join(FAMILIES)}, got {family!r}. Only these "
-            "families are written in examples/llm/model.py."
+            "families are written in jaxtap_llm/model.py."
         )
     _check_numbers(fields, path)
     try:
@@ -351,13 +354,13 @@ def _of_layers(family, fields, path):
         if not lengths:
             raise LlmError(f"{path}: yarn needs {names[0]}.")
         factor, length = number("factor"), lengths[0]
-        bounds = (number(name) if name in chosen else default
-                  for name, default in (("beta_fast", 32), ("beta_slow", 1)))  # fmt: skip
+        fast, slow = (number(name) if name in chosen else default
+                      for name, default in (("beta_fast", 32), ("beta_slow", 1)))  # fmt: skip
         if "attention_factor" in chosen:
             scale = number("attention_factor")
         else:
             scale = 0.1 * math.log(max(factor, 1)) + 1
-        yarn = *bounds, length, bool(chosen.get("truncate", True))
+        yarn = fast, slow, length, bool(chosen.get("truncate", True))
         return Rope(theta, factor, yarn=yarn, scale=scale), local
     raise LlmError(
         f"{path}: rope_type must be default, linear, llama3 or yarn (without mscale), got {kind}. "

@@ -1,28 +1,25 @@
-"""Exported language models of examples/llm: programs and packed parameters, in a fresh process."""
+"""Exported language models of jaxtap_llm: programs and packed parameters, in a fresh process."""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from llm import __main__ as command
-from llm import checkpoint, quantize, serving
-from llm.config import LlmError, parse_config
-from llm.generate import Generator, Sampling
 
-from jaxtap_testkit.llm_samples import fields_of, varied
+from interception_core import JaxtapError
+from jaxtap_llm import checkpoint, quantized, serving
+from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.generate import Generator, Sampling
+from jaxtap_testkit.llm_samples import fields_of, run_llm, varied
 from jaxtap_testkit.processes import run_python
 
-ROOT = Path(__file__).parent.parent
 
-
-def quantized(tmp_path, family="llama", rules="int4"):
+def a_quantized(tmp_path, family="llama", rules="int4"):
     config = parse_config(fields_of(family))
     folder, out = tmp_path / "float", tmp_path / "out"
     checkpoint.write(folder, fields_of(family), config, varied(checkpoint.init(config)))
-    quantize.quantize(folder, out, rules)
+    quantized.quantize(folder, out, rules)
     return out
 
 
@@ -41,8 +38,8 @@ def tokens_of(generator, prompt, count=20, **options):
     ],
 )
 def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, cache):
-    out = quantized(tmp_path, family, rules)
-    config, plan, params = quantize.load(out, dtype)
+    out = a_quantized(tmp_path, family, rules)
+    config, plan, params = quantized.load(out, dtype)
     made = Generator(config, params, plan, jnp.dtype(dtype), cache)
     serving.export(out, tmp_path / "programs", made, plan, prompt=16, positions=64)
     served = serving.Exported(tmp_path / "programs")
@@ -62,12 +59,12 @@ def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, ca
 
 @pytest.mark.slow
 def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path, capsys):
-    out = quantized(tmp_path)
+    out = a_quantized(tmp_path)
     tokens = np.random.default_rng(2).integers(0, 256, (1, 12))
     floats = checkpoint.read(tmp_path / "float")[1]
     logits, packed = {}, {}
     for dtype in ("float32", "bfloat16"):
-        config, plan, params = quantize.load(out, dtype)
+        config, plan, params = quantized.load(out, dtype)
         layers = params["layers"]
         assert layers["qkv"].dtype == layers["attention_norm"].dtype == dtype
         packed[dtype] = jax.tree.leaves(layers["qkv"])
@@ -89,31 +86,30 @@ def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path, capsys):
     text.write_text("It was a dark night. " * 2)
     found = []
     for options in ([], ["--cache", "float"], ["--cache", "int8"]):
-        command.main(["perplexity", str(out), str(text), "--dtype", "bfloat16", *options])
+        run_llm("perplexity", str(out), str(text), "--dtype", "bfloat16", *options)
         found.append(float(capsys.readouterr().out.split()[1]))
     np.testing.assert_allclose(found, found[0], rtol=0.1)
 
 
 def test_a_fresh_process_and_its_errors(tmp_path, capsys):
-    out, programs = quantized(tmp_path), tmp_path / "programs"
-    main, options = command.main, ["--prompt", "16", "--positions", "64"]
-    main(["export", str(out), str(programs), *options])
-    main(["generate", str(out), "--prompt", "abc", "--count", "9"])
+    out, programs = a_quantized(tmp_path), tmp_path / "programs"
+    options = ["--prompt", "16", "--positions", "64"]
+    run_llm("export", out, programs, *options)
+    run_llm("generate", out, "--prompt", "abc", "--count", 9)
     text = capsys.readouterr().out.splitlines()[-1]
     (tmp_path / "serve.py").write_text(
         "import sys\n"
-        "from examples.llm.__main__ import main\n"
-        "main(['generate', sys.argv[1], '--prompt', 'abc', '--count', '9'])\n"
+        "from jaxtap_testkit.llm_samples import run_llm as main\n"
+        "main('generate', sys.argv[1], '--prompt', 'abc', '--count', '9')\n"
         # Nothing is planned, and no model is traced.
         "assert 'provider_xla.plan.make' not in sys.modules\n"
     )
-    run = run_python(tmp_path / "serve.py", programs, cwd=ROOT, PYTHONPATH=str(ROOT))
+    run = run_python(tmp_path / "serve.py", programs)
     assert run.stdout.splitlines() == [text]
 
     def refused(*args):
-        with pytest.raises(SystemExit) as error:
-            main(list(map(str, args)))
-        assert str(error.value).startswith("error: ")
+        with pytest.raises(JaxtapError) as error:
+            run_llm(*args)
         return str(error.value)
 
     generate = ["generate", programs, "--prompt", "abc"]

@@ -18,7 +18,7 @@ from .bench import Timed
 from .cache import size_of
 from .config import parse_config
 from .generate import Generator
-from .perplexity import losses, perplexity
+from .losses import losses, perplexity
 from .rules import FORMATS, rules_for
 from .tokenizer import BYTES, ByteTokenizer
 

@@ -14,21 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import provider_odml as odml
-
 from . import model
 from .bench import Timed
 from .config import LlmError
 from .generate import Generator
-from .perplexity import losses
+from .losses import losses
+from .rules import DEVICE
+
+try:
+    import ai_edge_litert.interpreter
+
+    import provider_odml as odml
+except ModuleNotFoundError as error:
+    raise LlmError(
+        f"jaxtap llm device needs {error.name}, which is not installed. Run pip install "
+        '"jaxtap-llm[device]".'
+    ) from error
 
 
-def export(config, params, rules, prompt, positions):
+def export(config, params, name, prompt, positions):
     """Return the verified file of a decoder.
 
     Args:
         params: float.
-        rules: one or several ``OdmlRule``, without a static range.
+        name: of a rule for all weights, one of ``rules.DEVICE``.
         prompt: tokens that ``prefill`` takes at once; shorter prompts are padded.
         positions: of the cache.
 
@@ -56,7 +65,8 @@ def export(config, params, rules, prompt, positions):
         "prefill": odml.Signature((jnp.asarray(tokens), cache, last), fn=prefill),
         "decode": odml.Signature((jnp.asarray(tokens[:, -1]), filled, last), fn=decode),
     }
-    return odml.export(decode, params, None, rules, signatures=signatures)
+    rule = odml.OdmlRule(**DEVICE[name])
+    return odml.export(decode, params, None, rule, signatures=signatures)
 
 
 def _named(config, fn):
@@ -78,9 +88,9 @@ class Device:
     """
 
     def __init__(self, path, threads=2):
-        from ai_edge_litert.interpreter import Interpreter
-
-        self._interpreter = Interpreter(model_path=str(path), num_threads=threads)
+        self._interpreter = ai_edge_litert.interpreter.Interpreter(
+            model_path=str(path), num_threads=threads
+        )
         self._runs = {
             name: self._interpreter.get_signature_runner(name) for name in ("prefill", "decode")
         }

@@ -1,0 +1,13 @@
+"""The public names, and the modules that they are from."""
+
+from .config import Config as Config
+from .config import LlmError as LlmError
+from .config import read_config as read_config
+from .generate import Generator as Generator
+from .generate import Sampling as Sampling
+from .losses import perplexity as perplexity
+from .quantized import load as load
+from .quantized import quantize as quantize
+from .tokenizer import read_tokenizer as read_tokenizer
+
+__version__: str
