@@ -14,7 +14,7 @@ import pytest
 import provider_xla as xla
 from interception_core import JaxtapError
 from interception_core.cli import main
-from jaxtap_llm import checkpoint, demo, model, quantized
+from jaxtap_llm import checkpoint, demo, folders, model, quantized
 from jaxtap_llm.cache import applying
 from jaxtap_llm.config import LlmError, parse_config, read_config
 from jaxtap_llm.generate import Generator, Sampling, sample
@@ -283,7 +283,7 @@ def test_quantizing_a_folder_is_quantizing_the_model(family, tmp_path):
     config, params = small(family)
     checkpoint.write(tmp_path / "float", fields_of(family), config, params, shards=2)
     quantized.quantize(tmp_path / "float", tmp_path / "out", "int4")
-    loaded, _, stored = quantized.load(tmp_path / "out")
+    loaded, _, stored = folders.load(tmp_path / "out")
     assert loaded == config
     # Gemma's norms lose a bit: the file has what is added to 1.
     _, read = checkpoint.read(tmp_path / "float")
@@ -307,12 +307,12 @@ def test_an_interrupted_run_goes_on(folder, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         quantized.quantize(folder, out, "int8")
     with pytest.raises(LlmError, match=r"lacks layer-00001.safetensors: quantize was interrupted"):
-        quantized.load(out)
+        folders.load(out)
     with pytest.raises(LlmError, match="begun with the same model and rules"):
         quantized.quantize(folder, out, "int4")
     quantized.quantize(folder, out, "int8")
     assert calls[3:] == ["layer-00001.safetensors", "layer-00002.safetensors"]
-    quantized.load(out)
+    folders.load(out)
 
 
 def spoiled(folder, what):
@@ -440,7 +440,7 @@ def test_rules_of_a_file(folder, tmp_path):
     path = tmp_path / "rules.json"
     path.write_text(json.dumps([{"module_path": "head", "weight_qtype": "int8"}]))
     run_llm("quantize", str(folder), str(tmp_path / "out"), "--rules", str(path))
-    _, plan, stored = quantized.load(tmp_path / "out")
+    _, plan, stored = folders.load(tmp_path / "out")
     assert [op.op_id for op in plan.ops if op.quantized] == ["head/matmul:0"]
     assert isinstance(stored["layers"]["qkv"], jax.Array)
     for text in ('[{"weight_type": "int8"}]', '{"weight_qtype": "int8"}', "[1]"):
@@ -526,7 +526,7 @@ def test_commands(folder, tmp_path, capsys):
     assert "peak memory" in text
     assert "mlp/down/scan(layer)/matmul:0" in text
     run_llm("generate", out, "--prompt", "abc", "--count", "9")
-    config, plan, stored = quantized.load(out)
+    config, plan, stored = folders.load(out)
     ids = np.concatenate(list(Generator(config, stored, plan).stream([list(b"abc")], 9)), axis=1)
     assert capsys.readouterr().out == f"abc{ByteTokenizer().decode(ids[0].tolist())}\n"
     (tmp_path / "text").write_text("It was a dark night. " * 4)

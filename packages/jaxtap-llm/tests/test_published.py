@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from jaxtap_llm import checkpoint, model, published, quantized
+from jaxtap_llm import checkpoint, folders, model, published
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.generate import Generator
 from jaxtap_testkit import huggingface_samples as samples
@@ -70,7 +70,7 @@ def float_params(config, tensors):
 
 def check(folder, fields, tensors):
     """Compare with the float model: logits and the tokens that are generated."""
-    config, plan, params = quantized.load(folder)
+    config, plan, params = folders.load(folder)
     wanted = float_params(parse_config(fields), tensors)
     tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
     run = plan.apply(functools.partial(model.logits, config))
@@ -98,7 +98,7 @@ def test_it_generates_what_the_float_model_does(tmp_path, family, method):
 @pytest.mark.parametrize("method", ["gptq", "nf4"])
 def test_activations_in_bfloat16(tmp_path, method):
     fields, tensors = folder_of(tmp_path / "in", "llama", METHODS[method])
-    config, plan, params = quantized.load(tmp_path / "in", "bfloat16")
+    config, plan, params = folders.load(tmp_path / "in", "bfloat16")
     tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
     run = plan.apply(functools.partial(model.logits, config))
     wanted = float_params(parse_config(fields), tensors)
@@ -175,10 +175,10 @@ def test_zeros_for_biases_are_nothing_and_other_tensors_are_named(tmp_path):
         (more / "config.json").unlink()
         more.rmdir()
         if message is None:
-            quantized.load(folder)
+            folders.load(folder)
         else:
             with pytest.raises(LlmError, match=message):
-                quantized.load(folder)
+                folders.load(folder)
         del index["weight_map"][name]
         (folder / checkpoint.INDEX).write_text(json.dumps(index))
 

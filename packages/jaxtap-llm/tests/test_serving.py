@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from interception_core import JaxtapError
-from jaxtap_llm import checkpoint, quantized, serving
+from jaxtap_llm import checkpoint, folders, quantized, serving
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.generate import Generator, Sampling
 from jaxtap_testkit.llm_samples import fields_of, run_llm, varied
@@ -39,7 +39,7 @@ def tokens_of(generator, prompt, count=20, **options):
 )
 def test_an_exported_model_generates_the_same(tmp_path, family, rules, dtype, cache):
     out = a_quantized(tmp_path, family, rules)
-    config, plan, params = quantized.load(out, dtype)
+    config, plan, params = folders.load(out, dtype)
     made = Generator(config, params, plan, jnp.dtype(dtype), cache)
     serving.export(out, tmp_path / "programs", made, plan, prompt=16, positions=64)
     served = serving.Exported(tmp_path / "programs")
@@ -64,7 +64,7 @@ def test_bfloat16_is_as_near_as_in_float_and_stores_the_same(tmp_path, capsys):
     floats = checkpoint.read(tmp_path / "float")[1]
     logits, packed = {}, {}
     for dtype in ("float32", "bfloat16"):
-        config, plan, params = quantized.load(out, dtype)
+        config, plan, params = folders.load(out, dtype)
         layers = params["layers"]
         assert layers["qkv"].dtype == layers["attention_norm"].dtype == dtype
         packed[dtype] = jax.tree.leaves(layers["qkv"])

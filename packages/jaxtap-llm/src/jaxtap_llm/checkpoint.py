@@ -1,5 +1,6 @@
 """Parameters under the names and in the layout of Hugging Face's folders."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from provider_xla import Source
 from .config import LlmError, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+FORMAT = {"format": "pt"}
+"""Metadata of a safetensors file that transformers asks for."""
 UNUSED = ("rotary_emb.inv_freq",)
 """Ends of names of tensors that are computed, and nevertheless in some files."""
 
@@ -148,16 +151,15 @@ def join(config, name, tensors):
 
 
 def split(config, name, array):
-    """Return the tensors that ``join`` makes this parameter of."""
-    array = np.asarray(array)
+    """Return the tensors that ``join`` makes this parameter of; of a ``QArray`` as such."""
     if is_whole(config, name):
         return [array]
     if name.endswith("norm"):
         return [array - 1 if config.gemma else array]
-    ends = np.cumsum(_columns(config, name, array.shape[-1]))[:-1]
-    each = array if config.experts and name in ("gate_up", "down") else [array]
-    parts = [part for one in each for part in np.split(one, ends, axis=-1)]
-    return [np.ascontiguousarray(part.T) for part in parts]
+    ends = [0, *itertools.accumulate(_columns(config, name, array.shape[-1]))]
+    is_many = config.experts and name in ("gate_up", "down")
+    each = [array[i] for i in range(config.experts)] if is_many else [array]
+    return [one[..., start:end].T for one in each for start, end in itertools.pairwise(ends)]
 
 
 def _columns(config, name, width):
@@ -204,8 +206,9 @@ def tensors_of(config, params):
     found = {}
     for layer in (None, *range(config.layers)):
         for name, names in tensor_names(config, layer).items():
-            array = params[name] if layer is None else params["layers"][name][layer]
-            found |= zip(names, split(config, name, array), strict=True)
+            array = np.asarray(params[name] if layer is None else params["layers"][name][layer])
+            parts = map(np.ascontiguousarray, split(config, name, array))
+            found |= zip(names, parts, strict=True)
     return found
 
 
@@ -298,11 +301,11 @@ def write(folder, fields, config, params, shards=1):
     tensors = tensors_of(config, params)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
     if shards == 1:
-        save_file(tensors, folder / SINGLE)
+        save_file(tensors, folder / SINGLE, FORMAT)
         return
     names = list(tensors)
     files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
     mapping = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
     for file in files:
-        save_file({n: tensors[n] for n in names if mapping[n] == file}, folder / file)
+        save_file({n: tensors[n] for n in names if mapping[n] == file}, folder / file, FORMAT)
     (folder / INDEX).write_text(json.dumps({"weight_map": mapping}))

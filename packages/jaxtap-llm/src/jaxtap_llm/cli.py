@@ -6,6 +6,7 @@ Importing this module does not import jax: ``jaxtap llm --help`` answers at once
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import resource
 import sys
@@ -28,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     """Add the commands and their options."""
     parser.epilog, parser.formatter_class = _EXAMPLES, argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_demo, _quantize, _generate, _perplexity, _bench, _export, _device):
+    for add in (_demo, _quantize, _generate, _perplexity, _bench, _finetune, _export, _device):
         add(commands)
 
 
@@ -136,8 +137,8 @@ def _generate(commands):
 
 def _perplexity(commands):
     def run(args):
+        from .folders import load
         from .losses import perplexity
-        from .quantized import load
         from .tokenizer import read_tokenizer
 
         text = _read(args.text)
@@ -174,22 +175,89 @@ def _bench(commands):
     _forms(parser)
 
 
+def _finetune(commands):
+    def run(args):
+        out = args.out or f"{Path(args.folder).resolve().name}-tuned"
+        print(f"Fine-tuning {args.folder} on {args.data}: {out}", file=sys.stderr, flush=True)
+        from . import curves
+        from .training import Recipe, finetune
+
+        names = [field.name for field in dataclasses.fields(Recipe)]
+        given = {name: value for name in names if (value := getattr(args, name)) is not None}
+        curve = finetune(args.folder, args.data, out, args.preset, Recipe(**given))
+        print(f"{len(curve)} steps; loss in nats a token:\n{curves.show(curve)}")
+        print(f"{out}: for generate, perplexity and export; {out}/{curves.PAGE} shows the loss")
+
+    text = "Train adapters beside a quantized model, on a text (QLoRA)."
+    parser = _command(commands, "finetune", run, text)
+    parser.add_argument("folder", help="of Hugging Face, float or quantized; or quantize's")
+    parser.add_argument(
+        "data", help="a text; or .jsonl, with a text, or a prompt and a completion, in each line"
+    )
+    parser.add_argument(
+        "--out", help="folder to write (default FOLDER-tuned); an interrupted run goes on in it"
+    )
+    parser.add_argument(
+        "--preset", help="of a float folder: nf4 (default), float, int8, w8a8, int4, or a JSON file"
+    )
+    parser.add_argument("--rank", type=_count, help="of the adapters (default 16)")
+    parser.add_argument("--alpha", type=float, help="they are scaled by it / rank (default 2 rank)")
+    parser.add_argument("--dropout", type=float, help="of what they see (default 0)")
+    parser.add_argument("--rate", type=float, help="of Adam, at its highest (default 2e-4)")
+    parser.add_argument("--epochs", type=float, help="how often all is seen (default 1)")
+    parser.add_argument("--steps", type=_count, help="instead of --epochs")
+    parser.add_argument("--length", type=_count, help="tokens of a row of documents (default 512)")
+    parser.add_argument("--batch", type=_count, help="rows at once (default 1)")
+    parser.add_argument("--accumulate", type=_count, help="batches of a step (default 8)")
+    parser.add_argument("--every", type=_count, help="steps between checkpoints (default 20)")
+    parser.add_argument("--seed", type=int, help="(default 0)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of activations (default float32)")
+
+
 def _export(commands):
     def run(args):
-        from .serving import export
+        kind = "adapter" if args.adapter else "merged" if args.merged else None
+        if kind is None and (args.gguf or args.format):
+            raise LlmError("--gguf and --format need --adapter or --merged. Add one.")
+        if kind is not None and any((args.prompt, args.positions, args.cache, args.dtype)):
+            raise LlmError(
+                "--prompt, --positions, --cache and --dtype are of programs. Leave them out, or "
+                f"--{kind}."
+            )
+        if kind == "adapter" and args.format:
+            raise LlmError("--format is for --merged: adapters are float32. Leave it out.")
+        if kind is None:
+            from .serving import export
 
-        plan, generator = _open(args)
-        export(args.out, args.programs, generator, plan, args.prompt, args.positions)
-        print(f"{args.programs}: prompts of {args.prompt} tokens, {args.positions} positions")
+            prompt, positions = args.prompt or 128, args.positions or 1024
+            plan, generator = _open(args)
+            export(args.out, args.programs, generator, plan, prompt, positions)
+            print(f"{args.programs}: prompts of {prompt} tokens, {positions} positions")
+            return
+        from . import gguf, merged, peft
 
-    text = "Write lowered programs and packed parameters, from which generate starts quickly."
+        if kind == "adapter":
+            (gguf.export_adapter if args.gguf else peft.export)(args.out, args.programs)
+        else:
+            (gguf.export if args.gguf else merged.export)(args.out, args.programs, args.format)
+        print(f"Wrote {args.programs}.")
+
+    text = "Write lowered programs, from which generate starts quickly; or files for others."
     parser = _command(commands, "export", run, text)
-    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
-    parser.add_argument("programs", help="folder to write")
-    parser.add_argument("--prompt", type=_count, default=128, help="tokens at most (default 128)")
-    parser.add_argument(
-        "--positions", type=_count, default=1024, help="of the cache (default 1024)"
+    parser.add_argument("out", help="what quantize or finetune wrote, or a folder of Hugging Face")
+    parser.add_argument("programs", metavar="to", help="folder or file to write")
+    kinds = parser.add_mutually_exclusive_group()
+    kinds.add_argument("--adapter", action="store_true", help="the adapters, for PEFT")
+    kinds.add_argument(
+        "--merged", action="store_true", help="the model with its adapters, for Hugging Face"
     )
+    parser.add_argument("--gguf", action="store_true", help="either of them, for llama.cpp")
+    parser.add_argument(
+        "--format", help="of --merged: float32, bfloat16, float16, int8, w8a8, int4 (default the "
+        "model's dtype); with --gguf f32, f16 (default), bf16, q8_0, q4_0"
+    )  # fmt: skip
+    parser.add_argument("--prompt", type=_count, help="of programs, at most (default 128)")
+    parser.add_argument("--positions", type=_count, help="of their cache (default 1024)")
     _forms(parser)
 
 
@@ -257,8 +325,8 @@ def _open(args):
     """Return the plan and the generator of a quantized folder."""
     import jax.numpy as jnp
 
+    from .folders import load
     from .generate import Generator
-    from .quantized import load
 
     dtype = args.dtype or "float32"
     config, plan, params = load(args.out, dtype)

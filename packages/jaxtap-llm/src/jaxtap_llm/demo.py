@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 import provider_xla as xla
 
-from . import checkpoint, model
+from . import checkpoint, curves, model
 from .bench import Timed
 from .cache import size_of
 from .config import parse_config
@@ -153,10 +153,7 @@ def run(seconds, seed, save):
     print(f"{count:,} parameters; {len(corpus):,} bytes to train on, {len(held_out):,} others")
     params, curve = train(config, checkpoint.init(config, seed), corpus, seconds, seed)
     print(f"{len(curve)} steps of {BATCH * WINDOW:,} bytes; loss in nats a byte:")
-    last = 0
-    for part in np.array_split(curve, min(len(curve), 10)):
-        last += len(part)
-        print(f"  to step {last:5}  {part.mean():.3f}  {'#' * round(part.mean() * 10)}")
+    print(curves.show(curve))
     if save:
         checkpoint.write(save, FIELDS, config, params)
         print(f"saved to {save}")

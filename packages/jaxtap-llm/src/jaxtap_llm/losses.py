@@ -36,6 +36,19 @@ def losses_of_steps(config, params, tokens, cache):
     return lax.scan(step, (cache, jnp.int32(0)), pairs)[1].T
 
 
+def counted_nats(config, params, tokens, documents, counted):
+    """Return the nats of tokens that are learnt, all together: a float32 scalar.
+
+    Gradients compute layers again instead of keeping what is inside them.
+
+    Args:
+        tokens: int ``[batch, length]``, rows of documents; ``documents`` as ``model.logits``.
+        counted: bool, as tokens: whether the token behind is learnt from this one.
+    """
+    found = model.logits(config, params, tokens, documents, remat=True)
+    return jnp.where(counted, _nats(found, jnp.roll(tokens, -1, axis=1)), 0).sum()
+
+
 def _nats(logits, tokens):
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen

@@ -14,9 +14,18 @@ import numpy as np
 from jax import lax
 
 
-def logits(config, params, tokens):
-    """Return float32 ``[batch, length, vocabulary]`` for int ``[batch, length]``."""
-    x, _ = run_layers(config, params["layers"], embed(config, params, tokens))
+def logits(config, params, tokens, documents=None, remat=False):
+    """Return float32 ``[batch, length, vocabulary]`` for int ``[batch, length]``.
+
+    Args:
+        tokens: int ``[batch, length]``.
+        documents: int ``[batch, length]``, for rows of several documents, one after the other: the
+            number of each token's. A token sees those of its document alone, and positions begin
+            with it. None where a row is one document.
+        remat: whether gradients compute each layer again instead of keeping what is inside it.
+    """
+    x = embed(config, params, tokens)
+    x, _ = run_layers(config, params["layers"], x, documents=documents, remat=remat)
     return head(config, params, x)
 
 
@@ -72,25 +81,29 @@ def head(config, params, x):
     return softcapped(out, config.final_softcap)
 
 
-def run_layers(config, layers, x, cache=None, position=None):
+def run_layers(config, layers, x, cache=None, position=None, documents=None, remat=False):
     """Run all layers on ``[batch, length, width]``.
 
     Args:
         cache: None for none.
         position: of the first token; None for 0, where nothing in the cache is looked at.
+        documents: as for ``logits``, and ``remat``.
 
     Returns:
         As x, and the cache.
     """
-    start = 0 if position is None else position
-    turns, kinds = rotations(config, start + jnp.arange(x.shape[1]), x.dtype)
+    if documents is None:
+        places = (0 if position is None else position) + jnp.arange(x.shape[1])
+    else:
+        places = places_in(documents)
+    turns, kinds = rotations(config, places, x.dtype)
 
     def layer(carry, given):
         x, cache = carry
         p, window, kind, i = given
         with jax.named_scope("attention"):
             y = norm(config, p["attention_norm"], x)
-            y, cache = attention(config, p, y, turns[kind], window, cache, i, position)
+            y, cache = attention(config, p, y, turns[kind], window, cache, i, position, documents)
             y = norm(config, p["attention_post_norm"], y) if config.gemma else y
         x = x + y
         with jax.named_scope("mlp"):
@@ -99,11 +112,19 @@ def run_layers(config, layers, x, cache=None, position=None):
             y = norm(config, p["mlp_post_norm"], y) if config.gemma else y
         return (x + y, cache), None
 
+    layer = jax.checkpoint(layer) if remat else layer
     given = layers, jnp.asarray(config.windows, jnp.int32), kinds, jnp.arange(config.layers)
     return lax.scan(layer, (x, cache), given)[0]
 
 
-def attention(config, p, x, turns, window, cache, i, position):
+def places_in(documents):
+    """Return the position of each token in its document, int ``[batch, length]``."""
+    at = jnp.broadcast_to(jnp.arange(documents.shape[1]), documents.shape)
+    before = jnp.pad(documents[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
+    return at - lax.cummax(jnp.where(documents != before, at, 0), axis=1)
+
+
+def attention(config, p, x, turns, window, cache, i, position, documents):
     """Return what attention adds to ``[batch, length, width]``, and the cache with layer i."""
     batch, length, _ = x.shape
     heads, groups, size = config.heads, config.kv_heads, config.head_size
@@ -124,22 +145,26 @@ def attention(config, p, x, turns, window, cache, i, position):
         mixed = attend(config, p, q, k, v, seen(config, position, length, k.shape[2], window))
     elif config.softcap or config.sinks:
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        mixed = attend(config, p, q, k, v, seen(config, 0, length, length, window))
+        mixed = attend(config, p, q, k, v, seen(config, 0, length, length, window, documents))
     else:
         # A function that rules know by name: kernel="fused" runs it in one pass.
-        mask = seen(config, 0, length, length, window) if any(config.windows) else None
+        is_plain = documents is None and not any(config.windows)
+        mask = None if is_plain else seen(config, 0, length, length, window, documents)
         mixed = jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=config.scale, is_causal=mask is None
         )
     return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache
 
 
-def seen(config, position, queries, keys, window):
-    """Return bool ``[1, 1, queries, keys]``: which positions a query sees."""
+def seen(config, position, queries, keys, window, documents=None):
+    """Return bool ``[batch or 1, 1, queries, keys]``: which positions a query sees."""
     at, query = jnp.arange(keys), position + jnp.arange(queries)[:, None]
     mask = at <= query
     if any(config.windows):
         mask &= (window == 0) | (at > query - window)
+    if documents is not None:
+        mask = mask & (documents[:, :, None] == documents[:, None])
+        return mask[:, None]
     return mask[None, None]
 
 
@@ -223,13 +248,18 @@ def softcapped(x, cap):
 
 
 def rotations(config, positions, dtype):
-    """Return cosines and sines of each base, ``[bases, 2, length, 1, size / 2]``; layers' bases."""
+    """Return cosines and sines of each base, ``[bases, 2, ..., 1, size / 2]``; layers' bases.
+
+    Args:
+        positions: int ``[length]``, or ``[batch, length]``.
+    """
     table = np.stack([rope.frequencies(config.head_size) for rope in config.ropes])
-    angles = positions.astype(jnp.float32)[:, None, None] * table[:, None, None]
+    table = table.reshape(len(table), *[1] * (positions.ndim + 1), -1)
+    angles = positions.astype(jnp.float32)[..., None, None] * table
     turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
     if any(rope.scale != 1 for rope in config.ropes):
         scales = np.asarray([rope.scale for rope in config.ropes], np.float32)
-        turns = turns * scales.reshape(-1, 1, 1, 1, 1)
+        turns = turns * scales.reshape(-1, *[1] * (turns.ndim - 1))
     return turns.astype(dtype), jnp.asarray(config.rope_of, jnp.int32)
 
 

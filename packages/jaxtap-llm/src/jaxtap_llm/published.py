@@ -1,19 +1,17 @@
 """A folder that somebody else quantized, as it was published: its quantized values are kept."""
 
 import dataclasses
-import functools
 import re
 import warnings
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import checkpoint, model
+from . import checkpoint
 from .config import LlmError, read_config, read_fields
 from .rules import rules_for
 
@@ -35,14 +33,14 @@ def is_published(folder):
     return _about(folder) is not None
 
 
-def load(folder, dtype="float32"):
-    """Return the config, the plan and the stored parameters of such a folder.
+def read(folder, dtype="float32"):
+    """Return the config, the rules and the stored parameters of such a folder.
 
     A parameter whose tensors have several formats is dequantized, and a warning names it.
 
     Args:
         folder: config.json and safetensors files, by any method of ``load_huggingface``.
-        dtype: of the activations, and of parameters that are not quantized.
+        dtype: of parameters that are not quantized, and that quantized ones stand for.
 
     Raises:
         LlmError: the config asks for what ``model`` does not compute, or tensors are missing,
@@ -67,11 +65,7 @@ def load(folder, dtype="float32"):
             xla.QuantizationWarning,
             stacklevel=2,
         )
-    rules = [*rules_for(config, None), *xla.rules_of(params, _act_qtype(about))]
-    fn = functools.partial(model.logits, config)
-    example = jax.ShapeDtypeStruct((1, 32), jnp.int32)
-    plan = xla.PtqProvider(rules).plan(fn, checkpoint.shapes(config, dtype), example)
-    return config, plan, plan.prepack(params)
+    return config, [*rules_for(config, None), *xla.rules_of(params, _act_qtype(about))], params
 
 
 def _source(config, name, layers, dtype, mixed):

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 from tqdm import tqdm
 
 import provider_xla as xla
+from provider_xla.file_formats import atomic_write
 
-from . import checkpoint, model, published
-from .config import LlmError, read_config
+from . import checkpoint, model
+from .config import LlmError, read_config, read_fields
 from .rules import FORMATS, read_rules
 from .tokenizer import read_tokenizer
 
 ENDS = "ends.safetensors"
 SOURCE = "source.json"
-COPIED = ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json")
+AROUND = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def whole_plan(config, rules, dtype=jnp.float32):
@@ -86,7 +87,8 @@ def quantize(folder, out, given):
         plan = whole_plan(config, rules)
     if is_own and plan.problems:
         raise LlmError(f"--rules {given} can't be followed: {'; '.join(plan.problems)}.")
-    _begin(folder, out, files, rules)
+    facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
+    begin(folder, out, SOURCE, facts)
     ends, layer = part_plans(config, rules)
     parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]
     for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
@@ -96,49 +98,69 @@ def quantize(folder, out, given):
     return plan
 
 
-def _begin(folder, out, files, rules):
-    """Make the folder, or check that it was begun with the same."""
-    facts = {
-        "files": {file.name: file.stat().st_size for file in files},
-        "config": json.loads((folder / "config.json").read_text()),
-        "rules": [repr(rule) for rule in rules],
-    }
+def facts_of(folder, files):
+    """Return what tells a folder from others: the fields of its config, and sizes of its files."""
+    sizes = {file.name: file.stat().st_size for file in files}
+    return {"files": sizes, "config": read_fields(folder)}
+
+
+def begin(folder, out, name, facts):
+    """Make a folder with a model's config and tokenizer, or check that it was begun with the same.
+
+    Args:
+        folder: the model's.
+        out: to make.
+        name: of the file in it with the facts.
+        facts: what the same means, by what it is called; as JSON has it.
+
+    Raises:
+        LlmError: the folder was begun with other facts, which the error names, or has other files.
+    """
     if out.exists() and any(out.iterdir()):
-        known = json.loads((out / SOURCE).read_text()) if (out / SOURCE).is_file() else None
-        if known != facts:
+        known = json.loads((out / name).read_text()) if (out / name).is_file() else {}
+        others = [key for key in facts if known.get(key) != facts[key]]
+        if others:
+            what = f"got another {' and '.join(others)}" if known else "got other files"
             raise LlmError(
-                f"{out} must be empty, or begun with the same model and rules. Remove it, or name "
-                "another folder."
+                f"{out} must be empty, or begun with the same {' and '.join(facts)}, {what}. "
+                "Remove it, or name another folder."
             )
     out.mkdir(parents=True, exist_ok=True)
-    (out / SOURCE).write_text(json.dumps(facts, indent=1))
-    for name in COPIED:
+    with atomic_write(out / name, overwrite=True) as new:
+        new.write_text(json.dumps(facts, indent=1))
+    shutil.copy(folder / "config.json", out / "config.json")
+    copy_around(folder, out)
+
+
+def copy_around(folder, out):
+    """Copy what a folder has beside its tensors and their config."""
+    for name in AROUND:
         if (folder / name).is_file():
             shutil.copy(folder / name, out / name)
 
 
-def load(out, dtype="float32"):
-    """Return the config, the plan and the stored parameters of a quantized folder.
+def is_quantized(folder):
+    """Return whether ``quantize`` wrote a folder, or began to."""
+    return (Path(folder) / SOURCE).is_file()
+
+
+def read(out, dtype="float32"):
+    """Return the config, the rules and the stored parameters of a folder that ``quantize`` wrote.
 
     Args:
-        out: that ``quantize`` wrote, or that was published as it is.
-        dtype: of the activations, and of parameters that are not quantized. Quantized values and
-            their scales are the same for all.
+        out: the folder.
+        dtype: of parameters that are not quantized, and that quantized ones stand for.
 
     Raises:
-        LlmError: it is not quantized, or not completely.
+        LlmError: quantizing it was interrupted.
     """
     out = Path(out)
-    if not (out / SOURCE).is_file():
-        if published.is_published(out):
-            return published.load(out, dtype)
-        raise LlmError(f"{out} must be what the command quantize wrote. Run that first.")
     config = read_config(out)
     missing = [name for name in _parts(config) if not (out / name).is_file()]
     if missing:
         raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
     rules = xla.read_manifest(out / ENDS).rules()
-    plan, (ends, layer) = whole_plan(config, rules, dtype), part_plans(config, rules)
+    ends, layer = part_plans(config, rules)
     params = xla.load(out / ENDS, plan=ends, prepack=False)
     layers = [
         xla.load(out / _layer(i), plan=layer, prepack=False)["layers"] for i in range(config.layers)
@@ -146,7 +168,7 @@ def load(out, dtype="float32"):
     # Of values and scales alike: the first axis is that of the layers.
     params["layers"] = jax.tree.map(lambda *each: jnp.concatenate(each), *layers)
     params = jax.tree.map(lambda x: x.astype(dtype), params, is_leaf=lambda x: hasattr(x, "qtype"))
-    return config, plan, plan.prepack(params)
+    return config, rules, params
 
 
 def size_of(out):

@@ -11,8 +11,8 @@ BYTES = 256
 class ByteTokenizer:
     """Takes the bytes of UTF-8 as tokens."""
 
-    def encode(self, text):
-        """Return the ids of a text."""
+    def encode(self, text, is_begin=True):
+        """Return the ids of a text; nothing begins one."""
         return list(text.encode())
 
     def decode(self, ids):
@@ -41,9 +41,9 @@ class FileTokenizer:
                 "belongs to another model."
             )
 
-    def encode(self, text):
-        """Return the ids of a text, with the tokens that begin one."""
-        return self._tokenizer.encode(text).ids
+    def encode(self, text, is_begin=True):
+        """Return the ids of a text, with the tokens that begin one unless it goes on."""
+        return self._tokenizer.encode(text, add_special_tokens=is_begin).ids
 
     def decode(self, ids):
         """Return the text of ids."""
