@@ -69,7 +69,7 @@ def measure(shape, rules, gguf, tools, folder, rounds, progress):
     in_a_process(write_folder, shape, folder / "float")
     ours = [sys.executable, "-m", "interception_core", "llm"]
     stored, programs = folder / "stored", folder / "programs"
-    quantize = ["quantize", folder / "float", stored, "--rules", rules]
+    quantize = ["quantize", folder / "float", stored, "--preset", rules]
     for command in (quantize, ["export", stored, programs]):
         subprocess.run([*ours, *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     generate = ["--prompt", PROMPT, "--count", "1", "--compilation-cache", folder / "cache"]

@@ -173,7 +173,7 @@ def folder(tmp_path):
 def test_the_command(folder, tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "model.tflite"
     text.write_text("It was a dark night.")
-    options = ["--prompt", "8", "--positions", "16", "--text", str(text), "--rules", "weights"]
+    options = ["--prompt", "8", "--positions", "16", "--text", str(text), "--preset", "weights"]
     run_llm("device", str(folder), str(out), *options)
     lines = capsys.readouterr().out.splitlines()
     rows = {line[:20].strip(): [float(x) for x in line[20:].split()] for line in lines[-4:]}

@@ -501,7 +501,7 @@ def test_errors_and_ctrl_c_are_one_line(folder, tmp_path, capsys, monkeypatch):
     words = ["llm", "quantize", str(folder), str(tmp_path / "out")]
     assert main([*words, "--rules", "int5"]) == 1
     *_, last = capsys.readouterr().err.splitlines()
-    assert last.startswith("jaxtap: error: --rules must be one of float, int8, ")
+    assert last.startswith("jaxtap: error: Rules must be one of float, int8, ")
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -520,7 +520,7 @@ def test_completion_knows_the_commands_of_llm(capsys):
 
 def test_commands(folder, tmp_path, capsys):
     out = str(tmp_path / "out")
-    run_llm("quantize", str(folder), out, "--rules", "w8a8", "--plan")
+    run_llm("quantize", str(folder), out, "--preset", "w8a8", "--plan")
     text, told = capsys.readouterr()
     assert told.startswith(f"Quantizing {folder} into {out}: w8a8\n")
     assert "peak memory" in text
@@ -556,8 +556,10 @@ def test_commands(folder, tmp_path, capsys):
         with pytest.raises(SystemExit, match="2"):
             run_llm("generate", out, "--prompt", "abc", "--count", wrong)
         assert f"--count: must be a whole number, 1 or more, got {wrong}" in capsys.readouterr().err
-    with pytest.raises(LlmError, match=r"must be what the command quantize wrote"):
-        run_llm("generate", str(folder), "--prompt", "abc")
+    with pytest.raises(LlmError, match=r"must have a config.json"):
+        run_llm("generate", tmp_path, "--prompt", "abc")
+    run_llm("generate", folder, "--prompt", "abc", "--count", "9")  # float
+    assert capsys.readouterr().out.startswith("abc")
     with pytest.raises(LlmError, match=r"must be a file of text"):
         run_llm("perplexity", out, str(tmp_path / "nothing"))
 

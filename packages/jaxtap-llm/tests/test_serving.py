@@ -118,7 +118,7 @@ def test_a_fresh_process_and_its_errors(tmp_path, capsys):
     assert "must be a folder that is not there" in refused("export", out, programs)
     small = ["--prompt", "64", "--positions", "64"]
     assert "below --positions, got 64 and 64" in refused("export", out, tmp_path / "b", *small)
-    assert "must be what the command quantize wrote" in refused("export", programs, tmp_path / "b")
+    assert "must have model.safetensors" in refused("export", programs, tmp_path / "b")
     assert not (tmp_path / "b").exists()
     assert [path.name for path in tmp_path.glob("b.*")] == []
     first = sorted((programs / serving.PARAMETERS).glob("*.npy"))[0]

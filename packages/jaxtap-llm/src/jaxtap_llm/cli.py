@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 from .config import LlmError
-from .rules import CACHES, DEVICE, DTYPES
+from .rules import CACHES, DEVICE, DTYPES, FORMATS
 
 _EXAMPLES = """examples:
 jaxtap llm demo
-jaxtap llm quantize FOLDER OUT --rules int4
+jaxtap llm quantize FOLDER OUT --preset int4
 jaxtap llm generate OUT --prompt "Once upon a time"
 jaxtap llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
 jaxtap llm export OUT PROGRAMS
@@ -65,13 +65,12 @@ def _demo(commands):
 
 def _quantize(commands):
     def run(args):
+        given = _given(args) or "int4"
         # Before JAX is imported, which takes seconds.
-        print(
-            f"Quantizing {args.folder} into {args.out}: {args.rules}", file=sys.stderr, flush=True
-        )
+        print(f"Quantizing {args.folder} into {args.out}: {given}", file=sys.stderr, flush=True)
         from . import quantized
 
-        plan = quantized.quantize(args.folder, args.out, args.rules)
+        plan = quantized.quantize(args.folder, args.out, given)
         # On Linux in KiB, on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
@@ -85,9 +84,7 @@ def _quantize(commands):
     parser = _command(commands, "quantize", run, "Quantize a Hugging Face folder.")
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", help="folder to write; a run that was interrupted goes on in it")
-    parser.add_argument(
-        "--rules", default="int4", help="float, int8, w8a8, int4, nf4, or a JSON file"
-    )
+    _rules(parser, "int4")
     parser.add_argument(
         "--plan", action="store_true", help="print what each operation is quantized to"
     )
@@ -184,7 +181,7 @@ def _finetune(commands):
 
         names = [field.name for field in dataclasses.fields(Recipe)]
         given = {name: value for name in names if (value := getattr(args, name)) is not None}
-        curve = finetune(args.folder, args.data, out, args.preset, Recipe(**given))
+        curve = finetune(args.folder, args.data, out, _given(args), Recipe(**given))
         print(f"{len(curve)} steps; loss in nats a token:\n{curves.show(curve)}")
         print(f"{out}: for generate, perplexity and export; {out}/{curves.PAGE} shows the loss")
 
@@ -197,9 +194,7 @@ def _finetune(commands):
     parser.add_argument(
         "--out", help="folder to write (default FOLDER-tuned); an interrupted run goes on in it"
     )
-    parser.add_argument(
-        "--preset", help="of a float folder: nf4 (default), float, int8, w8a8, int4, or a JSON file"
-    )
+    _rules(parser, "nf4, for a float folder")
     parser.add_argument("--rank", type=_count, help="of the adapters (default 16)")
     parser.add_argument("--alpha", type=float, help="they are scaled by it / rank (default 2 rank)")
     parser.add_argument("--dropout", type=float, help="of what they see (default 0)")
@@ -274,7 +269,7 @@ def _device(commands):
             tokens = read_tokenizer(args.folder, config).encode(_read(args.text))
             if len(tokens) < 2:
                 raise LlmError(f"{args.text} must have two tokens or more, got {len(tokens)}.")
-        art = device.export(config, params, args.rules, args.prompt, args.positions)
+        art = device.export(config, params, args.preset, args.prompt, args.positions)
         art.save(args.out)
         print(art.report)
         print(f"{args.out}: {len(art.model) / 1e6:.1f} MB")
@@ -286,7 +281,7 @@ def _device(commands):
     parser = _command(commands, "device", run, "Export a float folder for LiteRT, and compare.")
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", type=Path, help="the .tflite to write")
-    parser.add_argument("--rules", choices=DEVICE, default="dynamic", help="(default dynamic)")
+    parser.add_argument("--preset", choices=DEVICE, default="dynamic", help="(default dynamic)")
     parser.add_argument(
         "--prompt", type=_count, default=64, help="tokens of a prefill (default 64)"
     )
@@ -299,6 +294,17 @@ def _count(text):
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text}")
     return int(text)
+
+
+def _rules(parser, default):
+    rules = parser.add_mutually_exclusive_group()
+    rules.add_argument("--preset", choices=FORMATS, help=f"of all weights (default {default})")
+    rules.add_argument("--rules", metavar="FILE", help="JSON: a list of fields of rules")
+
+
+def _given(args):
+    """Return the rules that were given, or None."""
+    return args.preset or args.rules
 
 
 def _forms(parser, text="format of the KV cache (default float)"):

@@ -30,7 +30,6 @@ INTERLEAVED = ("llama",)
 """Architectures whose rotary pairs are neighbours: the halves of a head are interleaved."""
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-_QUANTIZED = {"q8_0": "int8", "q4_0": "int4"}
 _FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}
 _NAMES = {
     "attention_norm": ["attn_norm"],
@@ -119,13 +118,23 @@ def stored(name: str, array: Any, form: str) -> Any:
             f"{name} must have a multiple of 32 columns for {form}, got {array.shape[-1]}. Take "
             "--format f16."
         )
+    if form == "q4_0":
+        return _q4_0(array)
+    axis = array.ndim - 1
     return qn.quantize(
-        array,
-        _QUANTIZED[form],
-        channel_axes=range(array.ndim - 1),
-        tile_axes={array.ndim - 1: 32},
-        scale_dtype="float16",
+        array, "int8", channel_axes=range(axis), tile_axes={axis: 32}, scale_dtype="float16"
     )
+
+
+def _q4_0(array: np.ndarray) -> qn.QArray:
+    """Return a tensor as llama.cpp quantizes it: a block's largest number is -8 times its scale."""
+    blocks = array.reshape(*array.shape[:-1], -1, 32).astype(np.float64)
+    largest = np.take_along_axis(blocks, np.abs(blocks).argmax(-1, keepdims=True), -1)
+    scale = largest.astype(np.float32) / np.float32(-8)
+    inverse = np.divide(1, scale, out=np.zeros_like(scale), where=scale != 0)
+    values = np.clip(np.trunc(blocks * inverse + 8.5), 0, 15) - 8
+    values = jnp.asarray(values.reshape(array.shape), jnp.int8).astype(jnp.int4)
+    return qn.qarray(values, jnp.asarray(scale[..., 0], jnp.float16), "int4", "float32")
 
 
 def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def export(
     fields["dtype"] = kind
     with atomic_write(out, overwrite=False) as new:
         if form in QUANTIZED:
-            plan = quantized.whole_plan(config, rules_for(config, FORMATS[form]))
+            plan = quantized.whole_plan(config, _rules(config, form))
             stored = jax.tree.map(
                 lambda x: x if hasattr(x, "qtype") else np.asarray(x, jnp.dtype(kind)),
                 plan.quantize(params, prepack=False),
@@ -81,6 +81,13 @@ def export(
             size = sum(x.nbytes for x in jax.tree.leaves(params))
             checkpoint.write(new, fields, config, params, shards=int(-(-size // _SHARD)))
         quantized.copy_around(folder, new)
+
+
+def _rules(config: Any, form: str) -> list[Any]:
+    """Return rules that leave the table of tokens and the head float, as such folders have them."""
+    ends = xla.QuantizationRule(weight_path=r"\['(embed|head)'\]")
+    others = [rule for rule in rules_for(config, FORMATS[form]) if not rule.op_names]
+    return [ends, *others]
 
 
 def targets(config: Any) -> dict[str, list[Any]]:

@@ -86,7 +86,7 @@ def quantize(folder, out, given):
             warnings.simplefilter("ignore", xla.QuantizationWarning)
         plan = whole_plan(config, rules)
     if is_own and plan.problems:
-        raise LlmError(f"--rules {given} can't be followed: {'; '.join(plan.problems)}.")
+        raise LlmError(f"The rules of {given} can't be followed: {'; '.join(plan.problems)}.")
     facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
     begin(folder, out, SOURCE, facts)
     ends, layer = part_plans(config, rules)

@@ -1,4 +1,4 @@
-"""How the example quantizes: each is a list of rules for ``provider_xla.PtqProvider``.
+"""How models are quantized: each is a list of rules for ``provider_xla.PtqProvider``.
 
 Scores and the mixing of values have no weight, and stay float. So does the router of experts, which
 is small, and whose choices a rounding turns over.
@@ -20,7 +20,7 @@ FORMATS = {
     "int4": "int4",
     "nf4": "nf4/32",
 }
-"""The preset for all weights, by the name that ``--rules`` takes."""
+"""The preset for all weights, by the name that ``--preset`` takes."""
 
 CACHES = ("float", "int8")
 """Formats of the KV cache, which ``--cache`` takes."""
@@ -63,7 +63,7 @@ def rules_for(config, preset):
 
 
 def read_rules(config, given):
-    """Return the rules that ``--rules`` names: a format, or a JSON file with a list of fields.
+    """Return the rules of a format, or of a JSON file with a list of fields.
 
     Raises:
         LlmError: neither.
@@ -72,7 +72,7 @@ def read_rules(config, given):
         return rules_for(config, FORMATS[given])
     path = Path(given)
     if not path.is_file():
-        raise LlmError(f"--rules must be one of {', '.join(FORMATS)}, or a JSON file, got {given}.")
+        raise LlmError(f"Rules must be one of {', '.join(FORMATS)}, or a JSON file, got {given}.")
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, list) or not all(isinstance(one, dict) for one in found):

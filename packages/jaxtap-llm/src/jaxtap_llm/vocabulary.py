@@ -35,7 +35,7 @@ def metadata(folder: Path, config: Config) -> dict[str, Any]:
     read_tokenizer(folder, config)
     path = folder / "tokenizer.json"
     if not path.is_file():
-        return _of_bytes()
+        return of_bytes()
     fields = json.loads(path.read_text())
     model = fields["model"]
     if model.get("type", "BPE") != "BPE":
@@ -50,7 +50,7 @@ def metadata(folder: Path, config: Config) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in about.items()} | _ends(folder, fields)
 
 
-def _of_bytes() -> dict[str, Any]:
+def of_bytes() -> dict[str, Any]:
     """Return the keys for tokens that are the bytes of text."""
     tokens, kinds = [f"<0x{i:02X}>" for i in range(BYTES)], [_BYTE] * BYTES
     tokens[ord(" ")], kinds[ord(" ")] = _SPACE, _NORMAL  # what llama.cpp makes of a space
