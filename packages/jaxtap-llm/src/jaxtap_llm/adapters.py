@@ -140,22 +140,27 @@ def read(folder: Any) -> Tuned:
     if not (folder / STATE).is_file():
         raise LlmError(f"{folder} has no adapters yet. Run finetune with it again.")
     arrays, step = read_state(folder / STATE)
-    pairs: dict[str, dict[str, np.ndarray]] = {}
-    for name, array in arrays.items():
-        if name.startswith(_PART):
-            key, _, part = name.removeprefix(_PART).rpartition(".")
-            pairs.setdefault(key, {})[part] = array
     base = folder / facts["base"]["folder"]
     if not base.is_dir():
         raise LlmError(f"{base} must be the base of {folder}, got no folder. Put it there again.")
     lora, of = xla.Lora(**facts["adapters"]), facts["training"]["steps"]
-    return Tuned(base, facts["base"]["name"], lora, step, of, pairs)
+    return Tuned(base, facts["base"]["name"], lora, step, of, adapters_in(arrays))
 
 
 def names_of(adapters: Any) -> dict[str, Any]:
     """Return adapters by the names that they have in the file."""
     return {f"{_PART}{key}.{part}": array for key, pair in adapters.items()
             for part, array in pair.items()}  # fmt: skip
+
+
+def adapters_in(arrays: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the adapters among the arrays of a file, as ``names_of`` takes them."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, array in arrays.items():
+        if name.startswith(_PART):
+            key, _, part = name.removeprefix(_PART).rpartition(".")
+            found.setdefault(key, {})[part] = array
+    return found
 
 
 def read_state(path: Path) -> tuple[dict[str, np.ndarray], int]:
@@ -182,6 +187,7 @@ def write_state(path: Path, arrays: dict[str, Any], step: int) -> None:
 
     from provider_xla.file_formats import atomic_write
 
-    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    # Not by ascontiguousarray, which makes vectors of scalars.
+    arrays = {name: np.asarray(array, order="C") for name, array in arrays.items()}
     with atomic_write(path, overwrite=True) as new:
-        save_file(contiguous, new, {_STEP: str(step)})
+        save_file(arrays, new, {_STEP: str(step)})

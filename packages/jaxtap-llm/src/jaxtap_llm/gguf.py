@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,8 @@ ARCHITECTURES = {
 """What llama.cpp calls the families that are written."""
 INTERLEAVED = ("llama",)
 """Architectures whose rotary pairs are neighbours: the halves of a head are interleaved."""
+_WINDOWED = {"gemma2": 2, "gemma3_text": 6}
+"""Every so many layers one has no window, where the others have one."""
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}
@@ -59,14 +62,29 @@ def architecture(config: Config) -> str:
             f"model_type must be one of {', '.join(ARCHITECTURES)} for GGUF, got {config.family}. "
             "Export without --gguf, and convert that by llama.cpp's convert_hf_to_gguf.py."
         )
-    if found == "llama" and any(config.windows):
-        raise LlmError(
-            "sliding_window must be null for GGUF, whose llama has no windows, got "
-            f"{max(config.windows)}."
-        )
-    if any(rope.yarn for rope in config.ropes):
-        raise LlmError("rope_type must be default, linear or llama3 for GGUF, got yarn.")
+    for problem in _problems(config):
+        raise LlmError(f"{problem}: llama.cpp computes {config.family} so.")
     return found
+
+
+def _problems(config: Config) -> Iterator[str]:
+    """Yield what llama.cpp does not read from a file, and computes in another way."""
+    if any(rope.yarn for rope in config.ropes):
+        yield "rope_type must be default, linear or llama3 for GGUF, got yarn"
+    if config.experts and not config.normalize_experts:
+        yield "norm_topk_prob must be true for GGUF, got false"
+    every = _WINDOWED.get(config.family)
+    windows = [bool(every) and (i + 1) % every != 0 for i in range(config.layers)]
+    if [window > 0 for window in config.windows] != windows:
+        where = f"all but each {every}th layer" if every else "no layer"
+        yield f"sliding_window must be of {where} for GGUF, got {list(config.windows)}"
+    # Of the largest models, by what each head would have of the width.
+    is_largest = config.layers == {"gemma2": 46, "gemma3_text": 62}.get(config.family)
+    size = config.width / config.heads if is_largest else config.head_size
+    if not math.isclose(config.scale, size**-0.5):
+        yield f"query_pre_attn_scalar must be {size:g} for GGUF, got {config.scale**-2:g}"
+    if any(rope.theta != 1e4 or rope.factor != 1 for rope in config.ropes[1:]):
+        yield "rope_local_base_freq must be 10000 for GGUF"
 
 
 def parts(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:

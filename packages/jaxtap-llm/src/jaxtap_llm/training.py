@@ -29,7 +29,7 @@ from .losses import counted_nats
 from .rules import DTYPES
 from .tokenizer import read_stops, read_tokenizer
 
-_CURVE, _OPTIMIZER = "curve", "optimizer"
+_CURVE = "curve"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,11 +273,10 @@ class Trainer:
                 f"{self.path} must be a checkpoint of this model, got another's. Remove it to "
                 "train from the start."
             )
-        leaves, tree = jax.tree.flatten((trained, state))
-        names = list(like)
-        leaves = [jnp.asarray(arrays[name], leaf.dtype)
-                  for name, leaf in zip(names, leaves, strict=True)]  # fmt: skip
-        return list(jax.tree.unflatten(tree, leaves)), curve.tolist()
+        trained = jax.tree.map(jnp.asarray, adapters.adapters_in(arrays))
+        leaves, tree = jax.tree.flatten(state)
+        leaves = [jnp.asarray(arrays[_nth(i)], leaf.dtype) for i, leaf in enumerate(leaves)]
+        return [trained, jax.tree.unflatten(tree, leaves)], curve.tolist()
 
     def _store(self, now: Sequence[Any], curve: list[float], rate: Any) -> int:
         """Write the checkpoint and the losses, and return after how many steps that is."""
@@ -288,8 +287,11 @@ class Trainer:
 
     @staticmethod
     def _named(trained: Any, state: Any) -> dict[str, Any]:
-        """Return all arrays by name, in the order of their tree."""
-        found = adapters.names_of(trained)
-        for i, leaf in enumerate(jax.tree.leaves(state)):
-            found[f"{_OPTIMIZER}.{i:05}"] = leaf
-        return found
+        """Return all arrays by name."""
+        moments = {_nth(i): leaf for i, leaf in enumerate(jax.tree.leaves(state))}
+        return adapters.names_of(trained) | moments
+
+
+def _nth(i: int) -> str:
+    """Return the name of an array of the optimizer."""
+    return f"optimizer.{i:05}"

@@ -11,7 +11,7 @@ import numpy as np
 from .config import Config, LlmError
 from .tokenizer import BYTES, read_tokenizer
 
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
 """llama.cpp's types of tokens (``gguf.TokenType``)."""
 _SPACE = "\u2581"
 _WORDS = (
@@ -71,7 +71,7 @@ def of_bytes() -> dict[str, Any]:
 def _tokens(fields: dict[str, Any], count: int) -> tuple[list[str], list[int]]:
     """Return the text of each token of a model, and its type."""
     tokens = [f"[PAD{i}]" for i in range(count)]
-    kinds = [_USER] * count
+    kinds = [_UNUSED] * count
     unknown = fields["model"].get("unk_token")
     for text, i in fields["model"]["vocab"].items():
         is_byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
