@@ -31,6 +31,7 @@ BUDGETS = {
     "hijax-trace": 65,
     "interception-core": 30,
     "jaxtap": 12,
+    "jaxtap-llm": 45,
     "provider-odml": 95,
     "provider-odml-aeq": 15,
     "provider-xla": 130,
@@ -43,7 +44,7 @@ BUDGETS = {
     "quant-numerics": 45,
     "te-ffi-kernels": 100,
     "te-ffi-kernels-cuda13": 5,
-    "tests": 135,
+    "tests": 115,
 }
 """CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
 
