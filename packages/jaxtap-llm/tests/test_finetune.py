@@ -190,6 +190,13 @@ def test_checkpoints_that_can_not_be_gone_on_with(tuned, tmp_path):
         folders.load(out)
 
 
+def write_spoiled(folder):
+    fields, config, params = small()
+    params["norm"] = params["norm"] * np.float32(np.nan)
+    checkpoint.write(folder, fields, config, params)
+    return folder
+
+
 def test_what_can_not_be_trained(tuned, tmp_path):
     """Said before anything is written."""
     folder, data, out = tuned / "float", tuned / "data.jsonl", tmp_path / "out"

@@ -229,8 +229,12 @@ def _export(commands):
             export(args.out, args.programs, generator, plan, prompt, positions)
             print(f"{args.programs}: prompts of {prompt} tokens, {positions} positions")
             return
-        from . import gguf, merged, peft
+        from . import adapters, gguf, merged, peft
 
+        if adapters.is_finetuned(args.out):
+            tuned = adapters.read(args.out)
+            if tuned.step < tuned.of:
+                print(f"{args.out} is trained to step {tuned.step} of {tuned.of}", file=sys.stderr)
         if kind == "adapter":
             (gguf.export_adapter if args.gguf else peft.export)(args.out, args.programs)
         else:

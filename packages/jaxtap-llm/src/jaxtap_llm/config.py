@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -144,7 +145,7 @@ DEFAULTS = {
 """What a config.json of a family may leave out."""
 
 
-def read_config(folder, quantized=False):
+def read_config(folder: str | os.PathLike[str], quantized: bool = False) -> Config:
     """Return the ``Config`` of a folder, whose tensors may be quantized.
 
     Raises:

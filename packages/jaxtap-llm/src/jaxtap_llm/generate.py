@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax import lax
 
 from . import model
 from .cache import applying, make_cache
-from .config import LlmError
+from .config import Config, LlmError
 
 BLOCK = 64
 """Prompts and caches are filled up to multiples of it, so that few programs are compiled."""
@@ -77,7 +78,14 @@ class Generator:
         cache: ``"float"``, or ``"int8"`` for a cache by rule.
     """
 
-    def __init__(self, config, params, plan=None, dtype=jnp.float32, cache="float"):
+    def __init__(
+        self,
+        config: Config,
+        params: Any,
+        plan: Any = None,
+        dtype: Any = jnp.float32,
+        cache: str = "float",
+    ):
         self.config, self.params, self.dtype, self.cache = config, params, dtype, cache
         apply = applying(config, plan, cache)
         self._prefill = jax.jit(apply(functools.partial(first, config)), donate_argnums=2)
@@ -88,11 +96,19 @@ class Generator:
         )
         self._sample = jax.jit(sample, static_argnums=0)
 
-    def make_cache(self, batch, positions):
+    def make_cache(self, batch: int, positions: int) -> Any:
         """Return an empty cache for its programs."""
         return make_cache(self.config, self.cache, batch, positions, self.dtype)
 
-    def stream(self, prompts, count, sampling=GREEDY, seed=0, stop=(), positions=None):
+    def stream(
+        self,
+        prompts: Any,
+        count: int,
+        sampling: Sampling = GREEDY,
+        seed: int = 0,
+        stop: tuple[int, ...] = (),
+        positions: int | None = None,
+    ) -> Iterator[np.ndarray]:
         """Yield int ``[batch, n]``: first one token of each sequence, then up to ``STEPS`` at once.
 
         Args:

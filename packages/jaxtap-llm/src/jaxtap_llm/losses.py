@@ -3,6 +3,7 @@
 import functools
 import math
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from tqdm import tqdm
 
 from . import model
 from .cache import applying, make_cache
-from .config import LlmError
+from .config import Config, LlmError
 
 
 def losses(config, params, tokens):
@@ -54,7 +55,15 @@ def _nats(logits, tokens):
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-def perplexity(config, params, tokens, plan=None, window=512, batch=1, cache=None):
+def perplexity(
+    config: Config,
+    params: Any,
+    tokens: Any,
+    plan: Any = None,
+    window: int = 512,
+    batch: int = 1,
+    cache: str | None = None,
+) -> float:
     """Return the perplexity of a text, cut into windows of which each is seen alone.
 
     Args:

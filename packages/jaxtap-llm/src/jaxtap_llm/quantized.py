@@ -8,10 +8,12 @@ that a run which was interrupted goes on where it was.
 import dataclasses
 import functools
 import json
+import os
 import shutil
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +59,7 @@ def part_plans(config, rules):
         return provider.plan(ends, shapes, tokens), provider.plan(layer, layers, x)
 
 
-def quantize(folder, out, given):
+def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given: str) -> Any:
     """Quantize a folder. What an interrupted run has written is not made again.
 
     Args:
@@ -75,6 +77,24 @@ def quantize(folder, out, given):
     folder, out = Path(folder), Path(out)
     if out.exists() and not out.is_dir():
         raise LlmError(f"{out} must be a folder, got a file. Name another.")
+    config, files, rules, plan = check(folder, given)
+    facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
+    begin(folder, out, SOURCE, facts)
+    ends, layer = part_plans(config, rules)
+    parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]
+    for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
+        if not (out / name).exists():
+            names = checkpoint.sources(config, i)
+            xla.quantize_file(part, files, out / name, names=names)
+    return plan
+
+
+def check(folder, given):
+    """Return the config, the files, the rules and the plan of a folder that can be quantized.
+
+    Raises:
+        LlmError: something in the folder or in a file of rules can't be used.
+    """
     config = read_config(folder)
     files = checkpoint.find_files(folder)
     checkpoint.check_tensors(config, files)
@@ -87,15 +107,7 @@ def quantize(folder, out, given):
         plan = whole_plan(config, rules)
     if is_own and plan.problems:
         raise LlmError(f"The rules of {given} can't be followed: {'; '.join(plan.problems)}.")
-    facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
-    begin(folder, out, SOURCE, facts)
-    ends, layer = part_plans(config, rules)
-    parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]
-    for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
-        if not (out / name).exists():
-            names = checkpoint.sources(config, i)
-            xla.quantize_file(part, files, out / name, names=names)
-    return plan
+    return config, files, rules, plan
 
 
 def facts_of(folder, files):

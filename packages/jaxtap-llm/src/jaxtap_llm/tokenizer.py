@@ -1,9 +1,10 @@
 """From text to tokens and back."""
 
 import json
+import os
 from pathlib import Path
 
-from .config import LlmError
+from .config import Config, LlmError
 
 BYTES = 256
 
@@ -50,7 +51,7 @@ class FileTokenizer:
         return self._tokenizer.decode(ids)
 
 
-def read_tokenizer(folder, config):
+def read_tokenizer(folder: str | os.PathLike[str], config: Config) -> ByteTokenizer | FileTokenizer:
     """Return the tokenizer of a folder: its tokenizer.json, or bytes for a model of 256 tokens.
 
     Raises:
@@ -67,10 +68,17 @@ def read_tokenizer(folder, config):
 
 
 def read_stops(folder):
-    """Return the tokens that end a text, by the folder's files: a tuple, empty for none."""
+    """Return the tokens that end a text, by the folder's files: a tuple, empty for none.
+
+    Raises:
+        LlmError: a file is damaged.
+    """
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise LlmError(f"{path} must be an object in JSON, got: {error}.") from error
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()

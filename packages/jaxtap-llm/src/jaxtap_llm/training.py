@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import provider_xla as xla
 
-from . import adapters, checkpoint, curves, folders, quantized
+from . import adapters, curves, folders, quantized
 from .config import LlmError, read_config, read_fields
 from .documents import Rows, order, pack, read_documents
 from .losses import counted_nats
@@ -130,16 +130,17 @@ def finetune(
         raise LlmError(f"--preset must be left out, as {folder} is quantized already.")
     config = read_config(folder, quantized=not is_float)
     rows = _rows(folder, config, data, recipe)
-    files = checkpoint.find_files(folder) if is_float else sorted(folder.glob("*.safetensors"))
-    preset = "nf4" if preset is None and is_float else preset
-    is_made = is_float and preset != "float"
-    if is_made:
-        checkpoint.check_tensors(config, files)
-        quantized.read_rules(config, preset)
+    files, loaded = sorted(folder.glob("*.safetensors")), None
+    if is_float and preset != "float":
+        preset = "nf4" if preset is None else preset
+        _, files, rules, _ = quantized.check(folder, preset)
+        adapters.plan_with(config, rules, recipe.lora, recipe.dtype)
+    else:
+        loaded = folders.load_base(folder, recipe.dtype, recipe.lora)
     steps = recipe.steps_of(len(rows))
     facts = {
         "base": {
-            "folder": adapters.BASE if is_made else str(folder.absolute()),
+            "folder": adapters.BASE if loaded is None else str(folder.absolute()),
             "name": read_fields(folder).get("_name_or_path") or str(folder.absolute()),
             "preset": preset,
             **quantized.facts_of(folder, files),
@@ -150,11 +151,11 @@ def finetune(
     }
     del facts["training"]["every"]  # an interrupted run may go on with another
     quantized.begin(folder, out, adapters.FACTS, facts)
-    if is_made:
+    if loaded is None:
+        assert preset is not None
         quantized.quantize(folder, out / adapters.BASE, preset)
-        folder = out / adapters.BASE
-    config, plan, params = folders.load_base(folder, recipe.dtype, recipe.lora)
-    return Trainer(config, plan, params, recipe, rows, out / adapters.STATE).run(steps)
+        loaded = folders.load_base(out / adapters.BASE, recipe.dtype, recipe.lora)
+    return Trainer(*loaded, recipe, rows, out / adapters.STATE).run(steps)
 
 
 def _rows(folder: Path, config: Any, data: Path, recipe: Recipe) -> Rows:
@@ -166,7 +167,13 @@ def _rows(folder: Path, config: Any, data: Path, recipe: Recipe) -> Rows:
             f"(max_position_embeddings), got {recipe.length}."
         )
     tokenizer = read_tokenizer(folder, config)
-    return pack(read_documents(data, tokenizer, read_stops(folder)), recipe.length)
+    rows = pack(read_documents(data, tokenizer, read_stops(folder)), recipe.length)
+    if rows.tokens.max() >= config.vocabulary:
+        raise LlmError(
+            f"Tokens must be below the model's vocabulary of {config.vocabulary}, got "
+            f"{rows.tokens.max()}. The tokenizer, or eos_token_id, is another model's."
+        )
+    return rows
 
 
 class Trainer:
@@ -198,7 +205,8 @@ class Trainer:
         )
         optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
         step = jax.jit(functools.partial(self._step, optimizer))
-        now, curve = self._begin(optimizer)
+        arrays, curve = self._begin(optimizer)
+        now = arrays, len(curve)
         size, stored = self.recipe.batch * self.recipe.accumulate, len(curve)
         shape = self.recipe.accumulate, self.recipe.batch, -1
         start, seen = time.perf_counter(), 0
@@ -211,23 +219,26 @@ class Trainer:
                     chosen = order(len(self.rows), self.recipe.seed, i * size, size)
                     given = [x.reshape(shape) for x in self.rows.take(chosen)]
                     key = jax.random.fold_in(jax.random.key(self.recipe.seed), i)
-                    *after, loss = step(*now, self._params, *given, key)
+                    *after, loss = step(*now[0], self._params, *given, key)
+                    if not math.isfinite(loss):
+                        raise LlmError(
+                            f"The loss of step {i + 1} must be a number, got {loss}. Lower --rate: "
+                            f"remove {self.path.parent}, and train from the start."
+                        )
                     curve.append(float(loss))
-                    now = after
+                    now = after, len(curve)
                     seen += int((given[1] > 0).sum())
                     speed = seen / (time.perf_counter() - start)
                     text = f"loss {curve[-1]:.3f}, {speed:,.0f} tokens/s"
                     bar.set_postfix_str(text, refresh=False)
                     bar.update()
                     if len(curve) % self.recipe.every == 0 or len(curve) == steps:
-                        stored = self._store(now, curve, rate)
+                        stored = self._store(after, curve, rate)
         except KeyboardInterrupt:
-            if len(curve) > stored:
-                self._store(now, curve, rate)
-            print(
-                f"\nstopped after step {len(curve)} of {steps}: run it again to go on",
-                file=sys.stderr,
-            )
+            arrays, done = now
+            if done > stored:
+                self._store(arrays, curve[:done], rate)
+            print(f"\nstopped after step {done} of {steps}: run it again to go on", file=sys.stderr)
             raise
         return curve
 
@@ -282,7 +293,8 @@ class Trainer:
         """Write the checkpoint and the losses, and return after how many steps that is."""
         arrays = self._named(*now) | {_CURVE: np.array(curve, np.float32)}
         adapters.write_state(self.path, arrays, len(curve))
-        curves.write(self.path.parent, curve, [float(rate(i)) for i in range(len(curve))])
+        rates = np.asarray(jax.vmap(rate)(np.arange(len(curve)))).tolist()
+        curves.write(self.path.parent, curve, rates)
         return len(curve)
 
     @staticmethod
