@@ -1,21 +1,17 @@
 """The decoder of jaxtap_llm in LiteRT, beside float64."""
 
 import functools
-import importlib.util
 
 import jax
 import numpy as np
 import pytest
 
-from jaxtap_llm import checkpoint, device
+from jaxtap_llm import checkpoint
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.rules import DEVICE
 from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied
 
-litert = pytest.mark.skipif(
-    not all(importlib.util.find_spec(name) for name in ("litert_converter", "ai_edge_litert")),
-    reason="needs the extra provider-odml[litert]",
-)
+device = pytest.importorskip("jaxtap_llm.device", exc_type=LlmError)
 PROMPT, POSITIONS = 8, 16
 # Of logits, in their standard deviations: float32 differs from float64, and rounds a few values of
 # rows to the integer beside.
@@ -79,7 +75,6 @@ def opened(tmp_path, model):
 
 
 @pytest.mark.slow
-@litert
 @pytest.mark.parametrize("name", DEVICE)
 def test_logits_are_near_float64(name, tmp_path):
     made = opened(tmp_path, exported(name))
@@ -94,7 +89,6 @@ def test_logits_are_near_float64(name, tmp_path):
 
 
 @pytest.mark.slow
-@litert
 def test_tied_tables_and_biases(tmp_path):
     """The table of Qwen 2 is looked up and multiplied with, and is in the file once."""
     made = opened(tmp_path, exported("dynamic", "qwen2"))
@@ -110,7 +104,6 @@ def test_tied_tables_and_biases(tmp_path):
 
 
 @pytest.mark.slow
-@litert
 def test_the_likeliest_tokens(tmp_path):
     """Those of int8 are those of float64, where these have a clear choice."""
     made = opened(tmp_path, exported("dynamic"))
@@ -125,7 +118,6 @@ def test_the_likeliest_tokens(tmp_path):
 
 
 @pytest.mark.slow
-@litert
 def test_the_cache_goes_in_and_out(tmp_path):
     made = opened(tmp_path, exported("dynamic"))
     shape = 2, 1, 2, POSITIONS, 16
@@ -146,7 +138,6 @@ def test_the_cache_goes_in_and_out(tmp_path):
 
 
 @pytest.mark.slow
-@litert
 def test_files_have_the_bits_of_their_weights():
     weights = {
         path[-1].key: x
@@ -169,7 +160,6 @@ def folder(tmp_path):
 
 
 @pytest.mark.slow
-@litert
 def test_the_command(folder, tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "model.tflite"
     text.write_text("It was a dark night.")

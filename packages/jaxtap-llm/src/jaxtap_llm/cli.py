@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import resource
 import sys
 from pathlib import Path
 
@@ -68,6 +67,8 @@ def _quantize(commands):
         given = _given(args) or "int4"
         # Before JAX is imported, which takes seconds.
         print(f"Quantizing {args.folder} into {args.out}: {given}", file=sys.stderr, flush=True)
+        import resource
+
         from . import quantized
 
         plan = quantized.quantize(args.folder, args.out, given)
