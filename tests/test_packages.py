@@ -234,7 +234,9 @@ def test_all_from_a_folder_of_wheels(distribution, python, tmp_path):
     said = run(python.with_name("jaxtap"), "demo", cwd=tmp_path)
     assert re.search(r"^w4a8 +[\d,]+ +9\d\.\d+%", said, re.MULTILINE), said
     assert "te_ffi_kernels.gemm_w8a8" in said
-    said = run(python.with_name("jaxtap"), "llm", "demo", "--seconds", "2", cwd=tmp_path)
+    said = run(
+        python.with_name("jaxtap"), "llm", "demo", "--seconds", "2", "--windows", "8", cwd=tmp_path
+    )
     assert re.search(r"^int4, Hadamard and GPTQ +[\d.]+ ", said, re.MULTILINE), said
     doctor = run(python.with_name("jaxtap"), "doctor", cwd=tmp_path)
     assert "0 fail" in doctor

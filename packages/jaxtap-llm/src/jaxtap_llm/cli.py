@@ -54,11 +54,13 @@ def _demo(commands):
     def run(args):
         from . import demo
 
-        demo.run(args.seconds, args.seed, args.save)
+        demo.run(args.seconds, args.seed, args.save, args.windows)
 
     parser = _command(commands, "demo", run, "Train a small model, and compare formats on it.")
     parser.add_argument("--seconds", type=float, default=120, help="to train for (default 120)")
     parser.add_argument("--seed", type=int, default=0)
+    text = "of 128 bytes, that perplexity is measured on (default 512)"
+    parser.add_argument("--windows", type=_count, default=512, help=text)
     parser.add_argument("--save", help="a folder for the trained model, for the command quantize")
 
 

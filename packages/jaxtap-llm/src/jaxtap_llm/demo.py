@@ -33,6 +33,7 @@ FIELDS = {
     "rms_norm_eps": 1e-5,
 }
 WINDOW, BATCH = 128, 4
+WINDOWS = 512
 RATE = 2e-3
 PROMPT = "def __init__(self, "
 COMPLETION = 48
@@ -144,11 +145,18 @@ def compare(config, params, corpus, held_out):
         yield name, found, size, position, *rates, ByteTokenizer().decode(ids.tolist())
 
 
-def run(seconds, seed, save):
-    """Train, compare, and print what was found."""
+def run(seconds, seed, save, windows=WINDOWS):
+    """Train, compare, and print what was found.
+
+    Args:
+        seconds: to train for.
+        seed: of the parameters and the batches.
+        save: a folder for the trained model, or None.
+        windows: of unseen text that perplexity is measured on.
+    """
     config = parse_config(FIELDS)
     corpus, held_out = read_corpus()
-    held_out = held_out[: 128 * BATCH * WINDOW + 1]
+    held_out = held_out[: windows * WINDOW + 1]
     count = sum(x.size for x in jax.tree.leaves(checkpoint.shapes(config)))
     print(f"{count:,} parameters; {len(corpus):,} bytes to train on, {len(held_out):,} others")
     params, curve = train(config, checkpoint.init(config, seed), corpus, seconds, seed)
