@@ -157,7 +157,7 @@ def test_an_interrupted_run_goes_on(tuned, tmp_path, monkeypatch, capsys):
         (Recipe(rank=3, length=16), given[1], "adapters and training"),
         (RECIPE, tuned / "float" / "config.json", "data"),
     ):
-        with pytest.raises(LlmError, match=rf"begun with the same .*, got another {what}. Remove"):
+        with pytest.raises(LlmError, match=rf"begun with the same .*, got other {what}. Remove"):
             finetune(given[0], data, out, recipe=recipe)
     finetune(*given, recipe=RECIPE)
     once, twice = arrays_of(tuned / "out"), arrays_of(out)

@@ -31,7 +31,7 @@ BUDGETS = {
     "hijax-trace": 65,
     "interception-core": 30,
     "jaxtap": 12,
-    "jaxtap-llm": 45,
+    "jaxtap-llm": 50,
     "provider-odml": 95,
     "provider-odml-aeq": 15,
     "provider-xla": 130,

@@ -132,7 +132,7 @@ def begin(folder, out, name, facts):
         known = json.loads((out / name).read_text()) if (out / name).is_file() else {}
         others = [key for key in facts if known.get(key) != facts[key]]
         if others:
-            what = f"got another {' and '.join(others)}" if known else "got other files"
+            what = f"got other {' and '.join(others)}" if known else "got other files"
             raise LlmError(
                 f"{out} must be empty, or begun with the same {' and '.join(facts)}, {what}. "
                 "Remove it, or name another folder."
