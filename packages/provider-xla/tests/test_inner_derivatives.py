@@ -187,22 +187,6 @@ def test_quantized_activations_and_training():
 
 
 @pytest.mark.slow
-def test_adapters_are_trained_through_it():
-    fn, rule = PROGRAMS["grad"][0], xla.QuantizationRule(weight_qtype="int8", rank=2)
-    plan = xla.PtqProvider(rule).plan(fn, W, X)
-    stored = plan.quantize(W)
-    adapters = jax.tree.map(lambda a: a + 0.1, plan.init_adapters(jax.random.key(0)))
-    run = plan.apply(fn)
-
-    def total(fn, *args, **kwargs):
-        return (fn(*args, **kwargs) ** 2).sum()
-
-    found = jax.jit(jax.value_and_grad(lambda a: total(run, stored, X, adapters=a)))(adapters)
-    wanted = jax.value_and_grad(lambda a: total(fn, plan.merge(stored, a), X))(adapters)
-    assert_near(found, wanted, 1e-4)
-
-
-@pytest.mark.slow
 def test_a_derivative_from_outside_is_by_the_stored_arrays():
     """Integers have no tangents. Scales do: they may be trained."""
     plan = xla.PtqProvider(RULE).plan(loss, W, X, kernels=False)

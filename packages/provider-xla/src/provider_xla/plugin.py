@@ -3,7 +3,6 @@
 from interception_core import (
     BridgeSpec,
     CommandSpec,
-    FeatureSpec,
     FormSpec,
     ProviderSpec,
     hookimpl,
@@ -38,20 +37,6 @@ def jaxtap_register_forms() -> list[FormSpec]:
             summary="quantized values with a float minimum per group",
             form="provider_xla:AffineWeight",
         ),
-    ]
-
-
-@hookimpl
-def jaxtap_register_features() -> list[FeatureSpec]:
-    """Return what the methods of a plan do that none of the other methods needs."""
-    return [
-        FeatureSpec(f"plan-{name}", summary, f"provider_xla.{run}")
-        for name, summary, run in (
-            ("adapters", "run a function with adapters", "lora.apply:with_adapters"),
-            ("init-adapters", "make adapters", "lora.tree:init_adapters"),
-            ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
-            ("merge", "add adapters to parameters", "lora.tree:merge"),
-        )
     ]
 
 

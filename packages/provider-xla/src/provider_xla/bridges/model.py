@@ -13,7 +13,8 @@ import jax
 from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..lora.tree import adapted, merged
+from ..extras import feature
+from ..forms.adapted import restored
 from ..program.arrays import as_batch, is_array
 from ..program.sites import short
 from ..providers.given import provider_of
@@ -39,7 +40,7 @@ def quantize_model(
     arrays of the given model (which are not copied), and the methods run quantized and are
     differentiated so.
 
-    If a rule of a ``PtqProvider`` has a rank, parameters get adapters to train: ``nnx.LoRAParam``
+    If a rule of a ``PtqProvider`` gives adapters, parameters get them to train: ``nnx.LoRAParam``
     variables beside the ``nnx.Param`` of an NNX module, the collection ``"lora"`` of a Linen
     module, and an ``AdaptedWeight`` instead of the parameter of an Equinox module, where
     ``adapter_mask`` tells what to train. If a rule has a dropout, methods also take
@@ -100,11 +101,11 @@ def quantize_model(
         is_abstract = _is_abstract(parameters)
         quantize = plan.quantized_types if is_abstract else plan.quantize
         stored = quantize(parameters, **options)
-        if getattr(plan, "lora", None):
+        if getattr(plan, "adapters", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
             init = plan.init_adapters
             adapters = jax.eval_shape(init, key) if is_abstract else init(key)
-            stored = adapted(plan, stored, adapters)
+            stored = feature("plan-put-adapters")(plan, stored, adapters)
     else:
         stored = parameters
     ranges = getattr(plan, "ranges", ())
@@ -256,7 +257,7 @@ def merge_model(model: Any) -> Any:
             f"This {type(model).__name__} {what}, so that there is nothing to merge. Pass what "
             "quantize_model returned."
         )
-    return bridge.restore(model, merged(parameters, "args[0]"))
+    return bridge.restore(model, restored(parameters, "args[0]"))
 
 
 def planned(

@@ -15,7 +15,6 @@ from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..tables import table
-from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
@@ -23,7 +22,7 @@ from .forms import CARRIER, Form, is_quantized
 from .manifest_schema import FormatOnly, ManifestSchema
 from .plan_diff import PlanDiff
 from .plans import is_ours, manifest_changes, manifest_of
-from .rules import rule_json
+from .rules import rule_json, rule_of
 from .schema import check
 from .tree import describe, indices, unique
 
@@ -89,8 +88,8 @@ class Manifest:
         """Return the rules the parameters were quantized by.
 
         Raises:
-            StoreError: no plan was saved, it is another provider's, or its rules have fields that
-                this version doesn't know.
+            StoreError: no plan was saved, it is another provider's, or its rules have a class or
+                fields that no package here knows.
         """
         if self.plan is None:
             raise StoreError("There are no rules: the parameters were saved without their plan.")
@@ -99,15 +98,10 @@ class Manifest:
                 f"There are no rules: the plan is of the provider {self.plan['provider']!r}. "
                 "manifest.provider() returns it."
             )
-        known: tuple[type[QuantizationRule], ...] = (QuantizationRule, QtRule)
-        classes = {cls.__name__: cls for cls in known}
         rules: list[QuantizationRule] = []
         for found in self.plan["rules"]:
-            fields = {name: value for name, value in found.items() if name != "class"}
             try:
-                if "static_average" in fields:
-                    fields["static_average"] = average_of(fields["static_average"])
-                rules.append(classes[found["class"]](**fields))
+                rules.append(rule_of(found))
             except _WRONG as error:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error
         return rules
