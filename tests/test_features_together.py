@@ -180,6 +180,17 @@ def test_exported_models_with_adapters(tmp_path, name):
     np.testing.assert_allclose(inside(x), y, atol=1e-5)
 
 
+def test_exported_weights_with_minima():
+    """As GGUF files have them."""
+    w, x = rows(0, 64, 32), rows(1, 3, 64)
+    q = qn.quantize(w, "int4", channel_axes=(1,), tile_axes={0: 8})
+    held = xla.AffineWeight(q, 0.1 * jnp.ones((8, 32)), 8)
+    fn = lambda w, x: x @ w  # noqa: E731
+    plan = PtqProvider("int4").plan(fn, w, x)
+    program = xla.load_exported(plan.export(held, x).serialize())
+    np.testing.assert_array_equal(program(held, x), jax.jit(plan.apply(fn))(held, x))
+
+
 def test_errors_of_a_program_show_no_frames_of_features():
     """Those between the program and JAX, where features call it."""
 

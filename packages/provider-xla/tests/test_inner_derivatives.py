@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 import provider_xla as xla
-import quant_numerics as qn
 from hijax_trace import ArrayProxy
 from jaxtap_testkit.xla_samples import draw
 
@@ -161,8 +160,6 @@ def forms():
     yield plan, plan.quantize(W, prepack=False)
     plan = of(weight_qtype="nf4", tile_size=8)
     yield plan, plan.quantize(W)
-    q = qn.quantize(W, "int4", channel_axes=(1,), tile_axes={0: 8})
-    yield of(), xla.AffineWeight(q, 0.1 * jnp.ones((2, 8)), 8)
 
 
 @pytest.mark.slow

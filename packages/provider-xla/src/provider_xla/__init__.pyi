@@ -3,6 +3,7 @@
 from provider_xla_cache import CacheArray as CacheArray
 from provider_xla_cache import CachePlan as CachePlan
 from provider_xla_cache import CacheRule as CacheRule
+from provider_xla_formats import AffineWeight as AffineWeight
 from provider_xla_formats import Target as Target
 from provider_xla_formats import load_gguf as load_gguf
 from provider_xla_formats import load_huggingface as load_huggingface
@@ -44,7 +45,6 @@ from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
 from .forms.adapted import AdaptedWeight as AdaptedWeight
 from .forms.adapted import adapter_mask as adapter_mask
-from .forms.affine import AffineWeight as AffineWeight
 from .kernels.packed import PrepackedWeight as PrepackedWeight
 from .plan.adapters import AdapterPlan as AdapterPlan
 from .plan.plan import Plan as Plan

@@ -34,13 +34,14 @@ _OF_FEATURES = {
     "plan-put-adapters": "provider_xla_lora",
     "run-adapters": "provider_xla_lora",
     "rule-lora": "provider_xla_lora",
+    "pack-zero-points": "provider_xla_formats",
     "plan-find-caches": "provider_xla_cache",
     "plan-quantize-cache": "provider_xla_cache",
     "plan-with-caches": "provider_xla_cache",
     "plan-export": "provider_xla_serve",
     "plan-report": "provider_xla_report",
 }
-_OF_FORMS = {"transformed": "provider_xla_passes"}
+_OF_FORMS = {"affine": "provider_xla_formats", "transformed": "provider_xla_passes"}
 
 
 class MissingExtraError(JaxtapError, ImportError):

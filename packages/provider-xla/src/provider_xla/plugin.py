@@ -3,7 +3,6 @@
 from interception_core import (
     BridgeSpec,
     CommandSpec,
-    FormSpec,
     ProviderSpec,
     hookimpl,
 )
@@ -24,18 +23,6 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
             name="qt",
             summary="quantized training: contractions in int8, int4 or fp8, forward and backward",
             factory="provider_xla:QtProvider",
-        ),
-    ]
-
-
-@hookimpl
-def jaxtap_register_forms() -> list[FormSpec]:
-    """Return the stored form that holds another one, with minima."""
-    return [
-        FormSpec(
-            name="affine",
-            summary="quantized values with a float minimum per group",
-            form="provider_xla:AffineWeight",
         ),
     ]
 

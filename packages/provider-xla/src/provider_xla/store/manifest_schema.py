@@ -69,11 +69,6 @@ class _Packed(_Quantized):
             raise ValueError("A packed array must have an axis, got shape []")
 
 
-class _Affine(_Quantized, kw_only=True):
-    inner: str
-    shift: _Finite | None
-
-
 class _Nothing(Object):
     pass
 
@@ -135,7 +130,6 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "key": (_PrngKey, {"data"}),
     "qarray": (_Quantized, {"qvalue", "scale"}),
     "packed": (_Packed, {"planes", "scale"}),
-    "affine": (_Affine, {"minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
     "history": (_History, {"past", "upper"}),
