@@ -11,8 +11,8 @@ import numpy as np
 import optax
 
 from interception_core.demo_kit import BATCH, Digits
+from jaxtap.demo import MODELS, train
 from provider_xla import LoraRule, PtqProvider
-from provider_xla.demo import MODELS, train
 
 MODEL = MODELS[1]  # attention
 EPOCHS = 12

@@ -57,7 +57,7 @@ def jaxtap_register_bridges() -> list[BridgeSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Return the commands for plans, reports and the demo."""
+    """Return the commands for plans."""
     return [
         CommandSpec(
             name="plan",
@@ -82,11 +82,5 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print the rules that have a name: what they do, bytes, kernels here",
             run="provider_xla.cli.command:run_presets",
             configure="provider_xla.cli.command:configure_presets",
-        ),
-        CommandSpec(
-            name="demo-xla",
-            summary="train two small models on handwritten digits, and run them in int8 and int4",
-            run="provider_xla.demo.command:run",
-            configure="interception_core.demo_kit:configure",
         ),
     ]

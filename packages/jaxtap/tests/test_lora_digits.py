@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from interception_core.demo_kit import BATCH, Digits
+from jaxtap.demo import MODELS
 from provider_xla import LoraRule, PtqProvider
-from provider_xla.demo.models import MODELS
 
 MODEL = MODELS[1]  # attention
 EPOCHS, SEED = 8, 0
