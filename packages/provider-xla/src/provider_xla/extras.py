@@ -35,6 +35,8 @@ _OF_FEATURES = {
     "run-adapters": "provider_xla_lora",
     "rule-lora": "provider_xla_lora",
     "pack-zero-points": "provider_xla_formats",
+    "model-put-caches": "provider_xla_cache",
+    "model-with-caches": "provider_xla_cache",
     "plan-find-caches": "provider_xla_cache",
     "plan-quantize-cache": "provider_xla_cache",
     "plan-with-caches": "provider_xla_cache",

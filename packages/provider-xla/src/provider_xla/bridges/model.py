@@ -19,7 +19,6 @@ from ..program.arrays import as_batch, is_array
 from ..program.sites import short
 from ..providers.given import provider_of
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
-from .caches import check_planned, planned_function, with_caches
 
 
 @hides_frames
@@ -117,7 +116,8 @@ def quantize_model(
             "provider, batches), and pass statistics=statistics."
         )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
-    return with_caches(bridge, bridge.rebuild(model, stored, quantized), plan, held)
+    made = bridge.rebuild(model, stored, quantized)
+    return feature("model-put-caches")(bridge, made, plan, held) if held else made
 
 
 def _is_abstract(parameters: Any) -> bool:
@@ -309,11 +309,20 @@ def planned(
             "quantize_model(net.bind(variables), provider, ...); or leave the inputs out."
         )
     make_plan = getattr(provider, "plan", None)
-    if parameters is None:
-        check_planned(model, provider)
+    of_caches = bool(getattr(provider, "cache_rules", ()))
+    if parameters is None and of_caches:
+        raise QuantizationError(
+            f"A {type(model).__name__} must hold its variables for a CacheRule, got one that is "
+            "not bound. Bind it: quantize_model(net.bind(variables, mutable=['cache']), provider, "
+            "x); or plan the function that calls net.apply."
+        )
     if parameters is None or make_plan is None or not (args or kwargs):
         return bridge, None, {}
-    fn, held = planned_function(bridge, model, next(iter(methods)), provider, kwargs)
+    method, held = next(iter(methods)), {}
+    if of_caches:
+        fn, held = feature("model-with-caches")(bridge, model, method, provider, kwargs)
+    else:
+        fn = bridge.function(model, method)
     plan = make_plan(fn, parameters, *args, **kwargs, **held)
     lost = list(_lost(plan, provider, parameters))
     if lost:
