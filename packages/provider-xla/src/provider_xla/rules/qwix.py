@@ -42,8 +42,8 @@ def of_qwix(rule: Any) -> QuantizationRule:
     else:
         names = ", ".join(sorted(given.keys() - known))
         raise ValueError(
-            f"A rule of Qwix must have fields that QtRule has, got {names}. Write it as a QtRule: "
-            "docs/quantization.md lists what differs."
+            f"A rule of Qwix must have fields that {kind.__name__} has, got {names}. Write it as a "
+            f"{kind.__name__}: docs/quantization.md lists what differs."
         )
     return kind(**in_qwix_words(given))
 
