@@ -53,11 +53,11 @@ class LoraRule(QuantizationRule):
         super().__post_init__()
         rank, alpha, dropout = self.rank, self.alpha, self.dropout
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            raise self._error("rank", "a positive integer")
+            raise ValueError(f"LoraRule.rank must be a positive integer. Got {rank!r}.")
         if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
-            raise self._error("alpha", "None or a finite number")
+            raise ValueError(f"LoraRule.alpha must be None or a finite number. Got {alpha!r}.")
         if not _is_number(dropout) or not 0 <= dropout < 1:
-            raise self._error("dropout", "a number in [0, 1)")
+            raise ValueError(f"LoraRule.dropout must be a number in [0, 1). Got {dropout!r}.")
 
     def adapter(self, of: Adaptable) -> LoraForm:
         """Return the adapter of a parameter.
