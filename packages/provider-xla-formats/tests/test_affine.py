@@ -52,7 +52,13 @@ def test_damaged_parts_are_refused(case):
 @pytest.mark.slow
 def test_a_derivative_that_the_program_takes_by_it():
     w, x = draw((16, 8), (4, 16))
-    fn = lambda w, x: jax.vjp(lambda w, x: (jnp.tanh(x @ w) ** 2).sum(), w, x)[1](1.0)  # noqa: E731
+
+    def loss(w, x):
+        return (jnp.tanh(x @ w) ** 2).sum()
+
+    def fn(w, x):
+        return jax.jit(lambda w: jax.vjp(loss, w, x)[1](1.0))(w)
+
     q = qn.quantize(w, "int4", channel_axes=(1,), tile_axes={0: 8})
     held = xla.AffineWeight(q, 0.1 * jnp.ones((2, 8)), 8)
     plan = xla.PtqProvider("int8").plan(fn, w, x)
