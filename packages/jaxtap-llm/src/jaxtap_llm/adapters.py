@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import provider_xla as xla
+from interception_core import get_feature
 
 from .config import Config, LlmError
 from .quantized import whole_plan
@@ -46,21 +47,23 @@ def plan_with(config: Config, rules: list[Any], lora: xla.Lora, dtype: str) -> A
         LlmError: a rule computes a parameter in a way that has no place for an adapter.
     """
     paths = [_PATH.format(name) for name in adapted(config)]
-    fields = {"rank": lora.rank, "alpha": lora.alpha, "dropout": lora.dropout}
+    fields = dataclasses.asdict(lora)
     found = []
     for rule in rules:
         own = [re.escape(path) for path in paths if rule.matches_weight([path])]
         if own and rule.kernel is None:
-            found.append(dataclasses.replace(rule, weight_path="|".join(own), **fields))
+            of_rule = {one.name: getattr(rule, one.name) for one in dataclasses.fields(rule)}
+            of_rule["weight_path"] = "|".join(own)
+            found.append(xla.LoraRule(**of_rule | fields))
         found.append(rule)
     others = "|".join(map(re.escape, paths))  # that no rule matches
-    found.append(xla.QuantizationRule(weight_path=others, **fields))
+    found.append(xla.LoraRule(weight_path=others, **fields))
     with warnings.catch_warnings():
         # Rules of other parameters have an effect without adapters alone.
         warnings.simplefilter("ignore", xla.QuantizationWarning)
         plan = whole_plan(config, found, dtype)
     for name in adapted(config):
-        if key_of(name) not in plan.lora:
+        if key_of(name) not in plan.adapters:
             raise LlmError(
                 f"{name} must be a matrix that rules leave in one piece, to have an adapter. Take "
                 "other rules for the base."
@@ -93,7 +96,7 @@ class Tuned:
         Raises:
             LlmError: the adapters are of another model.
         """
-        shapes = {key: {"a": one.a_shape, "b": one.b_shape} for key, one in plan.lora.items()}
+        shapes = {key: one.shapes for key, one in plan.adapters.items()}
         pairs = self.arrays.items()
         found = {key: {part: x.shape for part, x in pair.items()} for key, pair in pairs}
         if found != shapes:
@@ -101,12 +104,7 @@ class Tuned:
                 f"The adapters must be those of {self.base}, got other shapes or names. The folder "
                 "has a checkpoint of another model: remove it, and run finetune again."
             )
-        layers = dict(params["layers"])
-        for key, pair in self.arrays.items():
-            name = key.removesuffix("']").rpartition("'")[2]
-            form = plan.lora[key].form
-            layers[name] = xla.AdaptedWeight(layers[name], pair["a"], pair["b"], form)
-        return params | {"layers": layers}
+        return get_feature("plan-put-adapters")(plan, params, self.arrays)
 
 
 def is_finetuned(folder: Any) -> bool:
