@@ -47,12 +47,14 @@ def plan_with(config: Config, rules: list[Any], lora: xla.Lora, dtype: str) -> A
         LlmError: a rule computes a parameter in a way that has no place for an adapter.
     """
     paths = [_PATH.format(name) for name in adapted(config)]
-    fields = dataclasses.asdict(lora)
+    fields: dict[str, Any] = dataclasses.asdict(lora)
     found = []
     for rule in rules:
         own = [re.escape(path) for path in paths if rule.matches_weight([path])]
         if own and rule.kernel is None:
-            of_rule = {one.name: getattr(rule, one.name) for one in dataclasses.fields(rule)}
+            of_rule: dict[str, Any] = {
+                one.name: getattr(rule, one.name) for one in dataclasses.fields(rule)
+            }
             of_rule["weight_path"] = "|".join(own)
             found.append(xla.LoraRule(**of_rule | fields))
         found.append(rule)
