@@ -232,6 +232,8 @@ def _export(commands):
             export(args.out, args.programs, generator, plan, prompt, positions)
             print(f"{args.programs}: prompts of {prompt} tokens, {positions} positions")
             return
+        if Path(args.programs).exists():
+            raise LlmError(f"{args.programs} already exists. Remove it, or name another.")
         from . import adapters, gguf, merged, peft
 
         if adapters.is_finetuned(args.out):
