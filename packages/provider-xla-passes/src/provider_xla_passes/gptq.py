@@ -44,7 +44,7 @@ class Gptq(Pass):
     damping: float = 0.01
     act_order: bool = True
     block: int = 128
-    sequential: int = 0
+    sequential: int = 0  # pyrefly: ignore[bad-override]
 
     stage = ROUND
 

@@ -145,7 +145,9 @@ def _joined(variables: Any) -> dict[str, Any]:
     variables = flax.core.unfreeze(variables)
     for own, group in [*variables.items()]:
         leaves = flax.traverse_util.flatten_dict(group)
-        adapters = {names: leaf for names, leaf in leaves.items() if is_adapted(leaf)}
+        adapters: dict[Any, Any] = {
+            names: leaf for names, leaf in leaves.items() if is_adapted(leaf)
+        }
         kinds = {leaf.form.kind for leaf in adapters.values() if leaf.base is None}
         if not kinds:
             continue

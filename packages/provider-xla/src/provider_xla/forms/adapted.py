@@ -115,9 +115,9 @@ class AdaptedWeight:
         return [(GetAttrKey(n), x) for n, x in zip(names, children, strict=True)], static
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], children: Sequence[Any]) -> Self:
+    def tree_unflatten(cls, aux_data: Any, children: Sequence[Any]) -> Self:
         """Return it with other arrays."""
-        form, *names = static
+        form, *names = aux_data
         base, *arrays = children
         return cls(base, dict(zip(names, arrays, strict=True)), form)
 

@@ -101,19 +101,19 @@ def preset(name: str) -> QuantizationRule:
     if tile is None:
         return rule
     if rule.tile_size is None or int(tile) < 1:
-        tiled = [one for one, it in installed().items() if it.rule.tile_size is not None]
+        tiled = [one for one, (_, rule, _) in installed().items() if rule.tile_size is not None]
         raise QuantizationError(
             f"A number of elements per scale is for {', '.join(tiled)}, got {name!r}."
         )
     return dataclasses.replace(rule, tile_size=int(tile))
 
 
-def installed() -> dict[str, Preset]:
-    """Return the presets without those that need a package that is not installed."""
+def installed() -> dict[str, tuple[str, QuantizationRule, float | None]]:
+    """Return what presets do, their rules and cosines: those whose packages are installed."""
     found = {}
     for name, one in PRESETS.items():
         with contextlib.suppress(MissingExtraError):
-            found[name] = one._replace(made=one.rule)
+            found[name] = one.about, one.rule, one.cosine
     return found
 
 

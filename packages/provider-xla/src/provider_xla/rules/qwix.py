@@ -35,15 +35,14 @@ def of_qwix(rule: Any) -> QuantizationRule:
         for field in dataclasses.fields(rule)
         if (value := getattr(rule, field.name)) != _default(field)
     }
-    for kind in (feature("rule-lora"),) if "rank" in given else (QuantizationRule, QtRule):
-        known = {field.name for field in dataclasses.fields(kind)}
-        if given.keys() <= known:
-            break
-    else:
-        names = ", ".join(sorted(given.keys() - known))
+    kinds: Any = (feature("rule-lora"),) if "rank" in given else (QuantizationRule, QtRule)
+    known = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
+    kind = next((one for one, own in zip(kinds, known, strict=True) if given.keys() <= own), None)
+    if kind is None:
+        names, last = ", ".join(sorted(given.keys() - known[-1])), kinds[-1].__name__
         raise ValueError(
-            f"A rule of Qwix must have fields that {kind.__name__} has, got {names}. Write it as a "
-            f"{kind.__name__}: docs/quantization.md lists what differs."
+            f"A rule of Qwix must have fields that {last} has, got {names}. Write it as a {last}: "
+            "docs/quantization.md lists what differs."
         )
     return kind(**in_qwix_words(given))
 

@@ -40,7 +40,7 @@ _WRONG = (JaxtapError, ArithmeticError, AttributeError, LookupError, RecursionEr
 _PACKAGES = ("interception-core", "hijax-trace", "quant-numerics", "provider-xla")
 
 
-class Manifest(Object):
+class Manifest(Object, frozen=True):
     """What a file holds. ``print(manifest)`` shows it as a table.
 
     Attributes:
@@ -217,7 +217,9 @@ def build(
                 given = f"{prefix}{name}.{part}" if part else f"{prefix}{name}"
                 names[part] = unique(given, taken)
                 tensors[names[part]] = form, part
-            stored.append(StoredLeaf(kind=form.kind, about=form.about, name=name, tensors=names))
+            stored.append(
+                StoredLeaf(kind=form.kind, about=dict(form.about), name=name, tensors=names)
+            )
         return Tree(structure, tuple(stored))
 
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}

@@ -19,14 +19,14 @@ _Finite = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
 _Tile = tuple[Annotated[int, Meta(lt=0)], Annotated[int, Meta(gt=0)]]
 
 
-class _TupleKey(Object):
+class _TupleKey(Object, frozen=True):
     parts: list[_Key] = field(name="tuple")
 
 
 _Key = str | int | float | bool | _TupleKey
 
 
-class _Node(Object):
+class _Node(Object, frozen=True):
     """A tree node, of one of four kinds: see ``tree.describe``."""
 
     entries: list[tuple[_Key, _Structure]] | UnsetType = field(default=UNSET, name="dict")
@@ -49,51 +49,51 @@ class _Node(Object):
 _Structure = None | int | _Node
 
 
-class _Typed(Object):
+class _Typed(Object, frozen=True):
     shape: _Shape
     dtype: str
 
 
-class _PrngKey(_Typed):
+class _PrngKey(_Typed, frozen=True):
     impl: str
 
 
-class _Quantized(_Typed):
+class _Quantized(_Typed, frozen=True):
     qtype: str
     ragged_tiles: list[_Tile] | UnsetType = UNSET
 
 
-class _Packed(_Quantized):
+class _Packed(_Quantized, frozen=True):
     def __post_init__(self):
         if not self.shape:
             raise ValueError("A packed array must have an axis, got shape []")
 
 
-class _Nothing(Object):
+class _Nothing(Object, frozen=True):
     pass
 
 
-class _Statistics(Object):
+class _Statistics(Object, frozen=True):
     decay: _Finite | None
     symmetric: bool
 
 
-class _History(Object):
+class _History(Object, frozen=True):
     length: Annotated[int, Meta(ge=1)]
     compute: Literal["max", "most_recent"]
     margin: int
 
 
-class _Value(Object):
+class _Value(Object, frozen=True):
     type: Literal["bool", "int", "float", "str"]
     value: str
 
 
-class _Static(Object):
+class _Static(Object, frozen=True):
     type: str
 
 
-class _Form(Object):
+class _Form(Object, frozen=True):
     kind: str
     about: dict[str, Any]
 
@@ -102,14 +102,14 @@ class _Form(Object):
         check(self.about, schema)
 
 
-class _Held(_Form):
+class _Held(_Form, frozen=True):
     def __post_init__(self):
         super().__post_init__()
         if "shape" not in self.about:
             raise ValueError(f"A held {self.kind} must have a shape")
 
 
-class _Carrier(_Typed):
+class _Carrier(_Typed, frozen=True):
     params: str
     keys: list[str]
     loops: list[Any]
@@ -140,7 +140,7 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
 """By kind of a form: the schema of what is known about it, and the parts that it must have."""
 
 
-class _OtherForm(OpenObject):
+class _OtherForm(OpenObject, frozen=True):
     """A stored form of another package, which checks the rest itself."""
 
     shape: _Shape
@@ -157,7 +157,7 @@ def _schema_of(kind: str) -> tuple[Any, set[str]]:
     raise ValueError(f"kind must be one of {known}, got {kind!r}. {install_form(kind)}")
 
 
-class StoredLeaf(_Form):
+class StoredLeaf(_Form, frozen=True):
     """A leaf in a file.
 
     Attributes:
@@ -182,7 +182,7 @@ class StoredLeaf(_Form):
                 raise ValueError(f"{self.name} must have tensors of what it holds alone")
 
 
-class Tree(Object):
+class Tree(Object, frozen=True):
     """A tree in a file: its structure (see ``describe``) and its leaves."""
 
     structure: Any
@@ -192,25 +192,25 @@ class Tree(Object):
         check(self.structure, _Structure)
 
 
-class _Rule(OpenObject):
+class _Rule(OpenObject, frozen=True):
     type_name: str = field(name="class")
 
 
-class _Weight(OpenObject):
+class _Weight(OpenObject, frozen=True):
     method: str
 
 
-class _Plan(Object):
+class _Plan(Object, frozen=True):
     rules: list[_Rule]
     weights: dict[str, _Weight]
 
 
-class _PlanOfAnother(OpenObject):
+class _PlanOfAnother(OpenObject, frozen=True):
     provider: str
     config: dict[str, Any]
 
 
-class FormatOnly(OpenObject):
+class FormatOnly(OpenObject, frozen=True):
     """What manifests of all versions have."""
 
     format: Annotated[int, Meta(ge=1)]

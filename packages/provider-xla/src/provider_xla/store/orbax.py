@@ -52,7 +52,7 @@ def write(path: Path, manifest: Manifest, tensors: Mapping[str, Any]) -> None:
     (path / BESIDE).write_bytes(seal(canonical(beside).encode()))
 
 
-class _Beside(Object):
+class _Beside(Object, frozen=True):
     """The content of ``jaxtap.json``: checksums by file, and the manifest."""
 
     sha256: str = field(name=FIELD)

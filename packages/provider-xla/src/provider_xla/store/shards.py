@@ -32,7 +32,7 @@ Block = tuple[tuple[int, int], ...]
 """Where a piece begins and ends along each axis of its tensor."""
 
 
-class _Index(Object):
+class _Index(Object, frozen=True):
     """The index: checksums by file; file, name and block by tensor."""
 
     sha256: str = field(name=FIELD)
