@@ -395,6 +395,60 @@ def test_dynamic_ranges_are_for_products_of_parameters():
     assert not plan.sites
 
 
+def test_blocks_run_along_what_is_contracted():
+    rule = OdmlRule(weight_qtype="int4", input_qtype="int8", tile_size=32)
+    w = {"table": draw(5, 32), "heads": draw(4, 16, 6), "left": draw(7, 64)}
+
+    def fn(p, ids, x):
+        h = jnp.einsum("bhd,hdm->bm", x, p["heads"])
+        return p["table"][ids], h, p["left"] @ x.reshape(-1, 64).T
+
+    ids, x = jnp.zeros(3, jnp.int32), draw(2, 4, 16)
+    plan = qat(fn, [rule]).plan(w, ids, x)
+    found = [use for d in plan.decisions.values() for use in d.inputs.values()]
+    assert [use for use in found if isinstance(use, WeightUse)] == [
+        WeightUse("int4", (2,), "absmax", 32, (0, 1)),
+        WeightUse("int4", (0,), "absmax", 32, (1,)),
+        WeightUse("int4", (0,), "absmax", 32, (1,)),
+    ]
+    assert str(plan).count("int4/32") == 3
+
+
+BLOCKS = {"weight_qtype": "int4", "input_qtype": "int8", "tile_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("fn", "w", "fields", "match"),
+    [
+        (lambda w, x: x @ w, (48, 8), BLOCKS, "do not divide the contracted axes, which have 48"),
+        (lambda w, x: w[x[0].astype(int)], (8, 48), BLOCKS, "do not divide rows, which have 48"),
+        (lambda w, x: x @ w, (64, 8), {**BLOCKS, "input_qtype": None}, "int4 alone, with input_q"),
+        (lambda w, x: x @ w, (64, 8), {**BLOCKS, "weight_qtype": "int2"}, "int4 alone, with input"),
+        (
+            lambda w, x: jnp.einsum("bhd,hde->bhe", x.reshape(len(x), 2, -1), w),
+            (2, 32, 8),
+            BLOCKS,
+            "one matrix of parameters alone",
+        ),
+        (
+            lambda w, x: lax.conv(x.reshape(-1, 64, 1, 1), w, (1, 1), "SAME"),
+            (8, 64, 1, 1),
+            BLOCKS,
+            "one matrix of parameters alone",
+        ),
+    ],
+)
+def test_blocks_that_the_device_lacks_are_told_before_training(fn, w, fields, match):
+    w = draw(*w)
+    x = draw(2, 48 if 48 in w.shape else 64)
+    model = qat(fn, [OdmlRule(**fields)])
+    with pytest.raises(OdmlError, match=match):
+        model.plan(w, x)
+    plan = qat(fn, [OdmlRule(**fields)], strict=False).plan(w, x)
+    (use,) = [u for d in plan.decisions.values() for u in d.inputs.values() if hasattr(u, "method")]
+    assert use.tile_size is None
+
+
 def test_weight_only_is_for_products_of_parameters():
     plan = plan_of(mlp, MLP, X, rules=[OdmlRule(weight_qtype="int2")])
     found = [dict(d.inputs) for d in plan.decisions.values() if d.is_active]

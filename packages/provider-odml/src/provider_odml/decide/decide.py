@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ..capture.graph import ACTIVATION, Graph, Node
+from ..capture.graph import ACTIVATION, Graph, Node, Use
 from ..capture.ops import NoKernel, Passage, Scales
 from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
 from .fusion import Fusion, Ruled
-from .inputs import Inputs
-from .limits import INT16_FLOAT, MASK, NO_INT16
+from .inputs import Inputs, others
+from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks
 from .outputs import Outputs
 from .placed import Placed
 from .plan import Plan
@@ -112,6 +112,7 @@ class _Decider:
         if node.op.kind is not Scales.CONTRACTION:
             return Decision(node, index, is_float=True, reason=rule.reason)
         inputs = self._inputs.weights(node, rule)
+        self._check_blocks(node, rule, others(node))
         if inputs and rule.is_dynamic:
             inputs |= self._inputs.dynamic(node)
         reason = None if inputs else rule.reason
@@ -142,6 +143,8 @@ class _Decider:
             return Decision(node, index, is_float=True)
         if not rule.is_static:
             use = WeightUse(str(rule.weight_qtype), (0,), rule.weight_calibration_method)
+            if rule.tile_size is not None and self._check_blocks(node, rule, node.uses[:1]):
+                use = replace(use, tile_size=rule.tile_size, tiled_axes=(1,))
             return Decision(node, index, {0: use}, is_float=not node.params["rows"])
         inputs: dict[int | str, Quantize] = {0: ConstantUse("int8")}
         if rule.output_qtype == "int16":
@@ -154,6 +157,18 @@ class _Decider:
             return Decision(node, index, inputs, output)
         self.placed.made[node.op_id] = f"{node.op_id}#0", "int8"
         return Decision(node, index, inputs)
+
+    def _check_blocks(self, node: Node, rule: OdmlRule, parameters: Sequence[Use]) -> bool:
+        """Return whether LiteRT has the blocks that a rule asks for; note the problem if not."""
+        if rule.tile_size is None:
+            return True
+        why = next(filter(None, (why_no_blocks(node, use, rule) for use in parameters)), None)
+        if why is not None:
+            self.problems.append(
+                f"{node.op_id}: {why}; give it a rule with another tile_size, or without one: one "
+                "scale per channel, as with strict=False"
+            )
+        return why is None
 
     def _float(self, node: Node, index: int | None) -> Decision:
         if node.op.kind is NoKernel.UNKNOWN and self._options.strict:

@@ -65,17 +65,21 @@ class SiteUse:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """Quantize the parameter of a contraction: per channel, symmetric.
+    """Quantize the parameter of a contraction: per channel or in blocks, symmetric.
 
     Attributes:
         qtype: its qtype.
         channel_axes: the axes along which scales differ.
         method: the calibration method.
+        tile_size: how many values of a channel share a scale; None for all of them.
+        tiled_axes: the axes that blocks run along, in the order of the contracted values.
     """
 
     qtype: str
     channel_axes: tuple[int, ...]
     method: str
+    tile_size: int | None = None
+    tiled_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

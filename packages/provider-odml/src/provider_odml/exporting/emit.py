@@ -13,6 +13,7 @@ from jax import lax
 
 from interception_core import OpCall
 
+from ..capture.channels import matrix_axes
 from ..capture.ops import PRIMITIVE, Scales, is_float
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ..forms import FORMS, unsplat
@@ -20,7 +21,6 @@ from ..forms import wall as walled
 from ..train.replay import Runtime, inverted
 from .collect import Collected
 from .composite import Grid, dynamic, fake_quant
-from .constants import weight_axes
 from .fold import Fold
 
 
@@ -203,7 +203,7 @@ class Device(Runtime):
         """Emit a contraction as that of rows and a matrix: FULLY_CONNECTED."""
         node = decision.node
         given = next(use.shape for use in node.uses if use.slot == slot)
-        _, free_w = weight_axes(node, slot, len(given))
+        _, free_w = matrix_axes(node.params, slot, len(given))
         inner_x = sorted(node.params["contracted"][1 - slot])
         free_x = [axis for axis in range(x.ndim) if axis not in inner_x]
         rows = x.astype(jnp.float32)

@@ -17,6 +17,7 @@ from ..litert import Program, convert, integer_io, read
 from ..train.provider import OdmlQatProvider
 from ..train.statistics import QuantStats, check_statistics
 from .artifact import Artifact
+from .blocks import marked, with_blocks
 from .backend import ExportBackend, export_with, find_backend
 from .collect import collect
 from .grids import checked, grids_of
@@ -88,6 +89,7 @@ def export(
     ]
     if quantizer:
         return export_with(quantizer, exported, provider.rules, io, timeout)
+    exported = marked(exported)
     model = _converted(exported, timeout, probing=False)
     if io == "int8":
         model = integer_io(model)
@@ -159,7 +161,7 @@ def _exported(
 
 def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> bytes:
     programs: list[Program] = [one.program(probing) for one in exported]
-    return convert(programs, timeout=timeout)
+    return with_blocks(convert(programs, timeout=timeout), exported)
 
 
 def _verified(
