@@ -155,5 +155,5 @@ def test_a_matrix_that_is_not_there_or_of_another_size():
         in_blocks(model, {2.0: Blocks(scale, 32), 3.0: Blocks(scale, 32)})
     with pytest.raises(odml.OdmlError, match=r"have scales of \[8, 1\], got .* and \[8, 2\]"):
         in_blocks(model, {2.0: Blocks(np.ones((8, 2)), 32)})
-    with pytest.raises(odml.OdmlError, match="must be read by FULLY_CONNECTED .* got DEQUANTIZE"):
+    with pytest.raises(odml.OdmlError, match=r"must be read by FULLY_CONNECTED .* got DEQ"):
         in_blocks(_channels(2.0), {2.0: Blocks(scale, 32)})

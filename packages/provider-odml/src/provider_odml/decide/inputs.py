@@ -64,7 +64,7 @@ class Inputs:
         for use in others(node):
             axes = channel_axes(node.params, int(use.slot), len(use.shape))
             how = rule.weight_qtype, axes, rule.weight_calibration_method
-            if rule.tile_size is not None and why_no_blocks(node, use, rule) is None:
+            if why_no_blocks(node, use, rule) is None:
                 inner, _ = matrix_axes(node.params, int(use.slot), len(use.shape))
                 found[use.slot] = WeightUse(*how, rule.tile_size, inner)
             else:

@@ -76,8 +76,10 @@ def why_no_blocks(node: Node, use: Use, rule: OdmlRule) -> str | None:
     Args:
         node: the operation that reads it.
         use: the parameter.
-        rule: the operation's rule, with a ``tile_size``.
+        rule: the operation's rule.
     """
+    if rule.tile_size is None:
+        return "the rule asks for none"
     if node.op.kind is Scales.LOOKUP:
         size = use.shape[-1]
         if not node.params["rows"] or len(use.shape) != 2:

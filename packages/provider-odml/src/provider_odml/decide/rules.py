@@ -177,7 +177,7 @@ class OdmlRule:
                               "LiteRT has no other blocks")  # fmt: skip
         if self.is_static:
             raise self._error("tile_size", "None where output_qtype is set: LiteRT multiplies "
-                              "blocks with inputs of a dynamic range, input_qtype='int8'")  # fmt: skip
+                              "blocks with a dynamic range alone, input_qtype='int8'")  # fmt: skip
 
     def _method(self, field: str) -> None:
         value = getattr(self, field)

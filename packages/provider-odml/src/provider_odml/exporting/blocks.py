@@ -1,4 +1,4 @@
-"""Parameters in blocks: from the program, through a converter that can't write them, to the file."""
+"""Parameters in blocks: through a converter that can't write them."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from ..litert import Program, convert, integer_io, read
 from ..train.provider import OdmlQatProvider
 from ..train.statistics import QuantStats, check_statistics
 from .artifact import Artifact
-from .blocks import marked, with_blocks
 from .backend import ExportBackend, export_with, find_backend
+from .blocks import marked, with_blocks
 from .collect import collect
 from .grids import checked, grids_of
 from .mismatch import check_outputs, check_sites
