@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..capture.graph import ACTIVATION, Graph, Node, Use
 from ..capture.ops import NoKernel, Passage, Scales
 from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
 from .fusion import Fusion, Ruled
-from .inputs import Inputs, others
+from .inputs import Inputs, is_input, others
 from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks
 from .outputs import Outputs
 from .placed import Placed
@@ -46,6 +46,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
     """
     decider = _Decider(Ruled(graph, tuple(rules)), options)
     decisions = {node.op_id: decider.decide(node) for node in graph.nodes.values()}
+    decisions = _apart(decisions)
     used = {decision.rule for decision in decisions.values()}
     idle = [f"rule {i} has no effect: {one!r}" for i, one in enumerate(rules) if i not in used]
     return Plan(
@@ -55,6 +56,32 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
         graph.calls,
         (*decider.problems, *idle),
     )
+
+
+def _apart(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Return decisions that tell of inputs which are read in several ways.
+
+    The converter quantizes an input where it comes in, for all that read it: also for an output,
+    an operation in float or one at another scale.
+    """
+    readers: dict[str, set[str | None]] = {}
+    for decision in decisions.values():
+        for use in decision.node.activations:
+            if use.tensor is not None and is_input(use.tensor):
+                read = decision.inputs.get(use.slot)
+                site = read.site if isinstance(read, SiteUse) else None
+                readers.setdefault(use.tensor, set()).add(site)
+    several = {tensor for tensor, sites in readers.items() if len(sites) > 1}
+
+    def told(decision: Decision) -> Decision:
+        slots = {use.slot for use in decision.node.activations if use.tensor in several}
+        inputs = {
+            slot: replace(use, is_part=True) if slot in slots and isinstance(use, SiteUse) else use
+            for slot, use in decision.inputs.items()
+        }
+        return replace(decision, inputs=inputs) if slots else decision
+
+    return {op_id: told(decision) for op_id, decision in decisions.items()}
 
 
 class _Decider:

@@ -54,7 +54,8 @@ class SiteUse:
         observe: whether what is quantized here is what the range is about.
         device_only: whether training does nothing here: the value is on the grid anyhow, or
             gets there in the next operation.
-        is_part: whether what is quantized is a part of a tensor that others may read, too.
+        is_part: whether what is quantized is a part of a tensor that others may read, too, or an
+            input that others read at another scale or in float.
     """
 
     site: str

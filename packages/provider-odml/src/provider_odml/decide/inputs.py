@@ -136,8 +136,8 @@ class Inputs:
             key = f"{tensor}@{rule.output_qtype}"
             known = sites.get(key)
         if known is None:
-            is_input = tensor.startswith(("args[", "kwargs["))
-            self.placed.add(key, node, rule, use.shape, self.fixed if is_input else None, tensor)
+            fixed = self.fixed if is_input(tensor) else None
+            self.placed.add(key, node, rule, use.shape, fixed, tensor)
             if use.is_part:
                 sites[key] = replace(sites[key], is_joined=True)
                 self.placed.parts.add(key)
@@ -146,6 +146,11 @@ class Inputs:
         is_chosen = any(name in node.op_id for name in BRANCHES)
         observe = known is None or is_chosen or key in self.placed.parts
         return SiteUse(key, observe=observe, is_part=use.is_part)
+
+
+def is_input(tensor: str) -> bool:
+    """Return whether a tensor is one of the model's inputs."""
+    return tensor.startswith(("args[", "kwargs["))
 
 
 def others(node: Node) -> list[Use]:

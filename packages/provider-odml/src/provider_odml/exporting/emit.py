@@ -16,6 +16,7 @@ from interception_core import OpCall
 from ..capture.channels import matrix_axes
 from ..capture.ops import PRIMITIVE, Scales, is_float
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from ..decide.inputs import is_input
 from ..forms import FORMS, unsplat
 from ..forms import wall as walled
 from ..train.replay import Runtime, inverted
@@ -46,8 +47,7 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        is_input = site.tensor.startswith(("args[", "kwargs[")) and not use.is_part
-        if is_operand and not is_input:
+        if is_operand and (use.is_part or not is_input(site.tensor)):
             # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)

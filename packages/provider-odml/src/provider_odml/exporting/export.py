@@ -179,9 +179,11 @@ def _verified(
     if any(one.probes for one in exported):
         probe = _converted(exported, timeout, probing=True)
         for one in exported:
-            found, probed[one.name] = compare_sites(probe, one)
-            sites += found
+            found, probed[one.name], made = compare_sites(probe, one)
+            sites, outputs = [*sites, *found], [*outputs, *made]
     check_sites(sites)
+    check_outputs(outputs)
+    outputs = []
     for one in exported:
         results = compare_outputs(model, one, probed.get(one.name))
         if not all(result.same for result in results):
