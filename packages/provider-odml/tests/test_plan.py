@@ -1,9 +1,11 @@
 """Plans: what is decided for each kind of operation, and that both engines find the same."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
@@ -612,6 +614,46 @@ def test_training_and_evaluation_of_batch_norm_and_dropout_have_the_same_sites(e
 
     evaluation = plan_of(model.apply, params, x, engine=engine)
     assert plan_of(train, params, x, engine=engine).sites == evaluation.sites
+
+
+def _nnx(training):
+    """A BatchNorm, a Dropout and an average; NNX has no names of modules."""
+    parts = [nnx.Linear(6, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))]
+    graph, state = nnx.split(nnx.Sequential(*parts, nnx.Dropout(0.5, rngs=nnx.Rngs(1))))
+
+    def fn(state, x):
+        model = nnx.merge(graph, state)
+        (model.train if training else model.eval)()
+        x = (model(x) + 1) * 2
+        return x - x.mean(1, keepdims=True)
+
+    return fn, state
+
+
+def _equinox(training):
+    norm, start = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+    mapped = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    _, start = mapped(draw(4, 8), start)
+    drop = eqx.nn.Dropout(0.5)
+
+    def fn(w, x):
+        keys = jax.random.split(jax.random.key(0), len(x))
+
+        def one(x, key):
+            y, _ = norm(x @ w, start, inference=not training)
+            y = (drop(y, key=key, inference=not training) + 1) * 2
+            return y - y.mean()
+
+        return jax.vmap(one, axis_name="batch")(x, keys)
+
+    return fn, W
+
+
+@pytest.mark.parametrize("model", [_nnx, _equinox])
+def test_training_moves_no_ids_of_modules_without_names(model):
+    plans = [plan_of(*model(training), X) for training in (True, False)]
+    assert seen(plans[0]) == seen(plans[1])
+    assert "mean:0" in plans[0].sites
 
 
 def test_a_rolled_scan_is_planned_once():
