@@ -1,4 +1,4 @@
-"""Scales of blocks in a .tflite: several for each channel, in a tensor of their own."""
+"""Scales of blocks in a .tflite: several for each channel, in a separate tensor."""
 
 from __future__ import annotations
 
