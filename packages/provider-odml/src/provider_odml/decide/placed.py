@@ -53,8 +53,6 @@ class Placed:
             tensor: its name, if that is not the key.
         """
         qtype = str(rule.output_qtype)
-        if fixed is None and 0 in shape:
-            fixed = (0.0, 1.0)  # of nothing: no data can tell it, and any will do
         if qtype == "int16" and fixed is not None:
             # LiteRT's int16 softmax, logistic and tanh have the scale 1/32768.
             bound = 32767 / 32768 if fixed == node.op.fixed else max(map(abs, fixed))
