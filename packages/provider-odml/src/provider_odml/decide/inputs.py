@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..capture.channels import channel_axes
+from ..capture.channels import channel_axes, matrix_axes
 from ..capture.graph import ACTIVATION, Node, Use
 from ..capture.ops import Scales
 from .decision import ConstantUse, DynamicUse, Quantize, SiteUse, WeightUse
 from .fusion import Fusion
+from .limits import why_no_blocks
 from .placed import Placed
 from .rules import OdmlRule
 
@@ -45,7 +46,7 @@ class Inputs:
         if node.op.kind is Scales.CONTRACTION:
             found |= self.weights(node, rule)
         elif node.op.kind is Scales.ARITHMETIC and not fused:
-            for use in _others(node):
+            for use in others(node):
                 is_divisor = node.op.name == "truediv" and use.slot == 1
                 found[use.slot] = ConstantUse(str(rule.output_qtype), is_divisor)
         return found
@@ -60,10 +61,14 @@ class Inputs:
         if rule.weight_qtype is None:
             return {}
         found: dict[int | str, Quantize] = {}
-        for use in _others(node):
+        for use in others(node):
             axes = channel_axes(node.params, int(use.slot), len(use.shape))
-            axes = axes if self.per_channel else ()
-            found[use.slot] = WeightUse(rule.weight_qtype, axes, rule.weight_calibration_method)
+            how = rule.weight_qtype, axes, rule.weight_calibration_method
+            if why_no_blocks(node, use, rule) is None:
+                inner, _ = matrix_axes(node.params, int(use.slot), len(use.shape))
+                found[use.slot] = WeightUse(*how, rule.tile_size, inner)
+            else:
+                found[use.slot] = WeightUse(how[0], axes if self.per_channel else (), how[2])
         return found
 
     def dynamic(self, node: Node) -> dict[int | str, Quantize]:
@@ -131,8 +136,8 @@ class Inputs:
             key = f"{tensor}@{rule.output_qtype}"
             known = sites.get(key)
         if known is None:
-            is_input = tensor.startswith(("args[", "kwargs["))
-            self.placed.add(key, node, rule, use.shape, self.fixed if is_input else None, tensor)
+            fixed = self.fixed if is_input(tensor) else None
+            self.placed.add(key, node, rule, use.shape, fixed, tensor)
             if use.is_part:
                 sites[key] = replace(sites[key], is_joined=True)
                 self.placed.parts.add(key)
@@ -143,6 +148,11 @@ class Inputs:
         return SiteUse(key, observe=observe, is_part=use.is_part)
 
 
-def _others(node: Node) -> list[Use]:
+def is_input(tensor: str) -> bool:
+    """Return whether a tensor is one of the model's inputs."""
+    return tensor.startswith(("args[", "kwargs["))
+
+
+def others(node: Node) -> list[Use]:
     """Return the operands that are parameters or constants."""
     return [use for use in node.uses if use.role != ACTIVATION]

@@ -13,14 +13,15 @@ from jax import lax
 
 from interception_core import OpCall
 
+from ..capture.channels import matrix_axes
 from ..capture.ops import PRIMITIVE, Scales, is_float
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
+from ..decide.inputs import is_input
 from ..forms import FORMS, unsplat
 from ..forms import wall as walled
 from ..train.replay import Runtime, inverted
 from .collect import Collected
 from .composite import Grid, dynamic, fake_quant
-from .constants import weight_axes
 from .fold import Fold
 
 
@@ -46,8 +47,7 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        is_input = site.tensor.startswith(("args[", "kwargs[")) and not use.is_part
-        if is_operand and not is_input:
+        if is_operand and (use.is_part or not is_input(site.tensor)):
             # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)
@@ -203,7 +203,7 @@ class Device(Runtime):
         """Emit a contraction as that of rows and a matrix: FULLY_CONNECTED."""
         node = decision.node
         given = next(use.shape for use in node.uses if use.slot == slot)
-        _, free_w = weight_axes(node, slot, len(given))
+        _, free_w = matrix_axes(node.params, slot, len(given))
         inner_x = sorted(node.params["contracted"][1 - slot])
         free_x = [axis for axis in range(x.ndim) if axis not in inner_x]
         rows = x.astype(jnp.float32)

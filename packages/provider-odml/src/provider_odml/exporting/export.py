@@ -18,6 +18,7 @@ from ..train.provider import OdmlQatProvider
 from ..train.statistics import QuantStats, check_statistics
 from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
+from .blocks import marked, with_blocks
 from .collect import collect
 from .grids import checked, grids_of
 from .mismatch import check_outputs, check_sites
@@ -88,6 +89,7 @@ def export(
     ]
     if quantizer:
         return export_with(quantizer, exported, provider.rules, io, timeout)
+    exported = marked(exported)
     model = _converted(exported, timeout, probing=False)
     if io == "int8":
         model = integer_io(model)
@@ -159,7 +161,7 @@ def _exported(
 
 def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> bytes:
     programs: list[Program] = [one.program(probing) for one in exported]
-    return convert(programs, timeout=timeout)
+    return with_blocks(convert(programs, timeout=timeout), exported)
 
 
 def _verified(
@@ -177,9 +179,11 @@ def _verified(
     if any(one.probes for one in exported):
         probe = _converted(exported, timeout, probing=True)
         for one in exported:
-            found, probed[one.name] = compare_sites(probe, one)
-            sites += found
+            found, probed[one.name], made = compare_sites(probe, one)
+            sites, outputs = [*sites, *found], [*outputs, *made]
     check_sites(sites)
+    check_outputs(outputs)
+    outputs = []
     for one in exported:
         results = compare_outputs(model, one, probed.get(one.name))
         if not all(result.same for result in results):
