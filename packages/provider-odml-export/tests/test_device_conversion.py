@@ -7,8 +7,8 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.litert_samples import fake_quant, program
-from provider_odml import forms as device
-from provider_odml.litert import Runner, convert, read
+from provider_odml_export import forms as device
+from provider_odml_export.litert import Runner, convert, read
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(2, 6, 8)).astype(np.float32)

@@ -17,10 +17,9 @@ from jaxtap_testkit.odml_exports import (
     results_of,
     together,
 )
-from provider_odml.capture.ops import RANDOM
-from provider_odml.exporting.once import check_random, computed_once
-from provider_odml.exporting.unroll import unrolled
-from provider_odml.jaxprs import equations_in
+from provider_odml.features import RANDOM, equations_in
+from provider_odml_export.exporting.once import check_random, computed_once
+from provider_odml_export.exporting.unroll import unrolled
 
 P, X = {"w": normal(16, 4)}, normal(3, 8)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from provider_odml import forms as device
+from provider_odml_export import forms as device
 
 pytestmark = pytest.mark.sample(2)
 

@@ -7,8 +7,8 @@ import pytest
 
 from jaxtap_testkit.odml_samples import MLP, W8A8, avg_pool, draw, mlp, nnx_block
 from provider_odml import Signature, qat
-from provider_odml.exporting import export as exporting
-from provider_odml.litert import read
+from provider_odml_export.exporting import export as exporting
+from provider_odml_export.litert import read
 
 
 class Conv(nn.Module):

@@ -23,8 +23,8 @@ from jaxtap_testkit.odml_exports import (
     signal_to_noise,
     together,
 )
-from provider_odml.exporting import verify
-from provider_odml.litert import read
+from provider_odml_export.exporting import verify
+from provider_odml_export.litert import read
 
 pytestmark = pytest.mark.sample(2)
 

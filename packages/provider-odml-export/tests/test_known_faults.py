@@ -11,10 +11,10 @@ from jax import lax
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import W8A8, W8A16, exported, normal, signal_to_noise
-from provider_odml.exporting import collect, constants, emit, program, written_out
-from provider_odml.exporting import export as exporting
-from provider_odml.forms import FORMS
-from provider_odml.litert import converter
+from provider_odml_export.exporting import collect, constants, emit, program, written_out
+from provider_odml_export.exporting import export as exporting
+from provider_odml_export.forms import FORMS
+from provider_odml_export.litert import converter
 
 pytestmark = pytest.mark.sample(2)
 

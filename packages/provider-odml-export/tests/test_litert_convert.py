@@ -1,6 +1,5 @@
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -10,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
-from provider_odml.errors import ConversionError, MissingExtraError
-from provider_odml.litert import Program, Runner, convert, converter, read
+from provider_odml_export import ConversionError
+from provider_odml_export.litert import Program, Runner, convert, converter, read
 
 pytestmark = pytest.mark.sample(2)
 
@@ -263,9 +262,3 @@ def test_an_interrupt_ends_the_worker(monkeypatch):
         convert([program(double, X)])
     with pytest.raises(ProcessLookupError):
         os.kill(seen[0], signal.SIG_DFL)
-
-
-def test_a_missing_converter(monkeypatch):
-    monkeypatch.setitem(sys.modules, "litert_converter", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'provider-odml\[litert\]'"):
-        convert([Program("a", b"", (), ())])

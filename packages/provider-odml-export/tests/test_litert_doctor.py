@@ -4,7 +4,7 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 
-from provider_odml.demo import doctor
+from provider_odml_export import doctor
 
 
 @pytest.fixture
@@ -31,17 +31,18 @@ def test_the_installed_libraries_are_fine():
         assert any(one.message.startswith(name) for one in found)
 
 
-def test_a_missing_library_names_its_extra_and_its_use(found):
+def test_a_missing_library_names_its_use(found):
     found = found(litert_converter="0.5.0")
     assert set(found) == {"litert-converter", "ai-edge-litert"}
     assert found["litert-converter"].status == "ok"
     missing = found["ai-edge-litert"]
-    assert (missing.status, missing.hint) == ("warn", "pip install 'provider-odml[litert]'")
-    assert "training does not" in missing.message
+    assert missing.status == "fail"
+    assert missing.hint.startswith("pip install 'ai-edge-litert")
+    assert "export needs" in missing.message
 
 
 def test_another_version_is_warned_about(found):
     found = found(litert_converter="0.9", ai_edge_litert="2.3.1")
     assert sorted(one.status for one in found.values()) == ["ok", "warn"]
     assert "litert-converter 0.9 is not one" in found["litert-converter"].message
-    assert found["litert-converter"].hint == "pip install 'provider-odml[litert]'"
+    assert found["litert-converter"].hint.startswith("pip install 'litert-converter")

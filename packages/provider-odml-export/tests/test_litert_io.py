@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, fake_quant, program
-from provider_odml.errors import OdmlError
-from provider_odml.litert import (
+from provider_odml import OdmlError
+from provider_odml_export.litert import (
     Runner,
     convert,
     deduplicate,

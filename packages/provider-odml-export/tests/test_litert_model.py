@@ -7,8 +7,8 @@ import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
 from jaxtap_testkit.processes import run_python
-from provider_odml.errors import OdmlError
-from provider_odml.litert import convert, read, schema
+from provider_odml import OdmlError
+from provider_odml_export.litert import convert, read, schema
 
 
 @pytest.fixture(scope="module", params=["i8", "i4", "i2"])
@@ -149,7 +149,7 @@ def test_nothing_of_the_extras_is_imported_with_the_package():
         "import sys\n"
         "for name in ('litert_converter', 'ai_edge_litert', 'ai_edge_quantizer'):\n"
         "    sys.modules[name] = None\n"
-        "import provider_odml.litert\n"
+        "import provider_odml_export.litert\n"
     )
     run_python("-c", code)
 

@@ -5,8 +5,8 @@ import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
 from jaxtap_testkit.processes import run_python
-from provider_odml.errors import OdmlError
-from provider_odml.litert import Runner, convert, converter, integer_io, read, repair, schema
+from provider_odml import OdmlError
+from provider_odml_export.litert import Runner, convert, converter, integer_io, read, repair, schema
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 
@@ -99,7 +99,7 @@ def test_the_fault_is_still_there(layer, unrepaired, tmp_path):
     np.save(codes, layer.inputs()[1])
     code = (
         "import json, sys, numpy as np\n"
-        "from provider_odml.litert import Runner\n"
+        "from provider_odml_export.litert import Runner\n"
         "try:\n"
         "    m = Runner(open(sys.argv[1], 'rb').read(), reference_kernels=True)\n"
         "    print(json.dumps(m.run('main', a0=np.load(sys.argv[2]))['o0'].tolist()))\n"

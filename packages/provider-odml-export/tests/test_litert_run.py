@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.litert_samples import Layer, program
-from provider_odml.errors import OdmlError
-from provider_odml.litert import Runner, convert, integer_io, schema
+from provider_odml import OdmlError
+from provider_odml_export.litert import Runner, convert, integer_io, schema
 
 KINDS = ["FULLY_CONNECTED", "CONV_2D", "DEPTHWISE_CONV_2D"]
 

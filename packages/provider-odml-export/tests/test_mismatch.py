@@ -11,9 +11,9 @@ import pytest
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import exported, normal
-from provider_odml.exporting import export, verify
-from provider_odml.exporting.mismatch import check_outputs
-from provider_odml.exporting.verify import OutputResult
+from provider_odml_export.exporting import export, verify
+from provider_odml_export.exporting.mismatch import check_outputs
+from provider_odml_export.exporting.verify import OutputResult
 
 PLAIN = OutputResult("main", "y", 0.01, 40.0, True, math.inf)
 APART = dataclasses.replace(PLAIN, same=False, difference=0.5, step=0.25)

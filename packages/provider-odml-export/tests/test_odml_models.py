@@ -8,7 +8,7 @@ import pytest
 
 import provider_odml as odml
 from jaxtap_testkit.odml_models import MODELS, accuracy, load_digits, some_batches, train
-from provider_odml.exporting import export as pipeline
+from provider_odml_export.exporting import export as pipeline
 
 pytestmark = pytest.mark.sample(1)
 

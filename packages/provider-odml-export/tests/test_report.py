@@ -1,16 +1,14 @@
 import json
 import math
 import re
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
 
-from interception_core import report_kit
-from provider_odml import MissingExtraError, OdmlError, Report
-from provider_odml.exporting.report import FloatOp, Interface, Weight
-from provider_odml.exporting.verify import OutputResult, SiteResult
+from provider_odml import OdmlError, Report
+from provider_odml_export.exporting.report import FloatOp, Interface, Weight
+from provider_odml_export.exporting.verify import OutputResult, SiteResult
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 
@@ -177,15 +175,3 @@ def test_json_has_no_values_that_json_has_not():
     text = json.dumps(REPORT.as_json(), allow_nan=False)
     assert json.loads(text)["outputs"][0]["tolerance"] == "Infinity"
     assert json.loads(text)["weights"][0]["block_size"] == 32
-
-
-def test_the_error_without_jinja_names_the_extra(monkeypatch):
-    for name in ("provider_odml.exporting.page", "interception_core.report_kit.page"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name in ("Column", "charts", "render"):  # which the package keeps once they are imported
-        monkeypatch.delitem(vars(report_kit), name, raising=False)
-    for name in [name for name in sys.modules if name.partition(".")[0] == "jinja2"]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(MissingExtraError, match=r"jinja2.*provider-odml\[litert\]"):
-        REPORT.to_html()

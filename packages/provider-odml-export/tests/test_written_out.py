@@ -13,11 +13,10 @@ from jax.tree_util import tree_leaves_with_path
 
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import DYNAMIC, W8A8, W8A16, WEIGHTS, normal
-from provider_odml.capture.survey import calls_of
-from provider_odml.decide.decision import SiteUse
-from provider_odml.exporting import export as exporting
-from provider_odml.exporting.unroll import unrolled
-from provider_odml.exporting.written_out import planned, written_out
+from provider_odml.features import SiteUse, calls_of
+from provider_odml_export.exporting import export as exporting
+from provider_odml_export.exporting.unroll import unrolled
+from provider_odml_export.exporting.written_out import planned, written_out
 
 P = {"x": normal(6, 4) / 2, "h": normal(4, 4, seed=1) / 2, "b": normal(4, seed=2)}
 P |= {"stack": normal(3, 4, 4, seed=3) / 2}

@@ -1,4 +1,4 @@
-"""What ``jaxtap doctor`` says of the libraries that the extra ``litert`` brings."""
+"""What ``jaxtap doctor`` says of the libraries that convert and run files."""
 
 from __future__ import annotations
 
@@ -9,28 +9,22 @@ from packaging.requirements import Requirement
 
 from interception_core import CheckResult
 
-_OURS = "provider-odml"
+_LIBRARIES = ("litert-converter", "ai-edge-litert")
 
 
 def litert() -> Iterator[CheckResult]:
-    """Compare the libraries of the extra with what this package's metadata asks for."""
-    for need in (Requirement(text) for text in requires(_OURS) or ()):
-        marker = need.marker
-        # What this package needs anyway, with an extra, is there.
-        if need.name == "interception-core":
-            continue
-        if marker and marker.evaluate({"extra": "litert"}) and not marker.evaluate({"extra": ""}):
+    """Compare LiteRT's libraries with what this package's metadata asks for."""
+    for need in map(Requirement, requires("provider-odml-export") or ()):
+        if need.name in _LIBRARIES:
             yield _compared(need)
 
 
 def _compared(need: Requirement) -> CheckResult:
-    hint = f"pip install '{_OURS}[litert]'"
+    hint = f"pip install '{need}'"
     try:
         found = version(need.name)
     except PackageNotFoundError:
-        # Training does not need it, so an installation without it is not broken.
-        message = f"{need.name} is not installed, which export needs; training does not"
-        return CheckResult("warn", message, hint)
+        return CheckResult("fail", f"{need.name} is not installed, which export needs", hint)
     if need.specifier.contains(found, prereleases=True):
         return CheckResult("ok", f"{need.name} {found}")
     message = f"{need.name} {found} is not one that export is tested with ({need.specifier})"

@@ -1,4 +1,4 @@
-"""The command: trains, exports, runs, prints."""
+"""``jaxtap demo-odml``: a small model trained for the device, exported, and run in LiteRT."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import jax
 import numpy as np
 
 from interception_core import demo_kit
+from provider_odml import qat
+from provider_odml.features import INT8
 
-from ..decide.rules import INT8
 from ..exporting.export import export
 from ..litert import Runner
-from ..litert.extras import require
-from ..train.provider import qat
+from . import model
 
 if TYPE_CHECKING:
     from ..exporting.artifact import Artifact
@@ -53,12 +53,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxtapError: a library that the demo needs is missing, or there is nowhere to write to.
     """
-    demo_kit.ready(args, "provider-odml[litert,demo]")
-    # Said before the training, not after it.
-    require("litert_converter")
-    require("ai_edge_litert")
-    from . import model as _model
-
+    demo_kit.ready(args, "provider-odml-export[demo]")
     digits = demo_kit.Digits.load(args.seed, (8, 8, 1))
 
     def train(apply: Any, params: Any, kind: str) -> Any:
@@ -73,16 +68,16 @@ def run(args: argparse.Namespace) -> int:
                 advance=advance,
             )
 
-    floats = train(_model.apply, _model.init(jax.random.key(args.seed)), "float")
-    quantized = qat(_model.apply, INT8, engine=args.engine)
+    floats = train(model.apply, model.init(jax.random.key(args.seed)), "float")
+    quantized = qat(model.apply, INT8, engine=args.engine)
     stats = quantized.init(floats, digits.test_images)
     params = train(partial(quantized, quant_stats=stats), floats, "QAT")
 
-    art = export(_model.apply, params, stats, INT8, digits.test_images, engine=args.engine)
+    art = export(model.apply, params, stats, INT8, digits.test_images, engine=args.engine)
     evaluate = partial(quantized, quant_stats=stats, update_quant_stats=False)
     in_litert = _run_file(art, digits.test_images)
     logits = {
-        "JAX, float": jax.jit(_model.apply)(floats, digits.test_images),
+        "JAX, float": jax.jit(model.apply)(floats, digits.test_images),
         "JAX, QAT": jax.jit(evaluate)(params, digits.test_images),
         "LiteRT": in_litert,
     }

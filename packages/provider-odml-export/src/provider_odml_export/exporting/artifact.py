@@ -8,7 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ..litert import Runner, save
+from provider_odml.features import save
+
+from ..litert import Runner
 from .report import Report
 
 

@@ -11,9 +11,9 @@ import jax
 import numpy as np
 
 from interception_core import UnknownNameError, get_export_backend
+from provider_odml import OdmlError, OdmlRule
 
-from ..decide.rules import OdmlRule
-from ..errors import MismatchError, OdmlError
+from ..errors import MismatchError
 from ..litert import Model, convert, integer_io, read
 from ..litert.model import FLOATS
 from .artifact import Artifact

@@ -12,12 +12,22 @@ import numpy as np
 
 from hijax_trace import Box
 from interception_core import Engine, OpCall
+from provider_odml import Plan
+from provider_odml.features import (
+    ConstantUse,
+    Decision,
+    DynamicUse,
+    Node,
+    Quantize,
+    Runtime,
+    Site,
+    SiteUse,
+    WeightUse,
+    is_array,
+    replay,
+    split,
+)
 
-from ..capture.graph import Node
-from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
-from ..decide.plan import Plan
-from ..train.replay import Runtime, replay
-from ..trees import is_array, split
 from .composite import Grid
 from .constants import constant_grid, product_constant
 from .fold import Fold

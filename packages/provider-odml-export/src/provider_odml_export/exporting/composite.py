@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from provider_odml.features import Site
 
 from .._compat import composite_attribute
-from ..decide.decision import Site
 
 _CODES = {"int16": ("i16", -32768, 32767), "int8": ("i8", -128, 127), "int4": ("i4", -8, 7),
           "int2": ("i2", -2, 1)}  # fmt: skip

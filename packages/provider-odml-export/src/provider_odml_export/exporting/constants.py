@@ -10,9 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from provider_odml.features import ConstantUse, Node, WeightUse
 
-from ..capture.graph import Node
-from ..decide.decision import ConstantUse, WeightUse
 from .composite import Grid
 from .fold import Fold
 

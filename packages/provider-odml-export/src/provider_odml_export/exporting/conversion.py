@@ -9,10 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..decide.rules import INT8, OdmlRule
-from ..train.provider import OdmlQatProvider
-from ..train.replay import replay
-from ..train.statistics import QuantStats, check_statistics
+from provider_odml import OdmlQatProvider, OdmlRule, QuantStats
+from provider_odml.features import INT8, check_statistics, replay
+
 from .collect import collect
 from .emit import Device
 from .grids import checked, grids_of

@@ -12,12 +12,23 @@ import numpy as np
 from jax import lax
 
 from interception_core import OpCall
+from provider_odml.features import (
+    PRIMITIVE,
+    ConstantUse,
+    Decision,
+    DynamicUse,
+    Quantize,
+    Runtime,
+    Scales,
+    Site,
+    SiteUse,
+    WeightUse,
+    inverted,
+    is_float,
+)
 
-from ..capture.ops import PRIMITIVE, Scales, is_float
-from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
 from ..forms import FORMS, unsplat
 from ..forms import wall as walled
-from ..train.replay import Runtime, inverted
 from .collect import Collected
 from .composite import Grid, dynamic, fake_quant
 from .constants import weight_axes

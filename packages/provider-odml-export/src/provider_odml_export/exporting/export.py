@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..decide.rules import INT8, OdmlRule
-from ..errors import OdmlError, OdmlWarning
+from provider_odml import OdmlError, OdmlQatProvider, OdmlRule, QuantStats
+from provider_odml.features import INT8, check_statistics
+
+from ..errors import OdmlWarning
 from ..litert import Program, convert, integer_io, read
-from ..train.provider import OdmlQatProvider
-from ..train.statistics import QuantStats, check_statistics
 from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
 from .collect import collect
@@ -68,7 +68,6 @@ def export(
         ManifestError: the statistics are not those of this program; shows how they differ.
         ConversionError: the converter failed.
         MismatchError: an operation computes something else on the device; names it.
-        MissingExtraError: the extra ``[litert]`` is not installed.
         OdmlError: arguments that don't fit.
     """
     if io not in ("float", "int8"):

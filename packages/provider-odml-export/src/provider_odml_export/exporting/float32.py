@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from ..jaxprs import equations_in, evaluated, program_of
+from provider_odml.features import equations_in, evaluated, program_of
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 

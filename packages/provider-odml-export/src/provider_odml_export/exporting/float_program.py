@@ -10,10 +10,8 @@ import jax
 import numpy as np
 
 from interception_core import Interceptor, OpCall
+from provider_odml.features import PRIMITIVE, Decision, Op, Passage, Scales, ops, prepared
 
-from ..capture.ops import PRIMITIVE, Op, Passage, Scales, ops
-from ..capture.survey import prepared
-from ..decide.decision import Decision
 from ..forms import FORMS
 from ..litert import Program
 from .program import Exported

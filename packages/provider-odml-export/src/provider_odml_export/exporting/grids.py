@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 
 import quant_numerics as qn
+from provider_odml import ManifestError, Plan, QuantStats
+from provider_odml.features import BRANCHES, Manifest
 
-from ..decide.inputs import BRANCHES
-from ..decide.plan import Plan
-from ..errors import ManifestError
-from ..train.manifest import Manifest
-from ..train.statistics import QuantStats
 from .composite import Grid, grid_of
 
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..capture.ops import Passage, Scales
-from ..decide.decision import ConstantUse, Decision, WeightUse
+from provider_odml.features import ConstantUse, Decision, Passage, Scales, WeightUse
+
 from ..litert import Model, Op, Subgraph
 from ..litert.model import FLOATS
 from .float_program import marker

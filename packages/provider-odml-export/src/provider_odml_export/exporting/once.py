@@ -13,11 +13,20 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr
 
-from .._compat import bind_again, parts_of_scan, place_of, where_of
-from ..bodies import cond_again, scan_again, while_again
-from ..capture.ops import RANDOM
+from provider_odml.features import (
+    RANDOM,
+    bind_again,
+    closed_of,
+    cond_again,
+    evaluated,
+    parts_of_scan,
+    program_of,
+    scan_again,
+    while_again,
+)
+
+from .._compat import place_of, where_of
 from ..errors import ConversionError
-from ..jaxprs import closed_of, evaluated, program_of
 from .composite import is_dynamic
 
 _AGAIN = ("broadcast_in_dim", "optimization_barrier")

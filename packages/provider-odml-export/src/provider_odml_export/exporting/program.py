@@ -13,13 +13,10 @@ import numpy as np
 
 from hijax_trace import Box
 from interception_core import Engine, OpCall
+from provider_odml import Plan
+from provider_odml.features import Node, Quantize, Runtime, Site, SiteUse, is_array, is_key, replay
 
-from ..capture.graph import Node
-from ..decide.decision import Quantize, Site, SiteUse
-from ..decide.plan import Plan
 from ..litert import Program
-from ..train.replay import Runtime, replay
-from ..trees import is_array, is_key
 from .collect import Collected
 from .composite import Grid
 from .emit import Device

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..capture.ops import Passage
-from ..decide.decision import ConstantUse, WeightUse
-from ..decide.plan import Plan
-from ..decide.table import stored_bytes, why
-from ..errors import MissingExtraError, OdmlError
-from ..litert import Model, Tensor, save
+from provider_odml import OdmlError, Plan
+from provider_odml.features import ConstantUse, Passage, WeightUse, save, stored_bytes, why
+
+from ..litert import Model, Tensor
 from .results import FloatOp, Interface, Results, Weight
 from .verify import OutputResult, SiteResult, bad_ranges
 
@@ -82,14 +80,9 @@ class Report(Results):
 
         Args:
             title: of the page.
-
-        Raises:
-            MissingExtraError: Jinja, of the extra ``litert``, is not installed.
         """
-        try:
-            from .page import page
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(error.name or "jinja2", "litert") from error
+        from .page import page  # which imports Jinja
+
         return page(self, title)
 
     def save(self, path: str | os.PathLike[str]) -> Path:

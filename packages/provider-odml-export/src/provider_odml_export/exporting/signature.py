@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from ..errors import OdmlError
-from ..trees import is_array, is_key
+from provider_odml import OdmlError
+from provider_odml.features import is_array, is_key
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,9 @@ import numpy as np
 from jax import lax
 
 from interception_core import Interceptor, OpCall, PatchEngine, untapped
+from provider_odml.features import is_float, module_calls
 
 from .._compat import label_of
-from ..capture import module_calls
-from ..capture.ops import is_float
 from ..forms import wall
 
 

@@ -9,10 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..capture.ops import Scales
-from ..decide.decision import Decision, SiteUse
+from provider_odml.features import Decision, Scales, SiteUse, noise_to_signal
+
 from ..litert import Model, Runner, Tensor, read, with_outputs
-from ..train.noise import noise_to_signal
 from .inside import site_tensors
 from .program import PROBE, Exported
 from .unroll import BRANCH

@@ -10,12 +10,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..capture.graph import Calls, Use
-from ..capture.survey import calls_of, keeps_loops
-from ..decide.decision import ConstantUse, Decision, Site, SiteUse, WeightUse
-from ..decide.plan import Plan
-from ..errors import OdmlError
-from ..train.provider import OdmlQatProvider
+from provider_odml import OdmlError, OdmlQatProvider, Plan
+from provider_odml.features import (
+    Calls,
+    ConstantUse,
+    Decision,
+    Site,
+    SiteUse,
+    Use,
+    WeightUse,
+    calls_of,
+    keeps_loops,
+)
+
 from .unroll import NEVER, first_step, scopes_of_steps, unrolled
 
 Step = tuple[int, ...]

@@ -8,7 +8,6 @@ from .io import deduplicate, integer_io, with_outputs
 from .model import Model, Op, Signature, Subgraph, Tensor
 from .reader import read
 from .run import Runner
-from .writer import save
 
 __all__ = [
     "Model",
@@ -24,6 +23,5 @@ __all__ = [
     "integer_io",
     "read",
     "repair",
-    "save",
     "with_outputs",
 ]

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConversionError
-from .extras import require
 from .faults import repair
 from .io import deduplicate
 
@@ -58,10 +57,8 @@ def convert(programs: Sequence[Program], *, timeout: float = 600.0, strict: bool
     Raises:
         ConversionError: the converter failed, crashed or took too long, or names do not fit the
             programs. Its `log` has all that the converter printed.
-        MissingExtraError: the converter is not installed.
     """
     _check(programs)
-    require("litert_converter")
     with tempfile.TemporaryDirectory(prefix="odml-") as name:
         folder = Path(name)
         job = {"strict": strict, "programs": []}

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OdmlError
+from provider_odml import OdmlError
 
 FLOATS = ("float16", "bfloat16", "float32", "float64", "complex64", "complex128")
 NOT_COMPUTING = ("QUANTIZE", "DEQUANTIZE", "WHILE", "IF", "STABLEHLO_COMPOSITE", "CALL_ONCE")

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import OdmlError
+from provider_odml import OdmlError
+
 from .model import Model, Op, Signature, Subgraph, Tensor
 from .schema import names_of, root, schema
 
@@ -23,7 +24,6 @@ def read(model: bytes) -> Model:
 
     Raises:
         OdmlError: this is no .tflite, or a broken one.
-        MissingExtraError: ai-edge-litert, which has the schema, is not installed.
     """
     found = root(model)
     try:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import numpy as np
 
-from ..errors import OdmlError
-from .extras import require
+from provider_odml import OdmlError
+
 from .model import Model, Signature, Tensor
 from .reader import read
 
@@ -22,7 +24,6 @@ class Runner:
 
     Raises:
         OdmlError: the model can't be loaded.
-        MissingExtraError: the interpreter is not installed.
     """
 
     model: Model
@@ -35,7 +36,7 @@ class Runner:
         reference_kernels: bool = False,
         preserve_all_tensors: bool = False,
     ):
-        litert = require("ai_edge_litert.interpreter")
+        litert = importlib.import_module("ai_edge_litert.interpreter")  # it has no types
         self.model = read(model)
         kinds = litert.OpResolverType
         kind = kinds.BUILTIN

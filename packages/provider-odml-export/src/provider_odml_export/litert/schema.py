@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 from functools import cache
 from typing import Any
 
 import flatbuffers
 import numpy as np
 
-from ..errors import OdmlError
-from .extras import require
+from provider_odml import OdmlError
 
 IDENTIFIER = b"TFL3"
 ALIGNMENT = 16
@@ -18,7 +18,7 @@ ALIGNMENT = 16
 
 def schema() -> Any:
     """Return the module with the schema's classes."""
-    return require("ai_edge_litert.schema_py_generated")
+    return importlib.import_module("ai_edge_litert.schema_py_generated")
 
 
 @cache

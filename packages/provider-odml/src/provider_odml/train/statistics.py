@@ -215,7 +215,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
 
     def save(self, path: Any) -> None:
         """Write them to a file, all or nothing."""
-        from ..litert import save
+        from ..files import save
 
         save(path, self.to_json().encode())
 

@@ -1,4 +1,4 @@
-"""What provider-odml declares to jaxtap. Must not import jax."""
+"""What provider-odml-export declares to jaxtap. Must not import jax."""
 
 from interception_core import CommandSpec, DoctorCheck, ProviderSpec, hookimpl
 
@@ -7,18 +7,13 @@ API = (1, 0)
 
 @hookimpl
 def jaxtap_register_providers() -> list[ProviderSpec]:
-    """Return the providers for training and for conversion."""
+    """Return the provider for conversion."""
     return [
-        ProviderSpec(
-            name="odml-qat",
-            summary="trains a program for LiteRT: tensors rounded as the device rounds them",
-            factory="provider_odml:OdmlQatProvider",
-        ),
         ProviderSpec(
             name="odml-conversion",
             summary="the program that LiteRT's converter is given, as a JAX function",
-            factory="provider_odml:OdmlConversionProvider",
-        ),
+            factory="provider_odml_export:OdmlConversionProvider",
+        )
     ]
 
 
@@ -29,7 +24,7 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="demo-odml",
             summary="train a model for the device, export it to a .tflite and run that in LiteRT",
-            run="provider_odml.demo:run",
+            run="provider_odml_export.demo:run",
             configure="interception_core.demo_kit:configure",
         )
     ]
@@ -41,7 +36,7 @@ def jaxtap_doctor_checks() -> list[DoctorCheck]:
     return [
         DoctorCheck(
             name="litert",
-            summary="the libraries that export a .tflite, run and quantize it",
-            run="provider_odml.demo.doctor:litert",
+            summary="the libraries that convert and run a .tflite",
+            run="provider_odml_export.doctor:litert",
         )
     ]
