@@ -16,7 +16,7 @@ from jaxtap_testkit.llm_samples import fields_of, float64_logits, varied
 
 litert = pytest.mark.skipif(
     not all(importlib.util.find_spec(name) for name in ("litert_converter", "ai_edge_litert")),
-    reason="needs the extra provider-odml[litert]",
+    reason="needs provider-odml-export",
 )
 PROMPT, POSITIONS = 8, 16
 # Of logits, in their standard deviations: float32 differs from float64, and rounds a few values of

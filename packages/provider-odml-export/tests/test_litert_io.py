@@ -1,6 +1,3 @@
-import os
-import stat
-
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ from provider_odml_export.litert import (
     deduplicate,
     integer_io,
     read,
-    save,
     schema,
     with_outputs,
 )
@@ -171,31 +167,6 @@ def test_metadata_is_kept(model):
     ]
     assert kept[0] == kept[1]
     assert kept[0]
-
-
-def test_save(tmp_path):
-    path = tmp_path / "a.tflite"
-    path.write_bytes(b"old")
-    assert save(path, b"new") == path
-    assert path.read_bytes() == b"new"
-    assert list(tmp_path.iterdir()) == [path]
-    umask = os.umask(0)
-    os.umask(umask)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
-
-
-def test_a_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
-    path = tmp_path / "a.tflite"
-    path.write_bytes(b"old")
-
-    def fail(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        save(path, b"new")
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_what_is_no_tflite():
