@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import provider_odml as odml
+from interception_core.testing import installed_plugins
 
 EXPORTS = ("Artifact", "ConversionError", "OdmlConversionProvider", "Signature", "export")
 
@@ -18,6 +19,8 @@ def alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "provider_odml_export", None)
     for name in EXPORTS:  # which the package keeps once they are imported
         monkeypatch.delitem(vars(odml), name, raising=False)
+    with installed_plugins(without={"provider-odml-export"}):
+        yield
 
 
 @pytest.mark.parametrize("name", EXPORTS)
