@@ -18,8 +18,8 @@ from jaxtap_testkit.odml_exports import (
     together,
 )
 from provider_odml.features import RANDOM, equations_in
+from provider_odml_export.exporting.loops import Plain, written_out
 from provider_odml_export.exporting.once import check_random, computed_once
-from provider_odml_export.exporting.unroll import unrolled
 
 P, X = {"w": normal(16, 4)}, normal(3, 8)
 
@@ -76,7 +76,9 @@ PROGRAMS = {one.__name__: one for one in (fourier, in_calls, in_loops, positions
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_random_is_left(name):
     fn = PROGRAMS[name]
-    run = computed_once(lambda x: unrolled(fn)(P, x), [jax.ShapeDtypeStruct(X.shape, X.dtype)])
+    program = jax.make_jaxpr(lambda x: fn(P, x))(X)
+    kind = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    run = computed_once(lambda x: written_out(program, Plain(), [x]), [kind])
     left = {eqn.primitive.name for eqn in equations_in(jax.make_jaxpr(run)(X))}
     assert not left & (RANDOM | {"iota", "erf_inv", "shift_right_logical", "sort"})
     (found,) = run(X)

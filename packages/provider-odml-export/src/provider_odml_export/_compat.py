@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 from jax._src import source_info_util  # 0.10.2 - 0.12
+from jax.interpreters import ad  # 0.10.2 - 0.12
 
 
-def label_of(kind: str, fn: Any) -> str:
-    """Return a name for what a loop or branch calls, such as "scan(step)", 0.10.2 - 0.12.
+def define_transformations(primitive: Any, run: Callable[..., Sequence[Any]]) -> None:
+    """Define the derivative of a primitive of several results, 0.10.2 - 0.12.
 
-    JAX says so of the functions that it makes itself, of a fori_loop's body.
+    Args:
+        primitive: the primitive. Its results stay what they are.
+        run: called with the operands and the parameters; computes the results by other primitives.
     """
-    info = getattr(fn, "__fun_debug_info__", None)
-    if info is not None:
-        return f"{info.traced_for}({info.func_name})".replace("/", ".")
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return f"{kind}({getattr(fn, '__name__', type(fn).__name__)})".replace("/", ".")
+
+    def jvp(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> Any:
+        along = [ad.instantiate_zeros(tangent) for tangent in tangents]
+        _, out = jax.jvp(lambda *x: tuple(run(x, **params)), tuple(primals), tuple(along))
+        return primitive.bind(*primals, **params), list(out)
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def place_of(eqn: Any) -> Any:

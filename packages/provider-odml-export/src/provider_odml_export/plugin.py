@@ -1,8 +1,8 @@
 """What provider-odml-export declares to jaxtap. Must not import jax."""
 
-from interception_core import CommandSpec, DoctorCheck, ProviderSpec, hookimpl
+from interception_core import CommandSpec, DoctorCheck, FeatureSpec, ProviderSpec, hookimpl
 
-API = (1, 0)
+API = (1, 7)
 
 
 @hookimpl
@@ -13,6 +13,18 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
             name="odml-conversion",
             summary="the program that LiteRT's converter is given, as a JAX function",
             factory="provider_odml_export:OdmlConversionProvider",
+        )
+    ]
+
+
+@hookimpl
+def jaxtap_register_features() -> list[FeatureSpec]:
+    """Return what ``QatModel.export`` does."""
+    return [
+        FeatureSpec(
+            name="odml-export",
+            summary="write a trained program to a verified .tflite",
+            run="provider_odml_export.exporting.export:export_model",
         )
     ]
 

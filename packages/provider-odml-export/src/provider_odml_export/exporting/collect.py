@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,26 +11,24 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import Box
-from interception_core import Engine, OpCall
-from provider_odml import Plan
+from interception_core import OpCall
 from provider_odml.features import (
     ConstantUse,
     Decision,
     DynamicUse,
     Node,
     Quantize,
+    Replay,
     Runtime,
     Site,
     SiteUse,
     WeightUse,
-    is_array,
-    replay,
-    split,
 )
 
 from .composite import Grid
 from .constants import constant_grid, product_constant
 from .fold import Fold
+from .written_out import WrittenOut
 
 _FAR = 2.0**20
 """Slopes are found from values this far from zero, so that offsets don't cancel their digits."""
@@ -49,24 +47,15 @@ class Collected:
     folds: Mapping[str, Fold]
 
 
-def collect(
-    engine: Engine,
-    fn: Callable[..., Any],
-    plan: Plan,
-    grids: Mapping[str, Grid],
-    args: tuple,
-    kwargs: Mapping[str, Any],
-) -> Collected:
+def collect(program: WrittenOut, grids: Mapping[str, Grid], arrays: Sequence[Any]) -> Collected:
     """Run a program and keep its constants.
 
     Args:
-        engine: runs it.
-        fn: the function.
-        plan: its plan.
+        program: the program.
         grids: by site; empty if another quantizer finds them.
-        args: arrays.
-        kwargs: arrays.
+        arrays: those among its arguments.
     """
+    plan = program.plan
     uses, boxes = {}, {}
     for op_id, decision in plan.decisions.items():
         for slot, use in decision.inputs.items():
@@ -74,7 +63,7 @@ def collect(
                 read = next(u for u in decision.node.uses if u.slot == slot)
                 uses[f"{op_id}#{slot}"] = use
                 boxes[f"{op_id}#{slot}"] = Box(jnp.zeros(read.shape, read.dtype))
-    _run(engine, fn, plan, _Keep(boxes, {}, None), args, kwargs)
+    _run(program, _Keep(boxes, {}, None), arrays)
     values = {where: np.asarray(box.get()) for where, box in boxes.items()}
     chains = plan.chains()
     ends = {end: head for head, end in chains.items()}
@@ -84,7 +73,7 @@ def collect(
             end: Box(jnp.zeros(plan.decisions[end].node.shape, plan.decisions[end].node.dtype))
             for end in ends
         }
-        _run(engine, fn, plan, _Keep({}, kept, at, frozenset(chains)), args, kwargs)
+        _run(program, _Keep({}, kept, at, frozenset(chains)), arrays)
         seen[at] = {ends[end]: np.asarray(box.get(), np.float64) for end, box in kept.items()}
     folds = {}
     for head in chains:
@@ -101,7 +90,7 @@ def collect(
         if isinstance(use, WeightUse):
             op_id, _, slot = where.rpartition("#")
             decision = plan.decisions[op_id]
-            scale = _scale_of(decision.reads, grids, emitted)
+            scale = _scale_of(decision, grids, emitted)
             emitted[where] = product_constant(
                 decision.node, int(slot), values[where].astype(np.float32), use, folds.get(op_id),
                 scale,
@@ -110,12 +99,13 @@ def collect(
 
 
 def _scale_of(
-    reads: str | None, grids: Mapping[str, Grid], tables: Mapping[str, tuple[np.ndarray, Grid]]
+    decision: Decision, grids: Mapping[str, Grid], tables: Mapping[str, tuple[np.ndarray, Grid]]
 ) -> float | None:
-    """Return the scale of a contraction's activation, if it is known. See ``Decision.reads``."""
-    if reads in grids:
-        return float(grids[reads].scale)
-    return float(tables[reads][1].scale) if reads in tables else None
+    """Return the scale of a contraction's activation, if it is known."""
+    if decision.reads in grids:
+        return float(grids[decision.reads].scale)
+    table = f"{decision.row_of}#0"
+    return float(tables[table][1].scale) if table in tables else None
 
 
 def _channels(values: np.ndarray, node: Node) -> np.ndarray:
@@ -125,18 +115,10 @@ def _channels(values: np.ndarray, node: Node) -> np.ndarray:
     return values.transpose([*others, *node.channels])[(0,) * len(others)].reshape(-1)
 
 
-def _run(
-    engine: Engine, fn: Any, plan: Plan, runtime: Runtime, args: tuple, kwargs: Mapping[str, Any]
-) -> None:
-    tapped = replay(engine, fn, plan, runtime)
-    arrays, rebuild = split((args, dict(kwargs)))
-
-    @jax.jit
-    def run(arrays: list[Any]) -> Any:
-        args, kwargs = rebuild(arrays)
-        return [x for x in jax.tree.leaves(tapped(*args, **kwargs)) if is_array(x)]
-
-    jax.block_until_ready(run(arrays))
+def _run(program: WrittenOut, runtime: Runtime, arrays: Sequence[Any]) -> None:
+    handler = Replay(program.plan, runtime)
+    run = jax.jit(lambda arrays: jax.tree.leaves(program.run(handler, arrays)))
+    jax.block_until_ready(run(list(arrays)))
 
 
 class _Keep(Runtime):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from provider_odml import OdmlQatProvider, OdmlRule, QuantStats
-from provider_odml.features import INT8, check_statistics, replay
+from provider_odml.features import INT8, Replay, check_statistics, split
 
 from .collect import collect
 from .emit import Device
@@ -50,6 +50,8 @@ class OdmlConversionProvider(OdmlQatProvider):
             ManifestError: the statistics are not those of the program.
         """
 
+        model = super().apply(fn)
+
         @functools.wraps(fn, updated=())
         def call(*args: Any, **kwargs: Any) -> Any:
             full = list(args)
@@ -58,12 +60,12 @@ class OdmlConversionProvider(OdmlQatProvider):
                 # A tracer is not a sample; the constants don't depend on what the program is given.
                 samples = jax.tree.map(_sample, tuple(full))
                 named = jax.tree.map(_sample, kwargs)
-                one = planned(self, fn, samples, named)
-                stats = checked([one.trained], self._stats)
-                grids = grids_of(one.plan, stats, one.origins)
-                constants = collect(self._engine, one.fn, one.plan, grids, samples, named)
+                program = planned(model, samples, named)
+                stats = checked([program.trained], self._stats)
+                grids = grids_of(program.plan, stats, program.origins)
+                constants = collect(program, grids, split((samples, named))[0])
             device = Device(grids, constants, converting=False)
-            return replay(self._engine, one.fn, one.plan, device)(*full, **kwargs)
+            return program.run(Replay(program.plan, device), split((tuple(full), kwargs))[0])
 
         return call
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -79,9 +79,9 @@ class Device(Runtime):
         self._held[decision.node.op_id] = x
         return walled(x) if decision.is_float else x
 
-    def joined(self, call: OpCall, args: tuple) -> jax.Array:
+    def joined(self, join: Callable[..., jax.Array], *values: jax.Array) -> jax.Array:
         """Emit what joins steps or branches in float: their values have different scales."""
-        return walled(call.proceed(*(walled(a) if is_float(a) else a for a in args)))
+        return walled(join(*(walled(value) if is_float(value) else value for value in values)))
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Emit one operation."""

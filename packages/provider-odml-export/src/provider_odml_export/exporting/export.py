@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from provider_odml import OdmlError, OdmlQatProvider, OdmlRule, QuantStats
-from provider_odml.features import INT8, check_statistics
+from provider_odml import OdmlError, OdmlQatProvider, OdmlRule, QatModel, QuantStats
+from provider_odml.features import INT8, check_statistics, split
 
 from ..errors import OdmlWarning
 from ..litert import Program, convert, integer_io, read
@@ -20,13 +20,14 @@ from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
 from .collect import collect
 from .grids import checked, grids_of
+from .loops import Plain
 from .mismatch import check_outputs, check_sites
 from .once import check_random
 from .program import Exported, filled, places_of
 from .report import Report
 from .signature import Signature, input_names, output_names, signatures_of
 from .verify import OutputResult, SiteResult, compare_outputs, compare_own, compare_sites
-from .written_out import Unrolled, planned
+from .written_out import WrittenOut, planned
 
 
 def export(
@@ -70,33 +71,60 @@ def export(
         MismatchError: an operation computes something else on the device; names it.
         OdmlError: arguments that don't fit.
     """
-    if io not in ("float", "int8"):
-        raise OdmlError(f"io must be 'float' or 'int8', got {io!r}.")
     if not callable(fn):
         raise OdmlError(f"fn must be a function fn(params, *args), got a {type(fn).__name__}.")
+    model = OdmlQatProvider(rules, **options).apply(fn)
+    return export_model(
+        model, params, stats, *args, signatures=signatures, io=io, backend=backend, timeout=timeout
+    )
+
+
+def export_model(
+    model: QatModel,
+    params: Any,
+    stats: QuantStats | None,
+    *args: Any,
+    signatures: Mapping[str, Signature | Sequence[Any]] | None = None,
+    io: Literal["float", "int8"] = "float",
+    backend: str | ExportBackend = "converter",
+    timeout: float = 600.0,
+) -> Artifact:
+    """Export a function by the plan that it was trained by: what ``QatModel.export`` does.
+
+    Args:
+        model: what ``qat`` returned.
+        params: see ``export``, as the others.
+        stats: the statistics.
+        args: sample data.
+        signatures: arguments by name.
+        io: "float" or "int8".
+        backend: what quantizes the program.
+        timeout: seconds.
+    """
+    if io not in ("float", "int8"):
+        raise OdmlError(f"io must be 'float' or 'int8', got {io!r}.")
     check_statistics("stats", stats)
     quantizer = find_backend(backend)
-    provider = OdmlQatProvider(rules, **options)
     wanted = signatures_of(signatures, args)
-    programs = [_program(provider, one.fn or fn, params, one) for one in wanted.values()]
+    programs = [_program(model, params, one) for one in wanted.values()]
     if not quantizer:  # a backend finds its own ranges
         stats = checked([one.program.trained for one in programs], stats)
     exported = [
-        _exported(provider, name, signature, one, None if quantizer else stats)
+        _exported(name, signature, one, None if quantizer else stats)
         for (name, signature), one in zip(wanted.items(), programs, strict=True)
     ]
     if quantizer:
-        return export_with(quantizer, exported, provider.rules, io, timeout)
-    model = _converted(exported, timeout, probing=False)
+        return export_with(quantizer, exported, model.provider.rules, io, timeout)
+    file = _converted(exported, timeout, probing=False)
     if io == "int8":
-        model = integer_io(model)
-    sites, outputs = _verified(model, exported, timeout)
-    report = Report.of([one.plan for one in exported], sites, outputs, read(model))
+        file = integer_io(file)
+    sites, outputs = _verified(file, exported, timeout)
+    report = Report.of([one.plan for one in exported], sites, outputs, read(file))
     if report.warnings:
         text = "\n".join(f"- {one}" for one in report.warnings)
         warnings.warn(f"The file is as it was trained, and these ranges fit badly:\n{text}",
-                      OdmlWarning, stacklevel=2)  # fmt: skip
-    return Artifact(model, report)
+                      OdmlWarning, stacklevel=3)  # fmt: skip
+    return Artifact(file, report)
 
 
 @dataclass(frozen=True)
@@ -104,60 +132,51 @@ class _Planned:
     """The function of a signature.
 
     Attributes:
-        fn: the function.
+        model: the function.
         args: its arguments, with the parameters.
         program: the same with its loops written out, and its plans.
-        out: the types of its results.
     """
 
-    fn: Callable[..., Any]
+    model: QatModel
     args: tuple
-    program: Unrolled
-    out: Any
+    program: WrittenOut
 
 
-def _program(provider: OdmlQatProvider, fn: Any, params: Any, signature: Signature) -> _Planned:
+def _program(model: QatModel, params: Any, signature: Signature) -> _Planned:
+    provider = model.provider
+    model = model if signature.fn is None else provider.apply(signature.fn)
     given = list(signature.args)
     # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
     given.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
     args = tuple(given)
-    program = planned(provider, fn, args, {})
+    program = planned(model, args, {})
     places = places_of(args, provider.params_argnum, keys=True)
     leaves = jax.tree.leaves(args)
-    inputs = [leaves[place] for place in places]
-    run = jax.make_jaxpr(lambda i: program.fn(*filled(args, places, i)), return_shape=True)
-    closed, out = run(inputs)
-    check_random(closed)
-    return _Planned(fn, args, program, out)
+
+    def run(inputs: list[Any]) -> Any:
+        return program.run(Plain(), split((filled(args, places, inputs), {}))[0])
+
+    check_random(jax.make_jaxpr(run)([leaves[place] for place in places]))
+    return _Planned(model, args, program)
 
 
-def _exported(
-    provider: OdmlQatProvider,
-    name: str,
-    signature: Signature,
-    one: _Planned,
-    stats: QuantStats | None,
-) -> Exported:
-    argnum, program, full = provider.params_argnum, one.program, one.args
-    plan = program.plan
-    grids = {} if stats is None else grids_of(plan, stats, program.origins)
-    constants = collect(provider._engine, program.fn, plan, grids, full, {})
+def _exported(name: str, signature: Signature, one: _Planned, stats: QuantStats | None) -> Exported:
+    argnum, program = one.model.provider.params_argnum, one.program
+    grids = {} if stats is None else grids_of(program.plan, stats, program.origins)
     return Exported(
         name,
-        program.fn,
-        plan,
-        provider._engine,
-        full,
-        places_of(full, argnum),
+        program,
+        one.args,
+        places_of(one.args, argnum),
         grids,
-        constants,
-        input_names(one.fn, signature, argnum),
-        output_names(signature, one.out),
+        collect(program, grids, split((one.args, {}))[0]),
+        input_names(one.model.fn, signature, argnum),
+        output_names(signature, program.staged.out),
     )
 
 
 def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> bytes:
-    programs: list[Program] = [one.program(probing) for one in exported]
+    programs: list[Program] = [one.converted(probing) for one in exported]
     return convert(programs, timeout=timeout)
 
 

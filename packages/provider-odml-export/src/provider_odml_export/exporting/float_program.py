@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
-from interception_core import Interceptor, OpCall
-from provider_odml.features import PRIMITIVE, Decision, Op, Passage, Scales, ops, prepared
+from provider_odml.features import PRIMITIVE, Decision, Op, Passage, Scales
 
 from ..forms import FORMS
 from ..litert import Program
+from .loops import Plain, StepCall
 from .program import Exported
 
 
@@ -24,36 +23,31 @@ def marker(op_id: str) -> str:
 
 def float_program(one: Exported) -> Program:
     """Return a signature's program with the parameters as constants, for the converter."""
-    targets = ops()
     visitor = _Visitor(one.plan.decisions)
-    handlers = {target: functools.partial(visitor, op) for target, op in targets.items()}
-    wrapped = one.engine.wrap(prepared(one.fn), Interceptor(handlers))
 
     def run(*inputs: Any) -> Any:
-        return tuple(jax.tree.leaves(wrapped(*one.filled(inputs))))
+        return tuple(jax.tree.leaves(one.run(visitor, inputs)))
 
     return one.lowered(run, one.outputs)
 
 
 def float_results(one: Exported) -> list[np.ndarray]:
     """Return what JAX computes from the sample data, with nothing quantized."""
-    run = jax.jit(lambda inputs: jax.tree.leaves(one.fn(*one.filled(inputs))))
+    run = jax.jit(lambda inputs: jax.tree.leaves(one.run(Plain(), inputs)))
     return [np.asarray(leaf) for leaf in run(one.samples)]
 
 
-class _Visitor:
+class _Visitor(Plain):
     """Names every operation of the plan."""
 
     def __init__(self, decisions: Mapping[str, Decision]):
         self._decisions = decisions
 
-    def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        # What is tapped is what the survey taps: ids count the operations of a target.
-        if op.kind is Passage.NAME:
-            return NotImplemented
+    def __call__(self, op: Op, call: StepCall, *args: Any, **kwargs: Any) -> Any:
+        """Compute an operation under its name."""
         decision = self._decisions.get(call.op_id)
         if decision is None or op.kind is Passage.OUTPUT:
-            return call.proceed(*args, **kwargs)
+            return NotImplemented
         form = FORMS.get(op.target.replace(PRIMITIVE, "jax.lax."))
         if op.kind is Scales.CONTRACTION or decision.node.begin is not None:
             form = None

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 import quant_numerics as qn
 from provider_odml import ManifestError, Plan, QuantStats
-from provider_odml.features import BRANCHES, Manifest
+from provider_odml.features import Manifest, SiteUse
 
 from .composite import Grid, grid_of
 
@@ -60,11 +60,13 @@ def grids_of(
         ManifestError: the statistics have not seen a site.
     """
     needed = [key for key, site in plan.sites.items() if site.fixed is None]
-    unseen = sorted({origins[key][0] for key in needed if not int(stats[origins[key][0]].count)})
+    unseen = [key for key in needed if not int(stats[origins[key][0]].count)]
     if unseen:
+        names = sorted({origins[key][0] for key in unseen})
         raise ManifestError(
-            f"Statistics must have seen every site, got none of {', '.join(unseen)}. Run the model "
-            f"on data first: in training with quant_stats=, or with calibrate.{_not_taken(unseen)}"
+            f"Statistics must have seen every site, got none of {', '.join(names)}. Run the model "
+            "on data first: in training with quant_stats=, or with calibrate."
+            f"{_not_taken(plan, unseen)}"
         )
     grids = {}
     for key, site in plan.sites.items():
@@ -78,15 +80,20 @@ def grids_of(
     return grids
 
 
-def _not_taken(unseen: Sequence[str]) -> str:
+def _not_taken(plan: Plan, unseen: Sequence[str]) -> str:
     """Return what to do about branches among the sites that no data reached."""
-    found = {part for key in unseen for part in key.split("/") if part.startswith(BRANCHES)}
-    if not found:
+    nodes = [
+        decision.node
+        for decision in plan.decisions.values()
+        for use in (*decision.inputs.values(), decision.output)
+        if isinstance(use, SiteUse) and use.site in unseen and decision.node.is_chosen
+    ]
+    if not nodes:
         return ""
     return (
-        f" No data took {', '.join(sorted(found))}: the file holds all branches that an input "
-        "chooses. Calibrate with data that takes each, or choose by a Python value, which leaves "
-        "the others out."
+        f" No data took {', '.join(dict.fromkeys(node.op_id for node in nodes))}: "
+        "the file holds all branches that an input chooses. Calibrate with data that takes each, "
+        "or choose by a Python value, which leaves the others out."
     )
 
 

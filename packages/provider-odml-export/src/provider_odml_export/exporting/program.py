@@ -12,16 +12,28 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import Box
-from interception_core import Engine, OpCall
+from interception_core import OpCall
 from provider_odml import Plan
-from provider_odml.features import Node, Quantize, Runtime, Site, SiteUse, is_array, is_key, replay
+from provider_odml.features import (
+    Node,
+    Quantize,
+    Replay,
+    Runtime,
+    Site,
+    SiteUse,
+    is_array,
+    is_key,
+    split,
+)
 
 from ..litert import Program
 from .collect import Collected
 from .composite import Grid
 from .emit import Device
 from .float32 import in_float32, widened
+from .loops import Handler
 from .once import computed_once
+from .written_out import WrittenOut
 
 PROBE = "site_"
 """Begins the names of the outputs that are sites."""
@@ -33,9 +45,7 @@ class Exported:
 
     Attributes:
         name: of the signature.
-        fn: the function, with its loops written out.
-        plan: its plan.
-        engine: runs it.
+        program: the program, with its loops written out.
         args: its arguments, with the parameters.
         places: which of the leaves of the arguments are inputs.
         grids: by site.
@@ -45,15 +55,18 @@ class Exported:
     """
 
     name: str
-    fn: Callable[..., Any]
-    plan: Plan
-    engine: Engine
+    program: WrittenOut
     args: tuple
     places: tuple[int, ...]
     grids: Mapping[str, Grid]
     constants: Collected
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan, of the program with its loops written out."""
+        return self.program.plan
 
     @property
     def samples(self) -> list[np.ndarray]:
@@ -87,7 +100,7 @@ class Exported:
         use = next(use for use in node.uses if str(use.slot) == slot)
         return use.shape, use.dtype
 
-    def program(self, probing: bool) -> Program:
+    def converted(self, probing: bool) -> Program:
         """Return the program for the converter, with sites as outputs if probing."""
 
         def run(*inputs: Any) -> Any:
@@ -110,9 +123,15 @@ class Exported:
         exported = jax.export.export(jax.jit(run, keep_unused=True), platforms=["cpu"])(*types)
         return Program(self.name, exported.mlir_module_serialized, self.inputs, outputs)
 
-    def filled(self, inputs: Sequence[Any]) -> Any:
-        """Return the arguments with other inputs."""
-        return filled(self.args, self.places, inputs)
+    def run(self, handler: Handler, inputs: Sequence[Any]) -> Any:
+        """Return the program's results for other inputs.
+
+        Args:
+            handler: what is done at each operation.
+            inputs: the inputs.
+        """
+        arrays, _ = split((filled(self.args, self.places, inputs), {}))
+        return self.program.run(handler, arrays)
 
     @functools.cached_property
     def alone(self) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
@@ -146,7 +165,7 @@ class Exported:
         def on_arrays(*inputs: Any) -> Any:
             probes = _Probes.of(self)
             runtime = _Float(probes)
-            replay(self.engine, self.fn, self.plan, runtime)(*self.filled(inputs))
+            self.run(Replay(self.plan, runtime), inputs)
             return probes.values()
 
         run = jax.jit(lambda inputs: in_float32(on_arrays, self._types, inputs))
@@ -177,7 +196,7 @@ class Exported:
     def _run(self, inputs: tuple, probing: bool, forced: tuple[Any, Any] | None) -> Any:
         probes = _Probes.of(self) if probing else _Probes({}, {})
         runtime = _Probed(self.grids, self.constants, probes, forced)
-        out = replay(self.engine, self.fn, self.plan, runtime)(*self.filled(inputs))
+        out = self.run(Replay(self.plan, runtime), inputs)
         return out, probes.values()
 
 

@@ -14,7 +14,6 @@ from provider_odml.features import Decision, Scales, SiteUse, noise_to_signal
 from ..litert import Model, Runner, Tensor, read, with_outputs
 from .inside import site_tensors
 from .program import PROBE, Exported
-from .unroll import BRANCH
 
 LOOSER = {
     "int16": {"tanh": 4.0, "softmax": 32.0, "logistic": 4.0, "mean": 2.0, "sum": 2.0},
@@ -229,7 +228,7 @@ def _compared(
         decision = one.plan.decisions[op_id]
         exact = one.in_float[place]
         # LiteRT's own ranges, and branches that may not be taken, whose values are not used then.
-        is_judged = not site.fixed and BRANCH not in op_id
+        is_judged = not site.fixed and not decision.node.is_chosen
         # A value beyond the range of the clip that alone reads it is cut off by the program, too.
         is_judged &= not (place == op_id and _is_clipped(one, decision))
         grid = one.grids[site.key]

@@ -1,29 +1,32 @@
 """The plan of a program whose loops are written out: what is decided for a loop, for each step.
 
-Nothing is decided again. A step's operations are those of the loop, in the same order, so that the
-k-th call of a name under a module path is the k-th of both.
+Nothing is decided again, and no operation is looked for: the operations of the staged program have
+the ids of the plan, and those of its steps have the steps' numbers beside.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from provider_odml import OdmlError, OdmlQatProvider, Plan
+import jax
+
+from provider_odml import OdmlError, Plan, QatModel
 from provider_odml.features import (
-    Calls,
     ConstantUse,
     Decision,
+    Op,
     Site,
     SiteUse,
     Use,
     WeightUse,
-    calls_of,
-    keeps_loops,
+    equations_in,
+    split,
 )
 
-from .unroll import NEVER, first_step, scopes_of_steps, unrolled
+from .loops import At, Handler, Plain, StepCall, written_out
+from .staged import Staged, operation_p, stage
 
 Step = tuple[int, ...]
 """The number of a step in each loop that is written out, the outermost first."""
@@ -31,50 +34,67 @@ Step = tuple[int, ...]
 
 @dataclass(frozen=True)
 class WrittenOut:
-    """A plan for a program whose loops are written out.
-
-    Attributes:
-        plan: the plan.
-        origins: by site: its key in the plan of the program with loops, and its step.
-    """
-
-    plan: Plan
-    origins: Mapping[str, tuple[str, Step]]
-
-
-@dataclass(frozen=True)
-class Unrolled(WrittenOut):
     """A program whose loops are written out, with its plan.
 
     Attributes:
-        fn: the program.
-        trained: the plan of the program with loops.
+        staged: the program, with loops.
+        trained: its plan.
+        plan: the plan of the program with its loops written out.
+        origins: by site of that: its key in the plan of the program with loops, and its step.
     """
 
-    fn: Callable[..., Any]
+    staged: Staged
     trained: Plan
+    plan: Plan
+    origins: Mapping[str, tuple[str, Step]]
+
+    def run(self, handler: Handler, arrays: Sequence[Any]) -> Any:
+        """Return the program's results.
+
+        Args:
+            handler: what is done at each operation.
+            arrays: those among its arguments.
+        """
+        found = written_out(self.staged.jaxpr, handler, arrays)
+        return jax.tree.unflatten(jax.tree.structure(self.staged.out), found)
 
 
-def planned(
-    provider: OdmlQatProvider, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
-) -> Unrolled:
-    """Write out a program's loops, and return it with its plan.
+def planned(model: QatModel, args: tuple, kwargs: dict[str, Any]) -> WrittenOut:
+    """Return a model's program with its loops written out, and its plan.
 
     Args:
-        provider: plans the program as it was trained.
-        fn: the program.
+        model: the function, with the plan that it was trained by.
         args: its arguments, with the parameters.
         kwargs: its keyword arguments.
 
     Raises:
         OdmlError: the rules can't be followed, or a loop can't be written out.
     """
-    engine = provider._engine
-    trained = provider._plan(fn, args, kwargs)
-    flat = unrolled(fn, keeps_loops(engine))
-    found = written_out(trained, calls_of(engine, flat, args, kwargs))
-    _check_loops(found.plan)
-    return Unrolled(found.plan, found.origins, flat, trained)
+    plan = model.plan(*args, **kwargs)
+    staged = stage(model.provider.runs_on, model.fn, plan, args, kwargs)
+    _check_staged(plan, staged)
+    instances = _Instances(plan)
+    arrays, _ = split((args, kwargs))
+    jax.eval_shape(lambda arrays: written_out(staged.jaxpr, instances, arrays), arrays)
+    found = _Steps(plan, instances.found)
+    result = WrittenOut(staged, plan, *found.result())
+    _check_loops(result.plan)
+    return result
+
+
+def _check_staged(plan: Plan, staged: Staged) -> None:
+    """Refuse a program that does not show an operation as it was planned."""
+    operations = (
+        eqn.params["operation"]
+        for eqn in equations_in(staged.jaxpr)
+        if eqn.primitive is operation_p
+    )
+    missing = set(plan.decisions) - {one.place.at(()) for one in operations}
+    if missing:
+        raise OdmlError(
+            "Export must find every operation of the plan in the program, got none of "
+            f"{', '.join(sorted(missing)[:5])}. Let the function do the same in each call."
+        )
 
 
 def _check_loops(plan: Plan) -> None:
@@ -91,50 +111,50 @@ def _check_loops(plan: Plan) -> None:
             )
 
 
-def written_out(plan: Plan, calls: Calls) -> WrittenOut:
-    """Return a plan of a program with loops as one of the program without.
+class _Instances(Plain):
+    """Finds the steps in which each operation of a plan is computed.
 
-    Args:
-        plan: of the program with loops, as it was trained.
-        calls: of the program without.
-
-    Raises:
-        OdmlError: a loop has other operations in its steps than as a loop.
+    Attributes:
+        found: the operations in the program's order, with where they are.
     """
-    return _Steps(plan, calls).result()
+
+    def __init__(self, plan: Plan):
+        self._plan = plan
+        self.found: dict[tuple[str, Step], tuple[str, At]] = {}
+
+    def __call__(self, op: Op, call: StepCall, *args: Any, **kwargs: Any) -> Any:
+        """Note an operation, and let it run."""
+        rolled = call.operation.place.at(())
+        self.found.setdefault((rolled, call.at.steps), (call.op_id, call.at))
+        return super().__call__(op, call, *args, **kwargs)
 
 
 class _Steps:
-    """Finds, for each call of a written-out program, the call of the loop that it is a step of."""
+    """Makes the decisions of a loop those of its steps."""
 
-    def __init__(self, plan: Plan, calls: Calls):
+    def __init__(self, plan: Plan, instances: Mapping[tuple[str, Step], tuple[str, At]]):
         self._plan = plan
-        self._calls = calls
-        self._of = _counterparts(plan, calls)
-        self._ids = {found: op_id for op_id, found in self._of.items()}
-        self._depths = {op_id: len(step) for op_id, step in self._of.values()}
+        self._instances = instances
+        self._depths = {rolled: len(step) for rolled, step in instances}
 
-    def result(self) -> WrittenOut:
-        """Return the plan."""
+    def result(self) -> tuple[Plan, dict[str, tuple[str, Step]]]:
+        """Return the plan, and where its sites are from: see ``WrittenOut``."""
         decisions, sites, origins = {}, {}, {}
-        for op_id, (rolled, step) in self._of.items():
+        for (rolled, step), (op_id, at) in self._instances.items():
             decision = self._plan.decisions.get(rolled)
-            if decision is None or NEVER in self._calls.places[op_id][0]:
+            if decision is None:
                 continue
-            decisions[op_id] = self._decision(decision, op_id, step)
+            decisions[op_id] = self._decision(decision, op_id, at)
             for use in (*decision.inputs.values(), decision.output):
                 if isinstance(use, SiteUse):
-                    key, own = self._key(use.site, step)
                     site = self._plan.sites[use.site]
+                    key, own = self._key(site.key, site.maker, step)
                     sites[key] = self._site(site, key, step)
                     origins[key] = use.site, own
-        functions = self._calls.functions | self._plan.calls.functions
-        calls = Calls(self._calls.places, functions)
-        plan = replace(self._plan, decisions=decisions, sites=sites, calls=calls)
-        return WrittenOut(plan, origins)
+        return replace(self._plan, decisions=decisions, sites=sites), origins
 
-    def _decision(self, decision: Decision, op_id: str, step: Step) -> Decision:
-        node = decision.node
+    def _decision(self, decision: Decision, op_id: str, at: At) -> Decision:
+        node, step = decision.node, at.steps
         known = [length for length in node.loops if length is not None]
         node = replace(
             node,
@@ -143,63 +163,49 @@ class _Steps:
             uses=tuple(self._read(use, step) for use in node.uses),
             # Those that stay loops.
             loops=(*known[len(step) :], *(one for one in node.loops if one is None)),
+            is_chosen=at.is_chosen,
         )
-        inputs = {slot: self._use(use, step) for slot, use in decision.inputs.items()}
-        head = None if decision.head is None else self._id(decision.head, step)
-        reads = None if decision.reads is None else self._key(decision.reads, step)[0]
-        output = self._use(decision.output, step)
-        return replace(decision, node=node, inputs=inputs, output=output, head=head, reads=reads)
+        reads = None if decision.reads is None else self._plan.sites[decision.reads]
+        return replace(
+            decision,
+            node=node,
+            inputs={slot: self._use(use, step) for slot, use in decision.inputs.items()},
+            output=self._use(decision.output, step),
+            head=None if decision.head is None else self._id(decision.head, step),
+            reads=None if reads is None else self._key(reads.key, reads.maker, step)[0],
+            row_of=None if decision.row_of is None else self._id(decision.row_of, step),
+        )
 
     def _read(self, use: Use, step: Step) -> Use:
-        return use if use.tensor is None else replace(use, tensor=self._key(use.tensor, step)[0])
+        return use if use.tensor is None else replace(use, tensor=self._id(use.tensor, step))
 
     def _use(self, use: Any, step: Step) -> Any:
         if not isinstance(use, SiteUse):
             return use
         # A loop's steps may read parts of any input.
         has_loops = any(self._depths.values())
-        key = self._key(use.site, step)[0]
+        key = self._key(use.site, self._plan.sites[use.site].maker, step)[0]
         return replace(use, site=key, is_part=use.is_part or has_loops)
 
     def _site(self, site: Site, key: str, step: Step) -> Site:
-        return replace(site, key=key, tensor=self._key(site.tensor, step)[0], steps=())
+        tensor = self._key(site.tensor, site.maker, step)[0]
+        maker = None if site.maker is None else self._id(site.maker, step)
+        return replace(site, key=key, tensor=tensor, maker=maker, steps=())
 
-    def _key(self, key: str, step: Step) -> tuple[str, Step]:
-        """Return the name of a tensor or site in a step, and how far into the loops it is."""
-        # Behind the op id there may be a slot and a qtype.
-        folder, slash, name = key.rpartition("/")
-        op_name = name.partition("#")[0].partition("@")[0]
-        op_id = f"{folder}{slash}{op_name}"
-        depth = self._depths.get(op_id)
-        if not depth:
+    def _key(self, key: str, maker: str | None, step: Step) -> tuple[str, Step]:
+        """Return the name of a tensor or site in a step, and how far into the loops it is.
+
+        Args:
+            key: its name, which begins with the id of what makes it.
+            maker: that; None for an input.
+            step: the step.
+        """
+        depth = self._depths.get(maker or "", 0)
+        if maker is None or not depth:
             return key, ()
-        return self._id(op_id, step) + name[len(op_name) :], step[:depth]
+        return self._id(maker, step) + key[len(maker) :], step[:depth]
 
     def _id(self, op_id: str, step: Step) -> str:
         """Return a call in a step: one of the loop's, or of a loop around it."""
-        return self._ids.get((op_id, step[: self._depths[op_id]]), op_id)
-
-
-def _counterparts(plan: Plan, calls: Calls) -> dict[str, tuple[str, Step]]:
-    """Return, by op id without loops, the op id with loops and the step."""
-    rolled: dict[tuple[str, str], list[str]] = {}
-    for op_id, place in plan.calls.places.items():
-        rolled.setdefault(place, []).append(op_id)
-    seen: dict[tuple[str, str], dict[str, int]] = {}
-    found = {}
-    for op_id, (path, name) in calls.places.items():
-        plain, step = scopes_of_steps(path)
-        place = plain, name
-        numbers = seen.setdefault(place, {})
-        number = numbers.setdefault(first_step(path) + op_id[len(path) :], len(numbers))
-        if number < len(rolled.get(place, ())):
-            found[op_id] = rolled[place][number], step
-    for place, ids in rolled.items():
-        count = len(seen.get(place, ()))
-        if count != len(ids) and any(op_id in plan.decisions for op_id in ids):
-            raise OdmlError(
-                f"A loop must have the same operations in each step, got {count} of {place[1]} "
-                f"instead of {len(ids)} under {place[0]!r}. Let its body not look at the values of "
-                "numbers or arrays in Python."
-            )
-    return found
+        found = self._instances.get((op_id, step[: self._depths.get(op_id, 0)]))
+        return op_id if found is None else found[0]

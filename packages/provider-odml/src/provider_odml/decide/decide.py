@@ -52,7 +52,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
         decisions,
         decider.placed.sites,
         tuple(rules),
-        graph.calls,
+        frozenset(graph.functions),
         (*decider.problems, *idle),
     )
 
@@ -101,11 +101,15 @@ class _Decider:
         inputs = self._inputs.of(node, rule, fused)
         head = self._fusion.join(node, rule, fused)
         reads = self._inputs.scale_of_product(node, inputs)
+        row_of = self.placed.tables.get(reads or "")
         output = self._outputs.of(node, rule)
         if output is not None:
             # What is joined has the scale of the output, which may be that of its reader.
             inputs = {slot: _at(use, node.op_id, output.site) for slot, use in inputs.items()}
-        return Decision(node, index, inputs, output, fused=fused, head=head, reads=reads)
+        return Decision(
+            node, index, inputs, output, fused=fused, head=head,
+            reads=None if row_of else reads, row_of=row_of,
+        )  # fmt: skip
 
     def _weights_alone(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
         """An operation whose rule has no static range: contractions alone have more."""
@@ -152,7 +156,9 @@ class _Decider:
             # Whose output has the scale of a site.
             output = SiteUse(self.placed.add_output(node, rule), observe=True)
             return Decision(node, index, inputs, output)
-        self.placed.made[node.op_id] = f"{node.op_id}#0", "int8"
+        table = f"{node.op_id}#0"
+        self.placed.tables[table] = node.op_id
+        self.placed.made[node.op_id] = table, "int8"
         return Decision(node, index, inputs)
 
     def _float(self, node: Node, index: int | None) -> Decision:

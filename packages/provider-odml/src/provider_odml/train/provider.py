@@ -1,4 +1,4 @@
-"""OdmlQatProvider and OdmlConversionProvider."""
+"""OdmlQatProvider, and the models that it makes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from typing import Any
 import jax
 
 import quant_numerics as qn
-from interception_core import Interceptor, PatchEngine, get_engine, hide_frames
+from interception_core import (
+    Interceptor,
+    PatchEngine,
+    UnknownNameError,
+    get_engine,
+    get_feature,
+    hide_frames,
+)
 
 from ..capture.survey import survey
 from ..decide.decide import Options, decide
 from ..decide.plan import Plan
 from ..decide.rules import INT8, OdmlRule, as_rules
-from ..errors import OdmlError
+from ..errors import MissingExtraError, OdmlError
 from ..trees import is_array, split
 from .qat import Training
 from .replay import replay
@@ -74,7 +81,7 @@ class OdmlQatProvider:
             strict,
         )
         found = get_engine(engine)
-        self._engine = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
+        self.runs_on = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
 
     def interceptor(self) -> Interceptor:
         """Return what a survey of a program taps: the table of operations."""
@@ -100,7 +107,7 @@ class OdmlQatProvider:
         return self._plan(fn, tuple(given), kwargs)
 
     def _plan(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Plan:
-        graph = survey(self._engine, fn, f"args[{self.params_argnum}]", args, kwargs)
+        graph = survey(self.runs_on, fn, f"args[{self.params_argnum}]", args, kwargs)
         plan = decide(graph, self.rules, self._options)
         if plan.problems and self._options.strict:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
@@ -277,12 +284,34 @@ class QatModel:
             )
         return stats
 
+    def export(self, params: Any, stats: QuantStats | None, *args: Any, **options: Any) -> Any:
+        """Export the function by this model's plan. See ``provider_odml_export.export``.
+
+        Args:
+            params: the parameters: arrays, stored in the file.
+            stats: the statistics; None if no rule has a static range.
+            args: the other arguments: arrays of sample data.
+            options: ``signatures``, ``io``, ``backend`` and ``timeout``, as ``export``'s.
+
+        Returns:
+            The file and its report: a ``provider_odml_export.Artifact``.
+
+        Raises:
+            MissingExtraError: provider-odml-export is not installed.
+            OdmlError: as ``export``.
+        """
+        try:
+            run = get_feature("odml-export")
+        except UnknownNameError as error:
+            raise MissingExtraError("QatModel.export", "provider-odml-export", "export") from error
+        return run(self, params, stats, *args, **options)
+
     def run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the function with another runtime than that of training."""
         plan = self.plan(*args, **kwargs)
         try:
             runtime.begin()
-            out = replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            out = replay(self._provider.runs_on, self._fn, plan, runtime)(*args, **kwargs)
             return runtime.finish(out)
         finally:
             # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
