@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..decide.plan import Plan
 from ..decide.rules import INT8, OdmlRule, as_rules
 from ..errors import MissingExtraError, OdmlError
 from ..trees import is_array, split
+from .calls import ByCall
 from .qat import Training
 from .replay import replay
 from .statistics import QuantStats, check_statistics
@@ -126,7 +127,7 @@ class QatModel:
         functools.update_wrapper(self, fn, updated=())
         self._provider = provider
         self._fn = fn
-        self._plans: dict[Any, Plan] = {}
+        self._plans: ByCall[Plan] = ByCall()
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -148,12 +149,7 @@ class QatModel:
         Raises:
             OdmlError: with ``strict=True``, the rules can't be followed.
         """
-        key = _key(args, kwargs)
-        if key is None:
-            return self._provider._plan(self._fn, args, kwargs)
-        if key not in self._plans:
-            self._plans[key] = self._provider._plan(self._fn, args, kwargs)
-        return self._plans[key]
+        return self._plans.get(args, kwargs, lambda: self._provider._plan(self._fn, args, kwargs))
 
     def init(self, *args: Any, **kwargs: Any) -> QuantStats:
         """Return empty statistics. Nothing is run.
@@ -237,21 +233,15 @@ class QatModel:
         from tqdm import tqdm
 
         stats: QuantStats | None = None
-
-        compiled: dict[Any, Any] = {}
+        compiled: ByCall[Any] = ByCall()
 
         def run(args: tuple, stats: QuantStats) -> Any:
             arrays, rebuild = split(args)
-            key = _key(args, {})
-            step = None if key is None else compiled.get(key)
-            if step is None:
-                step = jax.jit(
-                    lambda arrays, stats: self.run(
-                        Training(stats, calibrating=True), rebuild(arrays), {}
-                    )
-                )
-            if key is not None:
-                compiled[key] = step
+
+            def calibrated(arrays: list[Any], stats: QuantStats) -> Any:
+                return self.run(Training(stats, calibrating=True), rebuild(arrays), {})
+
+            step = compiled.get(args, {}, lambda: jax.jit(calibrated))
             # JAX finds it out when it lowers the program, so that here alone it can be said.
             try:
                 return step(arrays, stats)
@@ -333,27 +323,6 @@ def qat(
         options: of ``OdmlQatProvider``.
     """
     return OdmlQatProvider(rules, **options).apply(fn)
-
-
-def _key(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return what says that another call has the same plan, or None if nothing can.
-
-    A value that has no hash can change, and another one can get its id when it is gone.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    # Numbers that are equal may be of different types.
-    key = (
-        treedef,
-        tuple(
-            (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else (type(leaf), leaf)
-            for leaf in leaves
-        ),
-    )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _is_empty(batch: Sequence[Any]) -> bool:
