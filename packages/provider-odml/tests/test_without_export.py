@@ -37,6 +37,9 @@ def test_training_works(alone):
     w, x = jnp.eye(4), jnp.arange(8.0).reshape(2, 4)
     quantized = odml.qat(lambda w, x: x @ w, odml.OdmlRule(weight_qtype="int8"))
     assert jnp.abs(quantized(w, x) - x).max() < 0.1
+    text = r"QatModel\.export is of provider-odml-export, .*'provider-odml\[export\]'"
+    with pytest.raises(odml.MissingExtraError, match=text):
+        quantized.export(w, None, x)
 
 
 def test_an_unknown_name():

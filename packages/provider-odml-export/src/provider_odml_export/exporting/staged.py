@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 
 from interception_core import Engine, Interceptor, OpCall
 from provider_odml import Plan
-from provider_odml.features import Op, is_array, is_float, ops, prepared, split
+from provider_odml.features import Op, is_float, ops, prepared, split
 
 from .._compat import define_transformations
 
@@ -44,7 +44,7 @@ class Operation:
         op: what it is.
         place: where it is.
         leaves: its arguments, flat.
-        operands: which of them are arrays that the program computes, or floats.
+        operands: which of them are traced arrays or arrays of floats.
         structure: of its arguments.
         body: computes its results from the operands.
         out: the structure of its results.
@@ -135,10 +135,9 @@ def _keep(ids: set[str | None], op: Op, call: OpCall, *args: Any, **kwargs: Any)
     if call.op_id not in ids:
         return NotImplemented if op.is_primitive else call.proceed(*args, **kwargs)
     leaves, structure = jax.tree.flatten((args, kwargs))
-    # Integers of NumPy may be options, such as the widths of a padding.
-    operands = tuple(
-        i for i, x in enumerate(leaves) if is_float(x) or (is_array(x) and isinstance(x, jax.Array))
-    )
+    # Known integers may be options, such as the widths of a padding.
+    is_operand = [is_float(x) or isinstance(x, jax.core.Tracer) for x in leaves]
+    operands = tuple(i for i, one in enumerate(is_operand) if one)
     arrays = [leaves[i] for i in operands]
 
     def proceed(*arrays: Any) -> Any:
