@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "LiteRT": (len(file), device),
     }
     trained = np.asarray(logits["JAX, QAT"][1]).argmax(-1)
-    outcomes = []
+    outcomes: list[dict[str, Any]] = []
     for where, (size, values) in logits.items():
         found = np.asarray(values).argmax(-1)
         accuracy, agreement = np.mean(found == digits.test_labels), np.mean(found == trained)

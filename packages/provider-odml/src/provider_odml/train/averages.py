@@ -46,6 +46,7 @@ def added(rows: jax.Array, bounds: jax.Array, average: qn.MovingAverage) -> jax.
     total, count = state_of(lax.stop_gradient(rows))
     state = qn.AverageState(total, count.astype(jnp.int32))
     new = jax.vmap(average.update)(state, qn.Calibration(bounds[:, 0], bounds[:, 1]))
+    assert new.total.lower is not None
     return jnp.stack([new.total.lower, new.total.upper, new.count.astype(jnp.float32)], 1)
 
 
@@ -58,6 +59,7 @@ def joined_row(rows: jax.Array, average: qn.MovingAverage) -> jax.Array:
     """
     rows = rows.reshape(-1, 3)
     seen, found = rows[:, 2] > 0, average.get(state_of(rows))
+    assert found.lower is not None
     lower = jnp.min(jnp.where(seen, found.lower, jnp.inf))
     upper = jnp.max(jnp.where(seen, found.upper, -jnp.inf))
     weight = np.float32(1.0 if average.decay is None else 1.0 - average.decay)

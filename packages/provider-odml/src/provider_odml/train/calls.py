@@ -84,5 +84,5 @@ def _own(value: Any) -> Any:
         hash(value)
     except TypeError:
         return copy.deepcopy(value)
-    # Without an equality of its own it is equal to itself, whatever it has become.
+    # Without a separate equality it is equal to itself, whatever it has become.
     return copy.deepcopy(value) if type(value).__eq__ is object.__eq__ else value
