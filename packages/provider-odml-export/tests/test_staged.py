@@ -114,3 +114,54 @@ def test_a_model_that_takes_a_derivative():
     program = planned(odml.qat(fn, W8A8, strict=False), (W, X), {})
     for found, expected in zip(program.run(Plain(), [W, X]), fn(W, X), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def with_custom_jvp(f):
+    f = jax.custom_jvp(f)
+    f.defjvp(lambda primals, tangents: (f(*primals), tangents[1]))
+    return f
+
+
+def with_custom_vjp(f):
+    f = jax.custom_vjp(f)
+    f.defvjp(lambda w, x: (f(w, x), (w, x)), lambda kept, g: (0 * kept[0], g))
+    return f
+
+
+HOLDERS = {
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "custom_jvp": with_custom_jvp,
+    "custom_vjp": with_custom_vjp,
+    "closed_call": lambda f: lambda w, x: jax.closure_convert(f, w, x)[0](w, x),
+    "linear_solve": lambda f: (
+        lambda w, x: lax.custom_linear_solve(lambda y: y / 2, f(w, x), lambda matvec, b: 2 * b)
+    ),
+    "vmap": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, x),
+    "while": lambda f: (
+        lambda w, x: lax.while_loop(
+            lambda state: state[0] < 2, lambda state: (state[0] + 1, f(w, state[1])), (0, x)
+        )[1]
+    ),
+    "fori_loop": lambda f: lambda w, x: lax.fori_loop(0, 2, lambda i, x: f(w, x), x),
+    "map": lambda f: lambda w, x: lax.map(lambda x: f(w, x), x),
+}
+
+
+# The patch engine sees nothing in the others, or says that it can't follow their operands.
+OF_BOTH = ("jit", "vmap", "fori_loop", "map")
+
+
+@pytest.mark.parametrize(
+    ("engine", "holder"),
+    [*(("trace", name) for name in HOLDERS), *(("patch", name) for name in OF_BOTH)],
+)
+def test_operations_in_whatever_holds_them(engine, holder):
+    def fn(w, x):
+        return HOLDERS[holder](lambda w, x: jnp.tanh(x @ w))(w[0], x)
+
+    program = planned(odml.qat(fn, W8A8, strict=False, engine=engine), (W, X), {})
+    products = [one for one in program.plan.decisions.values() if one.node.op.name == "dot_general"]
+    assert products
+    assert all(one.rule == 0 for one in products)
+    np.testing.assert_allclose(program.run(Plain(), [W, X]), fn(W, X), rtol=1e-5)

@@ -117,8 +117,8 @@ def _made(handler: Handler, at: At, eqn: Any, operands: list[Any]) -> Sequence[A
         if inside:
             place = inside[0].params["operation"].place
             raise OdmlError(
-                f"Export must know the program that holds an operation, got {place.at(())} in a "
-                f"{eqn.primitive.name}. Give it a rule without qtypes, by a jax.named_scope."
+                f"Export must know the function that holds an operation, got {place.at(())} in a "
+                f"{eqn.primitive.name}. Export a form of the program without it."
             )
         if not eqn.effects and _is_number(eqn, operands):
             # Which branch a known number takes is known.
@@ -207,5 +207,18 @@ def _while(handler: Handler, at: At, eqn: Any, operands: Sequence[Any]) -> list[
     return while_again(eqn, operands, lambda jaxpr, args: written_out(jaxpr, handler, args, at))
 
 
-RULES: Mapping[str, Callable[..., list[Any]]] = {"scan": _scan, "cond": _cond, "while": _while}
+def _solve(handler: Handler, at: At, eqn: Any, operands: Sequence[Any]) -> list[Any]:
+    """Return what the function computes that solves: others are for derivatives."""
+    lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
+    first, last = sum(lengths[:2]), sum(lengths)
+    constants = operands[first : first + lengths.solve]
+    return written_out(jaxprs.solve, handler, [*constants, *operands[last:]], at)
+
+
+RULES: Mapping[str, Callable[..., list[Any]]] = {
+    "scan": _scan,
+    "cond": _cond,
+    "while": _while,
+    "custom_linear_solve": _solve,
+}
 """By primitive, how an equation is made again."""
