@@ -31,7 +31,7 @@ DEVICE = {
     "float": {},
     "dynamic": {"weight_qtype": "int8", "input_qtype": "int8"},
     "weights": {"weight_qtype": "int8"},
-    "int4": {"weight_qtype": "int4"},
+    "int4": {"weight_qtype": "int4", "input_qtype": "int8", "tile_size": 32},
 }
 """Fields of ``provider_odml.OdmlRule`` for all weights, by the name that ``device`` takes."""
 

@@ -29,7 +29,7 @@ RULES = {
     "int8, static": {"weight_qtype": "int8", "output_qtype": "int8"},
     REFINED: {"weight_qtype": "int8", "output_qtype": "int8"},
     "int8 weights": {"weight_qtype": "int8"},
-    BLOCKS: {"weight_qtype": "int4", "input_qtype": "int8"},
+    BLOCKS: {"weight_qtype": "int4", "input_qtype": "int8", "tile_size": 32},
     "int4 weights": {"weight_qtype": "int4", "weight_calibration_method": "mse"},
 }
 
@@ -47,7 +47,7 @@ def export(name, params, tokens, mask):
             quantized = odml.qat(model.encode, rules, strict=False)
         stats = quantized.calibrate(params, [(tokens, mask)])
     # What it costs is what is printed, so that no output is refused.
-    backend = AeqBackend(block_size=32, min_sqnr=0.0) if name == BLOCKS else "converter"
+    backend = AeqBackend(min_sqnr=0.0) if name == BLOCKS else "converter"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", odml.OdmlWarning)  # see `note`
         return odml.export(

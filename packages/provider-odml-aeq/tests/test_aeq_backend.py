@@ -108,8 +108,8 @@ def test_static_ranges_are_of_the_sample_data():
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["min_max_uniform", "gptq"])
 def test_blocks_of_int4(algorithm):
-    rule = odml.OdmlRule(weight_qtype="int4", input_qtype="int8")
-    artifact = export(rule, algorithm=algorithm, block_size=32)
+    rule = odml.OdmlRule(weight_qtype="int4", input_qtype="int8", tile_size=32)
+    artifact = export(rule, algorithm=algorithm)
     assert set(types(artifact).values()) == {"int4"}
     sizes = {one.operation: one.block_size for one in artifact.report.weights}
     assert sizes["Net/up/dot_general:0"] == sizes["Net/down/dot_general:0"] == 32
@@ -164,9 +164,17 @@ def test_rules_without_qtypes_are_an_error():
         export(odml.OdmlRule())
 
 
-def test_blocks_without_a_dynamic_rule_are_an_error():
-    with pytest.raises(odml.OdmlError, match="block_size=32 needs a rule with a dynamic range"):
-        export(odml.OdmlRule(weight_qtype="int4"), block_size=32)
+@pytest.mark.parametrize(
+    ("fields", "algorithm", "match"),
+    [
+        ({}, "octav", "block_size must be 0 with mode 'static' or 'weight_only'"),
+        ({"input_qtype": "int8"}, "mse", "algorithm 'mse', got 32"),
+    ],
+)
+def test_blocks_that_the_library_lacks_are_an_error(fields, algorithm, match):
+    rule = odml.OdmlRule(op_names=["take"], weight_qtype="int4", tile_size=32, **fields)
+    with pytest.raises(odml.OdmlError, match=match):
+        export(rule, algorithm=algorithm)
 
 
 def test_a_plugin_declares_the_backend():
@@ -176,17 +184,9 @@ def test_a_plugin_declares_the_backend():
         odml.export(Net().apply, params(), None, odml.OdmlRule(**DYNAMIC), IDS, backend="aqe")
 
 
-@pytest.mark.parametrize(
-    ("fields", "match"),
-    [
-        ({"algorithm": "best"}, r"algorithm must be one of \['min_max_uniform'"),
-        ({"block_size": 48}, "block_size must be one of .*, got 48"),
-        ({"block_size": 32, "algorithm": "mse"}, "algorithm 'mse', got 32"),
-    ],
-)
-def test_options_that_can_not_be(fields, match):
-    with pytest.raises(odml.OdmlError, match=match):
-        AeqBackend(**fields)
+def test_an_algorithm_that_the_library_lacks():
+    with pytest.raises(odml.OdmlError, match=r"algorithm must be one of \['min_max_uniform'"):
+        AeqBackend(algorithm="best")
 
 
 @pytest.mark.slow

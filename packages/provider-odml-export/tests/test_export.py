@@ -170,6 +170,23 @@ def test_what_constant_indices_pick():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("rule", [W8A8, W8A16])
+def test_tensors_of_no_elements(rule):
+    """A scan by halves multiplies slices of which the last hold nothing."""
+
+    def fn(params, x):
+        def joined(left, right):
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        slopes = jnp.broadcast_to(jax.nn.sigmoid(params["a"]), x.shape)
+        return lax.associative_scan(joined, (slopes, x), axis=1)[1] @ params["w"]
+
+    x, params = normal(2, 3, 8), {"a": normal(8, seed=1), "w": normal(8, 4, seed=2)}
+    artifact = exported(fn, params, x, rule=rule)
+    assert signal_to_noise(fn, params, [x], artifact) > 25
+
+
+@pytest.mark.slow
 def test_parameters_of_four_and_two_bits_are_stored_packed():
     _, params, args = CASES["heads"]
 

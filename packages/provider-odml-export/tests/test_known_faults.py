@@ -195,3 +195,25 @@ def test_a_bias_of_one_value_is_told_from_a_number(monkeypatch):
     exported(fn, params, X)
     monkeypatch.setattr(emit, "unsplat", np.asarray)
     fails(fn, params, X)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["output", "float", "scale"])
+def test_an_input_that_is_read_in_several_ways_is_not_rounded_for_all(kind, monkeypatch):
+    def fn(w, x):
+        scaled = (x[..., None] * jnp.arange(1.0, 3)).reshape(len(x), -1)
+        if kind == "scale":
+            return jnp.concatenate([x, scaled], -1) @ w
+        return scaled @ w[8:], x if kind == "output" else jnp.sin(x.T)
+
+    params, x = normal(24, 4), normal(3, 8)
+    # The range cuts off, so that a rounded input is told from another one.
+    stats = odml.qat(fn, [W8A8]).calibrate(params, [(x / 2,)])
+    art = odml.export(fn, params, stats, [W8A8], x)
+    if kind != "scale":
+        exact = fn(params, x)[1]
+        found = art.run(x=np.asarray(x))["output_1"]
+        np.testing.assert_allclose(found, exact, rtol=0, atol=1e-5)
+    monkeypatch.setattr(emit, "walled", lambda x: x)
+    with pytest.raises(odml.MismatchError):
+        odml.export(fn, params, stats, [W8A8], x)

@@ -1,9 +1,11 @@
 """Plans: what is decided for each kind of operation, and that both engines find the same."""
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax import lax
 
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, Cnn, avg_pool, draw, mlp, plan_of
@@ -395,6 +397,60 @@ def test_dynamic_ranges_are_for_products_of_parameters():
     assert not plan.sites
 
 
+def test_blocks_run_along_what_is_contracted():
+    rule = OdmlRule(weight_qtype="int4", input_qtype="int8", tile_size=32)
+    w = {"table": draw(5, 32), "heads": draw(4, 16, 6), "left": draw(7, 64)}
+
+    def fn(p, ids, x):
+        h = jnp.einsum("bhd,hdm->bm", x, p["heads"])
+        return p["table"][ids], h, p["left"] @ x.reshape(-1, 64).T
+
+    ids, x = jnp.zeros(3, jnp.int32), draw(2, 4, 16)
+    plan = qat(fn, [rule]).plan(w, ids, x)
+    found = [use for d in plan.decisions.values() for use in d.inputs.values()]
+    assert [use for use in found if isinstance(use, WeightUse)] == [
+        WeightUse("int4", (2,), "absmax", 32, (0, 1)),
+        WeightUse("int4", (0,), "absmax", 32, (1,)),
+        WeightUse("int4", (0,), "absmax", 32, (1,)),
+    ]
+    assert str(plan).count("int4/32") == 3
+
+
+BLOCKS = {"weight_qtype": "int4", "input_qtype": "int8", "tile_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("fn", "w", "fields", "match"),
+    [
+        (lambda w, x: x @ w, (48, 8), BLOCKS, "do not divide the contracted axes, which have 48"),
+        (lambda w, x: w[x[0].astype(int)], (8, 48), BLOCKS, "do not divide rows, which have 48"),
+        (lambda w, x: x @ w, (64, 8), {**BLOCKS, "input_qtype": None}, "int4 alone, with input_q"),
+        (lambda w, x: x @ w, (64, 8), {**BLOCKS, "weight_qtype": "int2"}, "int4 alone, with input"),
+        (
+            lambda w, x: jnp.einsum("bhd,hde->bhe", x.reshape(len(x), 2, -1), w),
+            (2, 32, 8),
+            BLOCKS,
+            "one matrix of parameters alone",
+        ),
+        (
+            lambda w, x: lax.conv(x.reshape(-1, 64, 1, 1), w, (1, 1), "SAME"),
+            (8, 64, 1, 1),
+            BLOCKS,
+            "one matrix of parameters alone",
+        ),
+    ],
+)
+def test_blocks_that_the_device_lacks_are_told_before_training(fn, w, fields, match):
+    w = draw(*w)
+    x = draw(2, 48 if 48 in w.shape else 64)
+    model = qat(fn, [OdmlRule(**fields)])
+    with pytest.raises(OdmlError, match=match):
+        model.plan(w, x)
+    plan = qat(fn, [OdmlRule(**fields)], strict=False).plan(w, x)
+    (use,) = [u for d in plan.decisions.values() for u in d.inputs.values() if hasattr(u, "method")]
+    assert use.tile_size is None
+
+
 def test_weight_only_is_for_products_of_parameters():
     plan = plan_of(mlp, MLP, X, rules=[OdmlRule(weight_qtype="int2")])
     found = [dict(d.inputs) for d in plan.decisions.values() if d.is_active]
@@ -558,6 +614,46 @@ def test_training_and_evaluation_of_batch_norm_and_dropout_have_the_same_sites(e
 
     evaluation = plan_of(model.apply, params, x, engine=engine)
     assert plan_of(train, params, x, engine=engine).sites == evaluation.sites
+
+
+def _nnx(training):
+    """A BatchNorm, a Dropout and an average; NNX has no names of modules."""
+    parts = [nnx.Linear(6, 8, rngs=nnx.Rngs(0)), nnx.BatchNorm(8, rngs=nnx.Rngs(0))]
+    graph, state = nnx.split(nnx.Sequential(*parts, nnx.Dropout(0.5, rngs=nnx.Rngs(1))))
+
+    def fn(state, x):
+        model = nnx.merge(graph, state)
+        (model.train if training else model.eval)()
+        x = (model(x) + 1) * 2
+        return x - x.mean(1, keepdims=True)
+
+    return fn, state
+
+
+def _equinox(training):
+    norm, start = eqx.nn.make_with_state(eqx.nn.BatchNorm)(8, "batch", mode="batch")
+    mapped = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+    _, start = mapped(draw(4, 8), start)
+    drop = eqx.nn.Dropout(0.5)
+
+    def fn(w, x):
+        keys = jax.random.split(jax.random.key(0), len(x))
+
+        def one(x, key):
+            y, _ = norm(x @ w, start, inference=not training)
+            y = (drop(y, key=key, inference=not training) + 1) * 2
+            return y - y.mean()
+
+        return jax.vmap(one, axis_name="batch")(x, keys)
+
+    return fn, W
+
+
+@pytest.mark.parametrize("model", [_nnx, _equinox])
+def test_training_moves_no_ids_of_modules_without_names(model):
+    plans = [plan_of(*model(training), X) for training in (True, False)]
+    assert seen(plans[0]) == seen(plans[1])
+    assert "mean:0" in plans[0].sites
 
 
 def test_a_rolled_scan_is_planned_once():

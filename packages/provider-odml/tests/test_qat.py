@@ -21,6 +21,7 @@ from jaxtap_testkit.odml_samples import (
     W8A16,
     Cnn,
     draw,
+    fake_quant_blocks,
     fake_quant_int8,
     fake_quant_symmetric,
     fake_quant_weight,
@@ -246,6 +247,28 @@ def test_fake_quantization_of_weights_of_any_shape(shape, qtype, data):
     out = weight_of(w, WeightUse(name, axes, "absmax"))
     expected = fake_quant_weight(w, qmax, axes)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", [32, 64])
+def test_weights_in_blocks(size):
+    """Blocks run through the contracted axes; scales are what float16 and bfloat16 both have."""
+    w = np.array(draw(4, 3, 32))  # contracted: 32 of the last axis, then 4 of the first
+    w[:, 0] = 0
+    w[:2, 1] *= 1e-6
+    use = WeightUse("int4", (1,), "absmax", size, (2, 0))
+    out = weight_of(jnp.asarray(w), use)
+    matrix = w.transpose(2, 0, 1).reshape(-1, 3)
+    expected = fake_quant_blocks(matrix, size, 7).reshape(32, 4, 3).transpose(1, 2, 0)
+    np.testing.assert_array_equal(np.asarray(out), expected.astype(np.float32))
+    # Straight through, and where the method cuts values off, not.
+    ones = jax.grad(lambda w: weight_of(w, use).sum())(jnp.asarray(w))
+    np.testing.assert_array_equal(ones, np.ones_like(w))
+    cut = dataclasses.replace(use, method="percentile,90")
+    slope = jax.grad(lambda w: weight_of(w, cut).sum())(jnp.asarray(w))
+    parts = np.abs(matrix.reshape(-1, size, 3))
+    inside = parts <= np.percentile(parts, 90, axis=1, keepdims=True) * (1 + 1e-6)
+    inside = inside.reshape(32, 4, 3).transpose(1, 2, 0)
+    np.testing.assert_array_equal(slope, inside.astype(np.float32))
 
 
 def test_constants_have_a_zero_point_and_zeros_stay_zeros():

@@ -13,6 +13,8 @@ from provider_odml import OdmlQatProvider, OdmlRule, qat
 STATIC = {"weight_qtype": "int8", "output_qtype": "int8"}
 DYNAMIC = {"weight_qtype": "int8", "input_qtype": "int8"}
 
+BLOCKS = {"weight_qtype": "int4", "tile_size": 32}
+
 
 @pytest.mark.parametrize(
     ("fields", "static", "dynamic", "text"),
@@ -22,6 +24,7 @@ DYNAMIC = {"weight_qtype": "int8", "input_qtype": "int8"}
         ({"output_qtype": "int8"}, True, False, "A8 static"),
         (DYNAMIC, False, True, "W8A8 dynamic"),
         ({"weight_qtype": "int2"}, False, False, "W2 weight-only"),
+        ({**DYNAMIC, **BLOCKS}, False, True, "W4/32A8 dynamic"),
         ({}, False, False, "float"),
     ],
 )
@@ -46,6 +49,10 @@ def test_modes(fields, static, dynamic, text):
         ({**DYNAMIC, **STATIC}, ["OdmlRule.input_qtype", "where output_qtype", "'int8'"]),
         ({**DYNAMIC, "weight_qtype": None}, ["OdmlRule.input_qtype", "weight_qtype is None"]),
         ({**DYNAMIC, "static_range": "step"}, ["OdmlRule.static_range", "no static range"]),
+        ({**DYNAMIC, **BLOCKS, "tile_size": 48}, ["OdmlRule.tile_size", "32, 64, 128, 256", "48"]),
+        ({**DYNAMIC, **BLOCKS, "tile_size": 32.0}, ["OdmlRule.tile_size", "32.0"]),
+        ({**DYNAMIC, "tile_size": 32}, ["OdmlRule.tile_size", "'int4' or 'int2'", "32"]),
+        ({**STATIC, **BLOCKS}, ["OdmlRule.tile_size", "output_qtype is set", "input_qtype='int8'"]),
         ({"weight_calibration_method": "minmax"}, ["OdmlRule.weight_calibration_method", "minmax"]),
         ({"weight_calibration_method": None}, ["OdmlRule.weight_calibration_method"]),
         ({"act_calibration_method": "median"}, ["OdmlRule.act_calibration_method", "median"]),

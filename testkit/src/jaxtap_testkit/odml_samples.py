@@ -127,3 +127,19 @@ def fake_quant_weight(w, qmax, channel_axes):
     reduced = tuple(a for a in range(np.ndim(w)) if a not in channel_axes)
     bound = np.abs(np.asarray(w, np.float64)).max(axis=reduced, keepdims=True)
     return fake_quant_symmetric(w, bound, qmax)
+
+
+def block_scales(w, size, qmax):
+    """The scales of a matrix's blocks along its first axis, in the file's float16, float64."""
+    parts = np.asarray(w, np.float32).reshape(-1, size, w.shape[1])
+    scale = np.abs(parts).max(1) / np.float32(qmax)
+    with np.errstate(under="ignore"):
+        # Eight digits, as XNNPACK has them, and float16's range.
+        short = scale.astype(jnp.bfloat16).astype(np.float32).astype(np.float16)
+    return np.maximum(short.astype(np.float64), 2.0**-24)
+
+
+def fake_quant_blocks(w, size, qmax):
+    """Rounds a matrix in blocks along its first axis, float64."""
+    scale = np.repeat(block_scales(w, size, qmax), size, axis=0)
+    return np.clip(np.rint(np.float32(w) / np.float32(scale)), -qmax, qmax) * scale

@@ -32,8 +32,6 @@ class AeqBackend:
     Args:
         algorithm: how scales are chosen: "min_max_uniform", "octav", "mse" or "gptq". It replaces
             the calibration methods of the rules.
-        block_size: how many parameters share a scale, 32, 64, 128 or 256, in operations whose
-            rule is dynamic; 0 for one scale per channel.
         min_elements: smaller parameters stay in float.
         calibration: for static rules and "gptq", the inputs of some runs: by signature, mappings
             from the names of the inputs to arrays. None for the sample data.
@@ -47,23 +45,17 @@ class AeqBackend:
 
     name: ClassVar[str] = "aeq"
     algorithm: Algorithm = "min_max_uniform"
-    block_size: int = 0
     min_elements: int = 0
     calibration: Mapping[str, Iterable[Mapping[str, Any]]] | None = None
     min_sqnr: float | None = None
 
     def __post_init__(self) -> None:
-        # Raises for what can't be of sizes of blocks, also together with the algorithm.
-        Entry(algorithm=self.algorithm, block_size=self.block_size)
+        Entry(algorithm=self.algorithm)  # raises for one that the library lacks
 
     def check(self, rules: Sequence[OdmlRule]) -> None:
-        """Raise an OdmlError if no rule can have the blocks."""
-        entries = [self._entry(rule) for rule in rules]
-        if self.block_size and not any(entry and entry.block_size for entry in entries):
-            raise OdmlError(
-                f"block_size={self.block_size} needs a rule with a dynamic range, got "
-                f"{', '.join(map(str, rules))}. Write input_qtype='int8'."
-            )
+        """Raise an OdmlError if a rule has blocks that the library or the algorithm lacks."""
+        for rule in rules:
+            self._entry(rule)
 
     def quantize(self, file: FloatFile) -> QuantizedFile:
         """Quantize the float file by its rules.
@@ -91,7 +83,7 @@ class AeqBackend:
             mode="static" if rule.is_static else "dynamic" if rule.is_dynamic else "weight_only",
             weight_bits=_BITS[rule.weight_qtype or "int8"],
             activation_bits=_BITS[rule.output_qtype] if rule.is_static else 8,
-            block_size=self.block_size if rule.is_dynamic else 0,
+            block_size=rule.tile_size or 0,
             algorithm=self.algorithm,
             min_elements=self.min_elements,
         )

@@ -25,10 +25,13 @@ class Grid:
 
     Attributes:
         qtype: the name of its qtype.
-        scale: float32, of shape () or (channels,).
+        scale: float32, of shape () or (channels,); of a matrix in blocks, of its shape with as many
+            blocks instead of values along the axis that is not that of the channels.
         zero_point: None for 0.
         axis: that of the channels.
         narrow: whether the lowest code is not used: in parameters.
+        block_size: how many values of a channel share a scale; 0 for all of them.
+        mark: of blocks, the scale by which the file is found to have them. See ``stand_in``.
     """
 
     qtype: str
@@ -36,6 +39,8 @@ class Grid:
     zero_point: int | None = None
     axis: int | None = None
     narrow: bool = False
+    block_size: int = 0
+    mark: float = 0.0
 
     @classmethod
     def of(cls, calibration: qn.Calibration, qtype: str) -> Grid:
@@ -63,6 +68,10 @@ class Grid:
 
     def attributes(self) -> dict[str, Any]:
         """Return the attributes of the composite."""
+        if self.block_size:
+            shape = [1, self.block_size] if self.axis == 0 else [self.block_size, 1]
+            blocks = {"scale": self.scale, "block_shape": np.array(shape, np.int64)}
+            return blocks | {"dtype": _CODES[self.qtype][0], "narrow_range": self.narrow}
         found: dict[str, Any] = {
             "scale": np.asarray(self.scale, np.float32).reshape(-1),
             "dtype": _CODES[self.qtype][0],
@@ -77,14 +86,31 @@ class Grid:
     def round(self, x: jax.Array) -> jax.Array:
         """Return values on the grid, float32."""
         _, low, high = _CODES[self.qtype]
-        shape = [1] * x.ndim
-        if self.axis is not None:
-            shape[self.axis] = -1
-        scale = np.asarray(self.scale, np.float32).reshape(shape)
+        scale = self._spread(x.ndim)
         point = np.float32(self.zero_point or 0)
         low = np.float32(low + self.narrow)
         rounded = jnp.clip(jnp.round(x / scale) + point, low, np.float32(high))
         return (rounded - point) * scale
+
+    def stand_in(self, x: jax.Array) -> tuple[jax.Array, Grid]:
+        """Return a matrix in blocks as one that the converter can write: its whole numbers.
+
+        The converter knows of blocks and can't write them (0.5). It writes the same integers with
+        one scale for all channels, the mark, by which ``litert.in_blocks`` finds them.
+        """
+        channels = np.full(x.shape[self.axis or 0], self.mark, np.float32)
+        grid = Grid(self.qtype, channels, None, self.axis, self.narrow)
+        return jnp.round(x / self._spread(x.ndim)) * np.float32(self.mark), grid
+
+    def _spread(self, ndim: int) -> np.ndarray:
+        """Return the scale of each value, or what is broadcast to it."""
+        scale = np.asarray(self.scale, np.float32)
+        if self.block_size:
+            return np.repeat(scale, self.block_size, axis=0 if self.axis else 1)
+        shape = [1] * ndim
+        if self.axis is not None:
+            shape[self.axis] = -1
+        return scale.reshape(shape)
 
 
 def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
@@ -96,6 +122,8 @@ def fake_quant(x: jax.Array, grid: Grid, converting: bool) -> jax.Array:
         converting: for the converter alone, which reads the attributes, and fails at what a
             tensor of many axes is rounded with.
     """
+    if grid.block_size and converting:
+        x, grid = grid.stand_in(x)
 
     @functools.partial(jax.lax.composite, name="quant.fake_quant")
     def composite(x: jax.Array, **attributes: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from provider_odml.features import ConstantUse, Node, WeightUse
+from provider_odml.features import ConstantUse, Node, WeightUse, matrix_axes, quantized_blocks
 
 from .composite import Grid
 from .fold import Fold
@@ -41,23 +41,33 @@ def product_constant(
         input_scale: the scale of the other operand; None where the device finds it, or floats.
     """
     params = node.params
+    if use.tile_size is not None:
+        return _in_blocks(values, use, "rows" in params)
     if "rows" in params:
         return weight_on_grid(values, use, 0)
     if "features" in params:
         return weight_on_grid(values, use, params["features"][1], fold, input_scale)
     if params["batched"]:
         return weight_on_grid(values, use, None)
-    inner, free = weight_axes(node, slot, values.ndim)
+    inner, free = matrix_axes(params, slot, values.ndim)
     size = int(np.prod([values.shape[a] for a in inner]))
     matrix = values.transpose([*inner, *free]).reshape(size, -1)
     return weight_on_grid(matrix, use, 1 if use.channel_axes else None, fold, input_scale)
 
 
-def weight_axes(node: Node, slot: int, ndim: int) -> tuple[list[int], list[int]]:
-    """Return a parameter's contracted axes, in the operand's order, and the others."""
-    contracted = node.params["contracted"]
-    inner = [w for _, w in sorted(zip(contracted[1 - slot], contracted[slot], strict=True))]
-    return inner, [axis for axis in range(ndim) if axis not in inner]
+def _in_blocks(values: np.ndarray, use: WeightUse, is_table: bool) -> tuple[np.ndarray, Grid]:
+    """Return a parameter in blocks as a matrix, and its grid: those of training.
+
+    Rows of a table stay rows; a matmul's parameter is of the contracted axes and the others.
+    """
+    codes, scale, _ = jax.device_get(jax.jit(quantized_blocks, static_argnums=1)(values, use))
+    size = codes.shape[0] * codes.shape[1]
+    matrix, scales = (codes * scale).reshape(size, -1), scale.reshape(len(scale), -1)
+    if is_table:
+        matrix, scales = matrix.T, scales.T
+    axis = 0 if is_table else 1
+    grid = Grid(use.qtype, np.ascontiguousarray(scales), None, axis, True, int(use.tile_size or 0))
+    return np.ascontiguousarray(matrix), grid
 
 
 def weight_on_grid(

@@ -25,13 +25,13 @@ from provider_odml.features import (
     WeightUse,
     inverted,
     is_float,
+    matrix_axes,
 )
 
 from ..forms import FORMS, unsplat
 from ..forms import wall as walled
 from .collect import Collected
 from .composite import Grid, dynamic, fake_quant
-from .constants import weight_axes
 from .fold import Fold
 
 
@@ -57,8 +57,7 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        is_input = site.tensor.startswith(("args[", "kwargs[")) and not use.is_part
-        if is_operand and not is_input:
+        if is_operand and (use.is_part or site.maker is not None):
             # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)
@@ -214,7 +213,7 @@ class Device(Runtime):
         """Emit a contraction as that of rows and a matrix: FULLY_CONNECTED."""
         node = decision.node
         given = next(use.shape for use in node.uses if use.slot == slot)
-        _, free_w = weight_axes(node, slot, len(given))
+        _, free_w = matrix_axes(node.params, slot, len(given))
         inner_x = sorted(node.params["contracted"][1 - slot])
         free_x = [axis for axis in range(x.ndim) if axis not in inner_x]
         rows = x.astype(jnp.float32)

@@ -18,6 +18,7 @@ from ..errors import OdmlWarning
 from ..litert import Program, convert, integer_io, read
 from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
+from .blocks import marked, with_blocks
 from .collect import collect
 from .grids import checked, grids_of
 from .loops import Plain
@@ -115,6 +116,7 @@ def export_model(
     ]
     if quantizer:
         return export_with(quantizer, exported, model.provider.rules, io, timeout)
+    exported = marked(exported)
     file = _converted(exported, timeout, probing=False)
     if io == "int8":
         file = integer_io(file)
@@ -177,7 +179,7 @@ def _exported(name: str, signature: Signature, one: _Planned, stats: QuantStats 
 
 def _converted(exported: Sequence[Exported], timeout: float, probing: bool) -> bytes:
     programs: list[Program] = [one.converted(probing) for one in exported]
-    return convert(programs, timeout=timeout)
+    return with_blocks(convert(programs, timeout=timeout), exported)
 
 
 def _verified(
@@ -195,9 +197,11 @@ def _verified(
     if any(one.probes for one in exported):
         probe = _converted(exported, timeout, probing=True)
         for one in exported:
-            found, probed[one.name] = compare_sites(probe, one)
-            sites += found
+            found, probed[one.name], made = compare_sites(probe, one)
+            sites, outputs = [*sites, *found], [*outputs, *made]
     check_sites(sites)
+    check_outputs(outputs)
+    outputs = []
     for one in exported:
         results = compare_outputs(model, one, probed.get(one.name))
         if not all(result.same for result in results):

@@ -59,7 +59,8 @@ def grids_of(
     Raises:
         ManifestError: the statistics have not seen a site.
     """
-    needed = [key for key, site in plan.sites.items() if site.fixed is None]
+    # A tensor without elements is never seen: any range will do.
+    needed = [key for key, site in plan.sites.items() if site.fixed is None and 0 not in site.shape]
     unseen = [key for key in needed if not int(stats[origins[key][0]].count)]
     if unseen:
         names = sorted({origins[key][0] for key in unseen})
@@ -70,8 +71,8 @@ def grids_of(
         )
     grids = {}
     for key, site in plan.sites.items():
-        if site.fixed is not None:
-            lower, upper = map(jnp.float32, site.fixed)
+        if site.fixed is not None or 0 in site.shape:
+            lower, upper = map(jnp.float32, site.fixed or (0.0, 1.0))
             bounds = qn.Calibration(None if site.is_symmetric else lower, upper)
             grids[key] = grid_of(site, bounds)
         else:

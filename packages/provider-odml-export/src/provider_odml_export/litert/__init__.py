@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .blocks import Blocks, in_blocks
 from .converter import Program, artifact_version, convert
 from .faults import repair
 from .io import deduplicate, integer_io, with_outputs
@@ -10,6 +11,7 @@ from .reader import read
 from .run import Runner
 
 __all__ = [
+    "Blocks",
     "Model",
     "Op",
     "Program",
@@ -20,6 +22,7 @@ __all__ = [
     "artifact_version",
     "convert",
     "deduplicate",
+    "in_blocks",
     "integer_io",
     "read",
     "repair",

@@ -45,6 +45,19 @@ def channel_axes(params: Mapping[str, Any], side: int, ndim: int) -> tuple[int, 
     return tuple(axis for axis in range(ndim) if axis not in params["contracted"][side])
 
 
+def matrix_axes(
+    params: Mapping[str, Any], side: int, ndim: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the contracted axes of a matmul's operand, in LiteRT's order, and the others.
+
+    That order is the one of the other operand's axes, which LiteRT flattens as they are.
+    """
+    contracted = params["contracted"]
+    pairs = sorted(zip(contracted[1 - side], contracted[side], strict=True))
+    inner = tuple(axis for _, axis in pairs)
+    return inner, tuple(axis for axis in range(ndim) if axis not in inner)
+
+
 def output_channels(params: Mapping[str, Any], ndims: Sequence[int], side: int) -> tuple[int, ...]:
     """Return the axes of a contraction's output that hold its parameter's channels.
 

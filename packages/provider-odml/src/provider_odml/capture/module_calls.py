@@ -71,6 +71,12 @@ def max_pool(x: Any) -> Any:
 
 
 _PLACES = {"inputs": 1, "x": 1}
+_TRAINED_OTHERWISE = ("batch_norm_op", "dropout")
+"""The modules that compute something else in training than in evaluation."""
+
+
+def _scope(name: str | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if name is None else jax.named_scope(name)
 
 
 def bracketed(fn: Callable[..., Any], methods: dict[str, str]) -> Callable[..., Any]:
@@ -105,16 +111,17 @@ class _Bracket:
             return NotImplemented
         begin, end = globals()[f"{self._name}_begin"], globals()[self._name]
         name = getattr(args[0], "name", None)
-        scope = jax.named_scope(name) if isinstance(name, str) else contextlib.nullcontext()
-        if isinstance(place, int):
-            with scope:
-                x = begin(args[place])
-            out = call.proceed(args[0], x, *args[2:], **kwargs)
-        else:
-            with scope:
-                x = begin(kwargs[place])
-            out = call.proceed(*args, **{**kwargs, place: x})
-        scope = jax.named_scope(name) if isinstance(name, str) else contextlib.nullcontext()
-        with scope:
+        # A Linen module's operations have its name in their ids. Those of a module without a name
+        # are counted with all others, and training has more of them than evaluation.
+        is_named = isinstance(name, str)
+        inner = _scope(self._name if not is_named and self._name in _TRAINED_OTHERWISE else None)
+        with _scope(name if is_named else None):
+            x = begin(args[place] if isinstance(place, int) else kwargs[place])
+        with inner:
+            if isinstance(place, int):
+                out = call.proceed(args[0], x, *args[2:], **kwargs)
+            else:
+                out = call.proceed(*args, **{**kwargs, place: x})
+        with _scope(name if is_named else None):
             # equinox's BatchNorm returns its state beside.
             return (end(out[0]), *out[1:]) if isinstance(out, tuple) else end(out)

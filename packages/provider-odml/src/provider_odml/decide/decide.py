@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..capture.graph import ACTIVATION, Graph, Node
+from ..capture.graph import ACTIVATION, Graph, Node, Use
 from ..capture.ops import NoKernel, Passage, Scales
 from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
 from .fusion import Fusion, Ruled
-from .inputs import Inputs
-from .limits import INT16_FLOAT, MASK, NO_INT16
+from .inputs import Inputs, others
+from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks
 from .outputs import Outputs
 from .placed import Placed
 from .plan import Plan
@@ -46,6 +46,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
     """
     decider = _Decider(Ruled(graph, tuple(rules)), options)
     decisions = {node.op_id: decider.decide(node) for node in graph.nodes.values()}
+    decisions = _apart(decisions)
     used = {decision.rule for decision in decisions.values()}
     idle = [f"rule {i} has no effect: {one!r}" for i, one in enumerate(rules) if i not in used]
     return Plan(
@@ -55,6 +56,32 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
         frozenset(graph.functions),
         (*decider.problems, *idle),
     )
+
+
+def _apart(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+    """Return decisions that tell of inputs which are read in several ways.
+
+    The converter quantizes an input where it comes in, for all that read it: also for an output,
+    an operation in float or one at another scale.
+    """
+    readers: dict[str, set[str | None]] = {}
+    for decision in decisions.values():
+        for use in decision.node.activations:
+            if use.tensor is not None and use.tensor not in decisions:
+                read = decision.inputs.get(use.slot)
+                site = read.site if isinstance(read, SiteUse) else None
+                readers.setdefault(use.tensor, set()).add(site)
+    several = {tensor for tensor, sites in readers.items() if len(sites) > 1}
+
+    def told(decision: Decision) -> Decision:
+        slots = {use.slot for use in decision.node.activations if use.tensor in several}
+        inputs = {
+            slot: replace(use, is_part=True) if slot in slots and isinstance(use, SiteUse) else use
+            for slot, use in decision.inputs.items()
+        }
+        return replace(decision, inputs=inputs) if slots else decision
+
+    return {op_id: told(decision) for op_id, decision in decisions.items()}
 
 
 class _Decider:
@@ -116,6 +143,7 @@ class _Decider:
         if node.op.kind is not Scales.CONTRACTION:
             return Decision(node, index, is_float=True, reason=rule.reason)
         inputs = self._inputs.weights(node, rule)
+        self._check_blocks(node, rule, others(node))
         if inputs and rule.is_dynamic:
             inputs |= self._inputs.dynamic(node)
         reason = None if inputs else rule.reason
@@ -146,6 +174,8 @@ class _Decider:
             return Decision(node, index, is_float=True)
         if not rule.is_static:
             use = WeightUse(str(rule.weight_qtype), (0,), rule.weight_calibration_method)
+            if rule.tile_size is not None and self._check_blocks(node, rule, node.uses[:1]):
+                use = replace(use, tile_size=rule.tile_size, tiled_axes=(1,))
             return Decision(node, index, {0: use}, is_float=not node.params["rows"])
         inputs: dict[int | str, Quantize] = {0: ConstantUse("int8")}
         if rule.output_qtype == "int16":
@@ -160,6 +190,18 @@ class _Decider:
         self.placed.tables[table] = node.op_id
         self.placed.made[node.op_id] = table, "int8"
         return Decision(node, index, inputs)
+
+    def _check_blocks(self, node: Node, rule: OdmlRule, parameters: Sequence[Use]) -> bool:
+        """Return whether LiteRT has the blocks that a rule asks for; note the problem if not."""
+        if rule.tile_size is None:
+            return True
+        why = next(filter(None, (why_no_blocks(node, use, rule) for use in parameters)), None)
+        if why is not None:
+            self.problems.append(
+                f"{node.op_id}: {why}; give it a rule with another tile_size, or without one: one "
+                "scale per channel, as with strict=False"
+            )
+        return why is None
 
     def _float(self, node: Node, index: int | None) -> Decision:
         if node.op.kind is NoKernel.UNKNOWN and self._options.strict:

@@ -57,7 +57,8 @@ class SiteUse:
         observe: whether what is quantized here is what the range is about.
         device_only: whether training does nothing here: the value is on the grid anyhow, or
             gets there in the next operation.
-        is_part: whether what is quantized is a part of a tensor that others may read, too.
+        is_part: whether what is quantized is a part of a tensor that others may read, too, or an
+            input that others read at another scale or in float.
     """
 
     site: str
@@ -68,17 +69,21 @@ class SiteUse:
 
 @dataclass(frozen=True)
 class WeightUse:
-    """Quantize the parameter of a contraction: per channel, symmetric.
+    """Quantize the parameter of a contraction: per channel or in blocks, symmetric.
 
     Attributes:
         qtype: its qtype.
         channel_axes: the axes along which scales differ.
         method: the calibration method.
+        tile_size: how many values of a channel share a scale; None for all of them.
+        tiled_axes: the axes that blocks run along, in the order of the contracted values.
     """
 
     qtype: str
     channel_axes: tuple[int, ...]
     method: str
+    tile_size: int | None = None
+    tiled_axes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ..capture.channels import channel_axes
+from ..capture.channels import channel_axes, matrix_axes
 from ..capture.graph import ACTIVATION, Node, Use
 from ..capture.ops import Scales
 from .decision import ConstantUse, DynamicUse, Quantize, SiteUse, WeightUse
 from .fusion import Fusion
+from .limits import why_no_blocks
 from .placed import Placed
 from .rules import OdmlRule
 
@@ -42,7 +43,7 @@ class Inputs:
         if node.op.kind is Scales.CONTRACTION:
             found |= self.weights(node, rule)
         elif node.op.kind is Scales.ARITHMETIC and not fused:
-            for use in _others(node):
+            for use in others(node):
                 is_divisor = node.op.name == "truediv" and use.slot == 1
                 found[use.slot] = ConstantUse(str(rule.output_qtype), is_divisor)
         return found
@@ -57,10 +58,14 @@ class Inputs:
         if rule.weight_qtype is None:
             return {}
         found: dict[int | str, Quantize] = {}
-        for use in _others(node):
+        for use in others(node):
             axes = channel_axes(node.params, int(use.slot), len(use.shape))
-            axes = axes if self.per_channel else ()
-            found[use.slot] = WeightUse(rule.weight_qtype, axes, rule.weight_calibration_method)
+            how = rule.weight_qtype, axes, rule.weight_calibration_method
+            if why_no_blocks(node, use, rule) is None:
+                inner, _ = matrix_axes(node.params, int(use.slot), len(use.shape))
+                found[use.slot] = WeightUse(*how, rule.tile_size, inner)
+            else:
+                found[use.slot] = WeightUse(how[0], axes if self.per_channel else (), how[2])
         return found
 
     def dynamic(self, node: Node) -> dict[int | str, Quantize]:
@@ -141,6 +146,6 @@ class Inputs:
         return SiteUse(key, observe=observe, is_part=use.is_part)
 
 
-def _others(node: Node) -> list[Use]:
+def others(node: Node) -> list[Use]:
     """Return the operands that are parameters or constants."""
     return [use for use in node.uses if use.role != ACTIVATION]

@@ -5,9 +5,11 @@ Found by converting and running each operation (litert-converter 0.5, ai-edge-li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
-from ..capture.graph import ACTIVATION, Node
+from ..capture.channels import matrix_axes
+from ..capture.graph import ACTIVATION, Node, Use
 from ..capture.ops import Scales
 from .rules import OdmlRule
 
@@ -65,4 +67,31 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         shapes = {use.shape for use in node.uses}
         if len(shapes) > 1 and not fused(node):
             return "LiteRT adds no int16 of different shapes"
+    return None
+
+
+def why_no_blocks(node: Node, use: Use, rule: OdmlRule) -> str | None:
+    """Return why LiteRT has no blocks of a rule's size for a parameter, or None.
+
+    Args:
+        node: the operation that reads it.
+        use: the parameter.
+        rule: the operation's rule.
+    """
+    if rule.tile_size is None:
+        return "the rule asks for none"
+    if node.op.kind is Scales.LOOKUP:
+        size = use.shape[-1]
+        if not node.params["rows"] or len(use.shape) != 2:
+            return "LiteRT has blocks for rows of a matrix alone"
+    else:
+        if node.op.name != "dot_general" or node.params["batched"]:
+            return "LiteRT has blocks for matmuls with one matrix of parameters alone"
+        if rule.weight_qtype != "int4" or not rule.is_dynamic:
+            return "LiteRT multiplies blocks of int4 alone, with input_qtype='int8'"
+        inner, _ = matrix_axes(node.params, int(use.slot), len(use.shape))
+        size = math.prod(use.shape[axis] for axis in inner)
+    if size % rule.tile_size:
+        what = "rows" if node.op.kind is Scales.LOOKUP else "the contracted axes"
+        return f"blocks of {rule.tile_size} do not divide {what}, which have {size} values"
     return None

@@ -12,6 +12,8 @@ from interception_core import check_pattern, matches_path
 WEIGHT_QTYPES = ("int8", "int4", "int2")
 OUTPUT_QTYPES = ("int8", "int16")
 INPUT_QTYPES = ("int8",)
+TILE_SIZES = (32, 64, 128, 256)
+"""What LiteRT's format of blocks has. XNNPACK's kernel takes multiples of 32."""
 MOST_STEPS = 128
 """Loops of more steps have one static range for all of them, unless their rule says otherwise."""
 
@@ -38,6 +40,9 @@ class OdmlRule:
         output_qtype: format of outputs, with a static range: ``"int8"`` (with a zero point),
             ``"int16"`` (symmetric) or None.
         input_qtype: format of inputs, with a dynamic range: ``"int8"`` or None.
+        tile_size: how many values along the contracted axis share a scale: 32, 64, 128 or 256, of
+            ``"int4"`` parameters of matmuls with a dynamic range, and of ``"int4"`` or ``"int2"``
+            tables along their rows. None is one scale per channel, or per row.
         weight_calibration_method: as in ``quant_numerics.calibrate``; symmetric.
         act_calibration_method: the same. None is ``"minmax"``.
         act_batch_axes: axes of which the mean of the ranges is taken; the extremes are taken
@@ -58,6 +63,7 @@ class OdmlRule:
     weight_qtype: Any = None
     output_qtype: Any = None
     input_qtype: Any = None
+    tile_size: int | None = None
     weight_calibration_method: str = "absmax"
     act_calibration_method: str | None = None
     act_batch_axes: Collection[int] | None = None
@@ -97,6 +103,7 @@ class OdmlRule:
         if self.output_qtype is not None and self.input_qtype is not None:
             raise self._error("input_qtype", "None where output_qtype, which is for inputs, too, "
                               "is set")  # fmt: skip
+        self._tile_size()
         if self.static_range not in (None, "step", "joined"):
             raise self._error("static_range", "None, 'step' or 'joined'")
         if self.static_range is not None and not self.is_static:
@@ -139,6 +146,7 @@ class OdmlRule:
     def __str__(self) -> str:
         bits = {"int8": "8", "int4": "4", "int2": "2", "int16": "16"}
         weight = f"W{bits[self.weight_qtype]}" if self.weight_qtype else ""
+        weight += f"/{self.tile_size}" if self.tile_size else ""
         acts = self.output_qtype or self.input_qtype
         act = f"A{bits[acts]}" if acts else ""
         mode = " static" if self.is_static else " dynamic" if self.is_dynamic else " weight-only"
@@ -158,6 +166,18 @@ class OdmlRule:
         if name not in allowed:
             raise self._error(field, f"None or one of {', '.join(allowed)}")
         return name
+
+    def _tile_size(self) -> None:
+        if self.tile_size is None:
+            return
+        if type(self.tile_size) is not int or self.tile_size not in TILE_SIZES:
+            raise self._error("tile_size", f"None or one of {', '.join(map(str, TILE_SIZES))}")
+        if self.weight_qtype not in ("int4", "int2"):
+            raise self._error("tile_size", "None where weight_qtype is not 'int4' or 'int2': "
+                              "LiteRT has no other blocks")  # fmt: skip
+        if self.is_static:
+            raise self._error("tile_size", "None where output_qtype is set: LiteRT multiplies "
+                              "blocks with a dynamic range alone, input_qtype='int8'")  # fmt: skip
 
     def _method(self, field: str) -> None:
         value = getattr(self, field)

@@ -22,7 +22,8 @@ class Row:
     Attributes:
         op_id: its id.
         operands: dtype and shape of the arrays that it reads, as ``f32[8,64]``.
-        qtypes: the type of each on the device; None for a float, and where it is fused.
+        qtypes: the type of each on the device, as "int4/32" in blocks of 32; None for a float, and
+            where it is fused.
         kernel: what computes it: "integer", a kernel of LiteRT; "fused", the kernel of another
             operation; "float, integer weight", a kernel for floats whose parameter is stored as
             integers; "float".
@@ -142,6 +143,8 @@ def _qtype(use: Use, decision: Decision, plan: Decisions) -> str | None:
     """Return the type of an operand on the device."""
     placed = decision.inputs.get(use.slot)
     match placed:
+        case WeightUse(qtype=qtype, tile_size=int(size)):
+            return f"{qtype}/{size}"
         case WeightUse(qtype=qtype) | ConstantUse(qtype=qtype):
             return qtype
         case DynamicUse():

@@ -9,6 +9,7 @@ from ..bodies import scan_again as scan_again
 from ..bodies import while_again as while_again
 
 # A program's operations and tensors.
+from ..capture.channels import matrix_axes as matrix_axes
 from ..capture.graph import Node as Node
 from ..capture.graph import Use as Use
 from ..capture.ops import PRIMITIVE as PRIMITIVE
@@ -41,6 +42,7 @@ from ..jaxprs import program_of as program_of
 # A plan replayed, and the ranges that it was trained with.
 from ..train.manifest import Manifest as Manifest
 from ..train.noise import noise_to_signal as noise_to_signal
+from ..train.parameters import quantized_blocks as quantized_blocks
 from ..train.replay import Replay as Replay
 from ..train.replay import Runtime as Runtime
 from ..train.replay import inverted as inverted

@@ -23,9 +23,12 @@ def noise_to_signal(exact: jax.Array, rounded: jax.Array) -> jax.Array:
     element of one token in many transformers has. All other rows may be lost then.
 
     Args:
-        exact: float array; its rows are its last axis. Rows of zeros don't count.
+        exact: float array; its rows are its last axis. Rows of zeros don't count, nor does an
+            array of nothing.
         rounded: the same, rounded.
     """
+    if not exact.size:
+        return jnp.float32(0)
     exact, rounded = (jnp.atleast_1d(x).astype(jnp.float32) for x in (exact, rounded))
     power = jnp.sum(exact**2, -1)
     ratio = jnp.sum((rounded - exact) ** 2, -1) / power

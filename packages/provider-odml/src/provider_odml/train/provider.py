@@ -44,7 +44,7 @@ class OdmlQatProvider:
         params_argnum: index of the positional argument that holds the parameters.
         engine: "trace" (the default where it is installed): JIT stays on; or "patch", which runs
             programs with JIT off, as Qwix does.
-        disable_per_channel_weights: one scale for each parameter.
+        disable_per_channel_weights: one scale for each parameter; blocks have theirs.
         fixed_range_for_inputs: (lower, upper) of the model's float inputs.
         fixed_range_for_outputs: (lower, upper) of the model's outputs.
         average: how ranges are averaged over the steps: ``quant_numerics.MovingAverage()`` (the
