@@ -57,8 +57,7 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        is_input = site.tensor.startswith(("args[", "kwargs[")) and not use.is_part
-        if is_operand and not is_input:
+        if is_operand and (use.is_part or site.maker is not None):
             # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)
