@@ -42,6 +42,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-fused",
     ],
+    "provider-xla-lora": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-lora",
+    ],
     "provider-xla-passes": [
         "interception-core",
         "hijax-trace",
@@ -103,6 +110,10 @@ CHECKS = {
     "provider-xla-fused": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider(xla.QuantizationRule(kernel='fused')).plan(jax.nn.softmax, w); "
     "assert 'softmax' in str(plan), plan",
+    "provider-xla-lora": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider(xla.Rule(weight='int8', lora=2)).plan(jnp.dot, w, w); "
+    "adapters = plan.init_adapters(jax.random.key(0)); stored = plan.quantize(w); "
+    "plan.apply()(stored, w, adapters=adapters); plan.merge(stored, adapters)",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",

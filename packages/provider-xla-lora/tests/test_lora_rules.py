@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxtap_testkit.numbers import normal
 from jaxtap_testkit.xla_samples import dense
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import LoraRule, PtqProvider
 
 W = normal(16, 8) / 4
 STACK = normal(3, 16, 8, seed=1) / 4
@@ -49,7 +49,7 @@ def test_gradients_of_adapters_are_those_of_merged_parameters(name, act_qtype):
     def fn(params, x):
         return program(x, params["w"])
 
-    rule = QuantizationRule(weight_qtype="int8", act_qtype=act_qtype, rank=2)
+    rule = LoraRule(weight_qtype="int8", act_qtype=act_qtype, rank=2)
     plan = PtqProvider(rule).plan(fn, params, X)
     assert not plan.problems
     stored, adapters = plan.quantize(params), plan.init_adapters(jax.random.key(1))
@@ -74,7 +74,7 @@ def test_gradients_of_adapters_are_those_of_merged_parameters(name, act_qtype):
 
 @pytest.mark.slow
 def test_an_expert_that_the_data_choose_trains_or_is_a_problem():
-    plan = PtqProvider(QuantizationRule(weight_qtype="int8", rank=2)).plan(expert, STACK, X)
+    plan = PtqProvider(LoraRule(weight_qtype="int8", rank=2)).plan(expert, STACK, X)
     if plan.problems:
         return
     stored, adapters = plan.quantize(STACK), plan.init_adapters(jax.random.key(1))

@@ -14,18 +14,19 @@ import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.xla_samples import block, draw, make
 from provider_xla import (
-    LoraPlan,
+    AdapterPlan,
+    LoraRule,
     PtqProvider,
     QtProvider,
-    QtRule,
     QuantizationError,
     QuantizationRule,
     QuantizationWarning,
+    Rule,
 )
 
 pytestmark = pytest.mark.sample(2)
 
-QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=3.0)
+QLORA = LoraRule(weight_qtype="int8", rank=2, alpha=3.0)
 
 
 def dense(w, x):
@@ -44,12 +45,12 @@ def test_the_table_shows_ranks(case):
     text = str(plan)
     assert "float x int8 + rank 2" in text
     assert "1 parameters have adapters: 28 numbers to train" in text
-    assert plan.ops[0].rank == 2
-    found = json.loads(json.dumps(plan.as_json()))["lora"]
-    assert found[0]["a_shape"] == [8, 2]
+    assert plan.ops[0].adapter == "rank 2"
+    found = json.loads(json.dumps(plan.as_json()))["adapters"]
+    assert found[0]["shapes"] == {"a": [8, 2], "b": [2, 6]}
     assert found[0]["ops"] == ["matmul:0"]
-    assert isinstance(plan.lora["args[0]"], LoraPlan)
-    float_plan = PtqProvider(QuantizationRule(rank=2)).plan(dense, *draw((8, 6), (4, 8)))
+    assert isinstance(plan.adapters["args[0]"], AdapterPlan)
+    float_plan = PtqProvider(LoraRule(rank=2)).plan(dense, *draw((8, 6), (4, 8)))
     assert "float + rank 2" in str(float_plan)
     assert not float_plan.weights
 
@@ -65,7 +66,7 @@ def test_the_table_shows_ranks(case):
 def test_merge_adds_in_the_parameters_place(rank, qtype, dtype, seed):
     fn, x = block, draw((4, 8), dtype=dtype)[0]
     w = draw((8, 6), dtype=dtype, seed=seed)[0]
-    plan = PtqProvider(QuantizationRule(weight_qtype=qtype, rank=rank, alpha=5)).plan(fn, w, x)
+    plan = PtqProvider(LoraRule(weight_qtype=qtype, rank=rank, alpha=5)).plan(fn, w, x)
     stored = plan.quantize(w)
     rng = np.random.default_rng(seed)
     a, b = rng.normal(size=(8, rank)), rng.normal(size=(rank, 6))
@@ -116,7 +117,7 @@ def test_merge_leaves_the_rest():
     params = dict(zip(("u", "v", "bias"), draw((8, 6), (6, 7), (1, 7)), strict=True))
     rules = [QuantizationRule(module_path="first", weight_qtype="int8"), QLORA]
     plan = PtqProvider(rules).plan(fn, params, draw((4, 8))[0])
-    assert list(plan.lora) == ["args[0]['v']"]
+    assert list(plan.adapters) == ["args[0]['v']"]
     stored = plan.quantize(params)
     found = plan.merge(stored, plan.init_adapters(jax.random.key(0)))
     np.testing.assert_array_equal(found["u"], qn.dequantize(stored["u"]))
@@ -126,37 +127,35 @@ def test_merge_leaves_the_rest():
 
 def test_one_parameter_has_one_adapter():
     fn, params, x = make("tied")
-    rules = [QuantizationRule(op_names=["take"], weight_qtype="int8", rank=3), QLORA]
+    rules = [LoraRule(op_names=["take"], weight_qtype="int8", rank=3), QLORA]
     with pytest.warns(
         QuantizationWarning, match="is ambiguous: rule 1 gives it an adapter of rank 2"
     ):
         plan = PtqProvider(rules).plan(fn, params, x)
-    assert plan.lora["args[0]['table']"].rank == 2  # the contraction's
+    assert plan.adapters["args[0]['table']"].form.rank == 2  # the contraction's
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"rank": 0}, "QuantizationRule.rank must be None or a positive integer. Got 0."),
-        ({"rank": 2.0}, "rank must be None or a positive integer. Got 2.0."),
-        ({"rank": True}, "rank must be None or a positive integer. Got True."),
-        ({"alpha": 8}, "alpha must be None where rank is None. Got 8."),
+        ({"rank": 0}, "LoraRule.rank must be a positive integer. Got 0."),
+        ({"rank": 2.0}, "rank must be a positive integer. Got 2.0."),
+        ({"rank": True}, "rank must be a positive integer. Got True."),
         ({"rank": 2, "alpha": "8"}, "alpha must be None or a finite number. Got '8'."),
         ({"rank": 2, "alpha": float("nan")}, "alpha must be None or a finite number. Got nan."),
         ({"rank": 2, "dropout": 1.0}, r"dropout must be a number in [0, 1). Got 1.0."),
         ({"rank": 2, "dropout": -0.1}, r"dropout must be a number in [0, 1). Got -0.1."),
-        ({"dropout": 0.1}, "dropout must be 0 where rank is None. Got 0.1."),
     ],
 )
 def test_fields(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        QuantizationRule(**fields)
+        LoraRule(**fields)
 
 
 def test_training_in_low_precision_has_no_adapters():
-    message = "QtRule.rank must be None: adapters are trained beside parameters"
+    message = "A rule for training must have no adapters: they are trained beside parameters"
     with pytest.raises(ValueError, match=message):
-        QtRule(weight_qtype="int8", rank=2)
+        Rule(weight="int8", lora=2, gradient="int8")
     with pytest.raises(ValueError, match=message):
         QtProvider(QLORA)
 
@@ -170,13 +169,13 @@ def test_ranks_that_are_too_large():
     with raises(
         r"args\[0\], an operand of matmul:0: rank 7 .* 8 contracted by 6 kept .* at most 6"
     ):
-        PtqProvider(QuantizationRule(rank=7)).plan(dense, w, x)
-    assert PtqProvider(QuantizationRule(rank=6)).plan(dense, w, x).lora
+        PtqProvider(LoraRule(rank=7)).plan(dense, w, x)
+    assert PtqProvider(LoraRule(rank=6)).plan(dense, w, x).adapters
 
 
 def test_integer_parameters():
     with raises(r"Rule 0 .* args\[0\], .* it is int32\[8,6\], and only floats"):
-        PtqProvider(QuantizationRule(rank=2)).plan(
+        PtqProvider(LoraRule(rank=2)).plan(
             dense, jnp.ones((8, 6), jnp.int32), jnp.ones((4, 8), jnp.int32)
         )
 
@@ -188,11 +187,9 @@ def test_the_patch_engine():
 
 def test_derived_weights_get_no_adapter():
     with pytest.warns(QuantizationWarning, match=r"args\[0\] gets no adapter from matmul:0"):
-        plan = PtqProvider(QuantizationRule(rank=2)).plan(
-            lambda w, x: x @ (w * 2), *draw((8, 6), (4, 8))
-        )
-    assert not plan.lora
-    with raises("This plan has no adapters: no rule with a rank decides"):
+        plan = PtqProvider(LoraRule(rank=2)).plan(lambda w, x: x @ (w * 2), *draw((8, 6), (4, 8)))
+    assert not plan.adapters
+    with raises("This plan has no adapters: no rule that asks for one decides"):
         plan.init_adapters(jax.random.key(0))
     with raises("This plan has no adapters"):
         plan.apply(dense)(*draw((8, 6), (4, 8)), adapters={})

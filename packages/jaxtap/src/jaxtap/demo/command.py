@@ -13,13 +13,10 @@ import numpy as np
 
 from interception_core import demo_kit, get_provider
 
-from ..forms.tree import is_stored
-from ..rules.presets import preset
-
 if TYPE_CHECKING:
-    from ..plan.plan import Plan
-    from .models import Model
+    from provider_xla import Plan
 
+    from .models import Model
 
 FORMATS = ("w8a8", "w4a8")
 """The presets that are shown."""
@@ -61,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         JaxtapError: a library that the demo needs is missing, or there is nowhere to write to.
     """
-    demo_kit.ready(args, "provider-xla[demo]")
+    demo_kit.ready(args, "jaxtap[xla]")
     from .models import MODELS
     from .training import EPOCHS, train
 
@@ -101,6 +98,9 @@ def _quantize(
     Returns:
         The outcomes, and the plan for the first format.
     """
+    from provider_xla import PtqProvider
+    from provider_xla.features import is_stored
+
     images, labels = digits.test_images, digits.test_labels
 
     def digits_of(fn: Any, params: Any) -> Any:
@@ -113,7 +113,8 @@ def _quantize(
     for name in FORMATS:
         # The patch engine can't tell weights that a program computes from activations: unless it is
         # told otherwise it quantizes both, and the engines' tables would differ.
-        rule = dataclasses.replace(preset(name), weights_only=True)
+        (rule,) = PtqProvider(name).rules
+        rule = dataclasses.replace(rule, weights_only=True)
         provider = get_provider("ptq", rules=rule, engine=engine)
         plan = provider.plan(model.apply, params, images)
         qvalue = plan.quantize(params, prepack=False)

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from interception_core.demo_kit import Digits
+from jaxtap.demo import MODELS, train
 from provider_xla import QtProvider, QtRule
-from provider_xla.demo.models import MODELS
-from provider_xla.demo.training import train
 
 SEED = 0
 RULES = [

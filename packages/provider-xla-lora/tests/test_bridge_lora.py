@@ -18,6 +18,7 @@ from jaxtap_testkit.bridge_nets import (
 from jaxtap_testkit.numbers import normal
 from provider_xla import (
     AdaptedWeight,
+    LoraRule,
     PtqProvider,
     QtProvider,
     QuantizationError,
@@ -32,7 +33,7 @@ nnx = pytest.importorskip("flax.nnx")
 eqx = pytest.importorskip("equinox")
 traverse_util = pytest.importorskip("flax.traverse_util")
 
-QLORA = QuantizationRule(module_path=".*(up|down)", weight_qtype="int8", rank=2, alpha=4.0)
+QLORA = LoraRule(module_path=".*(up|down)", weight_qtype="int8", rank=2, alpha=4.0)
 LABELS = jnp.asarray([0, 2])
 
 
@@ -48,7 +49,7 @@ def cross_entropy(logits):
 def test_nnx_trains_adapters_with_its_own_optimizer():
     net = nnx_net()
     model = quantize_model(net, ptq(), TOKENS)
-    assert sorted(model_plan(model).lora) == [
+    assert sorted(model_plan(model).adapters) == [
         f"args[0]['blocks'][{i}]['{name}']['kernel']" for i in (0, 1) for name in ("down", "up")
     ]
     plain = quantize_model(
@@ -115,7 +116,7 @@ def test_a_tied_table_has_one_adapter():
         def __call__(self, tokens):
             return self.embed.attend(self.again(self.output(self.embed(tokens))))
 
-    rule = QuantizationRule(weight_qtype="int8", rank=2)
+    rule = LoraRule(weight_qtype="int8", rank=2)
     model = quantize_model(Tied(nnx.Rngs(0)), ptq(rule), TOKENS)
     variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     assert len(variables) == 4
@@ -147,7 +148,7 @@ def test_lists_of_parameters_and_stacks_of_modules():
             return nnx.scan(lambda block, x: block(x), **axes)(self.blocks, x)
 
     x = normal(4, 8)
-    rule = QuantizationRule(weight_qtype="int8", rank=2)
+    rule = LoraRule(weight_qtype="int8", rank=2)
     model = quantize_model(Net(nnx.Rngs(0)), ptq(rule), x)
     variables = nnx.to_flat_state(nnx.state(model, nnx.LoRAParam))
     assert {"/".join(path): variable.shape for path, variable in variables} == {
@@ -221,12 +222,12 @@ def test_a_decoder_with_einsum_projections_is_trained_by_a_trainer_of_adapters()
     positions = jnp.broadcast_to(jnp.arange(9.0), (4, 9))
     mask = jnp.tril(jnp.ones((9, 9), bool))
     rules = [
-        QuantizationRule(module_path="layers/.*", weight_qtype="nf4", rank=4, weights_only=True),
+        LoraRule(module_path="layers/.*", weight_qtype="nf4", rank=4, weights_only=True),
         QuantizationRule(weight_qtype="int8", weights_only=True),
     ]
     net = Decoder(nnx.Rngs(0))
     model = quantize_model(net, PtqProvider(rules), tokens, positions, None, mask)
-    assert len(model_plan(model).lora) == 10
+    assert len(model_plan(model).adapters) == 10
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.LoRAParam)
     frozen = jax.tree.leaves(nnx.state(model, nnx.Not(nnx.LoRAParam)))
 
@@ -293,7 +294,7 @@ def test_linen_keeps_adapters_in_a_collection():
 
 def test_equinox_trains_what_its_partition_selects():
     net = equinox_net()
-    rule = QuantizationRule(module_path=".*mlp.*", weight_qtype="int8", rank=2, alpha=4.0)
+    rule = LoraRule(module_path=".*mlp.*", weight_qtype="int8", rank=2, alpha=4.0)
     model = quantize_model(net, ptq(rule), TOKENS[0])
     weights = [
         x
@@ -341,7 +342,7 @@ def test_the_frozen_rest_gets_no_gradient():
 
 
 def test_dropout_is_drawn_from_the_key_of_a_call():
-    rule = QuantizationRule(module_path=QLORA.module_path, rank=2, dropout=0.5)
+    rule = LoraRule(module_path=QLORA.module_path, rank=2, dropout=0.5)
     model = quantize_model(nnx_net(), ptq(rule), TOKENS, adapter_key=jax.random.key(7))
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
         variable[...] = variable[...] + 0.5

@@ -54,7 +54,7 @@ def test_as_the_merged_parameter(name, form, without):
     fn, params, x = PROGRAMS[name]
     with installed_plugins(without=without):
         plan = xla.PtqProvider(RULES[form]).plan(fn, params, x)
-        assert plan.lora, "it has no adapter"
+        assert plan.adapters, "it has no adapter"
         adapters = jax.tree.map(
             lambda x: normal(*x.shape, seed=1) / 4, plan.init_adapters(jax.random.key(1))
         )

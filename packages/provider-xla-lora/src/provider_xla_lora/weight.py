@@ -1,9 +1,8 @@
-"""A parameter with its adapter: as a leaf, and within a program."""
+"""LoraWeight: a parameter with its adapter, within a program."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -17,77 +16,7 @@ from hijax_trace import ArrayProxy, Move, MoveError, Part
 from interception_core import OpCall
 from quant_numerics import Contraction
 
-from ..plan.lora import LoraForm
 from .contract import adapter_contraction, delta_of
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True, eq=False)
-class AdaptedWeight:
-    """A parameter that has an adapter. A pytree of its arrays.
-
-    Attributes:
-        base: the parameter, an array or stored; None where another leaf holds it.
-        a: first factor, float ``form.a_shape``.
-        b: second factor, float ``form.b_shape``.
-        form: how both are a part of the parameter (static).
-    """
-
-    base: Any
-    a: Any
-    b: Any
-    form: LoraForm = dataclasses.field(metadata={"static": True})
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter."""
-        return self.form.shape
-
-    @property
-    def ndim(self) -> int:
-        """Number of its axes."""
-        return len(self.form.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of its elements."""
-        return math.prod(self.form.shape)
-
-    @property
-    def dtype(self) -> Any:
-        """Return its dtype."""
-        return self.base.dtype
-
-
-def _form_of(fields: Mapping[str, Any]) -> LoraForm:
-    """Return the form with these fields, as JSON has them."""
-    values: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
-    }
-    return LoraForm(**values)
-
-
-qn.register_serialization(AdaptedWeight, dataclasses.asdict, _form_of)
-
-
-def is_adapted(node: Any) -> bool:
-    """Return whether a node of parameters has an adapter."""
-    return isinstance(node, AdaptedWeight)
-
-
-def adapter_mask(tree: Any) -> Any:
-    """Return a tree of bools: True for the arrays of adapters.
-
-    It is a filter for ``equinox.partition`` and a mask for ``optax.masked``.
-
-    Args:
-        tree: parameters, such as an Equinox model or the variables of a Linen module.
-    """
-
-    def one(leaf: Any) -> Any:
-        return dataclasses.replace(leaf, base=False, a=True, b=True) if is_adapted(leaf) else False
-
-    return jax.tree.map(one, tree, is_leaf=is_adapted)
 
 
 @jax.tree_util.register_dataclass

@@ -9,7 +9,7 @@ from jax import lax
 from jaxtap_testkit import fake_kernels
 from jaxtap_testkit.fake_kernels import kernels  # noqa: F401
 from jaxtap_testkit.xla_samples import draw
-from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+from provider_xla import LoraRule, PrepackedWeight, PtqProvider
 from provider_xla.run.contraction import quantized_contraction
 
 
@@ -33,7 +33,7 @@ PROGRAMS = {
 def test_the_base_contraction_runs_in_its_kernel(program, qtype):
     fn, shape = PROGRAMS[program]
     w, x = draw(shape, (8, 32))
-    plan = PtqProvider(QuantizationRule(weight_qtype=qtype, rank=4)).plan(fn, w, x)
+    plan = PtqProvider(LoraRule(weight_qtype=qtype, rank=4)).plan(fn, w, x)
     stored = plan.quantize(w)
     assert isinstance(stored, PrepackedWeight)
     adapters = jax.tree.map(lambda a: a + 0.05, plan.init_adapters(jax.random.key(0)))

@@ -9,9 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.meshes import line, put
 from jaxtap_testkit.xla_samples import draw
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import LoraRule, PtqProvider
 
-RULE = QuantizationRule(weight_qtype="int8", rank=4, alpha=6)
+RULE = LoraRule(weight_qtype="int8", rank=4, alpha=6)
 X, W = draw((16, 64), (64, 32))
 
 

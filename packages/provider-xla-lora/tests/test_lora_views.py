@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.weight_idioms import IDIOMS, MASK, W, X, draw
-from provider_xla import PtqProvider, QuantizationRule, QuantizationWarning
+from provider_xla import LoraRule, PtqProvider, QuantizationWarning
 
-QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=4.0)
+QLORA = LoraRule(weight_qtype="int8", rank=2, alpha=4.0)
 # Those of whose parameters all weights are computed: they get none, and the plan says which.
 COMPUTED = {
     "mask": "args[0]",
@@ -65,7 +65,7 @@ def test_views_and_what_is_used_as_it_is_have_adapters(name):
     fn, params = IDIOMS[name]
     params = jax.tree.map(jnp.asarray, params)
     plan = plan_of(fn, params)
-    assert len(plan.lora) == len(jax.tree.leaves(params))
+    assert len(plan.adapters) == len(jax.tree.leaves(params))
     check(plan, fn, params)
 
 
@@ -74,7 +74,7 @@ def test_views_and_what_is_used_as_it_is_have_adapters(name):
 def test_what_weights_are_computed_from_is_named(name):
     fn, params = IDIOMS[name]
     plan = plan_of(fn, jax.tree.map(jnp.asarray, params))
-    assert not plan.lora
+    assert not plan.adapters
     (told, *_) = [text for text in plan.problems if "no adapter" in text]
     assert told.startswith(f"{COMPUTED[name]} get")
     assert "is computed from it" in told
@@ -87,8 +87,8 @@ def test_the_parts_of_a_split_have_parts_of_one_adapter():
 
     params = {"qkv": jnp.asarray(draw(8, 12))}
     plan = plan_of(fn, params)
-    one = plan.lora["args[0]['qkv']"]
-    assert (one.a_shape, one.b_shape) == ((8, 2), (2, 12))
+    one = plan.adapters["args[0]['qkv']"]
+    assert (one.shapes["a"], one.shapes["b"]) == ((8, 2), (2, 12))
     assert len(one.ops) == 3
     check(plan, fn, params)
     # The parts keep their integers: the adapter is not multiplied out.
@@ -108,8 +108,8 @@ def test_parts_of_stacks_that_the_program_chooses():
         return x @ p[chosen] + x @ lax.dynamic_index_in_dim(p, 1 - chosen // 2, 0, False)
 
     plan = plan_of(fn, experts)
-    one = plan.lora["args[0]"]
-    assert (one.a_shape, one.b_shape) == ((4, 8, 2), (4, 2, 6))
+    one = plan.adapters["args[0]"]
+    assert (one.shapes["a"], one.shapes["b"]) == ((4, 8, 2), (4, 2, 6))
     check(plan, fn, experts)
 
 
@@ -121,7 +121,10 @@ def test_a_tied_head_that_is_transposed():
         return jnp.tanh(p[tokens]) @ p.T
 
     plan = plan_of(fn, table, tokens)
-    assert (plan.lora["args[0]"].a_shape, plan.lora["args[0]"].b_shape) == ((8, 2), (2, 11))
+    assert (plan.adapters["args[0]"].shapes["a"], plan.adapters["args[0]"].shapes["b"]) == (
+        (8, 2),
+        (2, 11),
+    )
     check(plan, fn, table, tokens)
 
 
@@ -131,7 +134,7 @@ def test_what_is_computed_from_an_adapted_parameter_sees_its_adapter():
 
     params = {"w": jnp.asarray(W), "g": jnp.asarray(draw(6, seed=3))}
     plan = plan_of(fn, params)
-    assert list(plan.lora) == ["args[0]['w']"]
+    assert list(plan.adapters) == ["args[0]['w']"]
     assert any("args[0]['g'] gets no adapter" in text for text in plan.problems)
     # Without an adapter nothing of g would be kept: with one it is needed at each call.
     assert not plan.absorbed

@@ -8,10 +8,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from interception_core import Provider
-
-from ..errors import QuantizationError
-from ..program.arrays import prefix_of
-from .bridge import Bridge
+from provider_xla import Bridge, QuantizationError
+from provider_xla.features import prefix_of
 
 NAMES = ("cache", "state")
 """Names for the argument that holds a model's caches: the first that the method doesn't use."""
@@ -22,16 +20,14 @@ def planned_function(
 ) -> tuple[Callable[..., Any], Mapping[str, Any]]:
     """Return a method as a plan takes it, with its extra arguments.
 
-    If rules are about caches, the caches that the model holds become an argument, and the updated
-    ones a result. The other arguments have the method's names.
+    The caches that the model holds become an argument, and the updated ones a result. The other
+    arguments have the method's names.
 
     Raises:
         QuantizationError: a rule for caches names the parameters.
     """
-    fn = bridge.function(model, method)
-    if not getattr(provider, "cache_rules", ()):
-        return fn, {}
-    wrong = next((rule for rule in provider.cache_rules if rule.argument == 0), None)
+    fn, rules = bridge.function(model, method), getattr(provider, "cache_rules", ())
+    wrong = next((rule for rule in rules if rule.argument == 0), None)
     if wrong is not None:
         raise QuantizationError(
             "A CacheRule of a model object must name an argument of its method, or 'cache' for the "
@@ -63,21 +59,7 @@ class _Method:
         return self.run(parameters, *first, *args, **kwargs)
 
 
-def check_planned(model: Any, provider: Provider) -> None:
-    """Check that rules work without a plan.
-
-    Raises:
-        QuantizationError: a rule is about caches, which a plan finds.
-    """
-    if getattr(provider, "cache_rules", ()):
-        raise QuantizationError(
-            f"A {type(model).__name__} must hold its variables for a CacheRule, got one that is "
-            "not bound. Bind it: quantize_model(net.bind(variables, mutable=['cache']), provider, "
-            "x); or plan the function that calls net.apply."
-        )
-
-
-def with_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
+def put_caches(bridge: Bridge, model: Any, plan: Any, held: Mapping[str, Any]) -> Any:
     """Return a rebuilt model with the caches quantized that the plan carries."""
     for name, caches in held.items():
         carried = [one for one in plan.caches.values() if one.axis is not None]

@@ -6,8 +6,8 @@ import optax
 import pytest
 
 from interception_core.demo_kit import BATCH, Digits
-from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.demo.models import MODELS
+from jaxtap.demo import MODELS
+from provider_xla import LoraRule, PtqProvider
 
 MODEL = MODELS[1]  # attention
 EPOCHS, SEED = 8, 0
@@ -71,7 +71,7 @@ def in_full(digits, base):
 
 @pytest.mark.slow
 def test_learns_as_well_as_in_full(digits, base, in_full):
-    rule = QuantizationRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.02)
+    rule = LoraRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.02)
     plan = PtqProvider(rule).plan(MODEL.apply, base, digits.train_images[:BATCH])
     stored, run = plan.quantize(base), plan.apply(MODEL.apply)
     images, labels = turned(digits.train_images), digits.train_labels

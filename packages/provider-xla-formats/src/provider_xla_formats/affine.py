@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import Move, MoveError, Part
 from interception_core import get_form
+from provider_xla.features import AroundStored
 from quant_numerics import Contraction, Matmul, RaggedMatmul
-
-from .around import AroundStored
 
 
 @jax.tree_util.register_dataclass
@@ -170,4 +169,5 @@ def _restored(held: AffineWeight) -> jax.Array:
     return (values * spread(inner.scale) + spread(held.minimum)).astype(held.dtype)
 
 
-qn.register_serialization(AffineWeight)
+# Programs were exported with it when it was a part of provider-xla.
+qn.register_serialization(AffineWeight, name="provider_xla.AffineWeight")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,16 +9,19 @@ import numpy as np
 
 from hijax_trace import Expression, Leaf
 from interception_core import OpCall
+from provider_xla import AdapterPlan, QuantizationError
+from provider_xla.features import (
+    Adaptable,
+    AdapterForm,
+    Code,
+    Fact,
+    Rules,
+    Site,
+    Weight,
+    lookup_id,
+    places_in,
+)
 from quant_numerics import Matmul, RaggedMatmul
-
-from ..errors import QuantizationError
-from ..program.facts import Code, Fact
-from ..program.matching import Rules, Weight
-from ..program.record import lookup_id
-from ..program.sites import Site
-from ..rules.rule import QuantizationRule
-from .lora import LoraPlan
-from .views import places_in
 
 
 class _Asked(NamedTuple):
@@ -41,13 +43,10 @@ class _Asked(NamedTuple):
 
 
 class _Use(NamedTuple):
-    """A use of a parameter that gets an adapter: which of its axes are which, see LoraForm."""
+    """A use of a parameter that gets an adapter, and which of its axes are which."""
 
     asked: _Asked
-    lead: tuple[int, ...]
-    contracted: tuple[int, ...]
-    kept: tuple[int, ...]
-    stepped: tuple[int, ...]
+    of: Adaptable
 
 
 def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
@@ -57,8 +56,14 @@ def _all(became: int | tuple[int, ...] | None) -> tuple[int, ...]:
     return became if isinstance(became, tuple) else (became,)
 
 
-class LoraSurvey:
-    """Collect the parameters that get an adapter in one abstract run."""
+class Finder:
+    """Collect the parameters that get an adapter in one abstract run.
+
+    Args:
+        rules: the rules. Those that ``adapts`` make the adapters.
+        leaves: the parameters' types, by path.
+        problem: takes where a rule can't be followed.
+    """
 
     def __init__(
         self, rules: Rules, leaves: Mapping[str, Any], problem: Callable[[Fact], None]
@@ -72,7 +77,7 @@ class LoraSurvey:
 
     def contraction(self, site: Site) -> None:
         """Record the adapters that the rule of a contraction asks for."""
-        if site.rule.rank is None:
+        if not site.rule.adapts:
             return
         for side, weight in enumerate(site.weights):
             if weight is None:
@@ -86,55 +91,52 @@ class LoraSurvey:
         self, call: OpCall, operand: Any, index: int | None, weight: Weight, along: Sequence[int]
     ) -> None:
         """Record the adapter that the rule of a lookup asks for, which indexes ``along`` axes."""
-        if index is not None and self._rules.rules[index].rank is not None:
+        if index is not None and self._rules.rules[index].adapts:
             op_id = lookup_id(call)
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
 
-    def forget(self, gone: Collection[str]) -> None:
-        """Forget the lookups with these ids."""
-        for path, uses in list(self._uses.items()):
-            self._uses[path] = [use for use in uses if use.asked.op_id not in gone]
-            if not self._uses[path]:
-                del self._uses[path]
-        computed = self._computed.items()
-        self._computed = {key: one for key, one in computed if key[0] not in gone}
-
-    def plans(self) -> dict[str, LoraPlan]:
+    def plans(self, op_ids: Collection[str]) -> dict[str, AdapterPlan]:
         """Return the adapters, by the path of their parameter.
 
+        Args:
+            op_ids: the operations that the plan has. Others, as slices that take one weight of a
+                stack, ask for nothing.
+
         Raises:
-            QuantizationError: a rank is larger than that of the parameter.
+            QuantizationError: a parameter can't have the adapter that its rule asks for.
         """
         found = {}
-        for path, uses in self._uses.items():
+        for path, every in self._uses.items():
+            uses = [use for use in every if use.asked.op_id in op_ids]
+            if not uses:
+                continue
             # A contraction tells which axes are summed over; a lookup doesn't.
             first = next((use for use in uses if not use.asked.is_lookup), uses[0])
-            asked, rule = first.asked, self._rules.rules[first.asked.rule]
-            self._check_same(path, asked, rule, uses)
-            leaf = self._leaves[path]
-            plan = LoraPlan(
+            form = self._form(path, first, first.asked)
+            self._check_same(path, form, first, uses)
+            found[path] = AdapterPlan(
                 path=path,
-                shape=tuple(leaf.shape),
-                dtype=np.dtype(leaf.dtype),
-                rule=asked.rule,
-                rank=int(rule.rank or 0),
-                alpha=float(rule.rank or 0) if rule.alpha is None else float(rule.alpha),
-                dropout=float(rule.dropout),
-                lead=first.lead,
-                contracted=first.contracted,
-                kept=first.kept,
-                stepped=first.stepped,
-                is_lookup=asked.is_lookup,
+                dtype=np.dtype(self._leaves[path].dtype),
+                rule=first.asked.rule,
                 ops=tuple(dict.fromkeys(use.asked.op_id for use in uses)),
+                form=form,
             )
-            _check_rank(plan, asked.op_id)
-            found[path] = plan
         for (op_id, index), (paths, expression) in self._computed.items():
             left = [path for path in paths if path not in found]
-            if left:
+            if left and op_id in op_ids:
                 about = {"op_id": op_id, "paths": left, "rule": index}
                 self._problem(Code.NOT_ADAPTED(**about, weight=str(expression or "")))
         return found
+
+    def _form(self, path: str, use: _Use, asked: _Asked) -> AdapterForm:
+        """Return the adapter that the rule of an operation gives a parameter that is used so."""
+        try:
+            return self._rules.rules[asked.rule].adapter(use.of)
+        except ValueError as error:
+            raise QuantizationError(
+                f"Rule {asked.rule} can't be followed for {path}, an operand of {asked.op_id}: "
+                f"{error}"
+            ) from error
 
     def _use(self, asked: _Asked, weight: Weight, call: OpCall, operand: Any) -> None:
         if weight.axes is not None:
@@ -178,19 +180,21 @@ class LoraSurvey:
                 summed.append(axis)
             else:
                 kept.append(axis)
-        use = _Use(asked, tuple(lead), tuple(summed), tuple(kept), tuple(stepped))
-        self._uses.setdefault(path, []).append(use)
+        shape = tuple(self._leaves[path].shape)
+        axes = tuple(lead), tuple(summed), tuple(kept), tuple(stepped)
+        of = Adaptable(shape, *axes, is_lookup=asked.is_lookup)
+        self._uses.setdefault(path, []).append(_Use(asked, of))
 
-    def _check_same(
-        self, path: str, first: _Asked, rule: QuantizationRule, uses: Sequence[_Use]
-    ) -> None:
-        for use, *_ in uses:
-            other = self._rules.rules[use.rule]
-            ours, theirs = ((r.rank, r.alpha, r.dropout) for r in (rule, other))
-            if ours != theirs:
-                about = {"op_id": first.op_id, "paths": (path,), "rule": first.rule}
-                others = {"other_op": use.op_id, "other_rule": use.rule, "other_rank": other.rank}
-                self._problem(Code.TWO_RANKS(**about, **others, rank=rule.rank))
+    def _check_same(self, path: str, form: AdapterForm, first: _Use, uses: Sequence[_Use]) -> None:
+        """Report the operations whose rules would give the parameter another adapter."""
+        for use, _ in uses:
+            other = self._form(path, first, use)
+            if other != form:
+                asked = first.asked
+                about = {"op_id": asked.op_id, "paths": (path,), "rule": asked.rule}
+                others = {"other_op": use.op_id, "other_rule": use.rule}
+                labels = {"adapter": form.label, "other_adapter": other.label}
+                self._problem(Code.TWO_ADAPTERS(**about, **others, **labels))
 
 
 def _batch(site: Site, side: int) -> tuple[int, ...]:
@@ -200,14 +204,3 @@ def _batch(site: Site, side: int) -> tuple[int, ...]:
     if isinstance(contraction, RaggedMatmul) and side == 1:
         return (*batch, *contraction.numbers.rhs_group_dimensions)
     return tuple(batch)
-
-
-def _check_rank(plan: LoraPlan, op_id: str) -> None:
-    rows, columns = plan.fan_in, math.prod(plan.shape[axis] for axis in plan.kept)
-    if plan.rank > min(rows, columns):
-        raise QuantizationError(
-            f"Rule {plan.rule} can't be followed for {plan.path}, an operand of {op_id}: "
-            f"rank {plan.rank} is larger than that of its matrix of {rows} contracted by "
-            f"{columns} kept elements. Choose a rank of at most {min(rows, columns)}, or give "
-            "the operation a separate rule."
-        )

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 
 from jaxtap_testkit.xla_samples import draw
-from provider_xla import PtqProvider, QuantizationRule
+from provider_xla import LoraRule, PtqProvider, QuantizationRule
 
-QLORA = QuantizationRule(weight_qtype="int8", rank=2, alpha=3.0)
+QLORA = LoraRule(weight_qtype="int8", rank=2, alpha=3.0)
 
 
 def layer(h, p):
@@ -78,7 +78,7 @@ def test_without_adapters_it_is_the_quantized_program():
 @pytest.mark.parametrize("fields", [{}, {"sparsity": "2:4"}], ids=["dense", "sparse"])
 def test_parameters_that_are_not_stored_are_quantized_without_their_adapter(fields):
     w, x = draw((16, 8), (4, 16))
-    rule = QuantizationRule(weight_qtype="int4", rank=2, alpha=3.0, **fields)
+    rule = LoraRule(weight_qtype="int4", rank=2, alpha=3.0, **fields)
     plan = PtqProvider(rule).plan(lambda w, x: x @ w, w, x)
     adapters = jax.tree.map(lambda a: a + 0.1, plan.init_adapters(jax.random.key(0)))
     run = plan.apply(lambda w, x: x @ w)
@@ -89,7 +89,7 @@ def test_parameters_that_are_not_stored_are_quantized_without_their_adapter(fiel
 
 def test_init_is_uniform_within_the_root_of_fan_in():
     (w,), (x,) = draw((64, 2, 96)), draw((4, 64), seed=1)
-    rule = QuantizationRule(rank=32)
+    rule = LoraRule(rank=32)
     plan = PtqProvider(rule).plan(lambda w, x: jnp.einsum("bd,dhe->bhe", x, w), w, x)
     pair = plan.init_adapters(jax.random.key(3), jnp.bfloat16)["args[0]"]
     assert (pair["a"].dtype, pair["a"].shape) == (jnp.bfloat16, (64, 32))
@@ -98,7 +98,7 @@ def test_init_is_uniform_within_the_root_of_fan_in():
     a = np.asarray(pair["a"], np.float64)
     assert np.abs(a).max() <= 1 / 8
     assert abs(a.std() - 1 / 8 / 3**0.5) < 0.004
-    assert plan.lora["args[0]"].scale == 1  # alpha is the rank
+    assert plan.adapters["args[0]"].form.scale == 1  # alpha is the rank
 
 
 @pytest.mark.slow
@@ -128,7 +128,7 @@ def test_parameters_without_adapters_can_be_trained_beside_them():
     np.testing.assert_allclose(found, np.full((1, 6), 4.0), rtol=1e-6)
 
 
-DROPOUT = QuantizationRule(rank=2, alpha=2.0, dropout=0.25)
+DROPOUT = LoraRule(rank=2, alpha=2.0, dropout=0.25)
 
 
 def test_dropout_drops_what_the_adapter_sees():

@@ -13,7 +13,7 @@ from jax import lax
 import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.xla_samples import LAYOUT, PROGRAMS, draw, make
-from provider_xla import PtqProvider, QuantizationRule, QuantizationWarning
+from provider_xla import LoraRule, PtqProvider, QuantizationWarning
 
 pytestmark = pytest.mark.sample(2)
 
@@ -21,7 +21,7 @@ RANK, ALPHA = 2, 3.0
 
 
 def rule(qtype, **fields):
-    return QuantizationRule(weight_qtype=qtype, rank=RANK, alpha=ALPHA, **fields)
+    return LoraRule(weight_qtype=qtype, rank=RANK, alpha=ALPHA, **fields)
 
 
 def filled(plan, seed=1, dtype=None):
@@ -55,11 +55,12 @@ def merged(plan, stored, adapters):
     leaves = []
     for path, leaf in found:
         w = f64(leaf)
-        one = plan.lora.get("args[0]" + jax.tree_util.keystr(path))
+        one = plan.adapters.get("args[0]" + jax.tree_util.keystr(path))
         if one is not None:
             axes = "abcdefgh"[: w.ndim]
             lead, rows, columns = (
-                "".join(axes[i] for i in part) for part in (one.lead, one.contracted, one.kept)
+                "".join(axes[i] for i in part)
+                for part in (one.form.lead, one.form.contracted, one.form.kept)
             )
             a, b = (f64(adapters[one.path][name]) for name in "ab")
             w = w + ALPHA / RANK * np.einsum(f"{lead}{rows}z,{lead}z{columns}->{axes}", a, b)
@@ -81,7 +82,7 @@ FLOAT = ("operator", "scan", "tied", "convolution", "experts")
 def test_every_program_is_that_of_the_merged_parameters(name, qtype):
     fn, params, x = make(name)
     plan, stored, adapters, run = prepared(fn, params, x, rule(qtype))
-    assert len(plan.lora) == len(jax.tree.leaves(params))
+    assert len(plan.adapters) == len(jax.tree.leaves(params))
     assert all(is_qvalue(leaf) == (qtype is not None)
                for leaf in jax.tree.leaves(stored, is_leaf=is_qvalue))  # fmt: skip
 
@@ -104,10 +105,11 @@ def test_every_program_is_that_of_the_merged_parameters(name, qtype):
     # dA = s dW Bᵀ, dB = s Aᵀ dW, along the axes that each has.
     found, _ = jax.tree_util.tree_flatten_with_path(by_weight)
     for path, of_weight in found:
-        one = plan.lora["args[0]" + jax.tree_util.keystr(path)]
+        one = plan.adapters["args[0]" + jax.tree_util.keystr(path)]
         axes = "abcdefgh"[: of_weight.ndim]
         lead, rows, columns = (
-            "".join(axes[i] for i in part) for part in (one.lead, one.contracted, one.kept)
+            "".join(axes[i] for i in part)
+            for part in (one.form.lead, one.form.contracted, one.form.kept)
         )
         left, right = f"{lead}{rows}z", f"{lead}z{columns}"
         a, b = (f64(adapters[one.path][part]) for part in "ab")
@@ -143,10 +145,10 @@ def test_any_einsum(case):
 
     weight, activation = draw(*([sizes[label] for label in part] for part in (w, x)))
     plan, stored, adapters, run = prepared(fn, weight, activation, rule("int8"))
-    one = plan.lora["args[0]"]
+    one = plan.adapters["args[0]"]
     shared = set(x) & set(w)
-    assert {w[i] for i in one.contracted} == shared - set(out)
-    assert {w[i] for i in one.lead} == shared & set(out)
+    assert {w[i] for i in one.form.contracted} == shared - set(out)
+    assert {w[i] for i in one.form.lead} == shared & set(out)
     operands = (merged(plan, stored, adapters), f64(activation))
     expected = np.einsum(spec, *(operands if left else operands[::-1]))
     close(run(stored, activation, adapters=adapters), expected)
@@ -175,7 +177,7 @@ def test_convolutions_of_groups(groups):
 
     w, x = draw((3, 3, 4 // groups, 8), (2, 5, 6, 4))
     plan, stored, adapters, run = prepared(fn, w, x, rule("int8"))
-    assert plan.lora["args[0]"].a_shape == (3, 3, 4 // groups, RANK)
+    assert plan.adapters["args[0]"].shapes["a"] == (3, 3, 4 // groups, RANK)
     expected = convolved(f64(x), merged(plan, stored, adapters), groups)
     close(run(stored, x, adapters=adapters), expected)
 
@@ -236,11 +238,14 @@ def looked_up(params, ids):
 def test_lookups_alone_have_adapters_where_a_rule_names_them():
     params, ids = {"table": draw((16, 8))[0]}, jnp.asarray([[1, 4], [0, 15]])
     with pytest.warns(QuantizationWarning, match="rule 0 has no effect"):
-        assert not PtqProvider(rule("int8")).plan(looked_up, params, ids).lora
+        assert not PtqProvider(rule("int8")).plan(looked_up, params, ids).adapters
     named = rule("int8", op_names=["take"])
     plan, stored, adapters, run = prepared(looked_up, params, ids, named)
     path = "args[0]['table']"
-    assert (plan.lora[path].a_shape, plan.lora[path].b_shape) == ((16, RANK), (RANK, 8))
+    assert (plan.adapters[path].shapes["a"], plan.adapters[path].shapes["b"]) == (
+        (16, RANK),
+        (RANK, 8),
+    )
     first = plan.init_adapters(jax.random.key(0))[path]
     assert not first["a"].any()  # as in loralib
     assert first["b"].all()
