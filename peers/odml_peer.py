@@ -11,7 +11,7 @@ import qwix
 from flax import linen
 
 from provider_odml import OdmlRule
-from provider_odml.litert import Program, Runner, convert
+from provider_odml_export.litert import Program, Runner, convert
 
 MODES = {
     "W8A8": {"weight_qtype": "int8", "act_qtype": "int8"},

@@ -29,7 +29,7 @@ NEEDS = {
     "docs/serving.md": ["te_ffi_kernels"],
     "packages/te-ffi-kernels/README.md": ["te_ffi_kernels"],
     "packages/te-ffi-kernels-cuda13/README.md": ["te_ffi_kernels_cuda13"],
-    "docs/odml.md": ["litert_converter", "ai_edge_litert"],
+    "docs/odml.md": ["provider_odml_export"],
 }
 SLOW = re.compile("docs/|packages/quant-numerics/")
 SYBIL = Sybil([PythonCodeBlockParser()])

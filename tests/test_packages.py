@@ -71,11 +71,19 @@ NEEDS = {
         "provider-xla-serve",
     ],
     "provider-odml": ["interception-core", "hijax-trace", "quant-numerics", "provider-odml"],
+    "provider-odml-export": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-odml",
+        "provider-odml-export",
+    ],
     "provider-odml-aeq": [
         "interception-core",
         "hijax-trace",
         "quant-numerics",
         "provider-odml",
+        "provider-odml-export",
         "provider-odml-aeq",
     ],
     "jaxtap-llm": [
@@ -133,8 +141,11 @@ CHECKS = {
     "w = jnp.eye(4); model = ic.get_provider('odml-qat').apply(jnp.dot); "
     "stats = model.init(w, w); model(w, w, quant_stats=stats); assert len(stats) == 2\n"
     "try: odml.export(jnp.dot, w, stats, [model.provider.rules[0]], w)\n"
-    "except odml.MissingExtraError as error: assert error.extra == 'litert'\n"
-    "else: raise AssertionError('exported without a converter')",
+    "except odml.MissingExtraError as error: assert 'provider-odml[export]' in str(error)\n"
+    "else: raise AssertionError('exported without provider-odml-export')",
+    "provider-odml-export": "import jax.numpy as jnp, provider_odml as odml; w = jnp.eye(4); "
+    "rules = [odml.OdmlRule(weight_qtype='int8')]; "
+    "art = odml.export(jnp.dot, w, None, rules, w); assert art.report.outputs, art.report",
     "provider-odml-aeq": "import interception_core as ic, provider_odml as odml; "
     "assert isinstance(ic.get_export_backend('aeq', algorithm='mse'), odml.ExportBackend)",
     "jaxtap-llm": "import jaxtap_llm; assert jaxtap_llm.Recipe().rank == 16\n"

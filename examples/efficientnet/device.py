@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import provider_odml as odml
-from provider_odml.litert import Runner
+from provider_odml_export.litert import Runner
 
 from . import load, model, photographs
 from .__main__ import likeness

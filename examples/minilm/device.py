@@ -12,8 +12,8 @@ import jax
 import numpy as np
 
 import provider_odml as odml
-from provider_odml.litert import Runner
 from provider_odml_aeq import AeqBackend
+from provider_odml_export.litert import Runner
 
 from . import load, model
 from .sentences import SENTENCES

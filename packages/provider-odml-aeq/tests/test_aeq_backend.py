@@ -8,8 +8,8 @@ import pytest
 
 import interception_core as core
 import provider_odml as odml
-from provider_odml.litert import read
 from provider_odml_aeq import AeqBackend
+from provider_odml_export.litert import read
 
 pytestmark = pytest.mark.sample(2)
 

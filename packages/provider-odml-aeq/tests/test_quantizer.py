@@ -7,8 +7,8 @@ import pytest
 
 from jaxtap_testkit.litert_samples import NHWC, program
 from provider_odml import OdmlError
-from provider_odml.litert import Runner, convert, read
 from provider_odml_aeq.quantizer import Entry, key_of, quantize_file
+from provider_odml_export.litert import Runner, convert, read
 
 pytestmark = pytest.mark.sample(2)
 

@@ -14,25 +14,9 @@ def model(params, x):
     return x @ params
 
 
-def export(*args, **options):
-    return lambda: odml.export(*args, **options)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (export(model, PARAMS, {}, RULE, X), "stats must be None or QuantStats, got a dict"),
-        (export(model, PARAMS, X, RULE, X), "stats must be None or QuantStats, got a "),
-        (export("model", PARAMS, None, RULE, X), "fn must be a function .*, got a str"),
-        (
-            export(model, PARAMS, None, RULE, X, backend={}),
-            "backend must be 'converter', the name of an export backend or an ExportBackend, got {}"
-            ". Install a plugin",
-        ),
-        (
-            export(model, PARAMS, None, RULE, signatures={"one": X}),
-            "Signature 'one' must be a Signature or a tuple of arguments, got a ",
-        ),
         (
             lambda: odml.qat(model, RULE)(PARAMS, X, quant_stats={}),
             "quant_stats must be None or QuantStats, got a dict",
@@ -44,10 +28,6 @@ def export(*args, **options):
         (
             lambda: odml.qat(model, RULE).with_state(None, X, PARAMS, X),
             "stats must be what init or calibrate returned, got None",
-        ),
-        (
-            lambda: odml.OdmlConversionProvider(RULE, PARAMS, {}),
-            "quant_stats must be None or QuantStats, got a dict",
         ),
         (
             lambda: odml.qat(model, RULE).calibrate(PARAMS, X),

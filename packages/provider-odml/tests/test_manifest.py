@@ -1,6 +1,5 @@
 """Statistics in files, and what says that they are of another program."""
 
-import functools
 import json
 
 import jax
@@ -9,39 +8,11 @@ import numpy as np
 import pytest
 
 from jaxtap_testkit.odml_samples import MLP, MODELS, W8A8, W8A16, draw, mlp
-from provider_odml import ManifestError, MovingAverage, OdmlError, OdmlRule, QuantStats, export, qat
+from jaxtap_testkit.odml_statistics import PARAMS, X, stats_of_two, trained, two, without
+from provider_odml import ManifestError, MovingAverage, OdmlError, OdmlRule, QuantStats, qat
 from provider_odml.train.manifest import Manifest
 
 pytestmark = pytest.mark.sample(2)
-
-X = draw(4, 6)
-PARAMS = {"w": draw(6, 8, seed=1), "v": draw(8, 3, seed=2)}
-
-
-def two(first="enc", second="dec", extra=False, act=jnp.tanh):
-    """Two layers under the names that are given, with another operation between, or not."""
-
-    def fn(p, x):
-        with jax.named_scope(first):
-            h = act(x @ p["w"])
-        if extra:
-            h = h + jnp.tanh(h)
-        with jax.named_scope(second):
-            return jnp.tanh(h) @ p["v"]
-
-    return fn
-
-
-def trained(fn=mlp, params=MLP, x=X, rules=(W8A8,), **options):
-    model = qat(fn, rules, **options)
-    stats = model.init(params, x)
-    jax.jit(model)(params, x, quant_stats=stats)
-    return stats
-
-
-@functools.cache
-def stats_of_two():
-    return trained(two(), PARAMS)
 
 
 def manifest(fn, rules=(W8A8,), x=X):
@@ -237,14 +208,6 @@ def test_another_activation_function():
     assert "+ enc/abs:0" in text
 
 
-def without(stats, *keys):
-    """Statistics that lack sites: also in the manifest."""
-    found = json.loads(stats.to_json())
-    for key in keys:
-        del found["sites"][key], found["manifest"]["sites"][key]
-    return QuantStats.from_json(json.dumps(found))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("update", [False, True])
 def test_a_missing_statistic_is_named(update):
@@ -258,41 +221,6 @@ def test_a_state_of_other_sites():
     other = without(stats, "enc/dot_general:0")
     with pytest.raises(ManifestError, match="state"):
         stats.with_state(other.state)
-
-
-@pytest.mark.parametrize(
-    ("fn", "rules", "names"),
-    [
-        (two(first="encoder"), (W8A8,), ["- enc/dot_general:0", "+ encoder/dot_general:0"]),
-        (two(extra=True), (W8A8,), ["+ add:0"]),
-        (two(), (W8A16,), ["~ enc/dot_general:0"]),
-        (two(), (OdmlRule(module_path="dec"), W8A8), ["- dec/dot_general:0"]),
-    ],
-    ids=["renamed", "more", "int16", "fewer"],
-)
-def test_export_shows_how_they_differ(fn, rules, names):
-    """Before anything is converted."""
-    with pytest.raises(ManifestError) as error:
-        export(fn, PARAMS, stats_of_two(), rules, X)
-    for name in names:
-        assert name in str(error.value)
-
-
-def test_export_of_a_program_with_a_missing_statistic():
-    stats = without(stats_of_two(), "enc/dot_general:0")
-    with pytest.raises(ManifestError, match=r"\+ enc/dot_general:0"):
-        export(two(), PARAMS, stats, W8A8, X)
-
-
-def test_export_without_statistics():
-    with pytest.raises(ManifestError, match="calibrate"):
-        export(two(), PARAMS, None, W8A8, X)
-
-
-def test_export_of_statistics_that_have_seen_nothing():
-    stats = qat(two(), W8A8).init(PARAMS, X)
-    with pytest.raises(ManifestError, match=r"must have seen.*enc/dot_general:0"):
-        export(two(), PARAMS, stats, W8A8, X)
 
 
 def test_a_manifest_is_part_of_the_type():

@@ -704,5 +704,5 @@ def test_keyword_arguments_are_inputs():
 def test_deciding_needs_no_program():
     """The graph is all that is decided from."""
     provider = qat(mlp, W8A8).provider
-    graph = survey(provider._engine, mlp, "args[0]", (MLP, X), {})
+    graph = survey(provider.runs_on, mlp, "args[0]", (MLP, X), {})
     assert seen(decide(graph, [W8A8], Options())) == seen(plan_of(mlp, MLP, X))

@@ -76,7 +76,7 @@ def net(p, x):
 NET = {"w": draw(6, 8, seed=1), "b": draw(8, seed=2), "v": draw(8, 3, seed=3)}
 
 
-NOTHING = terms_of(jnp.zeros((1, 3)), None)
+NOTHING = terms_of(jnp.zeros((1, 3)), MovingAverage())
 UNSEEN = np.array([[np.inf, -np.inf]], np.float32)
 """Of statistics that have seen nothing."""
 

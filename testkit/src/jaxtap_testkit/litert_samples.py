@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from provider_odml.litert import Program
+from provider_odml_export.litert import Program
 
 RANGES = {"i2": (-2, 1), "i4": (-8, 7), "i8": (-128, 127), "i16": (-32768, 32767)}
 NHWC = ("NHWC", "HWIO", "NHWC")

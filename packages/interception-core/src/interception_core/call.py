@@ -96,12 +96,23 @@ class OpCall(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def label(self) -> str:
+        """The label of the nested trace that the call is in, such as ``scan(step)``, or ""."""
+
+    @property
+    @abc.abstractmethod
+    def number(self) -> int:
+        """How many calls of this name, module path and label there were before."""
+
+    @property
     def op_id(self) -> str:
         """Module path, name and a number among such calls: ``encoder/layer_0/dot:0``.
 
         Calls in a nested trace have its label, as in ``encoder/jit(block)/dot:0``, and are counted
         separately, so that ids do not depend on JAX's caches.
         """
+        parts = filter(None, (self.module_path, self.label, self.op_name))
+        return f"{'/'.join(parts)}:{self.number}"
 
     @property
     @abc.abstractmethod

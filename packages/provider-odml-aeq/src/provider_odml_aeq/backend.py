@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from provider_odml import FileOp, FloatFile, OdmlError, OdmlRule, QuantizedFile
+from provider_odml import OdmlError, OdmlRule
+from provider_odml_export import FileOp, FloatFile, QuantizedFile
 
 from .quantizer import Algorithm, Calibration, Entry, Key, key_of, quantize_file
 

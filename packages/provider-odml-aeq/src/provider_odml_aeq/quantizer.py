@@ -12,7 +12,7 @@ import numpy as np
 from ai_edge_quantizer import qtyping, quantizer, recipe_manager
 
 from provider_odml import OdmlError
-from provider_odml.litert import Model, Op, Subgraph, deduplicate, read
+from provider_odml_export.litert import Model, Op, Subgraph, deduplicate, read
 
 Mode = Literal["dynamic", "weight_only", "static"]
 Algorithm = Literal["min_max_uniform", "octav", "mse", "gptq"]

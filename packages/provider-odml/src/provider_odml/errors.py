@@ -6,52 +6,28 @@ from interception_core import JaxtapError
 
 
 class OdmlError(JaxtapError):
-    """Base class of what this package raises on purpose."""
-
-
-class ConversionError(OdmlError):
-    """The converter did not turn a program into a .tflite.
-
-    Attributes:
-        log: everything that the converter printed, with its noise.
-    """
-
-    log: str
-
-    def __init__(self, message: str, log: str = ""):
-        super().__init__(message)
-        self.log = log
-
-    def __reduce__(self) -> tuple[type[ConversionError], tuple[str, str]]:
-        return type(self), (str(self), self.log)
+    """Base class of what this package and those that build on it raise on purpose."""
 
 
 class MissingExtraError(OdmlError, ImportError):
-    """A library that one of the package's extras brings is not installed.
+    """A name is used whose package, of one of the extras, is not installed.
 
     Attributes:
-        extra: the extra that has it, such as ``"litert"``.
+        extra: the extra that brings the package, such as ``"export"``.
     """
 
     extra: str
 
-    def __init__(self, module: str, extra: str):
+    def __init__(self, what: str, package: str, extra: str):
         super().__init__(
-            f"{module} must be installed, got none. Run pip install 'provider-odml[{extra}]'."
+            f"{what} is of {package}, which is not installed. Run "
+            f"pip install 'provider-odml[{extra}]'."
         )
-        self.name = module
         self.extra = extra
+        self._given = what, package, extra
 
-    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
-        return type(self), (self.name or "", self.extra)
-
-
-class MismatchError(OdmlError):
-    """What the device computes is not what was trained."""
-
-
-class OdmlWarning(UserWarning):
-    """An exported file is as trained, and far from the float program."""
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str, str]]:
+        return type(self), self._given
 
 
 class ManifestError(OdmlError):

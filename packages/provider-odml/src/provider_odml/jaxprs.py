@@ -31,7 +31,8 @@ def program_of(eqn: Any) -> Any:
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
           "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2":
-          "jaxpr", "core_call": "call_jaxpr"}  # fmt: skip
+          "jaxpr", "core_call": "call_jaxpr", "transposable": "jaxpr"}  # fmt: skip
+"""By primitive, the parameter that is the called program; ``transposable`` is hijax-trace's."""
 
 
 def evaluated(

@@ -103,10 +103,14 @@ class TraceCall(OpCall):
         return self._place.frame.path(self._place.scopes)
 
     @property
-    def op_id(self) -> str:
+    def label(self) -> str:
         self._log(NUMBERS)
-        parts = filter(None, (self.module_path, self._place.frame.label, self.op_name))
-        return f"{'/'.join(parts)}:{self._number}"
+        return self._place.frame.label
+
+    @property
+    def number(self) -> int:
+        self._log(NUMBERS)
+        return self._number
 
     @property
     def within(self) -> frozenset[str]:

@@ -68,7 +68,10 @@ def _ask(
 class TappedCall(OpCall):
     """A call of a tapped function or primitive."""
 
-    __slots__ = ("_kept", "_number", "_original", "_scope", "_site", "_trace")
+    __slots__ = ("_kept", "_original", "_scope", "_site", "label", "number")
+
+    label: str  # pyrefly: ignore[bad-override]
+    number: int  # pyrefly: ignore[bad-override]
 
     def __init__(
         self,
@@ -89,12 +92,7 @@ class TappedCall(OpCall):
         self._original = original
         self._scope = scope
         self._kept = kept
-        self._number, self._trace = scope.activation.number(path, op_name)
-
-    @property
-    def op_id(self) -> str:
-        parts = filter(None, (self.module_path, self._trace, self.op_name))
-        return f"{'/'.join(parts)}:{self._number}"
+        self.number, self.label = scope.activation.number(path, op_name)
 
     @property
     def within(self) -> frozenset[str]:

@@ -254,7 +254,7 @@ class ExportBackendSpec(_FactorySpec):
     """Declare what quantizes an exported float file, which `get_export_backend` builds.
 
     Its fields are those of a `ProviderSpec`. The factory returns an object with `name`,
-    `check(rules)` and `quantize(file)`, as `provider_odml.ExportBackend` says.
+    `check(rules)` and `quantize(file)`, as `provider_odml_export.ExportBackend` says.
     """
 
     kind: ClassVar[str] = "export backend"

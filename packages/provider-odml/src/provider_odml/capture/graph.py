@@ -6,9 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from interception_core import OpCall
-
-from .ops import Op, Passage
+from .ops import Op
 
 WEIGHT, ACTIVATION, INSIDE, CONSTANT = "weight", "activation", "inside", "constant"
 
@@ -70,6 +68,7 @@ class Node:
 
     Attributes:
         op_id: its id.
+        kind: its id without the number.
         op: what it is.
         names: what rules call it.
         module_path: where it is.
@@ -81,9 +80,11 @@ class Node:
         channels: those of its output, see ``Fact``.
         loops: how many steps the loops around it have, the outermost first; None for one of which
             only a run can tell.
+        is_chosen: whether it is in a branch, which is run for some inputs alone.
     """
 
     op_id: str
+    kind: str
     op: Op
     names: tuple[str, ...]
     module_path: str
@@ -94,6 +95,7 @@ class Node:
     begin: str | None = None
     channels: tuple[int, ...] = ()
     loops: tuple[int | None, ...] = ()
+    is_chosen: bool = False
 
     @property
     def activations(self) -> tuple[Use, ...]:
@@ -102,38 +104,17 @@ class Node:
 
 
 @dataclass
-class Calls:
-    """The tapped calls of a program, also those of parameters alone.
-
-    Attributes:
-        places: by op id, in the program's order: the module path and the name. Without views.
-        functions: the targets that were called and are functions: what they consist of has no
-            numbers.
-    """
-
-    places: dict[str, tuple[str, str]] = field(default_factory=dict)
-    functions: set[str] = field(default_factory=set)
-
-    def add(self, op: Op, call: OpCall) -> None:
-        """Note a call. A second visit changes nothing."""
-        if not op.is_primitive:
-            self.functions.add(op.target)
-        # Programs that are written out alone have marks where values are joined.
-        if op.kind not in (Passage.JOINED, Passage.VIEW):
-            self.places.setdefault(call.op_id, (call.module_path, call.op_name))
-
-
-@dataclass
 class Graph:
     """The operations in their order, and who reads each tensor.
 
     Attributes:
         nodes: by op id.
-        calls: see ``Calls``.
+        functions: the targets that were called and are functions: operations inside them are not
+            numbered.
     """
 
     nodes: dict[str, Node] = field(default_factory=dict)
-    calls: Calls = field(default_factory=lambda: Calls())
+    functions: set[str] = field(default_factory=set)
 
     def add(self, node: Node) -> None:
         """Add an operation. A second visit replaces the first."""

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from interception_core import Interceptor, OpCall, PatchEngine
 
@@ -19,19 +18,6 @@ from interception_core import Interceptor, OpCall, PatchEngine
 def model_output(x: Any) -> Any:
     """Return an output of the model. Tapped, like all of these."""
     return x
-
-
-def stacked_value(*steps: Any) -> Any:
-    """Return what the steps of a written-out loop give, along a new first axis."""
-    return jnp.stack(steps)
-
-
-def branch_value(index: Any, *results: Any) -> Any:
-    """Return the taken branch's result, where all branches are computed."""
-    found = results[0]
-    for i, one in enumerate(results[1:], 1):
-        found = jnp.where(index == i, one, found)
-    return found
 
 
 def norm_op_begin(x: Any) -> Any:

@@ -63,8 +63,6 @@ class Passage(enum.Enum):
     """The same values in another form: the same tensor to LiteRT."""
     BEGIN = enum.auto()
     """The begin of a marked operation."""
-    JOINED = enum.auto()
-    """One value of those of a loop's steps or of several branches, where these are written out."""
     OUTPUT = enum.auto()
     """An output of the model."""
 
@@ -211,8 +209,6 @@ def _marked(name: str, kind: Kind) -> list[Op]:
 
 
 _MARKED = [
-    Op("stacked_value", Passage.JOINED, f"{MARKS}stacked_value"),
-    Op("branch_value", Passage.JOINED, f"{MARKS}branch_value"),
     *_marked("norm_op", Scales.OWN),
     *_marked("batch_norm_op", Scales.NORM),
     *_marked("dropout", Passage.VIEW),
@@ -242,7 +238,7 @@ _POOLS = [
 OP_NAMES = frozenset(
     op.name
     for op in (*_PRIMITIVES, *_FUNCTIONS, *_MARKED)
-    if op.kind not in (Passage.VIEW, NoKernel.UNKNOWN, Passage.JOINED, Passage.BEGIN)
+    if op.kind not in (Passage.VIEW, NoKernel.UNKNOWN, Passage.BEGIN)
 )
 """The operations that rules can name."""
 

@@ -17,13 +17,16 @@ from .._compat import is_mapped
 from ..errors import OdmlError
 from ..trees import is_array, split
 from .channels import channels_of, output_channels
-from .graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Calls, Fact, Graph, Node, Use
+from .graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Fact, Graph, Node, Use
 from .module_calls import bracketed, model_output
 from .ops import MARKS, RANDOM, Op, Passage, Scales, is_float, methods, ops
 from .vmapped import lifted
 
 NOTE = "odml"
 """What facts are attached under."""
+
+BRANCHES = ("cond(", "switch(")
+"""How the label of a branch begins."""
 
 
 def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwargs: Any) -> Graph:
@@ -37,32 +40,7 @@ def survey(engine: Engine, fn: Callable[..., Any], params: str, args: Any, kwarg
         kwargs: keyword arguments.
     """
     graph = Graph()
-    visitor = _Visitor(graph, params, keeps_loops(engine))
-    _visit(engine, fn, visitor.visit, args, kwargs)
-    return graph
-
-
-def calls_of(engine: Engine, fn: Callable[..., Any], args: Any, kwargs: Any) -> Calls:
-    """Return the tapped calls of ``fn(*args, **kwargs)``. Nothing is run. See ``survey``."""
-    found = Calls()
-
-    def visit(op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        if op.kind is Passage.NAME:
-            return NotImplemented
-        found.add(op, call)
-        return call.proceed(*args, **kwargs)
-
-    _visit(engine, fn, visit, args, kwargs)
-    return found
-
-
-def keeps_loops(engine: Engine) -> bool:
-    """Return whether loops stay loops in what an engine taps; or run step by step, JIT off."""
-    return getattr(engine, "follows_values", False)
-
-
-def _visit(engine: Engine, fn: Callable[..., Any], visit: Any, args: Any, kwargs: Any) -> None:
-    """Run a program on abstract values, and show every tapped call to a handler."""
+    visit = _Visitor(graph, params, keeps_loops(engine)).visit
     handlers = {target: functools.partial(visit, op) for target, op in ops().items()}
     wrapped = engine.wrap(prepared(fn), Interceptor(handlers))
     arrays, rebuild = split((args, kwargs))
@@ -72,6 +50,12 @@ def _visit(engine: Engine, fn: Callable[..., Any], visit: Any, args: Any, kwargs
         wrapped(*args, **kwargs)
 
     jax.eval_shape(run, arrays)
+    return graph
+
+
+def keeps_loops(engine: Engine) -> bool:
+    """Return whether loops stay loops in what an engine taps; or run step by step, JIT off."""
+    return getattr(engine, "follows_values", False)
 
 
 def prepared(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +83,8 @@ class _Visitor:
         """Handle one operation."""
         if op.kind is Passage.NAME:
             return NotImplemented
-        self._graph.calls.add(op, call)
+        if not op.is_primitive:
+            self._graph.functions.add(op.target)
         if op.name in RANDOM:
             out = call.proceed(*args, **kwargs)
             _attach(call, out, Fact(CONSTANT))
@@ -189,6 +174,7 @@ class _Visitor:
         self._graph.add(
             Node(
                 call.op_id,
+                "/".join(filter(None, (call.module_path, call.label, call.op_name))),
                 op,
                 tuple({op.name, *(name.rpartition(".")[2] for name in call.within)}),
                 call.module_path,
@@ -199,6 +185,7 @@ class _Visitor:
                 begin,
                 channels,
                 self._loops(call),
+                call.label.startswith(BRANCHES),
             )
         )
 

@@ -9,7 +9,7 @@ from ..capture.graph import ACTIVATION, Graph, Node, Use
 from ..capture.ops import NoKernel, Passage, Scales
 from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
 from .fusion import Fusion, Ruled
-from .inputs import Inputs, is_input, others
+from .inputs import Inputs, others
 from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks
 from .outputs import Outputs
 from .placed import Placed
@@ -53,7 +53,7 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
         decisions,
         decider.placed.sites,
         tuple(rules),
-        graph.calls,
+        frozenset(graph.functions),
         (*decider.problems, *idle),
     )
 
@@ -67,7 +67,7 @@ def _apart(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
     readers: dict[str, set[str | None]] = {}
     for decision in decisions.values():
         for use in decision.node.activations:
-            if use.tensor is not None and is_input(use.tensor):
+            if use.tensor is not None and use.tensor not in decisions:
                 read = decision.inputs.get(use.slot)
                 site = read.site if isinstance(read, SiteUse) else None
                 readers.setdefault(use.tensor, set()).add(site)
@@ -128,11 +128,15 @@ class _Decider:
         inputs = self._inputs.of(node, rule, fused)
         head = self._fusion.join(node, rule, fused)
         reads = self._inputs.scale_of_product(node, inputs)
+        row_of = self.placed.tables.get(reads or "")
         output = self._outputs.of(node, rule)
         if output is not None:
             # What is joined has the scale of the output, which may be that of its reader.
             inputs = {slot: _at(use, node.op_id, output.site) for slot, use in inputs.items()}
-        return Decision(node, index, inputs, output, fused=fused, head=head, reads=reads)
+        return Decision(
+            node, index, inputs, output, fused=fused, head=head,
+            reads=None if row_of else reads, row_of=row_of,
+        )  # fmt: skip
 
     def _weights_alone(self, node: Node, index: int | None, rule: OdmlRule) -> Decision:
         """An operation whose rule has no static range: contractions alone have more."""
@@ -182,7 +186,9 @@ class _Decider:
             # Whose output has the scale of a site.
             output = SiteUse(self.placed.add_output(node, rule), observe=True)
             return Decision(node, index, inputs, output)
-        self.placed.made[node.op_id] = f"{node.op_id}#0", "int8"
+        table = f"{node.op_id}#0"
+        self.placed.tables[table] = node.op_id
+        self.placed.made[node.op_id] = table, "int8"
         return Decision(node, index, inputs)
 
     def _check_blocks(self, node: Node, rule: OdmlRule, parameters: Sequence[Use]) -> bool:

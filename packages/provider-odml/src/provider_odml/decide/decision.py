@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..capture.graph import Calls, Node
+from ..capture.graph import Node
 from .rules import OdmlRule
 
 
@@ -16,6 +16,8 @@ class Site:
     Attributes:
         key: its name: what its statistics are kept under.
         tensor: the tensor.
+        maker: the op id of what makes it, or reads it where nothing is known to; None for an input
+            of the model. The key begins with it.
         qtype: "int8" or "int16".
         method: the calibration method.
         batch_axes: axes of which the mean of the ranges is taken; None if the rule says nothing.
@@ -28,6 +30,7 @@ class Site:
 
     key: str
     tensor: str
+    maker: str | None
     qtype: str
     method: str
     batch_axes: tuple[int, ...] | None
@@ -123,8 +126,9 @@ class Decision:
         reason: why it stays float, if a rule is about it.
         fused: whether it is a part of the contraction before it.
         head: that contraction's op id, where it is an affine function of the contraction's output.
-        reads: of a contraction of a parameter with a static range, what has the scale of the
-            activation: a site, or the place of a table that it is a row of.
+        reads: of a contraction of a parameter with a static range, the site whose scale the
+            activation has.
+        row_of: the same where that is a row of a table: the op id of the lookup.
     """
 
     node: Node
@@ -136,6 +140,7 @@ class Decision:
     fused: bool = False
     head: str | None = None
     reads: str | None = None
+    row_of: str | None = None
 
     @property
     def is_active(self) -> bool:
@@ -153,5 +158,5 @@ class Decisions:
     decisions: Mapping[str, Decision]
     sites: Mapping[str, Site]
     rules: tuple[OdmlRule, ...]
-    calls: Calls
+    functions: frozenset[str]
     problems: tuple[str, ...] = ()

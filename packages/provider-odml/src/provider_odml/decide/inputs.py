@@ -14,9 +14,6 @@ from .limits import why_no_blocks
 from .placed import Placed
 from .rules import OdmlRule
 
-BRANCHES = ("cond(", "switch(")
-"""How the name of a branch begins in an operation's id."""
-
 
 @dataclass
 class Inputs:
@@ -130,27 +127,23 @@ class Inputs:
 
     def _site(self, key: str, tensor: str, node: Node, use: Use, rule: OdmlRule) -> SiteUse:
         """Return the quantization of a float tensor where it is read."""
-        sites = self.placed.sites
+        placed, sites = self.placed, self.placed.sites
         known = sites.get(key)
         if known is not None and known.qtype != rule.output_qtype:
             key = f"{tensor}@{rule.output_qtype}"
             known = sites.get(key)
         if known is None:
-            fixed = self.fixed if is_input(tensor) else None
-            self.placed.add(key, node, rule, use.shape, fixed, tensor)
+            maker = node.op_id if use.tensor is None else use.tensor
+            maker = maker if maker in placed.graph.nodes else None
+            fixed = self.fixed if maker is None else None
+            placed.add(key, node, rule, use.shape, fixed, tensor, maker)
             if use.is_part:
                 sites[key] = replace(sites[key], is_joined=True)
-                self.placed.parts.add(key)
+                placed.parts.add(key)
         # Of several branches one alone is run: the tensor is observed in each. So it is where
         # operations read parts of it.
-        is_chosen = any(name in node.op_id for name in BRANCHES)
-        observe = known is None or is_chosen or key in self.placed.parts
+        observe = known is None or node.is_chosen or key in placed.parts
         return SiteUse(key, observe=observe, is_part=use.is_part)
-
-
-def is_input(tensor: str) -> bool:
-    """Return whether a tensor is one of the model's inputs."""
-    return tensor.startswith(("args[", "kwargs["))
 
 
 def others(node: Node) -> list[Use]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..capture.graph import Graph, Node
@@ -19,6 +18,7 @@ class Placed:
     Attributes:
         graph: the program.
         sites: the tensors with a static range, by key.
+        tables: by what ``made`` has for a row of a table, the op id of the lookup.
         made: by tensor that is quantized where it is made: the key of its site, or the place of the
             table that it is a row of; and the qtype.
         shared: tensors that are on the scale of the one operation that reads them.
@@ -28,6 +28,7 @@ class Placed:
 
     graph: Graph
     sites: dict[str, Site] = field(default_factory=dict)
+    tables: dict[str, str] = field(default_factory=dict)
     made: dict[str, tuple[str, str]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
@@ -40,7 +41,8 @@ class Placed:
         rule: OdmlRule,
         shape: tuple[int, ...],
         fixed: tuple[float, float] | None,
-        tensor: str | None = None,
+        tensor: str,
+        maker: str | None,
     ) -> str:
         """Add a site, and return its key.
 
@@ -50,7 +52,8 @@ class Placed:
             rule: that operation's rule.
             shape: the tensor's.
             fixed: its range, if that is known; 8-bit.
-            tensor: its name, if that is not the key.
+            tensor: its name.
+            maker: see ``Site``.
         """
         qtype = str(rule.output_qtype)
         if qtype == "int16" and fixed is not None:
@@ -58,31 +61,36 @@ class Placed:
             bound = 32767 / 32768 if fixed == node.op.fixed else max(map(abs, fixed))
             fixed = (-bound, bound)
         batch_axes = None if rule.act_batch_axes is None else tuple(rule.act_batch_axes)
-        steps, is_joined = _steps(tensor or key, node, rule, self.graph.nodes)
+        around = self.graph.nodes[maker].loops if maker is not None else ()
+        steps, is_joined = _steps(around, node, rule)
         self.sites[key] = Site(
-            key, tensor or key, qtype, rule.act_method, batch_axes, fixed, shape,
-            fingerprint(node), steps, is_joined,
+            key, tensor, maker, qtype, rule.act_method, batch_axes, fixed, shape,
+            fingerprint(node, self.graph), steps, is_joined,
         )  # fmt: skip
         return key
 
     def add_output(self, node: Node, rule: OdmlRule) -> str:
         """Add an output that is quantized where made. Return its site."""
-        key = self.add(node.op_id, node, rule, node.shape, node.op.fixed)
+        own = node.op_id
+        key = self.add(own, node, rule, node.shape, node.op.fixed, own, own)
         self.made[node.op_id] = key, str(rule.output_qtype)
         return key
 
 
 def _steps(
-    tensor: str, node: Node, rule: OdmlRule, nodes: Mapping[str, Node]
+    made_in: tuple[int | None, ...], node: Node, rule: OdmlRule
 ) -> tuple[tuple[int, ...], bool]:
     """Return the loops with a range per step, and whether others join.
 
     A tensor that is made outside of a loop is one for all of its steps.
+
+    Args:
+        made_in: the loops around what makes the tensor.
+        node: what observes it.
+        rule: its rule.
     """
-    is_own = tensor == node.op_id or tensor.startswith(f"{node.op_id}#")
-    maker = node if is_own else nodes.get(tensor)
     steps: list[int] = []
-    for length, around in zip(() if maker is None else maker.loops, node.loops, strict=False):
+    for length, around in zip(made_in, node.loops, strict=False):
         if length is None or length != around:
             break
         steps.append(length)

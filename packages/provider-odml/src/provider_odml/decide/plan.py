@@ -17,8 +17,8 @@ class Plan(Decisions):
         decisions: by op id, in the program's order.
         sites: by key.
         rules: the rules.
-        calls: every tapped call. Also functions where nothing is done are tapped, so that what
-            they consist of is numbered as it was.
+        functions: the targets of all functions that are called. Also those where nothing is done
+            are tapped, since operations inside them are not numbered.
         problems: where rules can't be followed.
     """
 

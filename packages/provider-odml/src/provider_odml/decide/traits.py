@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 
-from ..capture.graph import ACTIVATION, Node, Use
+from ..capture.graph import ACTIVATION, Graph, Node, Use
 
 
 def is_relu(node: Node) -> bool:
@@ -27,18 +26,19 @@ def per_channel(use: Use, other: Use) -> bool:
     )
 
 
-def fingerprint(node: Node) -> str:
+def fingerprint(node: Node, graph: Graph) -> str:
     """Return what tells apart operations of one id, but for the batch."""
-    reads = [
-        (use.slot, use.role, _COUNTER.sub("", use.tensor or ""), _size(use)) for use in node.uses
-    ]
+    reads = [(use.slot, use.role, _maker(use, graph), _size(use)) for use in node.uses]
     text = repr((node.op.name, len(node.shape), reads))
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _maker(use: Use, graph: Graph) -> str:
+    """Return what makes an operand, without its number."""
+    maker = graph.nodes.get(use.tensor or "")
+    return use.tensor or "" if maker is None else maker.kind
 
 
 def _size(use: Use) -> tuple[int, ...]:
     # Those of activations hold the batch, somewhere.
     return (len(use.shape),) if use.role == ACTIVATION else use.shape
-
-
-_COUNTER = re.compile(r":\d+$")

@@ -1,24 +1,32 @@
-"""OdmlQatProvider and OdmlConversionProvider."""
+"""OdmlQatProvider, and the models that it makes."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import quant_numerics as qn
-from interception_core import Interceptor, PatchEngine, get_engine, hide_frames
+from interception_core import (
+    Interceptor,
+    PatchEngine,
+    UnknownNameError,
+    get_engine,
+    get_feature,
+    hide_frames,
+)
 
 from ..capture.survey import survey
 from ..decide.decide import Options, decide
 from ..decide.plan import Plan
 from ..decide.rules import INT8, OdmlRule, as_rules
-from ..errors import OdmlError
+from ..errors import MissingExtraError, OdmlError
 from ..trees import is_array, split
+from .calls import ByCall
 from .qat import Training
 from .replay import replay
 from .statistics import QuantStats, check_statistics
@@ -74,7 +82,7 @@ class OdmlQatProvider:
             strict,
         )
         found = get_engine(engine)
-        self._engine = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
+        self.runs_on = PatchEngine(disable_jit=True) if isinstance(found, PatchEngine) else found
 
     def interceptor(self) -> Interceptor:
         """Return what a survey of a program taps: the table of operations."""
@@ -100,7 +108,7 @@ class OdmlQatProvider:
         return self._plan(fn, tuple(given), kwargs)
 
     def _plan(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Plan:
-        graph = survey(self._engine, fn, f"args[{self.params_argnum}]", args, kwargs)
+        graph = survey(self.runs_on, fn, f"args[{self.params_argnum}]", args, kwargs)
         plan = decide(graph, self.rules, self._options)
         if plan.problems and self._options.strict:
             text = "\n".join(f"- {problem}" for problem in plan.problems)
@@ -119,7 +127,7 @@ class QatModel:
         functools.update_wrapper(self, fn, updated=())
         self._provider = provider
         self._fn = fn
-        self._plans: dict[Any, Plan] = {}
+        self._plans: ByCall[Plan] = ByCall()
 
     @property
     def fn(self) -> Callable[..., Any]:
@@ -141,12 +149,7 @@ class QatModel:
         Raises:
             OdmlError: with ``strict=True``, the rules can't be followed.
         """
-        key = _key(args, kwargs)
-        if key is None:
-            return self._provider._plan(self._fn, args, kwargs)
-        if key not in self._plans:
-            self._plans[key] = self._provider._plan(self._fn, args, kwargs)
-        return self._plans[key]
+        return self._plans.get(args, kwargs, lambda: self._provider._plan(self._fn, args, kwargs))
 
     def init(self, *args: Any, **kwargs: Any) -> QuantStats:
         """Return empty statistics. Nothing is run.
@@ -230,21 +233,15 @@ class QatModel:
         from tqdm import tqdm
 
         stats: QuantStats | None = None
-
-        compiled: dict[Any, Any] = {}
+        compiled: ByCall[Any] = ByCall()
 
         def run(args: tuple, stats: QuantStats) -> Any:
             arrays, rebuild = split(args)
-            key = _key(args, {})
-            step = None if key is None else compiled.get(key)
-            if step is None:
-                step = jax.jit(
-                    lambda arrays, stats: self.run(
-                        Training(stats, calibrating=True), rebuild(arrays), {}
-                    )
-                )
-            if key is not None:
-                compiled[key] = step
+
+            def calibrated(arrays: list[Any], stats: QuantStats) -> Any:
+                return self.run(Training(stats, calibrating=True), rebuild(arrays), {})
+
+            step = compiled.get(args, {}, lambda: jax.jit(calibrated))
             # JAX finds it out when it lowers the program, so that here alone it can be said.
             try:
                 return step(arrays, stats)
@@ -277,12 +274,34 @@ class QatModel:
             )
         return stats
 
+    def export(self, params: Any, stats: QuantStats | None, *args: Any, **options: Any) -> Any:
+        """Export the function by this model's plan. See ``provider_odml_export.export``.
+
+        Args:
+            params: the parameters: arrays, stored in the file.
+            stats: the statistics; None if no rule has a static range.
+            args: the other arguments: arrays of sample data.
+            options: ``signatures``, ``io``, ``backend`` and ``timeout``, as ``export``'s.
+
+        Returns:
+            The file and its report: a ``provider_odml_export.Artifact``.
+
+        Raises:
+            MissingExtraError: provider-odml-export is not installed.
+            OdmlError: as ``export``.
+        """
+        try:
+            run = get_feature("odml-export")
+        except UnknownNameError as error:
+            raise MissingExtraError("QatModel.export", "provider-odml-export", "export") from error
+        return run(self, params, stats, *args, **options)
+
     def run(self, runtime: Training, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run the function with another runtime than that of training."""
         plan = self.plan(*args, **kwargs)
         try:
             runtime.begin()
-            out = replay(self._provider._engine, self._fn, plan, runtime)(*args, **kwargs)
+            out = replay(self._provider.runs_on, self._fn, plan, runtime)(*args, **kwargs)
             return runtime.finish(out)
         finally:
             # JAX keeps what is traced for the handlers, and so them; not the statistics' tracers.
@@ -304,27 +323,6 @@ def qat(
         options: of ``OdmlQatProvider``.
     """
     return OdmlQatProvider(rules, **options).apply(fn)
-
-
-def _key(args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Return what says that another call has the same plan, or None if nothing can.
-
-    A value that has no hash can change, and another one can get its id when it is gone.
-    """
-    leaves, treedef = jax.tree.flatten((args, kwargs))
-    # Numbers that are equal may be of different types.
-    key = (
-        treedef,
-        tuple(
-            (tuple(leaf.shape), str(leaf.dtype)) if is_array(leaf) else (type(leaf), leaf)
-            for leaf in leaves
-        ),
-    )
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _is_empty(batch: Sequence[Any]) -> bool:

@@ -51,7 +51,7 @@ class Training(Runtime):
         if stats is None:
             return
         self._before = stats.state
-        self._terms = terms_of(self._before, stats.average.decay)
+        self._terms = terms_of(self._before, stats.average)
         self._rows = _numbers(stats, self._before)
         if not self._update:
             return
@@ -65,7 +65,7 @@ class Training(Runtime):
         stats, seen = self._stats, self._seen
         if stats is not None and seen is not None:
             assert self._before is not None
-            stats.box.set(added(self._before, seen.get(), stats.average.decay))
+            stats.box.set(added(self._before, seen.get(), stats.average))
         return out
 
     def forget(self) -> None:
@@ -96,7 +96,7 @@ class Training(Runtime):
         quantize = not self._calibrating
         if row is None:
             rows = self._before[stats.rows(site.key)]
-            terms = terms_of(joined_row(rows, how.decay)[None], how.decay)
+            terms = terms_of(joined_row(rows, stats.average)[None], stats.average)
             return at_site(x, terms, 0, how, False, quantize)[0]
         # Read even where it is not joined: a rematerialized body is run twice, so that ranges are
         # added to what the statistics were before the call.

@@ -52,9 +52,14 @@ class Runtime(abc.ABC):
         """Return the input of a marked operation, as its body gets it."""
         return x
 
-    def joined(self, call: OpCall, args: tuple) -> jax.Array:
-        """Return what becomes one value of those of several steps or branches."""
-        return call.proceed(*args)
+    def joined(self, join: Callable[..., jax.Array], *values: jax.Array) -> jax.Array:
+        """Return one value of those of several steps or branches, which are written out.
+
+        Args:
+            join: makes it.
+            values: those of the steps, or a number and those of the branches.
+        """
+        return join(*values)
 
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         """Run an operation on what was made of its operands."""
@@ -65,26 +70,32 @@ def replay(
     engine: Engine, fn: Callable[..., Any], plan: Plan, runtime: Runtime
 ) -> Callable[..., Any]:
     """Return ``fn`` with its tensors quantized where the plan says so."""
-    handler = _Handler(plan, runtime)
+    handler = Replay(plan, runtime)
     active = {d.node.op.target for d in plan.decisions.values() if handler.acts(d)}
     begins = {f"{target}_begin" for target in active}
     handlers = {
         target: functools.partial(handler, op)
         for target, op in ops().items()
         # What functions consist of must not be seen, whether anything is done to them or not.
-        if target in active or target in begins or target in plan.calls.functions
+        if target in active or target in begins or target in plan.functions
     }
     if not handlers:
         return fn
     return engine.wrap(prepared(fn), Interceptor(handlers))
 
 
-class _Handler:
-    """The handler of every operation."""
+class Replay:
+    """The handler of every operation: does what the plan has decided for its id.
+
+    Args:
+        plan: the plan.
+        runtime: how tensors are quantized.
+    """
 
     def __init__(self, plan: Plan, runtime: Runtime):
         self._plan = plan
         self._runtime = runtime
+        self.joined = runtime.joined
         self._begins = {d.node.begin: d for d in plan.decisions.values() if d.node.begin}
 
     def acts(self, decision: Decision) -> bool:
@@ -98,8 +109,7 @@ class _Handler:
         )
 
     def __call__(self, op: Op, call: OpCall, *args: Any, **kwargs: Any) -> Any:
-        if op.kind is Passage.JOINED:
-            return self._runtime.joined(call, args)
+        """Return the results of an operation, or ``NotImplemented`` for what it computes."""
         if op.kind is Passage.BEGIN:
             decision = self._begins.get(call.op_id)
             if decision is None:

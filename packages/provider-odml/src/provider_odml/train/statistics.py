@@ -20,7 +20,7 @@ from hijax_trace import Box
 from ..decide.decision import Site
 from ..decide.plan import Plan
 from ..errors import ManifestError, OdmlError
-from .averages import calibration_of, joined_row
+from .averages import joined_row, state_of
 from .manifest import Manifest
 
 
@@ -68,7 +68,8 @@ class SiteStatistics:
 
     def calibration(self) -> qn.Calibration:
         """The average: bounds of shape (), or (steps,), float32; zeros where nothing was added."""
-        return calibration_of(self.row, self.average.decay, self.symmetric)
+        found = self.average.get(state_of(self.row))
+        return qn.Calibration(None, found.upper) if self.symmetric else found
 
     def at(self, index: Sequence[int]) -> SiteStatistics:
         """Return the statistics of a step, or else the joined ones.
@@ -81,7 +82,7 @@ class SiteStatistics:
         known = len(own) == len(steps) and all(i < n for i, n in zip(own, steps, strict=True))
         if known and bool(self.row[own][2] > 0):
             return replace(self, row=self.row[own])
-        return replace(self, row=joined_row(self.row, self.average.decay))
+        return replace(self, row=joined_row(self.row, self.average))
 
 
 class QuantStats(Mapping[str, SiteStatistics]):
@@ -215,7 +216,7 @@ class QuantStats(Mapping[str, SiteStatistics]):
 
     def save(self, path: Any) -> None:
         """Write them to a file, all or nothing."""
-        from ..litert import save
+        from ..files import save
 
         save(path, self.to_json().encode())
 

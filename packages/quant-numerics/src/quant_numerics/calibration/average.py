@@ -73,9 +73,7 @@ class MovingAverage:
 
     def get(self, state: AverageState, default: Calibration | None = None) -> Calibration:
         """Return the average, or `default` (zeros) if no calibration was added."""
-        count = state.count.astype(jnp.float32)
-        weight = count if self.decay is None else 1.0 - jnp.float32(self.decay) ** count
-        weight = jnp.where(state.count > 0, weight, 1.0)
+        weight = self.weight(state.count)
         average = jax.tree.map(lambda x: x / weight, state.total)
         if default is None:
             return average
@@ -84,6 +82,13 @@ class MovingAverage:
             average,
             default,
         )
+
+    def weight(self, count: jax.Array) -> jax.Array:
+        """Return what the sums of `count` calibrations are divided by, float32: 1 for none."""
+        weight = count.astype(jnp.float32)
+        if self.decay is not None:
+            weight = 1.0 - jnp.float32(self.decay) ** weight
+        return jnp.where(count > 0, weight, 1.0)
 
     def during(self, state: AverageState, calibration: Calibration, first: float) -> Calibration:
         """Return the average that a step uses: with its own calibration.

@@ -1,0 +1,172 @@
+"""Report: what is in an exported file, and how it compares with JAX."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from provider_odml import OdmlError, Plan
+from provider_odml.features import ConstantUse, Passage, WeightUse, save, stored_bytes, why
+
+from ..litert import Model, Tensor
+from .results import FloatOp, Interface, Results, Weight
+from .verify import OutputResult, SiteResult, bad_ranges
+
+
+@dataclass(frozen=True)
+class Report(Results):
+    """What is in an exported file, and how it compares with JAX.
+
+    Attributes: see ``Results``.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        plans: Sequence[Plan],
+        sites: Sequence[SiteResult],
+        outputs: Sequence[OutputResult],
+        model: Model,
+        *,
+        backend: str = "converter",
+        sqnr_floor: float | None = None,
+        weights: Sequence[Weight] | None = None,
+        floats: Sequence[FloatOp] = (),
+    ) -> Report:
+        """Return the report of a file.
+
+        Args:
+            plans: those of the signatures.
+            sites: how the sites compare.
+            outputs: how the outputs compare.
+            model: the file.
+            backend: what made it.
+            sqnr_floor: what outputs were held to.
+            weights: the quantized parameters; None for those of the plans.
+            floats: what else stayed float than the plans say.
+        """
+        found = {}
+        for plan in plans:
+            for op_id, decision in plan.decisions.items():
+                if decision.is_float and decision.node.op.kind is not Passage.OUTPUT:
+                    found[op_id] = FloatOp(op_id, decision.reason or why(plan, decision))
+        found.update({one.operation: one for one in floats})
+        return cls(
+            tuple(sites),
+            tuple(outputs),
+            tuple(found.values()),
+            dict(model.bytes_by_dtype()),
+            dict(model.op_counts()),
+            len(model.float_ops()),
+            model.nbytes,
+            tuple(_interface(model, name) for name in model.signatures),
+            tuple(_planned(plans) if weights is None else weights),
+            backend,
+            sqnr_floor,
+            tuple(bad_ranges(sites)),
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the report as JSON values, infinities and NaN as text."""
+        found = asdict(self)
+        return json.loads(json.dumps(found), parse_constant=str)
+
+    def to_html(self, title: str = "Export report") -> str:
+        """Return the report as one HTML page, which needs no network.
+
+        Args:
+            title: of the page.
+        """
+        from .page import page  # which imports Jinja
+
+        return page(self, title)
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the report: all of it, or nothing.
+
+        Args:
+            path: where to; its suffix says how: ``.html``, ``.json`` or ``.txt``.
+
+        Returns:
+            The path.
+
+        Raises:
+            OdmlError: the suffix is another one.
+        """
+        forms = {
+            ".html": self.to_html,
+            ".json": lambda: json.dumps(self.as_json(), indent=2) + "\n",
+            ".txt": lambda: f"{self}\n",
+        }
+        suffix = Path(path).suffix.lower()
+        if suffix not in forms:
+            raise OdmlError(
+                f"The path of a report must end with {', '.join(forms)}, got {os.fspath(path)!r}."
+            )
+        return save(path, forms[suffix]().encode())
+
+    def __str__(self) -> str:
+        from tabulate import tabulate
+
+        rows = [
+            (s.place, s.op_name, s.qtype, f"{s.scale:.4g}", s.zero_point, f"{s.lsb:.2f}",
+             f"{s.sqnr:.1f}", f"{s.float_sqnr:.1f}", s.reason or "")
+            for s in self.sites
+        ]  # fmt: skip
+        head = (
+            "site",
+            "op",
+            "type",
+            "scale",
+            "zero",
+            "LSB",
+            "SQNR dB",
+            "to float",
+            "float because",
+        )
+        parts = [tabulate(rows, headers=head)] if rows else []
+        rows = [(o.signature, o.name, f"{o.error:.2%}", f"{o.sqnr:.1f}") for o in self.outputs]
+        parts.append(tabulate(rows, headers=("signature", "output", "error", "SQNR dB")))
+        parts += [f"warning: {one}" for one in self.warnings]
+        sizes = ", ".join(f"{k} {v}" for k, v in sorted(self.bytes_by_dtype.items()))
+        count = sum(self.ops.values())
+        islands = sum(site.is_float for site in self.sites)
+        parts.append(
+            f"bytes: {sizes}\n{len(self.sites)} quantized places, {islands} of them computed in "
+            f"float\n{count} operations in the file, {self.float_ops} of them in float"
+        )
+        return "\n\n".join(parts)
+
+
+def _interface(model: Model, name: str) -> Interface:
+    one = model.signatures[name]
+    inputs, outputs = (
+        {key: _type(tensor) for key, tensor in each.items()} for each in (one.inputs, one.outputs)
+    )
+    return Interface(name, inputs, outputs)
+
+
+def _type(tensor: Tensor) -> str:
+    text = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+    if tensor.scale is None or tensor.scale.size != 1:
+        return text
+    point = 0 if tensor.zero_point is None else int(tensor.zero_point.reshape(-1)[0])
+    return f"{text}, scale {float(tensor.scale.reshape(-1)[0]):.4g}, zero point {point}"
+
+
+def _planned(plans: Sequence[Plan]) -> list[Weight]:
+    """Return the parameters that the plans quantize."""
+    found = {}
+    for plan in plans:
+        for op_id, decision in plan.decisions.items():
+            for use in decision.node.uses:
+                placed = decision.inputs.get(use.slot)
+                if isinstance(placed, WeightUse | ConstantUse):
+                    nbytes = stored_bytes(use, placed.qtype)
+                    one = Weight(op_id, placed.qtype, use.shape, nbytes)
+                    found[op_id, use.slot] = one
+    return list(found.values())
