@@ -1,13 +1,13 @@
 // Kernels on AVX2. Compile with: -O3 -ffp-contract=off -mavx2 -mfma -mf16c
 //
 // Quantized values of 8 bits are widened to 16 before they are multiplied: vpmaddubsw would
-// saturate at 16 bits. Quantized values of 4 bits cannot reach that, and use it.
+// saturate at 16 bits. Small numbers of a table of 4 bits cannot reach that, and use it.
 #include "matmul/kernels.h"
 
 #include <immintrin.h>
 
 #include "common/convert.h"
-#include "matmul/halves.h"
+#include "matmul/scales.h"
 
 namespace jaxtap {
 namespace {
@@ -28,20 +28,38 @@ JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
   return _mm256_set1_epi32(word);
 }
 
-// Adds products with quantized values of 4 bits over `k` rows of K to the sums of R plane rows and
-// the two halves of 16 columns, whose lines are kStride bytes apart.
-template <int R, int kStride>
-JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               __m256i (&acc)[R][2]) {
+// Four rows of x of a plane row, as numbers of 16 bits: those at even and at odd places.
+struct Wide {
+  explicit Wide(__m256i x)
+      : even(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)), odd(_mm256_srai_epi16(x, 8)) {}
+  __m256i even, odd;
+};
+
+// Adds products of four bytes of 32, which are widened, to their sums.
+JAXTAP_INLINE void add_bytes(__m256i& sums, __m256i bytes, const Wide& x) {
+  const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(0x00ff));
+  const __m256i odd = _mm256_srli_epi16(bytes, 8);
+  sums = _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(even, x.even),
+                                                 _mm256_madd_epi16(odd, x.odd)));
+}
+
+// Adds products with bytes of a table over `k` rows of K to the sums of R plane rows and the two
+// halves of 16 columns, whose lines are kStride bytes apart. kSmall: four products fit int16.
+template <bool kSmall, int R, int kStride>
+JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, __m256i (&acc)[R][2]) {
   const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
+  const __m256i bytes = _mm256_broadcastsi128_si256(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   for (int64_t i = 0; i < k; i += 8, qvalues += kStride) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     __m256i low[2], high[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const __m256i both = load(qvalues + 32 * h);
-      low[h] = _mm256_and_si256(both, mask);
-      high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      low[h] = _mm256_shuffle_epi8(bytes, _mm256_and_si256(both, mask));
+      high[h] = _mm256_shuffle_epi8(bytes, upper);
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -49,10 +67,14 @@ JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t*
       const __m256i b_low = broadcast4(row), b_high = broadcast4(row + 4);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        // Four products of at most 15 * 128: far from the ends of int16.
-        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
-                                               _mm256_maddubs_epi16(high[h], b_high));
-        acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+        if (kSmall) {
+          const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
+                                                 _mm256_maddubs_epi16(high[h], b_high));
+          acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+        } else {
+          add_bytes(acc[r][h], low[h], Wide(b_low));
+          add_bytes(acc[r][h], high[h], Wide(b_high));
+        }
       }
     }
   }
@@ -63,27 +85,14 @@ template <int R>
 JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
                                 int64_t k,
                                 __m256i (&acc)[R][2]) {
-  const __m256i mask = _mm256_set1_epi16(0x00ff);
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
-    __m256i even[2], odd[2];
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m256i w = load(qvalues + 32 * h);
-      even[h] = _mm256_and_si256(w, mask);
-      odd[h] = _mm256_srli_epi16(w, 8);
-    }
+    const __m256i w[2] = {load(qvalues), load(qvalues + 32)};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256i b = broadcast4(x + r * x_stride + i);
-      const __m256i b_even = _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8);
-      const __m256i b_odd = _mm256_srai_epi16(b, 8);
+      const Wide b(broadcast4(x + r * x_stride + i));
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even[h], b_even),
-                                             _mm256_madd_epi16(odd[h], b_odd));
-        acc[r][h] = _mm256_add_epi32(acc[r][h], sum);
-      }
+      for (int h = 0; h < 2; ++h) add_bytes(acc[r][h], w[h], b);
     }
   }
 }
@@ -238,16 +247,19 @@ void all_blocks(const Tile& t) {
 
 // 16 columns at a time: the sums of 32 would leave no registers.
 template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               const int32_t* offsets, int64_t offsets_stride,
-                               int32_t (*sums)[32]) {
+JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, const int32_t* offsets,
+                               int64_t offsets_stride, int32_t (*sums)[32]) {
+  const uint8_t* bytes = table.bytes[part];
   for (int half = 0; half < 2; ++half) {
     __m256i acc[kRows][2];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * offsets_stride]);
     }
-    add_nibbles<kRows, 128>(x, x_stride, qvalues + 64 * half, k, acc);
+    const uint8_t* from = qvalues + 64 * half;
+    table.is_small() ? add_nibbles<true, kRows, 128>(bytes, x, x_stride, from, k, acc)
+                     : add_nibbles<false, kRows, 128>(bytes, x, x_stride, from, k, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       __m256i* to = reinterpret_cast<__m256i*>(sums[r] + 16 * half);
@@ -272,7 +284,7 @@ const Kernels& avx2_kernels() {
                                        all_blocks<true>,
                                        paired8,
                                        nullptr,
-                                       expand_panel<0>,
+                                       expand_panel<false>,
                                        nullptr,
                                        stream,
                                        rotate_row,
