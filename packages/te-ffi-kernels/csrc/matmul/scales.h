@@ -5,6 +5,8 @@
 #include <immintrin.h>
 #endif
 
+#include <cstdint>
+
 #include "common/convert.h"
 #include "common/packed.h"
 
@@ -35,6 +37,18 @@ JAXTAP_INLINE void load_half_scales(const uint8_t* from, float* out) {
 // a column that has one is NaN.
 JAXTAP_INLINE void load_e4m3_scales(const uint8_t* from, const float* columns, float* out) {
   // As float16 these bits are 2 ** -8 of the number.
+#if defined(__AVX512BW__)
+  const __m512i bytes =
+      _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  const __m512i number = _mm512_and_si512(_mm512_slli_epi16(bytes, 7), _mm512_set1_epi16(0x3f80));
+  const __m512i sign = _mm512_slli_epi16(bytes, 8), top = _mm512_set1_epi16(INT16_MIN);
+  const __m512i both = _mm512_ternarylogic_epi32(number, sign, top, 0xf8);  // number | sign & top
+  const __m256i halves[2] = {_mm512_castsi512_si256(both), _mm512_extracti64x4_epi64(both, 1)};
+  for (int i = 0; i < 2; ++i) {
+    const __m512 scales = _mm512_mul_ps(_mm512_cvtph_ps(halves[i]), _mm512_set1_ps(256.0f));
+    _mm512_storeu_ps(out + 16 * i, _mm512_mul_ps(scales, _mm512_loadu_ps(columns + 16 * i)));
+  }
+#else
   uint8_t halves[64];
   for (int c = 0; c < 32; ++c) {
     const auto byte = static_cast<uint16_t>(from[c]);
@@ -43,6 +57,7 @@ JAXTAP_INLINE void load_e4m3_scales(const uint8_t* from, const float* columns, f
   }
   load_half_scales(halves, out);
   for (int c = 0; c < 32; ++c) out[c] = out[c] * 256.0f * columns[c];
+#endif
 }
 
 // Of a group of a panel, without the factor of the table: `from` is where they begin.

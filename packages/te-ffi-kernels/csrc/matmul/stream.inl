@@ -3,15 +3,15 @@
 // Included by the kernels of each instruction set after finish.inl and after
 //
 //   // Sums of products with a part of the table's numbers over `k` rows of K, less the offsets, of
-//   // kRows plane rows.
-//   template <int kRows>
+//   // kRows plane rows. Without kTable places are the numbers, plus the zero point.
+//   template <bool kTable, int kRows>
 //   void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
 //                    const uint8_t* qvalues, int64_t k, const int32_t* offsets,
 //                    int64_t offsets_stride, int32_t (*sums)[32]);
 
 constexpr int kStreamColumns = 32;
 
-template <int kRows, int kPlanes>
+template <bool kTable, int kRows, int kPlanes>
 inline void stream_rows(const Stream& s, int64_t row) {
   float totals[kRows][kStreamColumns] = {}, loaded[kStreamColumns], scales[kStreamColumns];
   const PanelLayout& layout = *s.layout;
@@ -26,13 +26,20 @@ inline void stream_rows(const Stream& s, int64_t row) {
       at += layout.scale_bytes();
     }
     const int64_t count = s.k - i < s.segment_k ? s.k - i : s.segment_k;
-    for (int part = 0; part < table.parts; ++part) {
+    const int parts = kTable ? table.parts : 1;
+    for (int part = 0; part < parts; ++part) {
       alignas(64) int32_t sums[kRows * kPlanes][kStreamColumns];
       const auto add = [&](int64_t k) __attribute__((always_inline)) {
-        nibble_sums<kRows * kPlanes>(table, part, x + i, s.x_stride, at, k, offsets,
+        nibble_sums<kTable, kRows * kPlanes>(table, part, x + i, s.x_stride, at, k, offsets,
                                      s.offsets_stride, sums);
       };
-      count == 32 ? add(32) : add(count);  // a loop whose end is known
+      if (count == 32) {  // loops whose end is known
+        add(32);
+      } else if (count == 16) {
+        add(16);
+      } else {
+        add(count);
+      }
       for (int c = 0; c < kStreamColumns; ++c) scales[c] = loaded[c] * table.factors[part];
       for (int r = 0; r < kRows; ++r) {
         const int32_t(*plane)[kStreamColumns] = sums + r * kPlanes;
@@ -61,11 +68,16 @@ inline void stream_rows(const Stream& s, int64_t row) {
   }
 }
 
+template <bool kTable, int kPlanes>
+inline void stream_table(const Stream& s) {
+  int64_t row = 0;
+  for (; row + 2 <= s.rows; row += 2) stream_rows<kTable, 2, kPlanes>(s, row);
+  if (row < s.rows) stream_rows<kTable, 1, kPlanes>(s, row);
+}
+
 template <int kPlanes>
 inline void stream_planes(const Stream& s) {
-  int64_t row = 0;
-  for (; row + 2 <= s.rows; row += 2) stream_rows<2, kPlanes>(s, row);
-  if (row < s.rows) stream_rows<1, kPlanes>(s, row);
+  s.layout->table_id == 0 ? stream_table<false, kPlanes>(s) : stream_table<true, kPlanes>(s);
 }
 
 inline void stream(const Stream& s) {

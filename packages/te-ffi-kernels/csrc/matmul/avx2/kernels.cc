@@ -45,7 +45,7 @@ JAXTAP_INLINE void add_bytes(__m256i& sums, __m256i bytes, const Wide& x) {
 
 // Adds products with bytes of a table over `k` rows of K to the sums of R plane rows and the two
 // halves of 16 columns, whose lines are kStride bytes apart. kSmall: four products fit int16.
-template <bool kSmall, int R, int kStride>
+template <bool kTable, bool kSmall, int R, int kStride>
 JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_stride,
                                const uint8_t* qvalues, int64_t k, __m256i (&acc)[R][2]) {
   const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
@@ -58,8 +58,9 @@ JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_
     for (int h = 0; h < 2; ++h) {
       const __m256i both = load(qvalues + 32 * h);
       const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
-      low[h] = _mm256_shuffle_epi8(bytes, _mm256_and_si256(both, mask));
-      high[h] = _mm256_shuffle_epi8(bytes, upper);
+      const __m256i lower = _mm256_and_si256(both, mask);
+      low[h] = kTable ? _mm256_shuffle_epi8(bytes, lower) : lower;
+      high[h] = kTable ? _mm256_shuffle_epi8(bytes, upper) : upper;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -246,7 +247,7 @@ void all_blocks(const Tile& t) {
 }
 
 // 16 columns at a time: the sums of 32 would leave no registers.
-template <int kRows>
+template <bool kTable, int kRows>
 JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
                                const uint8_t* qvalues, int64_t k, const int32_t* offsets,
                                int64_t offsets_stride, int32_t (*sums)[32]) {
@@ -258,8 +259,9 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * offsets_stride]);
     }
     const uint8_t* from = qvalues + 64 * half;
-    table.is_small() ? add_nibbles<true, kRows, 128>(bytes, x, x_stride, from, k, acc)
-                     : add_nibbles<false, kRows, 128>(bytes, x, x_stride, from, k, acc);
+    !kTable || table.is_small()
+        ? add_nibbles<kTable, true, kRows, 128>(bytes, x, x_stride, from, k, acc)
+        : add_nibbles<kTable, false, kRows, 128>(bytes, x, x_stride, from, k, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       __m256i* to = reinterpret_cast<__m256i*>(sums[r] + 16 * half);

@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
 constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
 constexpr int64_t kAhead = 2048;  // bytes
-constexpr int64_t kStreamAhead = 4 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
+constexpr int64_t kStreamAhead = 8 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
 
 JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
   int32_t word;
@@ -78,7 +78,7 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
-template <int kRows>
+template <bool kTable, int kRows>
 JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
                                const uint8_t* qvalues, int64_t k, const int32_t* offsets,
                                int64_t offsets_stride, int32_t (*sums)[32]) {
@@ -98,8 +98,9 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
       const __m512i both = _mm512_loadu_si512(qvalues + 64 * h);
       _mm_prefetch(reinterpret_cast<const char*>(qvalues + 64 * h + kStreamAhead), _MM_HINT_T0);
       const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
-      low[h] = _mm512_shuffle_epi8(bytes, _mm512_and_si512(both, mask));
-      high[h] = _mm512_shuffle_epi8(bytes, upper);
+      const __m512i lower = _mm512_and_si512(both, mask);
+      low[h] = kTable ? _mm512_shuffle_epi8(bytes, lower) : lower;
+      high[h] = kTable ? _mm512_shuffle_epi8(bytes, upper) : upper;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {

@@ -96,7 +96,7 @@ void paired8(const Tile& t) {
   }
 }
 
-template <int kRows>
+template <bool kTable, int kRows>
 JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
                                const uint8_t* qvalues, int64_t k, const int32_t* offsets,
                                int64_t offsets_stride, int32_t (*sums)[32]) {
@@ -110,7 +110,9 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
         const int32_t low = x[i + j], high = x[i + 4 + j];
         for (int c = 0; c < 32; ++c) {
           const int32_t byte = line[4 * c + j];
-          acc[c] += static_cast<uint32_t>(low * bytes[byte & 15] + high * bytes[byte >> 4]);
+          const int32_t first = kTable ? bytes[byte & 15] : byte & 15;
+          const int32_t second = kTable ? bytes[byte >> 4] : byte >> 4;
+          acc[c] += static_cast<uint32_t>(low * first + high * second);
         }
       }
     }
