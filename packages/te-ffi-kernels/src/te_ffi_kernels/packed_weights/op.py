@@ -378,9 +378,9 @@ def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, .
     grouped = form.picks == "groups"
     if grouped:  # the weight of each group, all dequantized at once
         weight_of = jax.vmap(lambda i: form.weight(weight[0], i).buffer)
-        qvalue, scale = form.weight(weight_of(weight[1])).unpack()
+        qvalue, scale = form.weight(weight_of(weight[1])).integers()
     else:
-        qvalue, scale = form.weight(*weight).unpack()
+        qvalue, scale = form.weight(*weight).integers()
     turned = reference.dequantized(qvalue, scale, form.layout.k).swapaxes(-2, -1)
     # Without it, GPUs multiply float32 in TF32, whose 11 bits are fewer than the kernels keep.
     exact = lax.Precision.HIGHEST
