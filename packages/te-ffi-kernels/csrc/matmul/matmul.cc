@@ -78,8 +78,9 @@ const Kernels& kernels_of(Isa isa, int64_t plane_rows) {
 }
 
 int default_planes(int64_t m, const PanelLayout& layout) {
-  // A few rows wait for memory anyway, if they are multiplied once.
-  return m <= 4 && (layout.bits == 8 || (layout.table().parts == 1 && !layout.has_column_scales())) ? 3 : 2;
+  // A few rows wait for memory anyway, if they are multiplied once, and rescaled for long groups.
+  const bool waits = layout.bits == 8 || (layout.table().parts == 1 && !layout.has_column_scales());
+  return m <= 4 && waits ? 3 : 2;
 }
 
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {

@@ -38,8 +38,8 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
     k_sizes = (weight.k_sizes[0] // rows, *weight.k_sizes[1:])
     n_sizes = (weight.n_sizes[0] // panels, *weight.n_sizes[1:]) if panels > 1 else weight.n_sizes
     k = math.prod(k_sizes)
-    sizes = k, columns, weight.group
-    local_form = form(weight.bits, *sizes, weight.platform, weight.scale_dtype, weight.table)
+    matrix = k, columns, weight.group
+    local_form = form(weight.bits, *matrix, weight.platform, weight.scale_dtype, weight.table)
     if weight.pieces:
         sizes.append(1)
         places.append(parts[0])

@@ -27,9 +27,9 @@ All words are of 32 bits, little-endian. The payload is, with C columns:
 
 In 8 bits, quantized values are ``[K / 4][C][4]`` bytes of value + 128, so that 64 bytes are what a
 dot-product instruction takes: four rows of 16 columns. In 4 bits, the low half of byte
-``[i][column][j]`` is row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both value + 8, or
-the place in the table. Rows are padded to a multiple of 64 with value 0; groups are multiples of 8 rows that divide K, which is
-not padded then.
+``[i][column][j]`` is row ``8 * i + j``, the high half row ``8 * i + 4 + j``, both value + 8, or the
+place in the table. Rows are padded to a multiple of 64 with value 0 (place 0); groups are multiples
+of 8 rows that divide K, which is not padded then.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ class Table:
 
 
 _HALF = (0, 1, 2, 3, 4, 6, 8, 12)
+_NF4_LOW = (-16384, -11406, -8603, -6470, -4660, -3027, -1492, 0)
+_NF4_HIGH = (1304, 2637, 4032, 5536, 7221, 9218, 11845, 16384)
 TABLES = {
     "int4": Table(tuple(range(-8, 8)), 1.0, 0),
     # E2M1 of the OCP Microscaling Formats v1.0, by its bits, doubled.
@@ -89,12 +91,7 @@ TABLES = {
         (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), 1.0, 2
     ),
     # The 4-bit NormalFloat of QLoRA (arXiv:2305.14314), rounded to multiples of 2 ** -14.
-    "nf4": Table(
-        (-16384, -11406, -8603, -6470, -4660, -3027, -1492, 0)
-        + (1304, 2637, 4032, 5536, 7221, 9218, 11845, 16384),
-        2.0**-14,
-        3,
-    ),
+    "nf4": Table((*_NF4_LOW, *_NF4_HIGH), 2.0**-14, 3),
 }
 """What quantized values of 4 bits stand for, by name. Those of "int4" are the numbers themselves;
 those of others are places in the table, 0 to 15."""

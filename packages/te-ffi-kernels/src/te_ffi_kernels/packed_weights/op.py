@@ -177,7 +177,8 @@ def gemv_w4(
     """Multiply any number of rows with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
-    multiplies in bfloat16 from 16 rows of bfloat16 on.
+    multiplies in bfloat16 from 16 rows of bfloat16 on, and that any number of rows has 15 bits
+    beside the table "nf4" and scales in float8_e4m3fn. Kernels for GPUs have no tables.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
     return _matmul("gemv_w4", 4, *given)

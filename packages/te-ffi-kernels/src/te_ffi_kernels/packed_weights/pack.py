@@ -88,8 +88,7 @@ def _pack(
         wanted = (*qvalue.shape[:-2], qvalue.shape[-1])
         if column_scale.shape != wanted or column_scale.dtype != jnp.float32:
             raise ValueError(
-                f"{op}: column_scale must be float32{list(wanted)}, got "
-                f"{jax.typeof(column_scale)}"
+                f"{op}: column_scale must be float32{list(wanted)}, got {jax.typeof(column_scale)}"
             )
         # Kernels read the bits of a scale that is NaN as a number.
         is_nan = jnp.isnan(scale.astype(jnp.float32)).any(-2)

@@ -104,7 +104,7 @@ def quantized(
     if len(found) == 1:
         return found[0].sum(-2).astype(out_dtype)
 
-    # The parts of a group's numbers follow each other. XLA would sum those of a concatenation apart.
+    # The parts of a group's numbers follow each other. XLA would sum a concatenation's apart.
     def step(total: jax.Array, parts: list[jax.Array]) -> tuple[jax.Array, None]:
         return functools.reduce(jnp.add, parts, total), None
 

@@ -138,7 +138,7 @@ class PackedWeight:
         ]
 
     def integers(self) -> tuple[jax.Array, jax.Array]:
-        """Return integers [*lead, k, n] and float32[*lead, groups, n], of which it is the product."""
+        """Return integers [*lead, k, n] and float32[*lead, groups, n]: it is their product."""
         qvalue, scale = self.parts()[-1]
         if self.table == "int4":
             return qvalue, scale
