@@ -82,10 +82,11 @@ inline constexpr Table kTables[] = {
     // llama.cpp's IQ4_NL.
     table_of("iq4_nl", 128, 1.0f,
              {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113}),
-    // The 4-bit NormalFloat of QLoRA (arXiv:2305.14314), rounded to multiples of 2 ** -14.
-    table_of("nf4", 128, 0x1p-14f,
-             {-16384, -11406, -8603, -6470, -4660, -3027, -1492, 0, 1304, 2637, 4032, 5536, 7221,
-              9218, 11845, 16384})};
+    // The 4-bit NormalFloat of QLoRA (arXiv:2305.14314), rounded to multiples of what is nearest to
+    // all of them: 8e-6 at most.
+    table_of("nf4", 128, 1.0f / 31908,
+             {-31908, -22214, -16754, -12601, -9076, -5896, -2905, 0, 2539, 5135, 7853, 10782, 14062,
+              17952, 23068, 31908})};
 constexpr int kTableCount = sizeof(kTables) / sizeof(Table);
 
 enum class ScaleKind : int { kF32, kF16, kE8M0, kE4M3 };

@@ -39,13 +39,12 @@ struct PackCall {
 
   template <class Call>
   explicit PackCall(const Call& call)
-      : config(call.attributes),
+      : config(Checked(call)),
         qvalues(call.Operand(0, "qvalue")),
         scale(call.Operand(1, "scale")),
         buffer(call.Result(0, "buffer")) {
     qvalues.NeedRank(2).NeedDtype({DType::S8});
     layout = config.LayoutOf(qvalues.shape[0]);
-    call.NeedCounts(2 + layout.has_column_scales(), 1);
     constexpr DType kScales[kScaleKinds] = {DType::F32, DType::F16, DType::F8E8M0,
                                             DType::F8E4M3FN};
     const int64_t n = qvalues.shape[1];
@@ -59,6 +58,13 @@ struct PackCall {
     buffer.NeedDtype({DType::U8})
         .NeedShape({panel_count(n, layout.columns()), layout.panel_bytes()},
                    "panels and the bytes of one");
+  }
+
+  template <class Call>
+  static Config Checked(const Call& call) {
+    const Config config(call.attributes);
+    call.NeedCounts(2 + (config.scale_kind == ScaleKind::kE4M3), 1);
+    return config;
   }
 
   Config config;

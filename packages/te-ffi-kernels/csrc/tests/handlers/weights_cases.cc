@@ -300,7 +300,8 @@ Case pack_case() {
            {operand(0, kS8, {kK}), "qvalue must have 2 axes, got int8[64]"},
            {operand(0, kS8, {kK + 1, kN}), "does not divide k = 65"},
            {operand(1, kS8, {2, kN}), "scale must ... got int8"},
-           {operand(1, kF32, {3, kN}), "groups and the columns of quantized values"},
+           {operand(1, kBits == 4 ? kF16 : kF32, {3, kN}),
+            "groups and the columns of quantized values"},
            {result(0, kU8, {1, 1}), "panels and the bytes of one"},
            {result(0, kS8, buffer_of(w).dims), "buffer must ... got int8"}},
           {"scale_kind"}};
@@ -344,7 +345,8 @@ Case pack_table_case() {
            {operand(2, kF32, {kN + 1}), "that of the columns of quantized values"},
            {operand(2, kF16, {kN}), "column_scale must ... got float16"},
            {operand(0, kS8, {kK}), "qvalue must have 2 axes, got int8[64]"},
-           {result(0, kU8, {1, 1}), "panels and the bytes of one"}}};
+           {result(0, kU8, {1, 1}), "panels and the bytes of one"}},
+          {"scale_kind", "table"}};
 }
 
 Case matmul_table_case() {
@@ -368,7 +370,7 @@ Case matmul_table_case() {
           {{set("table", 0), "got 3 of int4"},
            {set("scale_kind", 2), "are a buffer of"},
            {operand(1, kU8, {3}), "axes"}},
-          {"rotation"}};
+          {"rotation", "scale_kind", "table"}};
 }
 
 template <int kBits>

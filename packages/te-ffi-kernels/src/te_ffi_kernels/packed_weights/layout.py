@@ -58,7 +58,7 @@ class Table:
 
     Attributes:
         values: the integers.
-        factor: a power of two.
+        factor: what they are multiplied with.
         number: in headers and attributes.
     """
 
@@ -80,8 +80,9 @@ class Table:
 
 
 _HALF = (0, 1, 2, 3, 4, 6, 8, 12)
-_NF4_LOW = (-16384, -11406, -8603, -6470, -4660, -3027, -1492, 0)
-_NF4_HIGH = (1304, 2637, 4032, 5536, 7221, 9218, 11845, 16384)
+_NF4_ONE = 31908
+_NF4_LOW = (-_NF4_ONE, -22214, -16754, -12601, -9076, -5896, -2905, 0)
+_NF4_HIGH = (2539, 5135, 7853, 10782, 14062, 17952, 23068, _NF4_ONE)
 TABLES = {
     "int4": Table(tuple(range(-8, 8)), 1.0, 0),
     # E2M1 of the OCP Microscaling Formats v1.0, by its bits, doubled.
@@ -90,8 +91,9 @@ TABLES = {
     "iq4_nl": Table(
         (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), 1.0, 2
     ),
-    # The 4-bit NormalFloat of QLoRA (arXiv:2305.14314), rounded to multiples of 2 ** -14.
-    "nf4": Table((*_NF4_LOW, *_NF4_HIGH), 2.0**-14, 3),
+    # The 4-bit NormalFloat of QLoRA (arXiv:2305.14314), rounded to multiples of what is nearest to
+    # all of them: 8e-6 at most.
+    "nf4": Table((*_NF4_LOW, *_NF4_HIGH), 1 / _NF4_ONE, 3),
 }
 """What quantized values of 4 bits stand for, by name. Those of "int4" are the numbers themselves;
 those of others are places in the table, 0 to 15."""

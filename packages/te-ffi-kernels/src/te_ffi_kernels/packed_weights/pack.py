@@ -52,8 +52,8 @@ def pack_w4(
             fit. Of the table "e2m1" they may be float8_e8m0fnu (4.25 bits) or float8_e4m3fn.
         table: what quantized values stand for. "int4": themselves. "e2m1": the float4_e2m1fn of
             these bits (OCP Microscaling Formats v1.0). "iq4_nl": llama.cpp's 16 integers from -127
-            to 113. "nf4": the 16 quantiles of QLoRA (arXiv:2305.14314), rounded to multiples of
-            2 ** -14; it needs more than one group.
+            to 113. "nf4": the 16 quantiles of QLoRA (arXiv:2305.14314), which kernels have within
+            8e-6; it needs more than one group.
         column_scale: float32[*lead, n] with scales in float8_e4m3fn, by which those of a column are
             multiplied.
         platform: as for ``pack_w8``.
