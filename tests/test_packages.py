@@ -19,6 +19,7 @@ NEEDS = {
     "interception-core": ["interception-core"],
     "hijax-trace": ["interception-core", "hijax-trace"],
     "quant-numerics": ["interception-core", "hijax-trace", "quant-numerics"],
+    "quant-optim": ["quant-optim"],
     "provider-xla": ["interception-core", "hijax-trace", "quant-numerics", "provider-xla"],
     "provider-xla-cache": [
         "interception-core",
@@ -79,6 +80,8 @@ CHECKS = {
     "hijax-trace": "import interception_core as ic, hijax_trace as ht; "
     "assert isinstance(ic.get_engine(), ht.TraceEngine); ht.Box(1).get()",
     "quant-numerics": "import quant_numerics as qn; qn.quantize([1.0, 2.0], 'int8')",
+    "quant-optim": "import quant_optim as qo, jax.numpy as jnp; "
+    "qo.adamw_8bit(1e-3).init(jnp.ones((64, 128)))",
     "provider-xla": "import interception_core as ic; ic.get_provider('qt').apply(len); "
     "import jax.numpy as jnp; w = jnp.eye(4); "
     "plan = ic.get_provider('ptq').plan(jnp.dot, w, w); "

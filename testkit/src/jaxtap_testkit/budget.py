@@ -41,6 +41,7 @@ BUDGETS = {
     "provider-xla-report": 13,
     "provider-xla-serve": 7,
     "quant-numerics": 45,
+    "quant-optim": 20,
     "te-ffi-kernels": 100,
     "te-ffi-kernels-cuda13": 5,
     "tests": 135,

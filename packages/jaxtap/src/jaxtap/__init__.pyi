@@ -32,6 +32,7 @@ from . import gguf as gguf
 from . import huggingface as huggingface
 from . import lora as lora
 from . import odml as odml
+from . import optim as optim
 from . import passes as passes
 from .programs import get_provider as get_provider
 from .programs import plan as plan

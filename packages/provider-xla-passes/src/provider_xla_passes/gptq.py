@@ -26,14 +26,16 @@ class Gptq(Pass):
     matrix ``H`` of the activations (Frantar et al. 2022, arXiv:2210.17323, algorithm 1), in
     blocks. Scales are those of the rule, found before rounding (static groups), so that every
     qtype, granularity and calibration method works, and quantized values stay in the plan's format.
-    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are compensated, too. All Gram
-    matrices are those of the float model.
+    Elements that the rule's ``sparsity`` makes zeros stay zeros, and are compensated, too.
 
     Attributes:
         damping: what is added to the diagonal of ``H``, as a share of its mean.
         act_order: whether the channels with the largest activations are rounded first; False for
             the channels' order.
         block: how many channels are rounded before the rest is updated.
+        sequential: how many times activations are measured, each time for the next part of the
+            model, with the parameters before it as they were rounded, as GPTQ's authors do for each
+            layer. 0 measures all of them in the float model, at once. Batches run as often.
 
     Raises:
         ValueError: a number is out of range.
@@ -42,6 +44,7 @@ class Gptq(Pass):
     damping: float = 0.01
     act_order: bool = True
     block: int = 128
+    sequential: int = 0
 
     stage = ROUND
 
@@ -50,30 +53,31 @@ class Gptq(Pass):
             raise ValueError(f"Gptq.damping must be 0 or more. Got {self.damping!r}.")
         if self.block < 1:
             raise ValueError(f"Gptq.block must be 1 or more. Got {self.block!r}.")
+        if self.sequential < 0:
+            raise ValueError(f"Gptq.sequential must be 0 or more. Got {self.sequential!r}.")
 
     def run(self, weight: Weight) -> str | None:
         """Run it: see ``Pass.run``."""
-        q, mask, layout = weight.rounded(), weight.mask(), weight.layout
-        scale, zero = spread(q)
-        scale = layout.matrices(scale)
-        zero = None if zero is None else layout.matrices(zero)
+        for step, gram in enumerate(np.asarray(weight.gram, np.float64)):
+            self.run_step(weight, step, gram)
+        return None
+
+    def run_step(self, weight: Weight, step: int, gram: np.ndarray) -> None:
+        """Round a parameter in one step: see ``Pass.run_step``."""
+        q = weight.plain()
+        scale, zero = (None if x is None else weight.layout.matrices(x) for x in spread(q))
         # A format with blocks rounds single numbers here, each with the scale of its block.
         kind = qn.get_qtype(q.qtype)
         element = kind.name if kind.block is None else qn.get_qtype(kind.storage_dtype).name
-        grams = np.asarray(weight.gram, np.float64)
-        found = []
-        for step, gram in enumerate(grams):
-            order = np.argsort(-np.diag(gram), kind="stable") if self.act_order else (
-                np.arange(len(gram))
-            )  # fmt: skip
-            upper = self._factor(weight, gram[np.ix_(order, order)])
-            parts = (weight.w, scale, zero, mask)
-            w, s, z, m = (None if part is None else part[step][order] for part in parts)
-            qvalue = _qvalue(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
-            found.append(qvalue[np.argsort(order)])
-        qvalue = layout.array(jnp.stack(found)).astype(kind.storage_dtype)
-        weight.qarray = dataclasses.replace(q, qvalue=qvalue)
-        return None
+        if self.act_order:
+            order = np.argsort(-np.diag(gram), kind="stable")
+        else:
+            order = np.arange(len(gram))
+        upper = self._factor(weight, gram[np.ix_(order, order)])
+        parts = (weight.w, scale, zero, weight.mask())
+        w, s, z, m = (None if part is None else part[step][order] for part in parts)
+        qvalue = _qvalue(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
+        weight.choose(step, qvalue[np.argsort(order)])
 
     def _factor(self, weight: Weight, gram: np.ndarray) -> np.ndarray:
         """Return upper triangular ``U`` with ``U.T @ U = inv(H)``, ``H`` damped."""

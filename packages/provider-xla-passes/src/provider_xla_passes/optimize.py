@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from provider_xla import QuantizationError
@@ -71,8 +72,11 @@ def optimize(
         weight.check(given[path])
 
     seen, operands = layouts(plan, params, batches[0])
+    if any(one.sequential for one in passes):
+        seen = dict(sorted(seen.items(), key=lambda item: _place(plan, item[0])))
     stored: dict[str, Any] = {}
     rows: dict[str, WeightErrors] = {}
+    model = _Model(plan, params, batches, operands)
     with tqdm(total=len(plan.weights), desc="optimizing", unit="weight", disable=None) as bar:
         for path, weight in plan.weights.items():
             why = seen[path]
@@ -81,7 +85,7 @@ def optimize(
                 rows[path] = WeightErrors(path, weight.qtype, None, {}, {"": why})
                 bar.update()
         for part in _parts({p: one for p, one in seen.items() if isinstance(one, Layout)}):
-            for weight, row in _run(plan, params, given, batches, part, passes, operands):
+            for weight, row in _run(model, given, part, passes):
                 stored[weight.path] = _placed(weight.stored(), given[weight.path])
                 rows[weight.path] = row
                 bar.update()
@@ -138,25 +142,44 @@ def _contraction(sizes: Sequence[int]) -> int:
     return result
 
 
+class _Model(NamedTuple):
+    """The model that activations are measured in.
+
+    Attributes:
+        plan: its plan.
+        params: its parameters.
+        batches: the other arguments of each call.
+        operands: the weight that each operand is, by operation id and side.
+    """
+
+    plan: Plan
+    params: Any
+    batches: Sequence[Sequence[Any]]
+    operands: Mapping[tuple[str, int], Operand]
+
+    def with_values(self, values: Mapping[str, jax.Array]) -> _Model:
+        """Return it with other values of some parameters, by path."""
+        given, treedef = by_path(self.params, self.plan.prefix)
+
+        def placed(path: str, leaf: Any) -> Any:
+            if path not in values:
+                return leaf
+            new = values[path].astype(leaf.dtype)
+            return jax.device_put(new, leaf.sharding) if isinstance(leaf, jax.Array) else new
+
+        leaves = [placed(path, leaf) for path, leaf in given.items()]
+        return self._replace(params=jax.tree.unflatten(treedef, leaves))
+
+
 def _run(
-    plan: Plan,
-    params: Any,
-    given: Mapping[str, Any],
-    batches: Sequence[Sequence[Any]],
-    part: Mapping[str, Layout],
-    passes: Sequence[Pass],
-    operands: Mapping[tuple[str, int], Operand],
+    model: _Model, given: Mapping[str, Any], part: Mapping[str, Layout], passes: Sequence[Pass]
 ) -> Iterator[tuple[Weight, WeightErrors]]:
     """Run the passes over some parameters, and yield each when it is done."""
-    grams = _measured(plan, params, batches, operands, part, gram)
+    plan = model.plan
+    grams = _measured(model, part, gram)
     weights = {}
     for path, layout in part.items():
-        g = grams[path].reshape(-1, layout.k, layout.k)
-        if not bool(jnp.isfinite(g).all()):
-            raise QuantizationError(
-                f"The activations that {path} is multiplied with are not finite in these batches. "
-                "Find out where that comes from, or leave it float by a rule without qtypes."
-            )
+        g = _checked_gram(path, layout, grams)
         w = as_matrices(given[path], layout)
         below = path.removeprefix(plan.prefix)
         weights[path] = Weight(path, below, plan.weights[path], layout, w, g)
@@ -167,19 +190,75 @@ def _run(
     for name, one in zip(names, passes, strict=True):
         if one.needs_peaks:
             steps = {path: weight.steps for path, weight in weights.items()}
-            peaks = _measured(
-                plan, params, batches, operands, part, lambda rows: Largest(rows), steps
-            )
+            peaks = _measured(model, part, lambda rows: Largest(rows), steps)
             for path, weight in weights.items():
                 weight.peaks = peaks[path].value.reshape(-1, weight.layout.k)
+        if one.sequential:
+            _run_in_turn(one, model, weights)
         for path, weight in weights.items():
-            why = one.run(weight)
+            why = None if one.sequential else one.run(weight)
             if why is not None:
                 reasons[path][name] = why
             after[path][name] = weight.error()
     for path, weight in weights.items():
         qtype = weight.plan.qtype
         yield weight, WeightErrors(path, qtype, rounded[path], after[path], reasons[path])
+
+
+def _checked_gram(path: str, layout: Layout, grams: Mapping[str, jax.Array]) -> jax.Array:
+    """Return the Gram matrices of a parameter's activations, [S, K, K]."""
+    g = grams[path].reshape(-1, layout.k, layout.k)
+    if not bool(jnp.isfinite(g).all()):
+        raise QuantizationError(
+            f"The activations that {path} is multiplied with are not finite in these batches. "
+            "Find out where that comes from, or leave it float by a rule without qtypes."
+        )
+    return g
+
+
+def _place(plan: Plan, path: str) -> int:
+    """Return which operation is the first to use a weight."""
+    uses = plan.weights[path].ops
+    return next((i for i, record in enumerate(plan.ops) if record.op_id in uses), len(plan.ops))
+
+
+def _turns(plan: Plan, weights: Mapping[str, Weight]) -> list[tuple[Weight, int]]:
+    """Return the parameters in the order of their use, and the steps of loops around them.
+
+    Parameters of equally many steps that follow each other are taken to be of one loop.
+    """
+    placed = sorted((_place(plan, path), path) for path in weights)
+    turns: list[tuple[Any, Weight, int]] = []
+    loop: tuple[Any, int] = (None, 0)
+    for place, path in placed:
+        weight = weights[path]
+        if not weight.layout.steps or loop[0] != weight.layout.steps:
+            loop = weight.layout.steps or None, place
+        turns += [((loop[1], step, place), weight, step) for step in range(len(weight.w))]
+    return [(weight, step) for _, weight, step in sorted(turns, key=lambda turn: turn[0])]
+
+
+def _run_in_turn(one: Pass, model: _Model, weights: Mapping[str, Weight]) -> None:
+    """Run a pass along the depth of a model, whose activations are measured again on the way.
+
+    Weights that are computed from parameters stay float for what comes after them.
+    """
+    turns = _turns(model.plan, weights)
+    count = min(one.sequential, len(turns))
+    values: dict[str, jax.Array] = {}
+    for number in range(count):
+        own = turns[number * len(turns) // count : (number + 1) * len(turns) // count]
+        layouts = {weight.path: weight.layout for weight, _ in own}
+        found = _measured(model.with_values(values), layouts, gram)
+        grams = {
+            path: np.asarray(weights[path].mapped(_checked_gram(path, layout, found)), np.float64)
+            for path, layout in layouts.items()
+        }
+        for weight, step in own:
+            one.run_step(weight, step, grams[weight.path][step])
+        for path in layouts:
+            if weights[path].plan.derived is None:
+                values[path] = weights[path].so_far()
 
 
 def _names(passes: Sequence[Pass]) -> list[str]:
@@ -197,10 +276,7 @@ def gram(rows: jax.Array) -> jax.Array:
 
 
 def _measured(
-    plan: Plan,
-    params: Any,
-    batches: Sequence[Sequence[Any]],
-    operands: Mapping[tuple[str, int], Operand],
+    model: _Model,
     part: Mapping[str, Layout],
     measure: Any,
     steps: Mapping[str, Sequence[Any]] | None = None,
@@ -208,10 +284,7 @@ def _measured(
     """Return a measure of each parameter's activations, by path.
 
     Args:
-        plan: the plan of the function.
-        params: its parameters.
-        batches: the other arguments of each call.
-        operands: the weight that each operand is, by operation id and side.
+        model: the model, its parameters and batches.
         part: the parameters to measure for.
         measure: takes activations, float32 [rows, K], and returns an array or a ``Largest``.
         steps: by path, the maps that activations go through before they are measured.
@@ -220,7 +293,7 @@ def _measured(
 
     def visit(site: Site) -> Any:
         for side in range(2):
-            path, axes = operands.get((site.call.op_id, side), (None, ()))
+            path, axes = model.operands.get((site.call.op_id, side), (None, ()))
             if path in part:
                 paths[site.call.op_id] = path
                 before = [_of_step(step, site, side) for step in (steps or {}).get(path, ())]
@@ -238,7 +311,7 @@ def _measured(
         return None
 
     totals: dict[str, Any] = {}
-    for op_id, one in probe(plan, params, batches, visit).items():
+    for op_id, one in probe(model.plan, model.params, model.batches, visit).items():
         path = paths[op_id]
         if path not in totals:
             totals[path] = one.total

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import quant_numerics as qn
 from provider_xla import WeightPlan
@@ -33,7 +34,8 @@ class Weight:
         steps: the maps that activations go through, in order.
         keep: which elements stay, bool [S, K, N], if a pass has chosen zeros; else None.
         ranges: the ranges that scales are for, if a pass has chosen them; None for the rule's.
-        qarray: the quantized parameter, if a pass has chosen quantized values; None to round.
+        chosen: the quantized values that a pass has chosen, float32 [K, N] by step; others are
+            rounded.
     """
 
     def __init__(
@@ -55,15 +57,22 @@ class Weight:
         self.steps: list[Step] = []
         self.keep: jax.Array | None = None
         self.ranges: qn.Calibration | None = None
-        self.qarray: qn.QArray | None = None
+        self.chosen: dict[int, jax.Array] = {}
+        self._plain: qn.QArray | None = None
         # The squared norm of the results, which no map changes: errors are relative to it.
         self._size = output_squares(w, gram).sum()
 
     def transform(self, step: Step) -> None:
         """Transform the parameter, and its activations with it."""
-        self.w, self.gram = _transformed(step, self.w, self.gram)
+        self.w, self.gram = _weight(step, self.w), _mapped(step, self.gram)
         self.steps.append(step)
-        self.peaks = self.ranges = None
+        self.peaks = self.ranges = self._plain = None
+
+    def mapped(self, gram: jax.Array) -> jax.Array:
+        """Return the Gram matrices of activations before the maps, [S, K, K], after them."""
+        for step in self.steps:
+            gram = _mapped(step, gram)
+        return gram
 
     def mask(self, w: jax.Array | None = None) -> jax.Array | None:
         """Return which elements stay, bool [S, K, N]; None for all."""
@@ -80,9 +89,35 @@ class Weight:
         mask = self.mask(w)
         return quantized(w if mask is None else jnp.where(mask, w, 0), self)
 
+    def plain(self) -> qn.QArray:
+        """Return it rounded, while passes choose quantized values: the same at each call."""
+        if self._plain is None:
+            self._plain = self.rounded()
+        return self._plain
+
+    def choose(self, step: int, qvalue: jax.Array) -> None:
+        """Set the quantized values of one step, [K, N]."""
+        self.chosen[step] = qvalue
+
     def quantized(self) -> qn.QArray:
         """Return its current quantized values, in the parameter's shape."""
-        return self.rounded() if self.qarray is None else self.qarray
+        if not self.chosen:
+            return self.rounded()
+        q = self.plain()
+        qvalue = self.layout.matrices(q.qvalue)
+        chosen = [self.chosen.get(i, one) for i, one in enumerate(qvalue)]
+        dtype = q.qvalue.dtype
+        chosen = jnp.stack([x.astype(dtype) for x in chosen])
+        return dataclasses.replace(q, qvalue=self.layout.array(chosen))
+
+    def so_far(self) -> jax.Array:
+        """Return the parameter, with the steps dequantized whose quantized values are chosen."""
+        found = self.layout.matrices(qn.dequantize(self.quantized()))
+        is_chosen = np.isin(np.arange(len(found)), [*self.chosen])
+        found = jnp.where(is_chosen[:, None, None], found, self.w)
+        for step in reversed(self.steps):
+            found = step.back(found)
+        return self.layout.array(found)
 
     def errors(self, q: qn.QArray | None = None) -> jax.Array:
         """Return the squared error of the contractions' results by step, float32 [S]."""
@@ -110,12 +145,16 @@ class Weight:
 
 
 @jax.jit
-def _transformed(step: Step, w: jax.Array, gram: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _weight(step: Step, w: jax.Array) -> jax.Array:
+    return step.weight(w)
+
+
+@jax.jit
+def _mapped(step: Step, gram: jax.Array) -> jax.Array:
     # The Gram matrix of x @ T is T.T @ G @ T: both of its axes are mapped like activations.
     arrays, treedef = jax.tree.flatten(step)
     of_rows = jax.tree.unflatten(treedef, [x[:, None] for x in arrays])
-    turned = of_rows.forward(jnp.swapaxes(of_rows.forward(gram), -1, -2))
-    return step.weight(w), turned
+    return of_rows.forward(jnp.swapaxes(of_rows.forward(gram), -1, -2))
 
 
 @jax.jit

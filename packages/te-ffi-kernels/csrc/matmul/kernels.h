@@ -21,7 +21,8 @@ namespace jaxtap {
 inline constexpr int64_t kOneRun[1] = {0};
 
 // Matmuls of plane rows with consecutive panels. A segment is a range of K with integer sums: a
-// group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8.
+// group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8, or of 4
+// for a run of a convolution.
 struct Tile {
   const int8_t* x;  // [rows, x_stride]
   int64_t x_stride;

@@ -6,6 +6,7 @@
 
 #include <immintrin.h>
 
+#include "common/arena.h"
 #include "common/convert.h"
 #include "matmul/scales.h"
 
@@ -28,19 +29,24 @@ JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
   return _mm256_set1_epi32(word);
 }
 
-// Four rows of x of a plane row, as numbers of 16 bits: those at even and at odd places.
+// Four bytes of each word as numbers of 16 bits: those at even and at odd places.
 struct Wide {
-  explicit Wide(__m256i x)
-      : even(_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8)), odd(_mm256_srai_epi16(x, 8)) {}
   __m256i even, odd;
 };
 
-// Adds products of four bytes of 32, which are widened, to their sums.
-JAXTAP_INLINE void add_bytes(__m256i& sums, __m256i bytes, const Wide& x) {
-  const __m256i even = _mm256_and_si256(bytes, _mm256_set1_epi16(0x00ff));
-  const __m256i odd = _mm256_srli_epi16(bytes, 8);
-  sums = _mm256_add_epi32(sums, _mm256_add_epi32(_mm256_madd_epi16(even, x.even),
-                                                 _mm256_madd_epi16(odd, x.odd)));
+JAXTAP_INLINE Wide wide_bytes(__m256i w) {
+  return {_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), _mm256_srli_epi16(w, 8)};
+}
+
+JAXTAP_INLINE Wide wide_numbers(__m256i x) {
+  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+}
+
+// Adds the products of four.
+JAXTAP_INLINE void add_wide(__m256i& sums, const Wide& w, const Wide& x) {
+  const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(w.even, x.even),
+                                            _mm256_madd_epi16(w.odd, x.odd));
+  sums = _mm256_add_epi32(sums, products);
 }
 
 // Adds products with bytes of a table over `k` rows of K to the sums of R plane rows and the two
@@ -73,33 +79,55 @@ JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_
                                                  _mm256_maddubs_epi16(high[h], b_high));
           acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
         } else {
-          add_bytes(acc[r][h], low[h], Wide(b_low));
-          add_bytes(acc[r][h], high[h], Wide(b_high));
+          add_wide(acc[r][h], wide_bytes(low[h]), wide_numbers(b_low));
+          add_wide(acc[r][h], wide_bytes(high[h]), wide_numbers(b_high));
         }
       }
     }
   }
 }
 
-// Adds products over `k` rows of K to the sums of R plane rows and the two halves of a panel.
+struct WordsTag {};
+
+// Rows are multiplied by this many panels, as often as their widened numbers are read.
+constexpr int64_t kBlockPanels = 4;
+constexpr int kBlockRows = 4;  // plane rows whose sums fit the registers
+
+// Widens the numbers of R plane rows to 16 bits, for all panels of a block at once. Of four of a row
+// the words hold the first and third, and the second and fourth, as `add_products` multiplies them;
+// those of the other rows follow: [k / 4, R, 2].
 template <int R>
-JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
-                                int64_t k,
-                                __m256i (&acc)[R][2]) {
-  for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
-    _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
-    const __m256i w[2] = {load(qvalues), load(qvalues + 32)};
+JAXTAP_INLINE void widen(const int8_t* x, int64_t x_stride, int64_t k, int32_t* words) {
+  const __m128i order = _mm_setr_epi8(0, 2, 1, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  for (int64_t i = 0; i < k; i += 4, words += 2 * R) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const Wide b(broadcast4(x + r * x_stride + i));
+      int32_t four;
+      __builtin_memcpy(&four, x + r * x_stride + i, 4);
+      const __m128i ordered = _mm_shuffle_epi8(_mm_cvtsi32_si128(four), order);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(words + 2 * r), _mm_cvtepi8_epi16(ordered));
+    }
+  }
+}
+
+// Adds products over `k` rows of K to the sums of R widened rows and the two halves of a panel.
+template <int R>
+JAXTAP_INLINE void add_products(const int32_t* words, const uint8_t* qvalues, int64_t k,
+                                __m256i (&acc)[R][2]) {
+  for (int64_t i = 0; i < k; i += 4, qvalues += 64, words += 2 * R) {
+    _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
+    const Wide w[2] = {wide_bytes(load(qvalues)), wide_bytes(load(qvalues + 32))};
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const Wide b{_mm256_set1_epi32(words[2 * r]), _mm256_set1_epi32(words[2 * r + 1])};
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) add_bytes(acc[r][h], w[h], b);
+      for (int h = 0; h < 2; ++h) add_wide(acc[r][h], w[h], b);
     }
   }
 }
 
 template <int R>
-void exact_block(const Tile& t, int64_t r0, int64_t p) {
+void exact_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
   __m256i acc[R][2];
   int32_t* out = t.sums + r0 * t.sums_stride + 16 * p;
 #pragma GCC unroll 4
@@ -112,10 +140,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
       acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
     }
   }
-  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-  for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
-    add_products<R>(t.x + r0 * t.x_stride + t.x_runs[run], t.x_stride, qvalues, t.k, acc);
-  }
+  add_products<R>(words, t.qvalues + p * t.qvalues_stride, t.runs * t.k, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 2
@@ -128,13 +153,12 @@ void exact_block(const Tile& t, int64_t r0, int64_t p) {
 
 // The totals wait in memory: the sums take the registers.
 template <int R>
-void scaled_block(const Tile& t, int64_t r0, int64_t p) {
+void scaled_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
   float totals[R][16] = {};
   const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
   const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p * t.scales_stride;
   const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-  const int8_t* x = t.x + r0 * t.x_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
     __m256i acc[R][2];
@@ -142,7 +166,7 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<R>(x + i, t.x_stride, qvalues, count, acc);
+    add_products<R>(words + R * i / 2, qvalues, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 4
@@ -169,13 +193,12 @@ void scaled_block(const Tile& t, int64_t r0, int64_t p) {
 
 // R rows of x: twice as many plane rows.
 template <int R>
-void paired_block(const Tile& t, int64_t r0, int64_t p) {
+void paired_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
   float totals[R][16] = {};
   const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
   const float* x_scales = t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p * t.scales_stride;
   const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-  const int8_t* x = t.x + 2 * r0 * t.x_stride;
   for (int64_t i = 0; i < t.k; i += t.segment_k) {
     const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
     __m256i acc[2 * R][2];
@@ -183,7 +206,7 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
     for (int r = 0; r < 2 * R; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
     }
-    add_products<2 * R>(x + i, t.x_stride, qvalues, count, acc);
+    add_products<2 * R>(words + R * i, qvalues, count, acc);
     float scale[16];
     __builtin_memcpy(scale, scales, 64);
 #pragma GCC unroll 2
@@ -213,35 +236,37 @@ void paired_block(const Tile& t, int64_t r0, int64_t p) {
   }
 }
 
-void paired8(const Tile& t) {
-  const int64_t x_rows = t.rows / 2;
+enum class How { kExact, kScaled, kPaired };
+
+// R plane rows by all panels of a block.
+template <int R, How kHow>
+void rows_by_panels(const Tile& t, int64_t r, int32_t* words) {
+  for (int64_t run = 0; run < t.runs; ++run) {
+    widen<R>(t.x + r * t.x_stride + t.x_runs[run], t.x_stride, t.k, words + run * R * t.k / 2);
+  }
   for (int64_t p = 0; p < t.panels; ++p) {
-    int64_t r = 0;
-    for (; r + 2 <= x_rows; r += 2) paired_block<2>(t, r, p);
-    if (r < x_rows) paired_block<1>(t, r, p);
+    if constexpr (kHow == How::kExact) {
+      exact_block<R>(t, r, p, words);
+    } else if constexpr (kHow == How::kScaled) {
+      scaled_block<R>(t, r, p, words);
+    } else {
+      paired_block<R / 2>(t, r / 2, p, words);
+    }
   }
 }
 
-template <int R, bool kScaled>
-JAXTAP_INLINE void block(const Tile& t, int64_t r, int64_t p) {
-  if (kScaled) {
-    scaled_block<R>(t, r, p);
-  } else {
-    exact_block<R>(t, r, p);
-  }
-}
-
-template <bool kScaled>
+template <How kHow>
 void all_blocks(const Tile& t) {
-  for (int64_t p = 0; p < t.panels; ++p) {
-    int64_t r = 0;
-    for (; r + 4 <= t.rows; r += 4) block<4, kScaled>(t, r, p);
+  int32_t* words = Arena<WordsTag>::get_array<int32_t>(kBlockRows * t.runs * t.k / 2);
+  int64_t r = 0;
+  for (; r + kBlockRows <= t.rows; r += kBlockRows) rows_by_panels<kBlockRows, kHow>(t, r, words);
+  if (t.rows - r == 2) {
+    rows_by_panels<2, kHow>(t, r, words);
+  } else if constexpr (kHow != How::kPaired) {  // which has an even number
     if (t.rows - r == 3) {
-      block<3, kScaled>(t, r, p);
-    } else if (t.rows - r == 2) {
-      block<2, kScaled>(t, r, p);
+      rows_by_panels<3, kHow>(t, r, words);
     } else if (t.rows - r == 1) {
-      block<1, kScaled>(t, r, p);
+      rows_by_panels<1, kHow>(t, r, words);
     }
   }
 }
@@ -276,15 +301,15 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static constexpr Kernels kKernels = {1,
+  static constexpr Kernels kKernels = {kBlockPanels,
                                        4096,
                                        30000,
                                        1,
                                        false,
                                        false,
-                                       all_blocks<false>,
-                                       all_blocks<true>,
-                                       paired8,
+                                       all_blocks<How::kExact>,
+                                       all_blocks<How::kScaled>,
+                                       all_blocks<How::kPaired>,
                                        nullptr,
                                        expand_panel<false>,
                                        nullptr,
