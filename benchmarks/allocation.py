@@ -73,7 +73,7 @@ def plan_maker(fn, params, example, before=()):
 def digits():
     """Both models of ``jaxtap demo``, on the images that they weren't trained on."""
     from interception_core.demo_kit import Digits
-    from provider_xla.demo import MODELS, train
+    from jaxtap.demo import MODELS, train
 
     print("| model | tiles | weights | bits | error, test images | accuracy | same digit |")
     print("| --- " * 7 + "|")

@@ -243,7 +243,7 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
         seconds["plan"] = time.perf_counter() - start
         return jax.jit(step, donate_argnums=(0, 1)).trace(params, state, tokens).lower()
 
-    rules = xla.QuantizationRule(**rule, rank=RANK, weights_only=True)
+    rules = xla.LoraRule(**rule, rank=RANK, weights_only=True)
     plan = xla.PtqProvider(rules).plan(loss, params, tokens, kernels=False)
     run, stored = plan.apply(loss), plan.quantized_types(params)
     adapters = whole(jax.eval_shape(plan.init_adapters, jax.random.key(0)))

@@ -11,12 +11,12 @@ import numpy as np
 import optax
 
 from interception_core.demo_kit import BATCH, Digits
-from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.demo import MODELS, train
+from jaxtap.demo import MODELS, train
+from provider_xla import LoraRule, PtqProvider
 
 MODEL = MODELS[1]  # attention
 EPOCHS = 12
-RULE = QuantizationRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.05)
+RULE = LoraRule(weight_qtype="nf4", rank=8, alpha=16, dropout=0.05)
 
 
 def turned(images):

@@ -1,4 +1,4 @@
-"""onnxruntime beside examples/llm: a decoder as an ONNX graph, with operators for such models.
+"""onnxruntime beside jaxtap_llm: a decoder as an ONNX graph, with operators for such models.
 
 Matmuls are MatMulNBits: 4 bits, blocks of 32. Attention is GroupQueryAttention, which turns queries
 and keys, and writes to the cache where it lies.

@@ -1,4 +1,4 @@
-"""The decoders of examples/llm beside google-tunix's models and llama.cpp, with the same weights.
+"""The decoders of jaxtap_llm beside google-tunix's models and llama.cpp, with the same weights.
 
 tunix reads the folders by its own loaders; llama.cpp the files of llama_cpp_peer.py in float32.
 """
@@ -16,8 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 import llama_cpp_peer
 import onnxruntime_peer
-from llm import checkpoint, model
-from llm.config import parse_config
+
+from jaxtap_llm import checkpoint, model
+from jaxtap_llm.config import parse_config
 
 VOCABULARY = 300
 BASE = {

@@ -159,7 +159,7 @@ def test_sampler_generates_from_an_int8_cache(llama):
 def test_trainer_trains_adapters(llama, qtype):
     from tunix.sft.peft_trainer import PeftTrainer, TrainingConfig, TrainingInput
 
-    adapted = xla.QuantizationRule(
+    adapted = xla.LoraRule(
         module_path=".*(mlp|attn).*", weight_qtype=qtype, tile_size=16, rank=4, weights_only=True
     )
     model = quantized(llama, adapted)

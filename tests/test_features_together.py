@@ -4,15 +4,18 @@ import re
 import traceback
 from pathlib import Path
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen, nnx
 
 import provider_xla as xla
 import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core.testing import installed_plugins
+from jaxtap_testkit.bridge_nets import TOKENS, equinox_net, linen_net, nnx_net
 from jaxtap_testkit.cached_decoders import DECODERS, B, keep, parameters
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule, SmoothQuant
 
@@ -125,6 +128,67 @@ def test_a_model_with_caches_is_no_program():
     made = xla.quantize_model(attention, xla.PtqProvider(rules), x)
     with pytest.raises(xla.QuantizationError, match="must hold no caches to be exported"):
         xla.export_model(made, x)
+
+
+def models():
+    net, variables = linen_net()
+    return {
+        "nnx": (nnx_net(), TOKENS),
+        "linen": (net.bind(variables), TOKENS),
+        "equinox": (equinox_net(), TOKENS[0]),
+    }
+
+
+def trained(model):
+    """Return a model whose adapters are not those that change nothing."""
+    if isinstance(model, nnx.Module):
+        for _, variable in nnx.iter_graph(model):
+            if isinstance(variable, nnx.LoRAParam):
+                variable[...] += 0.25
+        return model
+    if isinstance(model, linen.Module):
+        module, variables = model.unbind()
+        return module.bind({**variables, "lora": jax.tree.map(raised, variables["lora"])})
+    adapters, rest = eqx.partition(model, xla.adapter_mask(model))
+    return eqx.combine(jax.tree.map(raised, adapters), rest)
+
+
+def raised(x):
+    return x + 0.25
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nnx", "linen", "equinox"])
+def test_exported_models_with_adapters(tmp_path, name):
+    """Their parameters are loaded without a plan, too: then an adapter is a dict of arrays."""
+    model, x = models()[name]
+    path = ".*(up|down|mlp).*"
+    rule = xla.LoraRule(module_path=path, weight_qtype="int8", weights_only=True, rank=2, alpha=4.0)
+    made = xla.quantize_model(model, PtqProvider(rule), x)
+    untrained = np.asarray(made(x))
+    made = trained(made)
+    stored = xla.model_parameters(made)
+    assert sum(isinstance(leaf, xla.AdaptedWeight) for leaf in stored.values()) == 4
+    xla.save(tmp_path / "a.safetensors", stored)
+    y = np.asarray(made(x))
+    assert np.abs(y - untrained).max() > 1e-2
+    xla.export_model(made, x).save(tmp_path / "program")
+    program = xla.load_exported(tmp_path / "program")
+    loaded = program.parameters(xla.load(tmp_path / "a.safetensors"))
+    np.testing.assert_allclose(program(loaded, x), y, atol=1e-5)
+    inside = xla.load_exported(xla.export_model(made, x, inside=True).serialize())
+    np.testing.assert_allclose(inside(x), y, atol=1e-5)
+
+
+def test_exported_weights_with_minima():
+    """As GGUF files have them."""
+    w, x = rows(0, 64, 32), rows(1, 3, 64)
+    q = qn.quantize(w, "int4", channel_axes=(1,), tile_axes={0: 8})
+    held = xla.AffineWeight(q, 0.1 * jnp.ones((8, 32)), 8)
+    fn = lambda w, x: x @ w  # noqa: E731
+    plan = PtqProvider("int4").plan(fn, w, x)
+    program = xla.load_exported(plan.export(held, x).serialize())
+    np.testing.assert_array_equal(program(held, x), jax.jit(plan.apply(fn))(held, x))
 
 
 def test_errors_of_a_program_show_no_frames_of_features():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
+import te_ffi_kernels as te
 
 W8A8 = [xla.QuantizationRule(weight_qtype="int8", act_qtype="int8")]
 INT4 = [xla.QuantizationRule(weight_qtype="int4", tile_size=32)]
@@ -73,3 +74,14 @@ def test_rotated_before_where_a_platform_has_no_such_kernel():
     run = jax.jit(plan.apply(plain)).trace(stored, x)
     text = run.lower(lowering_platforms=("cuda",)).as_text()
     assert "rotation" not in text
+
+
+def test_rotated_by_xla_where_a_package_names_other_platforms(monkeypatch):
+    params, x = made(plain)
+    plan = xla.PtqProvider(W8A8).plan(plain, params, x)
+    stored, _ = plan.optimize(params, [(x,)], [xla.Hadamard(32)])
+    found = jax.jit(plan.apply())(stored, x)
+    monkeypatch.setattr(te.PackedWeight, "rotates", ("tpu",))
+    run, fewer = jax.jit(plan.apply()), x[:3]  # of another shape, which JAX has not traced
+    assert "rotation" not in run.lower(stored, fewer).as_text()
+    np.testing.assert_allclose(run(stored, fewer), found[:3], atol=0.02 * abs(found).max())

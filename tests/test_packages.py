@@ -42,6 +42,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-fused",
     ],
+    "provider-xla-lora": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-lora",
+    ],
     "provider-xla-passes": [
         "interception-core",
         "hijax-trace",
@@ -71,6 +78,20 @@ NEEDS = {
         "provider-odml",
         "provider-odml-aeq",
     ],
+    "jaxtap-llm": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-cache",
+        "provider-xla-formats",
+        "provider-xla-fused",
+        "provider-xla-lora",
+        "provider-xla-passes",
+        "provider-xla-serve",
+        "te-ffi-kernels",
+        "jaxtap-llm",
+    ],
     "te-ffi-kernels": ["interception-core", "te-ffi-kernels"],
     "te-ffi-kernels-cuda13": ["interception-core", "te-ffi-kernels", "te-ffi-kernels-cuda13"],
 }
@@ -95,6 +116,10 @@ CHECKS = {
     "provider-xla-fused": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider(xla.QuantizationRule(kernel='fused')).plan(jax.nn.softmax, w); "
     "assert 'softmax' in str(plan), plan",
+    "provider-xla-lora": "import jax, provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
+    "plan = xla.PtqProvider(xla.Rule(weight='int8', lora=2)).plan(jnp.dot, w, w); "
+    "adapters = plan.init_adapters(jax.random.key(0)); stored = plan.quantize(w); "
+    "plan.apply()(stored, w, adapters=adapters); plan.merge(stored, adapters)",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",
@@ -112,6 +137,10 @@ CHECKS = {
     "else: raise AssertionError('exported without a converter')",
     "provider-odml-aeq": "import interception_core as ic, provider_odml as odml; "
     "assert isinstance(ic.get_export_backend('aeq', algorithm='mse'), odml.ExportBackend)",
+    "jaxtap-llm": "import jaxtap_llm; assert jaxtap_llm.Recipe().rank == 16\n"
+    "try: import jaxtap_llm.device\n"
+    "except jaxtap_llm.LlmError as error: assert 'jaxtap-llm[device]' in str(error)\n"
+    "else: raise AssertionError('imported without LiteRT')",
     "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
     "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
     "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",
@@ -134,7 +163,7 @@ sys.exit(f"not installed: {missing}" if missing else 0)
 """
 if importlib.util.find_spec("te_ffi_kernels") is None:
     # There is no compiler: see CONTRIBUTING.md.
-    del NEEDS["te-ffi-kernels"], NEEDS["te-ffi-kernels-cuda13"]
+    del NEEDS["te-ffi-kernels"], NEEDS["te-ffi-kernels-cuda13"], NEEDS["jaxtap-llm"]
 
 
 def run(*command, cwd=None):
@@ -216,10 +245,14 @@ def test_all_from_a_folder_of_wheels(distribution, python, tmp_path):
     for wheel in wheels:
         shutil.copy(wheel, tmp_path / "wheels")
     options = ["--exact", "--python", python, "--find-links", tmp_path / "wheels"]
-    run(UV, "pip", "install", *options, "jaxtap[kernels,xla]", cwd=tmp_path)
+    run(UV, "pip", "install", *options, "jaxtap[kernels,llm,xla]", cwd=tmp_path)
     said = run(python.with_name("jaxtap"), "demo", cwd=tmp_path)
     assert re.search(r"^w4a8 +[\d,]+ +9\d\.\d+%", said, re.MULTILINE), said
     assert "te_ffi_kernels.gemm_w8a8" in said
+    said = run(
+        python.with_name("jaxtap"), "llm", "demo", "--seconds", "2", "--windows", "8", cwd=tmp_path
+    )
+    assert re.search(r"^int4, Hadamard and GPTQ +[\d.]+ ", said, re.MULTILINE), said
     doctor = run(python.with_name("jaxtap"), "doctor", cwd=tmp_path)
     assert "0 fail" in doctor
 

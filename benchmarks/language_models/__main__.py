@@ -1,6 +1,6 @@
 """Language models beside XLA in float, llama.cpp and onnxruntime: docs/benchmarks/llm.md.
 
-uv run --group llm --group peers python -m benchmarks.language_models --page docs/benchmarks/llm.md
+uv run --group peers python -m benchmarks.language_models --page docs/benchmarks/llm.md
 """
 
 import argparse

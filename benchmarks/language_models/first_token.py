@@ -8,8 +8,8 @@ import sys
 import time
 from pathlib import Path
 
-from examples.llm import checkpoint
-from examples.llm.config import parse_config
+from jaxtap_llm import checkpoint
+from jaxtap_llm.config import parse_config
 
 from .processes import in_a_process
 from .shapes import SHAPES
@@ -67,9 +67,9 @@ def measure(shape, rules, gguf, tools, folder, rounds, progress):
     """
     folder = Path(folder)
     in_a_process(write_folder, shape, folder / "float")
-    ours = [sys.executable, "-m", "examples.llm"]
+    ours = [sys.executable, "-m", "interception_core", "llm"]
     stored, programs = folder / "stored", folder / "programs"
-    quantize = ["quantize", folder / "float", stored, "--rules", rules]
+    quantize = ["quantize", folder / "float", stored, "--preset", rules]
     for command in (quantize, ["export", stored, programs]):
         subprocess.run([*ours, *command], check=True, stdout=subprocess.DEVNULL, cwd=ROOT)
     generate = ["--prompt", PROMPT, "--count", "1", "--compilation-cache", folder / "cache"]

@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import llama_cpp_peer
 import numpy as np
-from examples.llm import checkpoint, demo, model
-from examples.llm.bench import Timed
-from examples.llm.config import parse_config
-from examples.llm.generate import Generator
-from examples.llm.perplexity import losses
-from examples.llm.rules import FORMATS, rules_for
 
 import provider_xla as xla
+from jaxtap_llm import checkpoint, demo, model
+from jaxtap_llm.bench import Timed
+from jaxtap_llm.config import parse_config
+from jaxtap_llm.generate import Generator
+from jaxtap_llm.losses import losses
+from jaxtap_llm.rules import FORMATS, rules_for
 
 from .llama_cpp import Native
 from .processes import Side, in_a_process

@@ -6,12 +6,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import llama_cpp_peer
-from examples.llm import checkpoint, model
-from examples.llm.bench import Timed
-from examples.llm.config import parse_config
-from examples.llm.generate import Generator
-from examples.llm.rules import FORMATS, rules_for
 
+from jaxtap_llm import checkpoint, model
+from jaxtap_llm.bench import Timed
+from jaxtap_llm.config import parse_config
+from jaxtap_llm.generate import Generator
+from jaxtap_llm.rules import FORMATS, rules_for
 from provider_xla import PtqProvider
 
 from .llama_cpp import Native, Wheel

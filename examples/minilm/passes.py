@@ -98,8 +98,10 @@ WEIGHTS = {
     "Awq": [xla.Awq()],
     "Hadamard": [xla.Hadamard()],
     "Gptq": [xla.Gptq()],
+    "Gptq in 24 parts": [xla.Gptq(sequential=24)],
     "Awq, Gptq": [xla.Awq(), xla.Gptq()],
     "Hadamard, Gptq": [xla.Hadamard(), xla.Gptq()],
+    "Hadamard, Gptq in 24 parts": [xla.Hadamard(), xla.Gptq(sequential=24)],
     "Hadamard, Awq, Gptq": [xla.Hadamard(), xla.Awq(), xla.Gptq()],
 }
 ACTIVATIONS = {

@@ -39,12 +39,14 @@ def test_type_checkers_know_the_names():
         ("Rule", "provider_xla", r"provider-xla.*jaxtap\[xla\]"),
         ("plan", "provider_xla", r"jaxtap\[xla\]"),
         ("passes", "provider_xla", r"jaxtap.passes needs.*jaxtap\[xla\]"),
+        ("llm", "jaxtap_llm", r"jaxtap.llm needs jaxtap-llm.*jaxtap\[llm\]"),
         ("odml", "provider_odml", r"jaxtap.odml needs provider-odml.*jaxtap\[odml\]"),
         ("optim", "quant_optim", r"jaxtap.optim needs quant-optim.*jaxtap\[optim\]"),
     ],
 )
 def test_what_is_missing_says_what_to_install(monkeypatch, name, package, install):
-    for module in ("jaxtap.programs", "jaxtap.passes", "jaxtap.odml", "jaxtap.optim"):
+    modules = ("programs", "passes", "odml", "optim", "llm")
+    for module in (f"jaxtap.{one}" for one in modules):
         monkeypatch.delitem(sys.modules, module, raising=False)
     monkeypatch.delitem(vars(jt), name, raising=False)
     monkeypatch.setitem(sys.modules, package, None)

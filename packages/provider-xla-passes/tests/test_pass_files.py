@@ -63,21 +63,6 @@ def test_every_step(path):
 
 
 @pytest.mark.slow
-def test_adapters_beside(path):
-    params = mlp_params()
-    plan = mlp_plan(xla.QuantizationRule(weight_qtype="int4", rank=2), params=params)
-    adapters = plan.init_adapters(jax.random.key(0))
-    xla.save(path, plan.quantize(params), plan, extra=adapters)
-    x = jnp.ones((2, 16))
-    expected = plan.apply(mlp)(plan.quantize(params), x, adapters=adapters)
-    again = mlp_plan(*xla.read_manifest(path).rules(), params=params)
-    loaded = xla.load_extra(path)
-    same(loaded, adapters)
-    actual = again.apply(mlp)(xla.load(path, plan=again), x, adapters=loaded)
-    np.testing.assert_array_equal(actual, expected)
-
-
-@pytest.mark.slow
 def test_an_allocated_plan_is_made_again_of_its_rules(path):
     params = mlp_params()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)

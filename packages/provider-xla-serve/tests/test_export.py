@@ -96,17 +96,3 @@ def test_ranges_are_a_part_of_the_program():
     again = reloaded(plan.export(stored, X, statistics=ranges))
     wanted = jax.jit(plan.apply(model, ranges))(stored, X)
     np.testing.assert_allclose(again(stored, X), wanted, atol=1e-6)
-
-
-def test_weights_with_minima():
-    """As GGUF files have them."""
-    q = qn.quantize(draw(64, 32), "int4", channel_axes=(1,), tile_axes={0: 8})
-    held = xla.AffineWeight(q, 0.1 * jnp.ones((8, 32)), 8)
-    x = draw(3, 64)
-
-    def fn(w, x):
-        return x @ w
-
-    plan = xla.PtqProvider("int4").plan(fn, draw(64, 32), x)
-    program = reloaded(plan.export(held, x))
-    np.testing.assert_array_equal(program(held, x), jax.jit(plan.apply(fn))(held, x))

@@ -1,10 +1,7 @@
 """export_model: methods of quantized model objects, for processes that have no model."""
 
-import equinox
-import jax
 import numpy as np
 import pytest
-from flax import linen, nnx
 
 import provider_xla as xla
 from jaxtap_testkit.bridge_nets import TOKENS, equinox_net, linen_net, nnx_net
@@ -36,47 +33,21 @@ def models():
 
 
 def quantized(model, x, **fields):
-    rule = xla.QuantizationRule(
-        module_path=".*(up|down|mlp).*", weight_qtype="int8", weights_only=True, **fields
-    )
+    path = ".*(up|down|mlp).*"
+    rule = xla.QuantizationRule(module_path=path, weight_qtype="int8", weights_only=True, **fields)
     return xla.quantize_model(model, xla.PtqProvider(rule), x)
 
 
-def trained(model):
-    """Return a model whose adapters are not those that change nothing."""
-    if isinstance(model, nnx.Module):
-        for _, variable in nnx.iter_graph(model):
-            if isinstance(variable, nnx.LoRAParam):
-                variable[...] += 0.25
-        return model
-    if isinstance(model, linen.Module):
-        module, variables = model.unbind()
-        return module.bind({**variables, "lora": jax.tree.map(raised, variables["lora"])})
-    adapters, rest = equinox.partition(model, xla.adapter_mask(model))
-    return equinox.combine(jax.tree.map(raised, adapters), rest)
-
-
-def raised(x):
-    return x + 0.25
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [None, 2])
-def test_fresh_processes_serve_models(tmp_path, rank):
+def test_fresh_processes_serve_models(tmp_path):
     for name, (model, x) in models().items():
-        made = quantized(model, x, rank=rank, **({"alpha": 4.0} if rank else {}))
-        untrained = np.asarray(made(x))
-        if rank:
-            made = trained(made)
+        made = quantized(model, x)
         stored = xla.model_parameters(made)
-        adapted = [key for key, leaf in stored.items() if isinstance(leaf, xla.AdaptedWeight)]
-        assert len(adapted) == (4 if rank else 0)
         xla.save(tmp_path / f"{name}.safetensors", stored)
         xla.export_model(made, x).save(tmp_path / name)
         xla.export_model(made, x, inside=True).save(tmp_path / f"{name}-inside")
         y = np.asarray(made(x))
         assert np.abs(y - model(x)).max() > 1e-5
-        assert (np.abs(y - untrained).max() > 1e-2) == bool(rank)
         np.savez(tmp_path / f"{name}.npz", x=x, y=y)
     printed = run_python("-c", SERVER, tmp_path, *models()).stdout.splitlines()
     assert [line.split(" ", 2)[2] for line in printed] == ["no framework"] * 3

@@ -51,6 +51,9 @@ def planned():
         ("provider_xla_serve", "export", lambda plan, w, x: plan.export(plan.quantize(w), x)),
         ("provider_xla_report", "report", lambda plan, w, x: plan.report(w, x)),
         ("provider_xla_formats", "gguf", lambda plan, w, x: xla.rules_of),
+        ("provider_xla_lora", "lora", lambda plan, w, x: plan.init_adapters(None)),
+        ("provider_xla_lora", "lora", lambda plan, w, x: xla.Rule(weight="int8", lora=8)),
+        ("provider_xla_lora", "lora", lambda plan, w, x: xla.PtqProvider("qlora")),
     ],
 )
 def test_what_to_install(missing, monkeypatch, package, extra, call):
@@ -76,6 +79,7 @@ def test_what_to_install_for_fused_functions(missing):
 
 
 def test_what_to_install_for_a_form():
+    assert extras.install_form("affine") == "Run pip install 'provider-xla[gguf]'"
     assert extras.install_form("transformed") == "Run pip install 'provider-xla[passes]'"
     assert extras.install_form("acme") == "Install the package whose form it is"
 

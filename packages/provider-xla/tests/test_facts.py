@@ -61,12 +61,10 @@ def told(key):
         return (x @ (p[key] * x[:1].T)) @ p["o"]
 
     path = quoted(key)
-    adapted = planned([QuantizationRule(weight_qtype="int4", rank=2)], fn, params, x)
     unmatched = planned([QuantizationRule(module_path="none", weight_qtype="int8")], fn, params, x)
     tiled = QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=8)
     scaled = planned([tiled], of_activations, params, x)
     return [
-        [(op.rank, [one == path for one in op.paths]) for op in adapted.ops],
         {at == path: why for at, _, why in unmatched.floats},
         {at == path: why.replace(path, "PATH") for at, _, why in scaled.floats},
         [text.replace(path, "PATH") for text in scaled.problems],
@@ -76,12 +74,11 @@ def told(key):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_has_the_facts_of_a_plain_one(name):
-    """Adapters, reasons, problems: all but the name is as with a plain name."""
+    """Reasons and problems: all but the name is as with a plain name."""
 
     plain, found = told("w"), told(name)
     assert found == plain
-    ranks, unmatched, _, problems, _ = found
-    assert ranks == [(2, [True]), (2, [False])]
+    unmatched, _, problems, _ = found
     assert unmatched == {True: "matmul:0: no rule matches", False: "matmul:1: no rule matches"}
     (problem,) = problems
     assert problem.startswith("matmul:0 of PATH: PATH can't be stored: the program multiplies")
@@ -102,13 +99,10 @@ def test_an_equinox_module_with_odd_keys():
     keys = jax.random.split(jax.random.key(0), 2)
     heads = {"q and k": array(0, 8, 8), "a, b": array(1, 8, 8)}
     net = Net(heads, [eqx.nn.Linear(8, 8, key=key, use_bias=False) for key in keys])
-    rules = [QuantizationRule(weight_qtype="int8", rank=2)]
     params, static = eqx.partition(net, eqx.is_array)
-    plan = planned(rules, lambda p, x: jax.vmap(eqx.combine(p, static))(x), params, array(2, 3, 8))
+    plan = planned([W8], lambda p, x: jax.vmap(eqx.combine(p, static))(x), params, array(2, 3, 8))
     expected = [".layers[0].weight", ".layers[1].weight", ".heads['q and k']", ".heads['a, b']"]
-    assert {path: op.rank for op in plan.ops for path in op.paths} == {
-        f"args[0]{path}": 2 for path in expected
-    }
+    assert {path for op in plan.ops for path in op.paths} == {f"args[0]{one}" for one in expected}
     assert (plan.floats, plan.problems) == ((), ())
 
 

@@ -167,20 +167,6 @@ def test_a_row_of_a_packed_table():
     )
 
 
-def test_adapters():
-    rule = dataclasses.replace(RULE, rank=2)
-    plan = xla.PtqProvider(rule).plan(mapped, TABLE, TOKENS)
-    stored = plan.quantize(TABLE)
-    adapters = jax.tree.map(lambda a: a + 0.1, plan.init_adapters(jax.random.key(0)))
-    run = plan.apply(mapped)
-    found = jax.value_and_grad(lambda a: (run(stored, TOKENS, adapters=a) ** 2).sum())(adapters)
-    exact = jax.value_and_grad(lambda a: (mapped(plan.merge(stored, a), TOKENS) ** 2).sum())(
-        adapters
-    )
-    for ours, theirs in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4)
-
-
 def test_equal_jitted_blocks_are_traced_once():
     traced = []
 

@@ -581,7 +581,7 @@ def test_report_as_table_and_json():
         "reason": None,
         "paths": ("args[0]['w']",),
         "kernels": {},
-        "rank": None,
+        "adapter": None,
         "module_path": "first",
     }
     assert len(ops) == 2

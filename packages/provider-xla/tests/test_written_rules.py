@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from provider_xla import Gradient, Lora, Q, QtRule, QuantizationRule, Rule, Static
+from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static
 from provider_xla.providers import telling
-from provider_xla.rules.presets import PRESETS, as_rules
+from provider_xla.rules.presets import PRESETS, as_rules, installed
 
 SAME = {
     "nothing": (Rule("head"), QuantizationRule(module_path="head")),
@@ -61,11 +61,6 @@ SAME = {
         Rule(weight="int8", sparsity="2:4"),
         QuantizationRule(weight_qtype="int8", sparsity="2:4"),
     ),
-    "an adapter": (
-        Rule(weight="nf4", lora=Lora(4, alpha=8.0, dropout=0.1)),
-        QuantizationRule(weight_qtype="nf4", rank=4, alpha=8.0, dropout=0.1),
-    ),
-    "a rank": (Rule(lora=4), QuantizationRule(rank=4)),
     "fused": (Rule(fused=True), QuantizationRule(kernel="fused")),
     "a gradient": (
         Rule(weight="int8", act="int8", gradient=Gradient("int8", rounding="uniform")),
@@ -132,7 +127,7 @@ def inputs(seed=0):
 MOST = {4: 0.25, 8: 0.08}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", installed())
 def test_a_preset_runs(name):
     params, x = inputs()
     rule = PRESETS[name].rule
@@ -168,11 +163,11 @@ def test_a_misspelled_preset(name, near):
 
 def test_presets_show_what_they_do():
     found = {one.name: one for one in xla.presets()}
-    assert list(found) == list(PRESETS)
+    assert list(found) == list(installed())
     assert found["int8"].bytes_per_weight == pytest.approx(1 + 4 / 1024)
     assert found["int4"].bytes_per_weight == pytest.approx(0.5 + 2 / 32)
     assert found["train-int8"].runs == "training"
-    assert all(name in str(xla.presets()) for name in PRESETS)
+    assert all(name in str(xla.presets()) for name in installed())
 
 
 def test_explanations():
@@ -263,13 +258,10 @@ def test_short_names_are_explained():
     def model(p, x):
         return x @ (p["a"] * p["l"]) @ p["m"]
 
-    rules = [Rule(param=r"\['m'\]", weight="int8", lora=2), Rule(weight="int8")]
-    plan = xla.PtqProvider(rules).plan(model, params, x)
+    plan = xla.PtqProvider("int8").plan(model, params, x)
     assert plan.explain("a").startswith("args[0]['a']: float32[64, 32]")
     assert plan.explain("l").startswith("args[0]['l']: float32[64, 32]")
     assert "its weight is derived, mul(" in plan.explain("matmul:0")
-    assert "it has an adapter of rank 2" in plan.explain("matmul:1")
-    assert "it has an adapter of rank 2" in plan.explain("m")
     with pytest.raises(xla.QuantizationError, match="can't be undone"):
         plan.dequantize(plan.quantize(params))
 

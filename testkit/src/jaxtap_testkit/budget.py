@@ -31,12 +31,14 @@ BUDGETS = {
     "hijax-trace": 65,
     "interception-core": 30,
     "jaxtap": 12,
+    "jaxtap-llm": 50,
     "provider-odml": 95,
     "provider-odml-aeq": 15,
-    "provider-xla": 130,
+    "provider-xla": 116,
     "provider-xla-cache": 16,
     "provider-xla-formats": 12,
     "provider-xla-fused": 10,
+    "provider-xla-lora": 14,
     "provider-xla-passes": 28,
     "provider-xla-report": 13,
     "provider-xla-serve": 7,
@@ -44,7 +46,7 @@ BUDGETS = {
     "quant-optim": 20,
     "te-ffi-kernels": 100,
     "te-ffi-kernels-cuda13": 5,
-    "tests": 135,
+    "tests": 115,
 }
 """CPU seconds for the default tier of each package's tests; ``tests`` are those of several.
 

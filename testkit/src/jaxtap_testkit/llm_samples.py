@@ -1,5 +1,6 @@
-"""Small decoders of the families in examples/llm, and references."""
+"""Small decoders of the families in jaxtap_llm, and references."""
 
+import argparse
 import math
 
 import jax
@@ -53,6 +54,15 @@ def varied(params, seed=0):
         return x * (3 if path[-1].key == "qkv" else 1)
 
     return jax.tree_util.tree_map_with_path(draw, params)
+
+
+def run_llm(*words):
+    """Run ``jaxtap llm`` with words of its command line; its errors are raised."""
+    from jaxtap_llm import cli
+
+    parser = argparse.ArgumentParser(prog="jaxtap llm")
+    cli.configure(parser)
+    cli.run(parser.parse_args([*map(str, words)]))
 
 
 def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):

@@ -54,7 +54,7 @@ class ProviderPlan(Protocol):
       provider ``apply_measured(fn, statistics)``.
     - ``ops``: records of operations (``op_id``, ``rule``, ``weight``, ``operands``), from which
       ``quantize_model`` knows which rules can't be followed.
-    - ``lora``, with ``init_adapters(key)``: adapters beside stored parameters.
+    - ``adapters``, with ``init_adapters(key)``: adapters beside stored parameters.
     - ``prepack``, an option of ``quantize`` that ``quantize_model(prepack=False)`` needs.
     - ``manifest()`` and ``stored_types()``: see ``StorablePlan``.
 

@@ -21,7 +21,7 @@ _XLA = (
     *("save_model",),
 )
 _HERE = ("get_provider", "plan", "providers", "report", "train")
-_MODULES = ("gguf", "huggingface", "lora", "odml", "optim", "passes")
+_MODULES = ("gguf", "huggingface", "llm", "lora", "odml", "optim", "passes")
 
 __all__ = sorted((*_XLA, *_HERE, *_MODULES))
 

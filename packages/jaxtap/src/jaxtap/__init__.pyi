@@ -30,6 +30,7 @@ from provider_xla import save_model as save_model
 
 from . import gguf as gguf
 from . import huggingface as huggingface
+from . import llm as llm
 from . import lora as lora
 from . import odml as odml
 from . import optim as optim

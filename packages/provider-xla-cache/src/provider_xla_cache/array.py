@@ -57,7 +57,8 @@ class CacheArray(qn.QArray):
         return contract(self, params, operands) if primitive == "dot_general" else None
 
 
-qn.register_serialization(CacheArray)
+# Programs were exported with it when it was a part of provider-xla.
+qn.register_serialization(CacheArray, name="provider_xla.CacheArray")
 
 
 def quantized(array: Any, qtype: str, axis: int, tile_size: int | None = None) -> CacheArray:

@@ -20,6 +20,16 @@ def jaxtap_register_features() -> list[FeatureSpec]:
             run="provider_xla_cache.use:with_caches",
         ),
         FeatureSpec(
+            name="model-with-caches",
+            summary="a method of a model as a function of its caches",
+            run="provider_xla_cache.models:planned_function",
+        ),
+        FeatureSpec(
+            name="model-put-caches",
+            summary="put caches in int8 into a model",
+            run="provider_xla_cache.models:put_caches",
+        ),
+        FeatureSpec(
             name="plan-quantize-cache",
             summary="quantize the caches of an argument",
             run="provider_xla_cache.use:quantize_cache",

@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from provider_xla import AffineWeight, QuantizationWarning
+from provider_xla import QuantizationWarning
 from provider_xla.file_formats import Names, StoreError, atomic_write, require_extra
 
 from . import blocks
+from .affine import AffineWeight
 from .blocks import BlockType, Groups
 from .names import Targets, load_tree, tensors_of
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
-from provider_xla import AffineWeight
 from provider_xla.file_formats import (
     WIDER,
     Names,
@@ -22,6 +21,8 @@ from provider_xla.file_formats import (
     source_of,
     with_leaves,
 )
+
+from .affine import AffineWeight
 
 
 @dataclasses.dataclass(frozen=True)

@@ -328,5 +328,6 @@ def _restored(held: TransformedWeight) -> jax.Array:
     return flat.reshape(moved.shape).transpose(inverse).astype(w.dtype)
 
 
+# Programs were exported with them when they were parts of provider-xla.
 for _kind in (Scaled, Rotated, TransformedWeight):
-    qn.register_serialization(_kind)
+    qn.register_serialization(_kind, name=f"provider_xla.{_kind.__name__}")

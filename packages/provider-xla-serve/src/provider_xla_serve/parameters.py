@@ -11,9 +11,7 @@ import jax
 import quant_numerics as qn
 from hijax_trace import Carrier
 from provider_xla import AdaptedWeight, StoreError
-from provider_xla.features import is_stored, pack, packed_type, packing_of
-
-_ADAPTED = {"base", "a", "b"}
+from provider_xla.features import is_adapted, is_kept, pack, packed_type, packing_of
 
 
 def fitted(given: Any, wanted: Any) -> Any:
@@ -22,13 +20,13 @@ def fitted(given: Any, wanted: Any) -> Any:
     Raises:
         StoreError: ``given`` is another tree, or a parameter is quantized in another way.
     """
-    found, expected = jax.tree_util.tree_flatten_with_path(wanted, is_leaf=_is_parameter)
+    found, expected = jax.tree_util.tree_flatten_with_path(wanted, is_leaf=is_kept)
     try:
         parts = expected.flatten_up_to(given)
     except ValueError:
         parts = None
     if parts is None or not all(map(_fits, parts, (kind for _, kind in found))):
-        shown = jax.tree.structure(given, is_leaf=_is_parameter)
+        shown = jax.tree.structure(given, is_leaf=is_kept)
         raise StoreError(
             f"The parameters must be a tree like that of the program, {expected}, got {shown}. "
             "Load what was exported, with template= where it has other nodes than dicts, lists "
@@ -46,27 +44,24 @@ def fitted(given: Any, wanted: Any) -> Any:
     return jax.tree.unflatten(expected, leaves)
 
 
-def _is_parameter(node: Any) -> bool:
-    return is_stored(node) or isinstance(node, AdaptedWeight)
-
-
 def _fits(given: Any, wanted: Any) -> bool:
     """Return whether a part of a tree is one parameter."""
     # A parameter with an adapter that is loaded without a plan is a dict of its arrays.
     is_loaded = (
-        isinstance(wanted, AdaptedWeight)
+        is_adapted(wanted)
         and isinstance(given, Mapping)
-        and given.keys() == _ADAPTED
+        and given.keys() == {"base", *wanted.arrays}
     )
-    return is_loaded or jax.tree_util.all_leaves([given], is_leaf=_is_parameter)
+    return is_loaded or jax.tree_util.all_leaves([given], is_leaf=is_kept)
 
 
 def _fitted(given: Any, wanted: Any) -> Any:
     """Return one parameter in the form of another where that is possible."""
-    if isinstance(wanted, AdaptedWeight):
+    if is_adapted(wanted):
         if isinstance(given, Mapping):
-            given = AdaptedWeight(**given, form=wanted.form)
-        if isinstance(given, AdaptedWeight):
+            arrays = {name: given[name] for name in wanted.arrays}
+            given = AdaptedWeight(given["base"], arrays, wanted.form)
+        if is_adapted(given):
             return dataclasses.replace(given, base=_fitted(given.base, wanted.base))
     if isinstance(wanted, Carrier) and isinstance(given, Carrier):
         derived = {key: _fitted(one, wanted.derived.get(key)) for key, one in given.derived.items()}
@@ -96,6 +91,6 @@ def _type(leaf: Any) -> Any:
 
 def _said(leaf: Any) -> str:
     kind = getattr(leaf, "qtype", None) or getattr(leaf, "dtype", type(leaf).__name__)
-    name = type(leaf).__name__ if _is_parameter(leaf) else "array"
+    name = type(leaf).__name__ if is_kept(leaf) else "array"
     arrays = ", ".join(f"{x.dtype}{list(x.shape)}" for x in jax.tree.leaves(leaf))
     return f"a {name} of {kind}{list(getattr(leaf, 'shape', ()))} ({arrays})"

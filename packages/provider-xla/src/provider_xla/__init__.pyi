@@ -3,6 +3,7 @@
 from provider_xla_cache import CacheArray as CacheArray
 from provider_xla_cache import CachePlan as CachePlan
 from provider_xla_cache import CacheRule as CacheRule
+from provider_xla_formats import AffineWeight as AffineWeight
 from provider_xla_formats import Target as Target
 from provider_xla_formats import load_gguf as load_gguf
 from provider_xla_formats import load_huggingface as load_huggingface
@@ -12,6 +13,8 @@ from provider_xla_formats import save_compressed_tensors as save_compressed_tens
 from provider_xla_formats import save_gguf as save_gguf
 from provider_xla_fused import Attention as Attention
 from provider_xla_fused import attention as attention
+from provider_xla_lora import Lora as Lora
+from provider_xla_lora import LoraRule as LoraRule
 from provider_xla_passes import AllocatedWeight as AllocatedWeight
 from provider_xla_passes import Allocation as Allocation
 from provider_xla_passes import Awq as Awq
@@ -40,11 +43,10 @@ from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
-from .forms.affine import AffineWeight as AffineWeight
+from .forms.adapted import AdaptedWeight as AdaptedWeight
+from .forms.adapted import adapter_mask as adapter_mask
 from .kernels.packed import PrepackedWeight as PrepackedWeight
-from .lora.weight import AdaptedWeight as AdaptedWeight
-from .lora.weight import adapter_mask as adapter_mask
-from .plan.lora import LoraPlan as LoraPlan
+from .plan.adapters import AdapterPlan as AdapterPlan
 from .plan.plan import Plan as Plan
 from .plan.template import quantize_params as quantize_params
 from .plan.weight import WeightPlan as WeightPlan
@@ -69,7 +71,6 @@ from .store.save import save as save
 
 __version__: str
 from .rules.written import Gradient as Gradient
-from .rules.written import Lora as Lora
 from .rules.written import Q as Q
 from .rules.written import Rule as Rule
 from .rules.written import Static as Static

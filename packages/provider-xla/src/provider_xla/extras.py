@@ -13,6 +13,7 @@ PACKAGES = {
     "provider_xla_cache": "cache",
     "provider_xla_formats": "gguf",
     "provider_xla_fused": "fused",
+    "provider_xla_lora": "lora",
     "provider_xla_passes": "passes",
     "provider_xla_report": "report",
     "provider_xla_serve": "export",
@@ -26,13 +27,23 @@ _OF_FEATURES = {
     "fused-softmax": "provider_xla_fused",
     "plan-allocate": "provider_xla_passes",
     "plan-optimize": "provider_xla_passes",
+    "adapter-lora": "provider_xla_lora",
+    "plan-apply-adapters": "provider_xla_lora",
+    "plan-find-adapters": "provider_xla_lora",
+    "plan-init-adapters": "provider_xla_lora",
+    "plan-put-adapters": "provider_xla_lora",
+    "run-adapters": "provider_xla_lora",
+    "rule-lora": "provider_xla_lora",
+    "pack-zero-points": "provider_xla_formats",
+    "model-put-caches": "provider_xla_cache",
+    "model-with-caches": "provider_xla_cache",
     "plan-find-caches": "provider_xla_cache",
     "plan-quantize-cache": "provider_xla_cache",
     "plan-with-caches": "provider_xla_cache",
     "plan-export": "provider_xla_serve",
     "plan-report": "provider_xla_report",
 }
-_OF_FORMS = {"transformed": "provider_xla_passes"}
+_OF_FORMS = {"affine": "provider_xla_formats", "transformed": "provider_xla_passes"}
 
 
 class MissingExtraError(JaxtapError, ImportError):

@@ -3,8 +3,6 @@
 from interception_core import (
     BridgeSpec,
     CommandSpec,
-    FeatureSpec,
-    FormSpec,
     ProviderSpec,
     hookimpl,
 )
@@ -26,32 +24,6 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
             summary="quantized training: contractions in int8, int4 or fp8, forward and backward",
             factory="provider_xla:QtProvider",
         ),
-    ]
-
-
-@hookimpl
-def jaxtap_register_forms() -> list[FormSpec]:
-    """Return the stored form that holds another one, with minima."""
-    return [
-        FormSpec(
-            name="affine",
-            summary="quantized values with a float minimum per group",
-            form="provider_xla:AffineWeight",
-        ),
-    ]
-
-
-@hookimpl
-def jaxtap_register_features() -> list[FeatureSpec]:
-    """Return what the methods of a plan do that none of the other methods needs."""
-    return [
-        FeatureSpec(f"plan-{name}", summary, f"provider_xla.{run}")
-        for name, summary, run in (
-            ("adapters", "run a function with adapters", "lora.apply:with_adapters"),
-            ("init-adapters", "make adapters", "lora.tree:init_adapters"),
-            ("dequantize", "float parameters of stored ones", "lora.tree:merged"),
-            ("merge", "add adapters to parameters", "lora.tree:merge"),
-        )
     ]
 
 
@@ -85,7 +57,7 @@ def jaxtap_register_bridges() -> list[BridgeSpec]:
 
 @hookimpl
 def jaxtap_register_commands() -> list[CommandSpec]:
-    """Return the commands for plans, reports and the demo."""
+    """Return the commands for plans."""
     return [
         CommandSpec(
             name="plan",
@@ -110,11 +82,5 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             summary="print the rules that have a name: what they do, bytes, kernels here",
             run="provider_xla.cli.command:run_presets",
             configure="provider_xla.cli.command:configure_presets",
-        ),
-        CommandSpec(
-            name="demo-xla",
-            summary="train two small models on handwritten digits, and run them in int8 and int4",
-            run="provider_xla.demo.command:run",
-            configure="interception_core.demo_kit:configure",
         ),
     ]

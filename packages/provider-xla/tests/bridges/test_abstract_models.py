@@ -15,10 +15,7 @@ ocp = pytest.importorskip("orbax.checkpoint")
 X = jnp.linspace(-1, 1, 32).reshape(2, 16)
 RULES = {
     "int8": xla.QuantizationRule(weight_qtype="int8"),
-    "adapters": xla.QuantizationRule(weight_qtype="int8", rank=2),
-    "static, with adapters": xla.QuantizationRule(
-        weight_qtype="int8", act_qtype="int8", act_static_scale=True, rank=2
-    ),
+    "static": xla.QuantizationRule(weight_qtype="int8", act_qtype="int8", act_static_scale=True),
 }
 
 
@@ -80,7 +77,7 @@ def cases():
 
 
 def test_what_is_saved_is_loaded_into_types(tmp_path):
-    provider = xla.PtqProvider(RULES["static, with adapters"])
+    provider = xla.PtqProvider(RULES["static"])
     for i, (model, abstract, x) in enumerate(cases()):
         ranges = xla.calibrate_model(model, provider, [(x,)])
         quantized = xla.quantize_model(model, provider, x, statistics=ranges)
@@ -149,26 +146,3 @@ def test_orbax_restores_into_types(tmp_path):
     nnx.replace_by_pure_dict(found, restored)
     nnx.update(empty, found)
     assert (empty(X) == model(X)).all()
-
-
-def test_parameters_with_metadata_have_adapters():
-    provider = xla.PtqProvider(RULES["adapters"])
-    model = bound(of_linen())
-    module, stored = xla.quantize_model(model, provider, X).unbind()
-    kernels = {name: one["kernel"] for name, one in stored["lora"].items()}
-    assert {name: one.a.shape for name, one in kernels.items()} == {
-        "Dense_0": (16, 2),
-        "Dense_1": (16, 2),
-    }
-    assert isinstance(stored["params"]["Dense_0"]["kernel"], linen.Partitioned)
-
-    def loss(lora):
-        return jnp.sum(module.apply({**stored, "lora": lora}, X) ** 2)
-
-    gradients = jax.grad(loss)(stored["lora"])
-    assert all(jnp.any(gradients[name]["kernel"].b != 0) for name in kernels)
-    tuned = jax.tree.map(lambda x, g: x - 0.1 * g, stored["lora"], gradients)
-    new = {**stored, "lora": tuned}
-    merged = xla.merge_model(module.bind(new))
-    np.testing.assert_allclose(merged(X), module.apply(new, X), atol=1e-4)
-    assert np.abs(merged(X) - model(X)).max() > 0.01

@@ -201,7 +201,7 @@ def program(params, x):
 
 def test_plans_are_pickled():
     params = {"w": weight(0)}
-    rule = xla.QuantizationRule(weight_qtype="int4", tile_size=8, scale_dtype="float16", rank=2)
+    rule = xla.QuantizationRule(weight_qtype="int4", tile_size=8, scale_dtype="float16")
     for provider in (INT8, xla.PtqProvider(rule, strict=False)):
         plan = provider.plan(program, {"w": params["w"] * 1e-6}, X)  # float16 can't hold its scales
         for one in (pickle, cloudpickle):

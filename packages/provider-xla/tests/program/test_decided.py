@@ -385,17 +385,6 @@ def test_a_derivative_rule_of_the_program():
     np.testing.assert_allclose(found, (((1 - y * y) @ w2.T) * (1 - h * h)) @ w1.T, atol=1e-3)
 
 
-def test_adapters():
-    rule = QuantizationRule(
-        module_path="layer.*", weight_qtype="int8", act_qtype="int8", rank=2, alpha=2.0
-    )
-    plan, stored = planned(rule)
-    adapters = plan.init_adapters(jax.random.key(0))
-    check(plan.apply()(stored, X, adapters=adapters), X)
-    with pytest.raises(QuantizationError, match="block_one/matmul:0 must use"):
-        plan.apply(renamed)(stored, X, adapters=adapters)
-
-
 def test_the_patch_engine():
     provider = PtqProvider(IN_LAYER, engine="patch", strict=True)
     plan = provider.plan(layers, PARAMS, X)

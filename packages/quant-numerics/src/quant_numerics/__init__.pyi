@@ -1,5 +1,6 @@
 """The public names, and the modules that they are from."""
 
+from .array.flax_state import register_state as register_state
 from .array.hi import HiQArray as HiQArray
 from .array.hi import LeadingAxis as LeadingAxis
 from .array.hi import QArrayTy as QArrayTy

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Mapping
+from typing import Any, cast
 
 from ..errors import JaxtapError
 from ..plugins import host as _host
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         ) from error
     parser = whole_parser()
     for action in _actions(parser):
-        if isinstance(action.choices, Mapping):
+        if isinstance(action.choices, Mapping) and not _is_commands(action):
             action.choices = list(action.choices)  # shtab takes a mapping for commands
         if action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]
@@ -68,11 +69,18 @@ def _commands(parser: argparse.ArgumentParser) -> list:
     """Return the parsers of the commands of a parser."""
     found = []
     for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            found += action.choices.values()
+        if _is_commands(action):
+            found += cast(Any, action.choices).values()
     return found
 
 
+def _is_commands(action: argparse.Action) -> bool:
+    return isinstance(action, argparse._SubParsersAction)
+
+
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Return the options and arguments of a parser's commands."""
-    return [action for command in _commands(parser) for action in command._actions]
+    """Return the options and arguments of a parser's commands, and of theirs."""
+    found = []
+    for command in _commands(parser):
+        found += [*command._actions, *_actions(command)]
+    return found

@@ -51,7 +51,7 @@ def _find(registry: Registry, name: str | None) -> Claim[CommandSpec]:
     names = [key.removeprefix(PREFIX) for key in keys if key.startswith(PREFIX)]
     if name is None:
         if not names:
-            text = "A provider with a demo must be installed, got none. Install provider-xla[demo]."
+            text = "A provider with a demo must be installed, got none. Install jaxtap[xla]."
             raise PluginError(f"{text} {registry.left_out}".rstrip())
         name = _DEFAULT if _DEFAULT in names else names[0]
     elif name not in names and ("command", PREFIX + name) not in registry.claims:

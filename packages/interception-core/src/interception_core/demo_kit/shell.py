@@ -27,7 +27,7 @@ def ready(args: argparse.Namespace, install: str) -> None:
 
     Args:
         args: the options.
-        install: what to install for the libraries of the demo, such as ``"provider-xla[demo]"``.
+        install: what to install for the libraries of the demo, such as ``"jaxtap[xla]"``.
 
     Raises:
         JaxtapError: a library is missing, or there is nowhere to write to.

@@ -13,9 +13,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import quant_numerics as qn
-from provider_xla import AffineWeight
 from provider_xla.file_formats import SINGLE, StoreError, atomic_write
 
+from ..affine import AffineWeight
 from ..halves import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32

@@ -13,8 +13,7 @@ import jax
 from interception_core import Provider, ProviderPlan
 
 from ..errors import QuantizationError
-from ..forms.tree import is_stored
-from ..lora.weight import is_adapted
+from ..forms.adapted import is_kept
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -54,7 +53,7 @@ class Quantized:
     def has_adapters(self) -> bool:
         """Return whether a rule gives parameters an adapter."""
         rules = getattr(self.provider, "rules", ())
-        return any(getattr(rule, "rank", None) is not None for rule in rules)
+        return any(getattr(rule, "adapts", False) for rule in rules)
 
     # Frameworks copy a model with what it carries; this is the same for all copies.
     def __copy__(self) -> Quantized:
@@ -172,11 +171,6 @@ class Bridge(abc.ABC):
 def keeps_floats(provider: Provider) -> bool:
     """Return whether parameters stay float arrays; see ``interception_core.Provider``."""
     return getattr(provider, "keeps_floats", not hasattr(provider, "plan"))
-
-
-def is_kept(node: Any) -> bool:
-    """Return whether a node of parameters is stored, or has an adapter."""
-    return is_stored(node) or is_adapted(node)
 
 
 def holds_kept(tree: Any) -> bool:

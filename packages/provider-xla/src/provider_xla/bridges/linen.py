@@ -20,8 +20,8 @@ from jax.tree_util import DictKey
 from hijax_trace import OutsideError
 from interception_core import hides_frames
 
-from ..lora.weight import AdaptedWeight, is_adapted
-from .bridge import Bridge, Quantized, holds_kept, is_kept, keeps_floats
+from ..forms.adapted import is_adapted, is_kept
+from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 
 _FIELD = "jaxtap_quantized"
@@ -124,8 +124,10 @@ def _apart(variables: Any) -> dict[str, Any]:
     for name, group in variables.items():
         found[name] = jax.tree.map(lambda x: x.base if is_adapted(x) else x, group, is_leaf=is_kept)
         for keys, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_kept):
-            if isinstance(leaf, AdaptedWeight):
-                held = found.setdefault(_collection(name), {})
+            if is_adapted(leaf):
+                kind = leaf.form.kind
+                own = kind if name == "params" else f"{kind}_{name}"
+                held = found.setdefault(own, {})
                 *above, last = _names(keys)
                 for key in above:
                     held = held.setdefault(key, {})
@@ -141,24 +143,22 @@ def _names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 def _joined(variables: Any) -> dict[str, Any]:
     """Return variables with each adapter at its parameter: undo ``_apart``."""
     variables = flax.core.unfreeze(variables)
-    for name in [*variables]:
-        own = _collection(name)
-        if own not in variables:
+    for own, group in [*variables.items()]:
+        leaves = flax.traverse_util.flatten_dict(group)
+        adapters = {names: leaf for names, leaf in leaves.items() if is_adapted(leaf)}
+        kinds = {leaf.form.kind for leaf in adapters.values() if leaf.base is None}
+        if not kinds:
             continue
-        adapters = flax.traverse_util.flatten_dict(variables.pop(own))
+        (kind,) = kinds
+        name = "params" if own == kind else own.removeprefix(f"{kind}_")
 
         def one(keys: tuple[Any, ...], leaf: Any, adapters: dict = adapters) -> Any:
             adapter = adapters.get(_names(keys))
-            is_one = isinstance(adapter, AdaptedWeight)
-            return dataclasses.replace(adapter, base=leaf) if is_one else leaf
+            return leaf if adapter is None else dataclasses.replace(adapter, base=leaf)
 
+        del variables[own]
         variables[name] = jax.tree_util.tree_map_with_path(one, variables[name], is_leaf=is_kept)
     return variables
-
-
-def _collection(name: str) -> str:
-    """Return the collection of the adapters of the parameters in a collection."""
-    return "lora" if name == "params" else f"lora_{name}"
 
 
 def _scope(model: linen.Module) -> Any:

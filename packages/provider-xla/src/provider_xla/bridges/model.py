@@ -13,12 +13,12 @@ import jax
 from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..lora.tree import adapted, merged
+from ..extras import feature
+from ..forms.adapted import restored
 from ..program.arrays import as_batch, is_array
 from ..program.sites import short
 from ..providers.given import provider_of
 from .bridge import Quantized, holds_kept, keeps_floats, path_of
-from .caches import check_planned, planned_function, with_caches
 
 
 @hides_frames
@@ -39,7 +39,7 @@ def quantize_model(
     arrays of the given model (which are not copied), and the methods run quantized and are
     differentiated so.
 
-    If a rule of a ``PtqProvider`` has a rank, parameters get adapters to train: ``nnx.LoRAParam``
+    If a rule of a ``PtqProvider`` gives adapters, parameters get them to train: ``nnx.LoRAParam``
     variables beside the ``nnx.Param`` of an NNX module, the collection ``"lora"`` of a Linen
     module, and an ``AdaptedWeight`` instead of the parameter of an Equinox module, where
     ``adapter_mask`` tells what to train. If a rule has a dropout, methods also take
@@ -100,11 +100,11 @@ def quantize_model(
         is_abstract = _is_abstract(parameters)
         quantize = plan.quantized_types if is_abstract else plan.quantize
         stored = quantize(parameters, **options)
-        if getattr(plan, "lora", None):
+        if getattr(plan, "adapters", None):
             key = jax.random.key(0) if adapter_key is None else adapter_key
             init = plan.init_adapters
             adapters = jax.eval_shape(init, key) if is_abstract else init(key)
-            stored = adapted(plan, stored, adapters)
+            stored = feature("plan-put-adapters")(plan, stored, adapters)
     else:
         stored = parameters
     ranges = getattr(plan, "ranges", ())
@@ -116,7 +116,8 @@ def quantize_model(
             "provider, batches), and pass statistics=statistics."
         )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
-    return with_caches(bridge, bridge.rebuild(model, stored, quantized), plan, held)
+    made = bridge.rebuild(model, stored, quantized)
+    return feature("model-put-caches")(bridge, made, plan, held) if held else made
 
 
 def _is_abstract(parameters: Any) -> bool:
@@ -256,7 +257,7 @@ def merge_model(model: Any) -> Any:
             f"This {type(model).__name__} {what}, so that there is nothing to merge. Pass what "
             "quantize_model returned."
         )
-    return bridge.restore(model, merged(parameters, "args[0]"))
+    return bridge.restore(model, restored(parameters, "args[0]"))
 
 
 def planned(
@@ -308,11 +309,20 @@ def planned(
             "quantize_model(net.bind(variables), provider, ...); or leave the inputs out."
         )
     make_plan = getattr(provider, "plan", None)
-    if parameters is None:
-        check_planned(model, provider)
+    of_caches = bool(getattr(provider, "cache_rules", ()))
+    if parameters is None and of_caches:
+        raise QuantizationError(
+            f"A {type(model).__name__} must hold its variables for a CacheRule, got one that is "
+            "not bound. Bind it: quantize_model(net.bind(variables, mutable=['cache']), provider, "
+            "x); or plan the function that calls net.apply."
+        )
     if parameters is None or make_plan is None or not (args or kwargs):
         return bridge, None, {}
-    fn, held = planned_function(bridge, model, next(iter(methods)), provider, kwargs)
+    method, held = next(iter(methods)), {}
+    if of_caches:
+        fn, held = feature("model-with-caches")(bridge, model, method, provider, kwargs)
+    else:
+        fn = bridge.function(model, method)
     plan = make_plan(fn, parameters, *args, **kwargs, **held)
     lost = list(_lost(plan, provider, parameters))
     if lost:

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ..forms.adapted import AdaptedWeight, is_adapted, is_kept
 from ..forms.tree import is_stored
-from ..lora.weight import AdaptedWeight, is_adapted
-from .bridge import Bridge, Quantized, is_kept, path_of
+from .bridge import Bridge, Quantized, path_of
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 
 _TAG = "jaxtap_tag"
@@ -110,10 +110,10 @@ def _add_adapters(model: nnx.Module, parameters: Any) -> None:
             for name, value in vars(module).items()
             if value is nodes[path] and (module, name) != places[0]
         ]
-        for factor, value in (("a", leaf.a), ("b", leaf.b)):
+        for name, value in leaf.arrays.items():
             variable = nnx.LoRAParam(value, **{_FORM: leaf.form})
             for module, stem in places:
-                setattr(module, f"{stem}_lora_{factor}", variable)
+                setattr(module, f"{stem}_{leaf.form.kind}_{name}", variable)
 
 
 def _is_plain_module(node: Any) -> bool:
@@ -135,18 +135,20 @@ def _joined(parameters: Any, adapters: nnx.State) -> Any:
     found = jax.tree_util.tree_leaves_with_path(parameters, is_leaf=is_kept)
     paths = [tuple(key.key for key in keys) for keys, _ in found]
     bases = {(path[:i], _stem(path[i:])): path for path in paths for i in range(len(path))}
-    pairs: dict[tuple, dict[str, Any]] = {}
-    for (*owner, name), variable in flat:
-        stem, _, factor = str(name).rpartition("_lora_")
+    arrays: dict[tuple, tuple[Any, dict[str, Any]]] = {}
+    for (*owner, attribute), variable in flat:
+        form = variable.get_metadata()[_FORM]
+        stem, _, name = str(attribute).rpartition(f"_{form.kind}_")
         path = bases.get((tuple(owner), stem))
         if path is not None:
-            pairs.setdefault(path, {})[factor] = variable
-    for path, pair in pairs.items():
+            arrays.setdefault(path, (form, {}))[1][name] = _value(variable)
+    for path, (form, named) in arrays.items():
         held = parameters
         for key in path[:-1]:
             held = held[key]
-        a, b = _value(pair["a"]), _value(pair["b"])
-        held[path[-1]] = AdaptedWeight(held[path[-1]], a, b, pair["a"].get_metadata()[_FORM])
+        # A state has variables in the order of their names.
+        ordered = {name: named[name] for name in form.shapes}
+        held[path[-1]] = AdaptedWeight(held[path[-1]], ordered, form)
     return parameters
 
 

@@ -1,8 +1,12 @@
 """The names, and the modules that they are from."""
 
 # Model objects.
-from ..bridges.bridge import is_kept as is_kept
 from ..bridges.bridge import path_of as path_of
+
+# Adapters.
+from ..forms.adapted import AdapterForm as AdapterForm
+from ..forms.adapted import is_adapted as is_adapted
+from ..forms.adapted import is_kept as is_kept
 
 # Stored forms that hold another one.
 from ..forms.around import AroundStored as AroundStored
@@ -28,6 +32,8 @@ from ..measure.probe import probe as probe
 from ..measure.whole import whole as whole
 from ..measure.whole import whole_results as whole_results
 from ..plan.make import in_float as in_float
+from ..plan.plan import NO_ADAPTERS as NO_ADAPTERS
+from ..plan.plan import OF_ADAPTERS as OF_ADAPTERS
 
 # The parameters of a plan, and how they are stored.
 from ..plan.quantize import carried as carried
@@ -45,6 +51,7 @@ from ..program.arrays import map_params as map_params
 from ..program.arrays import of_arrays as of_arrays
 from ..program.arrays import parameters_of as parameters_of
 from ..program.arrays import prefix_of as prefix_of
+from ..program.arrays import takes_any as takes_any
 
 # Operations, and what is said of them.
 from ..program.facts import Code as Code
@@ -60,8 +67,11 @@ from ..program.matching import Rules as Rules
 from ..program.matching import Weight as Weight
 from ..program.matching import follows_values as follows_values
 from ..program.ops import StaysFloat as StaysFloat
+from ..program.record import lookup_id as lookup_id
 from ..program.sites import SIDES as SIDES
 from ..program.sites import Site as Site
+from ..program.sites import short as short
+from ..rules.rule import Adaptable as Adaptable
 from ..rules.sparsity import Sparsity as Sparsity
 from ..rules.sparsity import kept as kept
 
@@ -69,6 +79,8 @@ from ..rules.sparsity import kept as kept
 from ..run.contraction import Hows as Hows
 from ..run.contraction import Operands as Operands
 from ..run.contraction import quantized_contraction as quantized_contraction
+from ..run.infer import infer as infer
+from ..run.infer import inference as inference
 from ..run.infer import run_operands as run_operands
 from ..run.infer import taking_stored as taking_stored
 from ..run.static.statistics import Statistics as Statistics

@@ -17,7 +17,6 @@ from interception_core import get_op
 from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
-from ..program.record import choice
 from .convolution import convolve
 from .errors import NoKernel
 from .products import NOTHING, Added, mapped_contraction
@@ -300,9 +299,9 @@ def multiply(
         return op_of(how, scale is not None, *given)
 
     # These raise if there is no op, before anything is computed.
-    found = op(math.prod(kept))
+    op(math.prod(kept))
     if rotation is not None:
-        _check_rotation(rotation, weight, found, scale is not None, x, kept)
+        _check_rotation(rotation, weight)
     pairs = dict(layout.pairs)
     contracted = [pairs[places[part]] for part in range(rank)]
     rows = x.transpose(*layout.kept, *contracted).reshape(*kept, math.prod(weight.k_sizes))
@@ -344,30 +343,13 @@ def _scale_of(how: qn.HowToQuantize | None, range_: qn.Calibration | None) -> ja
     return qn.scale_of(range_, how.qtype)[0].reshape(())
 
 
-def _check_rotation(
-    rotation: Rotation,
-    weight: Any,
-    op: str,
-    is_static: bool,
-    x: jax.Array,
-    kept: Sequence[int],
-) -> None:
-    """Raise NoKernel unless a weight was packed as it was rotated, for a kernel that rotates rows.
-
-    A plan knows no rotation, which a pass chooses: only here kernels are asked by a program.
-    """
-    packed, k = weight.packed, math.prod(weight.k_sizes)
-    if not getattr(packed, "rotates", False):
-        raise NoKernel("its package has no rotations")
+def _check_rotation(rotation: Rotation, weight: Any) -> None:
+    """Raise NoKernel unless a weight was packed as it was rotated, for kernels that rotate rows."""
+    if weight.platform not in getattr(weight.packed, "rotates", ()):
+        raise NoKernel("its package has no rotations on its platform")
     places = [weight.order.index(part) for part in range(len(weight.k_sizes))]
     if tuple(places) != rotation.axes:
         raise NoKernel("it was packed in another order than it was rotated in")
-    rows = jax.ShapeDtypeStruct((math.prod(kept), k), x.dtype)
-    qvalue = jax.ShapeDtypeStruct((k, math.prod(weight.n_sizes)), jnp.int8)
-    question = packed.question | question_of(is_static) | {"rotation": rotation.block}
-    found = choice(op, weight.platform, (rows, qvalue), **question)
-    if found.kernel is None:
-        raise NoKernel(str(found.reason))
 
 
 def _multiply_groups(

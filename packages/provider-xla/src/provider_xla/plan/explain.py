@@ -66,7 +66,7 @@ def _of_op(plan: Any, op: OpRecord) -> Iterator[str]:
     for path in op.paths:
         state = plan.weights.get(path)
         yield f"parameter {path}: " + (_stored(state) if state else _float(plan, path))
-        if path in plan.lora:
+        if path in plan.adapters:
             yield f"  {_adapter(plan, path)}"
 
 
@@ -80,7 +80,7 @@ def _of_parameter(plan: Any, path: str) -> Iterator[str]:
             yield f"on {platform} it is packed by {packing.op} for the kernels of its operations"
     else:
         yield _float(plan, path)
-    if path in plan.lora:
+    if path in plan.adapters:
         yield _adapter(plan, path)
     beside = plan.beside(path) if leaf is not None else {}
     yield from (f"stored beside it: {one.path}, {_stored(one)}" for one in beside.values())
@@ -116,8 +116,8 @@ def _kernels(op: OpRecord, indent: str) -> Iterator[str]:
 
 
 def _adapter(plan: Any, path: str) -> str:
-    adapter = plan.lora[path]
-    return f"it has an adapter of rank {adapter.form.rank}: {adapter.size:,} numbers to train"
+    adapter = plan.adapters[path]
+    return f"it has an adapter of {adapter.form.label}: {adapter.size:,} numbers to train"
 
 
 def _stored(weight: WeightPlan) -> str:

@@ -15,6 +15,7 @@ from hijax_trace import used_inputs
 from interception_core import Engine, platform_of
 from interception_core.log import logger
 
+from ..errors import QuantizationError
 from ..kernels.errors import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
 from ..program.facts import Code
@@ -24,10 +25,10 @@ from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
 from ..rules.rule import is_fused
 from ..rules.sparsity import Sparsity, parse_sparsity
+from .adapters import AdapterPlan
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
 from .chosen import stays_packed, why_lost
-from .lora import LoraPlan, check_engine
 from .plan import Plan
 from .quantize import carried
 from .survey import Survey, Use
@@ -75,18 +76,18 @@ def make_plan(
         placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
         platform = platform_of(placed)
         weights, records = _with_kernels(survey, weights, records, given, platform)
-    lora: dict[str, LoraPlan] = {}
-    if survey.lora is not None:
-        lora = survey.lora.plans()
-        check_engine(engine, [*lora])
-        records = [_adapted(record, lora) for record in records]
+    adapters: Mapping[str, AdapterPlan] = {}
+    if survey.adapters is not None:
+        adapters = survey.adapters.plans({record.op_id for record in records})
+        _check_engine(engine, [*adapters])
+        records = [_adapted(record, adapters) for record in records]
     deciding = {record.rule for record in records}
     unused = [i for i in range(len(rules.rules)) if i not in deciding]
     survey.problems += (why_unused(i, rules, records, [*leaves]) for i in unused)
     ops = Report(records)
     lost = next((one for one in records if one.why and one.why.code is Code.NO_WEIGHT), None)
     stores = any(rule.weight_qtype is not None for rule in rules.rules)
-    if lost is not None and stores and not weights and not lora:
+    if lost is not None and stores and not weights and not adapters:
         survey.notes[Code.NOTHING_STORED(op_id=lost.op_id)] = None
     _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
     plan = Plan(
@@ -111,7 +112,7 @@ def make_plan(
             types_of(kwargs),
             kernels,
         ),
-        lora=lora,
+        adapters=adapters,
         remarks=tuple(survey.notes),
         trained_ranges=survey.trained_ranges,
     )
@@ -158,9 +159,12 @@ def _is_float(leaf: Any) -> bool:
 
 
 def _kept_for_adapters(plan: Plan) -> set[str]:
-    """Return the parameters of derived weights that depend on adapters: see ``adapted``."""
+    """Return the parameters of derived weights that depend on adapters.
+
+    Calls with adapters compute them.
+    """
     derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
-    changing = [one for one in derived if not plan.lora.keys().isdisjoint(one.leaves)]
+    changing = [one for one in derived if not plan.adapters.keys().isdisjoint(one.leaves)]
     return {path for one in changing for path in one.leaves}
 
 
@@ -227,11 +231,20 @@ def run_survey(
     survey.settle()
 
 
-def _adapted(record: OpRecord, lora: Mapping[str, LoraPlan]) -> OpRecord:
-    """Return an operation's record with its adapter's rank."""
+def _check_engine(engine: Engine, paths: Sequence[str]) -> None:
+    """Raise QuantizationError where adapters can't travel with their parameters."""
+    if paths and not follows_values(engine):
+        raise QuantizationError(
+            f"Rules give {paths[0]} an adapter, which the patch engine can't hand to the "
+            "operations that use it. Use PtqProvider(rules, engine='trace')."
+        )
+
+
+def _adapted(record: OpRecord, adapters: Mapping[str, AdapterPlan]) -> OpRecord:
+    """Return an operation's record with the label of its adapter."""
     paths = () if record.rule is None else record.paths
-    rank = next((lora[path].rank for path in paths if path in lora), None)
-    return dataclasses.replace(record, rank=rank)
+    label = next((adapters[path].form.label for path in paths if path in adapters), None)
+    return dataclasses.replace(record, adapter=label)
 
 
 def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:

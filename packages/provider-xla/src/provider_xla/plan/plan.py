@@ -18,7 +18,9 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
+from ..forms.adapted import restored
 from ..forms.tree import is_stored
+from ..program.arrays import takes_any
 from ..program.decided import Decided
 from ..program.facts import Code, Fact
 from ..program.fold import fold_lines
@@ -40,13 +42,18 @@ if TYPE_CHECKING:
     from provider_xla_report import QualityReport
     from provider_xla_serve import ExportedProgram
 
-    from .lora import LoraPlan
+    from .adapters import AdapterPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 OF_ADAPTERS = frozenset({"adapters", "dropout_key"})
 """Further arguments of a function whose parameters may have adapters."""
+
+NO_ADAPTERS = (
+    "This plan has no adapters: no rule that asks for one decides an operation of a parameter. "
+    "Give a rule one, as Rule(weight='nf4', lora=8)."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Plan:
         ranges: the activations with a static range, by site and side.
         trained_ranges: the parameters and incoming gradients that have one in training.
         allocation: what ``allocate`` gave each parameter, and why; None of other plans.
-        lora: the adapters of parameters that rules with a rank are about, by pytree path.
+        adapters: the adapters of parameters that rules ask for, by pytree path.
         absorbed: parameters of which nothing is stored, since only derived weights use them.
         remarks: what is done that no rule says, such as another tile size where the rule's does
             not divide; ``notes`` is their text.
@@ -87,7 +94,7 @@ class Plan:
     params: Any = dataclasses.field(repr=False)
     again: functools.partial[Plan] = dataclasses.field(repr=False)
     allocation: Allocation | None = None
-    lora: Mapping[str, LoraPlan] = dataclasses.field(default_factory=dict, kw_only=True)
+    adapters: Mapping[str, AdapterPlan] = dataclasses.field(default_factory=dict, kw_only=True)
     absorbed: frozenset[str] = dataclasses.field(default=frozenset(), kw_only=True)
     remarks: tuple[Fact, ...] = dataclasses.field(default=(), kw_only=True)
     caches: Mapping[str, CachePlan] = dataclasses.field(default_factory=dict, kw_only=True)
@@ -155,7 +162,7 @@ class Plan:
         return {
             "ops": self.ops.as_json(),
             "weights": [weight.as_json() for weight in self.weights.values()],
-            "lora": [adapter.as_json() for adapter in self.lora.values()],
+            "adapters": [adapter.as_json() for adapter in self.adapters.values()],
             "problems": list(self.problems),
             "notes": list(self.notes),
             "caches": [cache.as_json() for cache in self.caches.values()],
@@ -219,9 +226,11 @@ class Plan:
         lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
         derived = [weight.derived for weight in self.derived.values() if weight.derived]
         lines += fold_lines([f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived])
-        if self.lora:
-            numbers = sum(adapter.size for adapter in self.lora.values())
-            lines.append(f"{len(self.lora)} parameters have adapters: {numbers:,} numbers to train")
+        if self.adapters:
+            numbers = sum(adapter.size for adapter in self.adapters.values())
+            lines.append(
+                f"{len(self.adapters)} parameters have adapters: {numbers:,} numbers to train"
+            )
         for why, (first, *others) in self.in_xla.items():
             more = f" and {len(others)} more" if others else ""
             lines.append(f"in XLA: {first}{more}: {why}")
@@ -366,7 +375,7 @@ class Plan:
         Raises:
             QuantizationError: of a parameter nothing but derived weights is stored.
         """
-        return feature("plan-dequantize")(params, self.prefix)
+        return restored(params, self.prefix)
 
     def explain(self, name: str) -> str:
         """Return why an operation or a parameter is quantized as it is, in lines of text.
@@ -408,10 +417,10 @@ class Plan:
             dtype: float dtype; None is float32.
 
         Returns:
-            For each parameter in ``lora``, by its pytree path, ``"a"`` and ``"b"``, of ``a_shape``
-            and ``b_shape``. A is uniform in ±1/sqrt(fan_in), as in the code of the LoRA paper
-            (arXiv:2106.09685), and B is zero. If the parameter is only looked up, A is zero and B
-            normal.
+            For each parameter in ``adapters``, by its pytree path, the arrays of its ``shapes``.
+            Those of a ``LoraRule`` are ``"a"``, uniform in ±1/sqrt(fan_in), as in the code of the
+            LoRA paper (arXiv:2106.09685), and ``"b"``, which is zero. If the parameter is only
+            looked up, A is zero and B normal.
 
         Raises:
             QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
@@ -419,7 +428,7 @@ class Plan:
         return feature("plan-init-adapters")(self, key, dtype)
 
     def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-        """Return float parameters with adapters added: ``W + (alpha / rank) * A B``.
+        """Return float parameters with adapters in them: for LoRA ``W + (alpha / rank) * A B``.
 
         Args:
             params: the plan's parameters, quantized or not.
@@ -432,7 +441,7 @@ class Plan:
         Raises:
             QuantizationError: ``adapters`` has other paths or shapes than the plan.
         """
-        return feature("plan-merge")(self, params, adapters)
+        return self.dequantize(feature("plan-put-adapters")(self, params, adapters))
 
     # A plan changes nothing, so it is its own copy.
     def __copy__(self) -> Plan:
@@ -452,16 +461,18 @@ class Plan:
         Caches that the plan carries quantized may be float arrays or what ``quantize_cache``
         returned; the function returns them quantized.
 
-        If rules have a rank, the function also takes ``adapters``, as ``init_adapters`` makes them,
-        and for training ``dropout_key``, a random key that is new at each step. Without a key
-        nothing is dropped.
+        If rules give adapters, the function also takes ``adapters``, as ``init_adapters`` makes
+        them, and for training ``dropout_key``, a random key that is new at each step. Without a
+        key nothing is dropped.
         """
         fn = self.fn if fn is None else fn
         plain = self.infer(fn, statistics)
         # The patch engine takes arrays alone.
         told = not self.weights or not follows_values(self.engine)
-        adapt = functools.partial(self._with_adapters, fn, plain, statistics)
-        adapted = adapt() if self.rules.adapts else None
+        adapted = None
+        if self.rules.adapts:
+            adapted = feature("plan-apply-adapters")(self, fn, plain, statistics)
+        refused = frozenset() if takes_any(fn, OF_ADAPTERS) else OF_ADAPTERS
 
         @functools.wraps(fn)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -470,10 +481,10 @@ class Plan:
             if not told and given and not _holds_stored(given):
                 told = True
                 _tell_floats(len(self.weights))
-            # Adapters without a rule for them are an error, which the feature raises.
-            run = plain if OF_ADAPTERS.isdisjoint(kwargs) else adapt()
+            if not refused.isdisjoint(kwargs):
+                raise QuantizationError(NO_ADAPTERS)
             with _telling_planned(self.weights):
-                return run(*args, **kwargs)
+                return plain(*args, **kwargs)
 
         applied = adapted or call
         if self.caches:
@@ -542,12 +553,6 @@ class Plan:
         _check_not_function("stored", stored)
         run, applied = feature("plan-export"), self.apply(fn, statistics)
         return run(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
-
-    def _with_adapters(
-        self, fn: Callable[..., Any], plain: Callable[..., Any], statistics: Statistics | None
-    ) -> Callable[..., Any]:
-        """Return ``fn`` for a call with adapters, or without; ``plain`` runs it without."""
-        return feature("plan-adapters")(self, fn, plain, statistics)
 
     def calibrate(
         self,

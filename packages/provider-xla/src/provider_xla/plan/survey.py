@@ -12,6 +12,7 @@ from hijax_trace import is_chosen, is_counted, scaled_inputs
 from interception_core import OpCall
 
 from ..errors import QuantizationError
+from ..extras import feature
 from ..kernels.errors import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
@@ -29,7 +30,6 @@ from ..run.static.ranges import (
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
 from .chosen import Chosen
 from .derived import Derived
-from .lora_survey import LoraSurvey
 from .storage import Asked, Storage, Stored, gone
 
 
@@ -62,7 +62,7 @@ class Survey:
         contractions: by weight and operation, what a kernel would have to do, or why none can.
         notes: what is done that no rule says, as the keys.
         chosen: the weights that the program chooses among several.
-        lora: collects adapters; None if no rule has a rank.
+        adapters: collects adapters; None if no rule has any.
     """
 
     def __init__(self, rules: Rules, leaves: Mapping[str, Any]):
@@ -78,7 +78,9 @@ class Survey:
         self.chosen: list[Chosen] = []
         self._sliced: dict[str, tuple[str, ...]] = {}
         self._storage = Storage(rules, leaves, self.problems.append)
-        self.lora = LoraSurvey(rules, leaves, self.problems.append) if rules.adapts else None
+        self.adapters = None
+        if rules.adapts:
+            self.adapters = feature("plan-find-adapters")(rules, leaves, self.problems.append)
 
     @property
     def derived(self) -> dict[str, Derived]:
@@ -119,8 +121,8 @@ class Survey:
 
     def run(self, site: Site) -> Any:
         """Record a contraction that is quantized or has an adapter."""
-        if self.lora is not None:
-            self.lora.contraction(site)
+        if self.adapters is not None:
+            self.adapters.contraction(site)
         op_id = site.call.op_id
         if has_gradient_range(site):
             self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
@@ -202,8 +204,8 @@ class Survey:
             if axes and not is_mapped and set(axes) <= {*where}:
                 use = RowsUse(tuple(map(where.index, axes)), count)
             self._contraction(stored.path, record.op_id, use)
-        if self.lora is not None:
-            self.lora.lookup(call, operand, number, weight, along)
+        if self.adapters is not None:
+            self.adapters.lookup(call, operand, number, weight, along)
         return NotImplemented
 
     def settle(self) -> None:
@@ -225,8 +227,6 @@ class Survey:
         for uses in self.contractions.values():
             for op_id in gone & uses.keys():
                 del uses[op_id]
-        if self.lora is not None:
-            self.lora.forget(gone)
 
     def settle_weights(self, stored: Collection[str]) -> None:
         """Say what is made of parameters alone at each call, once it is known what is stored."""

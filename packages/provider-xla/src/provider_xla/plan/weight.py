@@ -15,7 +15,7 @@ import quant_numerics as qn
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..forms.affine import with_minimum
+from ..extras import feature
 from ..kernels.packing import Packing, pack, packed_type
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
@@ -227,7 +227,8 @@ def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
     if getattr(q, "zero_point", None) is None:
         return pack(q, packing)
     # Kernels know no zero points. The sums of the activation know what they add.
-    return with_minimum(q.unpacked()).with_values(lambda values: pack(values, packing))
+    held = feature("pack-zero-points")(q.unpacked())
+    return held.with_values(lambda values: pack(values, packing))
 
 
 _sparsified = jax.jit(sparsified, static_argnums=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -104,6 +104,14 @@ def parameters_of(fn: Callable[..., Any]) -> list[str]:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [one.name for one in found if one.kind in kinds]
+
+
+def takes_any(fn: Callable[..., Any], names: Set[str]) -> bool:
+    """Return whether a function has parameters of any of these names."""
+    try:
+        return not names.isdisjoint(inspect.signature(fn).parameters)
+    except (TypeError, ValueError):
+        return False
 
 
 def prefix_of(argument: int | str) -> str:

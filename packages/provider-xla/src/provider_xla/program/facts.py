@@ -110,10 +110,10 @@ class Code(enum.Enum):
                       "contract no common axis ({ops:, })")  # fmt: skip
     NOT_SPARSE = ("{paths} stays dense, against sparsity={sparsity!r} of rule {rule}: {m} does not "
                   "divide {size}")  # fmt: skip
-    TWO_RANKS = (
-        "{paths} is ambiguous: rule {rule} gives it an adapter of rank {rank} for {op_id}, rule "
-        "{other_rule} one of rank {other_rank}, or with another alpha or dropout, for {other_op}; "
-        "the first counts"
+    TWO_ADAPTERS = (
+        "{paths} is ambiguous: rule {rule} gives it an adapter of {adapter} for {op_id}, rule "
+        "{other_rule} one of {other_adapter}, or with other fields, for {other_op}; the first "
+        "counts"
     )
     NOT_ADAPTED = (
         "{paths} {get} no adapter from {op_id} (rule {rule}): its weight {weight} is computed from "

@@ -236,7 +236,7 @@ class Rules:
             remarks = (*remarks, Code.OF_ACTIVATIONS())
         why, wrong = None, False
         # A parameter that stays float may still have an adapter.
-        if any(hows) or rule.rank is None or not any(sides):
+        if any(hows) or not rule.adapts or not any(sides):
             sizes = contraction.tiled_sizes(shapes, hows) if any(hows) else ()
             why, wrong = _why_not(rule, sizes, hows)
         return Decision(hows, remarks, why, wrong)
@@ -244,7 +244,7 @@ class Rules:
     @property
     def adapts(self) -> bool:
         """Return whether any parameter may have an adapter."""
-        return any(rule.rank is not None for rule in self.rules)
+        return any(rule.adapts for rule in self.rules)
 
     @property
     def names_operations(self) -> bool:
@@ -270,7 +270,7 @@ def _why_not(
 ) -> tuple[Fact | None, bool]:
     """Return why an operation stays float, and if its rule forbids that."""
     if not any(hows):
-        if rule.weight_qtype is None and rule.rank is None:
+        if rule.weight_qtype is None and not rule.adapts:
             return Code.LEFT_FLOAT(), False
         return Code.NO_WEIGHT(), False
     reasons = (misfit(sizes, how, rule.tile_fallback) for how in hows)

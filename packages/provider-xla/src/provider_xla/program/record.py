@@ -16,7 +16,7 @@ from .fold import fold_rows
 _WITH_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
 
-_IN_JSON = ("op_id", "op_name", "operands", "qtypes", "rule", "reason", "paths", "rank")
+_IN_JSON = ("op_id", "op_name", "operands", "qtypes", "rule", "reason", "paths", "adapter")
 _IN_JSON += ("module_path",)
 
 
@@ -84,7 +84,8 @@ class OpRecord:
         paths: pytree paths of the parameters behind the operands.
         beside: those of other parameters of which its activations are made.
         kernels: in a plan, what computes it on each platform; the first is where parameters are.
-        rank: in a plan, the rank of the adapter that its parameter has; None if it has none.
+        adapter: in a plan, the label of the adapter that its parameter has, such as ``"rank 8"``;
+            None if it has none.
         module_path: the name stack around it, which rules match.
         subject: of a quantized contraction, see ``program.decided.subject_of``.
     """
@@ -97,7 +98,7 @@ class OpRecord:
     why: Fact | None
     paths: tuple[str, ...] = ()
     kernels: Mapping[str, Choice] = field(default_factory=dict)
-    rank: int | None = None
+    adapter: str | None = None
     module_path: str = ""
     beside: tuple[str, ...] = ()
     subject: Any = None
@@ -198,7 +199,7 @@ def _row(record: OpRecord) -> list[str]:
 
 def _runs_as(record: OpRecord) -> str:
     qtypes = [qtype or "float" for qtype in record.qtypes] if record.quantized else ["float"]
-    return " x ".join(qtypes) + ("" if record.rank is None else f" + rank {record.rank}")
+    return " x ".join(qtypes) + ("" if record.adapter is None else f" + {record.adapter}")
 
 
 def check_misfit(record: OpRecord, problem: Fact | None) -> None:

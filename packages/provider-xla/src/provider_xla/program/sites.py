@@ -270,7 +270,7 @@ class Sites:
         if is_linear and why is None:
             pairs = zip(hows, sides, strict=True)
             floats = tuple(how if is_weight else None for how, is_weight in pairs)
-            if not any(floats) and (rule.rank is None or not any(sides)):
+            if not any(floats) and not (rule.adapts and any(sides)):
                 why = Code.LINEAR()
             elif floats != hows:
                 remarks = (*remarks, Code.LINEAR())

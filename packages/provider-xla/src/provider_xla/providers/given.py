@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from interception_core import Provider
 
-from ..rules.presets import PRESETS, as_rules, bits_of
+from ..rules.presets import as_rules, bits_of, installed
 from ..rules.qt_rule import QtRule
 from ..tables import table
 from .ptq import PtqProvider
@@ -79,16 +79,20 @@ class Presets(tuple[PresetRow, ...]):
 
 
 def presets() -> Presets:
-    """Return what each preset does, its bytes and its kernel on this machine."""
+    """Return what each preset does, its bytes and its kernel on this machine.
+
+    Presets of packages that are not installed are left out.
+    """
+    known = installed()
     w = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
     x = jax.ShapeDtypeStruct((1, 1024), jnp.float32)
 
     def row(name: str) -> PresetRow:
-        about, rule, cosine = PRESETS[name]
+        about, rule, cosine = known[name]
         runs = "training"
         if not isinstance(rule, QtRule):
             (op,) = PtqProvider(rule).plan(lambda w, x: x @ w, w, x).ops
             runs = next((one.kernel for one in op.kernels.values()), None) or "XLA"
         return PresetRow(name, about, bits_of(rule) / 8, runs, cosine)
 
-    return Presets(map(row, PRESETS))
+    return Presets(map(row, known))

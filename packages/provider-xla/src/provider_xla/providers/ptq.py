@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from ..lora.apply import AdaptedRun
+from ..extras import feature
 from ..program.sites import Sites
 from ..run.infer import infer, inference
 from ..run.static.statistics import Statistics
@@ -34,8 +34,8 @@ class PtqProvider(XlaProvider):
     def apply(self, fn: Callable[P, R], statistics: Statistics | None = None) -> Callable[P, R]:
         """Return ``fn`` with its operations quantized by the rules.
 
-        If a rule has a rank, parameters may also be an ``AdaptedWeight``, and the function takes
-        ``dropout_key``, a random key: without one nothing is dropped.
+        If a rule gives adapters, parameters may also be an ``AdaptedWeight``, and the function
+        takes ``dropout_key``, a random key: without one nothing is dropped.
 
         Args:
             fn: takes parameters as the plan's ``quantize`` returns them, or as arrays.
@@ -45,10 +45,8 @@ class PtqProvider(XlaProvider):
         plain = infer(self._tapping if statistics is None else self._sites(statistics), fn)
         if not self._rules.adapts:
             return plain
-        run = self._adapted_run
-        if statistics is not None:
-            run = AdaptedRun(self._engine, self._rules, statistics, refuse=self._refuse)
-        return run.wrap(fn, plain)
+        run = self._adapted_run if statistics is None else self._with_adapters(statistics)
+        return run(fn, plain)
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
         """Return ``apply(fn, statistics)``."""
@@ -57,11 +55,16 @@ class PtqProvider(XlaProvider):
     @property
     def call_options(self) -> tuple[str, ...]:
         """``dropout_key``, where a rule gives parameters adapters."""
-        return ("dropout_key",) if any(rule.rank is not None for rule in self.rules) else ()
+        return ("dropout_key",) if self._rules.adapts else ()
 
     @functools.cached_property
-    def _adapted_run(self) -> AdaptedRun:
-        return AdaptedRun(self._engine, self._rules, refuse=self._refuse)
+    def _adapted_run(self) -> Callable[..., Any]:
+        return self._with_adapters(None)
+
+    def _with_adapters(self, statistics: Statistics | None) -> Callable[..., Any]:
+        """Return what runs functions with adapters; traces are cached by it."""
+        run = feature("run-adapters")
+        return run(self._engine, self._rules, statistics, refuse=self._refuse)
 
     def _sites(self, statistics: Statistics | None = None) -> Sites:
         return inference(self._engine, self._rules, statistics, refuse=self._refuse)

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import quant_numerics as qn
 
 from ..errors import QuantizationError
+from ..extras import MissingExtraError
 from .qt_rule import QtRule
 from .qwix import is_qwix, of_qwix
 from .rule import QuantizationRule
-from .written import Lora, Q, Rule
+from .written import Q, Rule
 
 _BLOCKS = Q("int4", tile=32, scales="float16")
 
@@ -25,14 +27,23 @@ class Preset(NamedTuple):
 
     Attributes:
         about: what it is for, in a line.
-        rule: the rule.
+        made: the rule, or what makes it where that needs another package.
         cosine: of the embeddings of MiniLM, a sentence encoder, to those in float: the mean of 52
             sentences, as tests/test_minilm.py measures it. None where training changes it.
     """
 
     about: str
-    rule: QuantizationRule
+    made: QuantizationRule | Callable[[], QuantizationRule]
     cosine: float | None = None
+
+    @property
+    def rule(self) -> QuantizationRule:
+        """The rule.
+
+        Raises:
+            MissingExtraError: it needs a package that is not installed.
+        """
+        return self.made if isinstance(self.made, QuantizationRule) else self.made()
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -51,7 +62,7 @@ PRESETS: Mapping[str, Preset] = {
     "mxfp8": Preset("weights and activations in mxfp8, a scale for 32",
                     Rule(weight="mxfp8", act="mxfp8"), 0.994),
     "qlora": Preset("weights in nf4, and float adapters of rank 8 to train",
-                    Rule(weight=Q("nf4", tile=64), lora=Lora(8))),
+                    lambda: Rule(weight=Q("nf4", tile=64), lora=8)),
     "qat-w8a8": Preset("training that sees int8 weights and activations: w8a8 afterwards",
                        QtRule.of(Rule(weight="int8", act="int8"))),
     "qat-int4": Preset("training that sees int4 weights: int4 afterwards",
@@ -86,14 +97,24 @@ def preset(name: str) -> QuantizationRule:
             f"A preset must be one of {', '.join(PRESETS)}, got {name!r}.{guess} Or give rules, "
             "such as Rule(weight='int8')."
         )
+    rule = known.rule
     if tile is None:
-        return known.rule
-    if known.rule.tile_size is None or int(tile) < 1:
-        tiled = [one for one, it in PRESETS.items() if it.rule.tile_size is not None]
+        return rule
+    if rule.tile_size is None or int(tile) < 1:
+        tiled = [one for one, it in installed().items() if it.rule.tile_size is not None]
         raise QuantizationError(
             f"A number of elements per scale is for {', '.join(tiled)}, got {name!r}."
         )
-    return dataclasses.replace(known.rule, tile_size=int(tile))
+    return dataclasses.replace(rule, tile_size=int(tile))
+
+
+def installed() -> dict[str, Preset]:
+    """Return the presets without those that need a package that is not installed."""
+    found = {}
+    for name, one in PRESETS.items():
+        with contextlib.suppress(MissingExtraError):
+            found[name] = one._replace(made=one.rule)
+    return found
 
 
 def is_of_feature(rule: Any) -> bool:

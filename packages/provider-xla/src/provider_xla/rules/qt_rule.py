@@ -79,12 +79,6 @@ class QtRule(QuantizationRule):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.rank is not None:
-            raise self._error(
-                "rank",
-                "None: adapters are trained beside parameters that stay as they are. Use a "
-                "QuantizationRule with PtqProvider(rules), for plan(...) or quantize_model(...)",
-            )
         if self.sparsity is not None:
             raise self._error(
                 "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
@@ -237,7 +231,17 @@ class QtRule(QuantizationRule):
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> QtRule:
-        """Return ``rule`` as a QtRule."""
+        """Return ``rule`` as a QtRule.
+
+        Raises:
+            ValueError: the rule gives parameters adapters.
+        """
         if isinstance(rule, cls):
             return rule
+        if rule.adapts:
+            raise ValueError(
+                "A rule for training must have no adapters: they are trained beside parameters "
+                "that stay as they are. Use PtqProvider(rules), for plan(...) or "
+                f"quantize_model(...). Got {rule!r}."
+            )
         return cls(**{field.name: getattr(rule, field.name) for field in fields(rule)})

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from ..extras import feature
 from .qt_rule import QtRule
 from .rule import QuantizationRule
 
@@ -18,7 +19,7 @@ def is_qwix(rule: Any) -> bool:
 
 
 def of_qwix(rule: Any) -> QuantizationRule:
-    """Return a rule of Qwix as a ``QuantizationRule``, or as a ``QtRule`` if it is one.
+    """Return a rule of Qwix as a ``QuantizationRule``, ``QtRule`` or ``LoraRule``.
 
     Fields have the same names and meaning, but that Qwix also quantizes matmuls of two activations
     if the rule has no ``op_names``, and that ``"dot_general"`` is what ``@``, ``jnp.matmul`` and
@@ -26,6 +27,7 @@ def of_qwix(rule: Any) -> QuantizationRule:
 
     Raises:
         ValueError: it has a field that rules do not have here; names the field.
+        MissingExtraError: it is a ``LoraRule``, and provider-xla-lora is not installed.
     """
     # What Qwix has by default may be written differently here, and is the default here, too.
     given = {
@@ -33,15 +35,15 @@ def of_qwix(rule: Any) -> QuantizationRule:
         for field in dataclasses.fields(rule)
         if (value := getattr(rule, field.name)) != _default(field)
     }
-    for kind in (QuantizationRule, QtRule):
+    for kind in (feature("rule-lora"),) if "rank" in given else (QuantizationRule, QtRule):
         known = {field.name for field in dataclasses.fields(kind)}
         if given.keys() <= known:
             break
     else:
         names = ", ".join(sorted(given.keys() - known))
         raise ValueError(
-            f"A rule of Qwix must have fields that QtRule has, got {names}. Write it as a QtRule: "
-            "docs/quantization.md lists what differs."
+            f"A rule of Qwix must have fields that {kind.__name__} has, got {names}. Write it as a "
+            f"{kind.__name__}: docs/quantization.md lists what differs."
         )
     return kind(**in_qwix_words(given))
 

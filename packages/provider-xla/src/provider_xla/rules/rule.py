@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import quant_numerics as qn
 from interception_core import FeatureSpec, check_pattern, declared_specs, matches_path
@@ -54,6 +53,27 @@ def is_fused(op_name: str) -> bool:
 
 def _is_known(op_name: Any) -> bool:
     return isinstance(op_name, str) and (op_name in OP_NAMES or is_fused(op_name))
+
+
+class Adaptable(NamedTuple):
+    """A parameter for which a rule asks for an adapter, as the program uses it.
+
+    Attributes:
+        shape: of the parameter.
+        lead: its axes that hold a separate matrix for each index: steps of a loop, groups, batch
+            axes.
+        contracted: its axes that the first contraction sums over, or that a lookup indexes.
+        kept: its other axes.
+        stepped: those of ``lead`` that loops step along.
+        is_lookup: whether it is only looked up.
+    """
+
+    shape: tuple[int, ...]
+    lead: tuple[int, ...]
+    contracted: tuple[int, ...]
+    kept: tuple[int, ...]
+    stepped: tuple[int, ...]
+    is_lookup: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,12 +132,8 @@ class QuantizationRule:
         kernel: ``"fused"`` to compute softmax, attention, norms and activations by the kernels of
             an installed package such as te-ffi-kernels, in one pass each; they stay float. None
             leaves them to XLA. It does not affect contractions: a rule with a `kernel` and without
-            qtypes, rank and `op_names` isn't about these.
-        rank: rank of the float adapters that parameters get (LoRA, arXiv:2106.09685; with
-            `weight_qtype` QLoRA, arXiv:2305.14314); None for no adapters. See docs/lora.md.
-        alpha: the contraction of the adapters is scaled by ``alpha / rank``. None is `rank`.
-        dropout: share of the activation's elements that its adapter doesn't see in training,
-            in [0, 1); the others are scaled by ``1 / (1 - dropout)``.
+            qtypes, adapters and `op_names` isn't about these.
+        adapts: whether it gives parameters adapters: classes of rules that do have `adapter`.
 
     Raises:
         ValueError: a field has a value that is not allowed; names the field.
@@ -140,9 +156,7 @@ class QuantizationRule:
     sparsity: str | None = None
     kernel: Literal["fused"] | None = None
     weight_path: str | None = None
-    rank: int | None = None
-    alpha: float | None = None
-    dropout: float = 0.0
+    adapts: ClassVar[bool] = False
 
     def __post_init__(self):
         self._check_pattern("module_path", "a regular expression")
@@ -179,7 +193,14 @@ class QuantizationRule:
             raise self._error("kernel", "None or 'fused'")
         if self.kernel is not None and self.weight_path is not None:
             raise self._error("kernel", "None where weight_path is given: it is for no parameter")
-        self._check_adapter()
+
+    def adapter(self, of: Adaptable) -> Any:
+        """Return the adapter of a parameter, an ``AdapterForm``, in a class that ``adapts``.
+
+        Raises:
+            ValueError: the parameter can't have it; says why.
+        """
+        raise NotImplementedError(f"{type(self).__name__} adapts nothing.")
 
     def matches(
         self,
@@ -233,7 +254,7 @@ class QuantizationRule:
     @property
     def is_acting(self) -> bool:
         """Return whether it quantizes operands or gives them adapters."""
-        return any(x is not None for x in (self.weight_qtype, self.act_qtype, self.rank))
+        return self.adapts or any(x is not None for x in (self.weight_qtype, self.act_qtype))
 
     @property
     def act_method(self) -> str:
@@ -302,19 +323,6 @@ class QuantizationRule:
             raise self._error("scale_dtype", f"None or the dtype of scales. {error}") from error
         self._set("scale_dtype", kind.scale_dtype.name)
 
-    def _check_adapter(self) -> None:
-        rank, alpha, dropout = self.rank, self.alpha, self.dropout
-        if rank is not None and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
-            raise self._error("rank", "None or a positive integer")
-        if rank is None and alpha is not None:
-            raise self._error("alpha", "None where rank is None")
-        if alpha is not None and not (_is_number(alpha) and math.isfinite(alpha)):
-            raise self._error("alpha", "None or a finite number")
-        if not _is_number(dropout) or not 0 <= dropout < 1:
-            raise self._error("dropout", "a number in [0, 1)")
-        if rank is None and dropout:
-            raise self._error("dropout", "0 where rank is None")
-
     def _check_sparsity(self) -> None:
         if self.sparsity is None:
             return
@@ -337,7 +345,3 @@ class QuantizationRule:
         given = getattr(self, field)
         name = type(self).__name__
         return ValueError(f"{name}.{field} must be {allowed.rstrip('.')}. Got {given!r}.")
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

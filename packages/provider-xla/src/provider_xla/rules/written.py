@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal
 
+from ..extras import feature
 from .qt_rule import QtRule
 from .qwix import in_qwix_words
 from .rule import ANY_PATH, QuantizationRule
@@ -65,21 +66,6 @@ class Static:
 
 
 @dataclasses.dataclass(frozen=True)
-class Lora:
-    """A float adapter beside each parameter (arXiv:2106.09685).
-
-    Attributes:
-        rank: of its factors.
-        alpha: the adapter is scaled by ``alpha / rank``; None is ``rank``.
-        dropout: share of the activation that it does not see in training.
-    """
-
-    rank: int
-    alpha: float | None = None
-    dropout: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
 class Gradient:
     """How incoming gradients are quantized in training.
 
@@ -106,7 +92,7 @@ def Rule(  # it reads as the class that it returns
     param: str | None = None,
     activations: bool | None = None,
     sparsity: str | None = None,
-    lora: Lora | int | None = None,
+    lora: Any = None,
     fused: bool = False,
     **qwix: Any,
 ) -> QuantizationRule:
@@ -128,11 +114,12 @@ def Rule(  # it reads as the class that it returns
         qwix: instead of the arguments above, the fields of a rule of Qwix, with its meaning.
 
     Returns:
-        A ``QuantizationRule``, or a ``QtRule`` with a ``gradient``.
+        A ``QuantizationRule``, a ``QtRule`` with a ``gradient``, or a ``LoraRule`` with ``lora``.
 
     Raises:
         TypeError: an argument is unknown, or both ways of writing are mixed.
         ValueError: a value is not allowed; names the rule's field.
+        MissingExtraError: ``lora`` is given, and provider-xla-lora is not installed.
     """
     if qwix:
         unknown = sorted(qwix.keys() - set(QWIX_NAMES))
@@ -182,9 +169,11 @@ def Rule(  # it reads as the class that it returns
         fields |= {"act_qtype": act.qtype, "act_calibration_method": act.calibration}
     elif act is not None:
         fields["act_qtype"] = act
+    kind = QuantizationRule
     if lora is not None:
-        fields |= dataclasses.asdict(lora if isinstance(lora, Lora) else Lora(lora))
-    rule = QuantizationRule(**fields)
+        kind = feature("rule-lora")
+        fields |= dataclasses.asdict(lora) if dataclasses.is_dataclass(lora) else {"rank": lora}
+    rule = kind(**fields)
     return rule if gradient is None else with_gradient(rule, gradient)
 
 

@@ -13,7 +13,7 @@ from hijax_trace import Carrier
 
 from .forms import take_apart
 from .plan_diff import PlanDiff
-from .rules import rule_json
+from .rules import of_today, rule_json
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:
@@ -28,7 +28,10 @@ def compare(stored: Sequence[Facts], rules: Sequence[Facts] | None, plan: Plan) 
     """Return what differs between the parameters of a file and a plan's."""
     _, leaves = describe(plan.params)
     planned = {leaf.name: of_plan(plan, leaf) for leaf in leaves}
-    differ = [] if rules is None else _rules(rules, [rule_json(rule) for rule in plan.rules.rules])
+    differ = []
+    if rules is not None:
+        planned_rules = [rule_json(rule) for rule in plan.rules.rules]
+        differ = _rules([*map(of_today, rules)], planned_rules)
     found = {leaf["name"]: leaf for leaf in stored}
     for name in _adapters(found, planned, plan):
         del found[name]
@@ -42,8 +45,8 @@ def _adapters(stored: Mapping[str, Facts], planned: Mapping[str, Facts], plan: P
     taken for its adapters if they are floats, and their shapes are exactly those of the adapters.
     """
     extra = stored.keys() - planned.keys()
-    forms = plan.lora.values()
-    shapes = Counter(shape for form in forms for shape in (form.a_shape, form.b_shape))
+    adapters = plan.adapters.values()
+    shapes = Counter(shape for adapter in adapters for shape in adapter.shapes.values())
     is_float = all(stored[name]["is"] == "float" for name in extra)
     found = Counter(tuple(stored[name].get("shape", ())) for name in extra)
     return set(extra) if is_float and found == shapes else set()

@@ -12,13 +12,14 @@ import jax
 from interception_core import StorablePlan
 
 from ..errors import QuantizationWarning
-from ..lora.weight import AdaptedWeight
+from ..forms.adapted import AdaptedWeight
 from ..plan.quantize import prepacked
 from . import orbax, safetensors, shards
 from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
 from .forms import put_together
-from .manifest import Manifest, Tree
+from .manifest import Manifest
+from .manifest_schema import Tree
 from .placing import find_placements, shardings_of
 from .plans import check_storable, is_ours
 from .tree import Leaf, describe, fill, is_whole, rebuild
@@ -148,12 +149,13 @@ def _with_adapters(plan: Plan, manifest: Manifest) -> Any:
     names = {leaf.name for leaf in manifest.params.leaves}
     found = []
     for leaf in _planned(plan):
-        lora = plan.lora.get(plan.prefix + leaf.path)
-        if lora is None or not {f"{leaf.name}.a", f"{leaf.name}.b"} <= names:
+        adapter = plan.adapters.get(plan.prefix + leaf.path)
+        if adapter is None or not {f"{leaf.name}.{name}" for name in adapter.shapes} <= names:
             found.append(leaf.value)
             continue
-        a, b = (jax.ShapeDtypeStruct(shape, lora.dtype) for shape in (lora.a_shape, lora.b_shape))
-        found.append(AdaptedWeight(leaf.value, a, b, lora.form))
+        arrays = {name: jax.ShapeDtypeStruct(shape, adapter.dtype)
+                  for name, shape in adapter.shapes.items()}  # fmt: skip
+        found.append(AdaptedWeight(leaf.value, arrays, adapter.form))
     return fill(plan.params, found)
 
 

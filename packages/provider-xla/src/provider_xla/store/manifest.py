@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
+import msgspec
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..tables import table
-from .averages import average_of
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
 from .errors import StoreError
 from .forms import CARRIER, Form, is_quantized
-from .manifest_schema import FormatOnly, ManifestSchema
+from .manifest_schema import FormatOnly, StoredLeaf, Tree, check_plan_json
 from .plan_diff import PlanDiff
 from .plans import is_ours, manifest_changes, manifest_of
-from .rules import rule_json
-from .schema import check
+from .rules import rule_json, rule_of
+from .schema import Object, Size, check
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
@@ -40,33 +40,7 @@ _WRONG = (JaxtapError, ArithmeticError, AttributeError, LookupError, RecursionEr
 _PACKAGES = ("interception-core", "hijax-trace", "quant-numerics", "provider-xla")
 
 
-@dataclasses.dataclass(frozen=True)
-class StoredLeaf:
-    """A leaf in a file.
-
-    Attributes:
-        name: its dotted path.
-        kind: see ``Form``.
-        about: what rebuilds it, as JSON; its shape, dtype and qtype if it has them.
-        tensors: by part, the name of the tensor.
-    """
-
-    name: str
-    kind: str
-    about: Mapping[str, Any]
-    tensors: Mapping[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class Tree:
-    """A tree in a file: its structure (see ``describe``) and its leaves."""
-
-    structure: Any
-    leaves: tuple[StoredLeaf, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Manifest:
+class Manifest(Object):
     """What a file holds. ``print(manifest)`` shows it as a table.
 
     Attributes:
@@ -77,20 +51,26 @@ class Manifest:
             are not at their defaults, and ``weights``. Of another provider, what
             ``StorablePlan.manifest`` returned. None if no plan was given.
         versions: the versions of the packages that wrote it, and of JAX.
+        format: the version of the format.
     """
 
     params: Tree
     extra: Tree | None
-    tensors: Mapping[str, tuple[str, tuple[int, ...]]]
-    plan: Mapping[str, Any] | None
-    versions: Mapping[str, str]
+    tensors: dict[str, tuple[str, tuple[Size, ...]]]
+    plan: dict[str, Any] | None
+    versions: dict[str, str]
+    format: int = VERSION
+
+    def __post_init__(self):
+        if self.plan is not None:
+            check_plan_json(self.plan)
 
     def rules(self) -> list[QuantizationRule]:
         """Return the rules the parameters were quantized by.
 
         Raises:
-            StoreError: no plan was saved, it is another provider's, or its rules have fields that
-                this version doesn't know.
+            StoreError: no plan was saved, it is another provider's, or its rules have a class or
+                fields that no package here knows.
         """
         if self.plan is None:
             raise StoreError("There are no rules: the parameters were saved without their plan.")
@@ -99,15 +79,10 @@ class Manifest:
                 f"There are no rules: the plan is of the provider {self.plan['provider']!r}. "
                 "manifest.provider() returns it."
             )
-        known: tuple[type[QuantizationRule], ...] = (QuantizationRule, QtRule)
-        classes = {cls.__name__: cls for cls in known}
         rules: list[QuantizationRule] = []
         for found in self.plan["rules"]:
-            fields = {name: value for name, value in found.items() if name != "class"}
             try:
-                if "static_average" in fields:
-                    fields["static_average"] = average_of(fields["static_average"])
-                rules.append(classes[found["class"]](**fields))
+                rules.append(rule_of(found))
             except _WRONG as error:
                 raise StoreError(f"The rule {found} is none of this version: {error}") from error
         return rules
@@ -170,9 +145,7 @@ class Manifest:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as JSON values."""
-        found = dataclasses.asdict(self)
-        tensors = {name: [dtype, list(shape)] for name, (dtype, shape) in self.tensors.items()}
-        return {"format": VERSION, **found, "tensors": tensors}
+        return msgspec.to_builtins(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> Manifest:
@@ -189,15 +162,7 @@ class Manifest:
                     f"reads versions up to {VERSION}. Install the version that wrote it "
                     f"({written.versions}), or a later one."
                 )
-            check(found, ManifestSchema)
-            extra = found["extra"]
-            result = cls(
-                _tree(found["params"]),
-                None if extra is None else _tree(extra),
-                {name: (dtype, tuple(shape)) for name, (dtype, shape) in found["tensors"].items()},
-                found["plan"],
-                found["versions"],
-            )
+            result = check(found, cls)
             result._check()
             return result
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -252,7 +217,7 @@ def build(
                 given = f"{prefix}{name}.{part}" if part else f"{prefix}{name}"
                 names[part] = unique(given, taken)
                 tensors[names[part]] = form, part
-            stored.append(StoredLeaf(name, form.kind, form.about, names))
+            stored.append(StoredLeaf(kind=form.kind, about=form.about, name=name, tensors=names))
         return Tree(structure, tuple(stored))
 
     versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
@@ -285,7 +250,3 @@ def plan_json(plan: Any) -> dict[str, Any]:
             kept = (*kept, "derived_from")
             weights[path] = {key: found[key] for key in kept} | {"path": path}
     return {"rules": [rule_json(rule) for rule in plan.rules.rules], "weights": weights}
-
-
-def _tree(found: Mapping[str, Any]) -> Tree:
-    return Tree(found["structure"], tuple(StoredLeaf(**leaf) for leaf in found["leaves"]))

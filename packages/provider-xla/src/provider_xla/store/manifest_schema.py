@@ -1,4 +1,4 @@
-"""The schema of a manifest."""
+"""The trees of a manifest, and the schema of what it knows about each leaf."""
 
 from __future__ import annotations
 
@@ -69,11 +69,6 @@ class _Packed(_Quantized):
             raise ValueError("A packed array must have an axis, got shape []")
 
 
-class _Affine(_Quantized, kw_only=True):
-    inner: str
-    shift: _Finite | None
-
-
 class _Nothing(Object):
     pass
 
@@ -135,7 +130,6 @@ _FORMS: dict[str, tuple[Any, set[str]]] = {
     "key": (_PrngKey, {"data"}),
     "qarray": (_Quantized, {"qvalue", "scale"}),
     "packed": (_Packed, {"planes", "scale"}),
-    "affine": (_Affine, {"minimum"}),
     "calibration": (_Nothing, {"upper"}),
     "statistics": (_Statistics, {"upper", "count"}),
     "history": (_History, {"past", "upper"}),
@@ -163,7 +157,16 @@ def _schema_of(kind: str) -> tuple[Any, set[str]]:
     raise ValueError(f"kind must be one of {known}, got {kind!r}. {install_form(kind)}")
 
 
-class _Leaf(_Form):
+class StoredLeaf(_Form):
+    """A leaf in a file.
+
+    Attributes:
+        kind: see ``Form``.
+        about: what rebuilds it, as JSON; its shape, dtype and qtype if it has them.
+        name: its dotted path.
+        tensors: by part, the name of the tensor.
+    """
+
     name: str
     tensors: dict[str, str]
 
@@ -179,9 +182,14 @@ class _Leaf(_Form):
                 raise ValueError(f"{self.name} must have tensors of what it holds alone")
 
 
-class _Tree(Object):
-    structure: _Structure
-    leaves: list[_Leaf]
+class Tree(Object):
+    """A tree in a file: its structure (see ``describe``) and its leaves."""
+
+    structure: Any
+    leaves: tuple[StoredLeaf, ...]
+
+    def __post_init__(self):
+        check(self.structure, _Structure)
 
 
 class _Rule(OpenObject):
@@ -209,16 +217,6 @@ class FormatOnly(OpenObject):
     versions: dict[str, str]
 
 
-class ManifestSchema(Object):
-    """A manifest of this version."""
-
-    format: int
-    params: _Tree
-    extra: _Tree | None
-    tensors: dict[str, tuple[str, _Shape]]
-    plan: dict[str, Any] | None
-    versions: dict[str, str]
-
-    def __post_init__(self):
-        if self.plan is not None:
-            check(self.plan, _PlanOfAnother if "provider" in self.plan else _Plan)
+def check_plan_json(plan: dict[str, Any]) -> None:
+    """Raise ValueError unless a plan is what ``plan_json`` returns."""
+    check(plan, _PlanOfAnother if "provider" in plan else _Plan)

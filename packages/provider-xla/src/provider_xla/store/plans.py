@@ -13,7 +13,7 @@ from .errors import StoreError
 if TYPE_CHECKING:
     from ..plan.plan import Plan
 
-_OURS = ("params", "prefix", "weights", "derived", "rules", "lora")
+_OURS = ("params", "prefix", "weights", "derived", "rules", "adapters")
 """What ``save`` and ``load`` read of a plan of provider-xla."""
 
 

@@ -18,7 +18,8 @@ from .errors import StoreError
 from .files import appearing
 from .float_files import FloatFiles, Names, Source, source_of
 from .forms import Form, take_apart
-from .manifest import StoredLeaf, build
+from .manifest import build
+from .manifest_schema import StoredLeaf
 from .placing import Placement, shardings_of
 from .plans import check_ours
 from .safetensors import Writer
@@ -139,8 +140,9 @@ class _Parameters:
         """Return a parameter as it is in the files."""
         source = self._sources[leaf.name]
         array = self._files.parameter(leaf.name, source, leaf.value.shape, leaf.value.dtype)
-        about = StoredLeaf(leaf.name, "array", {"shape": array.shape}, {})
-        sharding = self._shardings(about, "", array.shape)
+        about = {"shape": list(array.shape), "dtype": array.dtype.name}
+        stored = StoredLeaf(kind="array", about=about, name=leaf.name, tensors={"": leaf.name})
+        sharding = self._shardings(stored, "", array.shape)
         return Placement(leaf.name, sharding).put(array)
 
     def _inputs(self, weight: WeightPlan) -> dict[str, jax.Array]:

@@ -20,11 +20,11 @@ FileName = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{0,2}$)[^/\\\x00]*$")]
 _Value = TypeVar("_Value")
 
 
-class Object(msgspec.Struct, forbid_unknown_fields=True):
+class Object(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """A JSON object with the annotated fields and no others."""
 
 
-class OpenObject(msgspec.Struct):
+class OpenObject(msgspec.Struct, frozen=True):
     """A JSON object with the annotated fields; others are ignored."""
 
 

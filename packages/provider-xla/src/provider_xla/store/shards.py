@@ -19,7 +19,8 @@ import numpy as np
 from msgspec import field
 
 from .errors import StoreError, damaged
-from .manifest import Manifest, StoredLeaf, Tree
+from .manifest import Manifest
+from .manifest_schema import StoredLeaf, Tree
 from .placing import Placement
 from .safetensors import Reader as File
 from .safetensors import Writer
@@ -81,7 +82,12 @@ def write_pieces(
             types[name] = manifest.tensors[tensor][0], tuple(end - begin for begin, end in block)
             listed.setdefault(tensor, []).append([path.name, name, [list(side) for side in block]])
     leaves = tuple(
-        StoredLeaf(name, "numpy", {"shape": list(shape), "dtype": dtype}, {"": name})
+        StoredLeaf(
+            kind="numpy",
+            about={"shape": list(shape), "dtype": dtype},
+            name=name,
+            tensors={"": name},
+        )
         for name, (dtype, shape) in types.items()
     )
     structure = {"dict": [[name, i] for i, name in enumerate(arrays)]}

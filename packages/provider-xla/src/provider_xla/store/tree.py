@@ -10,8 +10,8 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
+from ..forms.adapted import is_adapted
 from ..forms.tree import is_stored
-from ..lora.weight import is_adapted
 from .errors import StoreError
 
 
@@ -37,7 +37,7 @@ def describe(
     ``{"list": [...]}``, ``{"tuple": [...]}`` or, for other nodes, ``{"object": class name,
     "fields": [[name, structure], ...]}``.
 
-    The adapter of a parameter ``w`` is ``w.a`` and ``w.b``.
+    The arrays of the adapter of a parameter ``w`` are named by it, such as ``w.a`` and ``w.b``.
 
     Args:
         tree: any pytree.

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
+import pytest
 
 import quant_numerics as qn
 from interception_core import find_bridge
@@ -16,6 +17,7 @@ from .. import (
     PtqProvider,
     QtProvider,
     QuantizationRule,
+    Rule,
     merge_model,
     model_plan,
     quantize_model,
@@ -170,9 +172,10 @@ class BridgeConformance:
         self._close(self.run(made), fn(parameters, *self.inputs()), 1e-5)
 
     def test_adapters_merge(self) -> None:
-        """A rule with a rank gives adapters, and ``merge_model`` a float model."""
+        """A rule gives adapters, and ``merge_model`` a float model: needs provider-xla[lora]."""
+        pytest.importorskip("provider_xla_lora")
         model = self.model()
-        provider = PtqProvider(QuantizationRule(weight_qtype="int8", rank=2))
+        provider = PtqProvider(Rule(weight="int8", lora=2))
         made = self.quantized(model, provider)
         merged = merge_model(made)
         assert type(merged) is type(model)

@@ -20,6 +20,8 @@ def register_serialization(
     node: type,
     encode: Callable[[Any], Any] | None = None,
     decode: Callable[[Any], Any] | None = None,
+    *,
+    name: str | None = None,
 ) -> None:
     """Let ``jax.export`` and ``flax.serialization`` save trees with nodes of a dataclass.
 
@@ -29,9 +31,10 @@ def register_serialization(
       node: the class, after ``jax.tree_util.register_dataclass``.
       encode: turns a static value of another kind into JSON.
       decode: turns that JSON into the value again.
+      name: what exported programs call it; None is its name after that of its package.
 
     Raises:
-      ValueError: the class is registered already.
+      ValueError: the class or its name is registered already.
     """
     register_state(node)
     fields = dataclasses.fields(node)
@@ -51,7 +54,7 @@ def register_serialization(
 
     jax.export.register_pytree_node_serialization(
         node,
-        serialized_name=f"{node.__module__.partition('.')[0]}.{node.__name__}",
+        serialized_name=name or f"{node.__module__.partition('.')[0]}.{node.__name__}",
         serialize_auxdata=write,
         deserialize_auxdata=read,
         from_children=build,

@@ -76,9 +76,9 @@ class PackedWeight:
         return self.layout.question
 
     @property
-    def rotates(self) -> bool:
-        """Return whether ops that multiply with it can rotate the activation."""
-        return True
+    def rotates(self) -> tuple[str, ...]:
+        """Return the platforms whose kernels can rotate the activation that they multiply with."""
+        return ("cpu",)
 
     @property
     def scales(self) -> bool:

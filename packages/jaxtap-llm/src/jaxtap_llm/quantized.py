@@ -1,0 +1,196 @@
+"""From a float folder to a quantized one, a layer at a time.
+
+The model is never there as a whole: each part (one for each layer, and one for what is around them)
+is read, quantized and written before the next one. A part's file appears when it is complete, so
+that a run which was interrupted goes on where it was.
+"""
+
+import dataclasses
+import functools
+import json
+import os
+import shutil
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from tqdm import tqdm
+
+import provider_xla as xla
+from provider_xla.file_formats import atomic_write
+
+from . import checkpoint, model
+from .config import LlmError, read_config, read_fields
+from .rules import FORMATS, read_rules
+from .tokenizer import read_tokenizer
+
+ENDS = "ends.safetensors"
+SOURCE = "source.json"
+AROUND = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+
+
+def whole_plan(config, rules, dtype=jnp.float32):
+    """Return the plan of the whole model, with parameters and activations of a dtype."""
+    fn = functools.partial(model.logits, config)
+    example = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    return xla.PtqProvider(rules).plan(fn, checkpoint.shapes(config, dtype), example)
+
+
+def part_plans(config, rules):
+    """Return the plan of what is around the layers, and that of one layer."""
+    one = dataclasses.replace(config, windows=config.windows[:1], rope_of=config.rope_of[:1])
+    shapes, provider = checkpoint.shapes(one), xla.PtqProvider(rules)
+
+    def ends(params, tokens):
+        return model.head(config, params, model.embed(config, params, tokens))
+
+    def layer(params, x):
+        return model.run_layers(one, params["layers"], x)[0]
+
+    layers = {"layers": shapes.pop("layers")}
+    tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
+    x = jax.ShapeDtypeStruct((1, 32, config.width), jnp.float32)
+    with warnings.catch_warnings():
+        # The plan of the whole model has said what there is to say; a part needs not all rules.
+        warnings.simplefilter("ignore", xla.QuantizationWarning)
+        return provider.plan(ends, shapes, tokens), provider.plan(layer, layers, x)
+
+
+def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given: str) -> Any:
+    """Quantize a folder. What an interrupted run has written is not made again.
+
+    Args:
+        folder: config.json, safetensors files and tokenizer.json.
+        out: a folder that is made.
+        given: rules, as ``read_rules`` takes them.
+
+    Returns:
+        The plan of the whole model.
+
+    Raises:
+        LlmError: something in the folder or in a file of rules can't be used, before anything is
+            written; or ``out`` is a file, or of another model or of other rules.
+    """
+    folder, out = Path(folder), Path(out)
+    if out.exists() and not out.is_dir():
+        raise LlmError(f"{out} must be a folder, got a file. Name another.")
+    config, files, rules, plan = check(folder, given)
+    facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
+    begin(folder, out, SOURCE, facts)
+    ends, layer = part_plans(config, rules)
+    parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]
+    for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
+        if not (out / name).exists():
+            names = checkpoint.sources(config, i)
+            xla.quantize_file(part, files, out / name, names=names)
+    return plan
+
+
+def check(folder, given):
+    """Return the config, the files, the rules and the plan of a folder that can be quantized.
+
+    Raises:
+        LlmError: something in the folder or in a file of rules can't be used.
+    """
+    config = read_config(folder)
+    files = checkpoint.find_files(folder)
+    checkpoint.check_tensors(config, files)
+    read_tokenizer(folder, config)
+    rules = read_rules(config, given)
+    is_own = given not in FORMATS  # the user's rules: what they name must be there
+    with warnings.catch_warnings():
+        if is_own:
+            warnings.simplefilter("ignore", xla.QuantizationWarning)
+        plan = whole_plan(config, rules)
+    if is_own and plan.problems:
+        raise LlmError(f"The rules of {given} can't be followed: {'; '.join(plan.problems)}.")
+    return config, files, rules, plan
+
+
+def facts_of(folder, files):
+    """Return what tells a folder from others: the fields of its config, and sizes of its files."""
+    sizes = {file.name: file.stat().st_size for file in files}
+    return {"files": sizes, "config": read_fields(folder)}
+
+
+def begin(folder, out, name, facts):
+    """Make a folder with a model's config and tokenizer, or check that it was begun with the same.
+
+    Args:
+        folder: the model's.
+        out: to make.
+        name: of the file in it with the facts.
+        facts: what the same means, by what it is called; as JSON has it.
+
+    Raises:
+        LlmError: the folder was begun with other facts, which the error names, or has other files.
+    """
+    if out.exists() and any(out.iterdir()):
+        known = json.loads((out / name).read_text()) if (out / name).is_file() else {}
+        others = [key for key in facts if known.get(key) != facts[key]]
+        if others:
+            what = f"got other {' and '.join(others)}" if known else "got other files"
+            raise LlmError(
+                f"{out} must be empty, or begun with the same {' and '.join(facts)}, {what}. "
+                "Remove it, or name another folder."
+            )
+    out.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out / name, overwrite=True) as new:
+        new.write_text(json.dumps(facts, indent=1))
+    shutil.copy(folder / "config.json", out / "config.json")
+    copy_around(folder, out)
+
+
+def copy_around(folder, out):
+    """Copy what a folder has beside its tensors and their config."""
+    for name in AROUND:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, out / name)
+
+
+def is_quantized(folder):
+    """Return whether ``quantize`` wrote a folder, or began to."""
+    return (Path(folder) / SOURCE).is_file()
+
+
+def read(out, dtype="float32"):
+    """Return the config, the rules and the stored parameters of a folder that ``quantize`` wrote.
+
+    Args:
+        out: the folder.
+        dtype: of parameters that are not quantized, and that quantized ones stand for.
+
+    Raises:
+        LlmError: quantizing it was interrupted.
+    """
+    out = Path(out)
+    config = read_config(out)
+    missing = [name for name in _parts(config) if not (out / name).is_file()]
+    if missing:
+        raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
+    rules = xla.read_manifest(out / ENDS).rules()
+    ends, layer = part_plans(config, rules)
+    params = xla.load(out / ENDS, plan=ends, prepack=False)
+    layers = [
+        xla.load(out / _layer(i), plan=layer, prepack=False)["layers"] for i in range(config.layers)
+    ]
+    # Of values and scales alike: the first axis is that of the layers.
+    params["layers"] = jax.tree.map(lambda *each: jnp.concatenate(each), *layers)
+    params = jax.tree.map(lambda x: x.astype(dtype), params, is_leaf=lambda x: hasattr(x, "qtype"))
+    return config, rules, params
+
+
+def size_of(out):
+    """Return the bytes of the files of a quantized folder."""
+    return sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
+
+
+def _parts(config):
+    return [ENDS, *map(_layer, range(config.layers))]
+
+
+def _layer(i):
+    return f"layer-{i:05}.safetensors"

@@ -1,0 +1,96 @@
+"""From text to tokens and back."""
+
+import json
+import os
+from pathlib import Path
+
+from .config import Config, LlmError
+
+BYTES = 256
+
+
+class ByteTokenizer:
+    """Takes the bytes of UTF-8 as tokens."""
+
+    def encode(self, text, is_begin=True):
+        """Return the ids of a text; nothing begins one."""
+        return list(text.encode())
+
+    def decode(self, ids):
+        """Return the text of ids; bytes that are not UTF-8 as replacement characters."""
+        return bytes(ids).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A ``tokenizer.json``.
+
+    Raises:
+        LlmError: it can't be read, or has more tokens than the model.
+    """
+
+    def __init__(self, path, vocabulary):
+        from tokenizers import Tokenizer
+
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises Exception itself
+            raise LlmError(f"{path} must be a tokenizer.json: {error}.") from error
+        size = self._tokenizer.get_vocab_size()
+        if size > vocabulary:
+            raise LlmError(
+                f"{path} must have at most the {vocabulary} tokens of the model, got {size}. It "
+                "belongs to another model."
+            )
+
+    def encode(self, text, is_begin=True):
+        """Return the ids of a text, with the tokens that begin one unless it goes on."""
+        return self._tokenizer.encode(text, add_special_tokens=is_begin).ids
+
+    def decode(self, ids):
+        """Return the text of ids."""
+        return self._tokenizer.decode(ids)
+
+
+def read_tokenizer(folder: str | os.PathLike[str], config: Config) -> ByteTokenizer | FileTokenizer:
+    """Return the tokenizer of a folder: its tokenizer.json, or bytes for a model of 256 tokens.
+
+    Raises:
+        LlmError: there is none, or it does not fit.
+    """
+    path = Path(folder) / "tokenizer.json"
+    if path.is_file():
+        return FileTokenizer(path, config.vocabulary)
+    if config.vocabulary == BYTES:
+        return ByteTokenizer()
+    raise LlmError(
+        f"{folder} must have a tokenizer.json, for a model of {config.vocabulary} tokens."
+    )
+
+
+def read_stops(folder):
+    """Return the tokens that end a text, by the folder's files: a tuple, empty for none.
+
+    Raises:
+        LlmError: a file is damaged.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(folder) / name
+        try:
+            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise LlmError(f"{path} must be an object in JSON, got: {error}.") from error
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def stream_text(tokenizer, ids):
+    """Yield the text of tokens as they come, in whole characters."""
+    seen, shown = [], ""
+    for one in ids:
+        seen.append(one)
+        text = tokenizer.decode(seen)
+        if not text.endswith("�"):
+            yield text[len(shown) :]
+            shown = text
+    yield tokenizer.decode(seen)[len(shown) :]

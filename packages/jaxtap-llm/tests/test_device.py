@@ -1,0 +1,203 @@
+"""The decoder of jaxtap_llm in LiteRT, beside float64."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxtap_llm import checkpoint
+from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.rules import DEVICE
+from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied
+
+device = pytest.importorskip("jaxtap_llm.device", exc_type=LlmError)
+PROMPT, POSITIONS = 8, 16
+# Of logits, in their standard deviations: float32 differs from float64, and rounds a few values of
+# rows to the integer beside.
+NEAR = {"float": 1e-3, "dynamic": 0.05, "weights": 1e-3, "int4": 1e-3}
+BITS = {"float": 32, "dynamic": 8, "weights": 8, "int4": 4}
+
+
+def fields(family="llama"):
+    return fields_of(family) | {"num_hidden_layers": 2}
+
+
+def small(family="llama"):
+    config = parse_config(fields(family))
+    return config, varied(checkpoint.init(config))
+
+
+@functools.cache
+def exported(name, family="llama"):
+    return device.export(*small(family), name, PROMPT, POSITIONS).model
+
+
+def rounded(params, name):
+    """Parameters with a scale for each column of a kernel, and for each row of the table."""
+    if name == "float":
+        return params
+    most = 2 ** (BITS[name] - 1) - 1
+
+    def round_one(path, x):
+        if path[-1].key.endswith(("norm", "bias")):
+            return x
+        axis = -1 if path[-1].key == "embed" else -2
+        scale = np.abs(np.asarray(x, np.float64)).max(axis, keepdims=True) / most
+        return np.round(x / scale) * scale
+
+    return jax.tree_util.tree_map_with_path(round_one, params)
+
+
+def int8_rows(x):
+    """Rows in 256 steps from their least to their greatest value, or zero."""
+    lower, upper = (
+        np.minimum(x.min(-1, keepdims=True), 0),
+        np.maximum(x.max(-1, keepdims=True), 0),
+    )
+    scale = (upper - lower) / 255
+    zero = np.round(lower / scale)
+    return (np.clip(np.round(x / scale) - zero, 0, 255) + zero) * scale
+
+
+def expected(tokens, name, family="llama"):
+    """Float64 logits behind each token, with the roundings of the file."""
+    config, params = small(family)
+    tensors = checkpoint.tensors_of(config, rounded(params, name))
+    rows = int8_rows if name == "dynamic" else lambda x: x
+    return float64_logits(fields(family), tensors, np.asarray(tokens), rows=rows)
+
+
+def opened(tmp_path, model):
+    path = tmp_path / "model.tflite"
+    path.write_bytes(model)
+    return device.Device(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DEVICE)
+def test_logits_are_near_float64(name, tmp_path):
+    made = opened(tmp_path, exported(name))
+    tokens = np.random.default_rng(1).integers(0, 256, 12).tolist()
+    wanted = expected(tokens, name)
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=NEAR[name] * wanted.std())
+    logits, cache = made.prefill(tokens[:5])  # padded: what follows is not looked at
+    near(logits, wanted[4])
+    for position in range(5, 12):
+        logits, cache = made.decode(tokens[position], cache, position)
+        near(logits, wanted[position])
+
+
+@pytest.mark.slow
+def test_tied_tables_and_biases(tmp_path):
+    """The table of Qwen 2 is looked up and multiplied with, and is in the file once."""
+    made = opened(tmp_path, exported("dynamic", "qwen2"))
+    tokens = np.random.default_rng(2).integers(0, 256, 9).tolist()
+    wanted = expected(tokens, "dynamic", "qwen2")
+    logits, cache = made.prefill(tokens[:8])
+    np.testing.assert_allclose(logits, wanted[7], rtol=0, atol=0.1 * wanted.std())
+    logits, _ = made.decode(tokens[8], cache, 8)
+    np.testing.assert_allclose(logits, wanted[8], rtol=0, atol=0.1 * wanted.std())
+    head = 256 * 64
+    saved = len(exported("dynamic")) - len(exported("dynamic", "qwen2"))
+    assert saved == pytest.approx(head, rel=0.5)
+
+
+@pytest.mark.slow
+def test_the_likeliest_tokens(tmp_path):
+    """Those of int8 are those of float64, where these have a clear choice."""
+    made = opened(tmp_path, exported("dynamic"))
+    prompt = np.random.default_rng(3).integers(0, 256, 6).tolist()
+    found = made.generate(prompt, 11)
+    assert len(found) == 11  # the last is behind position 15, the last of the cache
+    logits = expected(prompt + found[:-1], "dynamic")[5:]
+    second, first = np.sort(logits, axis=-1)[:, -2:].T
+    clear = first - second > 2 * NEAR["dynamic"] * logits.std()
+    assert clear.sum() >= 4
+    np.testing.assert_array_equal(np.array(found)[clear], logits.argmax(-1)[clear])
+
+
+@pytest.mark.slow
+def test_the_cache_goes_in_and_out(tmp_path):
+    made = opened(tmp_path, exported("dynamic"))
+    shape = 2, 1, 2, POSITIONS, 16
+    _, cache = made.prefill([1, 2, 3])
+    before = {name: array.copy() for name, array in cache.items()}
+    _, after = made.decode(4, cache, 3)
+    for name in "kv":
+        assert cache[name].shape == shape
+        np.testing.assert_array_equal(cache[name], before[name])
+        changed = (after[name] != before[name]).any(axis=(0, 1, 2, 4))
+        np.testing.assert_array_equal(changed, np.arange(POSITIONS) == 3)
+    # Another cache, other logits: it is read, and not a state of the file.
+    other, _ = made.decode(4, {name: array * 0 for name, array in cache.items()}, 3)
+    again, _ = made.decode(4, cache, 3)
+    first, _ = made.decode(4, cache, 3)
+    np.testing.assert_array_equal(first, again)
+    assert not np.allclose(other, again, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_files_have_the_bits_of_their_weights():
+    weights = {
+        path[-1].key: x
+        for path, x in jax.tree_util.tree_leaves_with_path(small()[1])
+        if not path[-1].key.endswith("norm")
+    }
+    count = sum(x.size for x in weights.values())
+    channels = sum(x.size // x.shape[-1 if n == "embed" else -2] for n, x in weights.items())
+    # Both signatures have a float32 scale and an int64 zero point for each channel.
+    around = 2 * 12 * channels
+    for name in ("dynamic", "weights", "int4"):
+        saved = len(exported("float")) - len(exported(name))
+        assert saved == pytest.approx(count * (32 - BITS[name]) / 8 - around, rel=0.03), name
+
+
+@pytest.fixture
+def folder(tmp_path):
+    checkpoint.write(tmp_path / "float", fields(), *small())
+    return tmp_path / "float"
+
+
+@pytest.mark.slow
+def test_the_command(folder, tmp_path, capsys):
+    text, out = tmp_path / "text", tmp_path / "model.tflite"
+    text.write_text("It was a dark night.")
+    options = ["--prompt", "8", "--positions", "16", "--text", str(text), "--preset", "weights"]
+    run_llm("device", str(folder), str(out), *options)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:20].strip(): [float(x) for x in line[20:].split()] for line in lines[-4:]}
+    assert list(rows) == ["perplexity", "equal tokens", "prefill, tokens/s", "decode, tokens/s"]
+    tokens = list(text.read_bytes())[:POSITIONS]
+    for found, name in zip(rows["perplexity"], ("float", "weights"), strict=True):
+        logits = expected(tokens, name)[:-1]
+        nats = np.log(np.exp(logits).sum(-1)) - logits[np.arange(15), tokens[1:]]
+        assert found == pytest.approx(np.exp(nats.mean()), rel=2e-3)
+    compared, equal = rows["equal tokens"]
+    assert compared == POSITIONS - PROMPT + 1 >= equal
+    made = device.Device(out)
+    with pytest.raises(LlmError, match=r"must have 1 to 8 tokens, got 9\. Export with a larger"):
+        made.prefill(range(9))
+    with pytest.raises(LlmError, match=r"The position must be 0 to 15, got 16\. Export with"):
+        made.decode(1, made.prefill([1])[1], 16)
+
+
+def test_what_can_not_be_exported(folder, tmp_path, capsys):
+    """Said before anything is converted, and nothing is written."""
+    out = tmp_path / "model.tflite"
+    (tmp_path / "one").write_text("I")
+    for options, message in (
+        (["--prompt", "9", "--positions", "8"], "The prompt must have 1 to 8 tokens, got 9"),
+        (["--text", str(tmp_path / "one")], "must have two tokens or more, got 1"),
+        (["--text", str(tmp_path / "none")], "must be a file of text"),
+    ):
+        with pytest.raises(LlmError, match=message):
+            run_llm("device", str(folder), str(out), *options)
+    with pytest.raises(SystemExit, match="2"):
+        run_llm("device", str(folder), str(out), "--prompt", "0")
+    assert "--prompt: must be a whole number, 1 or more, got 0" in capsys.readouterr().err
+    with pytest.raises(LlmError, match="must be in a folder that is there"):
+        run_llm("device", str(folder), str(tmp_path / "none" / "model.tflite"))
+    with pytest.raises(LlmError, match="The model must have no experts"):
+        device.export(*small("qwen3_moe"), "dynamic", PROMPT, POSITIONS)
+    assert not out.exists()

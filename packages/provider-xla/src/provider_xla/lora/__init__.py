@@ -1,1 +1,0 @@
-"""LoRA and QLoRA by rule: float adapters for stored or float parameters."""
