@@ -16,6 +16,9 @@ RULES = {
     "int8": QuantizationRule(weight_qtype="int8"),
     "int8 in tiles": QuantizationRule(weight_qtype="int8", tile_size=32),
     "int4 in tiles": QuantizationRule(weight_qtype="int4", tile_size=32, scale_dtype="float16"),
+    "nf4": QuantizationRule(weight_qtype="nf4", tile_size=64),
+    "mxfp4": QuantizationRule(weight_qtype="mxfp4"),
+    "nvfp4": QuantizationRule(weight_qtype="nvfp4"),
 }
 SPECS = {"up": P(None, "model"), "down": P("model", None)}
 """Columns of the first weight, and rows of the second, are shared out."""

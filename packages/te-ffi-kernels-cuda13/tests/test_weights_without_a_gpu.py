@@ -22,10 +22,10 @@ ROWS = (0, 1, 16, 17, 400)
 SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 32), (192, 70, 64), (192, 64, 96), (64, 0, 0)]
 
 
-def call(shape, dtype, group, op="gemv_w8"):
+def call(shape, dtype, group, op="gemv_w8", **more):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     weight = jax.ShapeDtypeStruct((shape[-1], 40), jnp.int8)
-    return KernelCall.of(op, "cuda", (x, weight), group=group, bits=BITS[op])
+    return KernelCall.of(op, "cuda", (x, weight), group=group, bits=BITS[op], **more)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,15 @@ def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     monkeypatch.setattr(_gpus, "used", dict)
     found = _supports.packed_matmul(call(shape, dtype, group, op))
     assert found is True if part is True else part in found
+
+
+@pytest.mark.parametrize("op", ["gemv_w4", "gemm_w4a8"])
+def test_no_table_but_that_of_int4(monkeypatch, op):
+    monkeypatch.setattr(_gpus, "used", dict)
+    assert _supports.packed_matmul(call((1, 64), "float32", 32, op)) is True
+    asked = call((1, 64), "float32", 32, op, table="nf4")
+    why = "kernels for GPUs have no table of nf4"
+    assert _supports.packed_matmul(asked) == _supports.packing(asked) == why
 
 
 @pytest.mark.parametrize("shape", [(17, 64), (13, 20, 64)])

@@ -47,6 +47,16 @@ for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_
 
     run(lambda cases: list(products(cases)), cases)
 
+for table, scales, group in (("e2m1", "float8_e8m0fnu", 32), ("e2m1", "float8_e4m3fn", 16),
+                             ("iq4_nl", "float16", 32), ("nf4", "float32", 64)):
+    for m, n in ((1, 17), (3, 40), (14, 33)):
+        places = np.asarray(rng.integers(0, 16, (192, n)), np.int8)
+        scale = jnp.asarray(rng.uniform(0.01, 0.1, (192 // group, n)), scales)
+        more = {"column_scale": jnp.linspace(1, 2, n)} if scales == "float8_e4m3fn" else {}
+        rows = [np.asarray(rng.normal(size=(m, 192)), dtype) for dtype in ("f", ml_dtypes.bfloat16)]
+        w = te.pack_w4(places, scale, table=table, **more)
+        run(lambda rows: [op(x, w) for x in rows for op in (te.gemv_w4, te.gemm_w4a8)], rows)
+
 one, zero = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 extra = np.zeros((0,), np.uint32), zero, np.zeros((1, 1), ml_dtypes.bfloat16)
 

@@ -184,15 +184,9 @@ def _read_q6_k(blocks: np.ndarray) -> Groups:
     return Groups(_signed(numbers, 6), scale)
 
 
-_NONLINEAR = np.asarray(
-    (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113), np.int8
-)
-"""The values of IQ4_NL and IQ4_XS, which int8 has."""
-
-
 def _read_iq4_nl(blocks: np.ndarray) -> Groups:
     scale, low = _cut(blocks, 2, 16)
-    return Groups(_NONLINEAR[_fields(low, 4, 16)], _half(scale))
+    return Groups(_fields(low, 4, 16), _half(scale))
 
 
 def _read_iq4_xs(blocks: np.ndarray) -> Groups:
@@ -202,7 +196,7 @@ def _read_iq4_xs(blocks: np.ndarray) -> Groups:
     twos = high[..., None] >> np.arange(0, 8, 2, dtype=np.uint8) & 3
     sixes = fours | twos.reshape(len(low), 8) << np.uint8(4)
     scale = _half(d).astype(np.float32) * (sixes.astype(np.int8) - 32)
-    return Groups(_NONLINEAR[_fields(numbers, 4, 16)], scale)
+    return Groups(_fields(numbers, 4, 16), scale)
 
 
 def _read_tq1_0(blocks: np.ndarray) -> Groups:
@@ -251,8 +245,8 @@ TYPES = {
         BlockType("Q4_K", "int4", 256, 32, 144, 8, _read_q45_k(4)),
         BlockType("Q5_K", "int5", 256, 32, 176, 16, _read_q45_k(5)),
         BlockType("Q6_K", "int6", 256, 16, 210, None, _read_q6_k),
-        BlockType("IQ4_NL", "int8", 32, 32, 18, None, _read_iq4_nl),
-        BlockType("IQ4_XS", "int8", 256, 32, 136, None, _read_iq4_xs),
+        BlockType("IQ4_NL", "iq4_nl", 32, 32, 18, None, _read_iq4_nl),
+        BlockType("IQ4_XS", "iq4_nl", 256, 32, 136, None, _read_iq4_xs),
         BlockType("TQ1_0", "int2", 256, 256, 54, None, _read_tq1_0),
         BlockType("TQ2_0", "int2", 256, 256, 66, None, _read_tq2_0),
         BlockType("MXFP4", "mxfp4", 32, 32, 17, None, _read_mxfp4),

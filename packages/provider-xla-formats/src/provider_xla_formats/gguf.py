@@ -43,9 +43,9 @@ def load_gguf(
 
     A tensor is [out, in], as PyTorch's, with its blocks along the last axis. Q8_0, Q4_0, Q5_0, Q3_K
     and Q6_K become ``QArray`` (the latter two and Q5_0 in packed storage), and so do MXFP4, NVFP4,
-    TQ1_0 and TQ2_0 (int2), IQ4_NL and IQ4_XS (int8, which has their 16 values); those with a
-    minimum (Q4_1, Q5_1, Q2_K, Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy
-    where JAX would cut 64 bits to 32). IQ1, IQ2 and IQ3 are dequantized, and a warning says so.
+    TQ1_0 and TQ2_0 (int2), IQ4_NL and IQ4_XS (iq4_nl); those with a minimum (Q4_1, Q5_1, Q2_K,
+    Q4_K, Q5_K) ``AffineWeight``, floats and integers arrays (of NumPy where JAX would cut 64 bits
+    to 32). IQ1, IQ2 and IQ3 are dequantized, and a warning says so.
 
     Args:
         path: of the file; of a split one, that of any part: all are read.

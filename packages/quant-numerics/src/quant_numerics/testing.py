@@ -97,6 +97,8 @@ class FormatConformance:
 
     def test_values_of_the_format_come_back(self) -> None:
         """What was quantized once is quantized to itself."""
+        if self.kind.codebook is not None and self.kind.codebook[0] != -self.kind.codebook[-1]:
+            return  # the scale of a range, and that of its largest value, differ
         first = np.asarray(_dequantized(self.quantized()))
         again = _dequantized(self._quantized(first))
         np.testing.assert_allclose(again, first, rtol=2e-2, atol=1e-6 * float(abs(first).max()))
@@ -104,6 +106,8 @@ class FormatConformance:
     def test_zero(self) -> None:
         q = self._quantized(np.zeros((192, 24), np.float32))
         assert not np.asarray(_dequantized(q)).any()
+        if not self.kind.has_zero:
+            return
         mixed = self.weight()
         mixed[::2] = 0
         found = np.asarray(_dequantized(self._quantized(mixed)))
@@ -111,7 +115,10 @@ class FormatConformance:
 
     def test_sign(self) -> None:
         found, weight = np.asarray(_dequantized(self.quantized())), self.weight()
-        assert (found * weight >= 0).all()
+        # Without a zero, what is nearest to 0 has one sign.
+        least = 0 if self.kind.has_zero else np.abs(_book(self.kind)).min()
+        slack = least * _wide_scale(self.quantized())
+        assert ((found * weight >= 0) | (np.abs(found) <= slack * 1.001)).all()
 
     def test_small_and_large(self) -> None:
         """Very small and very large values stay finite."""

@@ -192,7 +192,7 @@ BOOKED = {
         (GOOD, "asymmetric", (-200, 3)),
         (BOOKED, "storage_dtype", jnp.int8),
         (BOOKED, "codebook", None),
-        (BOOKED, "codebook", (-1, 1)),
+        (BOOKED, "codebook", (0.5, 1)),
         (BOOKED, "codebook", (0, -1, 1)),
         (BOOKED, "codebook", (-1, 0, 0.25, 0.5, 1)),
         (BOOKED, "qmax", 2.0),

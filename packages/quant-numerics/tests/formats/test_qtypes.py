@@ -45,8 +45,9 @@ def test_a_float_qtype_is_a_dtype_of_jaxs(name, dtype, block, scale):
 
 
 def test_all_are_known():
-    floats = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "nf4", "mxfp8", "mxfp4", "nvfp4"]
-    assert list(QTYPES) == INTS + floats
+    floats = ["float8_e4m3fn", "float8_e5m2", "float4_e2m1fn"]
+    blocks = ["mxfp8", "mxfp4", "nvfp4"]
+    assert list(QTYPES) == [*INTS, *floats, "nf4", "iq4_nl", *blocks]
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ _SIZED = {
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
 } | {f"{op}{picks}": "packed_matmul" for op in _MATMULS for picks in _PICKS}
-_SUPPORTS = _SIZED | {"topk": "topk"}
+_SUPPORTS = _SIZED | {"topk": "topk", "pack_w8": "packing", "pack_w4": "packing"}
 _WORKSPACES = _SIZED | {
     "dbias_quantize": "dbias_quantize",
     "dact_dbias_quantize": "dact_dbias_quantize",

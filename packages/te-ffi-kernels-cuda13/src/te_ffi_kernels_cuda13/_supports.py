@@ -100,12 +100,23 @@ def attention(call: KernelCall) -> bool | str:
     return _cudnn.missing() or _attention.refused(*given) or True
 
 
+def packing(call: KernelCall) -> bool | str:
+    """Tell whether quantized values have a packed form here."""
+    return _table(call) or anything(call)
+
+
+def _table(call: KernelCall) -> str | None:
+    """Return why a packed weight can't be read; None where it can."""
+    table = call.param("table", "int4")
+    return None if table == "int4" else f"kernels for GPUs have no table of {table}"
+
+
 def packed_matmul(call: KernelCall) -> bool | str:
     """Tell whether a matmul of x[rows, k] with a weight[k, n] has a kernel.
 
     With ``to_pack`` a plan asks, which would pack the weight for it: whether that is worth it.
     """
-    fits = anything(call)
+    fits = packing(call)
     if fits is not True:
         return fits
     x, weight = call.operands

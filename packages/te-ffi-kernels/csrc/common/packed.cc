@@ -126,7 +126,8 @@ std::string differs(const char* field, T found, T expected) {
 
 }  // namespace
 
-PanelLayout panel_layout(int64_t k, int64_t group, int bits, int scale_bits) {
+PanelLayout panel_layout(int64_t k, int64_t group, int bits, ScaleKind scale_kind,
+                         int table_id) {
   if (bits != 4 && bits != 8) {
     throw invalid_argument("packed weight: bits must be 4 or 8, got ", bits);
   }
@@ -141,15 +142,28 @@ PanelLayout panel_layout(int64_t k, int64_t group, int bits, int scale_bits) {
     throw invalid_argument("packed weight: group ", group, " does not divide k = ", k,
                            "; choose one that does, or 0 for one scale per column");
   }
-  if (scale_bits != 32 && (scale_bits != 16 || bits != 4)) {
-    throw invalid_argument("packed weight: scales must have 32 bits, or 16 in 4 bits, got ",
-                           scale_bits, " in ", bits, " bits");
+  if (table_id < 0 || table_id >= kTableCount || (table_id != 0 && bits == 8)) {
+    throw invalid_argument("packed weight: table must be from 0 to ", kTableCount - 1,
+                           ", and 0 in 8 bits, got ", table_id, " in ", bits, " bits");
+  }
+  const Table& table = kTables[table_id];
+  const bool is_byte = scale_kind != ScaleKind::kF32 && scale_kind != ScaleKind::kF16;
+  const int most_kind = kScaleKinds - 1, kind = static_cast<int>(scale_kind);
+  if (kind < 0 || kind > most_kind || (bits == 8 && scale_kind != ScaleKind::kF32) ||
+      (is_byte && table.name != std::string("e2m1"))) {
+    throw invalid_argument("packed weight: scales must be float32 (0) in 8 bits, float32 or float16 "
+                           "(1) in 4 bits, also float8_e8m0fnu (2) or float8_e4m3fn (3) of e2m1, got ",
+                           kind, " of ", bits == 8 ? "int8" : table.name);
+  }
+  if (table.parts > 1 && group == 0) {
+    throw invalid_argument("packed weight: ", table.name, " must have groups, got 0");
   }
   PanelLayout layout;
   layout.k = k;
   layout.group = group;
   layout.bits = bits;
-  layout.scale_bits = scale_bits;
+  layout.scale_kind = scale_kind;
+  layout.table_id = table_id;
   return layout;
 }
 
@@ -159,7 +173,7 @@ void write_panel_header(uint8_t* panel, const PanelLayout& layout, int columns) 
   panel[4] = static_cast<uint8_t>(layout.version());
   panel[5] = static_cast<uint8_t>(layout.bits);
   panel[6] = static_cast<uint8_t>(columns);
-  panel[7] = layout.bits == 8 ? 0 : static_cast<uint8_t>(layout.scale_bits);
+  panel[7] = static_cast<uint8_t>(layout.kind());
   put_word(panel, 2, static_cast<uint32_t>(layout.k));
   put_word(panel, 3, static_cast<uint32_t>(layout.group));
   const Sums sums = payload_sums(panel, layout);
@@ -187,9 +201,9 @@ uint64_t check_header(const uint8_t* panel, const PanelLayout& layout, int colum
     throw bad_panel(index, differs<int64_t>("group", word_at(panel, 3), layout.group));
   }
   if (panel[6] != columns) throw bad_panel(index, differs<int>("columns", panel[6], columns));
-  const int scale_bits = layout.bits == 8 ? 0 : layout.scale_bits;
-  if (panel[7] != scale_bits) {
-    throw bad_panel(index, differs<int>("bits of a scale", panel[7], scale_bits));
+  if (panel[7] != layout.kind()) {
+    const char* what = layout.version() == 3 ? "kind of scale and table" : "bits of a scale";
+    throw bad_panel(index, differs<int>(what, panel[7], layout.kind()));
   }
   return key_of(panel);
 }

@@ -390,9 +390,8 @@ class Convolver {
       auto* values = Arena<ExpandedTag>::get_array<uint8_t>(t->panels * bytes);
       auto* scales = Arena<ExpandedScalesTag>::get_array<float>(t->panels * 16);
       for (int64_t i = 0; i < count; ++i) {
-        kernels_.expand_panel({first + i * args_.weights.panel_bytes + kPanelHeader,
-                               layout_.scale_bits, 1, layout_.padded_k(), values + i * 2 * bytes,
-                               scales + i * 32});
+        kernels_.expand_panel({first + i * args_.weights.panel_bytes, &layout_,
+                               values + i * 2 * bytes, scales + i * 32});
       }
       t->qvalues = values;
       t->qvalues_stride = bytes;
@@ -431,7 +430,7 @@ class Convolver {
       const int64_t column = p * layout_.columns();
       const int columns = panel_columns(w.n, p, layout_.columns());
       for (int c = 0; c < columns; ++c) {
-        scales[column + c] = load_scale(panel + layout_.scales_at(0), layout_.scale_bits, c);
+        scales[column + c] = panel_scale(panel, layout_, 0, c);
       }
       for (int64_t tap = 0; tap < run_count_; ++tap) {
         const uint8_t* from = panel + layout_.qvalues_at(tap) + tap % 4;

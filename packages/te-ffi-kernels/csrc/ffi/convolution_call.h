@@ -20,6 +20,7 @@ struct ConvolutionConfig : MatmulConfig {
     bias = Given(attributes, "bias");
     residual = Given(attributes, "residual");
     if (rotation != 0) throw invalid_argument("attribute rotation must be 0 in a convolution");
+    if (layout.table_id != 0) throw invalid_argument("attribute table must be 0 in a convolution");
     ReadClamp(attributes, *this);
     for (int i = 0; i < convolution::kDims; ++i) {
       const auto number = [&](const char* name, int64_t from) {

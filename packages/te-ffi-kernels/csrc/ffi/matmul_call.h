@@ -14,7 +14,8 @@ struct MatmulConfig {
       : n(NeedAttribute<int64_t>(attributes, "n")),
         layout(panel_layout(NeedAttribute<int64_t>(attributes, "k"),
                             NeedAttribute<int64_t>(attributes, "group"), bits,
-                            static_cast<int>(AttributeOr<int64_t>(attributes, "scale_bits", 32)))),
+                            ScaleKind(AttributeOr<int64_t>(attributes, "scale_kind", 0)),
+                            static_cast<int>(AttributeOr<int64_t>(attributes, "table", 0)))),
         rotation(AttributeOr<int64_t>(attributes, "rotation", 0)),
         scaled(AttributeOr<int64_t>(attributes, "x_scale", 0) != 0) {
     if (n < 0) throw invalid_argument("n must be at least 0, got ", n);

@@ -12,12 +12,18 @@ struct PackConfig {
   template <class Attributes>
   PackConfig(const Attributes& attributes, int given_bits)
       : group(NeedAttribute<int64_t>(attributes, "group")),
-        bits(given_bits) {
-    panel_layout(group == 0 ? 1 : group, group, bits);  // throws for groups that there can't be
+        bits(given_bits),
+        scale_kind(ScaleKind(AttributeOr<int64_t>(attributes, "scale_kind", 0))),
+        table_id(static_cast<int>(AttributeOr<int64_t>(attributes, "table", 0))) {
+    LayoutOf(group == 0 ? 1 : group);  // throws for groups that there can't be
   }
+
+  PanelLayout LayoutOf(int64_t k) const { return panel_layout(k, group, bits, scale_kind, table_id); }
 
   int64_t group;
   int bits;
+  ScaleKind scale_kind;
+  int table_id;
 };
 
 inline constexpr char kPackW8[] = "te_ffi_kernels.pack_w8";
@@ -33,23 +39,38 @@ struct PackCall {
 
   template <class Call>
   explicit PackCall(const Call& call)
-      : config(ConfigOf<Config>(call, 2, 1)),
+      : config(Checked(call)),
         qvalues(call.Operand(0, "qvalue")),
         scale(call.Operand(1, "scale")),
         buffer(call.Result(0, "buffer")) {
     qvalues.NeedRank(2).NeedDtype({DType::S8});
-    scale.NeedDtype({DType::F32, DType::F16});
-    layout = panel_layout(qvalues.shape[0], config.group, kBits, scale.dtype == DType::F32 ? 32 : 16);
+    layout = config.LayoutOf(qvalues.shape[0]);
+    constexpr DType kScales[kScaleKinds] = {DType::F32, DType::F16, DType::F8E8M0,
+                                            DType::F8E4M3FN};
     const int64_t n = qvalues.shape[1];
-    scale.NeedShape({layout.scales(), n}, "groups and the columns of quantized values");
+    scale.NeedDtype({kScales[static_cast<int>(layout.scale_kind)]})
+        .NeedShape({layout.scales(), n}, "groups and the columns of quantized values");
+    if (layout.has_column_scales()) {
+      const Array given = call.Operand(2, "column_scale");
+      column_scales =
+          given.NeedDtype({DType::F32}).NeedShape({n}, "that of the columns of quantized values").data;
+    }
     buffer.NeedDtype({DType::U8})
         .NeedShape({panel_count(n, layout.columns()), layout.panel_bytes()},
                    "panels and the bytes of one");
   }
 
+  template <class Call>
+  static Config Checked(const Call& call) {
+    const Config config(call.attributes);
+    call.NeedCounts(2 + (config.scale_kind == ScaleKind::kE4M3), 1);
+    return config;
+  }
+
   Config config;
   Array qvalues, scale, buffer;
-  PanelLayout layout;  // of the buffer
+  const void* column_scales = nullptr;  // where the layout has them
+  PanelLayout layout;                   // of the buffer
 };
 
 }  // namespace jaxtap::ffi

@@ -22,9 +22,11 @@ void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int plan
   const int64_t k = layout.k, n = layout.columns();
   std::vector<int8_t> qvalues(k * n, 1);
   std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
+  std::vector<float> column_scales(n);
   std::vector<float> x(rows * k), y(rows * n);
   const Parallel serial;
-  pack(qvalues.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial);
+  pack(qvalues.data(), scales.data(), n, layout, buffer.data(), 1, layout.panel_bytes(), serial,
+       column_scales.data());
   Matmul args;
   args.x = x.data();
   args.x_dtype = dtype;
@@ -43,7 +45,7 @@ void WarmMatmul(const typename Op::Config& config) {
   warm_panel_checks();
   PanelLayout layout = config.layout;
   layout.k = 64;
-  layout.group = 0;
+  layout.group = layout.table().parts == 1 ? 0 : 64;
   MultiplyOnce(layout, DType::F32, 1, kPlanes, selected_isa());
   if (kPlanes == 0 && selected_isa() == Isa::kAmx) {
     MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes, selected_isa());
@@ -132,7 +134,8 @@ template <class Op>
 void Pack(const Op& given, const Parallel& parallel) {
   const Array& out = given.buffer;
   pack(static_cast<const int8_t*>(given.qvalues.data), given.scale.data, given.qvalues.shape[1],
-       given.layout, static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], parallel);
+       given.layout, static_cast<uint8_t*>(out.data), out.shape[0], out.shape[1], parallel,
+       given.column_scales);
 }
 
 struct TakeCall {

@@ -13,6 +13,7 @@
 
 #include "common/dtype.h"
 #include "common/forward.h"
+#include "common/packed.h"
 
 namespace jaxtap {
 
@@ -103,8 +104,9 @@ struct Output {
   float least = 0.0f, most = 0.0f;
 };
 
-// Matmuls of a few rows with one panel of 4 bits, to rows of y. The planes of a row are put
-// together before they are rescaled, in int32 where they are two and that is `whole`:
+// Matmuls of a few rows with one panel of 4 bits, to rows of y, part by part of its numbers. The
+// planes of a row are put together before they are rescaled, in int32 where they are two and that is
+// `whole`:
 //   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
 //   y = total [* scale of the row]
 struct Stream {
@@ -119,8 +121,8 @@ struct Stream {
   int64_t x_scales_step;  // from segment to segment
   const float* row_scales;  // [rows], or null
 
-  const uint8_t* payload;  // of the panel, unaligned
-  int scale_bits;
+  const uint8_t* panel;  // unaligned
+  const PanelLayout* layout;
   bool whole;
   bool grouped;  // scales precede each segment, and not the first alone
   int64_t k;
@@ -141,15 +143,14 @@ struct Finish {
   Output out;
 };
 
-// A panel of 4 bits to what two of 8 bits hold, with zero point 8 or as signed quantized values, or
-// to signed ones of 16 bits: [2, groups * group / 2, 16, 2] of those.
+// A panel of 4 bits to what two of 8 bits hold, with the table's zero point or as signed bytes, or
+// to signed numbers of 16 bits: [2, groups * parts * group / 2, 16, 2] of those. The parts of a
+// table's numbers are groups that follow each other.
 struct Expand {
-  const uint8_t* payload;  // of the panel, unaligned
-  int scale_bits;
-  int64_t groups;
-  int64_t group;     // rows of each
-  uint8_t* qvalues;    // [2, groups * group / 4, 16, 4]
-  float* scales;     // [2, groups, 16]
+  const uint8_t* panel;  // unaligned
+  const PanelLayout* layout;
+  uint8_t* qvalues;  // [2, groups * parts * group / 4, 16, 4]
+  float* scales;     // [2, groups * parts, 16]
 };
 
 // Plane rows up to which panels of 4 bits are multiplied as they lie.

@@ -77,9 +77,10 @@ const Kernels& kernels_of(Isa isa, int64_t plane_rows) {
   return kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
 }
 
-int default_planes(int64_t m) {
-  // A few rows wait for memory anyway.
-  return m <= 4 ? 3 : 2;
+int default_planes(int64_t m, const PanelLayout& layout) {
+  // A few rows wait for memory anyway, if they are multiplied once, and rescaled for long groups.
+  const bool waits = layout.bits == 8 || (layout.table().parts == 1 && !layout.has_column_scales());
+  return m <= 4 && waits ? 3 : 2;
 }
 
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
@@ -89,7 +90,7 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   if (args.m == 0 || w.n == 0) return;
   if (layout.k == 0) return finish_zeros(args);
   if (floats_suit(args, isa)) return multiply_floats(args, parallel);
-  const int planes = args.planes == 0 ? default_planes(args.m) : args.planes;
+  const int planes = args.planes == 0 ? default_planes(args.m, layout) : args.planes;
   const Kernels& kernels = kernels_of(isa, args.m * planes);
   const int64_t threads = parallel.threads();
   if (args.m >= threads * kRowsAtOnce) {

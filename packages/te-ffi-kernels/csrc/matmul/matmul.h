@@ -53,8 +53,10 @@ struct Matmul {
   //   2: x in fixed point with 15 bits of the largest magnitude of each group of the weight, or of
   //      each 256 numbers of a row where it has no groups.
   //   3: x in fixed point with 23 bits of the row's largest magnitude.
-  //   0: 3 for up to 4 rows, and 2 beyond; none for many rows of bfloat16 on AMX, which are
-  //      multiplied as they are with weights in bfloat16: see matmul/floats.h.
+  //   0: 3 for up to 4 rows, and 2 beyond; 2 for weights whose numbers have two parts or whose
+  //      columns have scales, which take longer to multiply or to rescale; none for many rows of
+  //      bfloat16 on AMX, which are multiplied as they are with weights in bfloat16: see
+  //      matmul/floats.h.
   int planes = 0;
 };
 
@@ -65,6 +67,6 @@ struct Matmul {
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
 
 // The planes that planes == 0 stands for.
-int default_planes(int64_t m);
+int default_planes(int64_t m, const PanelLayout& layout);
 
 }  // namespace jaxtap

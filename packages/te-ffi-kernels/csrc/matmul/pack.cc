@@ -11,13 +11,20 @@ namespace {
 
 constexpr int64_t kColumnsPerTask = 64;  // whole cache lines of the rows
 
-void pack_panel(const int8_t* qvalues, const uint8_t* scales, int64_t n, const PanelLayout& layout,
-                int64_t index, uint8_t* panel) {
+// What is added to a quantized value in 4 bits.
+int zero_of(const PanelLayout& layout) { return layout.table_id == 0 ? 8 : 0; }
+
+void pack_panel(const int8_t* qvalues, const uint8_t* scales, const uint8_t* column_scales,
+                int64_t n, const PanelLayout& layout, int64_t index, uint8_t* panel) {
   const int columns = panel_columns(n, index, layout.columns());
   const int64_t first = index * layout.columns();
-  const size_t size = static_cast<size_t>(layout.scale_bits / 8);
-  const int fill = layout.bits == 8 ? 0x80 : 0x88;
+  const size_t size = static_cast<size_t>(layout.scale_bits() / 8);
+  const int zero = zero_of(layout), least = -zero, most = 15 - zero;
+  const int fill = layout.bits == 8 ? 0x80 : zero * 0x11;
   std::memset(panel, fill, static_cast<size_t>(layout.panel_bytes()));
+  if (layout.has_column_scales()) {
+    std::memcpy(panel + kPanelHeader, column_scales + 4 * first, static_cast<size_t>(4 * columns));
+  }
   for (int64_t g = 0; g < layout.scales(); ++g) {
     uint8_t* row = panel + layout.scales_at(g);
     std::memset(row, 0, static_cast<size_t>(layout.scale_bytes()));
@@ -36,12 +43,13 @@ void pack_panel(const int8_t* qvalues, const uint8_t* scales, int64_t n, const P
     const bool high = layout.high(row);
     for (int c = 0; c < columns; ++c) {
       const int qvalue = source[c];
-      if (qvalue < -8 || qvalue > 7) {
-        throw invalid_argument("pack_w4: quantized values must be in [-8, 7], got ", qvalue,
-                               " at row ", row, ", column ", first + c,
-                               ". Quantize to int4, or use pack_w8.");
+      if (qvalue < least || qvalue > most) {
+        throw invalid_argument("pack_w4: quantized values must be in [", least, ", ", most,
+                               "], got ", qvalue, " at row ", row, ", column ", first + c,
+                               ". Quantize to ", layout.table().name,
+                               layout.table_id == 0 ? ", or use pack_w8." : ".");
       }
-      const uint8_t nibble = static_cast<uint8_t>(qvalue + 8);
+      const uint8_t nibble = static_cast<uint8_t>(qvalue + zero);
       out[4 * c] = high ? static_cast<uint8_t>((out[4 * c] & 0x0f) | nibble << 4)
                         : static_cast<uint8_t>((out[4 * c] & 0xf0) | nibble);
     }
@@ -50,12 +58,16 @@ void pack_panel(const int8_t* qvalues, const uint8_t* scales, int64_t n, const P
 }
 
 void unpack_panel(const uint8_t* panel, int64_t n, const PanelLayout& layout, int64_t index,
-                  int8_t* qvalues, uint8_t* scales) {
+                  int8_t* qvalues, uint8_t* scales, uint8_t* column_scales) {
   const int columns = panel_columns(n, index, layout.columns());
   const int64_t first = index * layout.columns();
   const uint64_t key = check_header(panel, layout, columns, index);
   check_payloads(panel, layout, index, 1, key, Parallel());
-  const size_t size = static_cast<size_t>(layout.scale_bits / 8);
+  const size_t size = static_cast<size_t>(layout.scale_bits() / 8);
+  if (layout.has_column_scales()) {
+    std::memcpy(column_scales + 4 * first, panel + kPanelHeader, static_cast<size_t>(4 * columns));
+  }
+  const int zero = layout.bits == 8 ? 0 : zero_of(layout);
   for (int64_t g = 0; g < layout.scales(); ++g) {
     std::memcpy(scales + static_cast<size_t>(g * n + first) * size, panel + layout.scales_at(g),
                 static_cast<size_t>(columns) * size);
@@ -63,7 +75,7 @@ void unpack_panel(const uint8_t* panel, int64_t n, const PanelLayout& layout, in
   for (int64_t row = 0; row < layout.k; ++row) {
     int8_t* target = qvalues + row * n + first;
     for (int c = 0; c < columns; ++c) {
-      target[c] = static_cast<int8_t>(panel_value(panel, layout, row, c));
+      target[c] = static_cast<int8_t>(panel_value(panel, layout, row, c) - zero);
     }
   }
 }
@@ -91,18 +103,22 @@ void check_size(const PanelLayout& layout, int64_t n, int64_t panels, int64_t pa
 }
 
 void pack(const int8_t* qvalues, const void* scales, int64_t n, const PanelLayout& layout,
-          uint8_t* out, int64_t panels, int64_t panel_bytes, const Parallel& parallel) {
+          uint8_t* out, int64_t panels, int64_t panel_bytes, const Parallel& parallel,
+          const void* column_scales) {
   check_size(layout, n, panels, panel_bytes);
   each_panel(panels, layout, parallel, [&](int64_t i) {
-    pack_panel(qvalues, static_cast<const uint8_t*>(scales), n, layout, i, out + i * panel_bytes);
+    pack_panel(qvalues, static_cast<const uint8_t*>(scales),
+               static_cast<const uint8_t*>(column_scales), n, layout, i, out + i * panel_bytes);
   });
 }
 
 void unpack(const uint8_t* buffer, int64_t panels, int64_t panel_bytes, int64_t n,
-            const PanelLayout& layout, int8_t* qvalues, void* scales, const Parallel& parallel) {
+            const PanelLayout& layout, int8_t* qvalues, void* scales, const Parallel& parallel,
+            void* column_scales) {
   check_size(layout, n, panels, panel_bytes);
   each_panel(panels, layout, parallel, [&](int64_t i) {
-    unpack_panel(buffer + i * panel_bytes, n, layout, i, qvalues, static_cast<uint8_t*>(scales));
+    unpack_panel(buffer + i * panel_bytes, n, layout, i, qvalues, static_cast<uint8_t*>(scales),
+                 static_cast<uint8_t*>(column_scales));
   });
 }
 

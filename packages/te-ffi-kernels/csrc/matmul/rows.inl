@@ -213,37 +213,67 @@ inline void quantize_row(const Quantize& q) {
   }
 }
 
-// Quantized values less `zero`.
-inline void expand_nibbles(const uint8_t* nibbles, int64_t stride, int64_t lines, int zero,
-                           uint8_t* out) {
-  for (int64_t i = 0; i < lines; ++i, nibbles += stride, out += 128) {
-    for (int j = 0; j < 64; ++j) {
-      out[j] = static_cast<uint8_t>((nibbles[j] & 0x0f) - zero);
-      out[64 + j] = static_cast<uint8_t>((nibbles[j] >> 4) - zero);
+// Bytes of a table for 64 bytes with a low and a high place each.
+JAXTAP_INLINE void look_up(const uint8_t* nibbles, const uint8_t* table, uint8_t* out) {
+#if defined(__AVX512BW__)
+  const __m512i mask = _mm512_set1_epi8(0x0f), both = _mm512_loadu_si512(nibbles);
+  const __m512i bytes = _mm512_broadcast_i32x4(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+  _mm512_storeu_si512(out, _mm512_shuffle_epi8(bytes, _mm512_and_si512(both, mask)));
+  _mm512_storeu_si512(out + 64, _mm512_shuffle_epi8(bytes, high));
+#elif defined(__AVX2__)
+  const __m256i mask = _mm256_set1_epi8(0x0f);
+  const __m256i bytes = _mm256_broadcastsi128_si256(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+  for (int i = 0; i < 64; i += 32) {
+    const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(nibbles + i));
+    const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+    auto* to = reinterpret_cast<__m256i*>(out + i);
+    _mm256_storeu_si256(to, _mm256_shuffle_epi8(bytes, _mm256_and_si256(both, mask)));
+    _mm256_storeu_si256(to + 2, _mm256_shuffle_epi8(bytes, high));
+  }
+#else
+  for (int i = 0; i < 64; ++i) {
+    out[i] = table[nibbles[i] & 0x0f];
+    out[64 + i] = table[nibbles[i] >> 4];
+  }
+#endif
+}
+
+// The groups of a panel, each part of a table one: its scales to both halves, and the lines of its
+// quantized values by `expand(part, line, out)`, each of 64 bytes to kBytes.
+template <int kBytes, typename Body>
+JAXTAP_INLINE void expand_groups(const Expand& e, const Body& expand) {
+  const PanelLayout& layout = *e.layout;
+  const Table& table = layout.table();
+  const int64_t groups = layout.scales(), lines = layout.padded_k() / groups / 8;
+  for (int64_t g = 0; g < groups; ++g) {
+    float loaded[32];
+    load_scales(e.panel, layout, e.panel + layout.scales_at(g), loaded);
+    const uint8_t* from = e.panel + layout.scales_at(g) + layout.scale_bytes();
+    for (int part = 0; part < table.parts; ++part) {
+      const int64_t at = g * table.parts + part, count = groups * table.parts;
+      for (int64_t half = 0; half < 2; ++half) {
+        float* scales = e.scales + 16 * (half * count + at);
+        for (int c = 0; c < 16; ++c) scales[c] = loaded[16 * half + c] * table.factors[part];
+        uint8_t* out = e.qvalues + kBytes * lines * (half * count + at);
+        for (int64_t i = 0; i < lines; ++i) {
+          expand(part, from + 128 * i + 64 * half, out + kBytes * i);
+        }
+      }
     }
   }
 }
 
-// The scales of a group, at `at`, to both panels.
-JAXTAP_INLINE void expand_scales(const Expand& e, int64_t group, const uint8_t* at) {
-  float scales[32];
-  load_scales(at, e.scale_bits, scales);
-  for (int half = 0; half < 2; ++half) {
-    __builtin_memcpy(e.scales + 16 * (half * e.groups + group), scales + 16 * half, 64);
-  }
-}
-
-template <int kZero>
+template <bool kSigned>
 inline void expand_panel(const Expand& e) {
-  const uint8_t* at = e.payload;
-  uint8_t* qvalues[2] = {e.qvalues, e.qvalues + 16 * e.groups * e.group};
-  for (int64_t g = 0; g < e.groups; ++g) {
-    expand_scales(e, g, at);
-    at += 4 * e.scale_bits;
-    for (int half = 0; half < 2; ++half) {
-      expand_nibbles(at + 64 * half, 128, e.group / 8, kZero, qvalues[half]);
-      qvalues[half] += 16 * e.group;
-    }
-    at += 16 * e.group;
+  const Table& table = e.layout->table();
+  uint8_t bytes[2][16];
+  for (int i = 0; i < 32; ++i) {
+    bytes[i / 16][i % 16] =
+        static_cast<uint8_t>(table.bytes[i / 16][i % 16] - (kSigned ? table.zero_point : 0));
   }
+  expand_groups<128>(e, [&](int part, const uint8_t* from, uint8_t* out)
+                            __attribute__((always_inline)) { look_up(from, bytes[part], out); });
 }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstring>
 
 #include "common/arena.h"
 #include "matmul/checks.h"
@@ -41,6 +42,7 @@ class SlabMatmul {
       : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
     const PanelLayout& layout = layout_;
     streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
+    parts_ = streamed_ || layout.bits == 8 ? 1 : layout.table().parts;
     k_ = layout.padded_k();
     paired_ = planes == 2;
     exact_ = layout.group == 0 && k_ <= kExactK && !paired_;
@@ -48,14 +50,14 @@ class SlabMatmul {
     segment_k_ = layout.group == 0 ? segment : layout.group;
     segments_ = (k_ + segment_k_ - 1) / segment_k_;
     grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
-    const int64_t most_qtype = layout.bits == 8 ? 128 : 8;
+    const int64_t most_qtype = layout.bits == 8 ? 128 : layout.table().most;
     whole_ = kPairLimit * most_qtype * segment_k_ <= INT32_MAX;
     wide_ = paired_ && whole_ && layout.bits == 4 && !streamed_ && kernels.paired16 != nullptr;
     // Rows a power of two apart would share cache sets.
-    stride_ = k_ + 64;
+    stride_ = parts_ * k_ + 64;
     const auto block = static_cast<double>(std::max<int64_t>(1, args.rotation.block));
     factor_ = static_cast<float>(1 / std::sqrt(block));
-    segments_stride_ = segments_ + 16;
+    segments_stride_ = parts_ * segments_ + 16;
   }
 
   void run(int64_t begin, int64_t end, const Parallel& parallel) {
@@ -70,7 +72,10 @@ class SlabMatmul {
     }
     const int64_t few = std::max<int64_t>(1, (int64_t{1} << 15) / k_);
     parallel.ranges(rows_, few, [&](int64_t from, int64_t to) {
-      for (int64_t r = from; r < to; ++r) quantize(r);
+      for (int64_t r = from; r < to; ++r) {
+        quantize(r);
+        if (parts_ == 2) repeat_groups(r);
+      }
     });
     multiply(plane_rows, parallel);
   }
@@ -86,7 +91,7 @@ class SlabMatmul {
     q.padded_k = k_;
     q.planes = planes_;
     q.segment_k = segment_k_;
-    q.zero_point = layout_.bits == 8 ? 128 : 8;
+    q.zero_point = layout_.bits == 8 ? 128 : layout_.table().zero_point;
     q.wide = wide_;
     q.out = planes_of_x_ + row * planes_ * stride_;
     q.out_stride = stride_;
@@ -110,6 +115,23 @@ class SlabMatmul {
       q.out += layout_.group;
       ++q.offsets;
     }
+  }
+
+  // Has each group of a row twice: for the high and the low part of the numbers of a table.
+  void repeat_groups(int64_t row) {
+    const auto repeat = [&](auto* begin, int64_t size) {
+      const size_t bytes = static_cast<size_t>(size) * sizeof(*begin);
+      for (int64_t i = segments_ - 1; i >= 0; --i) {  // from the last on: none is overwritten
+        std::memmove(begin + (2 * i + 1) * size, begin + i * size, bytes);
+        std::memmove(begin + 2 * i * size, begin + i * size, bytes);
+      }
+    };
+    for (int64_t p = row * planes_; p < (row + 1) * planes_; ++p) {
+      repeat(offsets_ + p * segments_stride_, 1);
+      if (!wide_) repeat(planes_of_x_ + p * stride_, segment_k_);
+    }
+    if (wide_) repeat(planes_of_x_ + row * planes_ * stride_, 2 * segment_k_);
+    if (grouped_x_) repeat(group_scales_ + row * segments_stride_, 1);
   }
 
   // Has the row that is quantized rotated first.
@@ -179,12 +201,12 @@ class SlabMatmul {
     s.x_scales_step = grouped_x_ ? 1 : 0;
     s.row_scales = planes_ == 3 ? row_scales_ : nullptr;
     s.whole = whole_;
-    s.scale_bits = layout_.scale_bits;
+    s.layout = &layout_;
     s.grouped = layout_.group != 0;
     s.k = k_;
     s.segment_k = segment_k_;
     for (int64_t i = panel; i < panel + count; ++i) {
-      s.payload = panel_at(i) + kPanelHeader;
+      s.panel = panel_at(i);
       s.out = output_of(args_, begin_, i * columns, panel_columns(args_.weights.n, i, columns));
       kernels_.stream(s);
     }
@@ -206,7 +228,7 @@ class SlabMatmul {
     t.panels = panels;
     t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
     t.sums = Arena<SumsTag>::get_array<int32_t>(rows * t.sums_stride);
-    t.k = k_;
+    t.k = parts_ * k_;
     t.segment_k = segment_k_;
     t.scales = first + kPanelHeader;
     t.scales_stride = panel_bytes;
@@ -215,14 +237,14 @@ class SlabMatmul {
     if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
-      const int64_t bytes = wide_ ? 32 * k_ : 16 * k_;  // of a panel
+      const int64_t bytes = (wide_ ? 32 : 16) * t.k;  // of a panel
       uint8_t* qvalues = Arena<QValuesTag>::get_array<uint8_t>(panels * bytes);
       const auto expand = wide_ ? kernels_.expand_panel16 : kernels_.expand_panel;
-      const int64_t groups = layout_.scales();
+      const int64_t groups = parts_ * layout_.scales();
       float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
       for (int64_t i = 0; i < count; ++i) {
-        expand({first + i * panel_bytes + kPanelHeader, layout_.scale_bits, groups, k_ / groups,
-                qvalues + i * 2 * bytes, scales + i * 32 * groups});
+        expand({first + i * panel_bytes, &layout_, qvalues + i * 2 * bytes,
+                scales + i * 32 * groups});
       }
       t.scales = reinterpret_cast<const uint8_t*>(scales);
       t.scales_stride = 64 * groups;
@@ -266,7 +288,8 @@ class SlabMatmul {
   const PanelLayout layout_;
   const int planes_;
   const Kernels& kernels_;
-  int64_t k_, segment_k_, segments_, segments_stride_, stride_;
+  // `parts_` times as many rows of K and segments are multiplied.
+  int64_t k_, segment_k_, segments_, segments_stride_, stride_, parts_;
   float factor_;  // of rotated rows
   bool exact_;
   bool streamed_;   // few rows of a weight of 4 bits

@@ -46,9 +46,8 @@ void take(const Take& args, const Parallel& parallel) {
   const auto value = [&](int64_t row, int64_t column) {
     const uint8_t* panel = buffer + column / across * w.panel_bytes;
     const int64_t c = column % across;
-    const uint8_t* scales = panel + layout.scales_at(row / group);
-    return static_cast<float>(panel_value(panel, layout, row, static_cast<int>(c))) *
-           load_scale(scales, layout.scale_bits, c);
+    return static_cast<float>(panel_number(panel, layout, row, static_cast<int>(c))) *
+           panel_scale(panel, layout, row / group, c);
   };
   uint8_t* out = static_cast<uint8_t*>(args.out);
   parallel.ranges(args.count, std::max<int64_t>(1, 4096 / width), [&](int64_t begin, int64_t end) {

@@ -90,6 +90,7 @@ struct Shape {
   DType type;
   bool cold;
   int scale_bits = 32;
+  TableKind table = {0, ScaleKind::kF32};
 };
 
 void run(const Shape& s, Isa isa, int threads, const std::vector<Weights>& copies, double best) {
@@ -162,6 +163,20 @@ int main(int argc, char** argv) {
        {"w4a8, cold", 1, 4096, 4096, 32, 4, 1, bf16, true},
        {"w4a8", 512, 4096, 4096, 32, 4, 1, f32, false},
        {"weight-only bf16", 512, 4096, 4096, 32, 4, 0, bf16, false}},
+      {{"mxfp4 gemv, cold", 1, 4096, 4096, 32, 4, 0, bf16, true, 32, {1, ScaleKind::kE8M0}},
+       {"mxfp4 gemv, hot", 1, 4096, 4096, 32, 4, 0, bf16, false, 32, {1, ScaleKind::kE8M0}},
+       {"mxfp4 w4a8", 512, 4096, 4096, 32, 4, 1, f32, false, 32, {1, ScaleKind::kE8M0}},
+       {"mxfp4 weight-only", 512, 4096, 4096, 32, 4, 0, bf16, false, 32, {1, ScaleKind::kE8M0}}},
+      {{"nvfp4 gemv, cold", 1, 4096, 4096, 16, 4, 0, bf16, true, 32, {1, ScaleKind::kE4M3}},
+       {"nvfp4 gemv, hot", 1, 4096, 4096, 16, 4, 0, bf16, false, 32, {1, ScaleKind::kE4M3}},
+       {"nvfp4 weight-only", 512, 4096, 4096, 16, 4, 0, bf16, false, 32, {1, ScaleKind::kE4M3}}},
+      {{"iq4_nl gemv, cold", 1, 4096, 4096, 32, 4, 0, bf16, true, 32, {2, ScaleKind::kF16}},
+       {"iq4_nl gemv, hot", 1, 4096, 4096, 32, 4, 0, bf16, false, 32, {2, ScaleKind::kF16}},
+       {"iq4_nl weight-only", 512, 4096, 4096, 32, 4, 0, bf16, false, 32, {2, ScaleKind::kF16}}},
+      {{"nf4 gemv, cold", 1, 4096, 4096, 64, 4, 0, bf16, true, 32, {3, ScaleKind::kF32}},
+       {"nf4 gemv, hot", 1, 4096, 4096, 64, 4, 0, bf16, false, 32, {3, ScaleKind::kF32}},
+       {"nf4 w4a8", 512, 4096, 4096, 64, 4, 1, f32, false, 32, {3, ScaleKind::kF32}},
+       {"nf4 weight-only", 512, 4096, 4096, 64, 4, 0, bf16, false, 32, {3, ScaleKind::kF32}}},
       {{"int4 gemv, cold", 1, 4096, 4096, 128, 4, 0, bf16, true},
        {"w4a8", 512, 4096, 4096, 128, 4, 1, f32, false}},
       {{"int4 gemv, cold", 1, 4096, 4096, 0, 4, 0, bf16, true},
@@ -180,7 +195,8 @@ int main(int argc, char** argv) {
     std::vector<Weights> copies;
     for (int i = 0; i < count; ++i) {
       const PanelLayout layout =
-          panel_layout(s.k, s.group, s.bits, s.scale_bits);
+          s.table.table_id == 0 ? panel_layout(s.k, s.group, s.bits, s.scale_bits)
+                                : panel_layout(s.k, s.group, 4, s.table.scale_kind, s.table.table_id);
       copies.push_back(random_weights(s.n, layout, random));
     }
     for (const Shape& shape : set) {

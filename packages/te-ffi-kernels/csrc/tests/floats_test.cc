@@ -26,7 +26,8 @@ struct Case {
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(w.k) + " n=" + std::to_string(w.n) +
            " group=" + std::to_string(w.group) + " bits=" + std::to_string(w.bits) +
-           " scale_bits=" + std::to_string(w.layout.scale_bits) + " y=" + name(y_dtype) +
+           " table=" + w.layout.table().name +
+           " scale_bits=" + std::to_string(w.layout.scale_bits()) + " y=" + name(y_dtype) +
            " planes=" + std::to_string(planes);
   }
 };
@@ -91,7 +92,7 @@ void check_near(const Case& c, const Buffer& x, const Buffer& y, Isa isa) {
       double expected = 0, magnitude = 0;
       for (int64_t i = 0; i < c.w.k; ++i) {
         const double one =
-            row[static_cast<size_t>(i)] * c.w.qvalue(i, j) * static_cast<double>(c.w.scale(i, j));
+            row[static_cast<size_t>(i)] * c.w.number(i, j) * static_cast<double>(c.w.scale(i, j));
         expected += one;
         magnitude += std::fabs(one);
       }
@@ -110,6 +111,26 @@ void check_normal(const Case& c, std::mt19937& random, const Parallel& parallel,
     const Buffer alone = multiplied(c, x, isa, Parallel(), offset);
     CHECK_THAT(std::memcmp(y.get(), alone.get(), static_cast<size_t>(y.size())) == 0,
                c.text() + " depends on threads on " + name(isa));
+  }
+}
+
+TEST(floats_tables) {
+  std::mt19937 random(35);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (const TableKind& table : kTableKinds) {
+    for (int64_t group : {0, 8, 16, 32, 64}) {
+      if (group == 0 && kTables[table.table_id].parts == 2) continue;
+      for (int64_t n : {1, 40, 65}) {
+        ++turn;
+        const int64_t k = group == 0 ? 32 + turn % 70 : group * (1 + turn % 3);
+        const PanelLayout layout = panel_layout(k, group, 4, table.scale_kind, table.table_id);
+        const Weights w = random_weights(n, layout, random, turn % 4);
+        check_normal({16 + turn % 18, w, kF32}, random, parallel, turn % 4);
+        if (group != 0) check_normal({64, w, kF32, 1}, random, parallel, turn % 4);
+      }
+    }
   }
 }
 

@@ -20,14 +20,19 @@ struct Case {
   DType x_dtype, y_dtype;
   int scale_bits = 32;  // of the packed weight
   float x_scale = 0;    // of all rows; 0: one of each
+  TableKind table = {0, ScaleKind::kF32};
 
-  PanelLayout layout() const { return panel_layout(k, group, bits, scale_bits); }
+  PanelLayout layout() const {
+    if (table.table_id == 0) return panel_layout(k, group, bits, scale_bits);
+    return panel_layout(k, group, bits, table.scale_kind, table.table_id);
+  }
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
            " group=" + std::to_string(group) + " bits=" + std::to_string(bits) +
            " planes=" + std::to_string(planes) +
-           " scale_bits=" + std::to_string(scale_bits) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
+           " table=" + layout().table().name +
+           " scale_bits=" + std::to_string(layout().scale_bits()) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
   }
 };
 
@@ -88,18 +93,24 @@ QuantizedRow quantized(const Case& c, const Buffer& x, int64_t row) {
   return q;
 }
 
-// What int8 has to be to the bit: exact sums of each group, rescaled and added up in float32.
+// What int8 has to be to the bit: exact sums of each group, and of each part of a table's numbers,
+// rescaled and added up in float32.
 float int8_matmul(const Case& c, const QuantizedRow& q, const Weights& w, int64_t column) {
   const int64_t group = c.group == 0 ? c.k : c.group;
   float total = 0;
   for (size_t g = 0; g < q.scales.size(); ++g) {
-    int64_t sum = 0;
     const int64_t begin = static_cast<int64_t>(g) * group;
+    const bool is_wide = w.layout.bits == 4 && w.layout.table().parts == 2;
+    int64_t sums[2] = {};  // high and low
     for (int64_t i = begin; i < begin + group; ++i) {
-      sum += q.qvalues[static_cast<size_t>(i)] * w.qvalue(i, column);
+      const int number = w.number(i, column);
+      const int high = is_wide ? static_cast<int>(std::floor((number + 128) / 256.0)) : 0;
+      sums[0] += q.qvalues[static_cast<size_t>(i)] * high;
+      sums[1] += q.qvalues[static_cast<size_t>(i)] * (number - 256 * high);
     }
-    const float part = static_cast<float>(sum) * q.scales[g];
-    total += part * w.scale(begin, column);
+    const float scale = w.scale(begin, column);
+    if (is_wide) total += static_cast<float>(sums[0]) * q.scales[g] * (256 * scale);
+    total += static_cast<float>(sums[1]) * q.scales[g] * scale;
   }
   return total;
 }
@@ -137,7 +148,7 @@ void check_values(const Case& c, const Buffer& x, const Weights& w, const Buffer
       }
       double expected = 0, bound = 0, rounded_off = 0;
       for (int64_t i = 0; i < c.k; ++i) {
-        const double v = static_cast<double>(w.qvalue(i, j)) * static_cast<double>(w.scale(i, j));
+        const double v = static_cast<double>(w.number(i, j)) * static_cast<double>(w.scale(i, j));
         const double u = element(x.get(), c.x_dtype, r * c.k + i);
         expected += u * v;
         bound += std::fabs(u * v);
@@ -209,6 +220,55 @@ TEST(matmul_groups) {
             c.scale_bits = turn % 4 < 2 ? 16 : 32;
             check_case(c, random, parallel, turn % 4);
           }
+        }
+      }
+    }
+  }
+}
+
+TEST(matmul_tables) {
+  std::mt19937 random(20);
+  Threads pool(2);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (const TableKind& table : kTableKinds) {
+    for (int64_t group : {0, 8, 16, 24, 32, 64, 128}) {
+      if (group == 0 && kTables[table.table_id].parts == 2) continue;
+      for (int64_t m : {1, 2, 3, 4, 7, 17, 40}) {
+        for (int64_t n : {1, 17, 40, 65}) {
+          ++turn;
+          const int64_t k = group == 0 ? 1 + turn % 130 : group * (1 + turn % 3);
+          Case c{m, k, n, group, 4, 1 + turn % 3, kFloats[turn / 3 % 3], kFloats[turn / 9 % 3]};
+          c.table = table;
+          check_case(c, random, parallel, turn % 4);
+        }
+      }
+    }
+    Case c{45, 1280, 70, 64, 4, 1, DType::F32, DType::F32};
+    c.table = table;
+    for (c.planes = 1; c.planes < 4; ++c.planes) check_case(c, random, parallel, 1);
+  }
+}
+
+// Every place of each table, at the ends of x: no sum saturates on the way.
+TEST(matmul_tables_at_their_ends) {
+  std::mt19937 random(21);
+  for (const TableKind& table : kTableKinds) {
+    for (int64_t m : {1, 40}) {
+      for (int place = 0; place < 16; ++place) {
+        Case c{m, 256, 33, 64, 4, 1 + place % 3, DType::F32, DType::F32};
+        c.table = table;
+        const Weights w = random_weights(c.n, c.layout(), random, 0, place);
+        Buffer x(c.m * c.k * 4, 0);
+        for (int64_t i = 0; i < c.m * c.k; ++i) {
+          set_element(x.get(), DType::F32, i, i % 300 < 150 ? -1.0f : 0.999f);
+        }
+        const Buffer first = multiplied(c, x, w, Isa::kGeneric, Parallel(), 0);
+        check_values(c, x, w, first);
+        for (Isa isa : tested_isas()) {
+          const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
+          CHECK_THAT(std::memcmp(y.get(), first.get(), static_cast<size_t>(y.size())) == 0,
+                     c.text() + " differs on " + name(isa));
         }
       }
     }

@@ -1,5 +1,6 @@
 // The packed format: known bytes, the way there and back, and what corrupted weights are told.
 #include <array>
+#include <cmath>
 #include <cstdlib>
 
 #include "common/error.h"
@@ -18,6 +19,63 @@ struct Kind {
 };
 
 constexpr Kind kKinds[] = {{8, 32}, {4, 32}, {4, 16}};
+
+TEST(packed_tables_round_trip) {
+  std::mt19937 random(7);
+  for (const TableKind& table : kTableKinds) {
+    for (int64_t k : {16, 48, 65, 192}) {
+      for (int64_t n : {0, 1, 31, 33, 70}) {
+        for (int64_t group : {0, 8, 16, 48, 64}) {
+          if (group == 0 ? kTables[table.table_id].parts == 2 : k % group != 0) continue;
+          const PanelLayout layout = panel_layout(k, group, 4, table.scale_kind, table.table_id);
+          CHECK(layout.panel_bytes() % 64 == 0);
+          const Weights w = random_weights(n, layout, random, 1 + k % 3);
+          std::vector<int8_t> qvalues(w.qvalues.size());
+          const std::vector<uint8_t> expected = w.scale_bytes();
+          std::vector<uint8_t> scales(expected.size());
+          std::vector<float> columns(w.column_scales.size());
+          const PackedWeights p = w.packed();
+          unpack(w.buffer.get(), p.panels, p.panel_bytes, n, layout, qvalues.data(), scales.data(),
+                 Parallel(), columns.data());
+          CHECK(qvalues == w.qvalues);
+          CHECK(scales == expected);
+          CHECK(!layout.has_column_scales() || columns == w.column_scales);
+          if (n == 0) continue;
+          const uint8_t* b = w.buffer.get();
+          CHECK(b[4] == 3 && b[5] == 4);
+          CHECK(b[7] == static_cast<int>(table.scale_kind) + 16 * table.table_id);
+          for (int64_t row = 0; row < k; ++row) {
+            CHECK(panel_number(b, layout, row, 0) == w.number(row, 0));
+            CHECK(panel_scale(b, layout, group == 0 ? 0 : row / group, 0) == w.scale(row, 0));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Beside the definitions of the formats.
+TEST(packed_tables) {
+  constexpr double kE2M1[] = {0, 0.5, 1, 1.5, 2, 3, 4, 6};
+  constexpr double kNf4[] = {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+                             -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+                             0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+                             0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+                             0.7229568362236023, 1.0};
+  const auto at = [](int id, int i) { return kTables[id].values[i] * static_cast<double>(kTables[id].factor); };
+  for (int i = 0; i < 16; ++i) {
+    CHECK(at(0, i) == i - 8 && kTables[2].factor == 1.0f);
+    CHECK(at(1, i) == (i < 8 ? kE2M1[i] : -kE2M1[i - 8]));
+    CHECK(std::fabs(at(3, i) - kNf4[i]) <= 8e-6);
+    for (const Table& table : kTables) {
+      double sum = 0;
+      for (int part = 0; part < table.parts; ++part) {
+        sum += (table.bytes[part][i] - table.zero_point) * static_cast<double>(table.factors[part]);
+      }
+      CHECK(std::fabs(sum - table.values[i] * static_cast<double>(table.factor)) <= 1e-12);
+    }
+  }
+}
 
 TEST(packed_round_trip) {
   std::mt19937 random(1);
@@ -220,8 +278,16 @@ TEST(packed_refusals) {
                           int scale_bits = 32) {
     CHECK(throws<Error>([&] { panel_layout(k, group, bits, scale_bits); }, message));
   };
-  refused(64, 0, 8, "or 16 in 4 bits, got 16 in 8 bits", 16);
-  refused(64, 0, 4, "or 16 in 4 bits, got 8 in 4 bits", 8);
+  refused(64, 0, 8, "got 1 of int8", 16);
+  const auto refused_table = [](int bits, ScaleKind kind, int table, const std::string& message) {
+    CHECK(throws<Error>([&] { panel_layout(64, 0, bits, kind, table); }, message));
+  };
+  refused_table(4, ScaleKind::kE8M0, 0, "got 2 of int4");
+  refused_table(4, ScaleKind::kE4M3, 2, "got 3 of iq4_nl");
+  refused_table(4, ScaleKind(4), 1, "got 4 of e2m1");
+  refused_table(4, ScaleKind::kF32, 4, "table must be from 0 to 3");
+  refused_table(8, ScaleKind::kF32, 1, "0 in 8 bits, got 1");
+  refused_table(4, ScaleKind::kF32, 3, "nf4 must have groups, got 0");
   refused(64, 0, 5, "bits must be 4 or 8, got 5");
   refused(64, 12, 8, "multiple of 8 up to 65536, got 12");
   refused(64, -8, 8, "multiple of 8 up to 65536, got -8");

@@ -62,9 +62,11 @@ def alike(given: PrepackedWeight, values: Callable[[tuple[int, ...], Any], Any])
     kind = qn.get_qtype(weight.qtype)
     qvalue = values(weight.shape, kind.storage_dtype)
     ones = jnp.ones(scale, weight.scale_dtype)
-    q = qn.QArray(qvalue, ones, qtype=weight.qtype, dtype=weight.dtype)
+    whole = jnp.ones((1,) * len(scale), jnp.float32) if kind.two_level else None
+    about = {"qtype": weight.qtype, "dtype": weight.dtype}
+    q = qn.QArray(qvalue, ones, global_scale=whole, **about)
     sizes = weight.group, weight.bits, weight.platform
-    made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes))
+    made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes, table=weight.table))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
     return dataclasses.replace(
         weight, packed=made.packed, order=given.order, gone=given.gone, places=places

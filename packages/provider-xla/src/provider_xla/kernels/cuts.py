@@ -37,10 +37,9 @@ def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> S
     sizes = [n // counts[axis] for n, axis in zip(weight.lead, places, strict=True)]
     k_sizes = (weight.k_sizes[0] // rows, *weight.k_sizes[1:])
     n_sizes = (weight.n_sizes[0] // panels, *weight.n_sizes[1:]) if panels > 1 else weight.n_sizes
-    keeps = weight.bits == 4 and weight.scale_dtype == "float16"
-    scales = "float16" if keeps else "float32"
     k = math.prod(k_sizes)
-    local_form = form(weight.bits, k, columns, weight.group, weight.platform, scales)
+    matrix = k, columns, weight.group
+    local_form = form(weight.bits, *matrix, weight.platform, weight.scale_dtype, weight.table)
     if weight.pieces:
         sizes.append(1)
         places.append(parts[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,6 +23,11 @@ from .cuts import shards_of
 from .matmul import can_add, product
 from .rows import Rows, row_of, rows_of
 
+INTEGERS = "int4"
+"""What values stand for that are integers: themselves."""
+_BOOKS = ("nf4", "iq4_nl")
+_PACKED_SCALES = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e8m0fnu, jnp.float8_e4m3fn)))
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +44,8 @@ class PrepackedWeight(qn.StoredForm):
     Attributes:
         packed: what the package's op ``pack_w8`` or ``pack_w4`` returned: a pytree of arrays that
             begin with the leading axes. ``unpack()`` gives quantized values, int8 [*lead, K, N],
-            and scales, float32 [*lead, K / group, N]; ``panel`` is how many columns are packed
+            and scales [*lead, K / group, N], and float32 [*lead, N] if scales are scaled;
+            ``panel`` is how many columns are packed
             together, ``question`` the facts that kernels decide by, and
             ``matmul_op(rows, quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
@@ -155,6 +162,13 @@ class PrepackedWeight(qn.StoredForm):
     def bits(self) -> int:
         """Return the bits of a packed value: 8 or 4."""
         return packed_bits(self.qtype)
+
+    @property
+    def table(self) -> str:
+        """Return what packed values stand for; see ``packed_table``."""
+        table = packed_table(self.qtype)
+        assert table is not None
+        return table
 
     def unpacked(self) -> qn.QArray:
         """Return its quantized values and scales, in the order of its axes."""
@@ -324,26 +338,87 @@ def _indexed(weight: Any) -> Any:
 
 
 def packed_form(
-    bits: int, k: int, n: int, group: int, platform: str, scale_dtype: str = "float32"
+    bits: int,
+    k: int,
+    n: int,
+    group: int,
+    platform: str,
+    scale_dtype: str = "float32",
+    table: str = INTEGERS,
 ) -> Any:
     """Return the type of what a matrix [k, n] is packed in.
 
     Raises:
         JaxtapError: no installed package packs in so many bits.
     """
-    return _form_of(get_op(f"pack_w{bits}"), k, n, group, platform, scale_dtype)
+    scales = packed_scales(bits, scale_dtype)
+    return _form_of(get_op(f"pack_w{bits}"), k, n, group, platform, scales, table)
 
 
 @functools.lru_cache(maxsize=4096)
-def _form_of(op: Any, k: int, n: int, group: int, platform: str, scale_dtype: str) -> Any:
+def _form_of(
+    op: Any, k: int, n: int, group: int, platform: str, scale_dtype: str, table: str
+) -> Any:
     qvalue = jax.ShapeDtypeStruct((k, n), jnp.int8)
     scale = jax.ShapeDtypeStruct((k // group if group else 1, n), jnp.dtype(scale_dtype))
-    return jax.eval_shape(functools.partial(op, platform=platform), qvalue, scale)
+    pack = functools.partial(op, platform=platform, **of_table(op, table))
+    if scale.dtype != jnp.float8_e4m3fn:
+        return jax.eval_shape(pack, qvalue, scale)
+    return jax.eval_shape(pack, qvalue, scale, column_scale=jax.ShapeDtypeStruct((n,), jnp.float32))
+
+
+def of_table(op: Any, table: str) -> dict[str, Any]:
+    """Return what an op that packs is told about what values stand for.
+
+    Raises:
+        ValueError: it packs integers alone.
+    """
+    if table == INTEGERS:
+        return {}
+    if "table" not in inspect.signature(op).parameters:
+        raise ValueError(f"no kernel takes weights in {table}, XLA dequantizes them")
+    return {"table": table}
 
 
 def packed_bits(qtype: str) -> int:
     """Return the bits that quantized values of a qtype are packed in."""
     return 4 if qn.get_qtype(qtype).bits <= 4 else 8
+
+
+def packed_table(qtype: str) -> str | None:
+    """Return what the packed values of a qtype stand for, as an op that packs names it.
+
+    Returns:
+        "int4" for integers, which stand for themselves, in 8 bits too; else which table they are
+        places in. None for a qtype that no op packs.
+    """
+    kind = qn.get_qtype(qtype)
+    if kind.kind == "int":
+        return INTEGERS if kind.bits <= 8 else None
+    if kind.storage_dtype == jnp.float4_e2m1fn:
+        return "e2m1"
+    # By what they stand for: a plugin may call its formats by these names.
+    return next((name for name in _BOOKS if qn.QTYPES[name].codebook == kind.codebook), None)
+
+
+def packed_scales(bits: int, dtype: Any) -> str:
+    """Return the dtype that scales are packed in: float32 holds all others exactly."""
+    return jnp.dtype(dtype).name if bits == 4 and jnp.dtype(dtype) in _PACKED_SCALES else "float32"
+
+
+def packed_values(q: qn.QArray) -> jax.Array:
+    """Return quantized values as they are packed, int8: integers, or places in a table."""
+    if q.qvalue.dtype == jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(q.qvalue, jnp.uint4).astype(jnp.int8)
+    return q.qvalue.astype(jnp.int8)
+
+
+def _values(packed: jax.Array, qtype: str) -> jax.Array:
+    """Return what ``packed_values`` was given."""
+    dtype = qn.get_qtype(qtype).storage_dtype
+    if dtype == jnp.float4_e2m1fn:
+        return jax.lax.bitcast_convert_type(packed.astype(jnp.uint4), dtype)
+    return packed.astype(dtype)
 
 
 # Jitted once: weights of one layout share a program.
@@ -370,7 +445,7 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     index, misses = weight.index, weight.misses
     weight = weight.gathered()
-    qvalue, scale = weight.packed.unpack()
+    qvalue, scale, *columns = weight.packed.unpack()
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
     if misses:
@@ -386,11 +461,18 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     for place in reversed(weight.places):
         one = functools.partial(jax.lax.dynamic_index_in_dim, index=place, axis=-1, keepdims=False)
         qvalue, scale = one(qvalue), one(scale)
-    axes = weight.axes()
+    axes, whole = weight.axes(), None
+    for column in columns:
+        if weight.pieces:
+            column = jax.lax.index_in_dim(column, 0, count, keepdims=False)
+        # It is one for all columns, but where one of a column's scales is NaN.
+        whole = jnp.nanmax(column, axis=-1).reshape(*lead, *(1 for _ in weight.order))
+        whole = whole.transpose(axes)
     qvalue, scale = qvalue.transpose(axes), scale.transpose(axes)
     return qn.QArray(
-        qvalue.astype(qn.get_qtype(weight.qtype).storage_dtype),
+        _values(qvalue, weight.qtype),
         scale.astype(weight.scale_dtype),
+        global_scale=whole,
         qtype=weight.qtype,
         dtype=weight.dtype,
     )

@@ -16,7 +16,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import quant_numerics as qn
 from interception_core import get_op
 
-from .packed import PrepackedWeight, packed_form, scale_sizes
+from .packed import (
+    INTEGERS,
+    PrepackedWeight,
+    of_table,
+    packed_form,
+    packed_scales,
+    packed_values,
+    scale_sizes,
+)
 
 PACK_OPS = ("pack_w4", "pack_w8")
 """The ops that pack weights."""
@@ -34,6 +42,7 @@ class Packing:
         group: rows that share a scale, 0 for all.
         bits: bits of a packed value, 8 or 4.
         platform: the platform whose kernels read it.
+        table: what packed values stand for; see ``packed_table``.
         pieces: into how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
             matrix; 0 if it doesn't cut that axis.
         windows: whether convolutions with windows of one element are read as windows, and not as
@@ -48,6 +57,7 @@ class Packing:
     platform: str
     pieces: int = 0
     windows: bool = False
+    table: str = INTEGERS
 
     @property
     def op(self) -> str:
@@ -69,7 +79,8 @@ class Packing:
         Raises:
             JaxtapError: no installed package has the op.
         """
-        return packed_form(self.bits, *self.matrix(shape), self.group, self.platform)
+        sizes = *self.matrix(shape), self.group
+        return packed_form(self.bits, *sizes, self.platform, table=self.table)
 
     def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
         """Return why a parameter with this sharding can't be packed, or None."""
@@ -133,6 +144,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
         weight.platform,
         weight.pieces,
         weight.windows,
+        weight.table,
     )
 
 
@@ -155,24 +167,27 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
     order = (*first, *packing.k_axes, *packing.n_axes)
     k_sizes, n_sizes = packing.sizes(q.shape)
     lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
-    qvalue = q.qvalue.astype(jnp.int8).transpose(order).reshape(*lead, k, n)
+    qvalue = packed_values(q).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
     # Kernels want a scale for each group and column: repeat those that more elements share.
     sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
     for axis, size in enumerate(sizes):
         if scale.shape[axis] != size:
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
-    # Weights in 4 bits keep scales in float16; float32 holds all others exactly.
-    keeps = packing.bits == 4 and scale.dtype == jnp.float16
-    given = scale if keeps else scale.astype(jnp.float32)
-    given = given.reshape(*lead, -1, n)
+    given = scale.astype(packed_scales(packing.bits, scale.dtype)).reshape(*lead, -1, n)
+    more = of_table(get_op(packing.op), packing.table)
+    if q.global_scale is not None:  # one for all, or for each weight of a stack
+        whole = q.global_scale.transpose(order)
+        whole = whole.reshape(*whole.shape[:count], *(1 for _ in range(bool(packing.pieces) + 1)))
+        pieces = (packing.pieces,) if packing.pieces else ()
+        more["column_scale"] = jnp.broadcast_to(whole, (*lead, *pieces, n))
     if packing.pieces:
         qvalue = qvalue.reshape(*lead, packing.pieces, -1, n)
         if packing.group:
             given = given.reshape(*lead, packing.pieces, -1, n)
         else:
             given = jnp.repeat(given[..., None, :, :], packing.pieces, axis=-3)
-    packed = get_op(packing.op)(qvalue, given, platform=packing.platform)
+    packed = get_op(packing.op)(qvalue, given, platform=packing.platform, **more)
     places = (*packing.k_axes, *packing.n_axes)
     return PrepackedWeight(
         packed,

@@ -26,7 +26,7 @@ from ..kernels.matmul import (
     op_of,
     question_of,
 )
-from ..kernels.packed import packed_bits
+from ..kernels.packed import INTEGERS, packed_bits, packed_table
 from ..kernels.packing import Packing
 from ..kernels.rows import TAKE
 from ..program.granularity import Axes
@@ -34,6 +34,8 @@ from ..program.record import Choice, choice
 from ..program.sites import Site
 from .weight import WeightPlan
 
+MOST_ROWS = 256
+"""Rows that share a scale in the kernel where a rule has one for each channel of a table."""
 SMALL = 2**16
 """Bytes of a weight up to which its packed form may be larger than the float one."""
 SMALL_WINDOW = 2**20
@@ -345,18 +347,19 @@ def _packing(
 ) -> Packing:
     """Return how a parameter is packed; ``stacked`` axes are a stack for any contraction."""
     lead = tuple(sorted(use.gone & stacked))
-    kind = qn.get_qtype(weight.qtype)
-    if kind.kind != "int" or kind.bits > 8:
+    table = packed_table(weight.qtype)
+    if table is None:
         raise NoKernel(f"no kernel takes weights in {weight.qtype}, XLA dequantizes them")
     if not qn.parse_calibration_method(weight.method).is_symmetric:
         raise NoKernel("weights with zero points")
     k_axes, group = _groups(weight, use.k_axes)
     n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *k_axes)]
     bits = packed_bits(weight.qtype)
+    if table != INTEGERS and group == 0:
+        group = _some_rows(weight.shape[k_axes[-1]])
     pieces = use.cuts[k_axes[0]] if use.cuts else 1
-    packing = Packing(
-        lead, k_axes, tuple(n_axes), group, bits, platform, pieces if pieces > 1 else 0
-    )
+    pieces = pieces if pieces > 1 else 0
+    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform, pieces, table=table)
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
     why = packing.unshardable(weight.shape, sharding)
@@ -385,6 +388,15 @@ def _groups(weight: WeightPlan, k_axes: Sequence[int]) -> tuple[tuple[int, ...],
     if len(tiled) > 1 or (alone and group == 1):
         raise NoKernel("its scales differ along contracted axes")
     return (*alone, *tiled, *within), group if alone or tiled else 0
+
+
+def _some_rows(rows: int) -> int:
+    """Return the largest group of rows, of some hundred, that kernels take; 0 without one.
+
+    They sum the products of numbers with more than 8 bits within a group.
+    """
+    sizes = range(8, min(rows // 2, MOST_ROWS) + 1, 8)
+    return max((size for size in sizes if rows % size == 0), default=0)
 
 
 def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:

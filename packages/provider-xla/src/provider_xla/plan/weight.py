@@ -220,6 +220,10 @@ def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
     sharding = getattr(first, "sharding", None)
     if packing.unshardable(q.shape, sharding):
         return q
+    whole = getattr(q, "global_scale", None)
+    sizes = () if whole is None else whole.shape
+    if any(n > 1 for axis, n in enumerate(sizes) if axis not in packing.lead):
+        return q  # of another library: kernels have one for each weight of a stack
     if getattr(q, "zero_point", None) is None:
         return pack(q, packing)
     # Kernels know no zero points. The sums of the activation know what they add.

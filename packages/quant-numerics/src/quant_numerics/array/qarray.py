@@ -115,7 +115,7 @@ class QArray(StoredForm):
     def parts(self) -> dict[str, Part]:
         """Return quantized values (per element), scales and zero points (per slice)."""
         book = qtype_of(self).codebook
-        zero = 0 if book is None else book.index(0.0)
+        zero = 0 if book is None or not qtype_of(self).has_zero else book.index(0.0)
         scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
         points = Part(self.zero_point)
         return {"qvalue": Part(self.qvalue, True, zero), **scales, "zero_point": points}
@@ -124,6 +124,8 @@ class QArray(StoredForm):
         """Return a primitive as a move of QArrays; see ``ArrayProxy.move``."""
         if self.zero_point is not None and primitive in ("pad", "select_n"):
             raise MoveError(f"{primitive} of quantized values with zero points")
+        if not qtype_of(self).has_zero and primitive in ("pad", "select_n"):
+            raise MoveError(f"{primitive} of {self.qtype}, which has no zero")
         if self.global_scale is not None and primitive == "concatenate":
             raise MoveError("concatenate of arrays that each have a global scale")
         return moves.with_tiles(super().move(primitive, params, operands), self)

@@ -39,11 +39,11 @@ def scale_of(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Return scale, zero point and global scale (or None) for a range.
 
-    - Integers, float8, float4 and nf4: ``upper / qmax``, in the format's scale dtype (float32 for
-      those of this package). With a lower bound, ``(upper - lower) / (number of integers - 1)`` and
-      the integer zero point that is nearest to covering the range (arXiv:1712.05877, section 2.1).
-      Ranges so small that the scale would be subnormal get the smallest normal number; infinite and
-      NaN ranges have scale inf and NaN.
+    - Integers, float8, float4 and codebooks: ``upper / qmax``, in the format's scale dtype (float32
+      for those of this package). With a lower bound, ``(upper - lower) / (number of integers - 1)``
+      and the integer zero point that is nearest to covering the range (arXiv:1712.05877, section
+      2.1). Ranges so small that the scale would be subnormal get the smallest normal number, but 0
+      where a codebook has no zero; infinite and NaN ranges have scale inf and NaN.
     - mxfp8, mxfp4: the power of two that puts `upper` in the format's last binade, as the OCP
       Microscaling Formats specification v1.0 has it (section 6.3); its numbers between qmax and
       the next power of two saturate. float8_e8m0fnu has no inf: infinite ranges have scale NaN.
@@ -71,7 +71,10 @@ def scale_of(
     if kind.two_level:
         return _two_level_scale(upper.astype(jnp.float32), kind)
     if lower is None:
-        return _normal(upper / kind.qmax, kind), None, None
+        scale = _normal(upper / kind.qmax, kind)
+        if not kind.has_zero:  # zeros stay zeros
+            scale = lax.select(upper == 0, lax.full_like(scale, 0), scale)
+        return scale, None, None
     if kind.asymmetric is None:
         raise ValueError(
             f"a calibration must be without a lower bound for {kind.name!r}, as only integer "

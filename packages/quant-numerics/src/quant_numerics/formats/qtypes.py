@@ -34,6 +34,8 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
+# llama.cpp's IQ4_NL and IQ4_XS, ggml's `kvalues_iq4nl`.
+_IQ4_NL = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +57,8 @@ class QType:
       scale_dtype: dtype of ``QArray.scale``: float32, bfloat16 or float16; float8_e8m0fnu for
         powers of two; float8_e4m3fn for scales that have a ``QArray.global_scale``.
       asymmetric: least and largest integer with a zero point; None if there can't be one.
-      codebook: the numbers that indices stand for, ascending, 0 among them; None except for kind
-        "codebook".
+      codebook: the numbers that indices stand for, ascending, negative ones and positive ones;
+        None except for kind "codebook".
 
     Raises:
       ValueError: parts that contradict each other; the message names the attribute.
@@ -93,7 +95,8 @@ class QType:
         yield "codebook", (book is not None) == (self.kind == "codebook")
         if book is not None:
             ascending = all(a < b for a, b in itertools.pairwise(book))
-            yield "codebook", ascending and 0.0 in book and len(book) <= 2**self.bits
+            around = bool(book) and book[0] <= 0 <= book[-1]
+            yield "codebook", ascending and around and len(book) <= 2**self.bits
         info = jnp.iinfo(self.storage_dtype) if self.kind == "int" else None
         largest = info.max if info else max(map(abs, book)) if book else np.inf
         yield "qmax", 0 < self.qmax <= largest and (book is None or self.qmax == largest)
@@ -114,6 +117,11 @@ class QType:
     def packable(self) -> bool:
         """Return whether ``pack`` makes quantized values smaller."""
         return self.kind != "float" and self.bits < self.storage_bits
+
+    @property
+    def has_zero(self) -> bool:
+        """Return whether a quantized value stands for 0."""
+        return self.codebook is None or 0.0 in self.codebook
 
     @property
     def scale_dtypes(self) -> tuple[np.dtype, ...]:
@@ -160,7 +168,8 @@ _ALLOWED = {
     "kind": "'int', 'float' or 'codebook'",
     "storage_dtype": "a signed integer, float or unsigned integer (for a codebook) dtype",
     "bits": "a positive number of bits that the storage dtype has",
-    "codebook": "at most 2**bits ascending numbers with 0 for kind 'codebook', and None for others",
+    "codebook": "at most 2**bits ascending numbers around 0 for kind 'codebook', and None for "
+    "others",
     "qmax": "positive and in the storage dtype, for a codebook its largest magnitude",
     "block": "a positive int, or None",
     "scale_dtype": "float32, bfloat16, float16, float8_e8m0fnu or float8_e4m3fn",
@@ -194,6 +203,7 @@ _ALL = (
     _float("float8_e5m2", 57344.0, jnp.float8_e5m2),
     _float("float4_e2m1fn", 6.0, jnp.float4_e2m1fn),
     QType("nf4", "codebook", 4, 1.0, jnp.dtype(jnp.uint4), codebook=_NF4),
+    QType("iq4_nl", "codebook", 4, 127.0, jnp.dtype(jnp.uint4), codebook=_IQ4_NL),
     _float("mxfp8", 448.0, jnp.float8_e4m3fn, 32, jnp.float8_e8m0fnu),
     _float("mxfp4", 6.0, jnp.float4_e2m1fn, 32, jnp.float8_e8m0fnu),
     _float("nvfp4", 6.0, jnp.float4_e2m1fn, 16, jnp.float8_e4m3fn),

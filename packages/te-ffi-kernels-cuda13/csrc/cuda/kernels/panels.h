@@ -30,6 +30,10 @@ inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t 
     throw invalid_argument("the packed weight begins at an address that isn't a multiple of 16; "
                            "XLA's arrays do");
   }
+  if (layout.table_id != 0) {
+    throw invalid_argument("kernels for GPUs have no table of ", layout.table().name,
+                           ", they take int4");
+  }
   Panels panels = {};
   panels.data = data;
   panels.k = layout.k;
@@ -42,7 +46,7 @@ inline Panels panels_of(const uint8_t* data, const PanelLayout& layout, int64_t 
   panels.group_lines = panels.groups == 0 ? 0 : panels.lines / panels.groups;
   panels.count = panel_count(n, layout.columns());
   panels.bits = layout.bits;
-  panels.scale_bits = layout.scale_bits;
+  panels.scale_bits = layout.scale_bits();
   panels.stack = stack;
   return panels;
 }

@@ -9,7 +9,7 @@
 
 #include "common/convert.h"
 #include "matmul/amx/shape.h"
-#include "matmul/halves.h"
+#include "matmul/scales.h"
 
 namespace jaxtap {
 namespace {
@@ -88,7 +88,7 @@ JAXTAP_INLINE void load(const void* from, Vector* to) {
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = {
       2,            2048,           120000,  16,              true,    true,    exact8,
-      scaled8,      paired8,        nullptr, expand_panel<8>, nullptr, nullptr, rotate_row,
+      scaled8,      paired8,        nullptr, expand_panel<true>, nullptr, nullptr, rotate_row,
       quantize_row, quantize_pairs, finish,  release};
   return kKernels;
 }

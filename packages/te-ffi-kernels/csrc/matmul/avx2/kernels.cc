@@ -1,14 +1,14 @@
 // Kernels on AVX2. Compile with: -O3 -ffp-contract=off -mavx2 -mfma -mf16c
 //
 // Quantized values of 8 bits are widened to 16 before they are multiplied: vpmaddubsw would
-// saturate at 16 bits. Quantized values of 4 bits cannot reach that, and use it.
+// saturate at 16 bits. Small numbers of a table of 4 bits cannot reach that, and use it.
 #include "matmul/kernels.h"
 
 #include <immintrin.h>
 
 #include "common/arena.h"
 #include "common/convert.h"
-#include "matmul/halves.h"
+#include "matmul/scales.h"
 
 namespace jaxtap {
 namespace {
@@ -29,20 +29,44 @@ JAXTAP_INLINE __m256i broadcast4(const int8_t* x) {
   return _mm256_set1_epi32(word);
 }
 
-// Adds products with quantized values of 4 bits over `k` rows of K to the sums of R plane rows and
-// the two halves of 16 columns, whose lines are kStride bytes apart.
-template <int R, int kStride>
-JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               __m256i (&acc)[R][2]) {
+// Four bytes of each word as numbers of 16 bits: those at even and at odd places.
+struct Wide {
+  __m256i even, odd;
+};
+
+JAXTAP_INLINE Wide wide_bytes(__m256i w) {
+  return {_mm256_and_si256(w, _mm256_set1_epi16(0x00ff)), _mm256_srli_epi16(w, 8)};
+}
+
+JAXTAP_INLINE Wide wide_numbers(__m256i x) {
+  return {_mm256_srai_epi16(_mm256_slli_epi16(x, 8), 8), _mm256_srai_epi16(x, 8)};
+}
+
+// Adds the products of four.
+JAXTAP_INLINE void add_wide(__m256i& sums, const Wide& w, const Wide& x) {
+  const __m256i products = _mm256_add_epi32(_mm256_madd_epi16(w.even, x.even),
+                                            _mm256_madd_epi16(w.odd, x.odd));
+  sums = _mm256_add_epi32(sums, products);
+}
+
+// Adds products with bytes of a table over `k` rows of K to the sums of R plane rows and the two
+// halves of 16 columns, whose lines are kStride bytes apart. kSmall: four products fit int16.
+template <bool kTable, bool kSmall, int R, int kStride>
+JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, __m256i (&acc)[R][2]) {
   const __m256i mask = _mm256_set1_epi8(0x0f), ones = _mm256_set1_epi16(1);
+  const __m256i bytes = _mm256_broadcastsi128_si256(
+      _mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
   for (int64_t i = 0; i < k; i += 8, qvalues += kStride) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     __m256i low[2], high[2];
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
       const __m256i both = load(qvalues + 32 * h);
-      low[h] = _mm256_and_si256(both, mask);
-      high[h] = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(both, 4), mask);
+      const __m256i lower = _mm256_and_si256(both, mask);
+      low[h] = kTable ? _mm256_shuffle_epi8(bytes, lower) : lower;
+      high[h] = kTable ? _mm256_shuffle_epi8(bytes, upper) : upper;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) {
@@ -50,10 +74,14 @@ JAXTAP_INLINE void add_nibbles(const int8_t* x, int64_t x_stride, const uint8_t*
       const __m256i b_low = broadcast4(row), b_high = broadcast4(row + 4);
 #pragma GCC unroll 2
       for (int h = 0; h < 2; ++h) {
-        // Four products of at most 15 * 128: far from the ends of int16.
-        const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
-                                               _mm256_maddubs_epi16(high[h], b_high));
-        acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+        if (kSmall) {
+          const __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(low[h], b_low),
+                                                 _mm256_maddubs_epi16(high[h], b_high));
+          acc[r][h] = _mm256_add_epi32(acc[r][h], _mm256_madd_epi16(pairs, ones));
+        } else {
+          add_wide(acc[r][h], wide_bytes(low[h]), wide_numbers(b_low));
+          add_wide(acc[r][h], wide_bytes(high[h]), wide_numbers(b_high));
+        }
       }
     }
   }
@@ -86,26 +114,14 @@ JAXTAP_INLINE void widen(const int8_t* x, int64_t x_stride, int64_t k, int32_t* 
 template <int R>
 JAXTAP_INLINE void add_products(const int32_t* words, const uint8_t* qvalues, int64_t k,
                                 __m256i (&acc)[R][2]) {
-  const __m256i mask = _mm256_set1_epi16(0x00ff);
   for (int64_t i = 0; i < k; i += 4, qvalues += 64, words += 2 * R) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
-    __m256i even[2], odd[2];
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const __m256i w = load(qvalues + 32 * h);
-      even[h] = _mm256_and_si256(w, mask);
-      odd[h] = _mm256_srli_epi16(w, 8);
-    }
+    const Wide w[2] = {wide_bytes(load(qvalues)), wide_bytes(load(qvalues + 32))};
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256i b_even = _mm256_set1_epi32(words[2 * r]);
-      const __m256i b_odd = _mm256_set1_epi32(words[2 * r + 1]);
+      const Wide b{_mm256_set1_epi32(words[2 * r]), _mm256_set1_epi32(words[2 * r + 1])};
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const __m256i sum = _mm256_add_epi32(_mm256_madd_epi16(even[h], b_even),
-                                             _mm256_madd_epi16(odd[h], b_odd));
-        acc[r][h] = _mm256_add_epi32(acc[r][h], sum);
-      }
+      for (int h = 0; h < 2; ++h) add_wide(acc[r][h], w[h], b);
     }
   }
 }
@@ -256,17 +272,21 @@ void all_blocks(const Tile& t) {
 }
 
 // 16 columns at a time: the sums of 32 would leave no registers.
-template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               const int32_t* offsets, int64_t offsets_stride,
-                               int32_t (*sums)[32]) {
+template <bool kTable, int kRows>
+JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, const int32_t* offsets,
+                               int64_t offsets_stride, int32_t (*sums)[32]) {
+  const uint8_t* bytes = table.bytes[part];
   for (int half = 0; half < 2; ++half) {
     __m256i acc[kRows][2];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * offsets_stride]);
     }
-    add_nibbles<kRows, 128>(x, x_stride, qvalues + 64 * half, k, acc);
+    const uint8_t* from = qvalues + 64 * half;
+    !kTable || table.is_small()
+        ? add_nibbles<kTable, true, kRows, 128>(bytes, x, x_stride, from, k, acc)
+        : add_nibbles<kTable, false, kRows, 128>(bytes, x, x_stride, from, k, acc);
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
       __m256i* to = reinterpret_cast<__m256i*>(sums[r] + 16 * half);
@@ -291,7 +311,7 @@ const Kernels& avx2_kernels() {
                                        all_blocks<How::kScaled>,
                                        all_blocks<How::kPaired>,
                                        nullptr,
-                                       expand_panel<0>,
+                                       expand_panel<false>,
                                        nullptr,
                                        stream,
                                        rotate_row,

@@ -267,25 +267,22 @@ void paired16(const Tile& all) {
 
 // Each 4 rows of a nibble panel to 2 registers: rows 0 and 2, and 1 and 3.
 void expand_panel16(const Expand& e) {
-  const __m512i mask = _mm512_set1_epi16(0x0f), zero = _mm512_set1_epi16(8);
-  const int64_t panel = 32 * e.groups * e.group;
-  const uint8_t* at = e.payload;
-  uint8_t* out = e.qvalues;
-  for (int64_t g = 0; g < e.groups; ++g) {
-    expand_scales(e, g, at);
-    at += 4 * e.scale_bits;
-    for (int64_t i = 0; i < e.group; i += 8, at += 128, out += 256) {
-#pragma GCC unroll 2
-      for (int half = 0; half < 2; ++half) {
-        const __m512i both = _mm512_loadu_si512(at + 64 * half);
-        const __m512i parts[4] = {both, _mm512_srli_epi16(both, 8), _mm512_srli_epi16(both, 4),
-                                  _mm512_srli_epi16(both, 12)};
+  const Table& table = e.layout->table();
+  // A place in the low byte; 0x80 in the high byte, for which there is 0.
+  const __m512i mask = _mm512_set1_epi16(0x0f);
+  const __m512i none = _mm512_set1_epi16(static_cast<int16_t>(0x8000));
+  const __m512i zero = _mm512_set1_epi16(static_cast<int16_t>(table.zero_point));
+  const __m512i bytes[2] = {bytes_of(table, 0), bytes_of(table, 1)};
+  expand_groups<256>(e, [&](int part, const uint8_t* from, uint8_t* out)
+                            __attribute__((always_inline)) {
+    const __m512i both = _mm512_loadu_si512(from);
+    const __m512i parts[4] = {both, _mm512_srli_epi16(both, 8), _mm512_srli_epi16(both, 4),
+                              _mm512_srli_epi16(both, 12)};
 #pragma GCC unroll 4
-        for (int part = 0; part < 4; ++part) {
-          _mm512_storeu_si512(out + half * panel + 64 * part,
-                              _mm512_sub_epi16(_mm512_and_si512(parts[part], mask), zero));
-        }
-      }
+    for (int i = 0; i < 4; ++i) {
+      const __m512i place = _mm512_or_si512(_mm512_and_si512(parts[i], mask), none);
+      const __m512i found = _mm512_shuffle_epi8(bytes[part], place);
+      _mm512_storeu_si512(out + 64 * i, _mm512_sub_epi16(found, zero));
     }
-  }
+  });
 }

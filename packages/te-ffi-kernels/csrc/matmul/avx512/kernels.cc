@@ -6,7 +6,7 @@
 #include <immintrin.h>
 
 #include "common/convert.h"
-#include "matmul/halves.h"
+#include "matmul/scales.h"
 
 namespace jaxtap {
 namespace {
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
 constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
 constexpr int64_t kAhead = 2048;  // bytes
-constexpr int64_t kStreamAhead = 4 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
+constexpr int64_t kStreamAhead = 8 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
 
 JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
   int32_t word;
@@ -35,6 +35,12 @@ JAXTAP_INLINE void add_dot(__m512i& sums, __m512i qvalues, __m512i x) {
 // The same of two numbers of 16 bits.
 JAXTAP_INLINE void add_wide_dot(__m512i& sums, __m512i qvalues, __m512i x) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
+}
+
+// The 16 bytes of a part of a table, four times.
+JAXTAP_INLINE __m512i bytes_of(const Table& table, int part) {
+  const auto* bytes = reinterpret_cast<const __m128i*>(table.bytes[part]);
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(bytes));
 }
 
 // Adds products over `k` bytes of x to the sums of R plane rows and P panels.
@@ -72,12 +78,12 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
-template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               const int32_t* offsets, int64_t offsets_stride,
-                               int32_t (*sums)[32]) {
+template <bool kTable, int kRows>
+JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, const int32_t* offsets,
+                               int64_t offsets_stride, int32_t (*sums)[32]) {
   constexpr int kParts = kRows <= 3 ? 2 : 1;
-  const __m512i mask = _mm512_set1_epi8(0x0f);
+  const __m512i mask = _mm512_set1_epi8(0x0f), bytes = bytes_of(table, part);
   __m512i acc[kParts][kRows][2];
 #pragma GCC unroll 6
   for (int r = 0; r < kRows; ++r) {
@@ -91,8 +97,10 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
     for (int h = 0; h < 2; ++h) {
       const __m512i both = _mm512_loadu_si512(qvalues + 64 * h);
       _mm_prefetch(reinterpret_cast<const char*>(qvalues + 64 * h + kStreamAhead), _MM_HINT_T0);
-      low[h] = _mm512_and_si512(both, mask);
-      high[h] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+      const __m512i upper = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+      const __m512i lower = _mm512_and_si512(both, mask);
+      low[h] = kTable ? _mm512_shuffle_epi8(bytes, lower) : lower;
+      high[h] = kTable ? _mm512_shuffle_epi8(bytes, upper) : upper;
     }
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
@@ -123,7 +131,7 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 const Kernels& avx512_kernels() {
   static constexpr Kernels kKernels = {
       4,            512,            30000,    1,               false,          true,   exact8,
-      scaled8,      paired8,        paired16, expand_panel<0>, expand_panel16, stream, rotate_row,
+      scaled8,      paired8,        paired16, expand_panel<false>, expand_panel16, stream, rotate_row,
       quantize_row, quantize_pairs, finish,   nullptr};
   return kKernels;
 }

@@ -2,7 +2,7 @@
 #include "matmul/kernels.h"
 
 #include "common/convert.h"
-#include "matmul/halves.h"
+#include "matmul/scales.h"
 
 namespace jaxtap {
 namespace {
@@ -96,10 +96,11 @@ void paired8(const Tile& t) {
   }
 }
 
-template <int kRows>
-JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t* qvalues, int64_t k,
-                               const int32_t* offsets, int64_t offsets_stride,
-                               int32_t (*sums)[32]) {
+template <bool kTable, int kRows>
+JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
+                               const uint8_t* qvalues, int64_t k, const int32_t* offsets,
+                               int64_t offsets_stride, int32_t (*sums)[32]) {
+  const uint8_t* bytes = table.bytes[part];
   for (int r = 0; r < kRows; ++r, x += x_stride) {
     uint32_t acc[32];
     for (int c = 0; c < 32; ++c) acc[c] = 0u - static_cast<uint32_t>(offsets[r * offsets_stride]);
@@ -109,7 +110,9 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
         const int32_t low = x[i + j], high = x[i + 4 + j];
         for (int c = 0; c < 32; ++c) {
           const int32_t byte = line[4 * c + j];
-          acc[c] += static_cast<uint32_t>(low * (byte & 15) + high * (byte >> 4));
+          const int32_t first = kTable ? bytes[byte & 15] : byte & 15;
+          const int32_t second = kTable ? bytes[byte >> 4] : byte >> 4;
+          acc[c] += static_cast<uint32_t>(low * first + high * second);
         }
       }
     }
@@ -124,7 +127,7 @@ JAXTAP_INLINE void nibble_sums(const int8_t* x, int64_t x_stride, const uint8_t*
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = {
       1,            4096,           30000,   1,               false,   false,  exact8,
-      scaled8,      paired8,        nullptr, expand_panel<0>, nullptr, stream, rotate_row,
+      scaled8,      paired8,        nullptr, expand_panel<false>, nullptr, stream, rotate_row,
       quantize_row, quantize_pairs, finish,  nullptr};
   return kKernels;
 }

@@ -84,7 +84,7 @@ Case convolution(const char* target) {
            {set("groups", int64_t{2}), "groups must divide"},
            {set("clamps", int64_t{2}), "clamps must be 0 or 1"},
            {set("k", int64_t{17}), "got k = 17"}},
-          {"scale_bits", "rotation", "x_scale"}};
+          {"scale_kind", "rotation", "x_scale"}};
 }
 
 CASE(convolution_of_int8) { return convolution<8>("te_ffi_kernels.conv_w8a8"); }

@@ -43,11 +43,11 @@ Tensor buffer_of(const Weights& w, int count = 1) {
 
 Dictionary attributes(int bits) {
   Dictionary made{{"k", kK}, {"n", kN}, {"group", kGroup}};
-  if (bits == 4) made.insert({"scale_bits", 16});
+  if (bits == 4) made.insert({"scale_kind", 1});
   return made;
 }
 
-const std::set<std::string> kOptional = {"scale_bits", "rotation"};
+const std::set<std::string> kOptional = {"scale_kind", "rotation"};
 
 // The matmul of row i of x with a weight.
 double matmul_at(const Program& p, const Weights& w, int64_t i) {
@@ -291,7 +291,7 @@ Case pack_case() {
   return {{"te_ffi_kernels.pack_w" + std::to_string(kBits),
            {qvalues, scales},
            {Tensor(kU8, buffer_of(w).dims)},
-           {{"group", kGroup}}},
+           {{"group", kGroup}, {"scale_kind", kBits == 4 ? 1 : 0}}},
           [](const Program& p) {
             CHECK(p.results[0].bytes == buffer_of(weight_of(kBits)).bytes);
           },
@@ -300,9 +300,77 @@ Case pack_case() {
            {operand(0, kS8, {kK}), "qvalue must have 2 axes, got int8[64]"},
            {operand(0, kS8, {kK + 1, kN}), "does not divide k = 65"},
            {operand(1, kS8, {2, kN}), "scale must ... got int8"},
-           {operand(1, kF32, {3, kN}), "groups and the columns of quantized values"},
+           {operand(1, kBits == 4 ? kF16 : kF32, {3, kN}),
+            "groups and the columns of quantized values"},
            {result(0, kU8, {1, 1}), "panels and the bytes of one"},
-           {result(0, kS8, buffer_of(w).dims), "buffer must ... got int8"}}};
+           {result(0, kS8, buffer_of(w).dims), "buffer must ... got int8"}},
+          {"scale_kind"}};
+}
+
+// float4 with scales in float8_e4m3fn, and one of each column.
+const Weights& nvfp4() {
+  static std::mt19937 random(11);
+  static const Weights made = random_weights(kN, panel_layout(kK, 16, 4, ScaleKind::kE4M3, 1), random);
+  return made;
+}
+
+Tensor nvfp4_buffer() {
+  const Weights& w = nvfp4();
+  Tensor made(kU8, {panel_count(kN, 32), w.layout.panel_bytes()});
+  made.bytes.assign(w.buffer.get(), w.buffer.get() + w.buffer.size());
+  return made;
+}
+
+Dictionary nvfp4_attributes() {
+  return {{"k", kK}, {"n", kN}, {"group", 16}, {"scale_kind", 3}, {"table", 1}};
+}
+
+Case pack_table_case() {
+  const Weights& w = nvfp4();
+  Tensor qvalues(kS8, {kK, kN}), scales(XLA_FFI_DataType_F8E4M3FN, {kK / 16, kN});
+  Tensor columns(kF32, {kN});
+  for (int64_t i = 0; i < kK * kN; ++i) qvalues.as<int8_t>()[i] = w.qvalue(i / kN, i % kN);
+  for (int64_t i = 0; i < kN; ++i) columns.as<float>()[i] = w.column_scales[static_cast<size_t>(i)];
+  const std::vector<uint8_t> bytes = w.scale_bytes();
+  scales.bytes.assign(bytes.begin(), bytes.end());
+  return {{"te_ffi_kernels.pack_w4",
+           {qvalues, scales, columns},
+           {nvfp4_buffer()},
+           {{"group", 16}, {"scale_kind", 3}, {"table", 1}}},
+          [](const Program& p) { CHECK(p.results[0].bytes == nvfp4_buffer().bytes); },
+          {{set("table", 2), "got 3 of iq4_nl"},
+           {set("table", 9), "table must be from 0 to 3"},
+           {set("scale_kind", 4), "got 4 of e2m1"},
+           {operand(1, kF32, {kK / 16, kN}), "scale must ... got float32"},
+           {operand(2, kF32, {kN + 1}), "that of the columns of quantized values"},
+           {operand(2, kF16, {kN}), "column_scale must ... got float16"},
+           {operand(0, kS8, {kK}), "qvalue must have 2 axes, got int8[64]"},
+           {result(0, kU8, {1, 1}), "panels and the bytes of one"}},
+          {"scale_kind", "table"}};
+}
+
+Case matmul_table_case() {
+  return {{"te_ffi_kernels.gemv_w4",
+           {normal({kRows, kK}), nvfp4_buffer()},
+           {Tensor(kF32, {kRows, kN})},
+           nvfp4_attributes()},
+          [](const Program& p) {
+            expect_close(
+                p.results[0], "y",
+                [&](int64_t i) {
+                  double sum = 0;
+                  for (int64_t k = 0; k < kK; ++k) {
+                    sum += number(p.operands[0], i / kN * kK + k) * nvfp4().number(k, i % kN) *
+                           static_cast<double>(nvfp4().scale(k, i % kN));
+                  }
+                  return sum;
+                },
+                1e-3);
+          },
+          {{set("table", 0), "got 3 of int4"},
+           {set("scale_kind", 2), "are a buffer of"},
+           {operand(1, kU8, {3}), "axes"}},
+          {"rotation", "scale_kind", "table"}};
 }
 
 template <int kBits>
@@ -349,6 +417,7 @@ const Registered kRegistered[] = {
     Registered(added_stack_case<3>), Registered(added_stack_case<4>),
     Registered(bias_case), Registered(residual_case), Registered(rotated_added_case),
     Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
+    Registered(pack_table_case), Registered(matmul_table_case),
     Registered(take_case<4>)};
 
 }  // namespace

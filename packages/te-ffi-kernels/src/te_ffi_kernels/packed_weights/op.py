@@ -177,7 +177,8 @@ def gemv_w4(
     """Multiply any number of rows with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
-    multiplies in bfloat16 from 16 rows of bfloat16 on.
+    multiplies in bfloat16 from 16 rows of bfloat16 on, and that any number of rows has 15 bits
+    beside the table "nf4" and scales in float8_e4m3fn. Kernels for GPUs have no tables.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
     return _matmul("gemv_w4", 4, *given)
@@ -378,9 +379,9 @@ def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, .
     grouped = form.picks == "groups"
     if grouped:  # the weight of each group, all dequantized at once
         weight_of = jax.vmap(lambda i: form.weight(weight[0], i).buffer)
-        qvalue, scale = form.weight(weight_of(weight[1])).unpack()
+        qvalue, scale = form.weight(weight_of(weight[1])).integers()
     else:
-        qvalue, scale = form.weight(*weight).unpack()
+        qvalue, scale = form.weight(*weight).integers()
     turned = reference.dequantized(qvalue, scale, form.layout.k).swapaxes(-2, -1)
     # Without it, GPUs multiply float32 in TF32, whose 11 bits are fewer than the kernels keep.
     exact = lax.Precision.HIGHEST

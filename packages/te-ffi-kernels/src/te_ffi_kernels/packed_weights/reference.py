@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -83,41 +84,50 @@ def quantized(
 
     Sums of a group are exact, in int32; for many rows of a weight with groups they are float32.
     """
-    qvalue, scale = weight.unpack()
-    scale = scale.astype(jnp.float32)
     groups = group_count(weight.k, weight.group)
     size = weight.k // groups
     # [*rows, groups, size] and [*rows, groups, 1]
     rows, row_scale = quantize_rows(x.reshape(*x.shape[:-1], groups, size), scale_of_rows)
     if _has_many_rows(x, weight):
         rounded = (rows.astype(jnp.float32) * row_scale).reshape(x.shape)
-        return _floats(rounded, dequantized(qvalue, scale, weight.k), out_dtype)
-    sums = jnp.einsum(
-        "...gk,gkn->...gn",
-        rows,
-        qvalue.reshape(groups, size, weight.n),
-        preferred_element_type=jnp.int32,
-    )
-    # In this order, each product rounded, as a kernel has to.
-    parts = (sums.astype(jnp.float32) * row_scale) * _like(scale, sums)
-    return parts.sum(-2).astype(out_dtype)
+        return _floats(rounded, dequantized(*weight.integers(), weight.k), out_dtype)
+    found = []
+    for values, scale in weight.parts():
+        sums = jnp.einsum(
+            "...gk,gkn->...gn",
+            rows,
+            values.reshape(groups, size, weight.n),
+            preferred_element_type=jnp.int32,
+        )
+        # In this order, each product rounded, as a kernel has to.
+        found.append((sums.astype(jnp.float32) * row_scale) * _like(scale, sums))
+    if len(found) == 1:
+        return found[0].sum(-2).astype(out_dtype)
+
+    # The parts of a group's numbers follow each other. XLA would sum a concatenation's apart.
+    def step(total: jax.Array, parts: list[jax.Array]) -> tuple[jax.Array, None]:
+        return functools.reduce(jnp.add, parts, total), None
+
+    nothing = jnp.zeros((*x.shape[:-1], weight.n), jnp.float32)
+    total, _ = lax.scan(step, nothing, [jnp.moveaxis(part, -2, 0) for part in found])
+    return total.astype(out_dtype)
 
 
 def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
     """Multiply floats with quantized values and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
     x = x.astype(jnp.float32)
     if _has_many_rows(x, weight):
-        return _floats(x, dequantized(*weight.unpack(), weight.k), out_dtype)
-    qvalue, scale = weight.unpack()
+        return _floats(x, dequantized(*weight.integers(), weight.k), out_dtype)
+    values, scale = weight.integers()
     groups = group_count(weight.k, weight.group)
-    # Quantized values are exact in every float dtype.
+    # These integers are exact in float32.
     sums = jnp.einsum(
         "...gk,gkn->...gn",
         x.reshape(*x.shape[:-1], groups, weight.k // groups),
-        qvalue.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
+        values.astype(jnp.float32).reshape(groups, weight.k // groups, weight.n),
         precision=lax.Precision.HIGHEST,
     )
-    return (sums * _like(scale.astype(jnp.float32), sums)).sum(-2).astype(out_dtype)
+    return (sums * _like(scale, sums)).sum(-2).astype(out_dtype)
 
 
 def _has_many_rows(x: jax.Array, weight: PackedWeight) -> bool:
@@ -133,7 +143,7 @@ def _floats(x: jax.Array, weight: jax.Array, out_dtype: DTypeLike) -> jax.Array:
 
 def dequantized(qvalue: jax.Array, scale: jax.Array, k: int) -> jax.Array:
     """Return values [*stack, k, n] times scales [*stack, groups, n], in float32."""
-    scale = jnp.repeat(scale.astype(jnp.float32), k // scale.shape[-2], -2)
+    scale = jnp.repeat(scale, k // scale.shape[-2], -2)
     return qvalue.astype(jnp.float32) * scale
 
 
@@ -144,11 +154,10 @@ def _like(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def take(weight: PackedWeight, indices: jax.Array, axis: int, out_dtype: DTypeLike) -> jax.Array:
     """Take columns or rows, dequantized; see ``te_ffi_kernels.packed_take``."""
-    qvalue, scale = weight.unpack()
+    qvalue, scale = weight.integers()
     size = weight.shape[axis]
     at = jnp.clip(jnp.where(indices < 0, indices + size, indices), 0, size - 1)
     qvalue = jnp.take(qvalue, at, axis=axis, mode="clip").astype(jnp.float32)
-    scale = scale.astype(jnp.float32)
     rows = weight.group or weight.k
     if axis == 0:
         values = qvalue * jnp.take(scale, at // rows, axis=0, mode="clip")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.export
+import jax.numpy as jnp
+import numpy as np
 
-from .layout import FEW_ROWS, Layout
+from .layout import FEW_ROWS, TABLES, Layout
 
 
 @jax.tree_util.register_dataclass
@@ -27,7 +30,10 @@ class PackedWeight:
         n: columns (static).
         bits: 8 or 4 (static).
         group: rows that share a scale, 0 for all (static).
-        scale_dtype: of the scales, "float32", or "float16" in 4 bits (static).
+        scale_dtype: of the scales, "float32", or "float16" in 4 bits; of the table "e2m1" also
+            "float8_e8m0fnu" or "float8_e4m3fn" (static).
+        table: in 4 bits, what quantized values stand for: "int4" for integers, "e2m1", "iq4_nl" or
+            "nf4" (static).
     """
 
     buffer: jax.Array
@@ -36,11 +42,13 @@ class PackedWeight:
     bits: int = dataclasses.field(metadata={"static": True})
     group: int = dataclasses.field(metadata={"static": True})
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
+    table: str = dataclasses.field(default="int4", metadata={"static": True})
 
     @classmethod
     def of(cls, buffer: jax.Array, n: int, layout: Layout) -> PackedWeight:
         """Return the weight of n columns in a layout's buffer."""
-        return cls(buffer, layout.k, n, layout.bits, layout.group, layout.scale_dtype)
+        kinds = layout.bits, layout.group, layout.scale_dtype, layout.table
+        return cls(buffer, layout.k, n, *kinds)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +63,7 @@ class PackedWeight:
     @property
     def layout(self) -> Layout:
         """Return how it is packed."""
-        return Layout(self.k, self.bits, self.group, self.scale_dtype)
+        return Layout(self.k, self.bits, self.group, self.scale_dtype, self.table)
 
     @property
     def panel(self) -> int:
@@ -88,9 +96,9 @@ class PackedWeight:
         return True
 
     @property
-    def conv_op(self) -> str:
-        """Return the op that convolves images, quantized to int8, with it."""
-        return f"conv_w{self.bits}a8"
+    def conv_op(self) -> str | None:
+        """Return the op that convolves images, quantized to int8, with it; None of a table."""
+        return f"conv_w{self.bits}a8" if self.table == "int4" else None
 
     def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
         """Return the fastest op for this weight, or None.
@@ -105,10 +113,36 @@ class PackedWeight:
             return "gemm_w8a8"
         return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
 
-    def unpack(self) -> tuple[jax.Array, jax.Array]:
-        """Return values int8[*lead, k, n] and scales [*lead, groups, n]."""
+    def unpack(self) -> tuple[jax.Array, ...]:
+        """Return values int8[*lead, k, n] and scales [*lead, groups, n], as they were packed.
+
+        And float32[*lead, n], where there is a float for each column.
+        """
         self.check()
         return self.layout.unpack(self.buffer, self.n)
+
+    def parts(self) -> list[tuple[jax.Array, jax.Array]]:
+        """Return int8[*lead, k, n] and float32[*lead, groups, n]: it is the sum of their products.
+
+        Two where the table's numbers have more than 8 bits, else one.
+        """
+        qvalue, scale, *column = self.unpack()
+        scale = scale.astype(jnp.float32)
+        for one in column:
+            scale = scale * one[..., None, :]
+        if self.table == "int4":
+            return [(qvalue, scale)]
+        return [
+            (_looked_up(values, qvalue, jnp.int8), scale * np.float32(factor))
+            for values, factor in TABLES[self.table].parts
+        ]
+
+    def integers(self) -> tuple[jax.Array, jax.Array]:
+        """Return integers [*lead, k, n] and float32[*lead, groups, n]: it is their product."""
+        qvalue, scale = self.parts()[-1]
+        if self.table == "int4":
+            return qvalue, scale
+        return _looked_up(TABLES[self.table].values, self.unpack()[0], jnp.int16), scale
 
     def check(self) -> None:
         """Raise a ValueError if the buffer cannot be such a weight."""
@@ -120,6 +154,11 @@ class PackedWeight:
                 f"n={self.n} in {self.bits} bits with group={self.group} is packed in uint8"
                 f"[..., {wanted[0]}, {wanted[1]}]. Pack it with pack_w{self.bits}."
             )
+
+
+def _looked_up(values: Sequence[int], places: jax.Array, dtype: Any) -> jax.Array:
+    table = jnp.asarray(values, dtype)
+    return table.at[places.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 # So that programs that jax.export saves can take and return packed weights.
