@@ -56,6 +56,7 @@ def test_plans_choose_kernels(name):
     leaves = (jax.tree.leaves(tree, is_leaf=is_stored) for tree in (packed, held))
     for leaf, q in zip(*leaves, strict=True):
         assert isinstance(leaf, PrepackedWeight)
+        assert leaf.scale_shape == q.scale_shape
         # Files have what was quantized, bit for bit.
         back = leaf.portable(q.scale_shape)
         for one, other in zip(*map(jax.tree.leaves, (back, q)), strict=True):

@@ -272,7 +272,8 @@ def test_an_adapter_for_peft_and_a_merged_folder_have_our_logits(tuned, tmp_path
     wanted = float64_logits(fields, with_peft(base, tmp_path / "peft"), TOKENS)
     near = functools.partial(np.testing.assert_allclose, rtol=0, atol=3e-4 * wanted.std())
     found = logits_of(folder / "out", TOKENS)
-    near(found, wanted)
+    # The base is nf4, whose kernel rounds activations to 15 bits.
+    near(found, wanted, atol=2e-3 * wanted.std())
     assert np.linalg.norm(found - float64_logits(fields, base, TOKENS)) > 0.02 * np.linalg.norm(
         found
     )

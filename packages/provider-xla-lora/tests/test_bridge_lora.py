@@ -292,6 +292,7 @@ def test_linen_keeps_adapters_in_a_collection():
     jax.tree.map(np.testing.assert_array_equal, read, lora)
 
 
+@pytest.mark.slow
 def test_equinox_trains_what_its_partition_selects():
     net = equinox_net()
     rule = LoraRule(module_path=".*mlp.*", weight_qtype="int8", rank=2, alpha=4.0)
@@ -341,6 +342,7 @@ def test_the_frozen_rest_gets_no_gradient():
     assert not shapes & {"16,32", "32,16"}
 
 
+@pytest.mark.slow
 def test_dropout_is_drawn_from_the_key_of_a_call():
     rule = LoraRule(module_path=QLORA.module_path, rank=2, dropout=0.5)
     model = quantize_model(nnx_net(), ptq(rule), TOKENS, adapter_key=jax.random.key(7))

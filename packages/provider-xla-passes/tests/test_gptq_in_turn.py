@@ -46,10 +46,10 @@ def restored(stored):
 
 
 def test_each_is_rounded_for_what_those_before_give():
-    stored = restored(optimized(unrolled, LIST[:2], [Gptq(sequential=4)])[1])
+    stored = restored(optimized(unrolled, LIST[:1], [Gptq(sequential=2)])[1])
     # The same in separate runs, each on a model whose first matrices are what the last one gave.
-    params = [dict(layer) for layer in LIST[:2]]
-    for i, name in [(0, "up"), (0, "down"), (1, "up"), (1, "down")]:
+    params = [dict(layer) for layer in LIST[:1]]
+    for i, name in [(0, "up"), (0, "down")]:
         again = restored(optimized(unrolled, params, [Gptq()])[1])[i][name]
         np.testing.assert_array_equal(again, stored[i][name])
         params[i][name] = np.asarray(again)

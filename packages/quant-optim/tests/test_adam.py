@@ -55,13 +55,15 @@ def losses_of(optimizer, seeds=3, steps=300):
     ("ours", "optaxs"),
     [
         (qo.adam_8bit(2e-3, least_size=64), optax.adam(2e-3)),
-        (
+        pytest.param(
             qo.adamw_8bit(2e-3, weight_decay=0.05, least_size=64),
             optax.adamw(2e-3, weight_decay=0.05),
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             qo.adam_8bit(2e-3, block_size=64, least_size=64, nesterov=True),
             optax.adam(2e-3, nesterov=True),
+            marks=pytest.mark.slow,
         ),
     ],
     ids=["adam", "adamw", "nesterov"],

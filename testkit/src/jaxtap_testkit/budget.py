@@ -39,7 +39,7 @@ BUDGETS = {
     "provider-xla-cache": 16,
     "provider-xla-formats": 12,
     "provider-xla-fused": 10,
-    "provider-xla-lora": 14,
+    "provider-xla-lora": 18,
     "provider-xla-passes": 28,
     "provider-xla-report": 13,
     "provider-xla-serve": 7,

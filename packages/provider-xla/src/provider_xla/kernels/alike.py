@@ -57,7 +57,7 @@ def alike(given: PrepackedWeight, values: Callable[[tuple[int, ...], Any], Any])
     k_axes = tuple(places[part] for part in range(rank))
     n_axes = tuple(places[part] for part in range(rank, len(places)))
     scale = list(weight.shape)
-    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.group), strict=True):
+    for axis, count in zip(k_axes, scale_sizes(weight.k_sizes, weight.sharing), strict=True):
         scale[axis] = count
     kind = qn.get_qtype(weight.qtype)
     qvalue = values(weight.shape, kind.storage_dtype)
@@ -66,7 +66,8 @@ def alike(given: PrepackedWeight, values: Callable[[tuple[int, ...], Any], Any])
     about = {"qtype": weight.qtype, "dtype": weight.dtype}
     q = qn.QArray(qvalue, ones, global_scale=whole, **about)
     sizes = weight.group, weight.bits, weight.platform
-    made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes, table=weight.table))
+    how = {"table": weight.table, "repeats": weight.repeats}
+    made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes, **how))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
     return dataclasses.replace(
         weight, packed=made.packed, order=given.order, gone=given.gone, places=places

@@ -73,6 +73,7 @@ class PrepackedWeight(qn.StoredForm):
             ones. 0 if nothing cuts it there (static).
         windows: whether the plan reads a convolution with a window of one element as one of a
             window, and not as a matmul (static).
+        repeats: whether all rows share a scale, which is packed for each ``group`` (static).
     """
 
     packed: Any
@@ -95,6 +96,7 @@ class PrepackedWeight(qn.StoredForm):
     scale_dtype: str = dataclasses.field(default="float32", metadata={"static": True})
     pieces: int = dataclasses.field(default=0, metadata={"static": True})
     windows: bool = dataclasses.field(default=False, metadata={"static": True})
+    repeats: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @functools.cached_property
     def lead(self) -> tuple[int, ...]:
@@ -120,7 +122,12 @@ class PrepackedWeight(qn.StoredForm):
     @property
     def scale_shape(self) -> tuple[int, ...]:
         """Shape of the scales of that array."""
-        return self._arranged((*scale_sizes(self.k_sizes, self.group), *self.n_sizes))
+        return self._arranged((*scale_sizes(self.k_sizes, self.sharing), *self.n_sizes))
+
+    @property
+    def sharing(self) -> int:
+        """How many rows share a scale, 0 for all."""
+        return 0 if self.repeats else self.group
 
     def _arranged(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return sizes of rows and columns as those of the axes."""
@@ -454,7 +461,9 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     if weight.pieces and not weight.group:
         scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # pieces have equal scales
     qvalue = qvalue.reshape(*lead, *k_sizes, *n_sizes)
-    scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.group), *n_sizes)
+    if weight.repeats:
+        scale = scale.reshape(*lead, -1, scale.shape[-1])[..., :1, :]
+    scale = scale.reshape(*lead, *scale_sizes(k_sizes, weight.sharing), *n_sizes)
     gone = [len(k_sizes) + part for part in weight.gone]
     order = (*range(count), *(count + part for part in (*weight.order, *gone)))
     qvalue, scale = qvalue.transpose(order), scale.transpose(order)

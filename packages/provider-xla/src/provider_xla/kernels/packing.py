@@ -43,6 +43,8 @@ class Packing:
         bits: bits of a packed value, 8 or 4.
         platform: the platform whose kernels read it.
         table: what packed values stand for; see ``packed_table``.
+        repeats: whether all rows share a scale, and ``group`` is how many a kernel sums at once: it
+            is packed for each of those.
         pieces: into how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
             matrix; 0 if it doesn't cut that axis.
         windows: whether convolutions with windows of one element are read as windows, and not as
@@ -58,6 +60,7 @@ class Packing:
     pieces: int = 0
     windows: bool = False
     table: str = INTEGERS
+    repeats: bool = False
 
     @property
     def op(self) -> str:
@@ -145,6 +148,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
         weight.pieces,
         weight.windows,
         weight.table,
+        weight.repeats,
     )
 
 
@@ -203,6 +207,7 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
         scale_dtype=scale.dtype.name,
         pieces=packing.pieces,
         windows=packing.windows,
+        repeats=packing.repeats,
     )
 
 

@@ -355,11 +355,13 @@ def _packing(
     k_axes, group = _groups(weight, use.k_axes)
     n_axes = [a for a in range(len(weight.shape)) if a not in (*lead, *k_axes)]
     bits = packed_bits(weight.qtype)
-    if table != INTEGERS and group == 0:
+    repeats = table != INTEGERS and group == 0
+    if repeats:
         group = _some_rows(weight.shape[k_axes[-1]])
     pieces = use.cuts[k_axes[0]] if use.cuts else 1
     pieces = pieces if pieces > 1 else 0
-    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform, pieces, table=table)
+    how = {"table": table, "repeats": repeats}
+    packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform, pieces, **how)
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
     why = packing.unshardable(weight.shape, sharding)
