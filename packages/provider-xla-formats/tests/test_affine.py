@@ -50,14 +50,15 @@ def test_damaged_parts_are_refused(case):
 
 
 @pytest.mark.slow
-def test_a_derivative_that_the_program_takes_by_it():
+@pytest.mark.parametrize("jit", [jax.jit, lambda fn: fn], ids=["jitted", "not"])
+def test_a_derivative_that_the_program_takes_by_it(jit):
     w, x = draw((16, 8), (4, 16))
 
     def loss(w, x):
         return (jnp.tanh(x @ w) ** 2).sum()
 
     def fn(w, x):
-        return jax.jit(lambda w: jax.vjp(loss, w, x)[1](1.0))(w)
+        return jit(lambda w: jax.vjp(loss, w, x)[1](1.0))(w)
 
     q = qn.quantize(w, "int4", channel_axes=(1,), tile_axes={0: 8})
     held = xla.AffineWeight(q, 0.1 * jnp.ones((2, 8)), 8)

@@ -169,7 +169,14 @@ class Tracers:
                 return None if held is None else Lost(value.shape, value.dtype, why)
             value = whole
         if not self._is_here(value):
-            return None
+            *_, (primal, _) = _layers(value)
+            if primal is value or proxy_of(self.proxy(primal)) is None:
+                return None
+            why, aval = (
+                "the program differentiates by it, which takes its array",
+                compat.typeof(value),
+            )
+            return Lost(aval.shape, aval.dtype, why)
         return moved_proxy(value, self._given_proxy, self.expression)
 
     def _given_proxy(self, value: Any) -> ArrayProxy | None:

@@ -9,11 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 import quant_numerics as qn
-from interception_core import Engine, hides_frames
+from interception_core import Engine, OpCall, hides_frames
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, unpacked_leaf
-from ..program.matching import Rules, follows_values
+from ..program.matching import Rules, Weight, follows_values
 from ..program.sites import Site, Sites
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .contraction import Hows, Operands, contracted, stored_operands
@@ -73,16 +73,27 @@ def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
     """Return what the contraction of a site is run with; see ``stored_operands``."""
     stored = list(stored)
     found, hows = stored_operands(site, stored)
-    # A weight that came as an array with an adapter in it is not the one that a rule quantizes.
     hows = tuple(
-        None if weight is not None and weight.is_adapted and not qn.is_form(held) else how
-        for how, weight, held in zip(hows, site.weights, stored, strict=True)
+        None
+        if weight is not None and not qn.is_form(held) and _is_given(site.call, x, weight)
+        else how
+        for x, how, weight, held in zip(site.operands, hows, site.weights, stored, strict=True)
     )
     operands = [
         x if how is None or weight is None else _sparse(site, side, x)
         for side, (x, how, weight) in enumerate(zip(found, hows, site.weights, strict=True))
     ]
     return tuple(operands), hows  # type: ignore[return-value]
+
+
+def _is_given(call: OpCall, operand: Any, weight: Weight) -> bool:
+    """Return whether an array is a weight as it is meant, and is not to be quantized here.
+
+    One with an adapter in it is not the one that a rule quantizes. The array of a stored one is
+    quantized already, as where the program differentiates by it: values that were rotated, or have
+    minima, would be others if they were rounded again.
+    """
+    return weight.is_adapted or call.why_no_proxy(operand) is not None
 
 
 def _sparse(site: Site, side: int, w: Any) -> Any:
