@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import quant_numerics as qn
 from jaxtap_testkit import examples
 from jaxtap_testkit.meshes import line, put
-from provider_xla import PrepackedWeight, PtqProvider, QuantizationRule
+from provider_xla import LoraRule, PrepackedWeight, PtqProvider, QuantizationRule
 
 pytestmark = pytest.mark.sample(2)
 
@@ -408,7 +408,8 @@ def test_adapters_beside_packed_parameters(rule):
 
     layers, head, x = draw((3, 64, 64), (64, 32), (8, 64))
     params = {"layers": layers / 8, "head": head}
-    plan = PtqProvider(dataclasses.replace(rule, rank=4)).plan(model, params, x)
+    fields = {one.name: getattr(rule, one.name) for one in dataclasses.fields(rule)}
+    plan = PtqProvider(LoraRule(**fields, rank=4)).plan(model, params, x)
     packed, _ = packed_of(plan, params)
     adapters = plan.init_adapters(jax.random.key(0))
     adapters = jax.tree.map(lambda a: a + 0.05, adapters)

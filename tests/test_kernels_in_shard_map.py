@@ -85,8 +85,9 @@ def test_columns_and_rows(mesh, name):
     assert text.count("custom-call(") == 2, text
     assert "all-gather" not in text, text
     expected = in_numpy(restored(stored), X)
+    near = 3e-4 if "nf4" in str(plan) else 1e-4  # whose kernel takes 15 bits of floats
     for given in (stored, whole, plan.quantize(params, prepack=False)):
-        np.testing.assert_allclose(jax.jit(run)(given, X), expected, rtol=1e-4, atol=1e-4)
+        np.testing.assert_allclose(jax.jit(run)(given, X), expected, rtol=1e-4, atol=near)
     qvalue = plan.quantize(params, prepack=False)
     for packed, one in zip(whole.values(), qvalue.values(), strict=True):
         np.testing.assert_array_equal(packed.restore(), one.restore())

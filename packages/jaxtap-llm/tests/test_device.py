@@ -10,9 +10,11 @@ from jaxtap_llm import checkpoint
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.rules import DEVICE
 from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied
-from jaxtap_testkit.odml_samples import fake_quant_blocks
 
 device = pytest.importorskip("jaxtap_llm.device", exc_type=LlmError)
+
+from jaxtap_testkit.odml_samples import fake_quant_blocks  # noqa: E402
+
 PROMPT, POSITIONS = 8, 16
 # Of logits, in their standard deviations: float32 differs from float64, and rounds a few values of
 # rows to the integer beside.

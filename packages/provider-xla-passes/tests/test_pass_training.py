@@ -42,7 +42,8 @@ def test_statistics_of_gradients_are_found_where_operands_are_transformed():
 
 
 @pytest.mark.parametrize(
-    "jit", [pytest.param(jax.jit, marks=pytest.mark.slow, id="jitted"), pytest.param(call, id="not")]
+    "jit",
+    [pytest.param(jax.jit, marks=pytest.mark.slow, id="jitted"), pytest.param(call, id="not")],
 )
 def test_a_derivative_that_the_program_takes(jit):
     """It is the float program's, at the values that are stored."""

@@ -77,8 +77,9 @@ def _source(config, name, layers, dtype, mixed):
     def transform(*found):
         if any(isinstance(one, qn.QArray) for one in found):
             if checkpoint.is_whole(config, name) and name != "embed":  # [experts, out, in]
-                found = [one.swapaxes(-1, -2) for one in found]
-            found = [_by_rows(_folded(one)) for one in found]
+                found = [_folded(one.swapaxes(-1, -2)) for one in found]
+            else:
+                found = [_by_rows(_folded(one)) for one in found]
             joined = _joined(config, name, found, count, layers)
             if joined is not None:
                 return joined

@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 import numpy as np
 
-import quant_numerics as qn
-
 
 def weight(rng, k, n, bits=8, groups=1):
     """Return quantized values int8[k, n] and scale float32[groups, n]."""
@@ -30,10 +28,29 @@ def quantized_rows(x):
 # By the definitions of the formats, beside which kernels have integers times a factor.
 _HALF = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 _IQ4_NL = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+# Dettmers et al., "QLoRA" (arXiv:2305.14314), appendix E.
+_NF4 = [
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+]
 NUMBERS = {
     "e2m1": np.asarray(_HALF + [-value for value in _HALF]),
     "iq4_nl": np.asarray(_IQ4_NL, np.float64),
-    "nf4": np.asarray(qn.QTYPES["nf4"].codebook),
+    "nf4": np.asarray(_NF4),
 }
 KINDS = (
     ("e2m1", "float32"),
