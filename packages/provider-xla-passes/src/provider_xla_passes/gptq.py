@@ -64,8 +64,7 @@ class Gptq(Pass):
 
     def run_step(self, weight: Weight, step: int, gram: np.ndarray) -> None:
         """Round a parameter in one step: see ``Pass.run_step``."""
-        q = weight.plain()
-        scale, zero = (None if x is None else weight.layout.matrices(x) for x in spread(q))
+        q, *grid = weight.grid()
         # A format with blocks rounds single numbers here, each with the scale of its block.
         kind = qn.get_qtype(q.qtype)
         element = kind.name if kind.block is None else qn.get_qtype(kind.storage_dtype).name
@@ -74,8 +73,7 @@ class Gptq(Pass):
         else:
             order = np.arange(len(gram))
         upper = self._factor(weight, gram[np.ix_(order, order)])
-        parts = (weight.w, scale, zero, weight.mask())
-        w, s, z, m = (None if part is None else part[step][order] for part in parts)
+        w, s, z, m = (None if part is None else part[step][order] for part in (weight.w, *grid))
         qvalue = _qvalue(w, jnp.asarray(upper, jnp.float32), s, z, m, element, self.block)
         weight.choose(step, qvalue[np.argsort(order)])
 
@@ -97,24 +95,6 @@ class Gptq(Pass):
                 f"Gptq can't solve for {weight.path} ({error}). Choose a larger damping than "
                 f"{self.damping}, or give it more batches."
             ) from error
-
-
-def spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
-    """Return scale and zero point per element, in the values' shape."""
-    scale = q.scale.astype(jnp.float32)
-    if q.global_scale is not None:
-        scale = scale * q.global_scale
-
-    tiles = q.slices.tiles
-
-    def full(x: jax.Array) -> jax.Array:
-        for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
-            if have != want:
-                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
-                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
-        return x
-
-    return full(scale), None if q.zero_point is None else full(q.zero_point)
 
 
 @functools.partial(jax.jit, static_argnums=(5, 6))

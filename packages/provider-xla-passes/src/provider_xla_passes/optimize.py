@@ -249,13 +249,14 @@ def _run_in_turn(one: Pass, model: _Model, weights: Mapping[str, Weight]) -> Non
     for number in range(count):
         own = turns[number * len(turns) // count : (number + 1) * len(turns) // count]
         layouts = {weight.path: weight.layout for weight, _ in own}
-        found = _measured(model.with_values(values), layouts, gram)
-        grams = {
-            path: np.asarray(weights[path].mapped(_checked_gram(path, layout, found)), np.float64)
-            for path, layout in layouts.items()
-        }
+        grams = {path: weights[path].gram for path in layouts}
+        if values:  # else they are those of the float model
+            found = _measured(model.with_values(values), layouts, gram)
+            for path, layout in layouts.items():
+                grams[path] = weights[path].mapped(_checked_gram(path, layout, found))
+        exact = {path: np.asarray(one, np.float64) for path, one in grams.items()}
         for weight, step in own:
-            one.run_step(weight, step, grams[weight.path][step])
+            one.run_step(weight, step, exact[weight.path][step])
         for path in layouts:
             if weights[path].plan.derived is None:
                 values[path] = weights[path].so_far()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import quant_numerics as qn
 from provider_xla import WeightPlan
@@ -16,6 +17,22 @@ from provider_xla.features import Sparsity, kept
 
 from .layout import Layout
 from .transformed import Step, TransformedWeight
+
+
+class Grid(NamedTuple):
+    """What quantized values are chosen on.
+
+    Attributes:
+        q: the parameter, rounded.
+        scale: of each element, float32 [S, K, N].
+        zero_point: the same, or None.
+        keep: which elements stay, bool [S, K, N], or None.
+    """
+
+    q: qn.QArray
+    scale: jax.Array
+    zero_point: jax.Array | None
+    keep: jax.Array | None
 
 
 class Weight:
@@ -58,7 +75,7 @@ class Weight:
         self.keep: jax.Array | None = None
         self.ranges: qn.Calibration | None = None
         self.chosen: dict[int, jax.Array] = {}
-        self._plain: qn.QArray | None = None
+        self._grid: Grid | None = None
         # The squared norm of the results, which no map changes: errors are relative to it.
         self._size = output_squares(w, gram).sum()
 
@@ -66,7 +83,7 @@ class Weight:
         """Transform the parameter, and its activations with it."""
         self.w, self.gram = _weight(step, self.w), _mapped(step, self.gram)
         self.steps.append(step)
-        self.peaks = self.ranges = self._plain = None
+        self.peaks = self.ranges = self._grid = None
 
     def mapped(self, gram: jax.Array) -> jax.Array:
         """Return the Gram matrices of activations before the maps, [S, K, K], after them."""
@@ -89,11 +106,15 @@ class Weight:
         mask = self.mask(w)
         return quantized(w if mask is None else jnp.where(mask, w, 0), self)
 
-    def plain(self) -> qn.QArray:
-        """Return it rounded, while passes choose quantized values: the same at each call."""
-        if self._plain is None:
-            self._plain = self.rounded()
-        return self._plain
+    def grid(self) -> Grid:
+        """Return what quantized values are chosen on: made once, for all steps."""
+        if self._grid is None:
+            q = self.rounded()
+            scale, zero_point = _spread(q)
+            if zero_point is not None:
+                zero_point = self.layout.matrices(zero_point)
+            self._grid = Grid(q, self.layout.matrices(scale), zero_point, self.mask())
+        return self._grid
 
     def choose(self, step: int, qvalue: jax.Array) -> None:
         """Set the quantized values of one step, [K, N]."""
@@ -103,7 +124,7 @@ class Weight:
         """Return its current quantized values, in the parameter's shape."""
         if not self.chosen:
             return self.rounded()
-        q = self.plain()
+        q = self.grid().q
         qvalue = self.layout.matrices(q.qvalue)
         chosen = [self.chosen.get(i, one) for i, one in enumerate(qvalue)]
         dtype = q.qvalue.dtype
@@ -182,3 +203,21 @@ def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
         parts = qn.scale_of(weight.ranges, plan.qtype, plan.scale_dtype)
         return qn.quantize_with(array, plan.qtype, *parts, tile_axes=plan.granularity.tile_axes)
     return dataclasses.replace(plan, sparsity=None).quantized(array).unpacked()
+
+
+def _spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
+    """Return scale and zero point per element, in the values' shape."""
+    scale = q.scale.astype(jnp.float32)
+    if q.global_scale is not None:
+        scale = scale * q.global_scale
+
+    tiles = q.slices.tiles
+
+    def full(x: jax.Array) -> jax.Array:
+        for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
+            if have != want:
+                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
+                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
+        return x
+
+    return full(scale), None if q.zero_point is None else full(q.zero_point)

@@ -172,10 +172,8 @@ class Tracers:
             *_, (primal, _) = _layers(value)
             if primal is value or proxy_of(self.proxy(primal)) is None:
                 return None
-            why, aval = (
-                "the program differentiates by it, which takes its array",
-                compat.typeof(value),
-            )
+            aval = compat.typeof(value)
+            why = "the program differentiates by it, which takes its array"
             return Lost(aval.shape, aval.dtype, why)
         return moved_proxy(value, self._given_proxy, self.expression)
 
