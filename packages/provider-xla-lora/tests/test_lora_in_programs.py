@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import provider_xla as xla
 from jaxtap_testkit.meshes import grid, put
+from jaxtap_testkit.pytree_classes import Dense
 from jaxtap_testkit.xla_samples import draw
 
 RULE = xla.LoraRule(weight_qtype="int8", rank=2)
@@ -42,25 +43,6 @@ def test_short_names_are_explained():
     assert "it has an adapter of rank 2: 128 numbers to train" in plan.explain("matmul:1")
     assert "it has an adapter of rank 2" in plan.explain("m")
     assert "adapter" not in plan.explain("w")
-
-
-@jax.tree_util.register_pytree_node_class
-class Dense:
-    """A layer that takes a matrix of floats alone."""
-
-    def __init__(self, w, width):
-        assert w.ndim == 2
-        assert w.shape[0] == width
-        assert w.size == width * w.shape[1]
-        assert jnp.issubdtype(w.dtype, jnp.floating)
-        self.w, self.width = w, width
-
-    def tree_flatten(self):
-        return (self.w,), self.width
-
-    @classmethod
-    def tree_unflatten(cls, width, children):
-        return cls(*children, width)
 
 
 def test_a_class_that_checks_its_array_takes_an_adapter():

@@ -214,7 +214,7 @@ def export(
         form: of matrices, one of ``FORMATS``; None for f16.
 
     Raises:
-        LlmError: there is no such format, or llama.cpp does not have the model or its tokenizer.
+        LlmError: the format does not exist, or llama.cpp does not have the model or its tokenizer.
         provider_xla.StoreError: ``path`` exists, or can't be written.
     """
     form = (form or "f16").lower()

@@ -52,7 +52,7 @@ def export(
             that config.json names.
 
     Raises:
-        LlmError: there is no such format.
+        LlmError: the format does not exist.
         provider_xla.StoreError: ``out`` exists, or can't be written.
     """
     folder, out = Path(folder), Path(out)

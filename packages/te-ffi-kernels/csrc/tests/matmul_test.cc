@@ -93,7 +93,7 @@ QuantizedRow quantized(const Case& c, const Buffer& x, int64_t row) {
   return q;
 }
 
-// What int8 has to be to the bit: exact sums of each group, and of each part of a table's numbers,
+// What int8 must equal bit for bit: exact sums of each group, and of each part of a table's numbers,
 // rescaled and added up in float32.
 float int8_matmul(const Case& c, const QuantizedRow& q, const Weights& w, int64_t column) {
   const int64_t group = c.group == 0 ? c.k : c.group;

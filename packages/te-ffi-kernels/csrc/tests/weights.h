@@ -69,7 +69,7 @@ inline PanelLayout panel_layout(int64_t k, int64_t group, int bits, int scale_bi
   return jaxtap::panel_layout(k, group, bits, scale_bits == 16 ? ScaleKind::kF16 : ScaleKind::kF32);
 }
 
-// Every kind of weight in 4 bits that has a table of its own.
+// Every kind of weight in 4 bits that has a table.
 struct TableKind {
   int table_id;
   ScaleKind scale_kind;

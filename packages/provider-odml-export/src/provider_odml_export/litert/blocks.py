@@ -43,8 +43,8 @@ def in_blocks(model: bytes, blocks: Mapping[float, Blocks]) -> bytes:
         The .tflite with those scales.
 
     Raises:
-        OdmlError: this is no .tflite, a matrix is not there, has another shape, or is read by an
-            operation that knows no blocks.
+        OdmlError: it is not a .tflite, or a matrix does not exist, has another shape, or is read
+            by an operation that knows no blocks.
     """
     found = unpack(model)
     codes = [max(one.builtinCode, one.deprecatedBuiltinCode) for one in found.operatorCodes]
