@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import adapters, checkpoint, merged, vocabulary
+from . import adapters, checkpoint, gguf_families, merged, vocabulary
 from .config import Config, LlmError, read_config
 
 ARCHITECTURES = {
@@ -25,31 +26,25 @@ ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "mixtral": "llama",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "gpt_oss": "gpt-oss",
+    "llama4_text": "llama4",
+    "gemma4_text": "gemma4",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
 }
 """What llama.cpp calls the families that are written."""
-INTERLEAVED = ("llama",)
+INTERLEAVED = ("llama", "smollm3")
 """Architectures whose rotary pairs are neighbours: the halves of a head are interleaved."""
-_WINDOWED = {"gemma2": 2, "gemma3_text": 6}
+_WINDOWED = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "llama4_text": 4}
 """Every so many layers one has no window, where the others have one."""
+_FLOAT = re.compile(r"ffn_gate_inp|ssm_(conv1d|alpha|beta)")
+"""Names of matrices that are small, and float32 in all formats."""
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}
-_NAMES = {
-    "attention_norm": ["attn_norm"],
-    "qkv": ["attn_q", "attn_k", "attn_v"],
-    "qkv_bias": ["attn_q", "attn_k", "attn_v"],
-    "q_norm": ["attn_q_norm"],
-    "k_norm": ["attn_k_norm"],
-    "out": ["attn_output"],
-    "attention_post_norm": ["post_attention_norm"],
-    "mlp_norm": ["ffn_norm"],
-    "mlp_post_norm": ["post_ffw_norm"],
-    "router": ["ffn_gate_inp"],
-    "gate_up": ["ffn_gate", "ffn_up"],
-    "down": ["ffn_down"],
-}
-
-
 def architecture(config: Config) -> str:
     """Return what llama.cpp calls a family.
 
@@ -69,42 +64,37 @@ def architecture(config: Config) -> str:
 
 def _problems(config: Config) -> Iterator[str]:
     """Yield what llama.cpp does not read from a file, and computes in another way."""
-    if any(rope.yarn for rope in config.ropes):
-        yield "rope_type must be default, linear or llama3 for GGUF, got yarn"
     if config.experts and not config.normalize_experts:
         yield "norm_topk_prob must be true for GGUF, got false"
     every = _WINDOWED.get(config.family)
     windows = [bool(every) and (i + 1) % every != 0 for i in range(config.layers)]
-    if [window > 0 for window in config.windows] != windows:
+    if config.family != "gemma4_text" and [window > 0 for window in config.windows] != windows:
         where = f"all but each {every}th layer" if every else "no layer"
         yield f"sliding_window must be of {where} for GGUF, got {list(config.windows)}"
-    # Of the largest models, by what each head would have of the width.
-    is_largest = config.layers == {"gemma2": 46, "gemma3_text": 62}.get(config.family)
-    size = config.width / config.heads if is_largest else config.head_size
-    if not math.isclose(config.scale, size**-0.5):
-        yield f"query_pre_attn_scalar must be {size:g} for GGUF, got {config.scale**-2:g}"
-    if any(rope.theta != 1e4 or rope.factor != 1 for rope in config.ropes[1:]):
-        yield "rope_local_base_freq must be 10000 for GGUF"
+    if config.family != "gemma4_text":
+        # Of the largest models, by what each head would have of the width.
+        is_largest = config.layers == {"gemma2": 46, "gemma3_text": 62}.get(config.family)
+        size = config.width / config.heads if is_largest else config.head_size
+        if not math.isclose(config.scale, size**-0.5):
+            yield f"query_pre_attn_scalar must be {size:g} for GGUF, got {config.scale**-2:g}"
+    yield from gguf_families.problems(config)
 
 
 def parts(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
     """Yield what a parameter of one layer is in a file: names, and arrays ``[..., out, in]``.
 
     Args:
-        config: of the model.
+        config: of the layer, as ``config.view`` returns it.
         name: of the parameter.
         array: float, ``[..., in, out]``; or the second factor of its adapter.
     """
     size = config.head_size
-    ends = [config.heads * size, (config.heads + config.kv_heads) * size]
-    ends = {"gate_up": [config.inner]}.get(name, ends if name.startswith("qkv") else [])
-    suffix = "bias" if name.endswith("bias") else "weight"
-    for part, one in zip(_NAMES[name], np.split(np.asarray(array), ends, axis=-1), strict=True):
-        one = one.swapaxes(-1, -2) if one.ndim > 1 else one
-        if architecture(config) in INTERLEAVED and part in ("attn_q", "attn_k"):
+    array = gguf_families.reordered(config, name, np.asarray(array))
+    for part, one in gguf_families.split(config, name, array):
+        one = one.swapaxes(-1, -2) if one.ndim > 1 and not part.endswith("bias") else one
+        if ARCHITECTURES[config.family] in INTERLEAVED and part.startswith(("attn_q.", "attn_k.")):
             one = one.reshape(-1, 2, size // 2, *one.shape[1:]).swapaxes(1, 2).reshape(one.shape)
-        part += "_exps" if config.experts and name in ("gate_up", "down") else ""
-        yield f"{part}.{suffix}", one
+        yield part, one
 
 
 def tensors(config: Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -113,22 +103,34 @@ def tensors(config: Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
     yield "output_norm.weight", params["norm"]
     if not config.tied:
         yield "output.weight", np.asarray(params["head"]).T
+    if config.layer_input:
+        yield "per_layer_token_embd.weight", params["input_embed"]
+        yield "per_layer_model_proj.weight", np.asarray(params["input_project"]).T
+        yield "per_layer_proj_norm.weight", params["input_norm"]
     first = config.ropes[0]
-    if first.llama3 is not None:
-        size = config.head_size
-        plain = 1 / first.theta ** (np.arange(0, size, 2) / size)
-        yield "rope_freqs.weight", (plain / first.frequencies(size)).astype(np.float32)
+    if first.llama3 is not None or first.proportional:
+        whole = [i for i, window in enumerate(config.windows) if not window] or [0]
+        size = config.view(whole[0]).head_size
+        plain, turns = 1 / first.theta ** (np.arange(0, size, 2) / size), first.frequencies(size)
+        # What stands still is slowed down by as much as llama.cpp's own files have.
+        slower = np.divide(plain, turns, out=np.full(len(turns), 1e30), where=turns > 0)
+        yield "rope_freqs.weight", slower.astype(np.float32)
     for i in range(config.layers):
         for name in checkpoint.tensor_names(config, i):
-            one, array = checkpoint.parameter(config, params, name, i)
-            for part, array in parts(one, name, array):
+            for part, array in parts(*_parameter(config, params, name, i)):
                 yield f"blk.{i}.{part}", array
+
+
+def _parameter(config: Config, params: Any, name: str, layer: int) -> tuple[Config, str, Any]:
+    """Return what ``parts`` takes of a parameter of a layer."""
+    one, array = checkpoint.parameter(config, params, name, layer)
+    return one, name, array
 
 
 def stored(name: str, array: Any, form: str) -> Any:
     """Return a tensor as it is stored: norms, biases and routers in float32."""
     array = np.ascontiguousarray(array, np.float32)
-    if array.ndim < 2 or "ffn_gate_inp" in name or form == "f32":
+    if array.ndim < 2 or name.endswith("bias") or _FLOAT.search(name) or form == "f32":
         return array
     if form in _FLOATS:
         return array.astype(jnp.dtype(_FLOATS[form]))
@@ -172,13 +174,17 @@ def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any
         "rope.dimension_count": config.head_size,
         "rope.freq_base": float(config.ropes[0].theta),
     }
-    if config.ropes[0].llama3 is None and config.ropes[0].factor != 1:
+    first = config.ropes[0]
+    if first.yarn is not None:
+        found |= gguf_families.yarn(first)
+    elif first.llama3 is None and first.factor != 1:
         found["rope.scaling.type"] = "linear"
-        found["rope.scaling.factor"] = float(config.ropes[0].factor)
-    if any(config.windows):
+        found["rope.scaling.factor"] = float(first.factor)
+    if any(config.windows) and not config.chunked:
         found["attention.sliding_window"] = max(config.windows)
     if config.softcap:
         found["attn_logit_softcapping"] = float(config.softcap)
+    if config.final_softcap:
         found["final_logit_softcapping"] = float(config.final_softcap)
     if config.experts:
         found |= {
@@ -186,6 +192,7 @@ def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any
             "expert_used_count": config.experts_per_token,
             "expert_feed_forward_length": config.inner,
         }
+    found |= gguf_families.metadata(config)
     general = {"general.architecture": name, "general.file_type": _FILE_TYPES[form]}
     return general | {f"{name}.{key}": value for key, value in found.items()}
 
@@ -249,7 +256,9 @@ def export_adapter(folder: str | os.PathLike[str], path: str | os.PathLike[str])
     tree = {}
     for i in range(config.layers):
         for name, (a, b) in adapters.of_layer(config, tuned.arrays, i).items():
-            for part, array in parts(config.view(i), name, b):
-                tree[f"blk.{i}.{part}.lora_a"] = np.ascontiguousarray(np.asarray(a).T)
+            one = config.view(i)
+            a = gguf_families.reordered_inputs(one, name, np.asarray(a))
+            for part, array in parts(one, name, b):
+                tree[f"blk.{i}.{part}.lora_a"] = np.ascontiguousarray(a.T)
                 tree[f"blk.{i}.{part}.lora_b"] = np.ascontiguousarray(array)
     xla.save_gguf(path, tree, metadata=about)
