@@ -9,7 +9,7 @@ import math
 import numpy as np
 import xllamacpp
 
-from jaxtap_llm import gguf
+from jaxtap_llm import checkpoint, gguf
 from jaxtap_llm.vocabulary import of_bytes
 
 
@@ -28,7 +28,11 @@ def write_gguf(path, config, params, qtype="F32", context=4096, vocabulary="ids"
     form = qtype.lower()
     about = gguf.metadata(config, {"max_position_embeddings": context}, form)
     about |= of_bytes() if vocabulary == "bytes" else of_ids(config.vocabulary)
-    gguf.write(path, config, params, about, form)
+
+    def get(name, layer):
+        return np.asarray(checkpoint.parameter(config, params, name, layer)[1])
+
+    gguf.write(path, config, get, about, form)
 
 
 def of_ids(size):

@@ -14,6 +14,7 @@ import numpy as np
 import provider_xla as xla
 from interception_core import get_feature
 
+from . import checkpoint
 from .config import Config, LlmError
 from .quantized import whole_plan
 
@@ -126,7 +127,15 @@ class Tuned:
         Raises:
             LlmError: the adapters are of another model.
         """
-        shapes = {key: one.shapes for key, one in plan.adapters.items()}
+        self.check({key: one.shapes for key, one in plan.adapters.items()})
+        return get_feature("plan-put-adapters")(plan, params, self.arrays)
+
+    def check(self, shapes: dict[str, dict[str, tuple[int, ...]]]) -> None:
+        """Check that the adapters have these shapes, by key and part.
+
+        Raises:
+            LlmError: they are of another model.
+        """
         pairs = self.arrays.items()
         found = {key: {part: x.shape for part, x in pair.items()} for key, pair in pairs}
         if found != shapes:
@@ -134,7 +143,18 @@ class Tuned:
                 f"The adapters must be those of {self.base}, got other shapes or names. The folder "
                 "has a checkpoint of another model: remove it, and run finetune again."
             )
-        return get_feature("plan-put-adapters")(plan, params, self.arrays)
+
+
+def shapes_of(config: Config, rank: int) -> dict[str, dict[str, tuple[int, ...]]]:
+    """Return the shapes of all adapters, by key and part."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for stack in config.stacks:
+        view, count = config.view(stack), len(stack.layers)
+        for name in adapted(view):
+            inputs, outputs = checkpoint.layer_shapes(view)[name]
+            pair = {"a": (count, inputs, rank), "b": (count, rank, outputs)}
+            found[f"args[0]{_PATH.format(stack.name, name)}"] = pair
+    return found
 
 
 def is_finetuned(folder: Any) -> bool:

@@ -3,8 +3,10 @@
 import dataclasses
 import itertools
 import json
+import math
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -290,10 +292,10 @@ def tensor_shapes(config, layer=None):
     """Return the shape of each tensor of a layer, or around the layers, by name."""
     found = {}
     one = config if layer is None else config.view(layer)
-    tree = shapes(config) if layer is None else None
-    of_layer = None if layer is None else layer_shapes(one)
+    of_layer = {} if layer is None else layer_shapes(one)
+    around = shapes(config) if layer is None else {}
     for name, names in tensor_names(config, layer).items():
-        shape = tree[name].shape if of_layer is None else of_layer[name]
+        shape = around[name].shape if layer is None else of_layer[name]
         columns = _columns(one, name, shape[-1])
         if is_whole(one, name):
             each = [shape]
@@ -449,8 +451,8 @@ def check_tensors(config, files):
             )
 
 
-def read(folder):
-    """Return the config and the float parameters of a folder, float32 in NumPy."""
+def opened(folder):
+    """Return the config of a float folder, and what returns a parameter: see ``floats.Get``."""
     from safetensors import safe_open
 
     config, files = read_config(folder), find_files(folder)
@@ -460,10 +462,16 @@ def read(folder):
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def get(name, layer):
-        names, one = tensor_names(config, layer)[name], config.view(layer or 0)
-        one = config if layer is None else one
+        names = tensor_names(config, layer)[name]
+        one = config if layer is None else config.view(layer)
         return np.asarray(join(one, name, [where[n].get_tensor(n) for n in names]), np.float32)
 
+    return config, get
+
+
+def read(folder):
+    """Return the config and the float parameters of a folder, float32 in NumPy."""
+    config, get = opened(folder)
     params: dict = {name: get(name, None) for name in tensor_names(config)}
     for stack in config.stacks:
         params[stack.name] = {
@@ -474,19 +482,76 @@ def read(folder):
 
 
 def write(folder, fields, config, params, shards=1):
-    """Write a folder as Hugging Face's are: config.json, and the tensors in one or more files."""
-    from safetensors.numpy import save_file
+    """Write a folder as Hugging Face's are, of a tree of parameters: see ``write_each``."""
+    sizes = sum(x.nbytes for x in jax.tree.leaves(params))
 
-    folder = Path(folder)
+    def get(name, layer):
+        return np.asarray(parameter(config, params, name, layer)[1])
+
+    dtype = np.asarray(params["norm"]).dtype
+    write_each(folder, fields, config, get, dtype, -(-sizes // shards) if shards > 1 else sizes)
+
+
+def write_each(folder, fields, config, get, dtype, most):
+    """Write a folder as Hugging Face's are: config.json, and the tensors in one or more files.
+
+    Parameters are got, split and written one after the other: the largest is in memory, no more.
+
+    Args:
+        folder: that is made, or is empty.
+        fields: of config.json.
+        config: of the model.
+        get: what returns a parameter: see ``floats.Get``.
+        dtype: of all tensors.
+        most: bytes of a file, which a parameter that is larger has all the same.
+    """
+    folder, dtype = Path(folder), jnp.dtype(dtype)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = tensors_of(config, params)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
-    if shards == 1:
-        save_file(tensors, folder / SINGLE, FORMAT)
-        return
-    names = list(tensors)
-    files = [f"model-{i + 1:05}-of-{shards:05}.safetensors" for i in range(shards)]
-    mapping = {name: files[i * shards // len(names)] for i, name in enumerate(names)}
-    for file in files:
-        save_file({n: tensors[n] for n in names if mapping[n] == file}, folder / file, FORMAT)
-    (folder / INDEX).write_text(json.dumps({"weight_map": mapping}))
+    parts = [[]]  # of each file, the parameters with the shapes of their tensors
+    size = 0
+    for layer in (None, *range(config.layers)):
+        shapes_of = tensor_shapes(config, layer)
+        for name, names in tensor_names(config, layer).items():
+            found = {tensor: shapes_of[tensor] for tensor in names}
+            more = sum(math.prod(shape) for shape in found.values()) * dtype.itemsize
+            if size + more > most and parts[-1]:
+                parts.append([])
+                size = 0
+            parts[-1].append((name, layer, found))
+            size += more
+    count = len(parts)
+    files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
+    files = files if count > 1 else [SINGLE]
+    for file, some in zip(files, parts, strict=True):
+        _write_file(folder / file, config, get, dtype, some)
+    if count > 1:
+        mapping = {tensor: file for file, some in zip(files, parts, strict=True)
+                   for _, _, found in some for tensor in found}  # fmt: skip
+        (folder / INDEX).write_text(json.dumps({"weight_map": mapping}))
+
+
+def _write_file(path, config, get, dtype, parts):
+    """Write one file: safetensors' own writer would have all its tensors in memory."""
+    header: dict[str, Any] = {"__metadata__": FORMAT}
+    end = 0
+    for _, _, found in parts:
+        for tensor, shape in found.items():
+            start, end = end, end + math.prod(shape) * dtype.itemsize
+            header[tensor] = {"dtype": DTYPES[dtype.name], "shape": shape,
+                              "data_offsets": [start, end]}  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, layer, found in parts:
+            one = config if layer is None else config.view(layer)
+            tensors = split(one, name, get(name, layer))
+            for shape, tensor in zip(found.values(), tensors, strict=True):
+                assert tuple(tensor.shape) == tuple(shape), (name, tensor.shape, shape)
+                array = np.ascontiguousarray(tensor, dtype)
+                file.write(array.reshape(-1).view(np.uint8).data)
+
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""What a safetensors file calls them."""

@@ -8,6 +8,7 @@ import json
 import math
 import os
 from pathlib import Path
+from typing import Any
 
 from interception_core import JaxtapError
 
@@ -168,8 +169,10 @@ class Config:
                 heads = kind.kv_heads, kind.head_size
                 found.setdefault(heads if kind.mixer == "attention" else kind.mixer, []).append(i)
         heads = [key for key in found if not isinstance(key, str)]
-        names = {key: str(heads.index(key) or "") for key in heads}
-        return {names.get(key, key): tuple(layers) for key, layers in found.items()}
+        return {
+            key if isinstance(key, str) else str(heads.index(key) or ""): tuple(layers)
+            for key, layers in found.items()
+        }
 
     def place(self, layer: int) -> tuple[Stack, int]:
         """Return the stack that has a layer, and its place there."""
@@ -308,7 +311,7 @@ def read_fields(folder):
         raise LlmError(f"{path} must be JSON, got: {error}.") from error
 
 
-def text_fields(fields):
+def text_fields(fields: Any) -> Any:
     """Return the fields of what decodes text, of a model that also sees images."""
     if not isinstance(fields, dict) or not isinstance(fields.get("text_config"), dict):
         return fields
@@ -500,7 +503,7 @@ def _check_activation(family, fields, path):
         raise LlmError(f"{path}: hidden_act must be {wanted} for {family}, got {found}.")
 
 
-def _llama4(fields, path, config):
+def _llama4(fields: Any, path: Any, config: Config) -> dict[str, Any]:
     """Return what else a decoder of Llama 4 has."""
     step = fields["interleave_moe_layer_step"]
     sparse = fields.get("moe_layers")
@@ -523,7 +526,7 @@ def _llama4(fields, path, config):
     }
 
 
-def _gemma4(fields, path, config):
+def _gemma4(fields: Any, path: Any, config: Config) -> dict[str, Any]:
     """Return what else a decoder of Gemma 4 has."""
     shared, layers = fields.get("num_kv_shared_layers", 0), config.layers
     is_local = [window > 0 for window in config.windows]
@@ -580,7 +583,7 @@ def _gemma4(fields, path, config):
     }
 
 
-def _qwen3_5(fields, path, config):
+def _qwen3_5(fields: Any, path: Any, config: Config) -> dict[str, Any]:
     """Return what else a decoder of Qwen 3.5 has."""
     delta = Delta(
         fields["linear_num_key_heads"],
@@ -605,7 +608,7 @@ def _qwen3_5(fields, path, config):
     return _kinds(tuple(kinds)) | more
 
 
-def _kinds(kinds):
+def _kinds(kinds: tuple[Kind, ...]) -> dict[str, Any]:
     """Return the fields for layers of some kinds: the kinds themselves only where they differ."""
     if len(set(kinds)) > 1:
         return {"kinds": kinds, "experts": max(kind.experts for kind in kinds)}
@@ -635,7 +638,7 @@ def _of_layers(family, fields, path):
     chosen = {name: value for name, value in chosen.items() if value is not None}
     theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or 1e4)
     kind = chosen.get("rope_type", chosen.get("type", "default"))
-    local, share = None, 1.0
+    local, share, small = None, 1.0, {}
     if family in PARTIAL:
         share = chosen.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
         share = (1.0 if family == "phi3" else 0.25) if share is None else share
@@ -648,7 +651,7 @@ def _of_layers(family, fields, path):
     if family in ("gemma3_text", "gemma4_text"):
         small = given.get("sliding_attention", {}) if by_layer else fields
         local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
-    if by_layer and small.get("rope_type", "default") != "default":
+    if small.get("rope_type", "default") != "default":
         raise LlmError(
             f"{path}: rope_type of sliding_attention must be default, got {small['rope_type']}."
         )
@@ -691,9 +694,8 @@ def _of_layers(family, fields, path):
         yarn = fast, slow, length, bool(chosen.get("truncate", True))
         return Rope(theta, factor, yarn=yarn, scale=scale), local
     raise LlmError(
-        f"{path}: rope_type must be default, linear, llama3, yarn (without mscale) or proportional, "
-        f"got {kind}. "
-        "Positions would be wrong without it."
+        f"{path}: rope_type must be default, linear, llama3, yarn (without mscale) or "
+        f"proportional, got {kind}. Positions would be wrong without it."
     )
 
 

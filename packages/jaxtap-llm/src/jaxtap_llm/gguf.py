@@ -15,7 +15,7 @@ import numpy as np
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import adapters, checkpoint, gguf_families, merged, vocabulary
+from . import adapters, checkpoint, floats, gguf_families, vocabulary
 from .config import Config, LlmError, read_config
 
 ARCHITECTURES = {
@@ -45,6 +45,8 @@ _FLOAT = re.compile(r"ffn_gate_inp|ssm_(conv1d|alpha|beta)")
 FORMATS = ("f32", "f16", "bf16", "q8_0", "q4_0")
 _FLOATS = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q4_0": 2}
+
+
 def architecture(config: Config) -> str:
     """Return what llama.cpp calls a family.
 
@@ -97,16 +99,16 @@ def parts(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
         yield part, one
 
 
-def tensors(config: Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(config: Config, get: floats.Get) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a file with their names, in float32."""
-    yield "token_embd.weight", params["embed"]
-    yield "output_norm.weight", params["norm"]
+    yield "token_embd.weight", get("embed", None)
+    yield "output_norm.weight", get("norm", None)
     if not config.tied:
-        yield "output.weight", np.asarray(params["head"]).T
+        yield "output.weight", get("head", None).T
     if config.layer_input:
-        yield "per_layer_token_embd.weight", params["input_embed"]
-        yield "per_layer_model_proj.weight", np.asarray(params["input_project"]).T
-        yield "per_layer_proj_norm.weight", params["input_norm"]
+        yield "per_layer_token_embd.weight", get("input_embed", None)
+        yield "per_layer_model_proj.weight", get("input_project", None).T
+        yield "per_layer_proj_norm.weight", get("input_norm", None)
     first = config.ropes[0]
     if first.llama3 is not None or first.proportional:
         whole = [i for i, window in enumerate(config.windows) if not window] or [0]
@@ -117,14 +119,8 @@ def tensors(config: Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
         yield "rope_freqs.weight", slower.astype(np.float32)
     for i in range(config.layers):
         for name in checkpoint.tensor_names(config, i):
-            for part, array in parts(*_parameter(config, params, name, i)):
+            for part, array in parts(config.view(i), name, get(name, i)):
                 yield f"blk.{i}.{part}", array
-
-
-def _parameter(config: Config, params: Any, name: str, layer: int) -> tuple[Config, str, Any]:
-    """Return what ``parts`` takes of a parameter of a layer."""
-    one, array = checkpoint.parameter(config, params, name, layer)
-    return one, name, array
 
 
 def stored(name: str, array: Any, form: str) -> Any:
@@ -197,17 +193,17 @@ def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any
     return general | {f"{name}.{key}": value for key, value in found.items()}
 
 
-def write(path: Any, config: Config, params: Any, about: dict[str, Any], form: str) -> None:
+def write(path: Any, config: Config, get: floats.Get, about: dict[str, Any], form: str) -> None:
     """Write a file of a model.
 
     Args:
         path: of the file, which is there whole or not at all.
         config: of the model.
-        params: float.
+        get: what returns a parameter, float.
         about: what it says beside the tensors.
         form: of matrices, one of ``FORMATS``.
     """
-    tree = {name: stored(name, array, form) for name, array in tensors(config, params)}
+    tree = {name: stored(name, array, form) for name, array in tensors(config, get)}
     xla.save_gguf(path, tree, metadata=about)
 
 
@@ -231,8 +227,8 @@ def export(
     config = read_config(folder, quantized=True)
     architecture(config)
     tokens = vocabulary.metadata(Path(folder), config)
-    config, fields, params = merged.read(folder)
-    write(path, config, params, metadata(config, fields, form) | tokens, form)
+    model = floats.opened(folder)
+    write(path, config, model.get, metadata(config, model.fields, form) | tokens, form)
 
 
 def export_adapter(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any
@@ -13,25 +14,14 @@ import numpy as np
 import provider_xla as xla
 from provider_xla.file_formats import atomic_write
 
-from . import checkpoint, folders, quantized
-from .config import LlmError, read_fields
-from .published import KEYS
+from . import checkpoint, floats, quantized
+from .config import LlmError
 from .rules import FORMATS, rules_for
 
 FLOATS = ("float32", "bfloat16", "float16")
 QUANTIZED = {"int8": None, "w8a8": "int8", "int4": None}
 """The formats that compressed-tensors has, and what activations are quantized to."""
 _SHARD = 5e9
-
-
-def read(folder: Any) -> tuple[Any, dict[str, Any], Any]:
-    """Return the config, the fields of config.json and the float parameters of a folder.
-
-    Adapters are added, and what is quantized is dequantized: float32.
-    """
-    config, plan, params = folders.load(folder)
-    fields = {name: value for name, value in read_fields(folder).items() if name not in KEYS}
-    return config, fields, jax.device_get(plan.dequantize(params))
 
 
 def dtype_of(fields: dict[str, Any]) -> str:
@@ -61,26 +51,41 @@ def export(
             f"--format must be one of {', '.join((*FLOATS, *QUANTIZED))}, got {form}. For another, "
             "quantize the merged folder: jaxtap llm quantize."
         )
-    config, fields, params = read(folder)
+    model = floats.opened(folder)
+    # Of a folder with an image encoder too, the decoder alone is written, as its files are.
+    config = dataclasses.replace(model.config, prefix="model.")
+    fields = model.fields
     kind = form if form in FLOATS else dtype_of(fields)
     fields = {name: value for name, value in fields.items() if name != "torch_dtype"}
     fields["dtype"] = kind
     with atomic_write(out, overwrite=False) as new:
         if form in QUANTIZED:
-            plan = quantized.whole_plan(config, _rules(config, form))
             stored = jax.tree.map(
                 lambda x: x if hasattr(x, "qtype") else np.asarray(x, jnp.dtype(kind)),
-                plan.quantize(params, prepack=False),
+                _stored(config, model.get, _rules(config, form)),
                 is_leaf=lambda x: hasattr(x, "qtype"),
             )
             xla.save_compressed_tensors(
                 new, stored, names=targets(config), config=fields, act_qtype=QUANTIZED[form]
             )
         else:
-            params = jax.tree.map(lambda x: np.asarray(x, jnp.dtype(kind)), params)
-            size = sum(x.nbytes for x in jax.tree.leaves(params))
-            checkpoint.write(new, fields, config, params, shards=int(-(-size // _SHARD)))
+            checkpoint.write_each(new, fields, config, model.get, kind, _SHARD)
         quantized.copy_around(folder, new)
+
+
+def _stored(config: Any, get: floats.Get, rules: list[Any]) -> Any:
+    """Return quantized parameters, made of the floats of one layer at a time."""
+    ends, plans = quantized.part_plans(config, rules)
+    params = ends.quantize(
+        {name: get(name, None) for name in checkpoint.tensor_names(config)}, prepack=False
+    )
+    for stack in config.stacks:
+        each = []
+        for i in stack.layers:
+            one = {name: get(name, i)[None] for name in checkpoint.tensor_names(config, i)}
+            each.append(plans[stack.name].quantize({stack.name: one}, prepack=False)[stack.name])
+        params[stack.name] = jax.tree.map(lambda *x: jnp.concatenate(x), *each)
+    return params
 
 
 def _rules(config: Any, form: str) -> list[Any]:

@@ -257,6 +257,7 @@ def attention(config, p, x, turns, where, given, cache, shared):
     kinds = kinds[: 1 if not config.keeps else 3 if config.has_values else 2]
     qkv = dense(p, "qkv", x).reshape(batch, length, sum(kinds), size)
     q, *kv = jnp.split(qkv, np.cumsum(kinds)[:-1], axis=2)
+    gate = None
     if config.gated:
         q, gate = jnp.split(q.reshape(batch, length, heads, 2 * size), 2, axis=-1)
     q = tempered(config, turned(config, p, "q", q, turns, rope), where, rope)
@@ -292,7 +293,7 @@ def attention(config, p, x, turns, where, given, cache, shared):
         mixed = jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=config.scale, is_causal=mask is None
         )
-    mixed = mixed * jax.nn.sigmoid(gate) if config.gated else mixed
+    mixed = mixed if gate is None else mixed * jax.nn.sigmoid(gate)
     return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache, shared
 
 

@@ -5,6 +5,7 @@ import re
 import warnings
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -68,6 +69,29 @@ def read(folder, dtype="float32"):
             stacklevel=2,
         )
     return config, [*rules_for(config, None), *xla.rules_of(params, _act_qtype(about))], params
+
+
+def opened(folder):
+    """Return the config of such a folder, and what returns a parameter: see ``floats.Get``."""
+    folder = Path(folder)
+    config, files = read_config(folder, quantized=True), checkpoint.find_files(folder)
+    config = checkpoint.located(config, files)
+    _check_names(folder, config, files)
+    shapes = checkpoint.shapes(config)
+
+    def get(name, layer):
+        stack = None if layer is None else dataclasses.replace(
+            config.place(layer)[0], layers=(layer,)
+        )  # fmt: skip
+        shape = shapes[name] if stack is None else shapes[stack.name][name]
+        if stack is not None:
+            shape = jax.ShapeDtypeStruct((1, *shape.shape[1:]), shape.dtype)
+        source = _source(config, name, stack, "float32", [])
+        found = xla.load_huggingface(folder, like={"it": shape}, names={"it": source})["it"]
+        array = np.asarray(found.restore() if hasattr(found, "restore") else found, np.float32)
+        return array if layer is None else array[0]
+
+    return config, get
 
 
 def _source(config, name, stack, dtype, mixed):

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tqdm import tqdm
 
 import provider_xla as xla
@@ -179,11 +180,7 @@ def read(out, dtype="float32"):
         LlmError: quantizing it was interrupted.
     """
     out = Path(out)
-    config = read_config(out)
-    missing = [name for name in _parts(config) if not (out / name).is_file()]
-    if missing:
-        raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
-    rules = xla.read_manifest(out / ENDS).rules()
+    config, rules = _facts(out)
     ends, plans = part_plans(config, rules)
     params = xla.load(out / ENDS, plan=ends, prepack=False)
     for name, layers in ((stack.name, stack.layers) for stack in config.stacks):
@@ -192,6 +189,39 @@ def read(out, dtype="float32"):
         params[name] = jax.tree.map(lambda *each: jnp.concatenate(each), *each)
     params = jax.tree.map(lambda x: x.astype(dtype), params, is_leaf=lambda x: hasattr(x, "qtype"))
     return config, rules, params
+
+
+def opened(out):
+    """Return the config of such a folder, and what returns a parameter: see ``floats.Get``.
+
+    The file of one layer is in memory, and no more.
+    """
+    out = Path(out)
+    config, rules = _facts(out)
+    ends, plans = part_plans(config, rules)
+
+    @functools.lru_cache(maxsize=1)
+    def part(layer):
+        if layer is None:
+            return xla.load(out / ENDS, plan=ends, prepack=False)
+        name = config.place(layer)[0].name
+        return xla.load(out / _layer(layer), plan=plans[name], prepack=False)[name]
+
+    def get(name, layer):
+        found = part(layer)[name]
+        array = np.asarray(found.restore() if hasattr(found, "restore") else found, np.float32)
+        return array if layer is None else array[0]
+
+    return config, get
+
+
+def _facts(out):
+    """Return the config and the rules of a folder that ``quantize`` wrote, and that is whole."""
+    config = read_config(out)
+    missing = [name for name in _parts(config) if not (out / name).is_file()]
+    if missing:
+        raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
+    return config, xla.read_manifest(out / ENDS).rules()
 
 
 def size_of(out):
