@@ -339,14 +339,14 @@ def parse_config(fields, path="config.json", quantized=False):
         defaults = {name: value for name, value in defaults.items() if name != "rope_scaling"}
     # A null says that there is none of it.
     fields = {name: value for name, value in (defaults | fields).items() if value is not None}
-    if "num_local_experts" in fields:  # as transformers writes all families
-        fields.setdefault("num_experts", fields["num_local_experts"])
     if family not in FAMILIES:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join((*FAMILIES, *NESTED))}, got {family!r}. "
             "Only these families are written in jaxtap_llm/model.py."
         )
     _check_numbers(fields, path)
+    if "num_local_experts" in fields:  # as transformers writes all families
+        fields.setdefault("num_experts", fields["num_local_experts"])
     try:
         return _parse(family, fields, path)
     except KeyError as error:
@@ -373,6 +373,13 @@ WHOLE_CAPS = {
 }
 
 
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "head_dim", "global_head_dim"), 65536),
+}
+"""Bounds of what is gone through one by one: a file may say anything."""
+
+
 def _check_numbers(fields, path):
     """Check that sizes are whole numbers, and the others numbers, which may be 0 for caps."""
     for name in sorted(fields.keys() & (COUNTS | NUMBERS | CAPS | WHOLE_CAPS)):
@@ -383,14 +390,20 @@ def _check_numbers(fields, path):
         if not fits or not 0 <= value < math.inf or (value == 0 and not may_be_0):
             what = "0 or more" if may_be_0 else "above 0"
             raise LlmError(f"{path}: {name} must be a {text}, {what}, got {value!r}.")
+        if whole and value > MOST.get(name, 2**31 - 1):
+            raise LlmError(
+                f"{path}: {name} must be at most {MOST.get(name, 2**31 - 1)}, got {value}."
+            )
     heads, groups = (fields.get(f"num_{one}_heads") for one in ("attention", "key_value"))
     if heads and groups and heads % groups:
         raise LlmError(
             f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
             f"and {groups}."
         )
-    if fields.get("num_experts_per_tok", 0) > fields.get("num_experts", math.inf):
-        raise LlmError(f"{path}: num_experts_per_tok must be at most num_experts.")
+    for name in ("num_experts_per_tok", "top_k_experts"):
+        count = fields.get("num_experts", fields.get("num_local_experts", math.inf))
+        if fields.get(name, 0) > count:
+            raise LlmError(f"{path}: {name} must be at most num_experts.")
 
 
 PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")
