@@ -38,6 +38,24 @@ GEMMA2 = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "rope
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 32}
 LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+LOCAL = {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 16}
+LLAMA4 = LOCAL | {"intermediate_size": 64, "intermediate_size_mlp": 96}
+LLAMA4 |= {"interleave_moe_layer_step": 2}
+KINDS = ["sliding_attention", "sliding_attention", "full_attention"] * 2 + ["full_attention"]
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 4, "layer_types": KINDS}
+GEMMA4 |= {"final_logit_softcapping": 30.0}
+SHARED = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+SHARED |= {"layer_types": [*KINDS[:4], *KINDS[2:4], KINDS[2]]}
+SHARED |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
+BESIDE = {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}
+BESIDE |= {"num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32}
+BESIDE |= {"hidden_size_per_layer_input": 0}
+QWEN35 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_hidden_layers": 8}
+QWEN35 |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "head_dim": 16}
+QWEN35 |= {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}
+QWEN35_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+QWEN35_EXPERTS |= {"shared_expert_intermediate_size": 64}
 
 
 def drawn(fields):
@@ -47,7 +65,7 @@ def drawn(fields):
 
     def draw(path, x):
         name = path[-1].key
-        if name.endswith(("norm", "bias")):
+        if name.endswith(("norm", "bias", "sinks", "scale", "decay")):
             return x + rng.normal(0, 0.1, x.shape).astype(np.float32)
         return x * (40 if name == "embed" and not config.gemma else 1)
 
@@ -130,6 +148,16 @@ def test_logits_are_tunixs(kind, fields, tmp_path):
         # Its gelu is a table in float16.
         ({"model_type": "gemma2", **GEMMA, **GEMMA2}, 1e-3),
         ({"model_type": "gemma3_text", **GEMMA}, 1e-3),
+        ({"model_type": "llama", "rope_scaling": YARN}, 1e-4),
+        ({"model_type": "mixtral", **LOCAL, "sliding_window": None}, 1e-4),
+        ({"model_type": "phi3", "sliding_window": None}, 1e-4),
+        ({"model_type": "smollm3", "tie_word_embeddings": True}, 1e-4),
+        ({"model_type": "gpt_oss", **LOCAL, "sliding_window": 4, "rope_scaling": YARN}, 1e-4),
+        ({"model_type": "llama4_text", **LLAMA4}, 1e-4),
+        ({"model_type": "gemma4_text", **GEMMA4, **SHARED}, 2e-3),
+        ({"model_type": "gemma4_text", **GEMMA4, **BESIDE}, 2e-3),
+        ({"model_type": "qwen3_5_text", **QWEN35}, 1e-4),
+        ({"model_type": "qwen3_5_moe_text", **QWEN35, **QWEN35_EXPERTS}, 1e-4),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )

@@ -189,10 +189,11 @@ def test_values_heads_of_a_key_are_apart_in_files_of_llama_cpp(tmp_path):
 
 def test_what_llama_cpp_has_fixed_is_said(tmp_path):
     for family, more, message in (
-        ("llama4_text", {}, "no_rope_layers must be each fourth layer"),
+        ("llama4_text", {}, "attention_chunk_size must be of all but each 4th layer"),
         ("llama4_text", {"no_rope_layer_interval": 4}, "attention_chunk_size must be 8192"),
         ("qwen3_5_text", {}, "linear_key_head_dim and linear_value_head_dim must be equal"),
         ("smollm3", {}, "no_rope_layers must be each fourth layer"),
+        ("gemma4_text", {"num_kv_shared_layers": 2}, "num_kv_shared_layers must follow a layer"),
         ("gpt_oss", {}, "swiglu_limit must be 7"),
     ):
         fields, config, params = drawn(family, **more)

@@ -72,7 +72,8 @@ def _problems(config: Config) -> Iterator[str]:
     windows = [bool(every) and (i + 1) % every != 0 for i in range(config.layers)]
     if config.family != "gemma4_text" and [window > 0 for window in config.windows] != windows:
         where = f"all but each {every}th layer" if every else "no layer"
-        yield f"sliding_window must be of {where} for GGUF, got {list(config.windows)}"
+        field = "attention_chunk_size" if config.chunked else "sliding_window"
+        yield f"{field} must be of {where} for GGUF, got {list(config.windows)}"
     if config.family != "gemma4_text":
         # Of the largest models, by what each head would have of the width.
         is_largest = config.layers == {"gemma2": 46, "gemma3_text": 62}.get(config.family)

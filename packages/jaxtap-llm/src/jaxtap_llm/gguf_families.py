@@ -191,6 +191,10 @@ def problems(config: Config) -> Iterator[str]:
             kinds = {(k.kv_heads, k.head_size) for k in config.kinds if k.local == local}
             if len(kinds) > 1:
                 yield "per_layer_config must be equal for all layers of a kind for GGUF"
+        # llama.cpp takes the last two layers that have keys, the first of them with a window.
+        own = sum(kind.keeps for kind in config.kinds)
+        if 0 < own < config.layers and [k.local for k in config.kinds[own - 2 : own]] != [1, 0]:
+            yield "num_kv_shared_layers must follow a layer with a window and one without for GGUF"
 
 
 def _problems_of_llama4(config: Config) -> Iterator[str]:
