@@ -18,7 +18,6 @@ from quant_numerics import Convolution, RaggedMatmul
 from ..kernels.convolution import Window, conv_op_of, window_of
 from ..kernels.errors import NoKernel
 from ..kernels.matmul import (
-    GROUPS,
     check_dtypes,
     check_groups,
     convolves,
@@ -61,7 +60,7 @@ class MatrixUse:
         is_static: whether the activation has a static range.
         rows: number of rows of the activation.
         dtype: dtype of the activation.
-        suffix: what the op's name ends in for the kernels of this use.
+        in_groups: whether rows come in groups, each with a weight of its own.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
         is_matmul: whether it is read as a matmul; a convolution may be read as both.
@@ -76,7 +75,7 @@ class MatrixUse:
     is_static: bool
     rows: Any
     dtype: Any
-    suffix: str = ""
+    in_groups: bool = False
     cuts: tuple[int, ...] = ()
     is_matmul: bool = True
     window: Window | None = None
@@ -138,7 +137,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         gone |= {places[0]}
         how = site.hows[1 - side]
         k_axes, rows = (places[1],), x.shape[0]
-        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
+        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, True, cuts)
     window = None
     if isinstance(site.contraction, Convolution):
         window = window_of(site.contraction, side, x.shape, weight.shape)
@@ -422,16 +421,16 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
 def _select_matmul(packing: Packing, use: MatrixUse, form: Any, shape: Sequence[int]) -> Choice:
     """Return the kernel for a contraction that is read as a matmul."""
     k_sizes, _ = packing.sizes(shape)
-    op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+    op = op_of(use.how, use.is_static, form, packing.group, k_sizes)
     get_op(op)
     k, n = packing.matrix(shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True} | question_of(use.is_static)
+    question = form.question | {"to_pack": True} | question_of(use.is_static, use.in_groups)
     question |= convolves(use.window is not None)
-    return _found(choice(op + use.suffix, packing.platform, operands, **question))
+    return _found(choice(op, packing.platform, operands, **question))
 
 
 def _select_convolution(
