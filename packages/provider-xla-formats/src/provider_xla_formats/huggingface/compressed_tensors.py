@@ -16,7 +16,7 @@ import quant_numerics as qn
 from provider_xla.file_formats import SINGLE, StoreError, atomic_write
 
 from ..affine import AffineWeight
-from ..halves import as_float4, from_float4, nibbles, whole_bytes
+from ..blocks import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32
 from .folder import CONFIG, DTYPES, KEYS

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .options import configure, make_plan, told
-from .output import check_folders, check_has, write_whole, written
+from .options import check_folders, check_has, configure, make_plan, told, write_whole, written
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:

@@ -15,8 +15,7 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
-from .errors import NoKernel
-from .products import Added
+from .products import Added, NoKernel
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,7 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .errors import NoKernel
-from .products import NOTHING, Added, mapped_contraction
+from .products import NOTHING, Added, NoKernel, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 

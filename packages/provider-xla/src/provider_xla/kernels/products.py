@@ -154,3 +154,7 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
 
     wrapped.def_vmap(rule)
     return wrapped
+
+
+class NoKernel(Exception):
+    """Raised for a contraction that kernels don't compute, with the reason."""

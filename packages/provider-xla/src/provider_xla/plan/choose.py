@@ -16,7 +16,6 @@ from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.convolution import Window, conv_op_of, window_of
-from ..kernels.errors import NoKernel
 from ..kernels.matmul import (
     GROUPS,
     check_dtypes,
@@ -28,6 +27,7 @@ from ..kernels.matmul import (
 )
 from ..kernels.packed import INTEGERS, packed_bits, packed_table
 from ..kernels.packing import Packing
+from ..kernels.products import NoKernel
 from ..kernels.rows import TAKE
 from ..program.granularity import Axes
 from ..program.record import Choice, choice

@@ -13,7 +13,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..extras import feature
-from ..kernels.errors import NoKernel
+from ..kernels.products import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
 from ..program.granularity import fitted, tile_elements
@@ -28,9 +28,9 @@ from ..run.static.ranges import (
     measure,
 )
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
-from .chosen import Chosen
-from .derived import Derived
 from .storage import Asked, Storage, Stored, gone
+from .views import Chosen
+from .weight import Derived
 
 
 class Use(NamedTuple):

@@ -13,7 +13,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +21,11 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
+from ..forms.tree import unpacked_leaf
 from ..kernels.packed import PrepackedWeight
+from ..program.facts import Code, Fact
 from ..program.granularity import Axes, Granularity
+from .weight import WeightPlan
 
 IsStored = Callable[[Expression], bool]
 """Whether a node of an expression is what is stored."""
@@ -260,3 +263,61 @@ def finest(
             if all(count in some for count, some in zip(along, allowed, strict=False)):
                 return Granularity(channels, cut)
     return None
+
+
+class Chosen(NamedTuple):
+    """A weight that the program chooses among several.
+
+    Attributes:
+        op_id: the operation whose weight it is.
+        rule: the number of its rule.
+        expression: how it is chosen.
+        paths: of the parameters.
+    """
+
+    op_id: str
+    rule: int | None
+    expression: Expression
+    paths: tuple[str, ...]
+
+
+def why_lost(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> Fact | None:
+    """Return why the forms of the alternatives can't be chosen among, as a problem; or None."""
+    try:
+        _replayed(chosen, {path: weights[path] for path in chosen.paths if path in weights})
+    except MoveError as why:
+        about = {"op_id": chosen.op_id, "paths": chosen.paths, "rule": chosen.rule}
+        return Code.SEVERAL_FORMS(**about, weight=str(chosen.expression), why=str(why))
+    return None
+
+
+def stay_packed(chosen: Chosen, weights: Mapping[str, WeightPlan], platform: str) -> bool:
+    """Return whether a kernel takes the alternatives as they are packed for a platform.
+
+    Also if none of them is.
+    """
+    own = {path: weights[path] for path in chosen.paths if path in weights}
+    if not any(platform in weight.packings for weight in own.values()):
+        return True
+    packed = {path: dataclasses.replace(weight, platform=platform) for path, weight in own.items()}
+    try:
+        return getattr(_replayed(chosen, packed), "platform", None) is not None
+    except MoveError:
+        return False
+
+
+def _replayed(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> ArrayProxy:
+    """Return the form of what is chosen, with types instead of arrays."""
+
+    def form(weight: WeightPlan) -> Any:
+        packing = weight.packings.get(weight.platform)
+        form = weight.form(packing)
+        return form if packing is not None else jax.eval_shape(unpacked_leaf, form)
+
+    def run(forms: Mapping[str, Any]) -> ArrayProxy:
+        def stands_for(node: Expression) -> ArrayProxy | None:
+            return forms.get(node.path) if isinstance(node, Leaf) else None
+
+        return replay(chosen.expression, stands_for)
+
+    return jax.eval_shape(run, {path: form(weight) for path, weight in weights.items()})

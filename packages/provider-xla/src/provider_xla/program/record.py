@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from interception_core import OpCall, kernel_platforms, platform_of, select_kernel
 
 from ..errors import QuantizationError
+from ..tables import fold_rows
 from ..tables import table as show_table
 from .facts import IN_PARTS, Code, Fact, joined
-from .fold import fold_rows
 
 _WITH_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""

@@ -15,9 +15,8 @@ import quant_numerics as qn
 from ..errors import QuantizationError
 from ..extras import MissingExtraError
 from .qt_rule import QtRule
-from .qwix import is_qwix, of_qwix
 from .rule import QuantizationRule
-from .written import Q, Rule
+from .written import Q, Rule, is_qwix, of_qwix
 
 _BLOCKS = Q("int4", tile=32, scales="float16")
 

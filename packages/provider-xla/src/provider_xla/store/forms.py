@@ -16,9 +16,9 @@ from interception_core import FormSpec, declared_specs, get_form
 
 from ..program.granularity import Granularity
 from ..program.matching import Under
-from .averages import average_json, average_of
 from .carriers import is_storable
 from .errors import StoreError
+from .rules import average_json, average_of
 
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""

@@ -18,10 +18,9 @@ from . import orbax, safetensors, shards
 from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
 from .forms import put_together
-from .manifest import Manifest
+from .manifest import Manifest, check_storable, is_ours
 from .manifest_schema import Tree
 from .placing import find_placements, shardings_of
-from .plans import check_storable, is_ours
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:

@@ -21,8 +21,7 @@ from ..extras import require
 from .errors import StoreError, damaged
 from .manifest import Manifest
 from .placing import Placement
-from .schema import Object, check, read_json
-from .seal import BLANK, FIELD, canonical, is_intact, seal
+from .schema import BLANK, FIELD, Object, canonical, check, is_intact, read_json, seal
 
 BESIDE = "jaxtap.json"
 _ITEM = "tensors"

@@ -18,10 +18,9 @@ from .errors import StoreError
 from .files import appearing
 from .float_files import FloatFiles, Names, Source, source_of
 from .forms import Form, take_apart
-from .manifest import build
+from .manifest import build, check_ours
 from .manifest_schema import StoredLeaf
 from .placing import Placement, shardings_of
-from .plans import check_ours
 from .safetensors import Writer
 from .save import format_of, save
 from .tree import Leaf, describe, fill

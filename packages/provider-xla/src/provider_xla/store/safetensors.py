@@ -19,8 +19,7 @@ from ..extras import require
 from .carriers import SAFETENSORS, carrier, decode, encode, nbytes
 from .errors import StoreError, damaged
 from .manifest import Manifest
-from .schema import check, read_json
-from .seal import BLANK, FIELD, canonical, is_intact, seal
+from .schema import BLANK, FIELD, canonical, check, is_intact, read_json, seal
 
 _LONGEST = 100_000_000
 """Bytes of a header: the format's own limit."""
