@@ -98,13 +98,7 @@ def _bytes(numbers: np.ndarray) -> np.ndarray:
 
 
 def _fields(field: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Return few-bit numbers: per ``run`` bytes, low bits first.
-
-    Args:
-        field: uint8 [n, bytes].
-        bits: of a number: 1, 2 or 4.
-        run: bytes that go together.
-    """
+    """Return numbers of 1, 2 or 4 bits of uint8 [n, bytes]: per ``run`` bytes, low bits first."""
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[None, None, :, None]
     parts = field.reshape(len(field), -1, 1, run) >> shifts
     return (parts & np.uint8(2**bits - 1)).reshape(len(field), -1)

@@ -284,11 +284,8 @@ def _measured(
 ) -> dict[str, Any]:
     """Return a measure of each parameter's activations, by path.
 
-    Args:
-        model: the model, its parameters and batches.
-        part: the parameters to measure for.
-        measure: takes activations, float32 [rows, K], and returns an array or a ``Largest``.
-        steps: by path, the maps that activations go through before they are measured.
+    ``measure`` takes activations, float32 [rows, K], after the maps in ``steps``, and returns an
+    array or a ``Largest``.
     """
     paths: dict[str, str] = {}
 

@@ -17,13 +17,7 @@ _PAST_HEADER = 2
 def table(
     rows: Sequence[Sequence[str]], headers: Sequence[str], right: Collection[int] = ()
 ) -> str:
-    """Return rows of text under their headers and a rule.
-
-    Args:
-        rows: cells of one line each.
-        headers: of the columns.
-        right: the columns that are aligned to the right; the others are to the left.
-    """
+    """Return rows of text under headers and a rule; the columns in ``right`` are right-aligned."""
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(headers)
     widths = [
         max([len(header) + _PAST_HEADER, *map(len, cells)])

@@ -70,12 +70,7 @@ def configure(
 
 
 def make_plan(args: argparse.Namespace, params: Any = None) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Return the plan, the parameters, and the other arguments.
-
-    Args:
-        args: the command's.
-        params: the parameters, where ``args`` has only the other arguments.
-    """
+    """Return the plan, the parameters (``params`` if given), and the other arguments."""
     module, fn = find_function(args.function)
     if args.args:
         values = [read_argument(text, module) for text in args.args]

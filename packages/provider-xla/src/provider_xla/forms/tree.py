@@ -30,10 +30,8 @@ def _is_stored_type(kind: type) -> bool:
 def map_forms(change: Callable[[str | None, Any], Any], leaf: Any) -> Any:
     """Return a leaf with each stored form in it changed.
 
-    Args:
-        change: takes the key of the expression of a derived weight, None for the parameter itself,
-            and a form.
-        leaf: any leaf; without a form it is returned as it is.
+    ``change`` takes a form after the key of the expression of its derived weight, None for the
+    parameter itself.
     """
     if not isinstance(leaf, Carrier):
         return change(None, leaf) if qn.is_form(leaf) else leaf
@@ -48,12 +46,7 @@ def own_form(leaf: Any) -> Any:
 
 
 def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
-    """Return a leaf with QArrays for quantized values in packed storage.
-
-    Args:
-        leaf: any leaf.
-        kernels: whether weights that are packed for kernels stay packed.
-    """
+    """Return a leaf with QArrays for quantized values in packed storage, or in kernels' too."""
 
     def one(values: Any) -> Any:
         # Of a parameter with an adapter the values may be an array.

@@ -98,12 +98,7 @@ class Packing:
         return self._uncut(shape, counts, "it is sharded along")
 
     def uncuttable(self, shape: Sequence[int], counts: Sequence[int]) -> str | None:
-        """Return why a packed parameter can't enter a ``shard_map``, or None.
-
-        Args:
-            shape: shape of the parameter.
-            counts: into how many equal parts each of its axes is cut.
-        """
+        """Return why it can't enter a ``shard_map`` that cuts its axes so, or None."""
         return self._uncut(shape, counts, "shard_map cuts it along")
 
     def _uncut(self, shape: Sequence[int], counts: Sequence[int], what: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -100,14 +99,8 @@ def _rules(plan: Any, op: OpRecord, indent: str = "") -> Iterator[str]:
     """Yield what each rule says of an operation, up to the one that decides."""
     last = len(plan.rules.rules) if op.rule is None else op.rule + 1
     for i, rule in enumerate(plan.rules.rules[:last]):
-        told = {
-            name: value
-            for name, field in rule.__dataclass_fields__.items()
-            if (value := getattr(rule, name)) != field.default
-        }
-        shown = ", ".join(f"{name}={value!r}" for name, value in told.items()) or "no fields"
         verdict = "decides" if i == op.rule else "does not match"
-        yield f"{indent}rule {i} ({shown}) {verdict}"
+        yield f"{indent}rule {i} ({_given(rule) or 'no fields'}) {verdict}"
     if op.rule is None:
         yield f"{indent}no rule matches {op.module_path or 'the top level'}"
 
@@ -149,15 +142,11 @@ def why_unused(
     """Return that a rule has no effect, and why; ``leaves`` are the parameters' paths."""
     rule = rules.rules[index]
     why = _why(index, rule, rules, records, leaves)
-    return Code.UNUSED(rule=index, shown=_shown(rule), why=why)
+    return Code.UNUSED(rule=index, shown=f"{type(rule).__name__}({_given(rule)})", why=why)
 
 
-def _shown(rule: QuantizationRule) -> str:
-    """Return a rule with the fields that are not the default."""
-    fields = [(field.name, getattr(rule, field.name), field.default)
-              for field in dataclasses.fields(rule)]  # fmt: skip
-    given = ", ".join(f"{name}={value!r}" for name, value, usual in fields if value != usual)
-    return f"{type(rule).__name__}({given})"
+def _given(rule: QuantizationRule) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in rule.given.items())
 
 
 def _why(

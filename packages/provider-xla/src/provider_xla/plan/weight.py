@@ -218,15 +218,9 @@ def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm
 
 
 def prepack_leaf(plan: WeightPlan, q: qn.StoredForm, platform: str | None = None) -> Any:
-    """Pack a quantized parameter if its plan and sharding allow it.
+    """Pack a quantized parameter if its plan and sharding allow it, for ``platform`` or its own.
 
-    Args:
-        plan: how the parameter is quantized.
-        q: its stored form, which is returned unchanged if it is packed already.
-        platform: that of the kernels; None for the one that ``q`` is on.
-
-    Raises:
-        QuantizationError: ``q`` has another format, shape or scales than the plan says.
+    QuantizationError: it has another format, shape or scales than the plan says.
     """
     return q.with_values(lambda values: _packed(plan, values, platform))
 
@@ -304,14 +298,7 @@ def _quantize(
 def _form(
     how: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, packing: Packing | None
 ) -> Any:
-    """Return the type of an array that is quantized, and packed.
-
-    Args:
-        how: the arguments of ``_quantize`` after the first.
-        shape: of the array.
-        dtype: of the array.
-        packing: how it is packed; None if it is not.
-    """
+    """Return the type of an array that is quantized, and packed."""
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
     return stored if packing is None else packed_type(stored, packing)

@@ -91,13 +91,8 @@ class Decided:
     ) -> None:
         """Raise QuantizationError unless the plan decided so about an operation's parameters.
 
-        Args:
-            call: the operation.
-            paths: of the parameters behind its operands.
-            index: the number of its rule.
-            hows: how its operands are quantized here.
-            why: why it stays float; None if it does not.
-            is_linear: whether JAX transposes it, so that its activations stay float.
+        ``why`` says why it stays float; ``is_linear``, that JAX transposes it, so that its
+        activations do.
         """
         known = [self._uses[path] for path in paths if path in self._uses]
         if not known:
@@ -133,12 +128,6 @@ class Decided:
         """Raise QuantizationError if an id is that of another operation in the plan.
 
         The ranges that are stored under it are then those of other activations.
-
-        Args:
-            call: an operation with a static range.
-            contraction: what it computes.
-            ndims: the number of axes of each operand.
-            paths: of the parameters behind its operands.
         """
         found = self._by_id.get(call.op_id)
         if not found:  # there are no statistics for it, which is an error of their own

@@ -40,11 +40,7 @@ def lookup_id(call: OpCall) -> str:
 
 
 def platforms(first: str | None = None) -> tuple[str, ...]:
-    """Return the platforms that kernels are chosen for.
-
-    Args:
-        first: where the parameters are; None for where JAX puts new arrays.
-    """
+    """Return the platforms that kernels are chosen for, that of the parameters first."""
     first = platform_of() if first is None else first
     return (first, *(name for name in kernel_platforms() if name != first))
 

@@ -235,16 +235,9 @@ def trained_contraction(
 ) -> jax.Array:
     """Run a contraction of quantized operands, with the gradients of quantized training.
 
-    Args:
-        contraction: what to compute.
-        hows: how to quantize each operand; None if it stays float.
-        backward: how the gradient of each operand is quantized; None for float gradients.
-        lhs: the left operand, float.
-        rhs: the right operand, float.
-        extras: the contraction's other arrays.
-        calibrations: the static range of each operand; None for one that is measured here.
-        gradient: the static range of the incoming gradient; None to measure it.
-        key: random key of stochastic rounding, or None.
+    Of each operand, how it is quantized (None: float), how its gradient is (None: float), and its
+    static range (None: measured here), as that of the incoming gradient. The key is for stochastic
+    rounding.
     """
     if not contraction.trains:
         return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)

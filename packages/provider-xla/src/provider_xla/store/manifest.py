@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard, TypeVar
 
 import jax
 import msgspec
@@ -19,11 +21,12 @@ from ..rules.rule import QuantizationRule
 from ..tables import table
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
-from .errors import PlanDiff, StoreError
+from .errors import PlanDiff, StoreError, damaged
 from .forms import CARRIER, Form, is_quantized
 from .manifest_schema import FormatOnly, StoredLeaf, Tree, check_plan_json
+from .placing import Placement
 from .rules import rule_json, rule_of
-from .schema import Object, Size, check
+from .schema import Object, Size, check, is_intact, read_json
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
@@ -264,6 +267,56 @@ class Manifest(Object, frozen=True):
         count = sum(leaf.kind == CARRIER or is_quantized(leaf.kind) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"{shown}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
+
+
+class Opened:
+    """What is open to be read: what it holds, and its tensors. A context manager."""
+
+    manifest: Manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
+        """Return a function from a tensor's name to it, on its devices. Each is read once."""
+        raise NotImplementedError
+
+
+_Beside = TypeVar("_Beside", bound="_HasManifest")
+
+
+class _HasManifest(Protocol):
+    @property
+    def manifest(self) -> dict[str, Any]: ...
+
+
+def read_sealed(path: Path, name: str, schema: type[_Beside]) -> tuple[_Beside, Manifest]:
+    """Return the content of the JSON file of a checkpoint, and the manifest in it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StoreError: it is damaged, or of a later version.
+    """
+    text = (path / name).read_bytes()
+    if not is_intact(text):
+        raise damaged(path, f"the checksum of {name} is not its own")
+    with reading(path, f"its {name}"):
+        found = check(read_json(text), schema)
+        return found, Manifest.from_json(found.manifest)
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn what malformed content raises into a StoreError that names the file."""
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{path} can't be loaded: {error}") from error
+    except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, f"{what} can't be read ({error!r})") from error
 
 
 def build(

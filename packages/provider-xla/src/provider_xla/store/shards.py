@@ -13,7 +13,7 @@ import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from msgspec import field
 
 from .errors import StoreError, damaged
 from .files import appearing
-from .manifest import Manifest
+from .manifest import Manifest, Opened, read_sealed
 from .manifest_schema import StoredLeaf, Tree
 from .placing import Placement
 from .safetensors import Reader as File
@@ -35,9 +35,6 @@ from .schema import (
     Object,
     Size,
     canonical,
-    check,
-    is_intact,
-    read_json,
     seal,
 )
 
@@ -81,11 +78,7 @@ def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
 def write_pieces(
     path: Path, manifest: Manifest, pieces: Mapping[str, Mapping[Block, Any]]
 ) -> dict[str, list[Any]]:
-    """Write a file of pieces, and return its index entry.
-
-    Returns:
-        By tensor, a list of [file, name of the piece, block].
-    """
+    """Write a file of pieces; return by tensor a list of [file, name of the piece, block]."""
     listed: dict[str, list[Any]] = {}
     arrays: dict[str, Any] = {}
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -124,8 +117,8 @@ def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, 
     (folder / INDEX).write_bytes(seal(canonical(index).encode()))
 
 
-class Reader:
-    """Read a folder of shards. A context manager.
+class Reader(Opened):
+    """Read a folder of shards.
 
     The index and the headers of files are checked at once, and each piece when it is read.
 
@@ -135,19 +128,10 @@ class Reader:
 
     def __init__(self, path: Path):
         self._path = path
-        text = (path / INDEX).read_bytes()
-        if not is_intact(text):
-            raise damaged(path, f"the checksum of {INDEX} is not its own")
-        try:
-            index = check(read_json(text), _Index)
-            self.manifest = Manifest.from_json(index.manifest)
-            self._pieces, digests = index.pieces, index.files
-        except StoreError as error:
-            raise StoreError(f"{path} can't be loaded: {error}") from error
-        except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
-            raise damaged(path, f"its {INDEX} can't be read ({error!r})") from error
+        index, self.manifest = read_sealed(path, INDEX, _Index)
+        self._pieces = index.pieces
         self._files = {}
-        for name, digest in digests.items():
+        for name, digest in index.files.items():
             if not (path / name).is_file():
                 raise damaged(path, f"its file {name} is missing")
             if _digest(path / name) != digest:
@@ -155,27 +139,30 @@ class Reader:
             self._files[name] = File(path / name)
         self._check()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.__exit__()
 
-    def read(self, placements: Mapping[str, Placement]) -> _Tensors:
-        """Return tensors by name, each read when popped."""
-        return _Tensors(self, placements)
+    def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
+        """Return what reads tensors; see ``Opened``."""
 
-    def block(
+        def take(name: str) -> Any:
+            shape = self.manifest.tensors[name][1]
+            pieces: dict[tuple[str, str], np.ndarray] = {}
+
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                sides = zip(index, shape, strict=True)
+                block = tuple(side.indices(size)[:2] for side, size in sides)
+                return self._block(name, block, pieces)
+
+            return placements[name].fill(shape, part)  # on each device its part
+
+        return take
+
+    def _block(
         self, tensor: str, wanted: Block, pieces: dict[tuple[str, str], np.ndarray]
     ) -> np.ndarray:
-        """Return a block of a tensor.
-
-        Args:
-            tensor: its name.
-            wanted: the block.
-            pieces: the pieces that were read already, by file and name; others are added.
-        """
+        """Return a block of a tensor, and add the pieces that are read to ``pieces``."""
         dtype, _ = self.manifest.tensors[tensor]
         result = np.empty([end - begin for begin, end in wanted], jnp.dtype(dtype))
         for file, name, block in self._pieces[tensor]:
@@ -221,24 +208,6 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
             return False
         count *= len(sides)
     return count == len(blocks)
-
-
-class _Tensors:
-    """Tensors that are assembled when they are popped, on each device its part."""
-
-    def __init__(self, reader: Reader, placements: Mapping[str, Placement]):
-        self._reader, self._placements = reader, placements
-
-    def pop(self, name: str) -> Any:
-        shape = self._reader.manifest.tensors[name][1]
-        pieces: dict[tuple[str, str], np.ndarray] = {}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            sides = zip(index, shape, strict=True)
-            block = tuple(side.indices(size)[:2] for side, size in sides)
-            return self._reader.block(name, block, pieces)
-
-        return self._placements[name].fill(shape, part)
 
 
 def _digest(file: Path) -> str:

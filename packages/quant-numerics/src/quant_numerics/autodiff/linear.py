@@ -249,14 +249,10 @@ def type_text(x: Any) -> str:
 
 
 def with_tangent(value: jax.Array, pair: LinearPair, residuals: Any, primals: Any) -> jax.Array:
-    """Return `value` with the derivative of a linear pair by `primals`.
+    """Return `value` with the derivative of a linear pair by `primals`, a tree of float arrays.
 
-    Args:
-      value: an array that was computed from the primals.
-      pair: forward mode applies its map to a tangent of the primals, reverse mode its transpose.
-      residuals: what the pair needs. `value` has no derivative with respect to these, so whatever
-        they depend on must be among the primals.
-      primals: pytree of float arrays.
+    Forward mode applies the pair's map to a tangent of the primals, reverse mode its transpose.
+    `value` has no derivative by `residuals`, so what they depend on must be among the primals.
     """
     residuals, res_tree = jax.tree.flatten(residuals)
     primals, in_tree = jax.tree.flatten(primals)

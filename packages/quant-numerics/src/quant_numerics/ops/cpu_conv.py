@@ -33,16 +33,8 @@ def int_conv(
     XLA's CPU backend computes integer convolutions in a plain loop, ten to twenty times slower than
     float32 ones. For programs lowered for CPU, sums of so few products that float32 holds them
     exactly are taken in float32: of all input features, or of parts of them that are added in
-    int32. The result is the same, bit for bit.
-
-    Args:
-      conv: the convolution with int32 sums.
-      float_conv: the same convolution of float32 arrays.
-      lhs: the input, integers.
-      rhs: the kernel, integers.
-      feature_axes: the axes of input features in both, or None if they can't be cut.
-      terms: how many window elements, and how many input features, a sum goes over.
-      largest: the largest magnitude of a product.
+    int32. The result is the same, bit for bit. A sum goes over `terms`: so many window elements,
+    and input features.
     """
 
     def plain(a: jax.Array, b: jax.Array) -> jax.Array:
@@ -89,15 +81,7 @@ def is_of_small_groups(
     batch_group_count: int = 1,
     **_: Any,
 ) -> bool:
-    """Return whether a convolution is to be computed as shifted products on CPU.
-
-    Args:
-      lhs_shape: shape of the input.
-      kernel_shape: shape of the kernel.
-      dimension_numbers: what ``jax.lax.conv_dimension_numbers`` returns.
-      feature_group_count: as in ``conv_general_dilated``.
-      batch_group_count: as there.
-    """
+    """Return whether a convolution is to be computed as shifted products on CPU."""
     numbers = dimension_numbers
     if feature_group_count == 1 or batch_group_count > 1:
         return False
@@ -120,16 +104,7 @@ def is_of_few_places(
     batch_group_count: int = 1,
     **_: Any,
 ) -> bool:
-    """Return whether it is the kernel's gradient of a convolution of small groups.
-
-    Args:
-      lhs_shape: shape of the input.
-      kernel_shape: shape of the kernel, which is as large as the other one's result.
-      result_shape: shape of the result.
-      dimension_numbers: what ``jax.lax.conv_dimension_numbers`` returns.
-      feature_group_count: as in ``conv_general_dilated``.
-      batch_group_count: as there.
-    """
+    """Return whether it is the kernel's gradient of a convolution of small groups."""
     numbers = dimension_numbers
     if batch_group_count == 1 or feature_group_count > 1:
         return False
@@ -154,20 +129,7 @@ def shifted_products(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
 ) -> jax.Array:
-    """Convolve like ``lax.conv_general_dilated``, without batch groups.
-
-    Args:
-      lhs: the input.
-      rhs: the kernel.
-      sums: dtype of the products and sums, and of the result.
-      window_strides: as in ``lax``, like all arguments after it.
-      padding: as there.
-      dimension_numbers: as there.
-      lhs_dilation: as there.
-      rhs_dilation: as there.
-      feature_group_count: as there.
-      batch_group_count: 1.
-    """
+    """Convolve like ``lax.conv_general_dilated``, without batch groups, in the dtype `sums`."""
     dn, groups = dimension_numbers, feature_group_count
     places = dn.lhs_spec[2:]
     kernel = lax.transpose(rhs, (*dn.rhs_spec[2:], *dn.rhs_spec[1::-1])).astype(sums)
@@ -209,20 +171,7 @@ def sums_of_places(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
 ) -> jax.Array:
-    """Convolve like ``lax.conv_general_dilated`` with batch groups: a sum for each place.
-
-    Args:
-      lhs: the input.
-      rhs: the kernel.
-      sums: dtype of the products and sums, and of the result.
-      window_strides: as in ``lax``, like all arguments after it.
-      padding: as there.
-      dimension_numbers: as there.
-      lhs_dilation: as there.
-      rhs_dilation: as there.
-      feature_group_count: 1.
-      batch_group_count: as there.
-    """
+    """Convolve like ``lax.conv_general_dilated`` with batch groups: a sum for each place."""
     dn, groups = dimension_numbers, batch_group_count
     # As the kernel lies: batch and features of the input where its outputs and features are.
     order = dict(zip(dn.rhs_spec, dn.lhs_spec, strict=True))
@@ -275,17 +224,7 @@ def _padded(
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
 ) -> tuple[jax.Array, Sequence[int], list[int]]:
-    """Return the padded input, how far elements of a window are apart, and how many places it has.
-
-    Args:
-      lhs: the input.
-      places: the axes along which windows move.
-      window: how many elements a window has along each.
-      window_strides: as in ``lax``, like all arguments after it.
-      padding: as there.
-      lhs_dilation: as there.
-      rhs_dilation: as there.
-    """
+    """Return the padded input, how far a window's elements are apart, and its number of places."""
     apart = rhs_dilation or (1,) * len(window)
     reach = [(size - 1) * step + 1 for size, step in zip(window, apart, strict=True)]
     if isinstance(padding, str):

@@ -155,11 +155,6 @@ def dot_in_kernel(
     The op ``dot_int8`` runs where it is installed, for programs that are lowered for CPU and for
     int8 that lies as batch, contracted and free axes, on both sides: XLA transposes the lhs, writes
     sums of int32 and reads them again to rescale them.
-
-    Args:
-      lhs: quantized values and their scales.
-      rhs: the same.
-      plain: contracts and rescales without a kernel, with the same bits.
     """
     sides = (lhs, rhs)
     if any(

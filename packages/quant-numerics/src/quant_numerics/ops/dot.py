@@ -219,11 +219,7 @@ def _scaled_dot(
 def _dot(
     lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
 ) -> jax.Array:
-    """Return sums less zero points, as floats.
-
-    Returns:
-      An array with the axes (batch, tiles, lhs free, rhs free).
-    """
+    """Return sums less zero points, as floats (batch, tiles, lhs free, rhs free)."""
     dims = (lhs.contract, rhs.contract), (lhs.batch + lhs.tiles, rhs.batch + rhs.tiles)
     if how.limit is None:
         return lax.dot_general(

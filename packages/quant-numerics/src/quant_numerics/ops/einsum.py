@@ -145,16 +145,7 @@ def sum_lone(x: QArray | jax.Array, labels: str, elsewhere: str) -> tuple[QArray
 def as_dot(
     lhs: tuple[QArray | jax.Array, str], rhs: tuple[QArray | jax.Array, str], out: str
 ) -> tuple[QArray | jax.Array, QArray | jax.Array, DimensionNumbers, list[int]]:
-    """Return an einsum of two operands as a dot_general and a transpose.
-
-    Args:
-      lhs: an operand and its labels, each of which it has once.
-      rhs: the same.
-      out: the labels of the output.
-
-    Returns:
-      The operands of the dot_general, its dimension numbers, and the order of the transpose.
-    """
+    """Return the operands and axes of a dot_general, and a transpose, for an einsum of labels."""
     (left, in_l), (right, in_r) = lhs, rhs
     sizes_l = dict(zip(in_l, left.shape, strict=True))
     sizes_r = dict(zip(in_r, right.shape, strict=True))

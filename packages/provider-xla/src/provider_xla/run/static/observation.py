@@ -25,9 +25,7 @@ from .statistics import Place, Statistics, as_arguments, filled, gradient_key_at
 def is_of_jax(error: Exception, caller: str = "jax._src") -> bool:
     """Return whether JAX raised an error, not the program.
 
-    Args:
-        error: the error.
-        caller: the module that called JAX, whose own frames JAX may have removed.
+    JAX may have removed the frames of the module that called it.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return str(frames[-1].f_globals.get("__name__")).startswith(("jax._src", caller))
@@ -36,16 +34,9 @@ def is_of_jax(error: Exception, caller: str = "jax._src") -> bool:
 def explained(
     error: Exception, observed: Sequence[str], in_loops: Sequence[str], watched: Sequence[str]
 ) -> QuantizationError | None:
-    """Return an error for one of JAX's, or of a Box's, about what can't be written.
+    """Return an error for one of JAX's, or of a Box's, about what can't be written; else None.
 
-    Args:
-        error: what was raised.
-        observed: the ids of the operations that are observed.
-        in_loops: those of them that are in a loop whose length only a run can tell.
-        watched: the operations whose gradients are recorded.
-
-    Returns:
-        The error; None if it is about something else.
+    ``in_loops`` are the ids that are in a loop whose length only a run can tell.
     """
     text, ops = str(error), observed
     instead = "give a rule for these operations act_static_scale=False"

@@ -186,11 +186,7 @@ def gradient_range(statistics: Statistics | None, site: Site) -> qn.Calibration 
 
 
 def is_unseen(bounds: qn.Calibration) -> Any:
-    """Return where bounds hold nothing but 0: no data was seen there, or zeros alone.
-
-    Returns:
-        A bool array like the bounds; a NumPy array if they are known.
-    """
+    """Return where bounds hold nothing but 0: no data was seen there, or zeros alone."""
     lower, upper = bounds
     if any(isinstance(x, jax.core.Tracer) for x in bounds):
         return ~(upper > 0) if lower is None else ~((upper > 0) | (lower < 0))
