@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from provider_xla import QuantizationError
 from provider_xla.features import (
@@ -20,6 +20,7 @@ from provider_xla.features import (
     by_path,
     carried,
     check_parameters,
+    followed,
     follows_values,
     prepacked,
     probe,
@@ -332,14 +333,6 @@ def _placed(stored: Any, leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return stored
-    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-
-    def one(x: jax.Array) -> jax.Array:
-        # Scales and maps are sharded along axes where they have an element per index.
-        own = tuple(
-            part if x.ndim == leaf.ndim and x.shape[axis] == leaf.shape[axis] else None
-            for axis, part in enumerate(spec)
-        )
-        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*own[: x.ndim])))
-
-    return jax.tree.map(one, stored)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, followed(sharding, leaf.shape, x.shape)), stored
+    )

@@ -46,6 +46,7 @@ from ..plan.views import places_in as places_in
 from ..plan.weight import quantize_leaf as quantize_leaf
 from ..program.arrays import as_batch as as_batch
 from ..program.arrays import by_path as by_path
+from ..program.arrays import followed as followed
 from ..program.arrays import is_array as is_array
 from ..program.arrays import map_params as map_params
 from ..program.arrays import of_arrays as of_arrays

@@ -21,10 +21,9 @@ from ..extras import feature
 from ..forms.adapted import restored
 from ..forms.tree import is_stored
 from ..program.arrays import takes_any
-from ..program.decided import Decided
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, follows_values
-from ..program.record import Choice, OpRecord, Report
+from ..program.record import Choice, Decided, OpRecord, Report
 from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
 from ..run.contraction import infer, inference

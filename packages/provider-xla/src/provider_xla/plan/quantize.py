@@ -10,12 +10,12 @@ from jax.sharding import NamedSharding
 
 import quant_numerics as qn
 from hijax_trace import Carrier
-from interception_core import followed_spec, platform_of
+from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, map_forms, own_form
 from ..kernels.packing import of_panels, pack, packed_type, packing_of
-from ..program.arrays import by_path, is_array, map_params, rebuilt
+from ..program.arrays import by_path, followed, is_array, map_params, rebuilt
 from ..program.sites import short
 from ..tables import progress
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
@@ -189,15 +189,10 @@ def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
         )
     if not isinstance(sharding, NamedSharding):
         return stored
-    spec = (*sharding.spec, *(None,) * (len(weight.shape) - len(sharding.spec)))
 
     def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        along, sizes = spec, weight.shape
-        if len(x.shape) > len(sizes):  # bit planes, whose bits come before the last axis
-            along, sizes = (*spec[:-1], None, None), (*sizes[:-1], *x.shape[-2:])
-        followed = followed_spec(sharding.mesh, along, sizes, x.shape)
-        followed = NamedSharding(sharding.mesh, followed)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=followed)
+        own = followed(sharding, weight.shape, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
 
     return jax.tree.map(placed, stored)
 

@@ -124,18 +124,13 @@ class Survey:
         if self.adapters is not None:
             self.adapters.contraction(site)
         op_id = site.call.op_id
-        if has_gradient_range(site):
-            self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
+        if site.rule.is_static:
+            self._range(site)
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
                 for path in () if weight is None else weight.paths:
                     self._contraction(path, op_id, NoKernel("its parameter stays float"))
                 continue
-            if has_range(site, side):
-                found = measure(site, side)
-                of = StaticRange.of(site, found.upper.ndim, found.lower is None)
-                ranges = self.ranges if weight is None else self.trained_ranges
-                ranges[site.key(side)] = of
             if weight is None:
                 continue
             ndim = site.operands[side].ndim
@@ -153,6 +148,17 @@ class Survey:
                     use = why
                 self._contraction(stored.path, op_id, use)
         return NotImplemented
+
+    def _range(self, site: Site) -> None:
+        """Record what of an operation has a static range."""
+        if has_gradient_range(site):
+            self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
+        for side, how in enumerate(site.hows):
+            if how is not None and has_range(site, side):
+                found = measure(site, side)
+                of = StaticRange.of(site, found.upper.ndim, found.lower is None)
+                ranges = self.ranges if site.weights[side] is None else self.trained_ranges
+                ranges[site.key(side)] = of
 
     def lookup(self, call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
         """Record a lookup in a parameter: a gather, or a slice of one row at an index."""
