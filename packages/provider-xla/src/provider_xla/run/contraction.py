@@ -225,6 +225,7 @@ def trained_contraction(
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     gradient: qn.Calibration | None,
     key: jax.Array | None,
+    quantized: tuple[qn.QArray | None, qn.QArray | None] = (None, None),
 ) -> jax.Array:
     """Run a contraction of quantized operands, with the gradients of quantized training.
 
@@ -238,6 +239,7 @@ def trained_contraction(
         calibrations: the static range of each operand; None for one that is measured here.
         gradient: the static range of the incoming gradient; None to measure it.
         key: random key of stochastic rounding, or None.
+        quantized: quantized values of each operand, if they are known; else None.
     """
     if not contraction.trains:
         return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)
@@ -252,4 +254,6 @@ def trained_contraction(
         rhs_calibration=calibrations[1],
         cotangent_calibration=gradient,
         key=key,
+        lhs_quantized=quantized[0],
+        rhs_quantized=quantized[1],
     )
