@@ -71,8 +71,8 @@ def _metadata(folder, tokenizer, positions):
     stops = read_stops(folder)
     if not stops:
         raise LlmError(
-            f"{folder} must say which tokens end a text, which LiteRT-LM asks for. Add eos_token_id "
-            "to its config.json, or write a .tflite."
+            f"{folder} must say which tokens end a text, as LiteRT-LM asks. Add eos_token_id to "
+            "its config.json, or write a .tflite."
         )
     found = llm_metadata_pb2.LlmMetadata(
         max_num_tokens=positions, supports_thinking=False, supports_function_calling=False

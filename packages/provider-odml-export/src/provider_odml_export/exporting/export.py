@@ -107,7 +107,10 @@ def export_model(
     check_statistics("stats", stats)
     quantizer = find_backend(backend)
     wanted = signatures_of(signatures, args)
-    programs = [_program(model, params, one) for one in wanted.values()]
+    calls = [_call(model, params, one) for one in wanted.values()]
+    # A rule may be for one of the signatures alone.
+    model.provider.check(*(own.unchecked_plan(given, {}) for own, given in calls))
+    programs = [_planned(own, given) for own, given in calls]
     if not quantizer:  # a backend finds its own ranges
         stats = checked([one.program.trained for one in programs], stats)
     exported = [
@@ -144,15 +147,19 @@ class _Planned:
     program: WrittenOut
 
 
-def _program(model: QatModel, params: Any, signature: Signature) -> _Planned:
+def _call(model: QatModel, params: Any, signature: Signature) -> tuple[QatModel, tuple]:
+    """Return the function of a signature, and its arguments with the parameters."""
     provider = model.provider
     model = model if signature.fn is None else provider.apply(signature.fn)
     given = list(signature.args)
     # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
     given.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
-    args = tuple(given)
+    return model, tuple(given)
+
+
+def _planned(model: QatModel, args: tuple) -> _Planned:
     program = planned(model, args, {})
-    places = places_of(args, provider.params_argnum, keys=True)
+    places = places_of(args, model.provider.params_argnum, keys=True)
     leaves = jax.tree.leaves(args)
 
     def run(inputs: list[Any]) -> Any:
