@@ -16,7 +16,6 @@ from provider_odml.features import INT8, check_statistics, split
 
 from ..errors import OdmlWarning
 from ..litert import Program, convert, integer_io, read
-from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
 from .blocks import marked, with_blocks
 from .collect import collect
@@ -25,7 +24,7 @@ from .loops import Plain
 from .mismatch import check_outputs, check_sites
 from .once import check_random
 from .program import Exported, filled, places_of
-from .report import Report
+from .report import Artifact, Report
 from .signature import Signature, input_names, output_names, signatures_of
 from .verify import OutputResult, SiteResult, compare_outputs, compare_own, compare_sites
 from .written_out import WrittenOut, planned
