@@ -21,6 +21,22 @@ class ByteTokenizer:
         return bytes(ids).decode(errors="replace")
 
 
+def byte_level():
+    """Return a ``tokenizers.Tokenizer`` that takes bytes as tokens, as ``ByteTokenizer`` does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # The library writes a byte as a character that can be seen: those that can't are counted on
+    # from 256.
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(BYTES) if byte not in seen]
+    characters = {chr(byte): byte for byte in seen}
+    characters |= {chr(BYTES + i): byte for i, byte in enumerate(hidden)}
+    found = Tokenizer(models.BPE(characters, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
 class FileTokenizer:
     """A ``tokenizer.json``.
 
