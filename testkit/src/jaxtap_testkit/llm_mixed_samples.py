@@ -206,7 +206,8 @@ class Gemma4(Reference):
             values = self.unit(values.reshape(len(x), -1, size))
             self.kept[kind] = turned(f"{at}.k_norm", keys), values
         window = f["sliding_window"] if local else len(x)
-        mixed = self.attend(q, *self.kept[kind], 1.0, lambda n, m: n - m < window)
+        keys, values = self.kept[kind]
+        mixed = self.attend(q, keys, values, 1.0, lambda n, m: n - m < window)
         return self.times(f"{at}.o_proj", mixed.reshape(len(x), -1))
 
     def experts(self, at: str, row: Any) -> Any:

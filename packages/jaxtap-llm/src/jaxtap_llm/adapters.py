@@ -152,8 +152,10 @@ def shapes_of(config: Config, rank: int) -> dict[str, dict[str, tuple[int, ...]]
         view, count = config.view(stack), len(stack.layers)
         for name in adapted(view):
             inputs, outputs = checkpoint.layer_shapes(view)[name]
-            pair = {"a": (count, inputs, rank), "b": (count, rank, outputs)}
-            found[f"args[0]{_PATH.format(stack.name, name)}"] = pair
+            found[f"args[0]{_PATH.format(stack.name, name)}"] = {
+                "a": (count, inputs, rank),
+                "b": (count, rank, outputs),
+            }
     return found
 
 

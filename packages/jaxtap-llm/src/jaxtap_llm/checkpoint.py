@@ -408,7 +408,7 @@ def located(config, files):
 def unread(config):
     """Return the names of tensors that files have, and nothing reads.
 
-    Gemma 4's layers that attend to another's keys have projections of their own.
+    Gemma 4's layers that attend to another's keys have projections, too.
     """
     names = set()
     for i in range(config.layers):
@@ -483,16 +483,14 @@ def read(folder):
 
 def write(folder, fields, config, params, shards=1):
     """Write a folder as Hugging Face's are, of a tree of parameters: see ``write_each``."""
-    sizes = sum(x.nbytes for x in jax.tree.leaves(params))
 
     def get(name, layer):
         return np.asarray(parameter(config, params, name, layer)[1])
 
-    dtype = np.asarray(params["norm"]).dtype
-    write_each(folder, fields, config, get, dtype, -(-sizes // shards) if shards > 1 else sizes)
+    write_each(folder, fields, config, get, np.asarray(params["norm"]).dtype, shards)
 
 
-def write_each(folder, fields, config, get, dtype, most):
+def write_each(folder, fields, config, get, dtype, shards=None):
     """Write a folder as Hugging Face's are: config.json, and the tensors in one or more files.
 
     Parameters are got, split and written one after the other: the largest is in memory, no more.
@@ -503,23 +501,21 @@ def write_each(folder, fields, config, get, dtype, most):
         config: of the model.
         get: what returns a parameter: see ``floats.Get``.
         dtype: of all tensors.
-        most: bytes of a file, which a parameter that is larger has all the same.
+        shards: how many files there are, at most; None for files of 5 GB.
     """
     folder, dtype = Path(folder), jnp.dtype(dtype)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(fields, indent=1))
-    parts = [[]]  # of each file, the parameters with the shapes of their tensors
-    size = 0
+    each, size = [], 0  # parameters with the shapes of their tensors, behind where they begin
     for layer in (None, *range(config.layers)):
         shapes_of = tensor_shapes(config, layer)
         for name, names in tensor_names(config, layer).items():
             found = {tensor: shapes_of[tensor] for tensor in names}
-            more = sum(math.prod(shape) for shape in found.values()) * dtype.itemsize
-            if size + more > most and parts[-1]:
-                parts.append([])
-                size = 0
-            parts[-1].append((name, layer, found))
-            size += more
+            each.append((size, (name, layer, found)))
+            size += sum(math.prod(shape) for shape in found.values()) * dtype.itemsize
+    shards = -(-size // SHARD) if shards is None else shards
+    groups = itertools.groupby(each, key=lambda one: one[0] * shards // size)
+    parts = [[part for _, part in group] for _, group in groups]
     count = len(parts)
     files = [f"model-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
     files = files if count > 1 else [SINGLE]
@@ -553,5 +549,7 @@ def _write_file(path, config, get, dtype, parts):
                 file.write(array.reshape(-1).view(np.uint8).data)
 
 
+SHARD = 5 * 10**9
+"""Bytes of a file, if a model needs several."""
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 """What a safetensors file calls them."""

@@ -502,7 +502,7 @@ def _parse(family, fields, path):
 
 
 OF_EXPERTS = ("qwen3_moe", "qwen3_5_moe_text")
-"""The families whose experts have a width of their own."""
+"""The families with a separate field for the width of experts."""
 
 
 def _sparse_step(fields):

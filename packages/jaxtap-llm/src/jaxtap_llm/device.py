@@ -51,12 +51,18 @@ def export(config, params, name, prompt, positions):
         the last position has room.
 
     Raises:
-        LlmError: the prompt is longer than the cache, or the model has experts.
+        LlmError: the prompt is longer than the cache, or the model has experts, or layers that
+            differ.
     """
     if config.experts:
         raise LlmError(
             "The model must have no experts, got some: LiteRT can't sort tokens by expert. Export "
             "a dense model."
+        )
+    if config.kinds or config.delta:
+        raise LlmError(
+            f"The model's layers must be alike, and have attention, got {config.family}: LiteRT-LM "
+            "keeps keys and values of one shape. Export another model."
         )
     if not 0 < prompt <= positions:
         raise LlmError(f"The prompt must have 1 to {positions} tokens, got {prompt}.")
@@ -92,9 +98,9 @@ def _run(config, has_logits, params, tokens, input_pos, k, v):
     """Run tokens ``[1, length]`` behind what the cache has."""
     shape = config.layers, 1, config.kv_heads, *k.shape[2:]
     cache = {"k": k.reshape(shape), "v": v.reshape(shape)}
-    x = model.embed(config, params, tokens)
     # Positions follow each other; those of padding are zeros to LiteRT-LM.
-    x, cache = model.run_layers(config, params["layers"], x, cache, input_pos[0])
+    where = model.Where(input_pos[0] + jnp.arange(tokens.shape[1]), input_pos[0])
+    x, cache = model.run(config, params, tokens, where, cache)
     return _flat(cache) | ({"logits": model.head(config, params, x)} if has_logits else {})
 
 

@@ -21,7 +21,6 @@ from .rules import FORMATS, rules_for
 FLOATS = ("float32", "bfloat16", "float16")
 QUANTIZED = {"int8": None, "w8a8": "int8", "int4": None}
 """The formats that compressed-tensors has, and what activations are quantized to."""
-_SHARD = 5e9
 
 
 def dtype_of(fields: dict[str, Any]) -> str:
@@ -69,7 +68,7 @@ def export(
                 new, stored, names=targets(config), config=fields, act_qtype=QUANTIZED[form]
             )
         else:
-            checkpoint.write_each(new, fields, config, model.get, kind, _SHARD)
+            checkpoint.write_each(new, fields, config, model.get, kind)
         quantized.copy_around(folder, new)
 
 
