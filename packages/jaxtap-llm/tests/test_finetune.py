@@ -374,7 +374,7 @@ def test_what_llama_cpp_does_not_have(tuned, tmp_path):
         (
             "gpt_oss",
             {},
-            "model_type must be one of llama, .* for GGUF, got gpt_oss. Export without",
+            "swiglu_limit must be 7, and no head tied, for GGUF, got 0.5",
         ),
         ("mistral", {}, "rope_type must be default, .* for GGUF, got yarn"),
         ("mistral", {"rope_scaling": None}, "sliding_window must be of no layer for GGUF"),

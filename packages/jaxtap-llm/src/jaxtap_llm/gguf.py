@@ -51,17 +51,11 @@ def architecture(config: Config) -> str:
     """Return what llama.cpp calls a family.
 
     Raises:
-        LlmError: it is not written, or the config has what llama.cpp does not compute for it.
+        LlmError: the config has what llama.cpp does not compute for it.
     """
-    found = ARCHITECTURES.get(config.family)
-    if found is None:
-        raise LlmError(
-            f"model_type must be one of {', '.join(ARCHITECTURES)} for GGUF, got {config.family}. "
-            "Export without --gguf, and convert that by llama.cpp's convert_hf_to_gguf.py."
-        )
     for problem in _problems(config):
         raise LlmError(f"{problem}: llama.cpp computes {config.family} so.")
-    return found
+    return ARCHITECTURES[config.family]
 
 
 def _problems(config: Config) -> Iterator[str]:
