@@ -23,6 +23,8 @@ from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varie
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64, "head_dim": 8}
 RECIPE = Recipe(rank=2, alpha=6, rate=0.02, batch=2, accumulate=2, length=16, steps=3)
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+YARN |= {"truncate": False}
 TEXTS = ["It was a dark", "and stormy night", "the rain fell", "in torrents", "except", "at"]
 TEXTS += ["occasional intervals", "when it was checked", "by a gust", "of wind"]
 
@@ -376,8 +378,12 @@ def test_what_llama_cpp_does_not_have(tuned, tmp_path):
             {},
             "swiglu_limit must be 7, and no head tied, for GGUF, got 0.5",
         ),
-        ("mistral", {}, "rope_type must be default, .* for GGUF, got yarn"),
-        ("mistral", {"rope_scaling": None}, "sliding_window must be of no layer for GGUF"),
+        (
+            "mistral",
+            {"rope_scaling": YARN, "sliding_window": None},
+            "truncate of yarn must be true for GGUF, got false",
+        ),
+        ("mistral", {}, "sliding_window must be of no layer for GGUF"),
         ("gemma2", {}, "query_pre_attn_scalar must be 32 for GGUF, got 16: llama.cpp computes"),
         ("gemma3_text", {}, "sliding_window must be of all but each 6th layer for GGUF"),
     ):
