@@ -538,7 +538,7 @@ def _write_file(path, config, get, dtype, parts):
                               "data_offsets": [start, end]}  # fmt: skip
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
+    with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name, layer, found in parts:
             one = config if layer is None else config.view(layer)
