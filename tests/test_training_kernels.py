@@ -87,8 +87,7 @@ def test_steps_have_the_same_bits(either, noise):
     ours, theirs = either(steps, *given)
     # Both operands, and the cotangent for both gradients.
     assert len(calls(ours, "quantize_int8")) == 4 * len(cases)
-    # Forward and both gradients: all their sides lie as batch, contracted and free axes, or with the
-    # last two kinds the other way.
+    # Forward and both gradients: of all sides the contracted axes lie together, after the batch.
     assert len(calls(ours, "dot_int8")) == 3 * len(cases)
     assert not calls(theirs)
     assert_same(ours(*given), theirs(*given))
