@@ -98,6 +98,9 @@ def test_under_vmap_of_scales_alone():
 
 
 def test_nothing_is_summed_and_no_columns():
+    lhs, rhs, *scales = operands((3,), 4, 0, 7)
+    fn = jax.vmap(te.dot_int8, (0, None, 0, None))
+    assert fn(lhs, rhs[0], scales[0], scales[1][0]).shape == (3, 0, 7)
     empty = te.dot_int8(*operands((), 0, 5, 7))
     np.testing.assert_array_equal(empty, np.zeros((5, 7)))
     assert te.dot_int8(*operands((2,), 3, 0, 7)).shape == (2, 0, 7)

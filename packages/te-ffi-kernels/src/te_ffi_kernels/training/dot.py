@@ -115,11 +115,13 @@ def _more_sums(
         # In front of the axis that is kept, and one with it.
         moved = jnp.moveaxis(x, 0, axis - 1)
         at = moved.ndim + axis
-        given[i] = moved.reshape(*moved.shape[: at - 1], -1, *moved.shape[at + 1 :])
+        kept = size * moved.shape[at]
+        given[i] = moved.reshape(*moved.shape[: at - 1], kept, *moved.shape[at + 1 :])
     found = run(config, *given)
     axis = -2 if left else -1
     at = found.ndim + axis
-    found = found.reshape(*found.shape[:at], size, -1, *found.shape[at + 1 :])
+    kept = found.shape[at] // size
+    found = found.reshape(*found.shape[:at], size, kept, *found.shape[at + 1 :])
     return jnp.moveaxis(found, at, 0), True
 
 
