@@ -2,7 +2,7 @@
 
 import math
 
-from interception_core import KernelCall, select_kernel
+from interception_core import KernelCall
 
 from ._measured import instruction_set, slower
 from .packed_weights.layout import GROUP_ALIGNMENT
@@ -143,20 +143,6 @@ def attention(call: KernelCall) -> bool | str:
 def _like(dtype: str) -> dict[str, str]:
     """Return what was measured for a dtype: the 16-bit ones are alike."""
     return {"dtype": "bfloat16" if dtype == "float16" else dtype}
-
-
-def matmul_and_more(call: KernelCall) -> bool | str:
-    """Tell whether a matmul of a stack, or with additions, has a kernel.
-
-    Its op is named as the one that does less, with a word after that: it has a kernel here where
-    that one has.
-    """
-    op = call.op.rpartition("_")[0]
-    found = select_kernel(op, call.platform, call.operands, **dict(call.params))
-    if found.spec is None:
-        return found.reason
-    # A kernel of another package multiplies with one weight, and adds nothing.
-    return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
 
 
 def largest(call: KernelCall) -> bool | str:
