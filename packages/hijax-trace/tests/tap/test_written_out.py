@@ -7,6 +7,7 @@ and derivatives of these must be equal, wherever JAX has the operation run.
 
 from __future__ import annotations
 
+# ruff: noqa: E731
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..proxy.array_proxy import ArrayProxy, Lost, form_of
 from ..proxy.move import MoveError, is_shared
-from ..proxy.moves import SAME, narrowed
+from ..proxy.moves import SAME_ELEMENTS, narrowed
 from .expression import Expression, Leaf
 from .nodes import Choice, Constant, Operation, Part, is_zero, uniform_axes
 
@@ -114,7 +114,7 @@ def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
         chain.append(node)
         data = _data(node)
         name = node.primitive.name if isinstance(node, Operation) else ""
-        if len(data) != 1 or name not in ("", "transpose", "convert_element_type", *SAME):
+        if len(data) != 1 or name not in ("", "transpose", "convert_element_type", *SAME_ELEMENTS):
             return frozenset()
         (node,) = data
     full: Any = node.aval
@@ -195,7 +195,7 @@ def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) 
     if not isinstance(node, Operation) or node.moved is None:
         raise MoveError(f"{node} is not a view")
     name = node.primitive.name
-    if name in SAME:
+    if name in SAME_ELEMENTS:
         return data[0]
     key = (id(node.params), *map(id, node.operands))
     if key not in results:

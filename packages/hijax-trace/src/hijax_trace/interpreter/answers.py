@@ -35,11 +35,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """What handlers did at the operations of one pass.
-
-    Args:
-        run: the pass, which appends equations. Its interceptor is pure.
-    """
+    """What handlers did at the operations of one pass."""
 
     def __init__(self, run: Pass):
         self._run = run
@@ -75,15 +71,7 @@ class Answers:
     def keep(
         self, task: Task, info: Any, call: TraceCall, results: Sequence[Any], before: int
     ) -> None:
-        """Keep what a handler did, if it can be done again.
-
-        Args:
-            task: the operation's task.
-            info: its source.
-            call: what the handler was given.
-            results: its results.
-            before: how many equations there were before.
-        """
+        """Keep what a handler did, if it can be done again."""
         run, eqn = self._run, task.eqn
         if call.depends_on_place or task.marker is None or task.marker.extra:
             return

@@ -188,7 +188,8 @@ class TraceCall(OpCall):
         if expression is None or expression.inputs is None:
             return None
         numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
-        return frozenset(self._session.origin(i).path for i in numbers)
+        found = map(self._session.origin, numbers)
+        return frozenset(origin.path for origin in found if origin is not None)
 
     @property
     def steps(self) -> tuple[Step, ...] | None:

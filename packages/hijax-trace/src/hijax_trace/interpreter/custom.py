@@ -19,13 +19,21 @@ from ..dataflow.holders import SAME, Body, custom_body
 from ..staging.deferred import Staged
 from ..staging.marker import hoisted
 from ..staging.packed import Packed, stage_packed
-from .bodies import tap_body
-from .body_proxies import proxies_of_body, untrained
+from .bodies import proxies_of_body, tap_body, untrained
+from .entering import Rebuilt, emit, share
 from .frames import Operands, Place
 from .hi_prims import refuse
-from .rebuild import Rebuilt, share
+from .one_pass import Pass
 from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
 from .session import Session
+from .tasks import Task
+
+
+def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
+    """Make a call with custom derivative rules, with all of it tapped."""
+    eqn = task.eqn
+    new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
+    emit(run, task, eqn, new, info)
 
 
 def rebuild_custom(
@@ -79,7 +87,7 @@ def rebuild_custom(
 def _backward(
     session: Session, place: Place, operands: Operands, rule: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a backward rule with its operations tapped, for a call that the program differentiates.
+    """Return a backward rule, tapped, of a call that the program differentiates.
 
     JAX runs it in the transpose of what is around the call. Its operations count from where those
     of the function end.
@@ -197,13 +205,7 @@ def _jvp_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..
 
 
 def _fwd_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
-    """Return the forward rule of a ``custom_vjp`` for all operands of the call.
-
-    Args:
-        staged: the rule, of its extra values and the function's operands.
-        hidden: the operands before those.
-        avals: the types of all operands.
-    """
+    """Return the forward rule of a ``custom_vjp`` for all operands of the call."""
     run, own = compat.as_function(staged.jaxpr), sum(hidden)
 
     @functools.cache

@@ -37,10 +37,6 @@ HiPrim where the rule applies it to them."""
 class Expansion:
     """What a HiPrim expands to.
 
-    Args:
-        prim: the HiPrim.
-        run: calls its ``expand``.
-
     Attributes:
         jaxpr: closed. Its inputs are the arrays that the operands consist of.
     """
@@ -83,11 +79,7 @@ def _expanded(prim: Any, expand: Callable[..., Any], *arrays: Any) -> list[Any]:
 
 
 class Expansions:
-    """What HiPrims expand to, each staged once.
-
-    Args:
-        run: calls their ``expand``.
-    """
+    """What HiPrims expand to, each staged once."""
 
     def __init__(self, run: Run):
         self._run = run

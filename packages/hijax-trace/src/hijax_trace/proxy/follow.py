@@ -13,7 +13,7 @@ from interception_core import followed_spec
 
 from .array_proxy import ArrayProxy, Lost, is_proxy
 from .move import MoveError
-from .moves import MOVES, SAME, data_of, narrowed, rounds
+from .moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds
 
 PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """Primitives that place an array, and their parameter with the sharding."""
@@ -45,7 +45,7 @@ def follow(
     nothing: list[ArrayProxy | None] = [None] * len(avals)
     if rounds(primitive, params):
         return nothing
-    if primitive in SAME:
+    if primitive in SAME_ELEMENTS:
         found = list(held[: len(avals)])
         if primitive == "sharding_constraint":
             found = [proxy and placed(params, "sharding", proxy, _constrained) for proxy in found]
