@@ -211,13 +211,8 @@ class BodyHere(Inputs):
 
     def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
         """Return what handlers were told while the body was re-interpreted."""
-        of_origin = self._session.tapping.keys.of_origin
-        told = {}
-        for question, answer in frame.asked.items():
-            if question[0] == ORIGIN:
-                told[question] = of_origin(answer)
-            elif question[0] in (KINDS, PATH, STEPS):
-                told[question] = self.answer(question)
+        own = (ORIGIN, KINDS, PATH, STEPS)
+        told = {question: self.answer(question) for question in frame.asked if question[0] in own}
         if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
             # The operations of the body itself have been counted since.
             told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}

@@ -145,9 +145,10 @@ class Joins:
         ]
         if not made:
             return False
-        known = run.frame.proxies, run.changed
-        if any(x in of for of in known for x in eqn.invars if type(x) is not compat.Literal):
-            return False
+        proxies, changed = run.frame.proxies, run.changed
+        for x in eqn.invars:
+            if type(x) is not compat.Literal and (x in proxies or x in changed):
+                return False
         for i in made:
             origin, users = _origin(values[i], run.trace)
             if origin is None:

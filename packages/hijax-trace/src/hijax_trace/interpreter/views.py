@@ -10,10 +10,9 @@ from jax.extend.core import jaxpr_as_fun
 
 from .. import compat
 from ..dataflow.expression import Expression
-from ..dataflow.nodes import is_zero, uniform_axes
+from ..dataflow.follow import follow
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.follow import follow
 from ..proxy.moves import VIEWS
 from ..staging.marker import marker_of
 
@@ -70,15 +69,8 @@ def moved_proxy(
         inside = next(one for out, one in zip(eqn.outvars, results, strict=True) if out is var)
         return moved_proxy(inside, known, expression)
     avals = [out.aval for out in eqn.outvars]
-
-    def is_known_zero(i: int) -> bool:
-        return (how := expression(operands[i])) is not None and is_zero(how)
-
-    def uniform(i: int) -> frozenset[int]:
-        return frozenset() if (how := expression(operands[i])) is None else uniform_axes(how)
-
     how = eqn.primitive.name, eqn.params, operands, held, avals
-    found = follow(*how, is_known_zero, uniform)
+    found = follow(*how, lambda i: expression(operands[i]))
     return next(one for out, one in zip(eqn.outvars, found, strict=True) if out is var)
 
 

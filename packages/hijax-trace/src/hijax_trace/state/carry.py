@@ -8,9 +8,9 @@ from typing import Any
 import jax
 
 from .. import compat
+from ..dataflow.follow import PLACES, follow, placed
 from ..dataflow.holders import told_by
 from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
-from ..proxy.follow import PLACES, follow, placed
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME_ELEMENTS
 from ..proxy.updates import UPDATES, read_by
