@@ -173,29 +173,6 @@ class Frame:
         applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
     """
 
-    __slots__ = (
-        "_inputs",
-        "_linear",
-        "_parent",
-        "_path",
-        "_values",
-        "applied",
-        "asked",
-        "depth",
-        "from_handler",
-        "index",
-        "is_derived",
-        "is_later",
-        "is_rule",
-        "label",
-        "length",
-        "metadata",
-        "proxies",
-        "replaced",
-        "untapped",
-        "within",
-    )
-
     def __init__(
         self,
         jaxpr: Any,
