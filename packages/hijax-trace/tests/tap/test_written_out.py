@@ -366,3 +366,27 @@ def test_handlers_that_let_all_run_change_nothing(name: str) -> None:
     wanted = jax.jit(make(jnp.dot, jnp.sin))(*args)
     found = jax.jit(TraceEngine().wrap(make(jnp.dot, jnp.sin), taps))(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, wanted)
+
+
+def test_each_call_of_a_function_has_a_backward_rule_with_ids_of_its_own() -> None:
+    f = ruled(jnp.dot, jnp.sin)
+    step = lambda h, w: (f(f(h, w), w), None)
+    loss = lambda w: f(X, w).sum() + lax.scan(step, X, w[None])[0].sum()
+    ids = []
+
+    def note(call: Any, *args: Any, **kwargs: Any) -> Any:
+        ids.append(call.op_id)
+        return NotImplemented
+
+    tapped = TraceEngine().wrap(jax.grad(jax.jit(loss)), Interceptor({"jax.numpy.dot": note}))
+    jax.make_jaxpr(tapped)(W)
+    found = [op_id for op_id in ids if ".bwd" in op_id]
+    assert sorted(found) == sorted(
+        f"{label}/dot:{i}"
+        for label in (
+            "custom_vjp(f).bwd",
+            "scan(<lambda>).custom_vjp(f).bwd",
+            "scan(<lambda>).custom_vjp(f).bwd1",
+        )
+        for i in range(2)
+    )

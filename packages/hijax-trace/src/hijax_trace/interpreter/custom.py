@@ -56,7 +56,8 @@ def rebuild_custom(
     new["call_jaxpr"] = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
     if "bwd" in params and place.frame.is_derived:
-        new["bwd"] = _backward(session, place, operands, params["bwd"])
+        tap = functools.partial(_backward, session, place, operands, params["call_jaxpr"])
+        new["bwd"] = compat.rule_like(params["bwd"], tap)
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
@@ -85,15 +86,26 @@ def rebuild_custom(
 
 
 def _backward(
-    session: Session, place: Place, operands: Operands, rule: Callable[..., Any]
+    session: Session, place: Place, operands: Operands, jaxpr: Any, rule: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Return a backward rule, tapped, of a call that the program differentiates.
 
-    JAX runs it in the transpose of what is around the call. Its operations count from where those
-    of the function end.
+    JAX runs it in the transpose of what is around the call, when operations after the call have
+    been counted. So its operations have a label of their own, which tells the call.
+
+    Args:
+        session: the call of the wrapped function.
+        place: where the function's call is.
+        operands: what is known of the call's operands.
+        jaxpr: the function's program.
+        rule: the rule, called with residuals and cotangents.
     """
-    tapped = prim_rule(session, place, operands, session.numbers.copy())
-    return compat.rule_like(rule, lambda run, *args: tapped(run, -1, args, 0))
+    frame, (_, _, name) = place.frame, compat.label(jaxpr).partition("(")
+    own = f"custom_vjp({name}.bwd"
+    number = session.numbers.next(frame.path(place.scopes), frame.label, own)
+    label = ".".join(filter(None, (frame.label, f"{own}{number or ''}")))
+    tapped = prim_rule(session, place, operands, session.numbers.copy(), label=label)
+    return lambda *args: tapped(rule, -1, args, 0)
 
 
 def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> Staged | None:
@@ -136,8 +148,7 @@ def _rebuild_prim(
     hidden = list(map(compat.typeof, leading))
     bwd = None
     if place.frame.is_derived and not compat.is_jvp_prim(prim):
-        tapped_bwd = prim_rule(session, place, operands, session.numbers.copy())
-        bwd = lambda *args: tapped_bwd(prim.bwd, -1, args, 0)  # noqa: E731
+        bwd = _backward(session, place, operands, body.jaxpr, prim.bwd)
     made = compat.custom_with(prim, jaxpr, hidden, call, refuse, bwd)
     return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 

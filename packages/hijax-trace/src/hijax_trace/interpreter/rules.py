@@ -71,6 +71,7 @@ def prim_rule(
     numbers: Numbers,
     is_later: bool = True,
     asked: Asked | None = None,
+    label: str = "",
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
@@ -81,6 +82,7 @@ def prim_rule(
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
         asked: what came of asking handlers about its expansion, if that stands for it in rules.
+        label: the label of its operations in op ids; "" for that of the place.
     """
 
     def rule(
@@ -102,7 +104,8 @@ def prim_rule(
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
         given = FromOperands(operands, places, [var.aval for var in jaxpr.invars], along)
-        inner = place.inside(jaxpr, given, consts=consts, is_rule=True, is_later=is_later)
+        known = {"consts": consts, "is_rule": True, "is_later": is_later}
+        inner = place.inside(jaxpr, given, label=label, **known)
         start = numbers
         if tapped is not None and asked is not None:
             given = [packed.place_of(leaf) for leaf in own]
