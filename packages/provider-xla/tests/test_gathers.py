@@ -159,7 +159,9 @@ def test_layers_that_are_written_out_are_not_mixed_up(mesh):
 
 
 def test_delayed_scaling_gathers_float8(mesh):
-    rule = xla.QtRule(**RULES["fp8"], weight_static_scale=True, static_average=qn.AmaxHistory(2))
+    rule = xla.QtRule(
+        **RULES["fp8"], weight_static_scale=True, static_average=qn.AmaxHistory(2)
+    )
     whole, cut = sample(mesh, ("data", "model"))
     provider, found = xla.QtProvider(rule), []
     for fn, args in ((alone, whole), (functools.partial(constrained, mesh), cut)):

@@ -80,7 +80,7 @@ def layer_shapes(config):
         layer["shared_router"] = (width, 1)
     if config.parallel:
         norms = ("shared_post_norm", "experts_norm", "experts_post_norm", "router_scale")
-        layer |= dict.fromkeys(norms, (width,)) | {"expert_scale": (config.experts,)}
+        layer |= {name: (width,) for name in norms} | {"expert_scale": (config.experts,)}
     if config.layer_input:
         each = config.layer_input
         layer |= {"input_gate": (width, each), "input_out": (each, width)}
@@ -418,7 +418,7 @@ def unread(config):
 
 def is_unused(config, name):
     """Return whether a tensor is nothing of the decoder: of images, sounds, or of drafts."""
-    return name.endswith(UNUSED) or (bool(BESIDE.match(name)) and config.family in BESIDE_OF)
+    return name.endswith(UNUSED) or bool(BESIDE.match(name)) and config.family in BESIDE_OF
 
 
 def check_tensors(config, files):
