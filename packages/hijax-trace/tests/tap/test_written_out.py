@@ -368,7 +368,7 @@ def test_handlers_that_let_all_run_change_nothing(name: str) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, 2e-5, 2e-5), found, wanted)
 
 
-def test_each_call_of_a_function_has_a_backward_rule_with_ids_of_its_own() -> None:
+def test_backward_rules_of_several_calls_have_different_ids() -> None:
     f = ruled(jnp.dot, jnp.sin)
     step = lambda h, w: (f(f(h, w), w), None)
     loss = lambda w: f(X, w).sum() + lax.scan(step, X, w[None])[0].sum()

@@ -91,7 +91,7 @@ def _backward(
     """Return a backward rule, tapped, of a call that the program differentiates.
 
     JAX runs it in the transpose of what is around the call, when operations after the call have
-    been counted. So its operations have a label of their own, which tells the call.
+    been counted. So its operations have another label, which tells the call.
 
     Args:
         session: the call of the wrapped function.

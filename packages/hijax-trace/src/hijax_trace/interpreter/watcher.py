@@ -248,7 +248,7 @@ def _transpose(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _linearize(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    # Rules of JAX's own primitives run here, too, and are not shown to anybody.
+    # Rules of JAX's own primitives run here, too, and are not shown to anyone.
     with settled(compat.LINEARIZED) if Taps.sees_program() else contextlib.nullcontext():
         return original(*args, **kwargs)
 
