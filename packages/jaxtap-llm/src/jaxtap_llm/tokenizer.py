@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from .config import Config, LlmError
+from .config import Config, LlmError, text_fields
 
 BYTES = 256
 
@@ -92,7 +92,8 @@ def read_stops(folder):
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         try:
-            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            fields = text_fields(json.loads(path.read_text())) if path.is_file() else {}
+            found = fields.get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise LlmError(f"{path} must be an object in JSON, got: {error}.") from error
         if found is not None:
