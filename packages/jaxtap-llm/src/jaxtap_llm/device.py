@@ -70,7 +70,7 @@ def export(config, params, name, prompt, positions):
         )
     prefill, decode = (functools.partial(_run, config, out) for out in (False, True))
     places = jnp.arange(prompt, dtype=jnp.int32)
-    empty = _flat(cache)
+    empty = _flat(dict(sorted(cache.items())))  # as JAX orders what a function returns
     # A cache with a prompt in it: what is read out of zeros would verify nothing.
     filled = jax.jit(prefill)(params, tokens, places, *empty.values())
     signatures = {
