@@ -61,7 +61,9 @@ void exact_block(const Tile& t, const Rows<R>& rows, int64_t r0, int64_t p0) {
       acc[r][p] = t.first ? start : load_sums(out + r * t.sums_stride + 16 * p);
     }
   }
-  if (R > kFewRows && t.finish != nullptr) prefetch_output<R, P>(t.finish->out, r0, p0);
+  if (R > kFewRows && t.finish != nullptr && !t.finish->out.past_caches) {
+    prefetch_output<R, P>(t.finish->out, r0, p0);
+  }
   const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
   for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
     add_products<false>(run_of(t, rows, run), qvalues, t.qvalues_stride, t.k, acc);

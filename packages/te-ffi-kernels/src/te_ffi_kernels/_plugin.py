@@ -80,8 +80,8 @@ _KERNELS = [
     ),
     _kernel(
         "dot_int8",
-        "gradients of int8 weights: sums over rows of int8, rescaled",
-        supports="gradient_of_weights",
+        "products of int8 in training: of activations, weights and gradients as they lie, rescaled",
+        supports="int8_products",
     ),
     _kernel(
         "grouped_quantize",

@@ -18,8 +18,7 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .errors import NoKernel
-from .products import NOTHING, Added, mapped_contraction
+from .products import NOTHING, Added, NoKernel, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -81,17 +80,7 @@ class Layout:
 def layout_of(
     contraction: Contraction, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> Layout:
-    """Return how a contraction is read as one of matrices.
-
-    Args:
-        contraction: the contraction.
-        side: which operand the weight is.
-        x_shape: shape of the other operand.
-        w_shape: shape of the weight.
-
-    Raises:
-        NoKernel: the contraction can't be read so.
-    """
+    """Return how a contraction with a weight at ``side`` is one of matrices, or raise NoKernel."""
     if isinstance(contraction, Convolution):
         return _pointwise_layout(contraction, side, w_shape)
     if not isinstance(contraction, Matmul):
@@ -147,17 +136,9 @@ def op_of(
     group: int,
     k_sizes: Sequence[int],
 ) -> str:
-    """Return the op for a contraction with a packed weight.
+    """Return the op for a contraction with a packed weight, or raise NoKernel.
 
-    Args:
-        how: how the activation is quantized; None if it stays float.
-        is_static: whether the activation has a static range.
-        packed: the weight as its package has packed it, or its type.
-        group: rows of the weight that share a scale, 0 for all.
-        k_sizes: sizes of the contracted axes.
-
-    Raises:
-        NoKernel: no op computes this.
+    ``group`` rows of the weight share a scale, 0 for all.
     """
     if how is None:
         return packed.matmul_op(quantizes=False)
@@ -247,21 +228,10 @@ def multiply(
     rotation: Rotation | None = None,
     added: Added = NOTHING,
 ) -> jax.Array:
-    """Return a contraction with a packed weight, by a kernel's op.
+    """Return a contraction with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
 
-    Args:
-        contraction: the contraction.
-        how: how ``x`` is quantized; None if it stays float.
-        range_: the static range of ``x``, of size 1; None if it has none.
-        x: the activation, a float array.
-        weight: the other operand, a ``PrepackedWeight``.
-        side: which operand the weight is, 0 or 1.
-        extras: the sizes of groups, for a ragged matmul.
-        rotation: how the op rotates ``x`` first; None if it doesn't.
-        added: what is added to the result.
-
-    Raises:
-        NoKernel: no op computes this.
+    ``x`` is a float activation, quantized by ``how`` if given, in the static range if that is
+    given.
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")

@@ -395,9 +395,8 @@ def packed_bits(qtype: str) -> int:
 def packed_table(qtype: str) -> str | None:
     """Return what the packed values of a qtype stand for, as an op that packs names it.
 
-    Returns:
-        "int4" for integers, which stand for themselves, in 8 bits too; else which table they are
-        places in. None for a qtype that no op packs.
+    "int4" for integers, which stand for themselves, in 8 bits too; else the table that they are
+    places in. None for a qtype that no op packs.
     """
     kind = qn.get_qtype(qtype)
     if kind.kind == "int":
@@ -488,12 +487,7 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the sizes of scales along contracted axes.
-
-    Args:
-        k_sizes: sizes of the contracted axes, outer to inner.
-        group: adjacent rows that share a scale, 0 for all.
-    """
+    """Return the sizes of scales along contracted axes, outer to inner; ``group`` 0 is all rows."""
     left, sizes = group or math.prod(k_sizes), []
     for size in reversed(k_sizes):
         within = math.gcd(left, size)

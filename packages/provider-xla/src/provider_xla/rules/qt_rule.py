@@ -38,7 +38,9 @@ class QtRule(QuantizationRule):
             the gradient of an activation (the output channels); as ``tile_size``.
         bwd_weight_grad_tile_size: the same for the gradient of a parameter (batch and sequence).
         bwd_original_residuals: whether the other operand of both contractions is the unquantized
-            one, instead of the quantized values of the forward pass.
+            one, instead of the quantized values of the forward pass. None is for a gradient that is
+            not quantized alone. With False, a float gradient is that at the quantized values:
+            these are saved for it, and gathered from devices, and the float operands are not.
         bwd_act_residual_qtype: qtype that an activation is quantized to again for the gradient of
             its parameter, whatever it had in the forward pass; None for none.
         bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
@@ -66,7 +68,7 @@ class QtRule(QuantizationRule):
     bwd_weight_grad_calibration_method: str | None = None
     bwd_act_grad_tile_size: int | float | None = None
     bwd_weight_grad_tile_size: int | float | None = None
-    bwd_original_residuals: bool = False
+    bwd_original_residuals: bool | None = None
     bwd_act_residual_qtype: Any = None
     bwd_weight_residual_qtype: Any = None
     bwd_residual_calibration_method: str = "absmax"
@@ -103,7 +105,7 @@ class QtRule(QuantizationRule):
         kind = "weight" if of_weight else "act"
         qtype = self.backward_qtype(of_weight)
         if qtype is None:
-            return None
+            return qn.Backward(None) if self.bwd_original_residuals is False else None
         # The incoming gradient is multiplied with the operand of the other kind.
         again = self.bwd_act_residual_qtype if of_weight else self.bwd_weight_residual_qtype
         residual: Any = "original" if self.bwd_original_residuals else None
@@ -133,12 +135,12 @@ class QtRule(QuantizationRule):
                     raise self._error(
                         name, f"None where neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
                     )
-        if not isinstance(self.bwd_original_residuals, bool):
-            raise self._error("bwd_original_residuals", "a bool")
+        if not isinstance(self.bwd_original_residuals, bool | None):
+            raise self._error("bwd_original_residuals", "a bool or None")
         if self.bwd_original_residuals and of == {"act": None, "weight": None}:
             raise self._error(
                 "bwd_original_residuals",
-                "False without bwd_qtype: a float backward pass has them",
+                "False or None without bwd_qtype: a float backward pass has them",
             )
         for name in (
             "bwd_calibration_method",
