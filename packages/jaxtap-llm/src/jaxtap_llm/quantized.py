@@ -89,6 +89,24 @@ def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given:
     return plan
 
 
+def write(out, config, rules, stored):
+    """Write stored parameters of a whole model into a folder that was begun, a layer to a file.
+
+    Args:
+        out: the folder.
+        config: of the model.
+        rules: of their formats.
+        stored: the parameters, packed for no kernel.
+    """
+    ends, layer = part_plans(config, rules)
+    rest = {name: leaf for name, leaf in stored.items() if name != "layers"}
+    xla.save(out / ENDS, rest, ends, overwrite=True)
+    for i in range(config.layers):
+        # Of values and scales alike: the first axis is that of the layers.
+        one = jax.tree.map(lambda x, i=i: x[i : i + 1], stored["layers"])
+        xla.save(out / _layer(i), {"layers": one}, layer, overwrite=True)
+
+
 def check(folder, given):
     """Return the config, the files, the rules and the plan of a folder that can be quantized.
 
