@@ -1,4 +1,4 @@
-"""Quantizing by bits and by data: what is written is what was optimized, and wrong input is said."""
+"""Quantizing by bits and by data: what is written is what was optimized; what is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -58,10 +58,10 @@ def test_bits_and_data(folder, few_formats, tmp_path, capsys):
         for how, one in ((plan, stored), (again, again.prepack(optimized)))
     ]
     np.testing.assert_allclose(*found, rtol=1e-5)
-    with pytest.raises(LlmError, match="begun with the same .*got other rules"):
+    with pytest.raises(LlmError, match=r"begun with the same .*got other rules"):
         run_llm(*words, "--bits", "4")
     text.write_text(TEXT[:200])
-    with pytest.raises(LlmError, match="begun with the same .*got other text"):
+    with pytest.raises(LlmError, match=r"begun with the same .*got other text"):
         run_llm(*words, "--bits", "5")
 
 

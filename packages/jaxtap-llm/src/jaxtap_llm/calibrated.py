@@ -20,7 +20,7 @@ import provider_xla as xla
 
 from . import checkpoint, model, quantized
 from .config import Config, LlmError
-from .rules import FORMATS, rules_for
+from .rules import FORMATS
 from .tokenizer import read_tokenizer
 
 SEEN = 2**15
@@ -69,7 +69,9 @@ def quantize(
         )
     config, files, rules, _ = quantized.check(folder, given or "int4")
     if given in FORMATS and FORMATS[given] is None:
-        raise LlmError(f"--calibrate needs a format of weights, got {given}. Leave one of them out.")
+        raise LlmError(
+            f"--calibrate needs a format of weights, got {given}. Leave one of them out."
+        )
     batches = batches_of(read_tokenizer(folder, config).encode(text), window)
     # The text decides about the formats, so another text makes another model.
     facts = quantized.facts_of(folder, files) | {

@@ -68,7 +68,9 @@ def _demo(commands):
 def _quantize(commands):
     def run(args):
         if args.bits is not None and args.calibrate is None:
-            raise LlmError("--bits needs --calibrate, a file of text to measure formats on. Add it.")
+            raise LlmError(
+                "--bits needs --calibrate, a file of text to measure formats on. Add it."
+            )
         given = _given(args) or "int4"
         shown = given if args.bits is None else f"{args.bits:g} bits a weight"
         # Before JAX is imported, which takes seconds.
@@ -81,9 +83,7 @@ def _quantize(commands):
             plan = quantized.quantize(args.folder, args.out, given)
         else:
             text, bits = _read(args.calibrate), args.bits
-            plan = calibrated.quantize(
-                args.folder, args.out, given, bits, text, args.window
-            )
+            plan = calibrated.quantize(args.folder, args.out, given, bits, text, args.window)
         # On Linux in KiB, on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
