@@ -4,7 +4,7 @@ uv run --python 3.12 python benchmarks/depthwise.py [--rounds 9]
 
 Prints a table in Markdown: with weights in int8, with both sides, and both gradients of training in
 int8 both ways. "As XLA computes it" is the same without the products of
-``quant_numerics.ops.shifted``; *speed* is in multiples of float32, *gain* in multiples of that.
+``quant_numerics.ops.cpu_conv``; *speed* is in multiples of float32, *gain* in multiples of that.
 """
 
 import argparse

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from provider_xla.program.fold import fold_lines, fold_rows, folded
+from provider_xla.tables import fold_lines, fold_rows, folded
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from provider_xla import (
 )
 from provider_xla.program.matching import Rules
 from provider_xla.program.sites import Sites
-from provider_xla.run.infer import run_site
+from provider_xla.run.contraction import run_site
 
 W8 = QuantizationRule(weight_qtype="int8")
 

@@ -62,14 +62,7 @@ qn.register_serialization(CacheArray, name="provider_xla.CacheArray")
 
 
 def quantized(array: Any, qtype: str, axis: int, tile_size: int | None = None) -> CacheArray:
-    """Return a cache quantized along one axis.
-
-    Args:
-        array: float array.
-        qtype: the format.
-        axis: along which elements share a scale.
-        tile_size: how many of them do; None for all.
-    """
+    """Return a cache quantized along one axis, of which ``tile_size`` elements share a scale."""
     channels = [i for i in range(array.ndim) if i != axis]
     tiles = {} if tile_size is None else {axis: tile_size}
     new = qn.quantize(array, qtype, channel_axes=channels, tile_axes=tiles)

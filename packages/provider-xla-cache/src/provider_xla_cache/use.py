@@ -7,12 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from provider_xla import QuantizationError
-from provider_xla.features import parameters_of, prefix_of
+from provider_xla.features import followed, parameters_of, prefix_of
 
-from .array import CacheArray
 from .find import is_cache, leaves_of
 from .plan import CachePlan
 
@@ -94,19 +93,8 @@ def _quantized(plan: CachePlan, array: Any) -> Any:
     sharding = getattr(array, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return _made(plan)(array)
-    return jax.jit(plan.quantize, out_shardings=_shardings(types, sharding))(array)
-
-
-def _shardings(types: CacheArray, sharding: NamedSharding) -> Any:
-    """Return the shardings of a cache's arrays, from that of the float array."""
-    spec = [*sharding.spec, *[None] * (len(types.shape) - len(sharding.spec))]
-
-    def one(leaf: Any) -> NamedSharding:
-        pairs = zip(spec, leaf.shape, types.shape, strict=True)
-        kept = PartitionSpec(*(names if size == full else None for names, size, full in pairs))
-        return NamedSharding(sharding.mesh, kept)
-
-    return jax.tree.map(one, types)
+    placed = jax.tree.map(lambda part: followed(sharding, types.shape, part.shape), types)
+    return jax.jit(plan.quantize, out_shardings=placed)(array)
 
 
 @functools.lru_cache(maxsize=256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,10 @@ import numpy as np
 
 import quant_numerics as qn
 from provider_xla.file_formats import (
-    WIDER,
     Names,
     StoreError,
     is_stored,
+    leaf_of,
     named_leaves,
     source_of,
     with_leaves,
@@ -47,62 +46,18 @@ Targets = Mapping[str, _Targets] | Callable[[str], _Targets | None] | None
 def load_tree(
     where: str, known: Collection[str], tensor: Callable[[str], Any], like: Any, names: Names
 ) -> Any:
-    """Return the tensors of a file as the leaves of a tree.
+    """Return the tensors of a file as the leaves of a tree; see ``leaf_of``.
 
-    Args:
-        where: the file, for errors.
-        known: the names of its tensors.
-        tensor: returns one: a QArray or AffineWeight, or a NumPy array.
-        like: a tree of arrays or types; None for a dictionary by tensor.
-        names: which tensors make each leaf.
-
-    Raises:
-        StoreError: a tensor is missing, or of another shape than the leaf.
+    Without ``like`` the result is a dictionary by tensor.
     """
     if like is None:
         if names is not None:
             raise StoreError("names= says which tensors make the leaves of like=. Give both.")
         return {name: _stored(tensor(name)) for name in known}
-    leaves = named_leaves(like)[1]
     found = []
-    for leaf in leaves:
-        source = source_of(names, leaf.name)
-        for one in source.names:
-            if one not in known:
-                near = difflib.get_close_matches(one, known, n=3, cutoff=0.0)
-                raise StoreError(
-                    f"{leaf.name} must be made of tensors of {where}, got {one}: the nearest of "
-                    f"{len(known)} are {', '.join(near) or 'none'}. Say by names= which make it."
-                )
-        arrays = [tensor(one) for one in source.names]
-        about = f"{leaf.name}, of {', '.join(source.names)},"
-        try:
-            value = source.transform(*arrays) if source.transform else arrays[0]
-        except Exception as error:
-            raise StoreError(f"{about} has a transform that raised {error!r}.") from error
-        found.append(_stored(_like(about, source, value, leaf.value)))
+    for leaf in named_leaves(like)[1]:
+        found.append(_stored(leaf_of(where, known, tensor, leaf, source_of(names, leaf.name))))
     return with_leaves(like, found)
-
-
-def _like(about: str, source: Any, value: Any, wanted: Any) -> Any:
-    """Return a leaf with the dtype that is wanted, if it can have it."""
-    if tuple(np.shape(value)) != tuple(wanted.shape):
-        hint = ""
-        if source.transform is None and tuple(np.shape(value))[::-1] == tuple(wanted.shape):
-            hint = f" It is the transpose: Source({source.names[0]!r}, transform=lambda w: w.T)."
-        raise StoreError(
-            f"{about} must be {list(wanted.shape)}, got {list(np.shape(value))}.{hint}"
-        )
-    dtype = jnp.dtype(wanted.dtype)
-    if is_stored(value):
-        return value.astype(dtype)
-    value = np.asarray(value)
-    if value.dtype != dtype and dtype.name not in WIDER.get(value.dtype.name, ()):
-        raise StoreError(
-            f"{about} must be {dtype.name} or narrower, got {value.dtype.name}. Give like= with "
-            "that dtype, or convert it by a Source with a transform."
-        )
-    return value.astype(dtype, copy=False)
 
 
 def _stored(value: Any) -> Any:

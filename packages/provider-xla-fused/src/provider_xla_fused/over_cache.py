@@ -27,11 +27,9 @@ def over_cache(
 ) -> Callable[..., Any]:
     """Return the attention op for caches of quantized keys and values.
 
-    Args:
-        call: the call.
-        name: the name of the op; only ``ATTENTION`` reads caches where they lie.
-        arrays: queries, keys and values, ``[..., length, heads, size]``.
-        op: computes attention of floats, ``[batch, length, heads, size]``, or of int8 with scales.
+    Arrays are queries, keys and values, ``[..., length, heads, size]``. Only ``ATTENTION`` reads
+    caches where they lie; ``op`` computes attention of floats, ``[batch, length, heads, size]``, or
+    of int8 with scales.
     """
     if name != ATTENTION:
         return op

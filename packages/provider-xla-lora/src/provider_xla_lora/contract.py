@@ -36,14 +36,8 @@ def adapter_contraction(
 ) -> jax.Array:
     """Contract with ``sum(a * b, axis=-1)``, one factor at a time.
 
-    Args:
-        contraction: the contraction.
-        side: which of its operands the factors are.
-        x: the other operand; the factors are taken in its dtype.
-        a: first factor, float [*(n or 1), rank]: see ``LoraWeight``.
-        b: second factor, of such a shape, too.
-        shape: shape of the parameter that they adapt.
-        extras: the contraction's other arrays.
+    The factors of the parameter of that shape are at ``side``, each [*(n or 1), rank] as in
+    ``LoraWeight``, and are taken in the dtype of ``x``.
     """
     a, b = a.astype(x.dtype), b.astype(x.dtype)
     result = None

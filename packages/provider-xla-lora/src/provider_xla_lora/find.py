@@ -96,14 +96,9 @@ class Finder:
             self._use(_Asked(op_id, index, along, (), True), weight, call, operand)
 
     def plans(self, op_ids: Collection[str]) -> dict[str, AdapterPlan]:
-        """Return the adapters, by the path of their parameter.
+        """Return the adapters by path of their parameter, or raise QuantizationError.
 
-        Args:
-            op_ids: the operations that the plan has. Others, as slices that take one weight of a
-                stack, ask for nothing.
-
-        Raises:
-            QuantizationError: a parameter can't have the adapter that its rule asks for.
+        Operations not in ``op_ids``, as slices that take one weight of a stack, ask for nothing.
         """
         found = {}
         for path, every in self._uses.items():

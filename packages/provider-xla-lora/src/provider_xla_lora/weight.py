@@ -179,12 +179,7 @@ def salt(name: str) -> int:
 
 
 def dropped_out(x: jax.Array, weight: LoraWeight) -> jax.Array:
-    """Return an activation with elements dropped, for the adapter in training.
-
-    Args:
-        x: float array.
-        weight: holds the rate, and an operation's key or none.
-    """
+    """Return an activation with elements dropped, for the adapter in training, by its key."""
     if weight.key is None or not weight.dropout:
         return x
     key = jax.random.wrap_key_data(weight.key.reshape(-1), impl=weight.impl)

@@ -109,14 +109,7 @@ def _qvalue(
 ) -> jax.Array:
     """Return quantized values as float32 [K, N], channels in rounding order.
 
-    Args:
-        w: float32 [K, N].
-        upper: the factor of the inverse, float32 [K, K].
-        scale: float32 [K, N].
-        zero: zero points [K, N] or None.
-        keep: bool [K, N] or None.
-        qtype: format of a quantized value.
-        block: rows at a time.
+    ``upper`` is the factor of the inverse, [K, K]; ``block`` rows are rounded at a time.
     """
     # Row k of `upper`, over its diagonal element, is how far an error of channel k moves each later
     # one. Within a block that is done channel by channel, and for the rest by one matmul.

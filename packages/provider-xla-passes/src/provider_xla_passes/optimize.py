@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from provider_xla import QuantizationError
 from provider_xla.features import (
@@ -20,6 +20,7 @@ from provider_xla.features import (
     by_path,
     carried,
     check_parameters,
+    followed,
     follows_values,
     prepacked,
     probe,
@@ -284,11 +285,8 @@ def _measured(
 ) -> dict[str, Any]:
     """Return a measure of each parameter's activations, by path.
 
-    Args:
-        model: the model, its parameters and batches.
-        part: the parameters to measure for.
-        measure: takes activations, float32 [rows, K], and returns an array or a ``Largest``.
-        steps: by path, the maps that activations go through before they are measured.
+    ``measure`` takes activations, float32 [rows, K], after the maps in ``steps``, and returns an
+    array or a ``Largest``.
     """
     paths: dict[str, str] = {}
 
@@ -335,14 +333,6 @@ def _placed(stored: Any, leaf: Any) -> Any:
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         return stored
-    spec = (*sharding.spec, *(None,) * (leaf.ndim - len(sharding.spec)))
-
-    def one(x: jax.Array) -> jax.Array:
-        # Scales and maps are sharded along axes where they have an element per index.
-        own = tuple(
-            part if x.ndim == leaf.ndim and x.shape[axis] == leaf.shape[axis] else None
-            for axis, part in enumerate(spec)
-        )
-        return jax.device_put(x, NamedSharding(sharding.mesh, PartitionSpec(*own[: x.ndim])))
-
-    return jax.tree.map(one, stored)
+    return jax.tree.map(
+        lambda x: jax.device_put(x, followed(sharding, leaf.shape, x.shape)), stored
+    )

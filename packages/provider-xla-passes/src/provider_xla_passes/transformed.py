@@ -96,11 +96,7 @@ class Rotated(Step):
 def hadamard(x: jax.Array, block: int) -> jax.Array:
     """Multiply blocks of the last axis with an orthonormal Hadamard matrix.
 
-    The matrix is Sylvester's: symmetric, and equal to its inverse.
-
-    Args:
-        x: float [..., K].
-        block: numbers of a block, a power of two that divides K.
+    The matrix is Sylvester's: symmetric, and equal to its inverse. Blocks are a power of two.
     """
     mesh = explicit_mesh(x)
     if mesh is None:

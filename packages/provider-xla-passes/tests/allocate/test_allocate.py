@@ -13,7 +13,7 @@ import quant_numerics as qn
 from jaxtap_testkit.xla_samples import draw, make
 from provider_xla import PtqProvider, QuantizationError, QuantizationRule, QuantizationWarning
 from provider_xla.program.sites import Sites
-from provider_xla.run.infer import run_site
+from provider_xla.run.contraction import run_site
 
 pytestmark = pytest.mark.sample(2)
 

@@ -37,14 +37,7 @@ def configure_report(parser: argparse.ArgumentParser) -> None:
 
 
 def run_report(args: argparse.Namespace) -> int:
-    """Measure and print a report.
-
-    Returns:
-        0.
-
-    Raises:
-        JaxtapError: the file, the function, an argument or the rules can't be used.
-    """
+    """Measure and print a report."""
     check_folders(args.html, args.json)
     plan, params, batch = make_plan(args)
     with told(f"{args.function} can't be measured"):

@@ -55,11 +55,8 @@ def site_error(
 ) -> Sums:
     """Return the error that quantizing one operation makes, on its float operands.
 
-    Args:
-        site: the operation, with float operands.
-        hows: how each operand is quantized, None if it stays float; the rule's by default.
-        ranges: the static range of each operand; None for one that is measured.
-        operands: operands to use in the quantized run instead, such as a stored parameter.
+    ``hows`` are the rule's by default, a range that is None is measured, and ``operands`` replace
+    those of the quantized run, such as by a stored parameter.
     """
     expected = site.contraction.run(*site.operands, *site.extras)
     hows = site.hows if hows is None else hows
@@ -102,11 +99,9 @@ def _visits(*values: jax.Array) -> jax.Array:
 
 
 def decibels(signal: Any, noise: Any) -> float | None:
-    """Return the signal-to-quantization-noise ratio in dB.
+    """Return ``10 log10(signal / noise)``.
 
-    Returns:
-        ``10 log10(signal / noise)``; infinity where there is no noise, None where either is not
-        finite or there is noise and no signal.
+    Infinity where there is no noise; None where either is not finite or there is noise alone.
     """
     signal, noise = float(signal), float(noise)
     if not math.isfinite(signal) or not math.isfinite(noise):

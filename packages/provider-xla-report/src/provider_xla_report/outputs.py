@@ -26,11 +26,7 @@ def compare_outputs(
     packed: Any,
     batches: Sequence[tuple],
 ) -> tuple[OutputQuality, ...]:
-    """Compare the results of the plan's function in float and quantized.
-
-    Returns:
-        One row for each array of the result.
-    """
+    """Compare each array of the results of the plan's function in float and quantized."""
     totals: dict[str, Any] = {}
     types: dict[str, Any] = {}
     for batch in batches:

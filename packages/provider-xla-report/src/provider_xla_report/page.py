@@ -23,8 +23,7 @@ from interception_core.report_kit import (
 from provider_xla.features import fold_lines
 
 from .fold import float_rows, op_rows, parameter_rows, size_rows
-from .results import OpQuality, Results
-from .text import show_error, show_ms, show_ranges
+from .results import OpQuality, Results, show_error, show_ms, show_ranges
 
 LOW = 20.0
 """Decibels below which the error is over a tenth of the signal."""

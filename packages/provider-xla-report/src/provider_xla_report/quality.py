@@ -16,8 +16,7 @@ from provider_xla.cli import write_whole
 from provider_xla.features import LEAST, fold_lines, fold_rows, joined
 
 from .fold import op_rows
-from .results import Results
-from .text import show_error, show_ms, show_ranges
+from .results import Results, show_error, show_ms, show_ranges
 
 SCHEMA = 2
 """The version of what ``as_json`` returns."""

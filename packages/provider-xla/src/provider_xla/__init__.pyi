@@ -47,9 +47,9 @@ from .errors import QuantizationWarning as QuantizationWarning
 from .forms.adapted import AdaptedWeight as AdaptedWeight
 from .forms.adapted import adapter_mask as adapter_mask
 from .kernels.packed import PrepackedWeight as PrepackedWeight
-from .plan.adapters import AdapterPlan as AdapterPlan
 from .plan.plan import Plan as Plan
-from .plan.template import quantize_params as quantize_params
+from .plan.quantize import quantize_params as quantize_params
+from .plan.weight import AdapterPlan as AdapterPlan
 from .plan.weight import WeightPlan as WeightPlan
 from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
@@ -59,6 +59,7 @@ from .providers.ptq import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
+from .store.errors import PlanDiff as PlanDiff
 from .store.errors import StoreError as StoreError
 from .store.errors import StoreMismatchError as StoreMismatchError
 from .store.float_files import Source as Source
@@ -66,7 +67,6 @@ from .store.load import load as load
 from .store.load import load_extra as load_extra
 from .store.load import read_manifest as read_manifest
 from .store.manifest import Manifest as Manifest
-from .store.plan_diff import PlanDiff as PlanDiff
 from .store.quantize_file import quantize_file as quantize_file
 from .store.save import save as save
 

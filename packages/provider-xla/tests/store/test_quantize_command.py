@@ -152,7 +152,7 @@ def test_what_is_there_stays_without_a_word(capsys, tmp_path, file, floats):
             ("case", "params.safetensors", "out", "--rules", "strict", "--strict"),
             "can't be followed",
         ),
-        (("case", "model.safetensors", "out"), "is to be made of"),
+        (("case", "model.safetensors", "out"), "must be made of tensors of"),
         (("fn", "clash.safetensors", "out", "f32[4,32]"), "must nest by their dots"),
     ],
 )

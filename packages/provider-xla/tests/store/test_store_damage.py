@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import provider_xla as xla
 from jaxtap_testkit.store_samples import quantized, same
-from provider_xla.store.seal import BLANK, is_intact, seal
+from provider_xla.store.schema import BLANK, is_intact, seal
 
 TREE = {"w": quantized("int4", (2, 8, 3)), "b": jnp.arange(3.0)}
 

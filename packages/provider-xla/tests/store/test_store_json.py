@@ -19,7 +19,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.store_samples import quantized
 from jaxtap_testkit.xla_samples import draw
 from provider_xla.store.manifest import Manifest
-from provider_xla.store.seal import BLANK, canonical, seal
+from provider_xla.store.schema import BLANK, canonical, seal
 
 (W, X) = draw((64, 32), (4, 64))
 RULES = [xla.QuantizationRule(weight_qtype="int8", tile_size=32)]

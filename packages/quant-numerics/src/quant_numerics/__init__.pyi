@@ -1,6 +1,8 @@
 """The public names, and the modules that they are from."""
 
-from .array.flax_state import register_state as register_state
+from quant_numerics.array.serialization import register_state as register_state
+from quant_numerics.ops.conv import is_pointwise as is_pointwise
+
 from .array.hi import HiQArray as HiQArray
 from .array.hi import LeadingAxis as LeadingAxis
 from .array.hi import QArrayTy as QArrayTy
@@ -58,7 +60,6 @@ from .ops.einsum import einsum as einsum
 from .ops.einsum import einsum_dimension_numbers as einsum_dimension_numbers
 from .ops.matmul import dot as dot
 from .ops.matmul import matmul as matmul
-from .ops.pointwise import is_pointwise as is_pointwise
 from .ops.ragged_dot import ragged_dot as ragged_dot
 from .ops.ragged_dot import ragged_dot_general as ragged_dot_general
 from .ops.take import take as take

@@ -10,7 +10,7 @@ import pytest
 from jax import lax
 
 import quant_numerics as qn
-from quant_numerics.ops.shifted import shifted_products, sums_of_places
+from quant_numerics.ops.cpu_conv import shifted_products, sums_of_places
 
 # Input, kernel, layouts and groups.
 KINDS = {

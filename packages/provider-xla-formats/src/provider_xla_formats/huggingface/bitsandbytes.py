@@ -17,7 +17,7 @@ from jax.typing import DTypeLike
 
 import quant_numerics as qn
 
-from ..halves import nibbles
+from ..blocks import nibbles
 from .method import Dequantized, Method
 
 _STATES = tuple(f".weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))

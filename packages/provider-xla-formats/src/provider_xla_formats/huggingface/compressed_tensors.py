@@ -13,13 +13,13 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import quant_numerics as qn
-from provider_xla.file_formats import SINGLE, StoreError, atomic_write
+from provider_xla.file_formats import DTYPES, SINGLE, StoreError, atomic_write, write_tensors
 
 from ..affine import AffineWeight
-from ..halves import as_float4, from_float4, nibbles, whole_bytes
+from ..blocks import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32
-from .folder import CONFIG, DTYPES, KEYS
+from .folder import CONFIG, KEYS
 from .method import Method, check_scales, grouped
 from .scheme import (
     BLOCKS,
@@ -36,7 +36,6 @@ from .scheme import (
     tiles,
 )
 
-_NAMES = {name: short for short, name in DTYPES.items()}
 _PARTS = ("packed", "scale", "global_scale", "zero_point", "shape", "g_idx")
 
 
@@ -153,9 +152,9 @@ def save_compressed_tensors(
             parts = _parts(value, schemes[module])
             written |= {f"{module}.{part}": array for part, array in parts.items()}
         else:
-            if np.asarray(value).dtype.name not in _NAMES:
+            if np.asarray(value).dtype.name not in DTYPES:
                 raise StoreError(
-                    f"{leaf} as {name} must be of {', '.join(_NAMES)}, got {value.dtype.name}."
+                    f"{leaf} as {name} must be of {', '.join(DTYPES)}, got {value.dtype.name}."
                 )
             if last == "weight" and np.ndim(value) > 1:
                 ignored.append(module)
@@ -165,31 +164,9 @@ def save_compressed_tensors(
         try:
             new.mkdir()
             (new / CONFIG).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            _write(new / SINGLE, written)
+            write_tensors(new / SINGLE, written)
         except (OSError, TypeError, ValueError) as error:
             raise StoreError(f"{folder} can't be written: {error}") from error
-
-
-def _write(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write a safetensors file: NumPy's library lacks some of JAX's dtypes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers asks for
-    # The largest elements first, so that all are aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
-    end = 0
-    for name in order:
-        array = tensors[name]
-        header[name] = {
-            "dtype": _NAMES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [end, end + array.nbytes],
-        }
-        end += array.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("xb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            file.write(np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data)
 
 
 def _parts(q: qn.QArray, scheme: Scheme) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from ..names import load_tree
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
 from .float8 import Float8
-from .folder import CONFIG, KEYS, Tensors, read_config
+from .folder import CONFIG, KEYS, read_config, tensors_in
 from .gptq import Awq, Gptq
 from .method import Dequantized, Method
 from .mxfp4 import Mxfp4
@@ -67,7 +67,7 @@ def load_huggingface(
     """
     folder = Path(folder)
     about, method = _method(str(folder / CONFIG), read_config(folder))
-    tensors = Tensors(folder)
+    tensors = tensors_in(folder)
     owned: dict[str, dict[str, str]] = {}
     for name in tensors:
         part = max((end for end in method.parts if name.endswith(end)), key=len, default=None)

@@ -69,19 +69,10 @@ def grouped(
     qtype: str,
     dtype: DTypeLike,
 ) -> Any:
-    """Return a weight of integers whose columns are in groups.
+    """Return a weight of int8 [out, in] whose columns are in groups, or raise ValueError.
 
-    Args:
-        values: int8[out, in].
-        scale: floats[out, groups].
-        zero_point: int8[out, groups], or None.
-        group_of: int[in], the group of each column; None where groups are side by side.
-        qtype: of the values.
-        dtype: that it stands for.
-
-    Raises:
-        ValueError: the number of groups does not divide that of the columns, or a column has a
-            group that isn't there.
+    ``scale`` and ``zero_point`` are [out, groups], and ``group_of`` is int [in], None where groups
+    are side by side.
     """
     check_scales(scale)
     n, k = values.shape

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 import quant_numerics as qn
 
-from ..halves import as_float4, nibbles
+from ..blocks import as_float4, nibbles
 from .method import Method
 
 

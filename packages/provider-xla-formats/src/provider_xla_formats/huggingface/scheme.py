@@ -75,18 +75,10 @@ class Scheme:
 
 
 def scheme_of(what: str, q: qn.QArray, act_qtype: str | None) -> Scheme:
-    """Return the scheme of a weight [out, in].
+    """Return the scheme of a weight [out, in], or raise StoreError if there is none.
 
     int-quantized is for weights that are multiplied with int8 activations. With float activations
     vLLM expects packed weights, whatever their bits.
-
-    Args:
-        what: name of the weight, for errors.
-        q: the weight.
-        act_qtype: the format of its activations; None for floats.
-
-    Raises:
-        StoreError: compressed-tensors has no scheme for it.
     """
     kind = qn.get_qtype(q.qtype)
     names = ["float8_e4m3fn", *(f"int{bits}" for bits in range(2, 9))]

@@ -56,16 +56,7 @@ def finish(
 ) -> Attention:
     """Return the attention that a contraction of probabilities with values completes.
 
-    Args:
-        probs: the probabilities.
-        values: the values.
-        dims: the dimension numbers of the contraction.
-        side: the number of the operand that is the probabilities, 0 or 1.
-        aval: the type of the contraction's result.
-        result: the leaf that stands for the result.
-
-    Raises:
-        NotAttention: the program computes another function.
+    NotAttention: the program computes another function. ``side`` is the operand with probabilities.
     """
     logits, over = probs.logits, probs.over
     contracted, batch = dims

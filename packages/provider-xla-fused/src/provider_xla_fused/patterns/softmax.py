@@ -80,11 +80,7 @@ Rule = Callable[[Any, Sequence[Operand]], Tracked | None]
 
 
 def follow(eqn: Any, operands: Sequence[Operand]) -> Tracked | None:
-    """Return an equation's result as a step of a softmax.
-
-    Returns:
-        The result, with the members of the first tracked operand.
-    """
+    """Return an equation's result as a step of a softmax, with the members of its operand."""
     rule = _RULES.get(eqn.primitive.name)
     found = None if rule is None else rule(eqn, operands)
     if found is None or not jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact):

@@ -65,14 +65,10 @@ def constant(value: Expression) -> float | None:
 def arranged(
     x: jax.Array, axes: Labels, wanted: Sequence[Sequence[str]], sizes: Mapping[str, int]
 ) -> jax.Array:
-    """Return an array with its axes split, transposed and merged.
+    """Return an array with its labelled axes split, transposed and merged.
 
-    Args:
-        x: the array.
-        axes: the labels of each of its axes.
-        wanted: the labels of each axis of the result. An axis of which the array has no label is
-            of size 1. If it has some of the labels, it is repeated along the others.
-        sizes: the sizes of the labels.
+    An axis of the result of which the array has no label is of size 1. If it has some of the
+    labels, it is repeated along the others.
     """
     own = [label for labels in axes for label in labels]
     x = x.reshape([sizes[label] for label in own])

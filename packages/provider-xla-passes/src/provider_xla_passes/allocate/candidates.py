@@ -155,14 +155,11 @@ def options_of(
 
 
 def rules_for(plan: Plan, chosen: Mapping[str, Candidate]) -> tuple[Rules, dict[int, int]]:
-    """Return rules for the chosen formats, and the plan's for the rest.
+    """Return rules for the chosen formats and the plan's for the rest, and old ones' new numbers.
 
     Each new rule comes right before the rule that it narrows, so that earlier rules still win.
-    Parameters with the same format share a rule, and so can share traces.
-
-    Returns:
-        The rules; and the new number of each old rule, except those whose parameters all have new
-        rules.
+    Parameters with the same format share a rule, and so can share traces. A rule whose parameters
+    all have new ones has no new number.
     """
     deciding: dict[int, dict[Candidate, list[str]]] = {}
     for record in plan.ops:

@@ -27,16 +27,7 @@ _ATTEMPTS = 20
 
 
 def choose(sizes: Sizes, costs: Costs, budget: int) -> Choice | None:
-    """Return each item's option of least total cost, as its number.
-
-    Args:
-        sizes: the size of each option of each item, integers of 0 or more.
-        costs: the cost of each, 0 or more.
-        budget: the largest sum of sizes.
-
-    Returns:
-        The numbers; None if even the smallest options exceed the budget.
-    """
+    """Return the number of each item's option of least total cost; None if none fits the budget."""
     kept = [_useful(*item) for item in zip(sizes, costs, strict=True)]
     # By item, from the smallest and dearest option to the largest and cheapest one.
     extra = [[int(s[j]) - int(s[options[0]]) for j in options] for s, options in _zip(sizes, kept)]

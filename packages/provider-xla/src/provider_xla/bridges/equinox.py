@@ -78,14 +78,7 @@ def _is_module(node: Any) -> bool:
 def _mapped(
     tree: Any, change: Callable[[eqx.Module, str], eqx.Module], path: str = "", top: bool = True
 ) -> Any:
-    """Return a tree with every module changed, inner ones first.
-
-    Args:
-        tree: a module, or a pytree of modules.
-        change: takes a module, whose parts are changed already, and its path.
-        path: of the tree.
-        top: False where the tree's own parts are to be looked at.
-    """
+    """Return a tree with every module changed, inner ones first; not ``top``: its own parts."""
     if top and not _is_module(tree):
         found, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_module)
     else:

@@ -13,7 +13,7 @@ from interception_core import StorablePlan, find_bridge, hides_frames
 from ..errors import QuantizationError
 from ..store.errors import StoreError
 from ..store.load import load, load_extra
-from ..store.plans import is_ours
+from ..store.manifest import is_ours
 from ..store.save import Format, save
 from .bridge import Bridge, Quantized, keeps_floats
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -165,28 +164,7 @@ def calibrate_model(
             "calibrate_model(net.bind(variables), provider, batches)."
         )
     fn = bridge.function(model, next(iter(methods)))
-
-    def call(parameters: Any, *args: Any) -> Any:
-        def one(leaf: Any) -> Any:
-            return leaf.value if isinstance(leaf, _Constant) else leaf
-
-        held = jax.tree.map(one, parameters, is_leaf=lambda leaf: isinstance(leaf, _Constant))
-        result = jax.tree.leaves(fn(held, *args))
-        return [leaf for leaf in result if is_array(leaf)]
-
-    # A leaf that is not an array (an activation function in Equinox) stays what it is under jit.
-    parameters = jax.tree.map(
-        lambda leaf: leaf if is_array(leaf) else _Constant(leaf), bridge.parameters(model)
-    )
-    return plan.calibrate(parameters, batches, fn=call)
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Constant:
-    """A leaf of parameters that is not an array."""
-
-    value: Any
+    return plan.calibrate(bridge.parameters(model), batches, fn=fn)
 
 
 @hides_frames

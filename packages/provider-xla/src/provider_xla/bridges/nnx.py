@@ -122,12 +122,7 @@ def _is_plain_module(node: Any) -> bool:
 
 
 def _joined(parameters: Any, adapters: nnx.State) -> Any:
-    """Return parameters with an AdaptedWeight for each that has an adapter.
-
-    Args:
-        parameters: a nested dictionary, which is changed.
-        adapters: the variables of adapters.
-    """
+    """Change ``parameters`` to have an AdaptedWeight for each that has an adapter; return them."""
     flat = nnx.to_flat_state(adapters)
     if not flat:
         return parameters

@@ -185,12 +185,9 @@ def by_tag(
 ) -> Callable[[str, Callable[..., Any]], Callable[..., Any]]:
     """Return a ``wrap`` for ``Subclasses`` that asks the module's tag.
 
-    Args:
-        tag_of: returns the tag of a module; None for one that is being built.
-        scoped: runs a method under a name scope. It takes the path, the method's function, the
-            module, and the arguments as a tuple and a dict.
-        quantized: starts a quantized run of a method. It takes the tag, the method's name, the
-            module, and the arguments.
+    ``tag_of`` is None for a module that is being built. ``scoped(path, function, module, args,
+    kwargs)`` runs a method under a name scope, and ``quantized(tag, name, module, ...)`` a
+    quantized run of it.
     """
 
     def wrap(name: str, run: Callable[..., Any]) -> Callable[..., Any]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from .options import configure, make_plan, told
-from .output import check_folders, check_has, write_whole, written
+from .options import check_folders, check_has, configure, make_plan, told, write_whole, written
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
@@ -27,15 +26,7 @@ def configure_explain(parser: argparse.ArgumentParser) -> None:
 
 
 def run_explain(args: argparse.Namespace) -> int:
-    """Print why an operation or a parameter is quantized as it is.
-
-    Returns:
-        0.
-
-    Raises:
-        JaxtapError: the file, the function, an argument or the rules can't be used; or nothing, or
-            too much, has the name.
-    """
+    """Print why an operation or a parameter is quantized as it is."""
     plan, _, _ = make_plan(args)
     check_has(plan, "explain", "jaxtap explain")
     with told(f"{args.name} can't be explained"):
@@ -51,11 +42,7 @@ def configure_presets(parser: argparse.ArgumentParser) -> None:
 
 
 def run_presets(args: argparse.Namespace) -> int:
-    """Print what each preset does, its bytes and its kernel here.
-
-    Returns:
-        0.
-    """
+    """Print what each preset does, its bytes and its kernel here."""
     from ..providers.given import presets
 
     found = presets()
@@ -64,14 +51,7 @@ def run_presets(args: argparse.Namespace) -> int:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print a plan.
-
-    Returns:
-        0.
-
-    Raises:
-        JaxtapError: the file, the function, an argument or the rules can't be used.
-    """
+    """Print a plan."""
     check_folders(args.json)
     plan, _, _ = make_plan(args)
     text = ""

@@ -1,4 +1,4 @@
-"""Options that name a function, its arguments and rules: how a plan is made of them."""
+"""How commands make a plan of a function in a file, and what they print and write."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -69,12 +70,7 @@ def configure(
 
 
 def make_plan(args: argparse.Namespace, params: Any = None) -> tuple[Any, Any, tuple[Any, ...]]:
-    """Return the plan, the parameters, and the other arguments.
-
-    Args:
-        args: the command's.
-        params: the parameters, where ``args`` has only the other arguments.
-    """
+    """Return the plan, the parameters (``params`` if given), and the other arguments."""
     module, fn = find_function(args.function)
     if args.args:
         values = [read_argument(text, module) for text in args.args]
@@ -254,3 +250,46 @@ def _line(error: Exception) -> str:
 
 def _tile(text: str) -> int | float:
     return float(text) if "." in text else int(text)
+
+
+def check_has(found: Any, name: str, what: str) -> None:
+    """Raise JaxtapError where a provider's plan or report lacks an optional method."""
+    if not hasattr(found, name):
+        raise JaxtapError(
+            f"{what} needs {name}(), got a {type(found).__name__} without. See "
+            "interception_core.ProviderPlan."
+        )
+
+
+def check_folders(*paths: Any) -> None:
+    """Raise JaxtapError where a file has no folder to be written into."""
+    for path in paths:
+        if path is not None and str(path) != "-" and not Path(path).parent.is_dir():
+            raise JaxtapError(
+                f"There is no folder {Path(path).parent} to write {Path(path).name} into."
+            )
+
+
+def written(path: Any, save: Callable[[Any], None], quiet: bool = False) -> None:
+    """Write a file by ``save``, and say so.
+
+    Raises:
+        JaxtapError: it can't be written.
+    """
+    try:
+        save(path)
+    except OSError as error:
+        raise JaxtapError(f"{path} can't be written: {error}") from error
+    if not quiet:
+        print(f"Wrote {path}.")
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write under a temporary name, so that ``path`` is whole or absent."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

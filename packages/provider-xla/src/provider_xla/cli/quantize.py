@@ -34,14 +34,7 @@ def configure_quantize(parser: argparse.ArgumentParser) -> None:
 
 
 def run_quantize(args: argparse.Namespace) -> int:
-    """Quantize a file.
-
-    Returns:
-        0.
-
-    Raises:
-        JaxtapError: the function, an argument, the rules, SOURCE or OUT can't be used.
-    """
+    """Quantize a file."""
     require("msgspec", "safetensors")
     from ..store.quantize_file import quantize_file
 
@@ -86,22 +79,21 @@ def read_types(source: Any) -> Any:
     Raises:
         JaxtapError: the file can't be read, or a name is another's and a part of it.
     """
-    from ..store.float_files import FloatFiles
+    from ..store.float_files import TensorFiles
 
     tree: dict[str, Any] = {}
-    with FloatFiles(source) as files:
-        for name, kind in files.types().items():
-            *outer, last = name.split(".")
-            node: Any = tree
-            for part in outer:
-                node = node.setdefault(part, {}) if isinstance(node, dict) else node
-            if not isinstance(node, dict) or last in node:
-                raise JaxtapError(
-                    f"The names of SOURCE's tensors must nest by their dots, got {name} beside a "
-                    "tensor with a part of that name. Leave out the ARGs, and name a function that "
-                    "returns (function, parameters, *other arguments)."
-                )
-            node[last] = kind
+    for name, kind in TensorFiles(source).types().items():
+        *outer, last = name.split(".")
+        node: Any = tree
+        for part in outer:
+            node = node.setdefault(part, {}) if isinstance(node, dict) else node
+        if not isinstance(node, dict) or last in node:
+            raise JaxtapError(
+                f"The names of SOURCE's tensors must nest by their dots, got {name} beside a "
+                "tensor with a part of that name. Leave out the ARGs, and name a function that "
+                "returns (function, parameters, *other arguments)."
+            )
+        node[last] = kind
     return _lists(tree)
 
 

@@ -9,29 +9,31 @@ from ..forms.adapted import is_adapted as is_adapted
 from ..forms.adapted import is_kept as is_kept
 
 # Stored forms that hold another one.
-from ..forms.around import AroundStored as AroundStored
+from ..forms.tree import AroundStored as AroundStored
 from ..forms.tree import is_stored as is_stored
 from ..forms.tree import own_form as own_form
-from ..kernels.alike import alike as alike
-from ..kernels.alike import mapped_columns as mapped_columns
-from ..kernels.alike import over_columns as over_columns
 from ..kernels.matmul import Rotation as Rotation
 from ..kernels.matmul import product as product
 from ..kernels.packing import PACK_OPS as PACK_OPS
+from ..kernels.packing import alike as alike
+from ..kernels.packing import mapped_columns as mapped_columns
+from ..kernels.packing import over_columns as over_columns
 from ..kernels.packing import pack as pack
 from ..kernels.packing import packed_type as packed_type
 from ..kernels.packing import packing_of as packing_of
-
-# Runs of a plan's function in float, that look at operations.
-from ..measure.numbered import numbered as numbered
-from ..measure.numbered import stored_operand as stored_operand
 from ..measure.probe import Largest as Largest
 from ..measure.probe import Lookup as Lookup
 from ..measure.probe import Probed as Probed
+
+# Runs of a plan's function in float, that look at operations.
+from ..measure.probe import numbered as numbered
 from ..measure.probe import probe as probe
-from ..measure.whole import whole as whole
-from ..measure.whole import whole_results as whole_results
+from ..measure.probe import stored_operand as stored_operand
+from ..measure.probe import whole as whole
+from ..measure.probe import whole_results as whole_results
 from ..plan.make import in_float as in_float
+from ..plan.make import replanned as replanned
+from ..plan.make import tried as tried
 from ..plan.plan import NO_ADAPTERS as NO_ADAPTERS
 from ..plan.plan import OF_ADAPTERS as OF_ADAPTERS
 
@@ -39,13 +41,12 @@ from ..plan.plan import OF_ADAPTERS as OF_ADAPTERS
 from ..plan.quantize import carried as carried
 from ..plan.quantize import check_parameters as check_parameters
 from ..plan.quantize import prepacked as prepacked
-from ..plan.trial import replanned as replanned
-from ..plan.trial import tried as tried
 from ..plan.views import is_in_order as is_in_order
 from ..plan.views import places_in as places_in
 from ..plan.weight import quantize_leaf as quantize_leaf
 from ..program.arrays import as_batch as as_batch
 from ..program.arrays import by_path as by_path
+from ..program.arrays import followed as followed
 from ..program.arrays import is_array as is_array
 from ..program.arrays import map_params as map_params
 from ..program.arrays import of_arrays as of_arrays
@@ -57,10 +58,6 @@ from ..program.arrays import takes_any as takes_any
 from ..program.facts import Code as Code
 from ..program.facts import Fact as Fact
 from ..program.facts import joined as joined
-from ..program.fold import LEAST as LEAST
-from ..program.fold import fold_lines as fold_lines
-from ..program.fold import fold_rows as fold_rows
-from ..program.fold import folded as folded
 from ..program.fused import FusedOp as FusedOp
 from ..program.joining import Joining as Joining
 from ..program.matching import Rules as Rules
@@ -78,12 +75,16 @@ from ..rules.sparsity import kept as kept
 # One operation, quantized.
 from ..run.contraction import Hows as Hows
 from ..run.contraction import Operands as Operands
+from ..run.contraction import infer as infer
+from ..run.contraction import inference as inference
 from ..run.contraction import quantized_contraction as quantized_contraction
-from ..run.infer import infer as infer
-from ..run.infer import inference as inference
-from ..run.infer import run_operands as run_operands
-from ..run.infer import taking_stored as taking_stored
+from ..run.contraction import run_operands as run_operands
+from ..run.contraction import taking_stored as taking_stored
 from ..run.static.statistics import Statistics as Statistics
 from ..run.static.statistics import calibrations as calibrations
 from ..run.static.statistics import key_of as key_of
 from ..run.static.statistics import read as read
+from ..tables import LEAST as LEAST
+from ..tables import fold_lines as fold_lines
+from ..tables import fold_rows as fold_rows
+from ..tables import folded as folded

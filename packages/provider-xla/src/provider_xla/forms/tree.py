@@ -1,11 +1,13 @@
-"""Stored leaves: the forms in a tree of parameters, alone or beside what is derived from them."""
+"""Stored forms that hold another, and forms among the leaves of a tree."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
+
+import numpy as np
 
 import quant_numerics as qn
 from hijax_trace import Carrier
@@ -28,10 +30,8 @@ def _is_stored_type(kind: type) -> bool:
 def map_forms(change: Callable[[str | None, Any], Any], leaf: Any) -> Any:
     """Return a leaf with each stored form in it changed.
 
-    Args:
-        change: takes the key of the expression of a derived weight, None for the parameter itself,
-            and a form.
-        leaf: any leaf; without a form it is returned as it is.
+    ``change`` takes a form after the key of the expression of its derived weight, None for the
+    parameter itself.
     """
     if not isinstance(leaf, Carrier):
         return change(None, leaf) if qn.is_form(leaf) else leaf
@@ -46,12 +46,7 @@ def own_form(leaf: Any) -> Any:
 
 
 def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
-    """Return a leaf with QArrays for quantized values in packed storage.
-
-    Args:
-        leaf: any leaf.
-        kernels: whether weights that are packed for kernels stay packed.
-    """
+    """Return a leaf with QArrays for quantized values in packed storage, or in kernels' too."""
 
     def one(values: Any) -> Any:
         # Of a parameter with an adapter the values may be an array.
@@ -72,3 +67,69 @@ def _encoded(is_parameter: Any) -> str:
 
 
 qn.register_serialization(Carrier, _encoded, Under)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AroundStored(qn.StoredForm):
+    """Base of stored parameters that hold a form, ``inner``, and more.
+
+    Attributes:
+        inner: a QArray, PackedQArray or PrepackedWeight.
+    """
+
+    inner: Any
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.inner.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        """Float dtype of the parameter."""
+        return self.inner.dtype
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def qtype(self) -> str:
+        """Name of the quantized type."""
+        return self.inner.qtype
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def platform(self) -> str | None:
+        """Return the platform whose kernels alone read its quantized values, or None."""
+        return self.inner.platform
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales of ``inner``."""
+        return self.inner.scale_shape
+
+    @property
+    def values(self) -> qn.StoredForm:
+        """Return the form that holds the quantized values."""
+        return self.inner.values
+
+    def with_values(self, change: Callable[[Any], Any]) -> Self:
+        """Return it around another form."""
+        return dataclasses.replace(self, inner=self.inner.with_values(change))
+
+    def unpacked(self) -> Self:
+        """Return it around a QArray."""
+        return dataclasses.replace(self, inner=self.inner.unpacked())
+
+    def portable(self, scale_shape: Sequence[int] | None = None) -> Self:
+        """Return it around a form in no kernel's layout; see ``StoredForm``."""
+        return dataclasses.replace(self, inner=self.inner.portable(scale_shape))
+
+    def takes(self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
+        """Return whether it can be an operand: the other one must be an array."""
+        return x_shape is not None and self.inner.takes(contraction, side, x_shape)
+
+    @property
+    def can_add(self) -> bool:
+        """Return whether a kernel of ``inner`` may add to the result."""
+        return self.inner.can_add

@@ -15,8 +15,7 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
-from .errors import NoKernel
-from .products import Added
+from .products import Added, NoKernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +49,7 @@ class Window:
         return {name: getattr(self, name) for name in names}
 
     def of_stored(self, places: Mapping[int, int]) -> Window:
-        """Return it for a weight that is stored with its axes in other places.
-
-        Args:
-            places: for each axis of the weight, that of what is stored.
-        """
+        """Return it for a weight whose axes are at these places of what is stored."""
         rows = tuple(places[axis] for axis in self.rows)
         return dataclasses.replace(self, rows=rows, columns=places[self.columns])
 
@@ -72,17 +67,7 @@ class Window:
 def window_of(
     contraction: Convolution, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> Window:
-    """Return how a convolution is read.
-
-    Args:
-        contraction: the convolution.
-        side: which operand the weight is.
-        x_shape: shape of the other operand.
-        w_shape: shape of the weight.
-
-    Raises:
-        NoKernel: it can't be read so.
-    """
+    """Return how a convolution with a weight at ``side`` is read, or raise NoKernel."""
     if side != 1:
         raise NoKernel("the input of a convolution")
     if contraction.out_sharding is not None:
@@ -116,16 +101,7 @@ def window_of(
 
 
 def conv_op_of(how: qn.HowToQuantize | None, is_static: bool, packed: Any) -> str:
-    """Return the op for a convolution with a packed weight.
-
-    Args:
-        how: how the activation is quantized; None if it stays float.
-        is_static: whether the activation has a static range.
-        packed: the weight as its package has packed it, or its type.
-
-    Raises:
-        NoKernel: no op computes this.
-    """
+    """Return the op for a convolution with a weight that is packed, or raise NoKernel."""
     if how is None:
         raise NoKernel("a convolution of float activations")
     if how.qtype != "int8":
@@ -150,20 +126,9 @@ def convolve(
     dtype: np.dtype,
     added: Added,
 ) -> jax.Array:
-    """Return a convolution with a packed weight, by a kernel's op.
+    """Return a convolution with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
 
-    Args:
-        contraction: the convolution.
-        how: how ``x`` is quantized; None if it stays float.
-        scale: the static scale of ``x``; None if it has none.
-        x: the activation, a float array.
-        weight: the other operand, a ``PrepackedWeight``.
-        side: which operand the weight is.
-        dtype: of the result.
-        added: what is added to the result.
-
-    Raises:
-        NoKernel: no op computes this.
+    ``scale`` is the static scale of ``x``, None if it has none.
     """
     window = window_of(contraction, side, x.shape, weight.shape)
     if weight.gone:

@@ -15,10 +15,7 @@ from hijax_trace import Shards
 def shards_of(weight: Any, counts: Sequence[int], form: Callable[..., Any]) -> Shards | None:
     """Return how devices share a ``PrepackedWeight``; None if it cannot be cut.
 
-    Args:
-        weight: the weight.
-        counts: into how many equal parts each of its axes is cut.
-        form: returns the type of a packed matrix; see ``packed_form``.
+    ``counts`` are into how many equal parts each of its axes is cut; ``form`` is ``packed_form``.
     """
     lead, axes, rank = len(weight.lead), weight.axes(), len(weight.k_sizes)
     if all(count == 1 for count in counts):

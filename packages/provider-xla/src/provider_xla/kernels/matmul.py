@@ -18,14 +18,9 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .errors import NoKernel
-from .products import NOTHING, Added, mapped_contraction
+from .products import NOTHING, Added, NoKernel, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
-
-
-GROUPS = "_groups"
-"""The end of the name of an op's kernel for rows in groups, each with its own weight."""
 
 
 class Rotation(NamedTuple):
@@ -85,17 +80,7 @@ class Layout:
 def layout_of(
     contraction: Contraction, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
 ) -> Layout:
-    """Return how a contraction is read as one of matrices.
-
-    Args:
-        contraction: the contraction.
-        side: which operand the weight is.
-        x_shape: shape of the other operand.
-        w_shape: shape of the weight.
-
-    Raises:
-        NoKernel: the contraction can't be read so.
-    """
+    """Return how a contraction with a weight at ``side`` is one of matrices, or raise NoKernel."""
     if isinstance(contraction, Convolution):
         return _pointwise_layout(contraction, side, w_shape)
     if not isinstance(contraction, Matmul):
@@ -150,23 +135,13 @@ def op_of(
     packed: Any,
     group: int,
     k_sizes: Sequence[int],
-    rows: Any,
 ) -> str:
-    """Return the op for a contraction with a packed weight.
+    """Return the op for a contraction with a packed weight, or raise NoKernel.
 
-    Args:
-        how: how the activation is quantized; None if it stays float.
-        is_static: whether the activation has a static range.
-        packed: the weight as its package has packed it, or its type.
-        group: rows of the weight that share a scale, 0 for all.
-        k_sizes: sizes of the contracted axes.
-        rows: number of rows of the activation.
-
-    Raises:
-        NoKernel: no op computes this.
+    ``group`` rows of the weight share a scale, 0 for all.
     """
     if how is None:
-        return packed.matmul_op(rows, quantizes=False)
+        return packed.matmul_op(quantizes=False)
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
@@ -174,7 +149,7 @@ def op_of(
             raise NoKernel("activations with a static range that has a zero point")
     elif how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
-    op = packed.matmul_op(rows, quantizes=True)
+    op = packed.matmul_op(quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
     if is_static:  # one scale for all of it, whatever groups the weight has
@@ -188,9 +163,15 @@ def op_of(
     return op
 
 
-def question_of(is_static: bool) -> dict[str, int]:
-    """Return what kernels are asked about the scales of rows."""
-    return {"x_scale": 1} if is_static else {}
+def question_of(is_static: bool, in_groups: bool) -> dict[str, int]:
+    """Return what kernels are asked about the rows of an activation.
+
+    Args:
+        is_static: whether they have a scale that is given.
+        in_groups: whether they come in groups, each with its own weight.
+    """
+    scale = {"x_scale": 1} if is_static else {}
+    return scale | ({"index": 1, "group_sizes": 1} if in_groups else {})
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:
@@ -247,21 +228,10 @@ def multiply(
     rotation: Rotation | None = None,
     added: Added = NOTHING,
 ) -> jax.Array:
-    """Return a contraction with a packed weight, by a kernel's op.
+    """Return a contraction with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
 
-    Args:
-        contraction: the contraction.
-        how: how ``x`` is quantized; None if it stays float.
-        range_: the static range of ``x``, of size 1; None if it has none.
-        x: the activation, a float array.
-        weight: the other operand, a ``PrepackedWeight``.
-        side: which operand the weight is, 0 or 1.
-        extras: the sizes of groups, for a ragged matmul.
-        rotation: how the op rotates ``x`` first; None if it doesn't.
-        added: what is added to the result.
-
-    Raises:
-        NoKernel: no op computes this.
+    ``x`` is a float activation, quantized by ``how`` if given, in the static range if that is
+    given.
     """
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
@@ -294,12 +264,8 @@ def multiply(
     x = layout.read(x)
     kept = [x.shape[axis] for axis in layout.kept]
 
-    def op(rows: Any) -> str:
-        given = weight.packed, weight.group, weight.k_sizes, rows
-        return op_of(how, scale is not None, *given)
-
     # These raise if there is no op, before anything is computed.
-    op(math.prod(kept))
+    op = op_of(how, scale is not None, weight.packed, weight.group, weight.k_sizes)
     if rotation is not None:
         _check_rotation(rotation, weight)
     pairs = dict(layout.pairs)
@@ -308,9 +274,8 @@ def multiply(
 
     def run(rows: jax.Array, stored: Any, added: Added) -> jax.Array:
         packed, options = stored
-        found = op(math.prod(rows.shape[:-1]))
         given = options | added.options(packed)
-        y = get_op(found)(rows, packed, out_dtype=dtype, **given, **static)
+        y = get_op(op)(rows, packed, out_dtype=dtype, **given, **static)
         return added.rest(packed).to(y)
 
     options, static = {"index": weight.index}, {}
@@ -371,8 +336,7 @@ def _multiply_groups(
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
     scale = _scale_of(how, range_)
-    given = weight.packed, weight.group, weight.k_sizes, x.shape[0]
-    op = op_of(how, scale is not None, *given)
+    op = op_of(how, scale is not None, weight.packed, weight.group, weight.k_sizes)
     options = {} if scale is None else {"x_scale": scale}
     options |= {"index": weight.index, "group_sizes": sizes}
     return get_op(op)(x, weight.packed, out_dtype=dtype, **options)

@@ -47,7 +47,7 @@ class PrepackedWeight(qn.StoredForm):
             and scales [*lead, K / group, N], and float32 [*lead, N] if scales are scaled;
             ``panel`` is how many columns are packed
             together, ``question`` the facts that kernels decide by, and
-            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. On the platforms in
+            ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
             ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``.
         qtype: name of the quantized type (static).
@@ -395,9 +395,8 @@ def packed_bits(qtype: str) -> int:
 def packed_table(qtype: str) -> str | None:
     """Return what the packed values of a qtype stand for, as an op that packs names it.
 
-    Returns:
-        "int4" for integers, which stand for themselves, in 8 bits too; else which table they are
-        places in. None for a qtype that no op packs.
+    "int4" for integers, which stand for themselves, in 8 bits too; else the table that they are
+    places in. None for a qtype that no op packs.
     """
     kind = qn.get_qtype(qtype)
     if kind.kind == "int":
@@ -488,12 +487,7 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
 
 
 def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
-    """Return the sizes of scales along contracted axes.
-
-    Args:
-        k_sizes: sizes of the contracted axes, outer to inner.
-        group: adjacent rows that share a scale, 0 for all.
-    """
+    """Return the sizes of scales along contracted axes, outer to inner; ``group`` 0 is all rows."""
     left, sizes = group or math.prod(k_sizes), []
     for size in reversed(k_sizes):
         within = math.gcd(left, size)

@@ -76,18 +76,11 @@ class Added:
     def in_batch(
         self, is_mapped: Added, size: int, kept: Sequence[int]
     ) -> tuple[Added, tuple[jax.Array, ...]]:
-        """Return what is added to the results of a batch, whose axis is first.
+        """Return what a kernel adds to the results of a batch, and what is added after it.
 
-        A bias that the batch shares is added to all rows. A mapped one differs from row to row, as
-        a residual does.
-
-        Args:
-            is_mapped: whether each array has an axis of the batch, its first; not read for None.
-            size: of the batch.
-            kept: sizes of the axes of one result, but for the last.
-
-        Returns:
-            What a kernel adds, and the arrays of the batch's shape that are added after it.
+        A bias that the batch shares is added to all rows. A mapped one, whose first axis is the
+        batch's, differs from row to row, as a residual does. ``kept`` are the axes of one result,
+        but for the last.
         """
         bias, residuals = self.bias, [] if self.residual is None else [self.residual]
         if bias is not None and is_mapped.bias:
@@ -107,15 +100,9 @@ Run = Callable[[jax.Array, Any, Added], jax.Array]
 def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
     """Return a contraction with some packed columns, with a ``vmap`` rule.
 
-    Args:
-        run: multiplies with all of them.
-        n_sizes: the sizes of the axes of columns.
-        gone: the axes of columns of which one index is taken. A ``vmap`` over all indices of one
-            takes them in their order.
-
-    Returns:
-        A function of x [*rows, K], the packed weight, what is added to [*rows, N], and an index
-        int32[] for each axis in ``gone``. It returns [*rows, *n_sizes] without those axes.
+    ``run`` multiplies with all of them; of the axes in ``gone`` one index is taken, and a ``vmap``
+    over all indices of one takes them in their order. The function is of x [*rows, K], the packed
+    weight, what is added to [*rows, N], and an int32 index for each axis in ``gone``.
     """
 
     def one(x: jax.Array, weight: Any, added: Added, places: Sequence[jax.Array]) -> jax.Array:
@@ -154,3 +141,7 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
 
     wrapped.def_vmap(rule)
     return wrapped
+
+
+class NoKernel(Exception):
+    """Raised for a contraction that kernels don't compute, with the reason."""

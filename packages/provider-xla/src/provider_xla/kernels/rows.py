@@ -68,16 +68,7 @@ def sliced_axis(sizes: Sequence[int], shape: Sequence[int]) -> int | None:
 
 
 def row_of(weight: Any, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Array | None:
-    """Return a ``lax.dynamic_slice_p`` that takes one row of a packed parameter.
-
-    Args:
-        weight: see ``rows_of``.
-        starts: where the slice begins along each axis.
-        sizes: its sizes.
-
-    Returns:
-        The slice, dequantized; None if it is not one row, or the packages can't look it up.
-    """
+    """Return a ``lax.dynamic_slice_p`` that takes one row, dequantized; None if kernels can't."""
     axis = sliced_axis(sizes, weight.shape)
     if axis is None:
         return None
@@ -93,16 +84,7 @@ def row_of(weight: Any, starts: Sequence[Any], sizes: Sequence[int]) -> jax.Arra
 
 
 def rows_of(weight: Any, indices: jax.Array, params: Mapping[str, Any]) -> jax.Array | None:
-    """Return a ``lax.gather_p`` of a packed parameter without unpacking all of it.
-
-    Args:
-        weight: the parameter: a single one, which may be an entry of a stack.
-        indices: integer array [*batch, 1].
-        params: the parameters of the primitive.
-
-    Returns:
-        The rows, dequantized; None if the packages of kernels can't look them up.
-    """
+    """Return a ``lax.gather_p`` that takes rows, dequantized; None if kernels can't."""
     axes, rank = looked_up_axes(params, weight.shape), len(weight.k_sizes)
     fill = params["fill_value"]
     if axes is None or len(axes) != 1 or (fill is not None and not np.isnan(fill)):

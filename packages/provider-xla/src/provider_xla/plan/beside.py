@@ -34,10 +34,7 @@ def has_numbers(args: tuple, kwargs: Mapping[str, Any]) -> bool:
 def may_differ(expression: Expression, with_numbers: bool) -> bool:
     """Return whether another call may compute another value at the same place.
 
-    Args:
-        expression: the value.
-        with_numbers: whether the call has arguments that are not arrays: a number may be part of
-            the value, a flag may choose another one.
+    With arguments that are not arrays, a number may be part of it, and a flag may choose another.
     """
     return with_numbers or any(map(_is_of_call, expression.nodes()))
 
@@ -70,11 +67,6 @@ def kept_beside(
     Each has the format of the derived weight that it is in, and a scale for each slice along its
     longest axis, or for each tile of that. Parameters smaller than the derived weight, such as the
     factors of a product or a vector of gains, have no entry: they stay as they are.
-
-    Args:
-        weights: the derived weights, among others.
-        paths: the parameters.
-        leaves: the types of all parameters, by path.
     """
     found = {}
     for path in paths:

@@ -16,9 +16,7 @@ from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.convolution import Window, conv_op_of, window_of
-from ..kernels.errors import NoKernel
 from ..kernels.matmul import (
-    GROUPS,
     check_dtypes,
     check_groups,
     convolves,
@@ -28,6 +26,7 @@ from ..kernels.matmul import (
 )
 from ..kernels.packed import INTEGERS, packed_bits, packed_table
 from ..kernels.packing import Packing
+from ..kernels.products import NoKernel
 from ..kernels.rows import TAKE
 from ..program.granularity import Axes
 from ..program.record import Choice, choice
@@ -61,7 +60,7 @@ class MatrixUse:
         is_static: whether the activation has a static range.
         rows: number of rows of the activation.
         dtype: dtype of the activation.
-        suffix: what the op's name ends in for the kernels of this use.
+        in_groups: whether rows come in groups, each with a weight of its own.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
         is_matmul: whether it is read as a matmul; a convolution may be read as both.
@@ -76,7 +75,7 @@ class MatrixUse:
     is_static: bool
     rows: Any
     dtype: Any
-    suffix: str = ""
+    in_groups: bool = False
     cuts: tuple[int, ...] = ()
     is_matmul: bool = True
     window: Window | None = None
@@ -109,16 +108,9 @@ class RowsUse:
 
 
 def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> MatrixUse:
-    """Return how an operation uses a stored weight, as a matmul.
+    """Return how an operation uses a stored weight as a matmul, or raise NoKernel.
 
-    Args:
-        site: the operation.
-        side: which of its operands the weight is.
-        axes: for each axis of what is stored, the axis of the operand; None where it was cut.
-        shape: of what is stored.
-
-    Raises:
-        NoKernel: kernels can't compute this operation; says why.
+    ``axes`` are, for each axis of what is stored, the operand's; None where it was cut.
     """
     weight, x = site.weights[side], site.operands[1 - side]
     assert weight is not None
@@ -128,75 +120,47 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         raise NoKernel("its axes are cut, merged or split on the way")
     if site.weights[1 - side] is not None:
         raise NoKernel("both operands are parameters")
-    static = site.is_static(1 - side)
     cuts = _cuts(site, side, axes, shape, weight.shape)
     shape = [n // m for n, m in zip(shape, cuts, strict=True)] if cuts else shape
-    if isinstance(site.contraction, RaggedMatmul):
-        check_groups(site.contraction, side)
-        check_dtypes(site.contraction, x, weight.dtype)
-        gone, places = _places(axes, shape, weight.shape)
-        gone |= {places[0]}
-        how = site.hows[1 - side]
-        k_axes, rows = (places[1],), x.shape[0]
-        return MatrixUse(gone, frozenset(), k_axes, how, static, rows, x.dtype, GROUPS, cuts)
-    window = None
-    if isinstance(site.contraction, Convolution):
-        window = window_of(site.contraction, side, x.shape, weight.shape)
-        if not site.contraction.is_pointwise(weight.shape):
-            return _convolution(site, side, axes, shape, cuts, window)
-    layout = layout_of(site.contraction, side, x.shape, weight.shape)
-    check_dtypes(site.contraction, x, weight.dtype)
+    contraction, is_matmul, window, layout = site.contraction, True, None, None
+    if isinstance(contraction, RaggedMatmul):
+        check_groups(contraction, side)
+    else:
+        if isinstance(contraction, Convolution):
+            window = window_of(contraction, side, x.shape, weight.shape)
+            is_matmul = contraction.is_pointwise(weight.shape)
+        if is_matmul:
+            layout = layout_of(contraction, side, x.shape, weight.shape)
+    check_dtypes(contraction, x, weight.dtype)
     gone, places = _places(axes, shape, weight.shape)
-    k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
-    sizes = layout.sizes(x.shape)
-    rows = math.prod(sizes[axis] for axis in layout.kept)
-    mapped, columns = 1, frozenset[int]()
-    view, other = map(site.call.expression, (site.operands[side], x))
-    if view is not None and other is not None:
-        columns = mapped_axes(view, other) & gone
-        mapped = mapped_rows(other, view)
-    how, rows = site.hows[1 - side], mapped * rows
+    window = None if window is None else window.of_stored(places)
+    columns, in_groups = frozenset[int](), False
+    if layout is not None:
+        k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
+        sizes = layout.sizes(x.shape)
+        rows = math.prod(sizes[axis] for axis in layout.kept)
+        view, other = map(site.call.expression, (site.operands[side], x))
+        if view is not None and other is not None:
+            columns = mapped_axes(view, other) & gone
+            rows = mapped_rows(other, view) * rows
+    elif window is not None:
+        k_axes, rows = window.rows, x.shape[window.images[0]]
+    else:
+        gone |= {places[0]}
+        k_axes, rows, in_groups = (places[1],), x.shape[0], True
     return MatrixUse(
         gone,
         columns,
         k_axes,
-        how,
-        static,
+        site.hows[1 - side],
+        site.is_static(1 - side),
         rows,
         x.dtype,
-        cuts=cuts,
-        window=None if window is None else window.of_stored(places),
-        x_shape=tuple(x.shape),
-    )
-
-
-def _convolution(
-    site: Site,
-    side: int,
-    axes: Axes,
-    shape: Sequence[int],
-    cuts: tuple[int, ...],
-    window: Window,
-) -> MatrixUse:
-    """Return how a convolution that is not a matmul uses a stored weight."""
-    weight, x = site.weights[side], site.operands[1 - side]
-    assert weight is not None
-    check_dtypes(site.contraction, x, weight.dtype)
-    gone, places = _places(axes, shape, weight.shape)
-    window = window.of_stored(places)
-    how, static = site.hows[1 - side], site.is_static(1 - side)
-    return MatrixUse(
-        gone,
-        frozenset(),
-        window.rows,
-        how,
-        static,
-        x.shape[window.images[0]],
-        x.dtype,
-        cuts=cuts,
-        is_matmul=False,
-        window=window,
-        x_shape=tuple(x.shape),
+        in_groups,
+        cuts,
+        is_matmul,
+        window,
+        tuple(x.shape),
     )
 
 
@@ -422,16 +386,16 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
 def _select_matmul(packing: Packing, use: MatrixUse, form: Any, shape: Sequence[int]) -> Choice:
     """Return the kernel for a contraction that is read as a matmul."""
     k_sizes, _ = packing.sizes(shape)
-    op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+    op = op_of(use.how, use.is_static, form, packing.group, k_sizes)
     get_op(op)
     k, n = packing.matrix(shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True} | question_of(use.is_static)
+    question = form.question | {"to_pack": True} | question_of(use.is_static, use.in_groups)
     question |= convolves(use.window is not None)
-    return _found(choice(op + use.suffix, packing.platform, operands, **question))
+    return _found(choice(op, packing.platform, operands, **question))
 
 
 def _select_convolution(

@@ -90,16 +90,8 @@ def quantized(
 ) -> qn.QArray | None:
     """Return what ``qn.quantize`` does; None where chunks can't.
 
-    Scales of slices with zero points may differ in the last bit, because XLA fuses a product and
-    a sum in programs of some shapes and not in those of others.
-
-    Args:
-        leaf: the array.
-        qtype: a format, as the other arguments those of ``qn.quantize``.
-        channel_axes: the axes with a scale per index.
-        tile_axes: pairs of an axis and the size of its tiles.
-        method: how ranges are found.
-        scale_dtype: the dtype of scales; None for the format's.
+    Scales of slices with zero points may differ in the last bit, because XLA fuses a product and a
+    sum in programs of some shapes and not in those of others.
     """
     found, kind = _slices(leaf, channel_axes, tile_axes, method), qn.get_qtype(qtype)
     if found is None or kind.two_level or kind.packable:
@@ -147,12 +139,9 @@ def _slices(leaf: Any, channel_axes: Sequence[int], tile_axes: Tiles, method: st
 def _in_chunks(
     run: Callable[[jax.Array], tuple[Any, ...]], rows: np.ndarray, width: int | None
 ) -> list[tuple[Any, ...]]:
-    """Return the results of ``run`` for each chunk, with the rows that it was given alone.
+    """Return the results of ``run`` for each chunk of rows [count, elements].
 
-    Args:
-        run: a function of a chunk that returns arrays with an entry for each row, or None.
-        rows: [count, elements].
-        width: elements of a chunk's row; None for the next of a few widths.
+    ``width`` is a chunk's; None for the next of a few, so that few programs are compiled.
     """
     count, elements = rows.shape
     if width is None:

@@ -1,4 +1,4 @@
-"""Make a plan: survey a program, then settle all uses per weight."""
+"""Make a plan: survey a program, then settle all uses per weight; and try other rules."""
 
 from __future__ import annotations
 
@@ -16,24 +16,23 @@ from interception_core import Engine, platform_of
 from interception_core.log import logger
 
 from ..errors import QuantizationError
-from ..kernels.errors import NoKernel
+from ..kernels.products import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
-from ..program.facts import Code
+from ..program.facts import Code, Fact
 from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
 from ..rules.rule import is_fused
 from ..rules.sparsity import Sparsity, parse_sparsity
-from .adapters import AdapterPlan
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import choose
-from .chosen import stays_packed, why_lost
+from .explain import why_unused
 from .plan import Plan
 from .quantize import carried
 from .survey import Survey, Use
-from .unused import why_unused
-from .weight import WeightPlan
+from .views import stay_packed, why_lost
+from .weight import AdapterPlan, WeightPlan
 
 _log = logger("xla")
 
@@ -275,7 +274,7 @@ def _with_kernels(
         left = []
         # A kernel takes one layout: if alternatives differ, none of them is packed.
         for one in survey.chosen:
-            if not all(stays_packed(one, packed, name) for name in names):
+            if not all(stay_packed(one, packed, name) for name in names):
                 why = NoKernel("the program chooses among weights that are packed differently")
                 for path in one.paths:
                     survey.contractions.setdefault(path, {})[one.op_id] = why
@@ -384,3 +383,71 @@ def _sparsity(survey: Survey, leaf: Any, uses: Sequence[Use]) -> Sparsity | None
         survey.problems.append(Code.NOT_SPARSE(**about, m=pattern.m, size=leaf.shape[axis]))
         return None
     return Sparsity(pattern, axis)
+
+
+def tried(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> dict[str, WeightPlan]:
+    """Return how other rules store the weights of a plan's program.
+
+    Args:
+        plan: the plan.
+        rules: the other rules.
+        params: the parameters, arrays or types.
+        batch: the other arguments of a call.
+
+    Returns:
+        By path, those that the rules can store: a weight with an operation that has no quantized
+        form is left out, and raises no error.
+    """
+    survey = _Trial(rules, plan.leaves)
+    run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    found = weights_of(survey)
+    kept = [path for path, weight in plan.weights.items() if not weight.ops]
+    return {
+        path: weight
+        for path, weight in {**found, **kept_beside(found, kept, plan.leaves)}.items()
+        if survey.refused.isdisjoint(weight.parameters)
+    }
+
+
+def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Plan:
+    """Make a plan of the same program with other rules.
+
+    Args:
+        plan: the plan.
+        rules: the other rules.
+        params: the parameters, arrays or types.
+        batch: the other arguments of a call.
+
+    Returns:
+        The plan, with kernels if ``plan`` has some.
+
+    Raises:
+        QuantizationError: tiles do not fit a parameter.
+    """
+    kernels = any(op.kernels for op in plan.ops if op.quantized)
+    return make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+
+
+class _Trial(Survey):
+    """A survey that notes the parameters with an operation that rules refuse.
+
+    Attributes:
+        refused: their paths.
+    """
+
+    def __init__(self, rules: Rules, leaves: Any):
+        super().__init__(rules, leaves)
+        self.refused: set[str] = set()
+
+    def record(self, record: OpRecord, problem: Fact | None) -> None:
+        try:
+            super().record(record, problem)
+        except QuantizationError:
+            self.refused.update(record.paths)
+
+    def stored(self, call: Any, operand: Any, weight: Any, asked: Any) -> list[Any]:
+        try:
+            return super().stored(call, operand, weight, asked)
+        except QuantizationError:
+            self.refused.update(weight.paths)
+            return []

@@ -21,19 +21,18 @@ from ..extras import feature
 from ..forms.adapted import restored
 from ..forms.tree import is_stored
 from ..program.arrays import takes_any
-from ..program.decided import Decided
 from ..program.facts import Code, Fact
-from ..program.fold import fold_lines
 from ..program.matching import Rules, follows_values
-from ..program.record import Choice, OpRecord, Report
+from ..program.record import Choice, Decided, OpRecord, Report
 from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
-from ..run.infer import infer, inference
+from ..run.contraction import infer, inference
 from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics
+from ..tables import fold_lines
 from . import quantize
-from .abstract import quantized_types
 from .explain import explain
+from .quantize import quantized_types
 from .weight import WeightPlan
 
 if TYPE_CHECKING:
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from provider_xla_report import QualityReport
     from provider_xla_serve import ExportedProgram
 
-    from .adapters import AdapterPlan
+    from .weight import AdapterPlan
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Stored parameters: quantized by a plan, and packed for kernels."""
+"""Stored parameters: quantized by a plan or as types say, and packed for kernels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
+import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, map_forms, own_form
-from ..program.arrays import by_path, is_array, map_params, rebuilt
+from ..kernels.packing import of_panels, pack, packed_type, packing_of
+from ..program.arrays import by_path, followed, is_array, map_params, rebuilt
 from ..program.sites import short
 from ..tables import progress
 from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
@@ -153,3 +156,96 @@ def _each(plan: Any, path: str, leaf: Any, change: Callable[[WeightPlan | None, 
     """Return a leaf with each stored part changed by its plan."""
     own, derived = plan.weights.get(path), plan.derived
     return map_forms(lambda key, held: change(derived.get(key) if key else own, held), leaf)
+
+
+def quantized_types(plan: Any, params: Any, *, prepack: bool = True) -> Any:
+    """Return the types of what ``Plan.quantize`` stores: see ``Plan.quantized_types``."""
+    given, treedef = by_path(params, plan.prefix)
+    check_parameters(plan, given, are_types=True)
+    derived = {}
+    for weight in plan.derived.values():
+        assert weight.derived is not None
+        inputs = {path: given[path] for path in weight.derived.leaves}
+        value = jax.eval_shape(weight.derived.expression.evaluate, inputs)
+        derived[weight.path] = _stored_type(weight, value, prepack)
+    leaves = []
+    for path, leaf in given.items():
+        weight = plan.weights.get(path)
+        stored = leaf if weight is None else _stored_type(weight, leaf, prepack)
+        leaves.append(carried(plan, path, leaf, stored, derived))
+    return rebuilt(treedef, leaves)
+
+
+def _stored_type(weight: WeightPlan, leaf: Any, prepack: bool) -> Any:
+    """Return the type, with its sharding, of a parameter's stored form."""
+    sharding = getattr(leaf, "sharding", None)
+    stored = jax.eval_shape(weight.quantized, weight.abstract())
+    packing = weight.packings.get(weight.platform) if prepack else None
+    if packing is not None and packing.unshardable(weight.shape, sharding) is None:
+        panels = of_panels(packing, len(weight.shape), sharding)
+        packed = packed_type(stored, packing)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=panels), packed
+        )
+    if not isinstance(sharding, NamedSharding):
+        return stored
+
+    def placed(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        own = followed(sharding, weight.shape, x.shape)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=own)
+
+    return jax.tree.map(placed, stored)
+
+
+def quantize_params(params: Any, like: Any) -> Any:
+    """Quantize float parameters to the forms that a tree of stored ones has.
+
+    It is Qwix's function, for ``like = jax.eval_shape(quantized.init, key, x)["params"]`` of a
+    quantized Linen module. Where there is a plan, ``plan.quantize(params)`` does the same.
+
+    Args:
+        params: float arrays.
+        like: a tree of the same structure with stored parameters, or their types.
+
+    Returns:
+        The tree of ``like`` with values: rounded to nearest, with scales of the largest magnitude.
+
+    Raises:
+        QuantizationError: the trees differ, or a form needs more than the parameter: derived
+            weights and what passes made are quantized by their plan.
+    """
+    wanted, treedef = jax.tree.flatten(like, is_leaf=is_stored)
+    try:
+        given = treedef.flatten_up_to(params)
+    except ValueError as error:
+        raise QuantizationError(
+            f"params must be a tree like the stored one, got another: {error}"
+        ) from error
+    return jax.tree.unflatten(treedef, list(map(_quantized, given, wanted)))
+
+
+def _quantized(x: Any, wanted: Any) -> Any:
+    if tuple(getattr(x, "shape", ())) != tuple(getattr(wanted, "shape", ())):
+        raise QuantizationError(
+            f"A parameter must have shape {list(wanted.shape)}, got {list(getattr(x, 'shape', []))}"
+            ". Give the parameters of the model that was quantized."
+        )
+    if not is_stored(wanted):
+        return x
+    if not qn.is_form(wanted) or wanted.values is not wanted:
+        raise QuantizationError(
+            f"A {type(wanted).__name__} holds more than its parameter says. Quantize it by its "
+            "plan: plan.quantize(params) or plan.optimize(...)."
+        )
+    pairs = enumerate(zip(wanted.shape, wanted.scale_shape, strict=True))
+    counts = {axis: (n, count) for axis, (n, count) in pairs if count > 1}
+    q = qn.quantize(
+        x,
+        wanted.qtype,
+        channel_axes=[axis for axis, (n, count) in counts.items() if n == count],
+        tile_axes={axis: n // count for axis, (n, count) in counts.items() if n != count},
+        scale_dtype=getattr(wanted, "scale_dtype", None) or wanted.scale.dtype.name,
+    )
+    if wanted.platform is not None:
+        return pack(q, packing_of(wanted))
+    return qn.pack(q) if isinstance(wanted, qn.PackedQArray) else q

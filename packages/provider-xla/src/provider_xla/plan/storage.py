@@ -18,8 +18,8 @@ from ..errors import QuantizationError
 from ..program.facts import Code, Fact
 from ..program.granularity import Axes, Granularity, misfit, of_operand, remedies, tiles_of
 from ..program.matching import Rules, Weight
-from .derived import Derived
 from .views import axes_in, finest, scales_in, stays_packed
+from .weight import Derived
 
 
 class Asked(NamedTuple):

@@ -13,7 +13,7 @@ from interception_core import OpCall
 
 from ..errors import QuantizationError
 from ..extras import feature
-from ..kernels.errors import NoKernel
+from ..kernels.products import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
 from ..program.granularity import fitted, tile_elements
@@ -28,9 +28,9 @@ from ..run.static.ranges import (
     measure,
 )
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
-from .chosen import Chosen
-from .derived import Derived
 from .storage import Asked, Storage, Stored, gone
+from .views import Chosen
+from .weight import Derived
 
 
 class Use(NamedTuple):
@@ -124,18 +124,13 @@ class Survey:
         if self.adapters is not None:
             self.adapters.contraction(site)
         op_id = site.call.op_id
-        if has_gradient_range(site):
-            self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
+        if site.rule.is_static:
+            self._range(site)
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
             if how is None:
                 for path in () if weight is None else weight.paths:
                     self._contraction(path, op_id, NoKernel("its parameter stays float"))
                 continue
-            if has_range(site, side):
-                found = measure(site, side)
-                of = StaticRange.of(site, found.upper.ndim, found.lower is None)
-                ranges = self.ranges if weight is None else self.trained_ranges
-                ranges[site.key(side)] = of
             if weight is None:
                 continue
             ndim = site.operands[side].ndim
@@ -153,6 +148,17 @@ class Survey:
                     use = why
                 self._contraction(stored.path, op_id, use)
         return NotImplemented
+
+    def _range(self, site: Site) -> None:
+        """Record what of an operation has a static range."""
+        if has_gradient_range(site):
+            self.trained_ranges[gradient_key(site)] = StaticRange.of(site, 0)
+        for side, how in enumerate(site.hows):
+            if how is not None and has_range(site, side):
+                found = measure(site, side)
+                of = StaticRange.of(site, found.upper.ndim, found.lower is None)
+                ranges = self.ranges if site.weights[side] is None else self.trained_ranges
+                ranges[site.key(side)] = of
 
     def lookup(self, call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
         """Record a lookup in a parameter: a gather, or a slice of one row at an index."""

@@ -9,11 +9,10 @@ program moves the real scales by the same code, so that a plan can't promise any
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,8 +20,11 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
+from ..forms.tree import unpacked_leaf
 from ..kernels.packed import PrepackedWeight
+from ..program.facts import Code, Fact
 from ..program.granularity import Axes, Granularity
+from .weight import WeightPlan
 
 IsStored = Callable[[Expression], bool]
 """Whether a node of an expression is what is stored."""
@@ -60,14 +62,7 @@ class _Scaled(ArrayProxy):
 def scales_in(
     view: Expression, is_stored: IsStored, ndim: int, scaled: Granularity
 ) -> tuple[int, ...] | None:
-    """Return the scales' shape in a view; None if they cannot follow.
-
-    Args:
-        view: the expression of the operand.
-        is_stored: tells the nodes that are stored.
-        ndim: how many axes these have.
-        scaled: along which of them scales differ.
-    """
+    """Return the shape of the scales of a view's stored node; None if they cannot follow."""
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         if not is_stored(node):
@@ -85,13 +80,14 @@ def scales_in(
             ragged_tiles=scaled.ragged_tiles(aval.shape),
         )
 
-    def moved() -> jax.Array:
-        found = replay(view, stands_for)
-        assert isinstance(found, qn.QArray)
-        return found.scale
+    found = _moved(view, stands_for)
+    return None if found is None else found.scale.shape
 
+
+def _moved(view: Expression, stands_for: Callable[[Expression], ArrayProxy | None]) -> Any:
+    """Return the type of what moves make of stored nodes; None if these can't follow."""
     try:
-        return jax.eval_shape(moved).shape
+        return jax.eval_shape(lambda: replay(view, stands_for))
     except MoveError:
         return None
 
@@ -130,12 +126,11 @@ def places_in(
     """
     found = []
     for axis in range(len(shape)):
-        moved = functools.partial(_numbers, view, is_stored, len(shape), axis)
-        try:
-            counts = jax.eval_shape(moved).shape
-        except MoveError:
+        moved = _moved(view, _numbers(is_stored, len(shape), axis))
+        if moved is None:
             return None
-        found.append(tuple(place for place, count in enumerate(counts) if count > 1))
+        counts = enumerate(moved.scales.shape)
+        found.append(tuple(place for place, count in counts if count > 1))
     return tuple(found)
 
 
@@ -150,13 +145,16 @@ def is_in_order(view: Expression, is_stored: IsStored, shape: Sequence[int], axi
         shape: its shape.
         axis: of the array; ``places_in`` finds one axis of the view for it.
     """
+    stands_for = _numbers(is_stored, len(shape), axis)
     # Under jit XLA drops the values that are moved along, and computes the numbers alone.
-    moved = jax.jit(functools.partial(_numbers, view, is_stored, len(shape), axis))
+    moved = jax.jit(lambda: replay(view, stands_for).scales)  # type: ignore[attr-defined]
     return np.array_equal(np.asarray(moved()).reshape(-1), np.arange(shape[axis]))
 
 
-def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax.Array:
-    """Return the indices along an axis, moved as the view moves it."""
+def _numbers(
+    is_stored: IsStored, ndim: int, axis: int
+) -> Callable[[Expression], ArrayProxy | None]:
+    """Return what stands for a node: the indices along an axis, to be moved."""
 
     def stands_for(node: Expression) -> ArrayProxy | None:
         is_it = is_stored(node)
@@ -169,9 +167,7 @@ def _numbers(view: Expression, is_stored: IsStored, ndim: int, axis: int) -> jax
         numbers = jax.numpy.arange(math.prod(counts), dtype=np.float32).reshape(counts)
         return _Scaled(jax.numpy.zeros(aval.shape), numbers, aval.dtype)
 
-    moved = replay(view, stands_for)
-    assert isinstance(moved, _Scaled)
-    return moved.scales
+    return stands_for
 
 
 @jax.tree_util.register_dataclass
@@ -188,12 +184,7 @@ def stays_packed(
 ) -> bool:
     """Return whether a packed array stays packed in a view.
 
-    Args:
-        view: the expression of the operand.
-        is_stored: tells the node that is stored.
-        shape: its shape, with those of the loops that it is in.
-        loops: how many axes, the first, are of these loops.
-        gone: which axes are a stack of packed matrices.
+    ``loops`` of its first axes are of loops; the axes in ``gone`` are a stack of matrices.
     """
     own = tuple(n for axis, n in enumerate(shape) if axis not in gone and axis >= loops)
     at = tuple(axis - loops for axis in gone if axis >= loops)
@@ -208,11 +199,7 @@ def stays_packed(
             packed, "int8", np.dtype("float32"), own, (), 0, places, 1, "", lead_at=lead_at
         )
 
-    try:
-        jax.eval_shape(lambda: replay(view, stands_for))
-    except MoveError:
-        return False
-    return True
+    return _moved(view, stands_for) is not None
 
 
 def finest(
@@ -224,12 +211,7 @@ def finest(
 ) -> Granularity | None:
     """Return the finest granularity an operation can use, or None.
 
-    Args:
-        view: the expression of the operand.
-        is_stored: tells the nodes that are stored.
-        shape: the shape of such a node.
-        shared: the axes of the view along which a scale is shared.
-        tile_sizes: by axis of ``shared``, how many elements share a scale if not all do.
+    ``tile_sizes`` are, by axis of ``shared``, how many elements share a scale if not all do.
     """
     full: Any = view.aval
     last = full.shape[shared[-1]] if shared else 0
@@ -260,3 +242,61 @@ def finest(
             if all(count in some for count, some in zip(along, allowed, strict=False)):
                 return Granularity(channels, cut)
     return None
+
+
+class Chosen(NamedTuple):
+    """A weight that the program chooses among several.
+
+    Attributes:
+        op_id: the operation whose weight it is.
+        rule: the number of its rule.
+        expression: how it is chosen.
+        paths: of the parameters.
+    """
+
+    op_id: str
+    rule: int | None
+    expression: Expression
+    paths: tuple[str, ...]
+
+
+def why_lost(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> Fact | None:
+    """Return why the forms of the alternatives can't be chosen among, as a problem; or None."""
+    try:
+        _replayed(chosen, {path: weights[path] for path in chosen.paths if path in weights})
+    except MoveError as why:
+        about = {"op_id": chosen.op_id, "paths": chosen.paths, "rule": chosen.rule}
+        return Code.SEVERAL_FORMS(**about, weight=str(chosen.expression), why=str(why))
+    return None
+
+
+def stay_packed(chosen: Chosen, weights: Mapping[str, WeightPlan], platform: str) -> bool:
+    """Return whether a kernel takes the alternatives as they are packed for a platform.
+
+    Also if none of them is.
+    """
+    own = {path: weights[path] for path in chosen.paths if path in weights}
+    if not any(platform in weight.packings for weight in own.values()):
+        return True
+    packed = {path: dataclasses.replace(weight, platform=platform) for path, weight in own.items()}
+    try:
+        return getattr(_replayed(chosen, packed), "platform", None) is not None
+    except MoveError:
+        return False
+
+
+def _replayed(chosen: Chosen, weights: Mapping[str, WeightPlan]) -> ArrayProxy:
+    """Return the form of what is chosen, with types instead of arrays."""
+
+    def form(weight: WeightPlan) -> Any:
+        packing = weight.packings.get(weight.platform)
+        form = weight.form(packing)
+        return form if packing is not None else jax.eval_shape(unpacked_leaf, form)
+
+    def run(forms: Mapping[str, Any]) -> ArrayProxy:
+        def stands_for(node: Expression) -> ArrayProxy | None:
+            return forms.get(node.path) if isinstance(node, Leaf) else None
+
+        return replay(chosen.expression, stands_for)
+
+    return jax.eval_shape(run, {path: form(weight) for path, weight in weights.items()})

@@ -1,9 +1,10 @@
-"""How one parameter is quantized."""
+"""How one parameter is quantized, or adapted: a parameter, or a weight derived from some."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,15 +13,40 @@ import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
+from hijax_trace import Expression
 from interception_core import platform_of
 
 from ..errors import QuantizationError
 from ..extras import feature
+from ..forms.adapted import AdapterForm
 from ..kernels.packing import Packing, pack, packed_type
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
 from . import chunks
-from .derived import Derived
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derived:
+    """How a derived weight is computed.
+
+    Attributes:
+        path: its name in a plan, which is the text of its expression.
+        expression: computes it from parameters.
+        carrier: the pytree path of the parameter that it is stored beside.
+        shape: its shape. If a loop computes it, leading axes hold all steps.
+        dtype: its float dtype.
+    """
+
+    path: str
+    expression: Expression
+    carrier: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The pytree paths of the parameters that it is computed from."""
+        return tuple(leaf.path for leaf in self.expression.leaves())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,15 +218,9 @@ def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm
 
 
 def prepack_leaf(plan: WeightPlan, q: qn.StoredForm, platform: str | None = None) -> Any:
-    """Pack a quantized parameter if its plan and sharding allow it.
+    """Pack a quantized parameter if its plan and sharding allow it, for ``platform`` or its own.
 
-    Args:
-        plan: how the parameter is quantized.
-        q: its stored form, which is returned unchanged if it is packed already.
-        platform: that of the kernels; None for the one that ``q`` is on.
-
-    Raises:
-        QuantizationError: ``q`` has another format, shape or scales than the plan says.
+    QuantizationError: it has another format, shape or scales than the plan says.
     """
     return q.with_values(lambda values: _packed(plan, values, platform))
 
@@ -278,14 +298,7 @@ def _quantize(
 def _form(
     how: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, packing: Packing | None
 ) -> Any:
-    """Return the type of an array that is quantized, and packed.
-
-    Args:
-        how: the arguments of ``_quantize`` after the first.
-        shape: of the array.
-        dtype: of the array.
-        packing: how it is packed; None if it is not.
-    """
+    """Return the type of an array that is quantized, and packed."""
     leaf = jax.ShapeDtypeStruct(shape, dtype)
     stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
     return stored if packing is None else packed_type(stored, packing)
@@ -307,3 +320,38 @@ def _fits_float16(
 @jax.jit
 def _all_finite(leaf: jax.Array) -> jax.Array:
     return jnp.isfinite(leaf).all()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdapterPlan:
+    """The adapter of one parameter, wherever the program uses it.
+
+    Attributes:
+        path: pytree path of the parameter.
+        dtype: its dtype.
+        rule: the number of the rule.
+        ops: the ids of the operations whose rule asked for it.
+        form: what it computes, and the shapes of its arrays.
+    """
+
+    path: str
+    dtype: np.dtype
+    rule: int
+    ops: tuple[str, ...]
+    form: AdapterForm
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of its arrays, by name."""
+        return dict(self.form.shapes)
+
+    @property
+    def size(self) -> int:
+        """The number of elements of its arrays."""
+        return sum(map(math.prod, self.form.shapes.values()))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        values = {"path": self.path, "dtype": self.dtype.name, "rule": self.rule, "ops": self.ops}
+        values |= dataclasses.asdict(self.form) | {"kind": self.form.kind, "shapes": self.shapes}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from interception_core import followed_spec
 
 from ..errors import QuantizationError
 
@@ -55,6 +58,20 @@ def types_of(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
 
     return jax.tree.map(one, tree)
+
+
+def followed(sharding: NamedSharding, shape: Sequence[int], part: Sequence[int]) -> NamedSharding:
+    """Return the sharding of a part of what is stored for an array, such as its scales.
+
+    It is cut along the axes of the array that it has, also in tiles. One more axis is that of bit
+    planes, before the last. A part with other axes is whole on each device.
+    """
+    spec = (*sharding.spec, *(None,) * (len(shape) - len(sharding.spec)))
+    if shape and len(part) == len(shape) + 1:
+        spec, shape = (*spec[:-1], None, spec[-1]), (*shape[:-1], part[-2], shape[-1])
+    if len(part) != len(shape):
+        return NamedSharding(sharding.mesh, PartitionSpec())
+    return NamedSharding(sharding.mesh, followed_spec(sharding.mesh, spec, shape, part))
 
 
 def rebuilt(treedef: Any, leaves: Sequence[Any]) -> Any:

@@ -40,12 +40,7 @@ class Granularity:
         return Granularity(channels, {a: size for a, size in sorted(tiles.items()) if size > 1})
 
     def in_blocks(self, shape: Sequence[int], block: int) -> Granularity | None:
-        """Return the same in tiles of a format's blocks; None if these are other tiles.
-
-        Args:
-            shape: of the array.
-            block: how many elements share a scale.
-        """
+        """Return the same in tiles of a format's blocks; None if these are other tiles."""
         # A block may hold whole axes, such as a head that is smaller than it.
         rest = (*self.channel_axes, *self.tile_axes)
         whole = {axis: n for axis, n in enumerate(shape) if axis not in rest and n > 1}
@@ -80,14 +75,7 @@ def of_operand(
     """Return the finest granularity of a parameter that an operation can use.
 
     Contracted axes have one scale, or one per tile of the contraction. An axis that the operand
-    lacks (a step of a scan) has a scale per index.
-
-    Args:
-        axes: where the parameter's axes are in the operand.
-        shape: of the parameter.
-        operand_shape: of the operand.
-        contracted: the contracted axes of the operand, in order.
-        tile_sizes: for contracted axes that have more than one scale, the elements that share one.
+    lacks (a step of a scan) has a scale per index. ``axes`` are those that the parameter's became.
     """
     channels: list[int] = []
     tiles: dict[int, int] = {}
@@ -160,12 +148,7 @@ def _tile(
 
 
 def tile_elements(tile_size: int | float, size: int) -> int:
-    """Return how many elements a tile has.
-
-    Args:
-        tile_size: as in a rule: elements, or, as a float, one over the number of tiles.
-        size: elements along the contracted axes.
-    """
+    """Return how many elements a rule's tile has: a float is one over the number of tiles."""
     return round(tile_size * size) if isinstance(tile_size, float) else tile_size
 
 
@@ -180,10 +163,8 @@ def misfit(
 ) -> Fact | None:
     """Return why a contraction cannot have an operand's tiles, or None.
 
-    Args:
-        sizes: of the contracted axes, the last of which changes fastest.
-        how: how the operand is quantized.
-        fallback: "padded" where the last tile may be shorter.
+    ``sizes`` are of the contracted axes, the last of which changes fastest. With the fallback
+    "padded" the last tile may be shorter.
     """
     if how is None or how.tile_size is None:
         return None
@@ -205,12 +186,7 @@ FALLBACKS = ("divisor", "channel", "padded")
 
 
 def remedies(sizes: Sequence[int], hows: Sequence[qn.HowToQuantize | None]) -> tuple[str, ...]:
-    """Return what a rule may have instead of tiles that don't divide contracted axes.
-
-    Args:
-        sizes: of the contracted axes; empty where tiles are not possible.
-        hows: how the rule quantizes the operands.
-    """
+    """Return what a rule may have instead of tiles that don't divide contracted axes."""
 
     def helps(fallback: str) -> bool:
         found, _ = all_fitted(sizes, fallback, tuple(hows))
@@ -227,15 +203,9 @@ def remedies(sizes: Sequence[int], hows: Sequence[qn.HowToQuantize | None]) -> t
 def fitted(
     how: qn.HowToQuantize, sizes: Sequence[int], fallback: str | None
 ) -> tuple[qn.HowToQuantize, Fact | None]:
-    """Return an operand's quantization with tiles that fit its axes.
+    """Return an operand's quantization with tiles that fit, and what is done instead of the rule.
 
-    Args:
-        how: the rule's.
-        sizes: of the contracted axes; empty where it can have no tiles.
-        fallback: the rule's ``tile_fallback``.
-
-    Returns:
-        The quantization; and what is done instead of what the rule says, or None.
+    ``sizes`` are of the contracted axes, empty where it can have no tiles.
     """
     tile, why = how.tile_size, misfit(sizes, how)
     if tile is None or why is None or fallback is None:
@@ -258,16 +228,7 @@ def all_fitted(
     fallback: str | None,
     hows: tuple[qn.HowToQuantize | None, ...],
 ) -> tuple[tuple[qn.HowToQuantize | None, ...], tuple[Fact, ...]]:
-    """Return how operands are quantized, with tiles that their contracted axis has.
-
-    Args:
-        sizes: of the contracted axes.
-        fallback: as for ``fitted``.
-        hows: how the rule wants each operand quantized.
-
-    Returns:
-        How they are quantized, and remarks on what the rule does not say.
-    """
+    """Return how operands are quantized, with tiles that fit, and what is done instead."""
     tiled = [how for how in hows if how]
     found = {how: fitted(how, sizes, fallback) for how in tiled}
     # Both sides have the same tiles, those of a format with blocks.

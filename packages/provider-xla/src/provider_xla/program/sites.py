@@ -19,13 +19,12 @@ from quant_numerics import Contraction
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import is_array
-from .decided import Decided, subject_of
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
 from .matching import Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
-from .record import OpRecord, choices
+from .record import Decided, OpRecord, choices, subject_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

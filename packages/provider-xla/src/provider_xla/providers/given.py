@@ -17,11 +17,7 @@ from .qt import QtProvider
 
 
 def provider_of(given: Any) -> Any:
-    """Return a provider as it is, or that of rules: for training if a rule is a ``QtRule``.
-
-    Args:
-        given: a provider; or the name of a preset, a rule, or several of these.
-    """
+    """Return a provider as it is, or that of a preset or rules: to train with a ``QtRule``."""
     if isinstance(given, Provider):
         return given
     try:

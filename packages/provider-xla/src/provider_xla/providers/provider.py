@@ -23,7 +23,7 @@ from ..program.record import OpRecord, check_misfit
 from ..program.sites import Sites
 from ..rules.presets import as_rules, is_of_feature
 from ..rules.rule import QuantizationRule
-from .telling import telling
+from ..tables import telling
 
 if TYPE_CHECKING:
     from provider_xla_cache import CacheRule

@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from ..extras import feature
 from ..program.sites import Sites
-from ..run.infer import infer, inference
+from ..run.contraction import infer, inference
 from ..run.static.statistics import Statistics
 from .provider import XlaProvider
 

@@ -15,9 +15,8 @@ import quant_numerics as qn
 from ..errors import QuantizationError
 from ..extras import MissingExtraError
 from .qt_rule import QtRule
-from .qwix import is_qwix, of_qwix
 from .rule import QuantizationRule
-from .written import Q, Rule
+from .written import Q, Rule, is_qwix, of_qwix
 
 _BLOCKS = Q("int4", tile=32, scales="float16")
 
@@ -123,15 +122,7 @@ def is_of_feature(rule: Any) -> bool:
 
 
 def as_rules(given: Any) -> list[Any]:
-    """Return rules: from one, a preset's name, a rule of Qwix, or several of these.
-
-    Args:
-        given: the rule or rules. Rules of features stay as they are.
-
-    Raises:
-        TypeError: there is something else among them.
-        QuantizationError: there is no preset of a name.
-    """
+    """Return rules: from one, a preset's name, a rule of Qwix, or several of these."""
     single = isinstance(given, (str, Mapping, QuantizationRule)) or is_qwix(given)
     single = single or is_of_feature(given) or not isinstance(given, Iterable)
     rules = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import quant_numerics as qn
@@ -260,6 +260,12 @@ class QuantizationRule:
     def act_method(self) -> str:
         """``act_calibration_method``, or its default."""
         return self.act_calibration_method or "absmax"
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The fields that are not at their defaults, by name."""
+        pairs = [(one, getattr(self, one.name)) for one in fields(self)]
+        return {one.name: value for one, value in pairs if value != one.default}
 
     def _qtypes(self) -> Sequence[str]:
         """Return the fields that hold a qtype."""

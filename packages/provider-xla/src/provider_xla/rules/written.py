@@ -1,15 +1,67 @@
-"""Rules as they read: ``Rule("mlp/.*", weight=Q("int4", tile=32), act="int8")``."""
+"""Rules as people write them: ``Rule("mlp/.*", weight=Q("int4", tile=32))``, or Qwix's."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 from ..extras import feature
 from .qt_rule import QtRule
-from .qwix import in_qwix_words
 from .rule import ANY_PATH, QuantizationRule
+
+
+def is_qwix(rule: Any) -> bool:
+    """Return whether an object is a rule of Qwix."""
+    kinds = type(rule).__mro__
+    is_theirs = any(kind.__module__.partition(".")[0] == "qwix" for kind in kinds)
+    return is_theirs and dataclasses.is_dataclass(rule)
+
+
+def of_qwix(rule: Any) -> QuantizationRule:
+    """Return a rule of Qwix as a ``QuantizationRule``, ``QtRule`` or ``LoraRule``.
+
+    Fields have the same names and meaning, but that Qwix also quantizes matmuls of two activations
+    if the rule has no ``op_names``, and that ``"dot_general"`` is what ``@``, ``jnp.matmul`` and
+    ``jnp.dot`` come down to.
+
+    Raises:
+        ValueError: it has a field that rules do not have here; names the field.
+        MissingExtraError: it is a ``LoraRule``, and provider-xla-lora is not installed.
+    """
+    # What Qwix has by default may be written differently here, and is the default here, too.
+    given = {
+        field.name: value
+        for field in dataclasses.fields(rule)
+        if (value := getattr(rule, field.name)) != _default(field)
+    }
+    kinds: Any = (feature("rule-lora"),) if "rank" in given else (QuantizationRule, QtRule)
+    known = [{field.name for field in dataclasses.fields(kind)} for kind in kinds]
+    kind = next((one for one, own in zip(kinds, known, strict=True) if given.keys() <= own), None)
+    if kind is None:
+        names, last = ", ".join(sorted(given.keys() - known[-1])), kinds[-1].__name__
+        raise ValueError(
+            f"A rule of Qwix must have fields that {last} has, got {names}. Write it as a {last}: "
+            "docs/quantization.md lists what differs."
+        )
+    return kind(**in_qwix_words(given))
+
+
+def in_qwix_words(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a rule here for those of one of Qwix, with the meaning there."""
+    found = dict(given)
+    if "dot_general" in (found.get("op_names") or ()):
+        found["op_names"] = {*found["op_names"], "dot", "matmul"}
+    if found.get("act_qtype") is not None and not found.get("op_names"):
+        found["weights_only"] = False
+    return found
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
+
 
 QWIX_NAMES = (
     "module_path",

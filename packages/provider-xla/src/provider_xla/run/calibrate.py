@@ -18,9 +18,8 @@ from ..program.arrays import as_batch, by_path, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..tables import progress
-from .infer import taking_stored
-from .static.jax_errors import is_of_jax
-from .static.observation import Observation
+from .contraction import taking_stored
+from .static.observation import Observation, is_of_jax
 from .static.ranges import StaticRange
 from .static.statistics import Statistics, key_of
 

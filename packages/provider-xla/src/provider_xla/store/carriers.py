@@ -7,8 +7,10 @@ an unknown dtype makes some refuse the file. So quantized values of 2 and 4 bits
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,12 @@ SAFETENSORS = {
     "float64": "F64",
 }
 """The dtypes that are stored as they are, and the format's names for them."""
+NAMES = SAFETENSORS | {
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+}
+"""With those that some other readers know too."""
 
 
 def is_storable(dtype: str) -> bool:
@@ -113,6 +121,27 @@ def _unpack(packed: np.ndarray, bits: int, last: int) -> np.ndarray:
     return qvalue.reshape(*packed.shape[:-1], full)[..., :last]
 
 
-def nbytes(dtype: np.dtype, shape: Sequence[int]) -> int:
+def layout(types: Mapping[str, tuple[np.dtype, Sequence[int]]]) -> dict[str, dict[str, Any]]:
+    """Return what a header says of each tensor, in the order of their data."""
+    entries, end = {}, 0
+    # The largest elements first, as the format's usual writer does, so that all are aligned.
+    for name in sorted(types, key=lambda name: -types[name][0].itemsize):
+        dtype, shape = types[name]
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": NAMES[dtype.name],
+            "shape": list(shape),
+            "data_offsets": [begin, end],
+        }
+    return entries
+
+
+def header(metadata: Mapping[str, str], entries: Mapping[str, Any]) -> bytes:
+    """Return a header, filled up so that the data are aligned."""
+    text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % 8)
+
+
+def raw(array: np.ndarray) -> memoryview:
     """Return the bytes of an array."""
-    return math.prod(shape) * dtype.itemsize
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

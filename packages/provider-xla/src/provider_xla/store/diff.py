@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import Carrier
 
+from .errors import PlanDiff
 from .forms import take_apart
-from .plan_diff import PlanDiff
 from .rules import of_today, rule_json
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
+
 
 Facts = Mapping[str, Any]
 """What is known of a leaf: "shape", "dtype", "is" (a qtype or "float"), "method"; of its scales,

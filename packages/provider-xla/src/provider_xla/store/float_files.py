@@ -1,4 +1,4 @@
-"""Float parameters in safetensors files, read tensor by tensor."""
+"""Tensors in safetensors files of any writer, one by one, and which make a parameter."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ..extras import require
+from ..forms.tree import is_stored
+from .carriers import NAMES, header, layout, raw
 from .errors import StoreError
 
 INDEX = "model.safetensors.index.json"
@@ -26,9 +28,7 @@ WIDER = {
 }
 """By dtype, those that hold every number of it."""
 
-_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64", "BOOL": "bool"}
-_DTYPES |= {f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)}
-_DTYPES |= {f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)}
+_DTYPES = {short: name for name, short in NAMES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +77,54 @@ def source_of(names: Names, name: str) -> Source:
     return found
 
 
-class FloatFiles:
-    """The tensors of one safetensors file or of several. A context manager.
+def leaf_of(
+    where: Any, known: Collection[str], read: Callable[[str], Any], leaf: Any, source: Source
+) -> Any:
+    """Return a leaf of a tree, of the tensors that make it.
+
+    Args:
+        where: the file, for errors.
+        known: the names of its tensors.
+        read: returns one: a NumPy array, or what is stored for a weight.
+        leaf: the leaf's name, and as its value the shape and dtype that it must have. The dtype
+            must hold every number of the tensors'.
+        source: the tensors.
+
+    Raises:
+        StoreError: a tensor is missing, or the result has another shape or dtype.
+    """
+    for one in source.names:
+        if one not in known:
+            near = difflib.get_close_matches(one, known, n=3, cutoff=0.0)
+            raise StoreError(
+                f"{leaf.name} must be made of tensors of {where}, got {one}: the nearest of "
+                f"{len(known)} are {', '.join(near) or 'none'}. Say by names= which make it."
+            )
+    arrays = [read(one) for one in source.names]
+    about = f"{leaf.name}, of {', '.join(source.names)},"
+    try:
+        value = source.transform(*arrays) if source.transform else arrays[0]
+        value = value if is_stored(value) else np.asarray(value)
+    except Exception as error:
+        raise StoreError(f"{about} has a transform that raised {error!r}.") from error
+    shape, dtype = tuple(leaf.value.shape), jnp.dtype(leaf.value.dtype)
+    if value.shape != shape:
+        hint = ""
+        if source.transform is None and value.shape[::-1] == shape:
+            hint = f" It is the transpose: Source({source.names[0]!r}, transform=lambda w: w.T)."
+        raise StoreError(f"{about} must be {list(shape)}, got {list(value.shape)}.{hint}")
+    if is_stored(value):
+        return value.astype(dtype)
+    if value.dtype != dtype and dtype.name not in WIDER.get(value.dtype.name, ()):
+        raise StoreError(
+            f"{about} must be {dtype.name} or narrower, got {value.dtype.name}. Ask for the dtype "
+            "of the file, or convert it by a Source with a transform."
+        )
+    return value.astype(dtype, copy=False)
+
+
+class TensorFiles(Mapping[str, Path]):
+    """The tensors of one safetensors file or of several, by name, each with its file.
 
     Args:
         source: a file; the index of several, ``*.index.json``; a folder with one of these under
@@ -89,97 +135,82 @@ class FloatFiles:
     """
 
     def __init__(self, source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]):
-        self._library = require("safetensors", "safetensors")
-        self._files: dict[str, Any] = {}
-        self._paths: dict[str, Path] = {}
+        library = require("safetensors", "safetensors")
+        self._files: dict[str, Path] = {}
+        self._headers: dict[Path, tuple[Mapping[str, Any], int]] = {}
         for path in files_of(source):
-            file = self._open(path)
-            for name in list(file.keys()):
+            if not path.is_file():
+                raise StoreError(f"{path} does not exist, or is not a file.")
+            try:
+                # Checks the header; its arrays of NumPy lack dtypes that JAX has.
+                with library.safe_open(path, framework="np", backend="pread") as file:
+                    names = list(file.keys())
+                with path.open("rb") as file:
+                    length = int.from_bytes(file.read(8), "little")
+                    self._headers[path] = json.loads(file.read(length)), 8 + length
+            except (library.SafetensorError, OSError) as error:
+                raise StoreError(
+                    f"{path} is not a safetensors file, or was cut short or altered: {error}."
+                ) from error
+            for name in names:
                 if name in self._files:
-                    raise StoreError(f"{name} is in {self._paths[name]} and in {path}.")
-                self._files[name] = file
-                self._paths[name] = path
+                    raise StoreError(f"{name} is in {self._files[name]} and in {path}.")
+                self._files[name] = path
 
-    def __enter__(self) -> Self:
-        return self
+    def __getitem__(self, name: str) -> Path:
+        return self._files[name]
 
-    def __exit__(self, *_: object) -> None:
-        self._files.clear()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
     def types(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the shape and dtype of each tensor that JAX has the dtype of, by name."""
+        """Return the shape and dtype of each tensor that is not quantized."""
         found = {}
-        for name, file in self._files.items():
-            entry = file.get_slice(name)
-            dtype = _DTYPES.get(entry.get_dtype())
-            if dtype is not None:
-                found[name] = jax.ShapeDtypeStruct(tuple(entry.get_shape()), dtype)
+        for name in self:
+            kind, shape, _ = self._entry(name)
+            if kind in _DTYPES and not kind.startswith("F8"):
+                found[name] = jax.ShapeDtypeStruct(shape, _DTYPES[kind])
         return found
 
-    def parameter(self, name: str, source: Source, shape: Sequence[int], dtype: Any) -> np.ndarray:
-        """Return a parameter, in C order.
-
-        Args:
-            name: its name, for errors.
-            source: the tensors that make it.
-            shape: the shape that it must have.
-            dtype: the dtype that it gets, which must hold every number of the tensors'.
-
-        Raises:
-            StoreError: a tensor is missing, or the result has another shape or dtype.
-        """
-        arrays = [self._tensor(name, tensor) for tensor in source.names]
-        about = f"{name}, of {', '.join(source.names)}"
-        if source.transform is not None:
-            try:
-                array = np.asarray(source.transform(*arrays))
-            except Exception as error:
-                raise StoreError(f"{about}: its transform raised {error!r}.") from error
-        else:
-            (array,) = arrays
-        if array.shape != tuple(shape):
-            hint = ""
-            if source.transform is None and array.shape[::-1] == tuple(shape):
-                hint = f" It is the transpose: Source({source.names[0]!r}, transform=np.transpose)."
+    def read_float(self, name: str) -> np.ndarray:
+        """Read a tensor that is to be quantized."""
+        kind = self._entry(name)[0]
+        if kind not in _DTYPES or kind.startswith("F8"):
             raise StoreError(
-                f"{about}, is {array.dtype.name}{list(array.shape)}, and the plan has "
-                f"{jnp.dtype(dtype).name}{list(shape)}.{hint}"
-            )
-        wanted = jnp.dtype(dtype)
-        if array.dtype != wanted and wanted.name not in WIDER.get(array.dtype.name, ()):
-            raise StoreError(
-                f"{about}, is {array.dtype.name}, and the plan has {wanted.name}, which has not "
-                "all of its numbers. Make the plan for the dtype of the file, or convert by a "
-                "Source with a transform."
-            )
-        return np.ascontiguousarray(array.astype(wanted, copy=False)).reshape(shape)
-
-    def _tensor(self, name: str, tensor: str) -> np.ndarray:
-        if tensor not in self._files:
-            near = difflib.get_close_matches(tensor, self._files, n=3, cutoff=0.0)
-            raise StoreError(
-                f"{name} is to be made of {tensor}, and there is no such tensor among "
-                f"{len(self._files)}: the nearest are {', '.join(near) or 'none'}. Say by names= "
-                "which tensors make it."
-            )
-        file, path = self._files[tensor], self._paths[tensor]
-        found = file.get_slice(tensor).get_dtype()
-        if found not in _DTYPES:
-            raise StoreError(
-                f"{tensor} in {path} is {found}, which is not a float to quantize. Take the "
+                f"{name} in {self[name]} is {kind}, which is not a float to quantize. Take the "
                 "parameters before they were quantized, or load what provider_xla.save wrote."
             )
-        return file.get_tensor(tensor)
+        return self.read(name)
 
-    def _open(self, path: Path) -> Any:
-        if not path.is_file():
-            raise StoreError(f"{path} does not exist, or is not a file.")
-        try:
-            return self._library.safe_open(path, framework="np", backend="pread")
-        except self._library.SafetensorError as error:
-            raise StoreError(
-                f"{path} is not a safetensors file, or was cut short or altered: {error}."
-            ) from error
+    def read(self, name: str) -> np.ndarray:
+        """Read a tensor."""
+        path = self[name]
+        kind, shape, (begin, end) = self._entry(name)
+        if kind not in _DTYPES:
+            raise StoreError(f"{name} of {path} must be of {', '.join(_DTYPES)}, got {kind}.")
+        data = bytearray(end - begin)
+        with path.open("rb") as file:
+            file.seek(self._headers[path][1] + begin)
+            if file.readinto(data) != len(data):
+                raise StoreError(f"{path} was cut short: {name} is not whole.")
+        return np.frombuffer(data, jnp.dtype(_DTYPES[kind])).reshape(shape)
+
+    def _entry(self, name: str) -> tuple[str, Sequence[int], tuple[int, int]]:
+        entry = self._headers[self[name]][0][name]
+        return entry["dtype"], entry["shape"], entry["data_offsets"]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
+    """Write a safetensors file for other libraries, with every dtype of ``NAMES``."""
+    entries = layout({name: (array.dtype, array.shape) for name, array in tensors.items()})
+    text = header({"format": "pt"}, entries)  # what transformers asks for
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in entries:
+            file.write(raw(tensors[name]))
 
 
 def files_of(source: Any) -> list[Path]:

@@ -16,9 +16,9 @@ from interception_core import FormSpec, declared_specs, get_form
 
 from ..program.granularity import Granularity
 from ..program.matching import Under
-from .averages import average_json, average_of
 from .carriers import is_storable
 from .errors import StoreError
+from .rules import average_json, average_of
 
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""
@@ -50,15 +50,8 @@ def take_apart(
 ) -> Form:
     """Return the form of a leaf, which may be abstract.
 
-    Args:
-        name: name of the leaf, for errors.
-        leaf: any leaf.
-        granularity: of a weight that is packed for kernels, that of its plan, since packing repeats
-            scales. None keeps the scales that it unpacks to.
-        derived: the granularity of each derived weight, by the key of its expression.
-
-    Raises:
-        StoreError: the leaf can't be stored.
+    A weight that is packed for kernels has the granularity of its plan, since packing repeats
+    scales, and each derived weight its own, by the key of its expression.
     """
     if isinstance(leaf, Carrier):
         return _carrier(name, leaf, granularity, derived or {})

@@ -18,10 +18,9 @@ from . import orbax, safetensors, shards
 from .diff import compare_template
 from .errors import StoreError, StoreMismatchError
 from .forms import put_together
-from .manifest import Manifest
+from .manifest import Manifest, Opened, check_storable, is_ours
 from .manifest_schema import Tree
 from .placing import find_placements, shardings_of
-from .plans import check_storable, is_ours
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
@@ -132,7 +131,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         return reader.manifest
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> Opened:
     if not path.exists():
         raise StoreError(f"{path} does not exist.")
     if (path / shards.INDEX).is_file():
@@ -188,13 +187,13 @@ def _check_template(path: Path, manifest: Manifest, leaves: list[Leaf]) -> None:
 
 
 def _read(
-    path: Path, reader: Any, tree: Tree, sharding: Any, template: list[Leaf] | None
+    path: Path, reader: Opened, tree: Tree, sharding: Any, template: list[Leaf] | None
 ) -> list[Any]:
     """Read the leaves of a tree, one after the other."""
     shardings = shardings_of(sharding, [leaf.name for leaf in tree.leaves])
     placements = find_placements(tree.leaves, reader.manifest.tensors, shardings)
     given = {leaf.name: leaf.value for leaf in template or ()}
-    tensors = reader.read(placements)
+    take = reader.read(placements)
     values = []
     for leaf in tree.leaves:
         if leaf.kind == "static":
@@ -205,6 +204,6 @@ def _read(
                 )
             values.append(given[leaf.name])
             continue
-        parts = {part: tensors.pop(tensor) for part, tensor in leaf.tensors.items()}
+        parts = {part: take(tensor) for part, tensor in leaf.tensors.items()}
         values.append(put_together(f"{path}: {leaf.name}", leaf.kind, leaf.about, parts))
     return values

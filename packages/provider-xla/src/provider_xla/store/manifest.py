@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeGuard, TypeVar
 
 import jax
 import msgspec
@@ -18,17 +21,83 @@ from ..rules.rule import QuantizationRule
 from ..tables import table
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
-from .errors import StoreError
+from .errors import PlanDiff, StoreError, damaged
 from .forms import CARRIER, Form, is_quantized
 from .manifest_schema import FormatOnly, StoredLeaf, Tree, check_plan_json
-from .plan_diff import PlanDiff
-from .plans import is_ours, manifest_changes, manifest_of
+from .placing import Placement
 from .rules import rule_json, rule_of
-from .schema import Object, Size, check
+from .schema import Object, Size, check, is_intact, read_json
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:
     from ..plan.plan import Plan
+
+_OURS = ("params", "prefix", "weights", "derived", "rules", "adapters")
+"""What ``save`` and ``load`` read of a plan of provider-xla."""
+
+
+def is_ours(plan: Any) -> TypeGuard[Plan]:
+    """Return whether a plan has what provider-xla's have."""
+    return all(hasattr(plan, name) for name in _OURS)
+
+
+def check_storable(plan: Any, call: str) -> None:
+    """Check that a file can hold a plan.
+
+    Raises:
+        StoreError: ``plan`` is not a plan, or is another provider's without ``manifest`` and
+            ``stored_types``.
+    """
+    if plan is None or is_ours(plan) or isinstance(plan, StorablePlan):
+        return
+    instead = "leave plan out" if call == "save" else "pass template= and leave plan out"
+    raise StoreError(
+        f"plan must have manifest() and stored_types(), got a {type(plan).__name__} without. Add "
+        f"them (interception_core.StorablePlan), or {instead}."
+    )
+
+
+def check_ours(plan: Any, call: str) -> None:
+    """Raise StoreError unless a plan is provider-xla's."""
+    if not is_ours(plan):
+        raise StoreError(
+            f"{call} needs a plan of provider-xla, got a {type(plan).__name__}. Save what "
+            "plan.quantize returns instead."
+        )
+
+
+def manifest_of(plan: StorablePlan) -> dict[str, Any]:
+    """Return another provider's plan as a file stores it.
+
+    Raises:
+        StoreError: the manifest is not JSON, or lacks the provider's name or config.
+    """
+    found = plan.manifest()
+    try:
+        text = json.dumps(found, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(
+            f"{type(plan).__name__}.manifest() must return JSON's types, got {found!r}: {error}."
+        ) from error
+    result = json.loads(text)
+    name, config = (result.get(key) for key in ("provider", "config"))
+    if not isinstance(name, str) or not isinstance(config, dict):
+        raise StoreError(
+            f'{type(plan).__name__}.manifest() must have a name as "provider" and an object as '
+            f'"config", got {name!r} and {config!r}.'
+        )
+    return result
+
+
+def manifest_changes(stored: Any, planned: Any, at: str = "") -> Iterator[str]:
+    """Yield where two manifests differ, a line each."""
+    if isinstance(stored, Mapping) and isinstance(planned, Mapping):
+        for key in [*stored, *(key for key in planned if key not in stored)]:
+            below = f"{at}.{key}" if at else str(key)
+            yield from manifest_changes(stored.get(key), planned.get(key), below)
+    elif stored != planned:
+        yield f"{at}: {stored!r} -> {planned!r}"
+
 
 VERSION = 1
 """The version of the format. Files of a later version are refused."""
@@ -198,6 +267,56 @@ class Manifest(Object, frozen=True):
         count = sum(leaf.kind == CARRIER or is_quantized(leaf.kind) for leaf in self.params.leaves)
         wrote = ", ".join(f"{name} {version}" for name, version in sorted(self.versions.items()))
         return f"{shown}\n{count} of {len(rows)} leaves quantized; written by {wrote}"
+
+
+class Opened:
+    """What is open to be read: what it holds, and its tensors. A context manager."""
+
+    manifest: Manifest
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
+        """Return a function from a tensor's name to it, on its devices. Each is read once."""
+        raise NotImplementedError
+
+
+_Beside = TypeVar("_Beside", bound="_HasManifest")
+
+
+class _HasManifest(Protocol):
+    @property
+    def manifest(self) -> dict[str, Any]: ...
+
+
+def read_sealed(path: Path, name: str, schema: type[_Beside]) -> tuple[_Beside, Manifest]:
+    """Return the content of the JSON file of a checkpoint, and the manifest in it.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StoreError: it is damaged, or of a later version.
+    """
+    text = (path / name).read_bytes()
+    if not is_intact(text):
+        raise damaged(path, f"the checksum of {name} is not its own")
+    with reading(path, f"its {name}"):
+        found = check(read_json(text), schema)
+        return found, Manifest.from_json(found.manifest)
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn what malformed content raises into a StoreError that names the file."""
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{path} can't be loaded: {error}") from error
+    except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
+        raise damaged(path, f"{what} can't be read ({error!r})") from error
 
 
 def build(

@@ -8,9 +8,9 @@ are stored as int8 or uint8, which tensorstore compresses.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,9 @@ from msgspec import field
 
 from ..extras import require
 from .errors import StoreError, damaged
-from .manifest import Manifest
+from .manifest import Manifest, Opened, read_sealed
 from .placing import Placement
-from .schema import Object, check, read_json
-from .seal import BLANK, FIELD, canonical, is_intact, seal
+from .schema import BLANK, FIELD, Object, canonical, seal
 
 BESIDE = "jaxtap.json"
 _ITEM = "tensors"
@@ -60,8 +59,8 @@ class _Beside(Object, frozen=True):
     manifest: dict[str, Any]
 
 
-class Reader:
-    """Read a checkpoint after checking all of its files. A context manager.
+class Reader(Opened):
+    """Read a checkpoint after checking all of its files.
 
     Raises:
         StoreError: a file is missing, cut short or altered, or ``save`` did not write it.
@@ -70,32 +69,16 @@ class Reader:
     def __init__(self, path: Path):
         self._path = path
         try:
-            text = (path / BESIDE).read_bytes()
+            beside, self.manifest = read_sealed(path, BESIDE, _Beside)
         except FileNotFoundError:
             raise StoreError(
                 f"{path} has no {BESIDE}: a file was removed, or it was not written by "
                 "provider_xla.save. Restore other checkpoints with orbax, and quantize them."
             ) from None
-        if not is_intact(text):
-            raise damaged(path, f"the checksum of {BESIDE} is not its own")
-        try:
-            beside = check(read_json(text), _Beside)
-            digests = beside.files
-            self.manifest = Manifest.from_json(beside.manifest)
-        except StoreError as error:
-            raise StoreError(f"{path} can't be loaded: {error}") from error
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise damaged(path, f"its {BESIDE} can't be read ({error!r})") from error
-        self._check(digests)
+        self._check(beside.files)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def read(self, placements: Mapping[str, Placement]) -> _Tensors:
-        """Return the tensors by name, on the devices that they go to."""
+    def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
+        """Return what reads tensors; see ``Opened``."""
         ocp = require("orbax.checkpoint", "orbax")
         wanted, how, result = {}, {}, {}
         for name, placement in placements.items():
@@ -119,7 +102,14 @@ class Reader:
             except (ValueError, KeyError, OSError) as error:
                 raise StoreError(f"{self._path} can't be restored by orbax: {error}") from error
             result.update(found)
-        return _Tensors(result, self.manifest, placements)
+
+        def take(name: str) -> Any:
+            array = result.pop(name)
+            dtype = jnp.dtype(self.manifest.tensors[name][0])
+            array = array if array.dtype == dtype else array.astype(dtype)
+            return array if isinstance(array, jax.Array) else placements[name].put(array)
+
+        return take
 
     def _check(self, digests: Mapping[str, str]) -> None:
         """Raise StoreError unless the files are those that were written."""
@@ -132,21 +122,6 @@ class Reader:
                 raise damaged(self._path, f"a file {name} was added")
             if _digest(there[name]) != digests[name]:
                 raise damaged(self._path, f"the checksum of its file {name} is not its own")
-
-
-class _Tensors:
-    """Tensors that get their dtype and device when they are popped."""
-
-    def __init__(
-        self, tensors: dict[str, Any], manifest: Manifest, placements: Mapping[str, Placement]
-    ):
-        self._tensors, self._manifest, self._placements = tensors, manifest, placements
-
-    def pop(self, name: str) -> Any:
-        array = self._tensors.pop(name)
-        dtype = jnp.dtype(self._manifest.tensors[name][0])
-        array = array if array.dtype == dtype else array.astype(dtype)
-        return array if isinstance(array, jax.Array) else self._placements[name].put(array)
 
 
 def _widened(array: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..program.arrays import followed
 from .errors import StoreError
 from .forms import CARRIER, part_of
 from .manifest_schema import StoredLeaf
@@ -169,18 +169,9 @@ def derived(sharding: Sharding, leaf: StoredLeaf, part: str, shape: Sequence[int
             "Give a jax.sharding.NamedSharding, or a sharding for each of its arrays, as in "
             "jax.tree.map(lambda x: x.sharding, stored)."
         )
-    mesh = sharding.mesh
-    names = [*sharding.spec, *(None,) * (len(leaf.about.get("shape", ())) - len(sharding.spec))]
-    if part == "planes":
-        names.insert(-1, None)
-    if len(names) != len(shape):
-        return NamedSharding(mesh, PartitionSpec())
-
-    def cuts(along: Any) -> int:
-        along = (along,) if isinstance(along, str) else along or ()
-        return math.prod(mesh.shape[name] for name in along)
-
-    kept = [along if n % cuts(along) == 0 else None for n, along in zip(shape, names, strict=True)]
+    whole = leaf.about.get("shape", ())
+    is_along = len(shape) == len(whole) + (part == "planes")
+    kept = [*followed(sharding, whole, shape).spec] if is_along else []
     while kept and kept[-1] is None:  # shardings whose specs end in None compare as different
         kept.pop()
-    return NamedSharding(mesh, PartitionSpec(*kept))
+    return NamedSharding(sharding.mesh, PartitionSpec(*kept))

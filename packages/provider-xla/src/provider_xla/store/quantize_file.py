@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
@@ -16,12 +17,11 @@ from ..program.arrays import is_array
 from ..tables import progress
 from .errors import StoreError
 from .files import appearing
-from .float_files import FloatFiles, Names, Source, source_of
+from .float_files import Names, Source, TensorFiles, leaf_of, source_of
 from .forms import Form, take_apart
-from .manifest import build
+from .manifest import build, check_ours
 from .manifest_schema import StoredLeaf
 from .placing import Placement, shardings_of
-from .plans import check_ours
 from .safetensors import Writer
 from .save import format_of, save
 from .tree import Leaf, describe, fill
@@ -73,16 +73,15 @@ def quantize_file(
         MissingExtraError: safetensors is not installed: ``provider-xla[safetensors]``.
     """
     check_ours(plan, "quantize_file")
-    with FloatFiles(source) as files:
-        parameters = _Parameters(plan, files, names, sharding)
-        if target is None:
-            return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.each()])
-        target = Path(target)
-        if format_of(target, None) == "orbax":
-            stored = [parameters.get(leaf, False) for leaf in parameters.each()]
-            save(target, fill(plan.params, stored), plan, overwrite=overwrite)
-        else:
-            parameters.write(target, overwrite)
+    parameters = _Parameters(plan, source, names, sharding)
+    if target is None:
+        return fill(plan.params, [parameters.get(leaf, prepack) for leaf in parameters.each()])
+    target = Path(target)
+    if format_of(target, None) == "orbax":
+        stored = [parameters.get(leaf, False) for leaf in parameters.each()]
+        save(target, fill(plan.params, stored), plan, overwrite=overwrite)
+    else:
+        parameters.write(target, overwrite)
     return None
 
 
@@ -93,8 +92,8 @@ class _Parameters:
         StoreError: ``names`` or ``sharding`` has a parameter that the plan lacks.
     """
 
-    def __init__(self, plan: Plan, files: FloatFiles, names: Names, sharding: Any):
-        self._plan, self._files = plan, files
+    def __init__(self, plan: Plan, source: Any, names: Names, sharding: Any):
+        self._plan, self._where, self._files = plan, source, TensorFiles(source)
         self.structure, self.leaves = describe(plan.params)
         known = [leaf.name for leaf in self.leaves]
         self._shardings = shardings_of(sharding, known)
@@ -138,8 +137,9 @@ class _Parameters:
 
     def _array(self, leaf: Leaf) -> jax.Array:
         """Return a parameter as it is in the files."""
-        source = self._sources[leaf.name]
-        array = self._files.parameter(leaf.name, source, leaf.value.shape, leaf.value.dtype)
+        files, source = self._files, self._sources[leaf.name]
+        array = leaf_of(self._where, files, files.read_float, leaf, source)
+        array = np.ascontiguousarray(array).reshape(array.shape)  # it gives a scalar an axis
         about = {"shape": list(array.shape), "dtype": array.dtype.name}
         stored = StoredLeaf(kind="array", about=about, name=leaf.name, tensors={"": leaf.name})
         sharding = self._shardings(stored, "", array.shape)

@@ -1,4 +1,4 @@
-"""Rules as JSON."""
+"""Rules, and how static ranges follow from those of steps, as JSON."""
 
 from __future__ import annotations
 
@@ -12,22 +12,30 @@ import quant_numerics as qn
 from ..extras import feature
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
-from .averages import average_json, average_of
+
+
+def average_json(average: qn.MovingAverage | qn.AmaxHistory) -> dict[str, Any]:
+    """Return an average's, or a history's, fields."""
+    return dataclasses.asdict(average)
+
+
+def average_of(found: Mapping[str, Any]) -> qn.MovingAverage | qn.AmaxHistory:
+    """Return what has these fields.
+
+    Raises:
+        TypeError, ValueError: nothing has them.
+    """
+    return qn.AmaxHistory(**found) if "length" in found else qn.MovingAverage(**found)
 
 
 def rule_json(rule: QuantizationRule) -> dict[str, Any]:
     """Return a rule's class and its non-default fields."""
-    given = {
-        field.name: getattr(rule, field.name)
-        for field in dataclasses.fields(rule)
-        if getattr(rule, field.name) != field.default
-    }
 
     def plain(value: Any) -> Any:
         average = isinstance(value, qn.MovingAverage | qn.AmaxHistory)
         return average_json(value) if average else repr(value)
 
-    text = json.dumps({"class": type(rule).__name__, **given}, default=plain, sort_keys=True)
+    text = json.dumps({"class": type(rule).__name__, **rule.given}, default=plain, sort_keys=True)
     return json.loads(text)
 
 

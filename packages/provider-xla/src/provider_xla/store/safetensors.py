@@ -7,20 +7,18 @@ The format: 8 bytes with the length of a JSON header, the header, and the tensor
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from ..extras import require
-from .carriers import SAFETENSORS, carrier, decode, encode, nbytes
+from .carriers import carrier, decode, encode, header, layout, raw
 from .errors import StoreError, damaged
-from .manifest import Manifest
-from .schema import check, read_json
-from .seal import BLANK, FIELD, canonical, is_intact, seal
+from .manifest import Manifest, Opened, reading
+from .schema import BLANK, FIELD, canonical, check, is_intact, read_json, seal
 
 _LONGEST = 100_000_000
 """Bytes of a header: the format's own limit."""
@@ -36,15 +34,9 @@ class Writer:
     def __init__(self, path: Path, manifest: Manifest):
         self._manifest = manifest
         self._digests: dict[str, str] = {}
-        self._offsets: dict[str, int] = {}
-        types = {name: carrier(*found) for name, found in manifest.tensors.items()}
-        end = 0
-        # The largest elements first, as the format's usual writer does, so that all are aligned.
-        for name in sorted(types, key=lambda name: -types[name][0].itemsize):
-            self._offsets[name] = end
-            end += nbytes(*types[name])
-        self._types = types
+        self._entries = layout({name: carrier(*found) for name, found in manifest.tensors.items()})
         self._start = 8 + len(self._header())
+        end = max((entry["data_offsets"][1] for entry in self._entries.values()), default=0)
         self._file = path.open("xb")
         self._file.truncate(self._start + end)
 
@@ -59,51 +51,41 @@ class Writer:
         dtype, shape = self._manifest.tensors[name]
         array = np.asarray(array)
         assert (array.dtype.name, array.shape) == (dtype, shape), (name, array.dtype, array.shape)
-        data = _bytes(encode(array))
+        data = raw(encode(array))
         self._digests[name] = hashlib.sha256(data).hexdigest()
-        self._file.seek(self._start + self._offsets[name])
+        self._file.seek(self._start + self._entries[name]["data_offsets"][0])
         self._file.write(data)
 
     def finish(self) -> None:
         """Write the header."""
-        missing = self._types.keys() - self._digests.keys()
+        missing = self._entries.keys() - self._digests.keys()
         assert not missing, missing
-        header = self._header()
-        length = struct.pack("<Q", len(header))
+        text = self._header()
         self._file.seek(0)
-        self._file.write(seal(length + header))
+        self._file.write(seal(struct.pack("<Q", len(text)) + text))
         self._file.flush()
 
     def _header(self) -> bytes:
         """Return the header, whose length does not depend on checksums."""
-        digests = {name: self._digests.get(name, BLANK) for name in self._types}
+        digests = {name: self._digests.get(name, BLANK) for name in self._manifest.tensors}
         metadata = {
             FIELD: BLANK,
             _MANIFEST: canonical(self._manifest.as_json()),
             _TENSORS: canonical(digests),
         }
-        header: dict[str, Any] = {"__metadata__": metadata}
-        for name in self._offsets:
-            dtype, shape = self._types[name]
-            begin = self._offsets[name]
-            header[name] = {
-                "dtype": SAFETENSORS[dtype.name],
-                "shape": list(shape),
-                "data_offsets": [begin, begin + nbytes(dtype, shape)],
-            }
-        text = json.dumps(header, separators=(",", ":")).encode()
+        text = header(metadata, self._entries)
         if len(text) > _LONGEST:
             raise StoreError(
                 f"The header would have {len(text)} bytes, and the safetensors format allows "
                 f"{_LONGEST}. Save through orbax, or in several files."
             )
-        return text + b" " * (-len(text) % 8)
+        return text
 
 
-class Reader:
+class Reader(Opened):
     """Read tensors, and compare each with its checksum.
 
-    A context manager. The safetensors library opens the file, and checks the header again.
+    The safetensors library opens the file, and checks the header again.
 
     Raises:
         StoreError: the file is cut short, altered, or was not written by ``save``.
@@ -112,18 +94,12 @@ class Reader:
     def __init__(self, path: Path):
         safetensors = require("safetensors", "safetensors")
         self._path = path
-        header = _read_header(path)
-        try:
-            metadata = read_json(header)["__metadata__"]
+        text = _read_header(path)
+        with reading(path, "its header"):
+            metadata = read_json(text)["__metadata__"]
             manifest, digests = (read_json(metadata[key]) for key in (_MANIFEST, _TENSORS))
-            check(digests, dict[str, str])
-        except (KeyError, ValueError, TypeError, RecursionError) as error:
-            raise damaged(path, f"its header can't be read ({error!r})") from error
-        try:
+            self._digests = check(digests, dict[str, str])
             self.manifest = Manifest.from_json(manifest)
-        except StoreError as error:
-            raise StoreError(f"{path} can't be loaded: {error}") from error
-        self._digests = digests
         try:
             # pread: a file that is cut while it is read is an error, not a signal.
             self._file = safetensors.safe_open(path, framework="np", backend="pread")
@@ -133,15 +109,12 @@ class Reader:
         if not self._names == self.manifest.tensors.keys() == digests.keys():
             raise damaged(path, "its manifest names other tensors than it has")
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._file = None
 
-    def read(self, placements: Mapping[str, Any]) -> _Tensors:
-        """Return tensors by name, each read when popped."""
-        return _Tensors(self, placements)
+    def read(self, placements: Mapping[str, Any]) -> Callable[[str], Any]:
+        """Return what reads tensors; see ``Opened``."""
+        return lambda name: placements[name].put(self.tensor(name))
 
     def tensor(self, name: str) -> np.ndarray:
         """Read a tensor.
@@ -154,7 +127,7 @@ class Reader:
             array = self._file.get_tensor(name)
         except (safetensors.SafetensorError, OSError) as error:
             raise damaged(self._path, f"{name} can't be read ({error})") from error
-        found = hashlib.sha256(_bytes(array)).hexdigest()
+        found = hashlib.sha256(raw(array)).hexdigest()
         if found != self._digests[name]:
             raise damaged(self._path, f"the checksum of {name} is {found[:16]}..., not its own")
         dtype, shape = self.manifest.tensors[name]
@@ -162,20 +135,6 @@ class Reader:
             return decode(array, dtype, shape)
         except ValueError as error:
             raise damaged(self._path, f"{name}: {error}") from error
-
-
-class _Tensors:
-    """Tensors that are read and placed when they are popped."""
-
-    def __init__(self, reader: Reader, placements: Mapping[str, Any]):
-        self._reader, self._placements = reader, placements
-
-    def pop(self, name: str) -> Any:
-        return self._placements[name].put(self._reader.tensor(name))
-
-
-def _bytes(array: np.ndarray) -> memoryview:
-    return array.reshape(-1).view(np.uint8).data
 
 
 def _read_header(path: Path) -> bytes:
@@ -186,8 +145,8 @@ def _read_header(path: Path) -> bytes:
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
         if not 2 <= length <= min(size - 8, _LONGEST):
             raise damaged(path, f"of {size} bytes the header would be {length}")
-        header = file.read(length)
-    intact = is_intact(start + header)
+        text = file.read(length)
+    intact = is_intact(start + text)
     if intact is None:
         raise StoreError(
             f"{path} has no manifest: it was altered, or it was not written by provider_xla.save. "
@@ -195,4 +154,4 @@ def _read_header(path: Path) -> bytes:
         )
     if not intact:
         raise damaged(path, "the checksum of its header is not its own")
-    return header
+    return text

@@ -14,11 +14,9 @@ from . import orbax
 from .errors import StoreError, StoreMismatchError
 from .files import appearing
 from .forms import Form, take_apart
-from .manifest import Manifest, build
-from .plans import check_storable, is_ours
+from .manifest import Manifest, build, check_storable, is_ours
 from .safetensors import Writer
-from .shards import file_name, own_pieces, write_index, write_pieces
-from .together import appearing_in_all, step
+from .shards import appearing_in_all, file_name, own_pieces, step, write_index, write_pieces
 from .tree import describe
 
 if TYPE_CHECKING:

@@ -8,24 +8,35 @@ folder, and each reads the pieces that its devices need.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from msgspec import field
 
 from .errors import StoreError, damaged
-from .manifest import Manifest
+from .files import appearing
+from .manifest import Manifest, Opened, read_sealed
 from .manifest_schema import StoredLeaf, Tree
 from .placing import Placement
 from .safetensors import Reader as File
 from .safetensors import Writer
-from .schema import FileName, Object, Size, check, read_json
-from .seal import BLANK, FIELD, canonical, is_intact, seal
+from .schema import (
+    BLANK,
+    FIELD,
+    FileName,
+    Object,
+    Size,
+    canonical,
+    seal,
+)
 
 INDEX = "jaxtap.index.json"
 Block = tuple[tuple[int, int], ...]
@@ -67,11 +78,7 @@ def own_pieces(array: Any, is_first: bool) -> dict[Block, Any]:
 def write_pieces(
     path: Path, manifest: Manifest, pieces: Mapping[str, Mapping[Block, Any]]
 ) -> dict[str, list[Any]]:
-    """Write a file of pieces, and return its index entry.
-
-    Returns:
-        By tensor, a list of [file, name of the piece, block].
-    """
+    """Write a file of pieces; return by tensor a list of [file, name of the piece, block]."""
     listed: dict[str, list[Any]] = {}
     arrays: dict[str, Any] = {}
     types: dict[str, tuple[str, tuple[int, ...]]] = {}
@@ -110,8 +117,8 @@ def write_index(folder: Path, manifest: Manifest, listed: Sequence[Mapping[str, 
     (folder / INDEX).write_bytes(seal(canonical(index).encode()))
 
 
-class Reader:
-    """Read a folder of shards. A context manager.
+class Reader(Opened):
+    """Read a folder of shards.
 
     The index and the headers of files are checked at once, and each piece when it is read.
 
@@ -121,19 +128,10 @@ class Reader:
 
     def __init__(self, path: Path):
         self._path = path
-        text = (path / INDEX).read_bytes()
-        if not is_intact(text):
-            raise damaged(path, f"the checksum of {INDEX} is not its own")
-        try:
-            index = check(read_json(text), _Index)
-            self.manifest = Manifest.from_json(index.manifest)
-            self._pieces, digests = index.pieces, index.files
-        except StoreError as error:
-            raise StoreError(f"{path} can't be loaded: {error}") from error
-        except (AttributeError, KeyError, ValueError, TypeError, RecursionError) as error:
-            raise damaged(path, f"its {INDEX} can't be read ({error!r})") from error
+        index, self.manifest = read_sealed(path, INDEX, _Index)
+        self._pieces = index.pieces
         self._files = {}
-        for name, digest in digests.items():
+        for name, digest in index.files.items():
             if not (path / name).is_file():
                 raise damaged(path, f"its file {name} is missing")
             if _digest(path / name) != digest:
@@ -141,27 +139,30 @@ class Reader:
             self._files[name] = File(path / name)
         self._check()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         for file in self._files.values():
             file.__exit__()
 
-    def read(self, placements: Mapping[str, Placement]) -> _Tensors:
-        """Return tensors by name, each read when popped."""
-        return _Tensors(self, placements)
+    def read(self, placements: Mapping[str, Placement]) -> Callable[[str], Any]:
+        """Return what reads tensors; see ``Opened``."""
 
-    def block(
+        def take(name: str) -> Any:
+            shape = self.manifest.tensors[name][1]
+            pieces: dict[tuple[str, str], np.ndarray] = {}
+
+            def part(index: tuple[slice, ...]) -> np.ndarray:
+                sides = zip(index, shape, strict=True)
+                block = tuple(side.indices(size)[:2] for side, size in sides)
+                return self._block(name, block, pieces)
+
+            return placements[name].fill(shape, part)  # on each device its part
+
+        return take
+
+    def _block(
         self, tensor: str, wanted: Block, pieces: dict[tuple[str, str], np.ndarray]
     ) -> np.ndarray:
-        """Return a block of a tensor.
-
-        Args:
-            tensor: its name.
-            wanted: the block.
-            pieces: the pieces that were read already, by file and name; others are added.
-        """
+        """Return a block of a tensor, and add the pieces that are read to ``pieces``."""
         dtype, _ = self.manifest.tensors[tensor]
         result = np.empty([end - begin for begin, end in wanted], jnp.dtype(dtype))
         for file, name, block in self._pieces[tensor]:
@@ -209,26 +210,71 @@ def _is_grid(blocks: Sequence[Block], shape: Sequence[int]) -> bool:
     return count == len(blocks)
 
 
-class _Tensors:
-    """Tensors that are assembled when they are popped, on each device its part."""
-
-    def __init__(self, reader: Reader, placements: Mapping[str, Placement]):
-        self._reader, self._placements = reader, placements
-
-    def pop(self, name: str) -> Any:
-        shape = self._reader.manifest.tensors[name][1]
-        pieces: dict[tuple[str, str], np.ndarray] = {}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            sides = zip(index, shape, strict=True)
-            block = tuple(side.indices(size)[:2] for side, size in sides)
-            return self._reader.block(name, block, pieces)
-
-        return self._placements[name].fill(shape, part)
-
-
 def _digest(file: Path) -> str:
     """Return the checksum of a file's header, which holds its tensors'."""
     with file.open("rb") as opened:
         start = opened.read(8)
         return hashlib.sha256(start + opened.read(int.from_bytes(start, "little"))).hexdigest()
+
+
+def tell_all(value: Any) -> list[Any]:
+    """Tell all processes a JSON value; return all values in order."""
+    if jax.process_count() == 1:
+        return [value]
+    # Processes can only gather arrays of equal shapes: bytes, filled up to the longest.
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.asarray(data.size, np.int32))
+    filled = np.zeros(int(np.max(sizes)), np.uint8)
+    filled[: data.size] = data
+    found = np.asarray(multihost_utils.process_allgather(filled))
+    lines = found.reshape(jax.process_count(), -1)
+    return [
+        json.loads(line[: int(size)].tobytes())
+        for line, size in zip(lines, np.ravel(sizes), strict=True)
+    ]
+
+
+def step(what: str, run: Callable[[], Any]) -> list[Any]:
+    """Run a step in each process, and return all results.
+
+    Raises:
+        StoreError: the step failed in another process. The process where it failed raises the error
+            itself.
+    """
+    result, error = None, None
+    try:
+        result = run()
+    except Exception as caught:
+        error = caught
+    found = tell_all([result, None if error is None else f"{type(error).__name__}: {error}"])
+    if error is not None:
+        raise error
+    for process, (_, failed) in enumerate(found):
+        if failed is not None:
+            raise StoreError(f"{what} failed in process {process}: {failed}")
+    return [value for value, _ in found]
+
+
+@contextlib.contextmanager
+def appearing_in_all(path: Path, overwrite: bool) -> Iterator[Path]:
+    """Yield one folder to all processes, which replaces ``path`` at the end.
+
+    Process 0 makes the folder; see ``appearing``.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def begin() -> str | None:
+            if jax.process_index():
+                return None
+            new = stack.enter_context(appearing(path, overwrite))
+            new.mkdir()
+            return str(new)
+
+        new = step(f"Writing {path}", begin)[0]
+        try:
+            yield Path(new)
+        except BaseException as error:
+            if not stack.__exit__(type(error), error, error.__traceback__):
+                raise
+            return
+        step(f"Writing {path}", stack.close)

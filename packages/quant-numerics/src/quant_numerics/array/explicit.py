@@ -16,17 +16,8 @@ from interception_core import explicit_mesh, explicit_spec, followed_spec, with_
 def sharded_like(fn: Callable[..., Any], like: jax.Array, *operands: Any) -> Any:
     """Call a function, and shard its results as an array is sharded.
 
-    Typical results are the quantized values and scales of the array. Without explicit mesh axes
-    this only calls the function.
-
-    Args:
-      fn: a function of the operands. Along each axis a result has the size of `like`, a number of
-        tiles, or 1.
-      like: the array.
-      operands: pytrees of arrays.
-
-    Returns:
-      What `fn` returns.
+    Typical results are its quantized values and scales: along each axis a result has the size of
+    `like`, a number of tiles, or 1. Without explicit mesh axes this only calls the function.
     """
     mesh = explicit_mesh(like, operands)
     if mesh is None:
@@ -44,18 +35,9 @@ def sharded_as(
 ) -> Any:
     """Call an op, and shard its result as JAX's op would.
 
-    Without explicit mesh axes in the operands and in `out` this only calls the op.
-
-    Args:
-      fn: the op, called with the operands and ``out_sharding``: `out`, or None where this function
-        shards the result.
-      reference: the op of JAX, which is traced with arrays of the operands' shapes (float32 for
-        floats and QArrays) and ``out_sharding``.
-      operands: arrays and QArrays.
-      out: the sharding that the caller asks for, or None.
-
-    Returns:
-      What `fn` returns.
+    Without explicit mesh axes in the operands and in `out` this only calls ``fn(*operands,
+    out_sharding)``. `reference`, the op of JAX, is traced with arrays of the operands' shapes
+    (float32 for floats and QArrays).
     """
     mesh = explicit_mesh(operands)
     if mesh is None and out is not None:

@@ -64,15 +64,7 @@ def dequantize(q: Operand) -> jax.Array:
 
 
 def as_operand(x: Any, what: str) -> QArray | jax.Array:
-    """Return `x` as a QArray or a float array.
-
-    Args:
-      x: a QArray, another form of one, or anything that ``jnp.asarray`` makes a float array of.
-      what: the name of `x` in the error.
-
-    Raises:
-      TypeError: `x` is none of these.
-    """
+    """Return `x` as a QArray or a float array, or raise TypeError, with its name."""
     if is_form(x):
         return found if isinstance(found := x.unpacked(), QArray) else x.restore()
     if (to_qarray := _FORMS.get(_form(x))) is not None:

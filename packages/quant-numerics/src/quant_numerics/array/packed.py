@@ -8,26 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hijax_trace import Move, MoveError, Part
-from quant_numerics.array import moves
+from hijax_trace import MoveError, Part
 from quant_numerics.array.qarray import (
     QArray,
-    about,
+    ScaledForm,
     qarray,
     qtype_of,
-    stored_bytes,
     stored_tiles,
 )
 from quant_numerics.array.serialization import register_serialization
-from quant_numerics.array.stored import Parts, StoredForm
 from quant_numerics.array.tiles import RaggedTiles
-from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class PackedQArray(StoredForm):
+class PackedQArray(ScaledForm):
     """A QArray whose quantized values are stored as bit planes; a pytree.
 
     Ops take it like a QArray and unpack it first. Under ``scan`` and ``vmap`` any axis but the
@@ -48,6 +44,7 @@ class PackedQArray(StoredForm):
     kind: ClassVar[str] = "packed"
 
     planes: jax.Array
+    # pyrefly: ignore [bad-override]
     scale: jax.Array
     zero_point: jax.Array | None = None
     global_scale: jax.Array | None = None
@@ -56,6 +53,7 @@ class PackedQArray(StoredForm):
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+    # pyrefly: ignore [bad-override]
     ragged_tiles: RaggedTiles = dataclasses.field(
         default=(), kw_only=True, metadata={"static": True}
     )
@@ -66,16 +64,6 @@ class PackedQArray(StoredForm):
         """Return the shape of the array that this stands for."""
         return (*self.planes.shape[:-2], self.last)
 
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its arrays, with sub-byte dtypes packed."""
-        return stored_bytes(self)
-
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """Return the shape of the scales."""
-        return self.scale.shape
-
     def restore(self) -> jax.Array:
         """Return the dequantized array."""
         return unpack(self).restore()
@@ -83,10 +71,6 @@ class PackedQArray(StoredForm):
     def unpacked(self) -> QArray:
         """Return the QArray that was packed."""
         return unpack(self)
-
-    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
-        """Return its arrays, and what they are; see ``StoredForm``."""
-        return Parts(self.kind, about(self), self.arrays())
 
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "PackedQArray":
@@ -111,18 +95,7 @@ class PackedQArray(StoredForm):
 
     def parts(self) -> dict[str, Part]:
         """Return planes (all axes but the last), scales and zero points."""
-        planes = Part(self.planes, True, axes=self.ndim - 1)
-        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
-        return {"planes": planes, **scales, "zero_point": Part(self.zero_point)}
-
-    def astype(self, dtype: Any) -> "PackedQArray":
-        """Change the logical dtype, to a supported float dtype."""
-        dtype = float_dtype(dtype, "the logical dtype of a PackedQArray")
-        return dataclasses.replace(self, dtype=dtype)
-
-    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
-        """Return a primitive as a move of packed arrays; see ``ArrayProxy.move``."""
-        return moves.with_tiles(super().move(primitive, params, operands), self)
+        return {"planes": Part(self.planes, True, axes=self.ndim - 1), **super().parts()}
 
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
@@ -132,8 +105,7 @@ class PackedQArray(StoredForm):
         The result is a QArray if the last axis moves, because that axis is in the planes.
         """
         try:
-            results = super().moved(primitive, params, operands)
-            return moves.retiled(results, self, primitive, params, operands)
+            return super().moved(primitive, params, operands)
         except MoveError:
             unpacked = [unpack(x) if isinstance(x, PackedQArray) else x for x in operands]
             return unpack(self).moved(primitive, params, unpacked)

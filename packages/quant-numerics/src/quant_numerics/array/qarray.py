@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +29,59 @@ from quant_numerics.formats.qtypes import QType, get_qtype
 hide_frames(Path(__file__).parent.parent)
 
 
+class ScaledForm(StoredForm):
+    """Quantized values in some storage, with scales of the same axes."""
+
+    scale: jax.Array
+    ragged_tiles: RaggedTiles
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales."""
+        return self.scale.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes of its arrays, with sub-byte dtypes packed."""
+        return stored_bytes(self)
+
+    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
+        """Return its arrays, and what they are; see ``StoredForm``."""
+        about: dict[str, Any] = {
+            "shape": list(self.shape),
+            "dtype": jnp.dtype(self.dtype).name,
+            "qtype": self.qtype,
+        }
+        if self.ragged_tiles:
+            about["ragged_tiles"] = [list(pair) for pair in self.ragged_tiles]
+        return Parts(self.kind, about, self.arrays())
+
+    def astype(self, dtype: DTypeLike) -> Self:
+        """Change the logical dtype, to a supported float dtype; nothing is rounded."""
+        dtype = float_dtype(dtype, f"the logical dtype of a {type(self).__name__}")
+        return dataclasses.replace(self, dtype=dtype)  # type: ignore[type-var]
+
+    def parts(self) -> dict[str, Part]:
+        """Return scales and zero points, per slice."""
+        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
+        return {**scales, "zero_point": Part(self.zero_point)}
+
+    def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
+        """Return a primitive as a move of such arrays; see ``ArrayProxy.move``."""
+        return moves.with_tiles(super().move(primitive, params, operands), self)
+
+    def moved(
+        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
+    ) -> Sequence[Any]:
+        """Apply a primitive that only moves elements."""
+        results = super().moved(primitive, params, operands)
+        return moves.retiled(results, self, primitive, params, operands)
+
+
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class QArray(StoredForm):
+class QArray(ScaledForm):
     """Quantized values and scales that stand for a float array; a pytree.
 
     It stands for ``(value(qvalue) - zero_point) * scale * global_scale``, where ``value`` looks
@@ -65,6 +114,7 @@ class QArray(StoredForm):
     kind: ClassVar[str] = "qarray"
 
     qvalue: jax.Array
+    # pyrefly: ignore [bad-override]
     scale: jax.Array
     zero_point: jax.Array | None = None
     global_scale: jax.Array | None = None
@@ -72,6 +122,7 @@ class QArray(StoredForm):
     qtype: str = dataclasses.field(kw_only=True, metadata={"static": True})
     # pyrefly: ignore [bad-override]
     dtype: np.dtype = dataclasses.field(kw_only=True, metadata={"static": True})
+    # pyrefly: ignore [bad-override]
     ragged_tiles: RaggedTiles = dataclasses.field(
         default=(), kw_only=True, metadata={"static": True}
     )
@@ -86,18 +137,9 @@ class QArray(StoredForm):
         """Return the dequantized array; see ``dequantize``."""
         return sharded_like(_restored, self.qvalue, self)
 
-    @property
-    def scale_shape(self) -> tuple[int, ...]:
-        """Return the shape of the scales."""
-        return self.scale.shape
-
     def unpacked(self) -> "QArray":
         """Return itself."""
         return self
-
-    def to_parts(self, scale_shape: Sequence[int] | None = None) -> Parts:
-        """Return its arrays, and what they are; see ``StoredForm``."""
-        return Parts(self.kind, about(self), self.arrays())
 
     @classmethod
     def from_parts(cls, about: Mapping[str, Any], arrays: Mapping[str, Any]) -> "QArray":
@@ -116,9 +158,7 @@ class QArray(StoredForm):
         """Return quantized values (per element), scales and zero points (per slice)."""
         book = qtype_of(self).codebook
         zero = 0 if book is None or not qtype_of(self).has_zero else book.index(0.0)
-        scales = {name: Part(getattr(self, name), zero=1) for name in ("scale", "global_scale")}
-        points = Part(self.zero_point)
-        return {"qvalue": Part(self.qvalue, True, zero), **scales, "zero_point": points}
+        return {"qvalue": Part(self.qvalue, True, zero), **super().parts()}
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
         """Return a primitive as a move of QArrays; see ``ArrayProxy.move``."""
@@ -128,19 +168,7 @@ class QArray(StoredForm):
             raise MoveError(f"{primitive} of {self.qtype}, which has no zero")
         if self.global_scale is not None and primitive == "concatenate":
             raise MoveError("concatenate of arrays that each have a global scale")
-        return moves.with_tiles(super().move(primitive, params, operands), self)
-
-    def moved(
-        self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
-    ) -> Sequence[Any]:
-        """Apply a primitive that only moves elements."""
-        results = super().moved(primitive, params, operands)
-        return moves.retiled(results, self, primitive, params, operands)
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes of its arrays, with sub-byte dtypes packed."""
-        return stored_bytes(self)
+        return super().move(primitive, params, operands)
 
     @property
     def T(self) -> "QArray":
@@ -169,11 +197,6 @@ class QArray(StoredForm):
         given: Any = shape[0] if len(shape) == 1 and not hasattr(shape[0], "__index__") else shape
         return moves.reshape(self, moves.resolved_shape(self, given))
 
-    def astype(self, dtype: DTypeLike) -> "QArray":
-        """Change the logical dtype, to a supported float dtype; nothing is rounded."""
-        dtype = float_dtype(dtype, "the logical dtype of a QArray")
-        return dataclasses.replace(self, dtype=dtype)
-
     def __getitem__(self, key: Any) -> "QArray":
         """Index with integers, slices, None and Ellipsis; see ``take`` for arrays."""
         return moves.index(self, key)
@@ -195,20 +218,8 @@ def _restored(q: QArray) -> jax.Array:
 register_serialization(QArray)
 
 
-def about(q: Any) -> dict[str, Any]:
-    """Return the fields of a quantized array that are not arrays, as JSON values."""
-    found: dict[str, Any] = {
-        "shape": list(q.shape),
-        "dtype": jnp.dtype(q.dtype).name,
-        "qtype": q.qtype,
-    }
-    if q.ragged_tiles:
-        found["ragged_tiles"] = [list(pair) for pair in q.ragged_tiles]
-    return found
-
-
 def stored_tiles(about: Mapping[str, Any]) -> RaggedTiles:
-    """Return the tiles of axes whose last tile is shorter, of what ``about`` returned."""
+    """Return the tiles of axes whose last tile is shorter, of what ``to_parts`` says."""
     return tuple((axis, tile) for axis, tile in about.get("ragged_tiles", ()))
 
 

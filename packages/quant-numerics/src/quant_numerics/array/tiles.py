@@ -83,14 +83,9 @@ def slices(
 ) -> Slices:
     """Return the slices of an array by its channel axes and tiles.
 
-    Args:
-      shape: shape of the array.
-      channel_axes: axes with a scale per index.
-      tile_axes: axis -> tile size in elements; a float is one over the number of tiles.
-
-    Raises:
-      ValueError: an axis that is out of range or named twice; a tile that is not positive, or, if
-        it is a fraction of the axis, does not divide that.
+    A tile is a number of elements, or, as a float, one over the number of tiles. ValueError: an
+    axis that is out of range or named twice; a tile that is not positive, or, if it is a fraction
+    of the axis, does not divide that.
     """
     channels = canonical_axes(shape, channel_axes)
     tile_axes = tile_axes or {}
@@ -113,15 +108,9 @@ def slices(
 def slices_of(
     shape: tuple[int, ...], scale_shape: tuple[int, ...], ragged: RaggedTiles = ()
 ) -> Slices:
-    """Return the slices that the shape of a scale implies.
+    """Return the slices that the shape of a scale implies, or raise ValueError.
 
-    Args:
-      shape: shape of the array.
-      scale_shape: shape of its scale.
-      ragged: the tile sizes that the shapes don't tell; see ``QArray.ragged_tiles``.
-
-    Raises:
-      ValueError: a scale that does not fit.
+    ``ragged`` are the tile sizes that the shapes don't tell; see ``QArray.ragged_tiles``.
     """
     short = {len(shape) + axis: tile for axis, tile in ragged}
     pairs = list(enumerate(zip(scale_shape, shape, strict=False)))
@@ -281,13 +270,10 @@ def _cut(
 
 
 def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[int]]:
-    """Split each axis in `tiles` into (number of tiles, tile size).
+    """Split each axis in `tiles` into (number of tiles, tile size); return the places of old axes.
 
-    A shorter last tile is filled with zeros.
-
-    Returns:
-      The reshaped array and, for each old axis, its new position. For a split axis this is the
-      position of the inner part; the tile index is the axis before it.
+    A shorter last tile is filled with zeros. The place of a split axis is that of its inner part;
+    the tile index is the axis before it.
     """
     shape: list[int] = []
     where: list[int] = []

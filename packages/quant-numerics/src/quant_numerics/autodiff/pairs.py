@@ -45,16 +45,10 @@ class LinearPair:
     def batched(
         self, axis: Axis, residuals: Any, tangents: Any, outs: Any
     ) -> tuple[LinearPair, int]:
-        """Return the pair for a whole batch.
+        """Return the pair for a whole batch, and the axis that its results are mapped along.
 
-        Args:
-          axis: the mapped axis.
-          residuals: for each leaf whether it is mapped (along axis 0), or the same for all.
-          tangents: the same for the tangents.
-          outs: the same for the results. On the side that is computed all are mapped.
-
-        Returns:
-          The pair, and the axis that its results, or the cotangents it takes, are mapped along.
+        Of residuals, tangents and results, whether each leaf is mapped (along axis 0), or one for
+        all. On the side that is computed all are mapped.
         """
         return _Mapped(self, axis, *map(_frozen, (residuals, tangents, outs))), 0
 

@@ -64,16 +64,9 @@ def calibrate(
 def bounds(
     values: jax.Array, cut: Slices, method: CalibrationMethod, kind: QType
 ) -> tuple[jax.Array | None, jax.Array]:
-    """Return lower (None: symmetric) and upper bound of split values.
+    """Return lower (None: symmetric) and upper bound of values split by ``cut.split``.
 
-    Args:
-      values: float32 or float64, split by ``cut.split``.
-      cut: the slices.
-      method: how the range is found.
-      kind: the format, which "mse" tries out.
-
-    Raises:
-      ValueError: an asymmetric method for a format without zero points.
+    ValueError: an asymmetric method for a format without zero points.
     """
     reduced = cut.reduced
     if not method.is_symmetric and kind.asymmetric is None:

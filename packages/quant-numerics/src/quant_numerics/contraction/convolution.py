@@ -19,8 +19,7 @@ from quant_numerics.contraction.options import Backwards, Hows, HowToQuantize, f
 from quant_numerics.contraction.training import Residual
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.formats.qtypes import get_qtype
-from quant_numerics.ops.conv import conv_general_dilated, lhs_scale, rhs_scale
-from quant_numerics.ops.pointwise import is_pointwise
+from quant_numerics.ops.conv import conv_general_dilated, is_pointwise, lhs_scale, rhs_scale
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,18 +45,8 @@ def quantize_scaled(
 
     The op ``quantize_int8`` runs where it is installed, for programs that are lowered for CPU and
     for int8 with one scale for each index of some leading or trailing axes. XLA takes one to three
-    passes over an array for what it does in one call, and longer for random bits.
-
-    Args:
-      x: as in ``quantize``.
-      qtype: as there.
-      factors: what x is multiplied with first, in float32 or wider: each axis of the size of x or
-        1; None: nothing.
-      channel_axes: as in ``quantize``, like all that follows.
-      tile_axes: the same.
-      method: the same.
-      rounding: the same.
-      scale_dtype: the same.
+    passes over an array for what it does in one call, and longer for random bits. The product is in
+    float32 or wider; each axis of `factors` is of the size of x or 1.
     """
     channels = {axis % x.ndim for axis in channel_axes}
 

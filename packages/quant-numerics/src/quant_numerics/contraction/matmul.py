@@ -19,8 +19,14 @@ from quant_numerics.contraction.options import float_operands
 from quant_numerics.contraction.training import Residual
 from quant_numerics.ops.arithmetic import output_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
-from quant_numerics.ops.einsum import einsum
-from quant_numerics.ops.subscripts import as_dot, before_transpose, check_sizes, diagonals, parse
+from quant_numerics.ops.einsum import (
+    as_dot,
+    before_transpose,
+    check_sizes,
+    diagonals,
+    einsum,
+    parse,
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,8 +14,8 @@ from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import Slices, slices
+from quant_numerics.autodiff.linear import with_tangent
 from quant_numerics.autodiff.pairs import Axis, LinearPair
-from quant_numerics.autodiff.with_tangent import with_tangent
 from quant_numerics.calibration.calibrate import calibrate
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize_with

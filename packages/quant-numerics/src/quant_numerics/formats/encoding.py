@@ -19,20 +19,11 @@ def encode(
     zero_point: jax.Array | None = None,
     noise: jax.Array | None = None,
 ) -> jax.Array:
-    """Return the quantized values of ``values / scale``.
+    """Return the quantized values of ``values / scale``, of float32 or float64.
 
-    Args:
-      values: float32 or float64.
-      scale: float32, broadcasts against `values`. Where it is infinite, infinities become
-        ±qmax and other values almost 0.
-      kind: the format. Ratios outside its range are clipped to it. NaN becomes zero, or stays NaN
-        in a float8 format.
-      zero_point: like `scale` in shape, or None; only for integers.
-      noise: float32, broadcasts against `values`: added in units of the last place before rounding
-        to nearest; not for codebooks.
-
-    Returns:
-      Quantized values of the storage dtype and the shape of `values`.
+    Ratios outside the range of the format are clipped to it. NaN becomes zero, or stays NaN in a
+    float8 format. Where a scale is infinite, infinities become ±qmax and other values almost 0.
+    `noise` is added in units of the last place before rounding to nearest; not for codebooks.
     """
     ratio = _ratio(values, scale, kind)
     if noise is not None:
@@ -70,10 +61,6 @@ def to_float(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     XLA drops a conversion to fewer bits and back, on GPUs (its pass ``simplify-fp-conversions``,
     where ``xla_allow_excess_precision`` is set, as it is by default): what is quantized and used in
     one program would not be rounded. So the numbers are rounded before they are converted.
-
-    Args:
-      x: float32 or float64.
-      dtype: a float dtype with fewer bits.
     """
     wide, info = jnp.finfo(x.dtype), jnp.finfo(dtype)
     if info.nmant == 0 or info.bits >= wide.bits:  # powers of two, which are computed as such

@@ -87,15 +87,9 @@ class StochasticRounding:
 
 
 def key_words(key: jax.Array) -> jax.Array:
-    """Return two uint32 words that say which random bits a key gives.
+    """Return two uint32 words that say which random bits one key gives.
 
     Those of a "threefry2x32" key are its own, and depend on all words of another.
-
-    Args:
-      key: one JAX random key.
-
-    Raises:
-      ValueError: an array of keys.
     """
     words = jax.random.key_data(key)
     if words.ndim != 1:
@@ -115,15 +109,8 @@ def random_bits(key: jax.Array, shape: Sequence[int]) -> jax.Array:
 
     They are those of ``jax.random.bits`` with a "threefry2x32" key and
     ``jax_threefry_partitionable``: the two words that Threefry 2x32-20 (Salmon et al. 2011,
-    "Parallel random numbers: as easy as 1, 2, 3") makes of an element's index, combined by xor.
-    For CPUs, JAX writes Threefry as a loop over whole arrays, which takes four times as long.
-
-    Args:
-      key: one JAX random key; see ``key_words``.
-      shape: of the result.
-
-    Raises:
-      ValueError: an array of keys.
+    "Parallel random numbers: as easy as 1, 2, 3") makes of an element's index, combined by xor. For
+    CPUs, JAX writes Threefry as a loop over whole arrays, which takes four times as long.
     """
     words = key_words(key)
     count = math.prod(shape)

@@ -30,11 +30,7 @@ def block_dot(
     rhs: QArray,
     dimension_numbers: Any,
 ) -> jax.Array:
-    """Contract like `plain`, which is what other platforms run, and what is differentiated.
-
-    Returns:
-      Array of shape (batch, lhs free, rhs free), float32.
-    """
+    """Contract to float32 (batch, lhs free, rhs free) like `plain`, which other platforms run."""
     leaves, tree = jax.tree.flatten((lhs, rhs))
 
     def other(*leaves: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from quant_numerics.array.qarray import QArray
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
 from quant_numerics.ops.block_dot import block_dot, is_block_dot
-from quant_numerics.ops.cpu_dot import int_dot_general
+from quant_numerics.ops.cpu_dot import dot_in_kernel, int_dot_general
 from quant_numerics.ops.dot_sides import (
     Side,
     chunked,
@@ -28,7 +28,6 @@ from quant_numerics.ops.dot_sides import (
     side_of,
     value_sums,
 )
-from quant_numerics.ops.kernel_dot import dot_in_kernel
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
@@ -220,11 +219,7 @@ def _scaled_dot(
 def _dot(
     lhs: Side, rhs: Side, how: Arithmetic, terms: int | np.ndarray, out_sharding: Any
 ) -> jax.Array:
-    """Return sums less zero points, as floats.
-
-    Returns:
-      An array with the axes (batch, tiles, lhs free, rhs free).
-    """
+    """Return sums less zero points, as floats (batch, tiles, lhs free, rhs free)."""
     dims = (lhs.contract, rhs.contract), (lhs.batch + lhs.tiles, rhs.batch + rhs.tiles)
     if how.limit is None:
         return lax.dot_general(

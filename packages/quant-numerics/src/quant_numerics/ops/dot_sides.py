@@ -94,15 +94,7 @@ def side_of(
     batch: Sequence[int],
     tiles: Mapping[int, int],
 ) -> Side:
-    """Return an operand as a ``Side``, its numbers in `dtype`.
-
-    Args:
-      x: a QArray or a float array.
-      dtype: dtype of the numbers.
-      contract: the contracting axes of `x`.
-      batch: its batch axes.
-      tiles: contracting axis -> tile size, for those that are tiled.
-    """
+    """Return an operand as a ``Side``, with numbers in `dtype` and tiles by contracted axis."""
     values = numbers(x, dtype) if isinstance(x, QArray) else x.astype(dtype)
     values, where = split_axes(values, tiles)
     free = [a for a in range(x.ndim) if a not in contract and a not in batch]

@@ -1,24 +1,120 @@
-"""Observation: measures the static ranges of one call."""
+"""Observation: measures the static ranges of one call, forward and backward."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import traceback
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import quant_numerics as qn
 from hijax_trace import Box
 
+from ...errors import QuantizationError
 from ...program.sites import Site
-from .gradients import refused, watched
-from .jax_errors import explained
-from .place import Place, filled, scalar
-from .ranges import GRADIENT, cut_off, has_range, is_in_loop, measure
-from .statistics import Statistics, as_arguments, gradient_key_at, key_at
+from .ranges import GRADIENT, cut_off, has_range, is_in_loop, max_of_all, measure
+from .statistics import Place, Statistics, as_arguments, filled, gradient_key_at, key_at, scalar
+
+
+def is_of_jax(error: Exception, caller: str = "jax._src") -> bool:
+    """Return whether JAX raised an error, not the program.
+
+    JAX may have removed the frames of the module that called it.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).startswith(("jax._src", caller))
+
+
+def explained(
+    error: Exception, observed: Sequence[str], in_loops: Sequence[str], watched: Sequence[str]
+) -> QuantizationError | None:
+    """Return an error for one of JAX's, or of a Box's, about what can't be written; else None.
+
+    ``in_loops`` are the ids that are in a loop whose length only a run can tell.
+    """
+    text, ops = str(error), observed
+    instead = "give a rule for these operations act_static_scale=False"
+    if "vmap-of-cond" in text:
+        what = "A static range can't be measured in a lax.cond or lax.switch under jax.vmap"
+        instead = f"Run the branches outside of vmap (jax.lax.map), or {instead}"
+        ops = [one for one in ops if "cond(" in one or "switch(" in one] or ops
+    elif "cond partial-eval" in text:
+        what = "A static range can't be measured in a branch of a loop that is differentiated"
+        instead = (
+            "Measure with calls that are not differentiated, and train with "
+            f"apply(..., update=False), or {instead}"
+        )
+    elif "inside of shard_map" in text and ops:
+        what = (
+            "A static range can't be measured where the program differentiates a shard_map, or "
+            "differentiates inside of one"
+        )
+        instead = (
+            "Put jax.jit around the function that is differentiated, or apply the provider "
+            "inside of the shard_map, with the statistics as an argument"
+        )
+        ops = ops[-1:]
+    elif watched and ("forward-mode" in text or "custom_lin" in text):
+        what, ops = "Gradients can't be recorded under jax.jvp", watched
+        instead = WITHOUT_GRADIENTS
+    elif isinstance(error, AssertionError) and in_loops and is_of_jax(error):
+        what = (
+            "A static range can't be measured in a loop that ends at another step for each "
+            "example of jax.vmap"
+        )
+        instead = f"Run the loop outside of vmap (jax.lax.map), or {instead}"
+        ops = in_loops
+    else:
+        return None
+    return QuantizationError(f"{what}, got {', '.join(dict.fromkeys(ops))}. {instead}.")
+
+
+WITHOUT_GRADIENTS = (
+    "Give this operation a rule with bwd_static_scale=False, or use apply(..., update=False)"
+)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def watched(op_id: str, statistics: qn.Statistics, place: Place, y: jax.Array) -> jax.Array:
+    """Return ``y``; the backward pass adds the largest magnitude of its gradient to statistics."""
+    return y
+
+
+def _watched_forward(
+    op_id: str, statistics: qn.Statistics, place: Place, y: jax.Array
+) -> tuple[Any, Any]:
+    return y, (statistics, place)
+
+
+def _watched_backward(op_id: str, kept: Any, g: jax.Array) -> tuple[None, None, jax.Array]:
+    statistics, place = kept
+    g = refused(f"{op_id} can't have a second derivative, since its backward pass writes", "", g)
+    seen = jnp.abs(lax.stop_gradient(g))
+    found = qn.Calibration(None, max_of_all(jnp.max(seen, initial=0).astype(np.float32)))
+    state = statistics.state  # what other steps of a loop have left
+    new = statistics.average.record(place.state(state), found)
+    statistics.state = place.put_state(state, new)
+    return None, None, g
+
+
+watched.defvjp(_watched_forward, _watched_backward)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def refused(why: str, instead: str, y: jax.Array) -> jax.Array:
+    """Return ``y``, which raises an error if it is differentiated."""
+    return y
+
+
+@refused.defjvp
+def _refused_jvp(why: str, instead: str, primals: Any, tangents: Any) -> Any:
+    raise QuantizationError(f"With bwd_static_scale=True {why}. {instead}{WITHOUT_GRADIENTS}.")
 
 
 class Observation:

@@ -56,13 +56,7 @@ def _average(site: Site) -> qn.MovingAverage | qn.AmaxHistory:
 
 
 def has_range(site: Site, side: int, trains: bool = True) -> bool:
-    """Return whether an operand has a static range.
-
-    Args:
-        site: the operation.
-        side: which operand, 0 or 1.
-        trains: whether it is quantized in training, where parameters may have one, too.
-    """
+    """Return whether an operand has a static range; in training parameters may, too."""
     if site.weights[side] is None:
         return site.is_static(side)
     rule, how = site.rule, site.hows[side]
