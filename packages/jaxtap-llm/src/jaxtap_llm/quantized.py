@@ -109,13 +109,14 @@ def write(out, config, rules, stored):
         rules: of their formats.
         stored: the parameters, packed for no kernel.
     """
-    ends, layer = part_plans(config, rules)
-    rest = {name: leaf for name, leaf in stored.items() if name != "layers"}
+    ends, plans = part_plans(config, rules)
+    rest = {name: leaf for name, leaf in stored.items() if name not in plans}
     xla.save(out / ENDS, rest, ends, overwrite=True)
-    for i in range(config.layers):
-        # Of values and scales alike: the first axis is that of the layers.
-        one = jax.tree.map(lambda x, i=i: x[i : i + 1], stored["layers"])
-        xla.save(out / _layer(i), {"layers": one}, layer, overwrite=True)
+    for stack in config.stacks:
+        for at, i in enumerate(stack.layers):
+            # Of values and scales alike: the first axis is that of the layers.
+            one = jax.tree.map(lambda x, at=at: x[at : at + 1], stored[stack.name])
+            xla.save(out / _layer(i), {stack.name: one}, plans[stack.name], overwrite=True)
 
 
 def check(folder, given):
