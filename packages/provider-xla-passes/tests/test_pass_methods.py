@@ -12,6 +12,7 @@ from provider_xla import (
     Hadamard,
     PtqProvider,
     QuantizationRule,
+    Ranges,
     SmoothQuant,
     TransformedWeight,
     Wanda,
@@ -197,6 +198,62 @@ def test_awq_clips_each_range_by_the_error_of_its_tile(tile):
                 errors[scale] = e @ gram @ e
             best = min(errors, key=errors.get)
             np.testing.assert_allclose(stored.scale[t, n], best, rtol=1e-5)
+
+
+def float64_search(w, gram, factors, fits, levels):
+    """The scale, and zero point, of the least error of one tile: tried, and fitted in turn."""
+    least, best = np.inf, None
+    for below, above in factors:
+        low, high = below, above
+        for _ in range(fits + 1):
+            if levels == 7:
+                scale, zero = np.abs(w).max() * high / 7, 0
+                code = np.clip(np.round(w / scale), -7, 7)
+            else:
+                lower, upper = min(w.min(), 0) * low, max(w.max(), 0) * high
+                scale = (upper - lower) / 15
+                zero = np.clip(np.round(-8 - lower / scale), -8, 7)
+                code = np.clip(np.round(w / scale) + zero, -8, 7)
+            back = (code - zero) * scale
+            e = w - back
+            if e @ gram @ e < least:
+                least, best = e @ gram @ e, (scale, zero)
+            fit = (w @ gram @ back) / (back @ gram @ back)
+            fit = fit if 0.5 < fit < 2 else 1
+            low, high = low * fit, high * fit
+    return best
+
+
+@pytest.mark.parametrize(
+    ("method", "diagonal", "tile"),
+    [("absmax", False, 6), ("absmax", True, None), ("minmax", False, 6)],
+)
+def test_ranges_have_the_least_error_of_what_is_multiplied(method, diagonal, tile):
+    fields = {"tile_size": tile, "tile_fallback": "padded", "weight_calibration_method": method}
+    _, stored, report = optimized([Ranges(9, 1, diagonal)], weight_qtype="int4", **fields)
+    _, rounded, _ = optimized([], weight_qtype="int4", **fields)
+    assert report[0].reasons == {}
+    if not diagonal:
+        assert report[0].after["Ranges"] < report[0].rounded
+    size = tile or K
+    ends = np.linspace(1, 0.4, 9 if method == "absmax" else 3)
+    pairs = [(a, a) for a in ends] if method == "absmax" else [(a, b) for a in ends for b in ends]
+    gram = np.diag(np.diag(GRAM)) if diagonal else GRAM
+    for t in range(-(-K // size)):
+        rows = slice(t * size, (t + 1) * size)
+        for n in range(N):
+            w = W[rows, n].astype(np.float64)
+            levels = 7 if method == "absmax" else 15
+            scale, zero = float64_search(w, gram[rows, rows], pairs, 1, levels)
+            np.testing.assert_allclose(stored.scale[t, n], scale, rtol=1e-5)
+            points = stored.zero_point
+            assert zero == (0 if points is None else int(points[t, n]))
+    assert stored.scale.shape == rounded.scale.shape
+
+
+def test_ranges_of_scales_that_outputs_share_are_the_rules():
+    _, _, report = optimized([Ranges()], weight_qtype="nvfp4")
+    assert "its ranges are the rule's" in report[0].reasons["Ranges"]
 
 
 def test_wanda_keeps_the_largest_products():

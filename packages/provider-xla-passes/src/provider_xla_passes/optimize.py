@@ -116,7 +116,7 @@ def _checked(passes: Sequence[Pass]) -> list[Pass]:
             raise ValueError(
                 f"{second.name} can't follow {first.name}: passes that transform channels "
                 "(SmoothQuant, Awq, Hadamard) come first, then Wanda, which chooses zeros, then "
-                "Gptq, which chooses quantized values; each of these two once."
+                "Ranges, then Gptq, which chooses quantized values; each of these three once."
             )
     return passes
 

@@ -158,8 +158,7 @@ def ungathered(value: Any) -> Ungathered | None:
     # Moves and casts after the last gather, and all of them behind the first: each last one first.
     after: list[Any] = []
     since: list[Any] = []
-    moves: list[Any] = []
-    params, first = None, value
+    params, first, moves = None, value, since
     for eqn in makers(value, (*_GATHERS, "transpose", "convert_element_type")):
         if eqn.primitive.name not in _GATHERS:
             since.append(eqn)
