@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-PROGRAMS = ("softmax", "norm", "gemm_v2", "gemv_w8", "attention")
+PROGRAMS = ("softmax", "norm", "gemm_v2", "gemm_w8a16", "attention")
 FOLDER = Path(__file__).resolve().parent
 
 
@@ -35,9 +35,9 @@ def program(name):
     if name == "gemm_v2":
         none = jnp.zeros((0,))
         return lambda x: ops.matmul(x, none, x, none, none, 0), x
-    if name == "gemv_w8":
+    if name == "gemm_w8a16":
         weight = ops.packed(256, 256, 8)
-        return lambda x: te.gemv_w8(x[:4], weight), x
+        return lambda x: te.gemm_w8a16(x[:4], weight), x
     heads = lambda x: x.reshape(2, 32, 4, 256)  # noqa: E731
     return jax.jit(lambda x: ops.attend(heads(x), heads(x), heads(x))), x
 

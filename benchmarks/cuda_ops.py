@@ -29,7 +29,7 @@ from te_ffi_kernels import reference
 ONE, ZERO = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 KINDS = ("scaled", "scaled_masked", "scaled_upper_triang_masked")
 MODES = {"tensor": 1, "mx": 2, "channel": 64}
-MATMULS = {8: te.gemv_w8, 4: te.gemv_w4}
+MATMULS = {8: te.gemm_w8a16, 4: te.gemm_w4a16}
 NORMS = ("layernorm", "rmsnorm")
 ACTIVATIONS = (("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear"))
 CAUSAL = 2
@@ -391,8 +391,8 @@ def packed_matmuls(side):
     forms = {}
     for bits, group, ops in (
         (8, None, (te.gemm_w8a16, te.gemm_w8a8)),
-        (4, 128, (te.gemv_w4, te.gemm_w4a8)),
-        (4, 32, (te.gemv_w4,)),
+        (4, 128, (te.gemm_w4a16, te.gemm_w4a8)),
+        (4, 32, (te.gemm_w4a16,)),
     ):
         text = f", groups of {group}" if group else ""
         weight = packed(side, side, bits, side // group if group else 1)

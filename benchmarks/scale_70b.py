@@ -33,7 +33,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"weight_qtype": "int8"},
     "w8a8": {"weight_qtype": "int8", "act_qtype": "int8"},
     "int4": {"weight_qtype": "int4", "tile_size": 128, "scale_dtype": "bfloat16"},
+    "fp8": {"weight_qtype": "float8_e4m3fn", "act_qtype": "float8_e4m3fn"},
 }
+BACKWARD: dict[str, dict[str, Any]] = {"fp8": {"bwd_qtype": "float8_e5m2"}}
+"""How training quantizes gradients; those of other formats are float, at the quantized values."""
 PROGRAMS = ("decode", "qlora", "qat")
 MESHES = (8, 16)
 POSITIONS, TOKENS, RANK = 8192, 2048, 16
@@ -229,7 +232,8 @@ def lowered(program: str, name: str, side: int, sizes: Sizes, seconds: dict[str,
 
     if program == "qat":
         # bfloat16 weights, gradients, and one momentum of each.
-        rules = xla.QtRule(**rule, weights_only=True)
+        backward = BACKWARD.get(name, {"bwd_original_residuals": False})
+        rules = xla.QtRule(**rule, **backward, weights_only=True)
         run = xla.QtProvider(rules).apply(loss) if rule else loss
         optimizer = optax.sgd(1e-4, momentum=0.9)
         momentum = jax.tree.map(lambda x: x, params)

@@ -61,7 +61,7 @@ def main():
     print("| --- | --- | --- | --- | --- | --- | --- |")
     for rows, rounds in ROUNDS.items():
         x = jnp.asarray(np.random.default_rng(2).normal(size=(rows, SIZE)), jnp.bfloat16)
-        for op, kept in ((te.gemv_w4, "float"), (te.gemm_w4a8, "int8")):
+        for op, kept in ((te.gemm_w4a16, "float"), (te.gemm_w4a8, "int8")):
             calls = {name: call(op, x, weight) for name, weight in weights.items()}
             if rows > 1:  # one row of bfloat16 takes XLA longer than many
                 calls["XLA"] = call(jnp.matmul, x, dense)

@@ -138,7 +138,7 @@ def test_one_row_int8_weights_cold(benchmark):
     x = rows(1)
     sides = {
         "XLA f32": lambda: in_float(x, cold=True),
-        "kernel": lambda: ours(te.gemv_w8, 8, x, cold=True),
+        "kernel": lambda: ours(te.gemm_w8a16, 8, x, cold=True),
         "XLA int8 weights": lambda: xla_int8(x, act=False, cold=True),
     }
     compare(benchmark, sides, often, rounds=20, unit="ms", per=10)
@@ -149,7 +149,7 @@ def test_one_row_int4_weights_cold(benchmark, group):
     x = rows(1)
     sides = {
         "XLA f32": lambda: in_float(x, cold=True),
-        "kernel": lambda: ours(te.gemv_w4, 4, x, group, cold=True),
+        "kernel": lambda: ours(te.gemm_w4a16, 4, x, group, cold=True),
         "onnxruntime": lambda: ort_4_bits(x, group),
     }
     compare(benchmark, sides, often, rounds=20, unit="ms", per=10)
@@ -332,7 +332,7 @@ qvalue = jnp.asarray(rng.integers(-127, 128, (4096, 4096)), jnp.int8)
 weight = te.reference.pack_w8(qvalue, jnp.ones((1, 4096)))
 x = jnp.asarray(rng.normal(size=(1, 4096)), jnp.float32)
 jax.block_until_ready((weight, x))
-program = te.warmup(te.gemv_w8, x, weight)
+program = te.warmup(te.gemm_w8a16, x, weight)
 
 def call():
     start = time.perf_counter()

@@ -98,8 +98,12 @@ def handlers():
     return {"acme_gemm.gemm": FfiTarget(stages=stages, api_version=(0, library.AcmeMinor()))}
 
 
+PARTS = ("index", "group_sizes", "rotation", "x_scale", "bias", "residual", "clamps")
+
+
 def supports(call):
-    return call.operands[0].dtype == "float32" and call.param("group", 0) == 0
+    plain = not any(map(call.param, ("group", *PARTS)))
+    return plain and call.operands[0].dtype == "float32"
 """
 
 PROJECT = """

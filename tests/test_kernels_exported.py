@@ -107,8 +107,7 @@ def exported(tmp_path_factory):
 def test_a_fresh_process_serves_any_batch(exported):
     plan, stored, program, folder = exported
     assert set(program.kernels) == {
-        f"te_ffi_kernels.{op}"
-        for op in ("gemm_w8a8_stack", "gemv_w4_stack", "gemm_w8a16", "packed_take")
+        f"te_ffi_kernels.{op}" for op in ("gemm_w8a8", "gemm_w4a16", "gemm_w8a16", "packed_take")
     }
     # The kernels themselves, one call of each: their results are tested against NumPy elsewhere.
     run = jax.jit(plan.apply(decoder))

@@ -11,20 +11,20 @@ import quant_numerics as qn
 from jaxtap_testkit.store_samples import same
 
 KINDS = {
-    "Q8_0": "gemv_w8",
-    "Q4_0": "gemv_w4",
-    "Q4_1": "gemv_w4",
-    "Q5_0": "gemv_w8",
-    "Q5_1": "gemv_w8",
-    "Q2_K": "gemv_w4",
-    "Q3_K": "gemv_w4",
-    "Q4_K": "gemv_w4",
-    "Q5_K": "gemv_w8",
-    "Q6_K": "gemv_w8",
-    "IQ4_NL": "gemv_w4",
-    "IQ4_XS": "gemv_w4",
-    "MXFP4": "gemv_w4",
-    "NVFP4": "gemv_w4",
+    "Q8_0": "gemm_w8a16",
+    "Q4_0": "gemm_w4a16",
+    "Q4_1": "gemm_w4a16",
+    "Q5_0": "gemm_w8a16",
+    "Q5_1": "gemm_w8a16",
+    "Q2_K": "gemm_w4a16",
+    "Q3_K": "gemm_w4a16",
+    "Q4_K": "gemm_w4a16",
+    "Q5_K": "gemm_w8a16",
+    "Q6_K": "gemm_w8a16",
+    "IQ4_NL": "gemm_w4a16",
+    "IQ4_XS": "gemm_w4a16",
+    "MXFP4": "gemm_w4a16",
+    "NVFP4": "gemm_w4a16",
 }
 HALVES = {"Q4_1": [0, 2], "Q5_1": [0, 2], "Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}
 HALVES |= {"Q4_K": [0, 2], "Q5_K": [0, 2], "MXFP4": [], "NVFP4": []}

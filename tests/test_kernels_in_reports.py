@@ -10,7 +10,7 @@ from provider_xla import PtqProvider, QuantizationRule
 RULES = {
     "gemm_w8a8": QuantizationRule(weight_qtype="int8", act_qtype="int8", tile_size=32),
     "gemm_w8a16": QuantizationRule(weight_qtype="int8"),
-    "gemv_w4": QuantizationRule(weight_qtype="int4"),
+    "gemm_w4a16": QuantizationRule(weight_qtype="int4"),
 }
 
 

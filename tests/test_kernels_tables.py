@@ -48,7 +48,7 @@ def bits(array):
 def test_plans_choose_kernels(name):
     params, x = parameters(), normal(3, 128)
     plan = PtqProvider(RULES[name]).plan(model, params, x)
-    assert [op.kernel for op in plan.ops] == ["te_ffi_kernels.gemv_w4"] * 2, str(plan)
+    assert [op.kernel for op in plan.ops] == ["te_ffi_kernels.gemm_w4a16"] * 2, str(plan)
     packed, held = plan.quantize(params), plan.quantize(params, prepack=False)
     run = jax.jit(plan.apply(model))
     found, expected = run(packed, x), run(held, x)
@@ -86,7 +86,7 @@ def test_lookups_and_a_tied_head():
     plan = PtqProvider(RULES["mxfp4"]).plan(tied, table, ids)
     assert {op.kernel for op in plan.ops} == {
         "te_ffi_kernels.packed_take",
-        "te_ffi_kernels.gemv_w4",
+        "te_ffi_kernels.gemm_w4a16",
     }, str(plan)
     run = jax.jit(plan.apply(tied))
     found, expected = run(plan.quantize(table), ids), run(plan.quantize(table, prepack=False), ids)
@@ -116,7 +116,7 @@ def test_files_of_others_reach_kernels(tmp_path, name):
 
     x = normal(2, q.shape[-1])
     plan = PtqProvider(rules_of(q)).plan(run, jax.ShapeDtypeStruct(q.shape, q.dtype), x)
-    assert [op.kernel for op in plan.ops] == ["te_ffi_kernels.gemv_w4"], str(plan)
+    assert [op.kernel for op in plan.ops] == ["te_ffi_kernels.gemm_w4a16"], str(plan)
     stored = plan.prepack(q)
     assert isinstance(stored, PrepackedWeight)
     exact = np.einsum("bk,...nk->...bn", np.asarray(x, np.float64), written.numbers)

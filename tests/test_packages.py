@@ -154,7 +154,7 @@ CHECKS = {
     "else: raise AssertionError('imported without LiteRT')",
     "te-ffi-kernels": "import jax.numpy as jnp, te_ffi_kernels as te; "
     "w = te.pack_w8(jnp.eye(4, dtype=jnp.int8), jnp.ones((1, 4))); "
-    "assert (te.gemv_w8(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",
+    "assert (te.gemm_w8a16(jnp.ones(4), w) == 1).all(); assert te.warm_counts()",
     "te-ffi-kernels-cuda13": "import te_ffi_kernels_cuda13 as kernels; "
     "assert 'no kernels' in kernels.status(); import jax.numpy as jnp, te_ffi_kernels as te; "
     "assert (te.softmax(jnp.zeros((2, 4))) == 0.25).all()",

@@ -27,12 +27,12 @@ FEW = "weights are packed for up to 8 rows"
 BOTH = f"{FEW} and 512 rows or more without groups"
 
 CHOSEN = [
-    (W8, 1, "float32", "gemv_w8"),
-    (W8, 1, "bfloat16", "gemv_w8"),
+    (W8, 1, "float32", "gemm_w8a16"),
+    (W8, 1, "bfloat16", "gemm_w8a16"),
     (W8, 2, "float16", f"it has 2 rows, and on GPUs {ONE}"),
     (W8, 4096, "bfloat16", ONE),
-    (W4, 1, "bfloat16", "gemv_w4"),
-    (W4, 8, "float32", "gemv_w4"),
+    (W4, 1, "bfloat16", "gemm_w4a16"),
+    (W4, 8, "float32", "gemm_w4a16"),
     (W4, 9, "float32", FEW),
     (SMALL_GROUPS, 1, "float32", "groups of 16 rows, and not a multiple of 32"),
     (W8A8, 1, "bfloat16", "gemm_w8a8"),
@@ -88,7 +88,7 @@ def test_no_gpu_that_is_too_old_gets_kernels(monkeypatch):
     (op,) = planned(W8, 1, "float32")[0].ops
     assert op.kernels["cuda"].kernel is None
     assert "GPU 1 has 7.5; set CUDA_VISIBLE_DEVICES=0" in op.kernels["cuda"].reason
-    assert op.kernels["cpu"].kernel == "te_ffi_kernels.gemv_w8"
+    assert op.kernels["cpu"].kernel == "te_ffi_kernels.gemm_w8a16"
 
 
 def fused(params, x):
@@ -137,7 +137,7 @@ def test_programs_for_gpus_have_the_kernels_of_the_plan(monkeypatch):
 def test_a_packed_weight_has_a_kernel_for_any_number_of_rows(monkeypatch):
     """A plan for one row packs it, and its program may be run with more."""
     monkeypatch.setattr(ops, "has_backend", lambda platform: platform == "cpu")
-    for rule, op in ((W8, "gemm_w8a16"), (W4, "gemv_w4"), (W8A8, "gemm_w8a8")):
+    for rule, op in ((W8, "gemm_w8a16"), (W4, "gemm_w4a16"), (W8A8, "gemm_w8a8")):
         plan, params, _ = planned(rule, 1, "bfloat16")
         stored = plan.convert(plan.quantize(params), "cuda")
         for rows in (9, 512):
@@ -160,7 +160,7 @@ def experts(params, x):
 def test_stacks_of_weights_are_not_copied_on_gpus(monkeypatch):
     """A scan over layers, and experts: kernels find the weights in the stack."""
     monkeypatch.setattr(ops, "has_backend", lambda platform: platform == "cpu")
-    for rule, op in ((W8, "gemv_w8"), (W4, "gemv_w4"), (W8A8, "gemm_w8a8")):
+    for rule, op in ((W8, "gemm_w8a16"), (W4, "gemm_w4a16"), (W8A8, "gemm_w8a8")):
         for fn, name, suffix in ((layers, "layers", "stack"), (experts, "experts", "groups")):
             params = {name: jnp.ones((4, K, K), "bfloat16")}
             x = jax.ShapeDtypeStruct((1 if fn is layers else 4, K), "bfloat16")

@@ -87,8 +87,9 @@ def test_steps_have_the_same_bits(either, noise):
     ours, theirs = either(steps, *given)
     # Both operands, and the cotangent for both gradients.
     assert len(calls(ours, "quantize_int8")) == 4 * len(cases)
-    # The gradients of right sides: others don't lie row by row.
-    assert len(calls(ours, "dot_int8")) == 3
+    # Forward and both gradients: all their sides lie as batch, contracted and free axes, or with the
+    # last two kinds the other way.
+    assert len(calls(ours, "dot_int8")) == 3 * len(cases)
     assert not calls(theirs)
     assert_same(ours(*given), theirs(*given))
 
@@ -177,7 +178,7 @@ def test_steps_of_a_provider(either):
     ours, theirs = either(run, params, x, KEY)
     # The gradient of x is not wanted.
     assert len(calls(ours, "quantize_int8")) == 7
-    assert len(calls(ours, "dot_int8")) == 2
+    assert len(calls(ours, "dot_int8")) == 5
     assert_same(ours(params, x, KEY), theirs(params, x, KEY))
     first, again, other = (ours(params, x, jax.random.key(i))[1][0] for i in (1, 1, 2))
     np.testing.assert_array_equal(first, again)

@@ -1,17 +1,26 @@
 """The decoder of jaxtap_llm in LiteRT, beside float64."""
 
 import functools
+import tomllib
+import zlib
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, processors
 
 from jaxtap_llm import checkpoint
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.rules import DEVICE
+from jaxtap_llm.tokenizer import byte_level
 from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied
 
 device = pytest.importorskip("jaxtap_llm.device", exc_type=LlmError)
+
+import litert_lm_builder  # noqa: E402
+from google.protobuf import text_format  # noqa: E402
+from litert_lm_builder.runtime.proto import llm_metadata_pb2  # noqa: E402
 
 from jaxtap_testkit.odml_samples import fake_quant_blocks  # noqa: E402
 
@@ -130,15 +139,17 @@ def test_the_likeliest_tokens(tmp_path):
 @pytest.mark.slow
 def test_the_cache_goes_in_and_out(tmp_path):
     made = opened(tmp_path, exported("dynamic"))
-    shape = 2, 1, 2, POSITIONS, 16
+    # Of 2 layers with 2 heads; a prompt that begins at the last position has room.
+    shape = 1, 4, POSITIONS + PROMPT, 16
     _, cache = made.prefill([1, 2, 3])
+    assert list(cache) == ["kv_cache_k_0", "kv_cache_v_0"]
     before = {name: array.copy() for name, array in cache.items()}
     _, after = made.decode(4, cache, 3)
-    for name in "kv":
+    for name in cache:
         assert cache[name].shape == shape
         np.testing.assert_array_equal(cache[name], before[name])
-        changed = (after[name] != before[name]).any(axis=(0, 1, 2, 4))
-        np.testing.assert_array_equal(changed, np.arange(POSITIONS) == 3)
+        changed = (after[name] != before[name]).any(axis=(0, 1, 3))
+        np.testing.assert_array_equal(changed, np.arange(POSITIONS + PROMPT) == 3)
     # Another cache, other logits: it is read, and not a state of the file.
     other, _ = made.decode(4, {name: array * 0 for name, array in cache.items()}, 3)
     again, _ = made.decode(4, cache, 3)
@@ -193,6 +204,42 @@ def test_the_command(folder, tmp_path, capsys):
         made.decode(1, made.prefill([1])[1], 16)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("has_tokenizer", [True, False])
+def test_a_bundle_has_the_file_the_tokenizer_and_what_ends_a_text(folder, tmp_path, has_tokenizer):
+    """Read back by LiteRT-LM's own library."""
+    (folder / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
+    (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    if has_tokenizer:
+        named = byte_level()
+        named.add_special_tokens(["<s>"])  # the token of "!", which begins a text
+        named.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 33)])
+        named.save(str(folder / "tokenizer.json"))
+    out = tmp_path / "model.litertlm"
+    run_llm("device", str(folder), str(out), "--prompt", "8", "--positions", "16")
+    toml = Path(litert_lm_builder.unpack(str(out), str(tmp_path / "parts")))
+    sections = tomllib.loads(toml.read_text())["section"]
+    kinds = [one["section_type"] for one in sections]
+    assert kinds == ["LlmMetadata", "HF_Tokenizer", "TFLiteModel"]
+    assert sections[2]["model_type"] == "prefill_decode"
+    metadata, tokenizer, model = (toml.parent / one["data_path"] for one in sections)
+    found = text_format.Parse(metadata.read_text(), llm_metadata_pb2.LlmMetadata())
+    assert found.max_num_tokens == 16
+    assert [list(one.token_ids.ids) for one in found.stop_tokens] == [[7], [9]]
+    assert list(found.start_token.token_ids.ids) == ([33] if has_tokenizer else [])
+    assert found.jinja_prompt_template == "{{ messages }}"
+    text = "Schön, 12 €\n"
+    read = Tokenizer.from_str(zlib.decompress(tokenizer.read_bytes()[8:]).decode())
+    ids = read.encode(text, add_special_tokens=False).ids
+    assert ids == list(text.encode())
+    assert read.decode(ids) == text
+    device_run = device.Device(model)
+    assert device_run.positions == 16
+    assert device_run.generate([1, 2, 3], 4) == device.Device(exported("dynamic")).generate(
+        [1, 2, 3], 4
+    )
+
+
 def test_what_can_not_be_exported(folder, tmp_path, capsys):
     """Said before anything is converted, and nothing is written."""
     out = tmp_path / "model.tflite"
@@ -209,6 +256,8 @@ def test_what_can_not_be_exported(folder, tmp_path, capsys):
     assert "--prompt: must be a whole number, 1 or more, got 0" in capsys.readouterr().err
     with pytest.raises(LlmError, match="must be in a folder that is there"):
         run_llm("device", str(folder), str(tmp_path / "none" / "model.tflite"))
+    with pytest.raises(LlmError, match=r"must say which tokens end a text.*Add eos_token_id"):
+        run_llm("device", str(folder), str(tmp_path / "model.litertlm"))
     with pytest.raises(LlmError, match="The model must have no experts"):
         device.export(*small("qwen3_moe"), "dynamic", PROMPT, POSITIONS)
     assert not out.exists()

@@ -38,7 +38,9 @@ def test_logits_prefill_and_decode(family):
     tokens = np.random.default_rng(1).integers(0, 256, (2, 12))
     tensors = checkpoint.tensors_of(config, params)
     wanted = np.stack([float64_logits(fields, tensors, row) for row in tokens])
-    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=2e-4 * wanted.std())
+    # What a state returns, which may be near 0, is divided by its size.
+    away = (5e-4 if config.delta else 2e-4) * wanted.std()
+    near = functools.partial(np.testing.assert_allclose, rtol=0, atol=away)
     near(jax.jit(functools.partial(model.logits, config))(params, tokens), wanted)
     cache = model.make_cache(config, 2, 16)
     padded = np.pad(tokens[:, :7], ((0, 0), (0, 2)))  # what follows the prompt is not looked at
@@ -349,7 +351,7 @@ def spoiled(folder, what):
         "more layers": "lack model.layers.3.input_layernorm.weight, .* and 5 more",
         "fewer layers": "have unknown tensors: model.layers.2",
         "vocabulary": r"model.embed_tokens.weight must be \[300, 64\], got \[256, 64\]",
-        "rope": "rope_type must be default, linear, llama3 or yarn .*, got longrope",
+        "rope": "rope_type must be default, linear, llama3, yarn .*, got longrope",
         "activation": "hidden_act must be silu for llama, got relu",
         "field": "must have num_attention_heads",
         "json": "must be JSON",

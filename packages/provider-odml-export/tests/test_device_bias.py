@@ -9,8 +9,7 @@ from jax import lax
 import provider_odml as odml
 from jaxtap_testkit.odml_exports import W8A8, W8A16, exported, normal
 from provider_odml.features import WeightUse
-from provider_odml_export.exporting.constants import weight_on_grid
-from provider_odml_export.exporting.fold import Fold
+from provider_odml_export.exporting.constants import Fold, weight_on_grid
 
 W4A8 = odml.OdmlRule(weight_qtype="int4", output_qtype="int8")
 NHWC = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}

@@ -44,7 +44,7 @@ def both():
             # The same statistics for both: ranges may differ in the last bit. What is exported is
             # not compared with JAX again: the files are compared.
             signature = Signature(inputs)
-            planned = exporting._program(model, params, signature)
+            planned = exporting._planned(*exporting._call(model, params, signature))
             one = exporting._exported("main", signature, planned, found[0][1])
             files.append(exporting._converted([one], 600.0, probing=False))
     return found, files

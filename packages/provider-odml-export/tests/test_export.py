@@ -300,3 +300,23 @@ def test_the_program_of_a_converter_of_ones_own():
     step = artifact.report.sites[-1].scale
     assert np.abs(np.asarray(found) - device).max() <= 1.01 * step
     assert "quant.fake_quant" in jax.jit(provider.apply(fn)).lower(params, *args).as_text()
+
+
+def test_a_rule_may_be_for_one_signature_alone():
+    params = {"a": normal(8, 4), "b": normal(8, 4, seed=1)}
+
+    def under(name):
+        def fn(p, x):
+            with jax.named_scope(name):
+                return x @ p[name]
+
+        return fn
+
+    rules = [odml.OdmlRule(module_path=name, weight_qtype=qtype)
+             for name, qtype in (("a", "int8"), ("b", "int4"))]  # fmt: skip
+    x = normal(3, 8, seed=2)
+    signatures = {name: odml.Signature((x,), fn=under(name)) for name in "ab"}
+    art = odml.export(under("a"), params, None, rules, signatures=signatures)
+    assert [one.dtype for one in art.report.weights] == ["int8", "int4"]
+    with pytest.raises(odml.OdmlError, match=r"rule 1 has no effect"):
+        odml.export(under("a"), params, None, rules, signatures={"a": signatures["a"]})

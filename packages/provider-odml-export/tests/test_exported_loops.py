@@ -76,6 +76,27 @@ def test_branches_are_exported(output_qtype):
     assert "IF" not in artifact.report.ops
 
 
+def test_branches_that_begin_with_one_product():
+    """The converter computes it once, so that it has one scale for both."""
+
+    def fn(w, x):
+        taken = x[0, 0] > 0
+        first = lax.cond(taken, lambda: x.T @ x, lambda: x.T @ x * 2.0)
+        # A range of 0 and more in one branch, and of less than 0 in the other.
+        second = lax.cond(taken, lambda: jnp.exp(x @ w[0]), lambda: jnp.tanh(x @ w[0]))
+        return first, second
+
+    stats = odml.qat(fn, RULES).calibrate(W, [(X,), (-X,)])
+    artifact = odml.export(fn, W, stats, RULES, X)
+    scales = {one.place: one.scale for one in artifact.report.sites}
+    products = [scales[f"cond(<lambda>)/dot_general:{i}"] for i in range(4)]
+    assert products[0] == products[1]
+    assert products[2] == products[3]
+    for x in (X, -X):
+        for found, exact in zip(artifact.run(x=x).values(), fn(W, x), strict=True):
+            assert error(found, exact) < 0.1
+
+
 def test_branches_that_no_data_can_take_are_left_out():
     def fn(w, x):
         y = lax.cond(True, lambda: jnp.tanh(x @ w[0]), lambda: x @ w[1])

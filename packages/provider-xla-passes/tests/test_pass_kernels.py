@@ -38,7 +38,7 @@ def matmul(w, x):
     ("rule", "op"),
     [
         (QuantizationRule(weight_qtype="int8", act_qtype="int8"), "gemm_w8a8"),
-        (QuantizationRule(weight_qtype="int4", tile_size=8), "gemv_w4"),
+        (QuantizationRule(weight_qtype="int4", tile_size=8), "gemm_w4a16"),
     ],
 )
 def test_kernels_are_given_the_transformed_activation(fn, rule, op):

@@ -113,7 +113,7 @@ def test_programs_give_what_xla_gives(name):
         "reshaped, split": "its axes are cut, merged or split on the way",
         "reshaped, merged": "its axes are cut, merged or split on the way",
         "convolution": "a convolution of float activations",
-        "experts": "no kernel for gemm_w8a16_groups",
+        "experts": "fake.gemm_w8a16: rows in groups",
     }.items(),
 )
 def test_why_xla_computes_it(name, reason):
@@ -166,7 +166,7 @@ def test_a_plan_says_what_no_kernel_computes(name, rule, kernels):  # noqa: F811
         (QuantizationRule(weight_qtype="int16"), "weights in int16"),
         (QuantizationRule(weight_qtype="nf4"), "weights in nf4"),
         (QuantizationRule(weight_qtype="int8", weight_calibration_method="minmax"), "zero points"),
-        (QuantizationRule(weight_qtype="int8", tile_size=3), "fake.gemv_w8: groups of 3"),
+        (QuantizationRule(weight_qtype="int8", tile_size=3), "fake.gemm_w8a16: groups of 3"),
         (QuantizationRule(weight_qtype="int4", act_qtype="int8"), "weights of 4 bits"),
         (QuantizationRule(weight_qtype="int8", act_qtype="int4"), "activations in int4"),
         (QuantizationRule(act_qtype="int8"), "no parameter that is stored"),
@@ -213,13 +213,13 @@ def test_few_rows_and_many():
     w, x = draw((12, 6), (2, 2, 12))
     fn = lambda w, x: x @ w  # noqa: E731
     plan = PtqProvider(W8).plan(fn, w, x)
-    assert plan.ops[0].kernel == "fake.gemv_w8"
+    assert plan.ops[0].kernel == "fake.gemm_w8a16"
     stored = plan.quantize(w)
     quantized_contraction.clear_cache()
     plan.apply(fn)(stored, x)
     plan.apply(fn)(stored, draw((5, 12))[0])
     assert fake_kernels.CALLS == [
-        ("gemv_w8", (2, 2, 12), (12, 6)),
+        ("gemm_w8a16", (2, 2, 12), (12, 6)),
         ("gemm_w8a16", (5, 12), (12, 6)),
     ]
     assert PtqProvider(W8).plan(fn, w, draw((5, 12))[0]).ops[0].kernel == "fake.gemm_w8a16"

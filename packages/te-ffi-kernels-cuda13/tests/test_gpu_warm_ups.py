@@ -72,7 +72,7 @@ xs = [jnp.asarray(rng.normal(size=(64, 256)), jnp.float32) for _ in range(5)]
 values, scale = rng.integers(-127, 128, (3, 256, 64)), rng.uniform(0.01, 0.02, (3, 1, 64))
 stack = te.pack_w8(jnp.asarray(values, jnp.int8), jnp.asarray(scale, jnp.float32))
 def program(x, i):
-    return te.gemv_w8(te.softmax(te.softmax(x) * 7.0, None, 2.0)[:4], stack, index=i)
+    return te.gemm_w8a16(te.softmax(te.softmax(x) * 7.0, None, 2.0)[:4], stack, index=i)
 run = jax.jit(program)
 for i in range(20):
     x, index = xs[i * 3 % 5], i % 3

@@ -1,5 +1,6 @@
 """Matmuls with packed weights on any machine: which calls have a kernel, and its memory."""
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -17,12 +18,12 @@ from te_ffi_kernels_cuda13._workspace import CUBLASLT, PART
 BUILT = importlib.util.find_spec("te_ffi_kernels_cuda13._native") is not None
 needs_native = pytest.mark.skipif(not BUILT, reason="built without nvcc")
 FLOATS = ("float32", "bfloat16", "float16")
-BITS = {"gemm_w8a8": 8, "gemm_w4a8": 4, "gemm_w8a16": 8, "gemv_w8": 8, "gemv_w4": 4}
+BITS = {"gemm_w8a8": 8, "gemm_w4a8": 4, "gemm_w8a16": 8, "gemm_w4a16": 4}
 ROWS = (0, 1, 16, 17, 400)
 SHAPES = [(64, 16, 0), (100, 40, 0), (96, 1, 32), (192, 70, 64), (192, 64, 96), (64, 0, 0)]
 
 
-def call(shape, dtype, group, op="gemv_w8", **more):
+def call(shape, dtype, group, op="gemm_w8a16", **more):
     x = jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
     weight = jax.ShapeDtypeStruct((shape[-1], 40), jnp.int8)
     return KernelCall.of(op, "cuda", (x, weight), group=group, bits=BITS[op], **more)
@@ -48,7 +49,7 @@ def test_few_rows_need_no_library(monkeypatch, shape, dtype, group, part, op):
     assert found is True if part is True else part in found
 
 
-@pytest.mark.parametrize("op", ["gemv_w4", "gemm_w4a8"])
+@pytest.mark.parametrize("op", ["gemm_w4a16", "gemm_w4a8"])
 def test_no_table_but_that_of_int4(monkeypatch, op):
     monkeypatch.setattr(_gpus, "used", dict)
     assert _supports.packed_matmul(call((1, 64), "float32", 32, op)) is True
@@ -77,14 +78,22 @@ def test_stacks_are_worth_what_one_weight_is():
     few, many = ((rows, 64) for rows in (1, 512))
     for op in BITS:
         for shape, group in itertools.product((few, (9, 64), many), (0, 32)):
-            why = _limits.unworthy(op, shape[0], group)
-            assert _limits.unworthy(f"{op}_stack", shape[0], group) == why
+            asked = functools.partial(call, shape, "bfloat16", group, op)
+            assert _limits.unworthy(asked(index=1)) == _limits.unworthy(asked())
             # Rows in groups have no library, and XLA would read all weights.
-            grouped = _limits.unworthy(f"{op}_groups", shape[0], group)
+            grouped = _limits.unworthy(asked(index=1, group_sizes=1))
             assert (grouped is None) == (shape == few)
-            assert _limits.unworthy(f"{op}_groups", 8, group) is None
-    assert not _workspace.multiplies_with_cublaslt("gemm_w8a8_groups", 4096, "bfloat16")
-    assert _workspace.multiplies_with_cublaslt("gemm_w8a8_stack", 4096, "bfloat16")
+            of_eight = call((8, 64), "bfloat16", group, op, index=1, group_sizes=1)
+            assert _limits.unworthy(of_eight) is None
+    many_rows = functools.partial(call, (4096, 64), "bfloat16", 0, "gemm_w8a8", index=1)
+    assert not _workspace.multiplies_with_cublaslt(many_rows(group_sizes=1))
+    assert _workspace.multiplies_with_cublaslt(many_rows())
+
+
+@pytest.mark.parametrize("part", ["rotation", "x_scale", "bias", "residual", "clamps"])
+def test_what_is_done_to_rows_and_results_is_done_by_other_programs(monkeypatch, part):
+    monkeypatch.setattr(_gpus, "used", dict)
+    assert part in _supports.packed_matmul(call((1, 64), "float32", 0, **{part: 1}))
 
 
 def test_every_span_says_how_it_is_known():
@@ -127,10 +136,10 @@ def test_it_asks_for_the_memory_of_a_matmul(op):
     [
         # Quantized values and a scale; the weight in 16 bits, a scale of each column, and sums.
         ("gemm_w8a8", 1, "float32", 256 + 256 + 256),
-        ("gemv_w8", 257, "float32", 1),
-        ("gemv_w8", 16, "bfloat16", 1),
+        ("gemm_w8a16", 257, "float32", 1),
+        ("gemm_w8a16", 16, "bfloat16", 1),
         (
-            "gemv_w8",
+            "gemm_w8a16",
             257,
             "bfloat16",
             256 + 2 * 64 * 48 + 256 + 4 * 257 * 48 + 64 + CUBLASLT,
@@ -172,7 +181,7 @@ def test_kernels_find_the_weight_of_a_stack(lowered, op, rows):
 
     for text in (lowered(lambda *a: run(*a[:2], index=a[2]), x, stack, index),
                  lowered(layers, x, stack)):  # fmt: skip
-        assert re.search(rf"@te_ffi_kernels\.{op}_stack.*\({one}, {weights}, tensor<i32>\)", text)
+        assert re.search(rf"@te_ffi_kernels\.{op}\(.*\({one}, {weights}, tensor<i32>\)", text)
         assert not re.search(r"(slice|gather).*ui8", text)
     sizes = jax.ShapeDtypeStruct((7,), jnp.int32)
     picked = {"of each": lambda x, w, s: run(x, w, group_sizes=s[:5]),
@@ -180,7 +189,7 @@ def test_kernels_find_the_weight_of_a_stack(lowered, op, rows):
     for name, groups in picked.items():
         text, count = lowered(groups, x, stack, sizes), 5 if name == "of each" else 7
         given = rf"{one}, {weights}, tensor<{count}xi32>, tensor<{count}xi32>"
-        found = re.search(rf"@te_ffi_kernels\.{op}_groups.*\({given}\).*tensor<(\d+)xui8>", text)
+        found = re.search(rf"@te_ffi_kernels\.{op}\(.*\({given}\).*tensor<(\d+)xui8>", text)
         assert found
         # Where groups begin, and for int8 quantized rows and their scales.
         beside = (rows * 64 + 255) // 256 + (4 * rows + 255) // 256 if op[-2:] == "a8" else 0

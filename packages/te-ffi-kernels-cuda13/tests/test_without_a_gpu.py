@@ -257,7 +257,7 @@ def test_gpus_that_are_too_old_run_plain_jax(monkeypatch, capabilities, part):
     x = Aval((4, 64), "float32")
     calls = [
         (_supports.anything, KernelCall("act_lu", "cuda", (x,), ())),
-        (_supports.packed_matmul, KernelCall("gemv_w8", "cuda", (x, Aval((64, 8), "int8")), ())),
+        (_supports.packed_matmul, KernelCall("gemm_w8a16", "cuda", (x, Aval((64, 8), "int8")), ())),
     ]
     warned = [result for result in _doctor.cuda() if "capability" in result.message]
     for supports, call in calls:

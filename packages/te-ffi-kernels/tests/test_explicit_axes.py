@@ -16,7 +16,7 @@ CODES = RNG.integers(-7, 8, (64, 256)).astype(np.int8)
 GAMMA = np.linspace(0.5, 2, 64, dtype=np.float32)
 
 
-OPS = [(te.gemm_w8a8, te.pack_w8), (te.gemm_w8a16, te.pack_w8), (te.gemv_w4, te.pack_w4)]
+OPS = [(te.gemm_w8a8, te.pack_w8), (te.gemm_w8a16, te.pack_w8), (te.gemm_w4a16, te.pack_w4)]
 # Shardings of rows and of panels, the block of a device, and the sharding of the result. Of rows
 # and panels on the same devices the smaller side, which is x, is gathered.
 BLOCKS = [

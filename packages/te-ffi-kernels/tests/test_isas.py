@@ -24,8 +24,8 @@ def run(fn, *given):
 SHAPES = ((1, 1, 1, 1), (1, 64, 16, 1), (2, 65, 17, 1), (7, 63, 15, 1), (17, 200, 70, 1),
           (33, 128, 33, 1), (5, 192, 40, 4), (16, 320, 31, 2), (6, 2080, 35, 2), (9, 600, 20, 1))
 for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_w8, 127),
-                       (te.gemv_w4, te.pack_w4, 7), (te.gemm_w4a8, te.pack_w4, 7),
-                       (te.gemv_w4, lambda c, s: te.pack_w4(c, s.astype(jnp.float16)), 7)):
+                       (te.gemm_w4a16, te.pack_w4, 7), (te.gemm_w4a8, te.pack_w4, 7),
+                       (te.gemm_w4a16, lambda c, s: te.pack_w4(c, s.astype(jnp.float16)), 7)):
     cases = []
     for m, k, n, groups in SHAPES:
         qvalue = np.asarray(rng.integers(-most, most + 1, (k, n)), np.int8)
@@ -33,7 +33,7 @@ for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_
         rows = [np.asarray(rng.normal(size=(m, k)), np.float32)]
         if k in (65, 192, 200, 600):
             rows += [rows[0].astype(np.float16)]
-            rows += [rows[0].astype(ml_dtypes.bfloat16)[: 15 if op is te.gemv_w4 else m]]
+            rows += [rows[0].astype(ml_dtypes.bfloat16)[: 15 if op is te.gemm_w4a16 else m]]
         cases.append((qvalue, scale, rows))
 
     def products(cases):
@@ -55,7 +55,7 @@ for table, scales, group in (("e2m1", "float8_e8m0fnu", 32), ("e2m1", "float8_e4
         more = {"column_scale": jnp.linspace(1, 2, n)} if scales == "float8_e4m3fn" else {}
         rows = [np.asarray(rng.normal(size=(m, 192)), dtype) for dtype in ("f", ml_dtypes.bfloat16)]
         w = te.pack_w4(places, scale, table=table, **more)
-        run(lambda rows: [op(x, w) for x in rows for op in (te.gemv_w4, te.gemm_w4a8)], rows)
+        run(lambda rows: [op(x, w) for x in rows for op in (te.gemm_w4a16, te.gemm_w4a8)], rows)
 
 one, zero = np.ones((1,), np.float32), np.zeros((1,), np.float32)
 extra = np.zeros((0,), np.uint32), zero, np.zeros((1, 1), ml_dtypes.bfloat16)

@@ -19,8 +19,10 @@ import te_ffi_kernels as te
 from te_ffi_kernels import _bench, _bench_others
 from te_ffi_kernels.op import Op
 
-MATMULS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "gemm_w4a8")
-KINDS = ("", "_stack", "_groups", "_added", "_stack_added")
+MATMULS = ("gemm_w8a8", "gemm_w8a16", "gemm_w4a16", "gemm_w4a8")
+PARTS = ("bias", "residual")
+KINDS = ((), ("index",), ("group_sizes",), PARTS, ("index", *PARTS))
+"""What matmuls are given beside x and a weight."""
 ROWS, K, N = 8, 64, 48
 SIZES = {2: (64, 32), 4: (2, 8, 2, 16)}
 """By number of axes: small sizes of what ``_bench_others`` calls."""
@@ -28,6 +30,19 @@ SIZES = {2: (64, 32), 4: (2, 8, 2, 16)}
 
 def normal(rng, *shape):
     return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+
+def multiplied(rng, op, kind):
+    weight = _bench._packed(4 if "w4" in op else 8, K, N)
+    given = {
+        "bias": normal(rng, N),
+        "residual": normal(rng, ROWS, N),
+        "index": jnp.int32(1),
+        "group_sizes": jnp.full(4, ROWS // 4, jnp.int32),
+    }
+    if {"index", "group_sizes"} & {*kind}:
+        weight = jax.tree.map(lambda one: jnp.stack([one] * 4), weight)
+    getattr(te, op)(normal(rng, ROWS, K), weight, **{name: given[name] for name in kind})
 
 
 def rotated(rng):
@@ -154,7 +169,7 @@ def benched(op):
 
 
 CALLS = {
-    **{f"{op}{kind}": lambda rng, name=f"{op}{kind}": run_matmul(name)
+    **{" ".join([op, *kind]): functools.partial(multiplied, op=op, kind=kind)
        for op in MATMULS for kind in KINDS},
     **{op: lambda rng, op=op: (lambda fn, given: fn(*given))(*benched(op))
        for op in _bench_others._CALLS},
@@ -164,11 +179,6 @@ CALLS = {
 
 OF_ALL = "fake_quantize"
 """Under ``vmap`` of its rows it has one range for all, as its own tests of ``vmap`` say."""
-
-
-def run_matmul(name):
-    fn, given = _bench._more(name, "float32", K, N, ROWS)
-    fn(*given)
 
 
 FOUND = []

@@ -3,7 +3,7 @@
 from interception_core import KernelSpec, hookimpl
 
 API = (1, 3)
-OPS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "pack_w8", "pack_w4")
+OPS = ("gemm_w8a8", "gemm_w8a16", "gemm_w4a16", "pack_w8", "pack_w4")
 WITHOUT = {"te-ffi-kernels-cuda13"}
 """The plugin whose place this one takes."""
 
@@ -23,5 +23,7 @@ def jaxtap_register_kernels():
 
 
 def supports(call):
-    """Tell whether groups have a multiple of 8 rows."""
+    """Tell whether groups have a multiple of 8 rows, and there is nothing but a weight."""
+    if any(map(call.param, ("index", "group_sizes", "bias", "residual", "clamps"))):
+        return "more than x and a weight"
     return call.param("group", 0) % 8 == 0 or "groups"

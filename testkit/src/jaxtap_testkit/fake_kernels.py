@@ -13,7 +13,7 @@ from interception_core import KernelSpec, hookimpl
 from interception_core.testing import installed_plugins
 
 API = (1, 0)
-OPS = ("gemm_w8a8", "gemm_w8a16", "gemv_w8", "gemv_w4", "pack_w8", "pack_w4")
+OPS = ("gemm_w8a8", "gemm_w8a16", "gemm_w4a16", "pack_w8", "pack_w4")
 CALLS = []
 
 
@@ -35,6 +35,8 @@ def jaxtap_register_kernels():
 def supports(call):
     if call.operands[1].shape[0] == 7:
         return "7 rows"
+    if call.param("group_sizes"):
+        return "rows in groups"
     group = call.param("group", 0)
     return f"groups of {group}" if group % 2 else True
 
@@ -57,11 +59,10 @@ class Packed:
     def question(self):
         return {"group": self.qvalue.shape[-2] // self.scale.shape[-2] % self.qvalue.shape[-2]}
 
-    def matmul_op(self, rows, *, quantizes):
+    def matmul_op(self, *, quantizes):
         if self.bits == 4:
-            return None if quantizes else "gemv_w4"
-        few = isinstance(rows, int) and rows <= 4
-        return "gemm_w8a8" if quantizes else "gemv_w8" if few else "gemm_w8a16"
+            return None if quantizes else "gemm_w4a16"
+        return "gemm_w8a8" if quantizes else "gemm_w8a16"
 
     def unpack(self):
         def columns(x):
@@ -107,16 +108,12 @@ def _weight_only(op, bits, x, weight, out_dtype):
     return (x.astype(jnp.float32) @ values).astype(out_dtype)
 
 
-def gemv_w8(x, weight, *, out_dtype=None, index=None):
-    return _weight_only("gemv_w8", 8, x, _one(weight, index), out_dtype)
-
-
 def gemm_w8a16(x, weight, *, out_dtype=None, index=None):
     return _weight_only("gemm_w8a16", 8, x, _one(weight, index), out_dtype)
 
 
-def gemv_w4(x, weight, *, out_dtype=None, index=None):
-    return _weight_only("gemv_w4", 4, x, _one(weight, index), out_dtype)
+def gemm_w4a16(x, weight, *, out_dtype=None, index=None):
+    return _weight_only("gemm_w4a16", 4, x, _one(weight, index), out_dtype)
 
 
 def gemm_w8a8(x, weight, *, out_dtype=None, index=None):

@@ -6,6 +6,8 @@ import math
 import jax
 import numpy as np
 
+from .llm_mixed_samples import REFERENCES
+
 BASE = {
     "hidden_size": 64,
     "num_hidden_layers": 3,
@@ -22,6 +24,13 @@ YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 
 YARN |= {"beta_fast": 32.0, "beta_slow": 1.0}
 KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 16, "sliding_window": 4}
+GEMMA4 = {"head_dim": 16, "global_head_dim": 32, "sliding_window": 4}
+GEMMA4 |= {"final_logit_softcapping": 3.0}
+QWEN35 = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8}
+QWEN35 |= {"linear_value_head_dim": 16, "head_dim": 16}
+QWEN35 |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2}
+QWEN35 |= {"num_hidden_layers": 6}
+QWEN35 |= {"rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 1e4}}
 FAMILIES = {
     "llama": {"rope_scaling": LLAMA3},
     "mistral": {"sliding_window": 4, "head_dim": 32, "rope_scaling": YARN},
@@ -36,6 +45,23 @@ FAMILIES = {
     | {"norm_topk_prob": True, "head_dim": 16},
     "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
     "gemma3_text": GEMMA | {"sliding_window_pattern": 3, "rope_local_base_freq": 100.0},
+    "llama4_text": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    | {"num_hidden_layers": 4, "intermediate_size": 32, "intermediate_size_mlp": 96}
+    | {"interleave_moe_layer_step": 2, "no_rope_layer_interval": 3, "attention_chunk_size": 5}
+    | {"floor_scale": 4, "attn_scale": 0.3},
+    "gemma4_text": GEMMA4
+    | {"num_hidden_layers": 7, "num_kv_shared_layers": 3}
+    | {"use_double_wide_mlp": True, "hidden_size_per_layer_input": 32}
+    | {"vocab_size_per_layer_input": 256, "layer_types": [*KINDS[:2] * 3, KINDS[1]]},
+    "gemma4_experts": GEMMA4
+    | {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
+    | {"hidden_size_per_layer_input": 0, "layer_types": [*KINDS[:2], KINDS[1]]}
+    | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2}
+    | {"moe_intermediate_size": 32, "model_type": "gemma4_text"},
+    "qwen3_5_text": QWEN35,
+    "qwen3_5_moe_text": QWEN35
+    | {"num_experts": 6, "num_experts_per_tok": 2}
+    | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
 }
 
 
@@ -49,7 +75,7 @@ def varied(params, seed=0):
     rng = np.random.default_rng(seed)
 
     def draw(path, x):
-        if path[-1].key.endswith(("norm", "bias", "sinks")):
+        if path[-1].key.endswith(("norm", "bias", "sinks", "scale", "decay")):
             return x + rng.normal(0, 0.2, x.shape).astype(np.float32)
         return x * (3 if path[-1].key == "qkv" else 1)
 
@@ -71,6 +97,8 @@ def float64_logits(fields, tensors, tokens, cached=None, rows=lambda x: x):
     From position ``cached`` on keys and values are read from a cache of int8. Weights are
     multiplied with what ``rows`` returns for their inputs.
     """
+    if fields["model_type"] in REFERENCES:
+        return REFERENCES[fields["model_type"]](fields, tensors, cached, rows).logits(tokens)
     t = {name: np.asarray(x, np.float64) for name, x in tensors.items()}
     family, gemma = fields["model_type"], fields["model_type"].startswith("gemma")
     heads, groups = fields["num_attention_heads"], fields["num_key_value_heads"]

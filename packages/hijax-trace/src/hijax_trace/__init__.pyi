@@ -46,8 +46,10 @@ from .hi.primitive import HiPrimitive as HiPrimitive
 from .interpreter.groups import Group as Group
 from .interpreter.groups import found_by as found_by
 from .interpreter.views import StridedView as StridedView
+from .interpreter.views import Ungathered as Ungathered
 from .interpreter.views import is_same as is_same
 from .interpreter.views import shared_array as shared_array
+from .interpreter.views import ungathered as ungathered
 from .interpreter.views import unsliced as unsliced
 from .interpreter.views import untransposed as untransposed
 from .proxy.array_proxy import ArrayProxy as ArrayProxy

@@ -26,7 +26,7 @@ from .interpreter.jax_patches import PATCHES
 from .interpreter.lacking import reinterpret_without
 from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
-from .interpreter.session import Session, Tapping, mode_of, widen_mode
+from .interpreter.session import BY_PATH, Session, Tapping
 from .interpreter.watcher import Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier, without_replaced
@@ -148,8 +148,8 @@ class _Tapped:
         # JAX names inputs only if each leaf is one. Names take long to make.
         given = ((), {}) if leaves else (args, kwargs)
         while (staged := self._stage(watcher, given, packed, values, proxies, origins)) is None:
-            _log.debug("%r is traced again: its own derivatives are tapped, too", self._fn)
-            widen_mode(self._interceptor, watcher.early.restages_nested)
+            _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
+            BY_PATH.add(self._interceptor)
             watcher = Watcher(Session(self._current()))
         jaxpr, consts, result = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
@@ -182,10 +182,10 @@ class _Tapped:
             session.finish()
 
     def _current(self) -> Tapping:
-        mode, tapping = mode_of(self._interceptor), self._tapping
-        if tapping is None or tapping.mode != mode:
+        by_path, tapping = self._interceptor in BY_PATH, self._tapping
+        if tapping is None or tapping.by_path != by_path:
             tapping = self._tapping = Tapping(
-                self._interceptor, self._rewrap, mode, _observe, reinterpret, PATCHES
+                self._interceptor, self._rewrap, by_path, _observe, reinterpret, PATCHES
             )
         return tapping
 
@@ -222,7 +222,7 @@ class _Tapped:
         proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
         origins: _Origins,
     ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function of values. Return None if another mode is needed."""
+        """Stage the function of values. Return None if it must be ``BY_PATH``."""
         result: Packed | None = None
         watcher.session.origin = origins
         taps = watcher.session.tapping.taps

@@ -20,18 +20,45 @@ from .quantized import whole_plan
 FACTS, STATE = "finetune.json", "state.safetensors"
 BASE = "base"
 """The folder in a fine-tuned one of the base, where it was quantized for that."""
-_PATH = "['layers']['{}']"
+_PATH = "['{}']['{}']"
 _PART, _STEP = "adapters.", "step"
 
 
 def adapted(config: Config) -> tuple[str, ...]:
-    """Return the names of the parameters of a layer that have adapters: not experts."""
-    return ("qkv", "out") if config.experts else ("qkv", "out", "gate_up", "down")
+    """Return the names of the parameters of a layer that have adapters: not experts.
+
+    Args:
+        config: of the layer, as ``config.view`` returns it.
+    """
+    mixer = "delta_in" if config.mixer == "delta" else "qkv"
+    if config.experts:
+        return (mixer, "out", *(("shared_gate_up", "shared_down") if config.shared_inner else ()))
+    return (mixer, "out", "gate_up", "down")
 
 
-def key_of(name: str) -> str:
-    """Return the key of a parameter's adapter in what ``plan.init_adapters`` makes."""
-    return f"args[0]{_PATH.format(name)}"
+def paths_of(config: Config) -> dict[str, str]:
+    """Return the paths of all parameters that have adapters, by their names for people."""
+    return {
+        f"{stack.name}.{name}": _PATH.format(stack.name, name)
+        for stack in config.stacks
+        for name in adapted(config.view(stack))
+    }
+
+
+def of_layer(
+    config: Config, arrays: dict[str, dict[str, Any]], layer: int
+) -> dict[str, tuple[Any, Any]]:
+    """Return the adapters of a layer by the name of the parameter, A and B.
+
+    Args:
+        config: of the model.
+        arrays: as ``Tuned`` has them.
+        layer: which one.
+    """
+    stack, at = config.place(layer)
+    pairs = {name: arrays[f"args[0]{_PATH.format(stack.name, name)}"]
+             for name in adapted(config.view(layer))}  # fmt: skip
+    return {name: (pair["a"][at], pair["b"][at]) for name, pair in pairs.items()}
 
 
 def plan_with(config: Config, rules: list[Any], lora: xla.Lora, dtype: str) -> Any:
@@ -46,7 +73,8 @@ def plan_with(config: Config, rules: list[Any], lora: xla.Lora, dtype: str) -> A
     Raises:
         LlmError: a rule computes a parameter in a way that has no place for an adapter.
     """
-    paths = [_PATH.format(name) for name in adapted(config)]
+    named = paths_of(config)
+    paths = list(named.values())
     fields: dict[str, Any] = dataclasses.asdict(lora)
     found = []
     for rule in rules:
@@ -64,8 +92,8 @@ def plan_with(config: Config, rules: list[Any], lora: xla.Lora, dtype: str) -> A
         # Rules of other parameters have an effect without adapters alone.
         warnings.simplefilter("ignore", xla.QuantizationWarning)
         plan = whole_plan(config, found, dtype)
-    for name in adapted(config):
-        if key_of(name) not in plan.adapters:
+    for name, path in named.items():
+        if f"args[0]{path}" not in plan.adapters:
             raise LlmError(
                 f"{name} must be a matrix that rules leave in one piece, to have an adapter. Take "
                 "other rules for the base."

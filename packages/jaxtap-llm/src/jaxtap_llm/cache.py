@@ -10,6 +10,9 @@ import provider_xla as xla
 from . import checkpoint, model
 from .rules import rules_for
 
+KEYS_AND_VALUES = r"\['[kv]\d*'\]"
+"""The paths of what is quantized: sums over all positions, beside them, stay float."""
+
 
 def make_cache(config, kind, batch, positions, dtype=jnp.float32):
     """Return an empty cache, in one of ``rules.CACHES``.
@@ -30,7 +33,8 @@ def _plan(config, kind, batch, positions, dtype):
     cache = jax.eval_shape(lambda: model.make_cache(config, batch, positions, dtype))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
     step = functools.partial(model.decode, config)
-    provider = xla.PtqProvider([xla.CacheRule("cache", qtype=kind)], strict=True)
+    rule = xla.CacheRule("cache", path=KEYS_AND_VALUES, qtype=kind)
+    provider = xla.PtqProvider([rule], strict=True)
     return provider.plan(step, checkpoint.shapes(config, dtype), tokens, cache, 0)
 
 
@@ -49,5 +53,9 @@ def applying(config, plan, kind):
 
 
 def size_of(config, kind):
-    """Return the bytes of a cache for each position of a sequence."""
-    return sum(x.nbytes for x in jax.tree.leaves(make_cache(config, kind, 1, 64))) // 64
+    """Return the bytes of a cache for each position of a sequence, without states."""
+    sizes = [
+        sum(x.nbytes for x in jax.tree.leaves(make_cache(config, kind, 1, positions)))
+        for positions in (64, 128)
+    ]
+    return (sizes[1] - sizes[0]) // 64

@@ -1,7 +1,9 @@
 """Parameters under the names and in the layout of Hugging Face's folders."""
 
+import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,48 +12,88 @@ import numpy as np
 
 from provider_xla import Source
 
-from .config import LlmError, read_config
+from .config import NESTED, LlmError, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FORMAT = {"format": "pt"}
 """Metadata of a safetensors file that transformers asks for."""
 UNUSED = ("rotary_emb.inv_freq",)
 """Ends of names of tensors that are computed, and nevertheless in some files."""
+PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+"""What names of the decoder's tensors begin with: the others, in folders with an encoder."""
+BESIDE = re.compile(
+    r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|audio_tower|embed_vision"
+    r"|embed_audio)\.|mtp\."
+)
+"""Begins the names of encoders of images and sounds, and of drafts of further tokens."""
+BESIDE_OF = frozenset(NESTED.values())
 
 
 def shapes(config, dtype=jnp.float32):
     """Return the tree of parameters that ``model`` takes, of ``jax.ShapeDtypeStruct``."""
-    width, size = config.width, config.head_size
-    inner, some = config.inner, (config.experts,) if config.experts else ()
-    layer: dict[str, tuple[int, ...]] = {
-        "attention_norm": (width,),
-        "qkv": (width, (config.heads + 2 * config.kv_heads) * size),
-        "out": (config.heads * size, width),
-        "mlp_norm": (width,),
-        "gate_up": (*some, width, 2 * inner),
-        "down": (*some, inner, width),
-    }
+    width = config.width
+    tree: dict = {"embed": (config.vocabulary, width), "norm": (width,)}
+    if config.layer_input:
+        inputs = config.layers * config.layer_input
+        tree["input_embed"] = (config.layer_vocabulary, inputs)
+        tree["input_project"] = (width, inputs)
+        tree["input_norm"] = (config.layer_input,)
+    if not config.tied:
+        tree["head"] = (width, config.vocabulary)
+    for stack in config.stacks:
+        found = layer_shapes(config.view(stack))
+        tree[stack.name] = {name: (len(stack.layers), *shape) for name, shape in found.items()}
+    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=is_shape)
+
+
+def layer_shapes(config):
+    """Return the shape of each parameter of a layer; ``config`` is a view of it."""
+    width, inner, some = config.width, config.inner, (config.experts,) if config.experts else ()
+    layer: dict[str, tuple[int, ...]] = {"attention_norm": (width,), "mlp_norm": (width,)}
+    if config.mixer == "delta":
+        d = config.delta
+        values = d.values * d.value_size
+        layer |= {"delta_in": (width, d.width + values), "delta_gates": (width, 2 * d.values)}
+        layer |= {"delta_conv": (d.width, 1, d.taps), "delta_norm": (d.value_size,)}
+        layer |= {"delta_bias": (d.values,), "delta_decay": (d.values,), "out": (values, width)}
+    else:
+        size = config.head_size
+        layer |= {"qkv": (width, sum(_heads(config)) * size), "out": (config.heads * size, width)}
+        if config.head_norms:
+            layer |= {f"{one}_norm": (size,) for one in ("qk" if config.keeps else "q")}
+    layer |= {"gate_up": (*some, width, 2 * inner), "down": (*some, inner, width)}
     layer |= {f"{name}_bias": layer[name][1:] for name in config.biased}
     if config.sinks:
         layer["sinks"] = (config.heads,)
     if config.limit:
         layer |= {f"{name}_bias": (*some, layer[name][-1]) for name in ("gate_up", "down")}
         layer["router_bias"] = some
-    if config.head_norms:
-        layer |= {"q_norm": (size,), "k_norm": (size,)}
     if config.gemma:
         layer |= {"attention_post_norm": (width,), "mlp_post_norm": (width,)}
     if config.experts:
         layer["router"] = (width, config.experts)
-    tree: dict = {
-        "embed": (config.vocabulary, width),
-        "norm": (width,),
-        "layers": {name: (config.layers, *shape) for name, shape in layer.items()},
-    }
-    if not config.tied:
-        tree["head"] = (width, config.vocabulary)
-    is_shape = lambda x: isinstance(x, tuple)  # noqa: E731
-    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=is_shape)
+    if config.shared_inner:
+        shared = config.shared_inner
+        layer |= {"shared_gate_up": (width, 2 * shared), "shared_down": (shared, width)}
+    if config.gated_shared:
+        layer["shared_router"] = (width, 1)
+    if config.parallel:
+        norms = ("shared_post_norm", "experts_norm", "experts_post_norm", "router_scale")
+        layer |= {name: (width,) for name in norms} | {"expert_scale": (config.experts,)}
+    if config.layer_input:
+        each = config.layer_input
+        layer |= {"input_gate": (width, each), "input_out": (each, width)}
+        layer["input_post_norm"] = (width,)
+    if config.layer_scales:
+        layer["layer_scale"] = (1,)
+    return layer
+
+
+def _heads(config):
+    """Return how many heads each of the projections of attention has, with their gates."""
+    heads = [config.heads * (2 if config.gated else 1), config.kv_heads, config.kv_heads]
+    return heads[: 1 if not config.keeps else 3 if config.has_values else 2]
 
 
 def init(config, seed=0):
@@ -60,11 +102,11 @@ def init(config, seed=0):
 
     def draw(path, leaf):
         name = path[-1].key
-        if name.endswith("norm"):
+        if name.endswith(("norm", "scale")):
             return np.ones(leaf.shape, np.float32)
-        if name.endswith(("bias", "sinks")):
+        if name.endswith(("bias", "sinks", "decay")):
             return np.zeros(leaf.shape, np.float32)
-        scale = 0.02 if name == "embed" else leaf.shape[-2] ** -0.5
+        scale = 0.02 if name.endswith("embed") else leaf.shape[-2] ** -0.5
         return rng.standard_normal(leaf.shape, np.float32) * np.float32(scale)
 
     return jax.tree_util.tree_map_with_path(draw, shapes(config))
@@ -76,73 +118,137 @@ def tensor_names(config, layer=None):
     Those of one parameter are put one after the other along its last axis, experts aside.
     """
     if layer is None:
-        ends = {"embed": ["model.embed_tokens.weight"], "norm": ["model.norm.weight"]}
-        return ends if config.tied else ends | {"head": ["lm_head.weight"]}
-    at, gemma = f"model.layers.{layer}.", config.gemma
-    projections = [f"{at}self_attn.{one}_proj" for one in "qkv"]
+        names = {"embed": "embed_tokens", "norm": "norm"}
+        if config.layer_input:
+            names["input_embed"] = "embed_tokens_per_layer"
+            names["input_project"] = "per_layer_model_projection"
+            names["input_norm"] = "per_layer_projection_norm"
+        ends = {name: [f"{config.prefix}{tensor}.weight"] for name, tensor in names.items()}
+        # An image encoder is beside the decoder, or beside the decoder with its head.
+        around = config.prefix.removesuffix("model.") if config.prefix.endswith("model.") else ""
+        return ends if config.tied else ends | {"head": [f"{around}lm_head.weight"]}
+    at, config = f"{config.prefix}layers.{layer}.", config.view(layer)
     after = {"mlp_norm": "post_attention_layernorm"}
-    if gemma:
+    if config.gemma:
         after = {
             "attention_post_norm": "post_attention_layernorm",
             "mlp_norm": "pre_feedforward_layernorm",
             "mlp_post_norm": "post_feedforward_layernorm",
         }
-    if config.family == "phi3":
-        projections = [f"{at}self_attn.qkv_proj"]
-    names = {
-        "attention_norm": [f"{at}input_layernorm.weight"],
-        "qkv": [f"{one}.weight" for one in projections],
-        "out": [f"{at}self_attn.o_proj.weight"],
-        **{name: [f"{at}{norm}.weight"] for name, norm in after.items()},
+    if config.parallel:
+        after["shared_post_norm"] = "post_feedforward_layernorm_1"
+        after["experts_norm"] = "pre_feedforward_layernorm_2"
+        after["experts_post_norm"] = "post_feedforward_layernorm_2"
+    if config.layer_input:
+        after["input_gate"] = "per_layer_input_gate"
+        after["input_out"] = "per_layer_projection"
+        after["input_post_norm"] = "post_per_layer_input_norm"
+    names = {"attention_norm": [f"{at}input_layernorm.weight"]}
+    names |= _delta_names(at) if config.mixer == "delta" else _attention_names(config, at)
+    names |= {name: [f"{at}{norm}.weight"] for name, norm in after.items()}
+    if config.layer_scales:
+        names["layer_scale"] = [f"{at}layer_scalar"]
+    return names | _mlp_names(config, at)
+
+
+def _delta_names(at):
+    """Return those of a layer with a gated delta rule."""
+    at = f"{at}linear_attn."
+    return {
+        "delta_in": [f"{at}in_proj_qkv.weight", f"{at}in_proj_z.weight"],
+        "delta_gates": [f"{at}in_proj_b.weight", f"{at}in_proj_a.weight"],
+        "delta_conv": [f"{at}conv1d.weight"],
+        "delta_norm": [f"{at}norm.weight"],
+        "delta_bias": [f"{at}dt_bias"],
+        "delta_decay": [f"{at}A_log"],
+        "out": [f"{at}out_proj.weight"],
     }
-    names |= _mlp_names(config, at)
+
+
+def _attention_names(config, at):
+    """Return those of a layer's attention."""
+    at = f"{at}self_attn."
+    projections = [f"{at}{one}_proj" for one in "qkv"[: len(_heads(config))]]
+    if config.family == "phi3":
+        projections = [f"{at}qkv_proj"]
+    names = {"qkv": [f"{one}.weight" for one in projections], "out": [f"{at}o_proj.weight"]}
     if "qkv" in config.biased:
         names["qkv_bias"] = [f"{one}.bias" for one in projections]
     if "out" in config.biased:
-        names["out_bias"] = [f"{at}self_attn.o_proj.bias"]
+        names["out_bias"] = [f"{at}o_proj.bias"]
     if config.sinks:
-        names["sinks"] = [f"{at}self_attn.sinks"]
+        names["sinks"] = [f"{at}sinks"]
     if config.head_norms:
-        names |= {f"{one}_norm": [f"{at}self_attn.{one}_norm.weight"] for one in "qk"}
+        kinds = "qk" if config.keeps else "q"
+        names |= {f"{one}_norm": [f"{at}{one}_norm.weight"] for one in kinds}
     return names
 
 
 def _mlp_names(config, at):
     """Return those of a layer's MLP, or of its experts."""
-    if config.family == "gpt_oss":
-        whole = {"gate_up": f"{at}mlp.experts.gate_up_proj", "down": f"{at}mlp.experts.down_proj"}
-        names = {"router": f"{at}mlp.router.weight", "router_bias": f"{at}mlp.router.bias", **whole}
-        names |= {f"{name}_bias": f"{tensor}_bias" for name, tensor in whole.items()}
-        return {name: [tensor] for name, tensor in names.items()}
-    mlps, parts, names = [f"{at}mlp."], ("gate_proj", "up_proj", "down_proj"), {}
+    mlp = f"{at}feed_forward." if config.family == "llama4_text" else f"{at}mlp."
+    parts, names = ("gate_proj", "up_proj", "down_proj"), {}
     if config.family == "mixtral":
-        at, parts = f"{at}block_sparse_moe.", ("w1", "w3", "w2")
-    elif config.experts:
-        at = f"{at}mlp."
+        mlp, parts = f"{at}block_sparse_moe.", ("w1", "w3", "w2")
     if config.experts:
-        mlps = [f"{at}experts.{i}." for i in range(config.experts)]
-        names["router"] = [f"{at}gate.weight"]
+        router = "router" if config.family in ("gpt_oss", "llama4_text") else "gate"
+        names["router"] = [f"{mlp}{router}.weight"]
+    if config.shared_inner:
+        beside = mlp if config.parallel else f"{mlp}shared_expert."
+        names["shared_gate_up"] = [f"{beside}{one}.weight" for one in parts[:2]]
+        names["shared_down"] = [f"{beside}{parts[2]}.weight"]
+    if config.gated_shared:
+        names["shared_router"] = [f"{mlp}shared_expert_gate.weight"]
+    if config.parallel:  # beside the MLP, not in it
+        mlp = at
+        names["router"] = [f"{at}router.proj.weight"]
+        names["router_scale"] = [f"{at}router.scale"]
+        names["expert_scale"] = [f"{at}router.per_expert_scale"]
+    if config.family == "gpt_oss":
+        names["router_bias"] = [f"{mlp}router.bias"]
+        names["gate_up_bias"] = [f"{mlp}experts.gate_up_proj_bias"]
+        names["down_bias"] = [f"{mlp}experts.down_proj_bias"]
+    if config.experts and (config.family in FUSED or config.fused_experts):
+        whole = {"gate_up": "gate_up_proj", "down": "down_proj"}
+        return names | {name: [f"{mlp}experts.{tensor}"] for name, tensor in whole.items()}
+    mlps = [f"{mlp}experts.{i}." for i in range(config.experts)] or [mlp]
     gates = ["gate_up_proj"] if config.family == "phi3" else parts[:2]
     names["gate_up"] = [f"{mlp}{one}.weight" for mlp in mlps for one in gates]
     names["down"] = [f"{mlp}{parts[2]}.weight" for mlp in mlps]
     return names
 
 
+FUSED = ("gpt_oss", "llama4_text")
+"""Families of which a tensor has all experts, ``[experts, in, out]`` as here."""
+
+
 def is_whole(config, name):
     """Return whether a parameter is one tensor, as it is."""
-    of_experts = config.family == "gpt_oss" and name.startswith(("gate_up", "down"))
-    return of_experts or name in ("embed", "sinks", "router_bias")
+    of_experts = config.experts and config.family in FUSED and name.startswith(("gate_up", "down"))
+    return of_experts or name in ("embed", "input_embed", "sinks", "router_bias", "delta_conv")
+
+
+def is_turned(config, name):
+    """Return whether a parameter is one tensor of all experts, ``[experts, out, in]``."""
+    return config.experts and config.fused_experts and name in ("gate_up", "down")
 
 
 def join(config, name, tensors):
-    """Return a parameter of one layer, or around them, from its tensors."""
+    """Return a parameter of one layer, or around them, from its tensors.
+
+    Args:
+        config: of the layer, as ``config.view`` returns it.
+        name: of the parameter.
+        tensors: as ``tensor_names`` has them.
+    """
     if is_whole(config, name):
         return tensors[0]
-    if name.endswith("norm"):
-        # Gemma's files have what is added to 1.
-        return np.asarray(tensors[0], np.float32) + 1 if config.gemma else tensors[0]
-    if name.endswith("bias"):
-        return np.concatenate(tensors)
+    if is_turned(config, name):
+        return tensors[0].swapaxes(-1, -2)
+    if _is_shifted(config, name):  # the files have what is added to 1
+        return np.asarray(tensors[0], np.float32) + 1
+    if tensors[0].ndim == 1:
+        return tensors[0] if len(tensors) == 1 else np.concatenate(tensors)
     if config.experts and name in ("gate_up", "down"):
         per = len(tensors) // config.experts
         each = [tensors[i : i + per] for i in range(0, len(tensors), per)]
@@ -150,12 +256,18 @@ def join(config, name, tensors):
     return np.concatenate([t.T for t in tensors], axis=1)
 
 
+def _is_shifted(config, name):
+    return config.shifted and name.endswith("norm") and name != "delta_norm"
+
+
 def split(config, name, array):
     """Return the tensors that ``join`` makes this parameter of; of a ``QArray`` as such."""
     if is_whole(config, name):
         return [array]
-    if name.endswith("norm"):
-        return [array - 1 if config.gemma else array]
+    if is_turned(config, name):
+        return [array.swapaxes(-1, -2)]
+    if name.endswith(("norm", "scale", "decay")):
+        return [array - 1 if _is_shifted(config, name) else array]
     ends = [0, *itertools.accumulate(_columns(config, name, array.shape[-1]))]
     is_many = config.experts and name in ("gate_up", "down")
     each = [array[i] for i in range(config.experts)] if is_many else [array]
@@ -167,18 +279,28 @@ def _columns(config, name, width):
     if config.family == "phi3":
         return [width]
     if name.startswith("qkv"):
-        return [n * config.head_size for n in (config.heads, config.kv_heads, config.kv_heads)]
-    return [config.inner] * 2 if name == "gate_up" else [width]
+        return [n * config.head_size for n in _heads(config)]
+    if name == "delta_in":
+        return [config.delta.width, width - config.delta.width]
+    halves = name in ("gate_up", "shared_gate_up", "delta_gates")
+    return [width // 2] * 2 if halves else [width]
 
 
 def tensor_shapes(config, layer=None):
     """Return the shape of each tensor of a layer, or around the layers, by name."""
-    tree, found = shapes(config), {}
+    found = {}
+    one = config if layer is None else config.view(layer)
+    tree = shapes(config) if layer is None else None
+    of_layer = None if layer is None else layer_shapes(one)
     for name, names in tensor_names(config, layer).items():
-        shape = tree[name].shape if layer is None else tree["layers"][name].shape[1:]
-        columns = _columns(config, name, shape[-1])
-        whole = is_whole(config, name)
-        each = [shape] if whole else [(n, *shape[-2:-1]) for n in columns]
+        shape = tree[name].shape if of_layer is None else of_layer[name]
+        columns = _columns(one, name, shape[-1])
+        if is_whole(one, name):
+            each = [shape]
+        elif is_turned(one, name):
+            each = [(*shape[:-2], shape[-1], shape[-2])]
+        else:
+            each = [(n, *shape[-2:-1]) for n in columns]
         found |= zip(names, each * (len(names) // len(each)), strict=True)
     return found
 
@@ -189,16 +311,26 @@ def sources(config, layer=None):
     With None those around the layers. A parameter of a layer has a first axis of size 1.
     """
 
+    one = config if layer is None else config.view(layer)
+
     def source(name, names):
         def transform(*tensors):
-            array = join(config, name, tensors)
+            array = join(one, name, tensors)
             return array if layer is None else array[None]
 
         return Source(*names, transform=transform)
 
-    prefix = "" if layer is None else "layers."
+    prefix = "" if layer is None else f"{config.place(layer)[0].name}."
     names = tensor_names(config, layer)
     return {prefix + name: source(name, tensors) for name, tensors in names.items()}
+
+
+def parameter(config, params, name, layer=None):
+    """Return a parameter of a layer or around them in a tree, behind the config that it is of."""
+    if layer is None:
+        return config, params[name]
+    stack, at = config.place(layer)
+    return config.view(layer), params[stack.name][name][at]
 
 
 def tensors_of(config, params):
@@ -206,8 +338,8 @@ def tensors_of(config, params):
     found = {}
     for layer in (None, *range(config.layers)):
         for name, names in tensor_names(config, layer).items():
-            array = np.asarray(params[name] if layer is None else params["layers"][name][layer])
-            parts = map(np.ascontiguousarray, split(config, name, array))
+            one, array = parameter(config, params, name, layer)
+            parts = map(np.ascontiguousarray, split(one, name, np.asarray(array)))
             found |= zip(names, parts, strict=True)
     return found
 
@@ -233,12 +365,11 @@ def find_files(folder):
     return [folder / name for name in names]
 
 
-def check_tensors(config, files):
-    """Check that the files have the tensors of this config, and no others.
+def names_in(files):
+    """Return the names of the tensors of safetensors files, and their shapes.
 
     Raises:
-        LlmError: a file can't be read, or tensors are missing, unknown or of another shape. Names
-            them.
+        LlmError: a file can't be read.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -252,11 +383,58 @@ def check_tensors(config, files):
             raise LlmError(
                 f"{file} must be a safetensors file: {error}. Download again."
             ) from error
+    return found
+
+
+def located(config, files):
+    """Return the config with what files say of names: where the decoder is, and how experts are.
+
+    Raises:
+        LlmError: a file can't be read.
+    """
+    names = names_in(files)
+    prefix = next(
+        (one for one in PREFIXES if any(n.startswith(f"{one}layers.") for n in names)), ""
+    )
+    fused = config.fused_experts or any(
+        name.endswith(".mlp.experts.gate_up_proj") for name in names
+    )
+    fused = fused and config.experts > 0 and config.family not in FUSED
+    return dataclasses.replace(config, prefix=prefix or config.prefix, fused_experts=bool(fused))
+
+
+def unread(config):
+    """Return the names of tensors that files have, and nothing reads.
+
+    Gemma 4's layers that attend to another's keys have projections of their own.
+    """
+    names = set()
+    for i in range(config.layers):
+        if config.source(i) != i and config.kinds[i].mixer == "attention":
+            at = f"{config.prefix}layers.{i}.self_attn."
+            names |= {f"{at}{one}.weight" for one in ("k_proj", "v_proj", "k_norm", "v_norm")}
+    return names
+
+
+def is_unused(config, name):
+    """Return whether a tensor is nothing of the decoder: of images, sounds, or of drafts."""
+    return name.endswith(UNUSED) or bool(BESIDE.match(name)) and config.family in BESIDE_OF
+
+
+def check_tensors(config, files):
+    """Check that the files have the tensors of this config, and no others.
+
+    Raises:
+        LlmError: a file can't be read, or tensors are missing, unknown or of another shape. Names
+            them.
+    """
+    found = names_in(files)
     wanted = {}
     for layer in (None, *range(config.layers)):
         wanted |= tensor_shapes(config, layer)
-    allowed = {"lm_head.weight"} if config.tied else set()
-    unknown = {n for n in found.keys() - wanted.keys() - allowed if not n.endswith(UNUSED)}
+    allowed = {"lm_head.weight", "language_model.lm_head.weight"} if config.tied else set()
+    allowed |= unread(config)
+    unknown = {n for n in found.keys() - wanted.keys() - allowed if not is_unused(config, n)}
     for what, names in (("lack", wanted.keys() - found.keys()), ("have unknown tensors:", unknown)):
         if names:
             first, more = sorted(names)[:4], f" and {len(names) - 4} more" * (len(names) > 4)
@@ -276,19 +454,22 @@ def read(folder):
     from safetensors import safe_open
 
     config, files = read_config(folder), find_files(folder)
+    config = located(config, files)
     check_tensors(config, files)
     opened = [safe_open(file, framework="np") for file in files]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
     def get(name, layer):
-        names = tensor_names(config, layer)[name]
-        return np.asarray(join(config, name, [where[n].get_tensor(n) for n in names]), np.float32)
+        names, one = tensor_names(config, layer)[name], config.view(layer or 0)
+        one = config if layer is None else one
+        return np.asarray(join(one, name, [where[n].get_tensor(n) for n in names]), np.float32)
 
     params: dict = {name: get(name, None) for name in tensor_names(config)}
-    params["layers"] = {
-        name: np.stack([get(name, i) for i in range(config.layers)])
-        for name in tensor_names(config, 0)
-    }
+    for stack in config.stacks:
+        params[stack.name] = {
+            name: np.stack([get(name, i) for i in stack.layers])
+            for name in tensor_names(config, stack.layers[0])
+        }
     return config, params
 
 

@@ -278,18 +278,28 @@ def _device(commands):
             tokens = read_tokenizer(args.folder, config).encode(_read(args.text))
             if len(tokens) < 2:
                 raise LlmError(f"{args.text} must have two tokens or more, got {len(tokens)}.")
+        bundle = None
+        if args.out.suffix == ".litertlm":
+            from .bundle import Bundle
+
+            bundle = Bundle(args.folder, args.positions)
         art = device.export(config, params, args.preset, args.prompt, args.positions)
-        art.save(args.out)
+        if bundle is None:
+            art.save(args.out)
+        else:
+            bundle.write(args.out, art.model)
         print(art.report)
         print(f"{args.out}: {len(art.model) / 1e6:.1f} MB")
         if tokens is not None:
             print(f"{'':20} {'JAX float':>12} {'device':>12}")
-            for name, *found in device.compare(device.Device(args.out), config, params, tokens):
+            for name, *found in device.compare(device.Device(art.model), config, params, tokens):
                 print(f"{name:20} {found[0]:12.4g} {found[1]:12.4g}", flush=True)
 
     parser = _command(commands, "device", run, "Export a float folder for LiteRT, and compare.")
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
-    parser.add_argument("out", type=Path, help="the .tflite to write")
+    parser.add_argument(
+        "out", type=Path, help="the .tflite, or .litertlm with the tokenizer, to write"
+    )
     parser.add_argument("--preset", choices=DEVICE, default="dynamic", help="(default dynamic)")
     parser.add_argument(
         "--prompt", type=_count, default=64, help="tokens of a prefill (default 64)"

@@ -1,7 +1,8 @@
-"""A decoder on a phone: a LiteRT file with the signatures ``prefill`` and ``decode``.
+"""A decoder on a phone: a LiteRT file with the signatures of LiteRT-LM's models.
 
-The two share the weights in the file; the cache goes in and comes out. The file is verified against
-JAX while it is made, and can then be compared with the float program on this machine.
+``prefill_N`` and ``decode`` share the weights in the file; the cache goes in and comes out. The
+file is verified against JAX while it is made, and can then be compared with the float program on
+this machine. ``bundle`` puts it and the tokenizer into what LiteRT-LM opens.
 """
 
 import functools
@@ -38,13 +39,16 @@ def export(config, params, name, prompt, positions):
     Args:
         params: float.
         name: of a rule for all weights, one of ``rules.DEVICE``.
-        prompt: tokens that ``prefill`` takes at once; shorter prompts are padded.
-        positions: of the cache.
+        prompt: tokens that ``prefill_N`` takes at once; shorter prompts are padded.
+        positions: that a sequence may have.
 
     Returns:
-        An ``Artifact``: ``prefill`` takes ``tokens`` ``[1, prompt]``, and ``decode`` ``[1]``; both
-        take ``position`` (of the last token), ``cache_k`` and ``cache_v``, and return ``logits``,
-        ``k`` and ``v``.
+        An ``Artifact`` with two signatures, whose names are those that LiteRT-LM looks for.
+        ``prefill_N`` takes ``tokens`` ``[1, prompt]`` and ``input_pos`` ``[prompt]``, their
+        positions, and returns the cache; ``decode`` takes one of each, and returns ``logits``
+        ``[1, 1, vocabulary]``, too. The cache is ``kv_cache_k_0`` and ``kv_cache_v_0``,
+        ``[1, layers * kv_heads, positions + prompt, head_size]``: a padded prompt that begins at
+        the last position has room.
 
     Raises:
         LlmError: the prompt is longer than the cache, or the model has experts.
@@ -57,59 +61,83 @@ def export(config, params, name, prompt, positions):
     if not 0 < prompt <= positions:
         raise LlmError(f"The prompt must have 1 to {positions} tokens, got {prompt}.")
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, (1, prompt), np.int32)
-    cache, last = model.make_cache(config, 1, positions), jnp.int32(prompt - 1)
+    cache = model.make_cache(config, 1, positions + prompt)
+    prefill, decode = (functools.partial(_run, config, out) for out in (False, True))
+    places = jnp.arange(prompt, dtype=jnp.int32)
+    empty = _flat(cache)
     # A cache with a prompt in it: what is read out of zeros would verify nothing.
-    filled = jax.jit(functools.partial(model.prefill, config))(params, tokens, cache, last)[1]
-    prefill, decode = (_named(config, fn) for fn in (model.prefill, model.decode))
+    filled = jax.jit(prefill)(params, tokens, places, *empty.values())
     signatures = {
-        "prefill": odml.Signature((jnp.asarray(tokens), cache, last), fn=prefill),
-        "decode": odml.Signature((jnp.asarray(tokens[:, -1]), filled, last), fn=decode),
+        f"prefill_{prompt}": (prefill, (jnp.asarray(tokens), places, *empty.values())),
+        "decode": (decode, (jnp.asarray(tokens[:, -1:]), places[-1:], *filled.values())),
     }
-    rule = odml.OdmlRule(**DEVICE[name])
-    return odml.export(decode, params, None, rule, signatures=signatures)
+    named = {
+        key: odml.Signature(args, fn=fn, inputs=("tokens", "input_pos", *CACHE.values()))
+        for key, (fn, args) in signatures.items()
+    }
+    return odml.export(decode, params, None, odml.OdmlRule(**DEVICE[name]), signatures=named)
 
 
-def _named(config, fn):
-    """Return a function with the names that the file's inputs and outputs get."""
+CACHE = {"k": "kv_cache_k_0", "v": "kv_cache_v_0"}
+"""What LiteRT-LM calls the parts of the cache. It takes one for each layer, and looks at the third
+of the first one's four axes alone: all layers are in one here, as the scan over them has it."""
 
-    def named(params, tokens, cache, position):
-        logits, cache = fn(config, params, tokens, cache, position)
-        return {"logits": logits, **cache}
 
-    return named
+def _flat(cache):
+    """Return a cache as the file has it."""
+    return {CACHE[part]: x.reshape(1, -1, *x.shape[3:]) for part, x in cache.items()}
+
+
+def _run(config, has_logits, params, tokens, input_pos, k, v):
+    """Run tokens ``[1, length]`` behind what the cache has."""
+    shape = config.layers, 1, config.kv_heads, *k.shape[2:]
+    cache = {"k": k.reshape(shape), "v": v.reshape(shape)}
+    x = model.embed(config, params, tokens)
+    # Positions follow each other; those of padding are zeros to LiteRT-LM.
+    x, cache = model.run_layers(config, params["layers"], x, cache, input_pos[0])
+    return _flat(cache) | ({"logits": model.head(config, params, x)} if has_logits else {})
 
 
 class Device:
     """Runs a file of ``export`` in LiteRT's interpreter.
 
     Args:
-        path: of the file.
+        file: its path; of a bundle, the bytes of the file in it.
         threads: that it may use.
     """
 
-    def __init__(self, path, threads=2):
-        self._interpreter = ai_edge_litert.interpreter.Interpreter(
-            model_path=str(path), num_threads=threads
+    def __init__(self, file, threads=2):
+        is_whole = isinstance(file, bytes)
+        given = {"model_content": file} if is_whole else {"model_path": str(file)}
+        self._interpreter = ai_edge_litert.interpreter.Interpreter(**given, num_threads=threads)
+        names = self._interpreter.get_signature_list()
+        prefill = next(name for name in names if name.startswith("prefill"))
+        self._prefill, self._decode = map(
+            self._interpreter.get_signature_runner, (prefill, "decode")
         )
-        self._runs = {
-            name: self._interpreter.get_signature_runner(name) for name in ("prefill", "decode")
-        }
-        details = self._runs["prefill"].get_input_details()
+        details = self._prefill.get_input_details()
         self.prompt = int(details["tokens"]["shape"][1])
-        shapes = {name: details[f"cache_{name}"]["shape"] for name in "kv"}
+        shapes = {name: details[name]["shape"] for name in CACHE.values()}
         self._empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self.positions = int(shapes["k"][3])
+        self.positions = int(shapes[CACHE["k"]][2]) - self.prompt
 
     def prefill(self, tokens):
-        """Return the logits behind a prompt, float32 ``[vocabulary]``, and the cache."""
+        """Return the logits behind a prompt, float32 ``[vocabulary]``, and the cache.
+
+        As LiteRT-LM does it: all but the last token at once, and that one decoded.
+        """
         if not 0 < len(tokens) <= self.prompt:
             raise LlmError(
                 f"The prompt must have 1 to {self.prompt} tokens, got {len(tokens)}. Export with a "
                 "larger --prompt."
             )
-        padded = np.zeros((1, self.prompt), np.int32)
-        padded[0, : len(tokens)] = tokens
-        return self._run("prefill", padded, self._empty, len(tokens) - 1)
+        *before, last = tokens
+        cache = self._empty
+        if before:
+            padded, places = np.zeros((2, self.prompt), np.int32)
+            padded[: len(before)], places[: len(before)] = before, range(len(before))
+            cache = self._prefill(tokens=padded[None], input_pos=places, **cache)
+        return self.decode(last, cache, len(before))
 
     def decode(self, token, cache, position):
         """Return the logits behind a token at a position, and the cache with it."""
@@ -118,7 +146,9 @@ class Device:
                 f"The position must be 0 to {self.positions - 1}, got {position}. Export with "
                 "larger --positions."
             )
-        return self._run("decode", np.array([token], np.int32), cache, position)
+        tokens, places = np.array([[token]], np.int32), np.array([position], np.int32)
+        out = self._decode(tokens=tokens, input_pos=places, **cache)
+        return out["logits"][0, 0], {name: out[name] for name in cache}
 
     def generate(self, prompt, count):
         """Return the likeliest tokens behind a prompt."""
@@ -137,11 +167,6 @@ class Device:
             logits = logits.astype(np.float64)
             total += np.log(np.exp(logits - logits.max()).sum()) + logits.max() - logits[wanted]
         return math.exp(total / (len(tokens) - 1))
-
-    def _run(self, name, tokens, cache, position):
-        inputs = {f"cache_{part}": array for part, array in cache.items()}
-        out = self._runs[name](tokens=tokens, position=np.int32(position), **inputs)
-        return out["logits"][0], {part: out[part] for part in cache}
 
 
 def compare(device, config, params, tokens, steps=32):

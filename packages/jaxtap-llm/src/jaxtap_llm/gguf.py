@@ -14,7 +14,7 @@ import numpy as np
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import adapters, merged, vocabulary
+from . import adapters, checkpoint, merged, vocabulary
 from .config import Config, LlmError, read_config
 
 ARCHITECTURES = {
@@ -119,8 +119,9 @@ def tensors(config: Config, params: Any) -> Iterator[tuple[str, np.ndarray]]:
         plain = 1 / first.theta ** (np.arange(0, size, 2) / size)
         yield "rope_freqs.weight", (plain / first.frequencies(size)).astype(np.float32)
     for i in range(config.layers):
-        for name, stack in params["layers"].items():
-            for part, array in parts(config, name, stack[i]):
+        for name in checkpoint.tensor_names(config, i):
+            one, array = checkpoint.parameter(config, params, name, i)
+            for part, array in parts(one, name, array):
                 yield f"blk.{i}.{part}", array
 
 
@@ -246,10 +247,9 @@ def export_adapter(folder: str | os.PathLike[str], path: str | os.PathLike[str])
         "adapter.lora.alpha": np.float32(tuned.lora.alpha),
     }
     tree = {}
-    for name in adapters.adapted(config):
-        pair = tuned.arrays[adapters.key_of(name)]
-        for i in range(config.layers):
-            for part, b in parts(config, name, pair["b"][i]):
-                tree[f"blk.{i}.{part}.lora_a"] = np.ascontiguousarray(np.asarray(pair["a"][i]).T)
-                tree[f"blk.{i}.{part}.lora_b"] = np.ascontiguousarray(b)
+    for i in range(config.layers):
+        for name, (a, b) in adapters.of_layer(config, tuned.arrays, i).items():
+            for part, array in parts(config.view(i), name, b):
+                tree[f"blk.{i}.{part}.lora_a"] = np.ascontiguousarray(np.asarray(a).T)
+                tree[f"blk.{i}.{part}.lora_b"] = np.ascontiguousarray(array)
     xla.save_gguf(path, tree, metadata=about)

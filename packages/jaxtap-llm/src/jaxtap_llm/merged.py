@@ -94,15 +94,19 @@ def targets(config: Any) -> dict[str, list[Any]]:
     """Return which tensors each parameter becomes, by its name: of all layers for those stacked."""
 
     def target(name: str, layer: int | None, at: int, tensor: str) -> Any:
+        one, place = config, 0
+        if layer is not None:
+            one, place = config.view(layer), config.place(layer)[1]
+
         def transform(array: Any) -> Any:
-            return checkpoint.split(config, name, array if layer is None else array[layer])[at]
+            return checkpoint.split(one, name, array if layer is None else array[place])[at]
 
         return xla.Target(tensor, transform)
 
     found: dict[str, list[Any]] = {}
     for layer in (None, *range(config.layers)):
         for name, names in checkpoint.tensor_names(config, layer).items():
-            leaf = name if layer is None else f"layers.{name}"
+            leaf = name if layer is None else f"{config.place(layer)[0].name}.{name}"
             new = [target(name, layer, at, tensor) for at, tensor in enumerate(names)]
             found.setdefault(leaf, []).extend(new)
     return found

@@ -1,17 +1,41 @@
 """Decoders of families as Llama, Qwen and Gemma, written plainly: functions over a tree.
 
-Kernels of dense layers are ``[in, out]``; those of all layers are stacked, and the program scans
-over them. Queries, keys and values are one kernel, as are gate and up, so that a row is read, and
-quantized, once. What differs from layer to layer (windows, rotary bases) is data of the scan.
+Kernels of dense layers are ``[in, out]``; those of layers that are alike are stacked, and the
+program scans over them. Queries, keys and values are one kernel, as are gate and up, so that a row
+is read, and quantized, once. What differs from layer to layer (windows, rotary bases) is data of
+the scan. Where layers have other parameters, such as one with attention behind three without, a
+step of the scan runs one of each, with the config that ``config.view`` returns for them.
 
 The cache is ``{"k", "v"}``, each ``[layers, batch, kv_heads, positions, head_size]``. The scan
-carries it, and each layer writes its new positions where they lie.
+carries it, and each layer writes its new positions where they lie. Layers with other heads have
+``"k1"`` and ``"v1"``; those of a gated delta rule have no positions, but ``"state"``, ``[layers,
+batch, heads, key_size, value_size]``, and ``"conv"``, the last inputs of their convolution.
 """
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from .delta import delta
+
+
+class Where(NamedTuple):
+    """Where the tokens of a call are.
+
+    Attributes:
+        places: int ``[length]``, or ``[batch, length]``: their positions.
+        position: of the first one, behind what a cache holds; None to look at nothing there.
+        last: the last one that is not there to fill up a prompt; None for all.
+        documents: int ``[batch, length]``, whose document each is of; None for one.
+    """
+
+    places: Any
+    position: Any = None
+    last: Any = None
+    documents: Any = None
 
 
 def logits(config, params, tokens, documents=None, remat=False):
@@ -24,9 +48,9 @@ def logits(config, params, tokens, documents=None, remat=False):
             with it. None where a row is one document.
         remat: whether gradients compute each layer again instead of keeping what is inside it.
     """
-    x = embed(config, params, tokens)
-    x, _ = run_layers(config, params["layers"], x, documents=documents, remat=remat)
-    return head(config, params, x)
+    places = jnp.arange(tokens.shape[1]) if documents is None else places_in(documents)
+    where = Where(places, documents=documents)
+    return head(config, params, run(config, params, tokens, where, remat=remat)[0])
 
 
 def prefill(config, params, tokens, cache, last):
@@ -40,7 +64,8 @@ def prefill(config, params, tokens, cache, last):
     Returns:
         The logits behind that, ``[batch, vocabulary]``, and the cache.
     """
-    x, cache = run_layers(config, params["layers"], embed(config, params, tokens), cache)
+    where = Where(jnp.arange(tokens.shape[1]), last=last)
+    x, cache = run(config, params, tokens, where, cache)
     return head(config, params, lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0], cache
 
 
@@ -55,15 +80,25 @@ def decode(config, params, tokens, cache, position):
     Returns:
         The logits behind it, ``[batch, vocabulary]``, and the cache.
     """
-    x = embed(config, params, tokens[:, None])
-    x, cache = run_layers(config, params["layers"], x, cache, position)
+    where = Where(position + jnp.arange(1), position)
+    x, cache = run(config, params, tokens[:, None], where, cache)
     return head(config, params, x)[:, 0], cache
 
 
 def make_cache(config, batch, positions, dtype=jnp.float32):
     """Return an empty cache."""
-    shape = config.layers, batch, config.kv_heads, positions, config.head_size
-    return {"k": jnp.zeros(shape, dtype), "v": jnp.zeros(shape, dtype)}
+    cache = {}
+    for end, layers in config.cached.items():
+        one, count = config.view(layers[0]), len(layers)
+        if one.mixer == "delta":
+            d = one.delta
+            state = count, batch, d.values, d.key_size, d.value_size
+            cache["state"] = jnp.zeros(state, jnp.float32)  # sums over all positions
+            cache["conv"] = jnp.zeros((count, batch, d.taps - 1, d.width), dtype)
+        else:
+            shape = count, batch, one.kv_heads, positions, one.head_size
+            cache |= {f"{name}{end}": jnp.zeros(shape, dtype) for name in "kv"}
+    return cache
 
 
 def embed(config, params, tokens):
@@ -81,40 +116,129 @@ def head(config, params, x):
     return softcapped(out, config.final_softcap)
 
 
-def run_layers(config, layers, x, cache=None, position=None, documents=None, remat=False):
-    """Run all layers on ``[batch, length, width]``.
+def run(config, params, tokens, where, cache=None, remat=False):
+    """Run all layers on int ``[batch, length]``.
 
     Args:
+        where: the tokens are, a ``Where``.
         cache: None for none.
-        position: of the first token; None for 0, where nothing in the cache is looked at.
-        documents: as for ``logits``, and ``remat``.
+        remat: as for ``logits``.
 
     Returns:
-        As x, and the cache.
+        What the head takes, ``[batch, length, width]``, and the cache.
     """
-    if documents is None:
-        places = (0 if position is None else position) + jnp.arange(x.shape[1])
-    else:
-        places = places_in(documents)
-    turns, kinds = rotations(config, places, x.dtype)
+    x = embed(config, params, tokens)
+    inputs = layer_inputs(config, params, tokens, x)
+    shared = empty_shared(config, x)
+    for stacks in config.segments:
+        x, cache, shared = run_segment(
+            config, stacks, params, x, where, cache, shared, inputs, remat
+        )
+    return x, cache
+
+
+def run_segment(config, stacks, params, x, where, cache=None, shared=(), inputs=None, remat=False):
+    """Run the layers of stacks in turn, as ``run`` does.
+
+    Args:
+        shared: keys and values that later layers attend to, too: see ``empty_shared``.
+        inputs: what ``layer_inputs`` returns.
+
+    Returns:
+        x, the cache and ``shared``.
+    """
+    views = [config.view(stack) for stack in stacks]
+    turns = [rotations(view, where.places, x.dtype) for view in views]
+    given = [
+        {"p": params[stack.name], **facts(config, stack.layers)}
+        | ({} if inputs is None else {"input": inputs[jnp.asarray(stack.layers)]})
+        for stack in stacks
+    ]
 
     def layer(carry, given):
-        x, cache = carry
-        p, window, kind, i = given
-        with jax.named_scope("attention"):
-            y = norm(config, p["attention_norm"], x)
-            y, cache = attention(config, p, y, turns[kind], window, cache, i, position, documents)
-            y = norm(config, p["attention_post_norm"], y) if config.gemma else y
-        x = x + y
-        with jax.named_scope("mlp"):
-            y = norm(config, p["mlp_norm"], x)
-            y = experts(config, p, y) if config.experts else mlp(config, p, y)
-            y = norm(config, p["mlp_post_norm"], y) if config.gemma else y
-        return (x + y, cache), None
+        for view, turn, one in zip(views, turns, given, strict=True):
 
-    layer = jax.checkpoint(layer) if remat else layer
-    given = layers, jnp.asarray(config.windows, jnp.int32), kinds, jnp.arange(config.layers)
-    return lax.scan(layer, (x, cache), given)[0]
+            def run(carry, one, view=view, turn=turn):
+                return layer_of(view, one, turn, where, *carry)
+
+            carry = (jax.checkpoint(run) if remat else run)(carry, one)
+        return carry, None
+
+    return lax.scan(layer, (x, cache, shared), given)[0]
+
+
+def facts(config, layers):
+    """Return what differs between layers that are alike, each int ``[layers]``.
+
+    These are the window, the place of the rotary positions, and the place in the cache.
+    """
+    places = {layer: i for of in config.cached.values() for i, layer in enumerate(of)}
+    return {
+        "window": jnp.asarray([config.windows[i] for i in layers], jnp.int32),
+        "rope": jnp.asarray([config.rope_of[i] for i in layers], jnp.int32),
+        "place": jnp.asarray([places[config.source(i)] for i in layers], jnp.int32),
+    }
+
+
+def layer_of(config, given, turns, where, x, cache, shared):
+    """Return what a layer makes of ``[batch, length, width]``, the cache and ``shared``."""
+    p = given["p"]
+    with jax.named_scope("attention"):
+        y = norm(config, p["attention_norm"], x)
+        if config.mixer == "delta":
+            y, cache = delta(config, p, y, where, cache, given["place"])
+        else:
+            y, cache, shared = attention(config, p, y, turns, where, given, cache, shared)
+        y = norm(config, p["attention_post_norm"], y) if config.gemma else y
+    x = x + y
+    with jax.named_scope("mlp"):
+        y = norm(config, p["mlp_norm"], x)
+        if config.parallel:
+            y = norm(config, p["shared_post_norm"], mlp(config, p, y, "shared_"))
+            found = experts(config, p, norm(config, p["experts_norm"], x), x)
+            y = y + norm(config, p["experts_post_norm"], found)
+        elif config.experts:
+            found = experts(config, p, y, y)
+            y = found + shared_expert(config, p, y) if config.shared_inner else found
+        else:
+            y = mlp(config, p, y)
+        y = norm(config, p["mlp_post_norm"], y) if config.gemma else y
+    x = x + y
+    if config.layer_input:
+        with jax.named_scope("input"):
+            y = gelu(dense(p, "input_gate", x)) * given["input"]
+            x = x + norm(config, p["input_post_norm"], dense(p, "input_out", y))
+    return (x * p["layer_scale"] if config.layer_scales else x), cache, shared
+
+
+def layer_inputs(config, params, tokens, x):
+    """Return what each layer gets of the tokens, ``[layers, batch, length, layer_input]``, or None.
+
+    Args:
+        x: their embeddings.
+    """
+    if not config.layer_input:
+        return None
+    shape = *tokens.shape, config.layers, config.layer_input
+    with jax.named_scope("inputs"):
+        own = params["input_embed"][tokens].reshape(shape) * config.layer_input**0.5
+        rest = (x @ params["input_project"] * config.width**-0.5).reshape(shape)
+    rest = norm(config, params["input_norm"], rest)
+    return jnp.moveaxis((own + rest) * 2**-0.5, 2, 0).astype(x.dtype)
+
+
+def empty_shared(config, x):
+    """Return ``{local: (k, v)}``, of layers with and without windows, for those without their own.
+
+    Layers that have keys replace those of before, and the others attend to the last ones.
+    """
+    shared = {}
+    for i in range(config.layers if config.kinds else 0):
+        if not config.kinds[i].keeps:
+            one = config.view(config.source(i))
+            empty = jnp.zeros((*x.shape[:2], one.kv_heads, one.head_size), x.dtype)
+            shared[str(one.local)] = empty, empty
+    return shared
 
 
 def places_in(documents):
@@ -124,48 +248,91 @@ def places_in(documents):
     return at - lax.cummax(jnp.where(documents != before, at, 0), axis=1)
 
 
-def attention(config, p, x, turns, window, cache, i, position, documents):
-    """Return what attention adds to ``[batch, length, width]``, and the cache with layer i."""
+def attention(config, p, x, turns, where, given, cache, shared):
+    """Return what attention adds to ``[batch, length, width]``, the cache and ``shared``."""
     batch, length, _ = x.shape
     heads, groups, size = config.heads, config.kv_heads, config.head_size
-    qkv = dense(p, "qkv", x).reshape(batch, length, heads + 2 * groups, size)
-    q, k, v = jnp.split(qkv, [heads, heads + groups], axis=2)
-    if config.head_norms:
-        q, k = norm(config, p["q_norm"], q), norm(config, p["k_norm"], k)
-    q, k = rotate(q, turns), rotate(k, turns)
-    if cache is not None:
-        at = i, 0, 0, 0 if position is None else position, 0
-        cache = {
-            name: lax.dynamic_update_slice(cache[name], one.swapaxes(1, 2)[None], at)
-            for name, one in (("k", k), ("v", v))
-        }
+    window, rope, i, position = given["window"], given["rope"], given["place"], where.position
+    kinds = [heads * (2 if config.gated else 1), groups, groups]
+    kinds = kinds[: 1 if not config.keeps else 3 if config.has_values else 2]
+    qkv = dense(p, "qkv", x).reshape(batch, length, sum(kinds), size)
+    q, *kv = jnp.split(qkv, np.cumsum(kinds)[:-1], axis=2)
+    if config.gated:
+        q, gate = jnp.split(q.reshape(batch, length, heads, 2 * size), 2, axis=-1)
+    q = tempered(config, turned(config, p, "q", q, turns, rope), where, rope)
+    if config.keeps:
+        k, v = turned(config, p, "k", kv[0], turns, rope), kv[-1]
+        v = unit(config, v) if config.value_norms else v
+        if cache is not None:
+            at = i, 0, 0, 0 if position is None else position, 0
+            cache = cache | {
+                name: lax.dynamic_update_slice(cache[name], one.swapaxes(1, 2)[None], at)
+                for name, one in (("k" + config.cache_end, k), ("v" + config.cache_end, v))
+            }
+        if str(config.local) in shared:
+            shared = shared | {str(config.local): (k, v)}
+    else:
+        k, v = shared[str(config.local)]
     if position is not None:
         assert cache is not None
-        k, v = (lax.dynamic_index_in_dim(cache[name], i, 0, keepdims=False) for name in "kv")
-        mixed = attend(config, p, q, k, v, seen(config, position, length, k.shape[2], window))
+        k, v = (
+            lax.dynamic_index_in_dim(cache[name + config.cache_end], i, 0, keepdims=False)
+            for name in "kv"
+        )
+        mask = seen(config, position, length, k.shape[2], window)
+        mixed = attend(config, p, q, k, v, mask)
     elif config.softcap or config.sinks:
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-        mixed = attend(config, p, q, k, v, seen(config, 0, length, length, window, documents))
+        mask = seen(config, 0, length, length, window, where.documents)
+        mixed = attend(config, p, q, k, v, mask)
     else:
         # A function that rules know by name: kernel="fused" runs it in one pass.
-        is_plain = documents is None and not any(config.windows)
-        mask = None if is_plain else seen(config, 0, length, length, window, documents)
+        is_plain = where.documents is None and not any(config.windows)
+        mask = None if is_plain else seen(config, 0, length, length, window, where.documents)
         mixed = jax.nn.dot_product_attention(
             q, k, v, mask=mask, scale=config.scale, is_causal=mask is None
         )
-    return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache
+    mixed = mixed * jax.nn.sigmoid(gate) if config.gated else mixed
+    return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache, shared
+
+
+def turned(config, p, name, x, turns, rope):
+    """Return queries or keys with their norms, turned by their positions."""
+    x = norm(config, p[f"{name}_norm"], x) if config.head_norms else x
+    x = rotate(config, x, turns[rope])
+    # Of those that turn alone.
+    return jnp.where(stands(config)[rope], x, unit(config, x)) if config.unit_norms else x
+
+
+def tempered(config, q, where, rope):
+    """Return queries, those without positions scaled by how far they are from the first one."""
+    if config.tempering is None:
+        return q
+    floor, factor = config.tempering
+    scale = jnp.log1p(jnp.floor((where.places + 1.0) / floor)) * factor + 1
+    scale = jnp.where(stands(config)[rope], scale, 1).astype(q.dtype)
+    return q * scale[..., None, None]
+
+
+def stands(config):
+    """Return for each of the rotary positions whether nothing turns, bool ``[bases]``."""
+    return jnp.asarray([np.isinf(rope.factor) for rope in config.ropes])
 
 
 def seen(config, position, queries, keys, window, documents=None):
     """Return bool ``[batch or 1, 1, queries, keys]``: which positions a query sees."""
     at, query = jnp.arange(keys), position + jnp.arange(queries)[:, None]
     mask = at <= query
-    if any(config.windows):
+    if any(config.windows) and not config.chunked:
         mask &= (window == 0) | (at > query - window)
     if documents is not None:
         mask = mask & (documents[:, :, None] == documents[:, None])
-        return mask[:, None]
-    return mask[None, None]
+    if any(config.windows) and config.chunked:
+        # Chunks begin with the document.
+        places = at if documents is None else places_in(documents)
+        chunk = (query if documents is None else places[:, :, None]) // jnp.maximum(window, 1)
+        mask = mask & ((window == 0) | (places[..., None, :] // jnp.maximum(window, 1) == chunk))
+    return mask[None, None] if documents is None else mask[:, None]
 
 
 def attend(config, p, q, k, v, mask):
@@ -189,28 +356,57 @@ def attend(config, p, q, k, v, mask):
     return mixed.reshape(rows.shape).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
-def mlp(config, p, x):
-    """Return what the MLP adds to ``[batch, length, width]``."""
-    return dense(p, "down", gated(config, dense(p, "gate_up", x)))
+def mlp(config, p, x, which=""):
+    """Return what the MLP adds to ``[batch, length, width]``; the one beside the experts too."""
+    return dense(p, f"{which}down", gated(config, dense(p, f"{which}gate_up", x)))
 
 
-def experts(config, p, x):
-    """Return the sum of each token's experts: its rows are sorted by expert, and multiplied so."""
-    rows = x.reshape(-1, x.shape[-1])
+def shared_expert(config, p, x):
+    """Return what the MLP that all tokens go through adds to that of their experts."""
+    y = mlp(config, p, x, "shared_")
+    if not config.gated_shared:
+        return y
+    with jax.named_scope("shared_router"):
+        return y * jax.nn.sigmoid(x @ p["shared_router"])
+
+
+def routed(config, p, x):
+    """Return the weights of each row's experts, float32 ``[rows, experts of a token]``, and them.
+
+    Args:
+        x: ``[rows, width]``.
+    """
+    if config.parallel:
+        x = unit(config, x) * (p["router_scale"] * config.width**-0.5)
     with jax.named_scope("router"):
-        chances = jax.nn.softmax(biased(p, "router", rows @ p["router"]).astype(jnp.float32))
+        scores = biased(p, "router", x @ p["router"]).astype(jnp.float32)
+    chances = jax.nn.sigmoid(scores) if config.sigmoid_router else jax.nn.softmax(scores)
     weights, chosen = lax.top_k(chances, config.experts_per_token)
-    if config.normalize_experts:
+    if config.normalize_experts and not config.sigmoid_router:
         weights = weights / weights.sum(-1, keepdims=True)
+    return (weights * p["expert_scale"][chosen] if config.parallel else weights), chosen
+
+
+def experts(config, p, x, scored):
+    """Return the sum of each token's experts: its rows are sorted by expert, and multiplied so.
+
+    Args:
+        scored: what they are chosen by, as x.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    weights, chosen = routed(config, p, scored.reshape(rows.shape))
     chosen = chosen.reshape(-1)
     order = jnp.argsort(chosen, stable=True)
     token, of = order // config.experts_per_token, chosen[order]
     sizes = jnp.bincount(chosen, length=config.experts).astype(jnp.int32)
+    given, weights = rows[token], weights.reshape(-1)[order, None].astype(x.dtype)
+    if config.sigmoid_router:
+        given, weights = given * weights, jnp.ones_like(weights)
     with jax.named_scope("gate_up"):
-        inner = biased(p, "gate_up", lax.ragged_dot(rows[token], p["gate_up"], sizes), of)
+        inner = biased(p, "gate_up", lax.ragged_dot(given, p["gate_up"], sizes), of)
     with jax.named_scope("down"):
         out = biased(p, "down", lax.ragged_dot(gated(config, inner), p["down"], sizes), of)
-    out = out * weights.reshape(-1)[order, None].astype(out.dtype)
+    out = out * weights
     return jnp.zeros_like(rows).at[token].add(out).reshape(x.shape)
 
 
@@ -232,14 +428,24 @@ def gated(config, x):
         gate, up = jnp.minimum(gate, config.limit), jnp.clip(up, -config.limit, config.limit)
         return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
     gate, up = jnp.split(x, 2, axis=-1)
-    return (jax.nn.gelu(gate, approximate=True) if config.gemma else jax.nn.silu(gate)) * up
+    return (gelu(gate) if config.gemma else jax.nn.silu(gate)) * up
+
+
+def gelu(x):
+    """Return gelu as Gemma has it, by tanh."""
+    return jax.nn.gelu(x, approximate=True)
 
 
 def norm(config, scale, x):
     """Return x with a root mean square of 1 along the last axis, times the scale."""
+    return (unit(config, x.astype(jnp.float32)) * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def unit(config, x):
+    """Return x with a root mean square of 1 along the last axis."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.epsilon)
-    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+    return wide.astype(x.dtype)
 
 
 def softcapped(x, cap):
@@ -248,7 +454,7 @@ def softcapped(x, cap):
 
 
 def rotations(config, positions, dtype):
-    """Return cosines and sines of each base, ``[bases, 2, ..., 1, size / 2]``; layers' bases.
+    """Return cosines and sines of each base, ``[bases, 2, ..., 1, pairs]``.
 
     Args:
         positions: int ``[length]``, or ``[batch, length]``.
@@ -260,11 +466,21 @@ def rotations(config, positions, dtype):
     if any(rope.scale != 1 for rope in config.ropes):
         scales = np.asarray([rope.scale for rope in config.ropes], np.float32)
         turns = turns * scales.reshape(-1, *[1] * (turns.ndim - 1))
-    return turns.astype(dtype), jnp.asarray(config.rope_of, jnp.int32)
+    return turns.astype(dtype)
 
 
-def rotate(x, turns):
-    """Turn the two halves of ``[batch, length, heads, size]`` against each other."""
-    left, right = jnp.split(x, 2, axis=-1)
+def rotate(config, x, turns):
+    """Turn pairs of ``[batch, length, heads, size]``: of the two halves, or of neighbours.
+
+    What is behind the pairs that turn stays as it is.
+    """
     cos, sin = turns
-    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    x, rest = jnp.split(x, [2 * cos.shape[-1]], axis=-1)
+    if config.interleaved:
+        left, right = x[..., ::2], x[..., 1::2]
+    else:
+        left, right = jnp.split(x, 2, axis=-1)
+    new = [left * cos - right * sin, right * cos + left * sin]
+    if config.interleaved:
+        return jnp.stack(new, axis=-1).reshape(x.shape)
+    return jnp.concatenate([*new, rest], axis=-1) if rest.size else jnp.concatenate(new, axis=-1)

@@ -29,11 +29,10 @@ def modules(config: Any, tuned: adapters.Tuned) -> Iterator[tuple[str, np.ndarra
     """
     for i in range(config.layers):
         names = checkpoint.tensor_names(config, i)
-        for name in adapters.adapted(config):
-            pair = tuned.arrays[adapters.key_of(name)]
-            parts = checkpoint.split(config, name, pair["b"][i])
-            for tensor, b in zip(names[name], parts, strict=True):
-                yield tensor.removesuffix(".weight"), pair["a"][i].T, b
+        for name, (a, b) in adapters.of_layer(config, tuned.arrays, i).items():
+            parts = checkpoint.split(config.view(i), name, b)
+            for tensor, part in zip(names[name], parts, strict=True):
+                yield tensor.removesuffix(".weight"), a.T, part
 
 
 def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:

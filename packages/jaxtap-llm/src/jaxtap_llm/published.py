@@ -50,13 +50,15 @@ def read(folder, dtype="float32"):
     folder = Path(folder)
     config, about = read_config(folder, quantized=True), _about(folder)
     files = checkpoint.find_files(folder)
+    config = checkpoint.located(config, files)
     _check_names(folder, config, files)
     mixed = []
     sources = {
         name: _source(config, name, None, dtype, mixed) for name in checkpoint.tensor_names(config)
     }
-    for name in checkpoint.tensor_names(config, 0):
-        sources[f"layers.{name}"] = _source(config, name, config.layers, dtype, mixed)
+    for stack in config.stacks:
+        for name in checkpoint.tensor_names(config, stack.layers[0]):
+            sources[f"{stack.name}.{name}"] = _source(config, name, stack, dtype, mixed)
     params = xla.load_huggingface(folder, like=checkpoint.shapes(config, dtype), names=sources)
     if mixed:
         warnings.warn(
@@ -68,19 +70,19 @@ def read(folder, dtype="float32"):
     return config, [*rules_for(config, None), *xla.rules_of(params, _act_qtype(about))], params
 
 
-def _source(config, name, layers, dtype, mixed):
-    """Return what a parameter is read from: of all layers, or around them."""
-    each = [None] if layers is None else range(layers)
+def _source(config, name, stack, dtype, mixed):
+    """Return what a parameter is read from: of the layers of a stack, or around them."""
+    each = [None] if stack is None else stack.layers
     tensors = [checkpoint.tensor_names(config, i)[name] for i in each]
-    count = len(tensors[0])
+    count, config = len(tensors[0]), config if stack is None else config.view(stack)
 
     def transform(*found):
         if any(isinstance(one, qn.QArray) for one in found):
-            if checkpoint.is_whole(config, name) and name != "embed":  # [experts, out, in]
+            if checkpoint.is_whole(config, name) and found[0].ndim > 2:  # [experts, out, in]
                 found = [_folded(one.swapaxes(-1, -2)) for one in found]
             else:
                 found = [_by_rows(_folded(one)) for one in found]
-            joined = _joined(config, name, found, count, layers)
+            joined = _joined(config, name, found, count, stack)
             if joined is not None:
                 return joined
             mixed.append(name)
@@ -89,12 +91,12 @@ def _source(config, name, layers, dtype, mixed):
             np.asarray(checkpoint.join(config, name, found[i : i + count]), np.float32)
             for i in range(0, len(found), count)
         ]
-        return (parts[0] if layers is None else np.stack(parts)).astype(jnp.dtype(dtype))
+        return (parts[0] if stack is None else np.stack(parts)).astype(jnp.dtype(dtype))
 
     return xla.Source(*(one for names in tensors for one in names), transform=transform)
 
 
-def _joined(config, name, tensors, count, layers):
+def _joined(config, name, tensors, count, stack):
     """Return a parameter of QArrays; None where they have several formats."""
     if not all(isinstance(one, qn.QArray) for one in tensors):
         return None
@@ -102,14 +104,15 @@ def _joined(config, name, tensors, count, layers):
         return None
     try:
         is_whole = checkpoint.is_whole(config, name)
-        tensors = tensors if is_whole else [one.T for one in tensors]
-        experts = config.experts if name in ("gate_up", "down") and not is_whole else 0
+        tensors = tensors if is_whole else [one.swapaxes(-1, -2) for one in tensors]
+        is_one = is_whole or checkpoint.is_turned(config, name)
+        experts = config.experts if name in ("gate_up", "down") and not is_one else 0
         per = count // (experts or 1)
         whole = [qn.concatenate(tensors[i : i + per], -1) for i in range(0, len(tensors), per)]
         if experts:
             whole = [qn.concatenate([one[None] for one in whole[i : i + experts]], 0)
                      for i in range(0, len(whole), experts)]  # fmt: skip
-        return whole[0] if layers is None else qn.concatenate([one[None] for one in whole], 0)
+        return whole[0] if stack is None else qn.concatenate([one[None] for one in whole], 0)
     except ValueError:  # scales that can't be put side by side
         return None
 
@@ -175,9 +178,10 @@ def _check_names(folder, config, files):
     wanted = set()
     for layer in (None, *range(config.layers)):
         wanted = wanted.union(*checkpoint.tensor_names(config, layer).values())
+    wanted |= checkpoint.unread(config)
     modules = {re.sub(r"\.(weight|bias)$", "", name) for name in wanted}
     if config.tied:
-        modules.add("lm_head")
+        modules |= {"lm_head", "language_model.lm_head"}
     for file in files:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118
@@ -191,7 +195,7 @@ def _check_names(folder, config, files):
                         f"{name} of {folder} must be zeros, or not there: {config.family} has no "
                         "such bias."
                     )
-                if not module and not name.endswith(checkpoint.UNUSED):
+                if not module and not checkpoint.is_unused(config, name):
                     raise LlmError(
                         f"{name} of {folder} is unknown. config.json says {config.family} with "
                         f"{config.layers} layers."

@@ -40,23 +40,33 @@ def whole_plan(config, rules, dtype=jnp.float32):
 
 
 def part_plans(config, rules):
-    """Return the plan of what is around the layers, and that of one layer."""
-    one = dataclasses.replace(config, windows=config.windows[:1], rope_of=config.rope_of[:1])
-    shapes, provider = checkpoint.shapes(one), xla.PtqProvider(rules)
+    """Return the plan of what is around the layers, and that of one layer of each stack by name."""
+    shapes, provider = checkpoint.shapes(config), xla.PtqProvider(rules)
+    where = model.Where(jnp.arange(32))
 
     def ends(params, tokens):
-        return model.head(config, params, model.embed(config, params, tokens))
+        x = model.embed(config, params, tokens)
+        return model.head(config, params, x), model.layer_inputs(config, params, tokens, x)
 
-    def layer(params, x):
-        return model.run_layers(one, params["layers"], x)[0]
+    def layer(stack, params, x):
+        inputs = jnp.zeros((config.layers, *x.shape[:2], config.layer_input), x.dtype)
+        inputs = inputs if config.layer_input else None
+        shared = model.empty_shared(config, x)
+        return model.run_segment(config, [stack], params, x, where, shared=shared, inputs=inputs)[0]
 
-    layers = {"layers": shapes.pop("layers")}
     tokens = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     x = jax.ShapeDtypeStruct((1, 32, config.width), jnp.float32)
     with warnings.catch_warnings():
         # The plan of the whole model has said what there is to say; a part needs not all rules.
         warnings.simplefilter("ignore", xla.QuantizationWarning)
-        return provider.plan(ends, shapes, tokens), provider.plan(layer, layers, x)
+        plans = {}
+        for stack in config.stacks:
+            of_one = dataclasses.replace(stack, layers=stack.layers[:1])
+            layers = {name: jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
+                      for name, x in shapes.pop(stack.name).items()}  # fmt: skip
+            fn = functools.partial(layer, of_one)
+            plans[stack.name] = provider.plan(fn, {stack.name: layers}, x)
+        return provider.plan(ends, shapes, tokens), plans
 
 
 def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given: str) -> Any:
@@ -80,8 +90,9 @@ def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given:
     config, files, rules, plan = check(folder, given)
     facts = facts_of(folder, files) | {"rules": [repr(rule) for rule in rules]}
     begin(folder, out, SOURCE, facts)
-    ends, layer = part_plans(config, rules)
-    parts = [(ENDS, ends, None), *((_layer(i), layer, i) for i in range(config.layers))]
+    ends, layers = part_plans(config, rules)
+    parts = [(ENDS, ends, None)]
+    parts += [(_layer(i), layers[config.place(i)[0].name], i) for i in range(config.layers)]
     for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
         if not (out / name).exists():
             names = checkpoint.sources(config, i)
@@ -97,6 +108,7 @@ def check(folder, given):
     """
     config = read_config(folder)
     files = checkpoint.find_files(folder)
+    config = checkpoint.located(config, files)
     checkpoint.check_tensors(config, files)
     read_tokenizer(folder, config)
     rules = read_rules(config, given)
@@ -172,13 +184,12 @@ def read(out, dtype="float32"):
     if missing:
         raise LlmError(f"{out} lacks {missing[0]}: quantize was interrupted. Run it again.")
     rules = xla.read_manifest(out / ENDS).rules()
-    ends, layer = part_plans(config, rules)
+    ends, plans = part_plans(config, rules)
     params = xla.load(out / ENDS, plan=ends, prepack=False)
-    layers = [
-        xla.load(out / _layer(i), plan=layer, prepack=False)["layers"] for i in range(config.layers)
-    ]
-    # Of values and scales alike: the first axis is that of the layers.
-    params["layers"] = jax.tree.map(lambda *each: jnp.concatenate(each), *layers)
+    for name, layers in ((stack.name, stack.layers) for stack in config.stacks):
+        each = [xla.load(out / _layer(i), plan=plans[name], prepack=False)[name] for i in layers]
+        # Of values and scales alike: the first axis is that of the layers.
+        params[name] = jax.tree.map(lambda *each: jnp.concatenate(each), *each)
     params = jax.tree.map(lambda x: x.astype(dtype), params, is_leaf=lambda x: hasattr(x, "qtype"))
     return config, rules, params
 

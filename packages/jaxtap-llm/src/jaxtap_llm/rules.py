@@ -51,8 +51,10 @@ def rules_for(config, preset):
         rules.append(QuantizationRule(kernel="fused", op_names=["attention"]))
     if preset is None:
         return rules
-    if config.experts:
-        rules.append(QuantizationRule(module_path=".*router.*"))
+    # What a rounding turns over, or what is exponentiated, is small, and stays float.
+    kept = [name for name, there in (("router", config.experts), ("gates", config.delta)) if there]
+    if kept:
+        rules.append(QuantizationRule(module_path=f".*({'|'.join(kept)}).*"))
     # A lookup is quantized where a rule names it, and has no other operand. A table that is also
     # the head has one format. One that is not is int8: XLA converts all of an int4 table for a
     # few rows.

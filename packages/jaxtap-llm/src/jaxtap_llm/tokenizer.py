@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from .config import Config, LlmError
+from .config import Config, LlmError, text_fields
 
 BYTES = 256
 
@@ -19,6 +19,22 @@ class ByteTokenizer:
     def decode(self, ids):
         """Return the text of ids; bytes that are not UTF-8 as replacement characters."""
         return bytes(ids).decode(errors="replace")
+
+
+def byte_level():
+    """Return a ``tokenizers.Tokenizer`` that takes bytes as tokens, as ``ByteTokenizer`` does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    # The library writes a byte as a character that can be seen: those that can't are counted on
+    # from 256.
+    seen = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(BYTES) if byte not in seen]
+    characters = {chr(byte): byte for byte in seen}
+    characters |= {chr(BYTES + i): byte for i, byte in enumerate(hidden)}
+    found = Tokenizer(models.BPE(characters, []))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found
 
 
 class FileTokenizer:
@@ -76,7 +92,8 @@ def read_stops(folder):
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         try:
-            found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+            fields = text_fields(json.loads(path.read_text())) if path.is_file() else {}
+            found = fields.get("eos_token_id")
         except (ValueError, AttributeError) as error:
             raise LlmError(f"{path} must be an object in JSON, got: {error}.") from error
         if found is not None:

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import batching  # 0.10.2 - 0.12
 
-from .jaxprs import closed_of
+
+def closed_of(jaxpr: Any) -> Any:
+    """Return a jaxpr with its constants' values. That of ``checkpoint`` has none, 0.10.2."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, [])
 
 
 def define_batching(primitive: Any, rule: Callable[..., Any]) -> None:
@@ -51,8 +55,8 @@ def parts_of_scan(eqn: Any) -> tuple[int, int]:
     return len(consts), len(carry)
 
 
-def bind_again(eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """Return an equation's results for other operands, 0.10.2 - 0.12."""
-    params = eqn.primitive.get_bind_params(eqn.params)
+def bind_again(eqn: Any, operands: Sequence[Any], **changed: Any) -> Sequence[Any]:
+    """Return an equation's results for other operands and some other parameters, 0.10.2 - 0.12."""
+    params = eqn.primitive.get_bind_params(eqn.params | changed)
     found = eqn.primitive.bind(*operands, **params)
     return found if eqn.primitive.multiple_results else [found]

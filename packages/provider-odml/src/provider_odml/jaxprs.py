@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Literal
+import jax
+from jax import lax
+from jax.extend.core import Literal
 
+from ._compat import bind_again, closed_of, name_of, parts_of_scan
 
-def closed_of(jaxpr: Any) -> Any:
-    """Return a jaxpr with its constants' values. That of ``checkpoint`` has none, 0.10.2."""
-    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, [])
+Run = Callable[[Any, Sequence[Any]], list[Any]]
+"""Returns the results of a jaxpr for some arguments."""
 
 
 def equations_in(*values: Any) -> Iterator[Any]:
@@ -35,27 +38,129 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 """By primitive, the parameter that is the called program; ``transposable`` is hijax-trace's."""
 
 
-def evaluated(
-    jaxpr: Any,
-    arrays: Sequence[Any],
-    make: Callable[[Any, list[Any]], Sequence[Any]],
-    constant: Callable[[Any], Any] = lambda value: value,
-) -> list[Any]:
-    """Return a jaxpr's results.
+class Interpreter:
+    """Runs jaxprs, equation by equation. Subclasses make some equations otherwise.
+
+    Values may be whatever a subclass makes of equations: arrays, or what it knows of them.
+    """
+
+    def run(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+        """Return the results of a jaxpr.
+
+        Args:
+            jaxpr: the jaxpr, open or closed.
+            arrays: its arguments.
+        """
+        closed = closed_of(jaxpr)
+        values = dict(zip(closed.jaxpr.constvars, map(self.constant, closed.consts), strict=True))
+        values |= zip(closed.jaxpr.invars, arrays, strict=True)
+
+        def read(atom: Any) -> Any:
+            return self.constant(atom.val) if isinstance(atom, Literal) else values[atom]
+
+        for eqn in closed.jaxpr.eqns:
+            found = self.equation(eqn, list(map(read, eqn.invars)))
+            values.update(zip(eqn.outvars, found, strict=True))
+        return list(map(read, closed.jaxpr.outvars))
+
+    def constant(self, value: Any) -> Any:
+        """Return what stands for a constant or literal."""
+        return value
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        """Return the results of an equation.
+
+        A called function is run as a part of its caller; loops and branches are made again, of
+        programs that this interpreter runs.
+
+        Args:
+            eqn: the equation.
+            operands: what its operands are.
+        """
+        program = program_of(eqn)
+        if program is not None:
+            return self.run(program, operands)
+        again = _HOLDERS.get(eqn.primitive.name)
+        return bind_again(eqn, operands) if again is None else again(eqn, operands, self.run)
+
+
+def _function(jaxpr: Any, run: Run) -> Callable[..., list[Any]]:
+    """Return a program as a function, with its name."""
+
+    def fn(*args: Any) -> list[Any]:
+        return run(jaxpr, args)
+
+    fn.__name__ = name_of(jaxpr)
+    return fn
+
+
+def checkpoint_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
+    """Return the results of a checkpoint: see ``while_again``."""
+    params = eqn.params
+    options = {"prevent_cse": params["prevent_cse"], "policy": params["policy"]}
+    return jax.checkpoint(_function(params["jaxpr"], run), **options)(*operands)
+
+
+def cond_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
+    """Return the results of a branch, its programs run by ``run``: see ``while_again``."""
+    index, *rest = operands
+
+    def branch(jaxpr: Any) -> Callable[[], list[Any]]:
+        fn = _function(jaxpr, run)
+
+        @functools.wraps(fn)
+        def taken() -> list[Any]:
+            return fn(*rest)
+
+        return taken
+
+    branches = list(map(branch, eqn.params["branches"]))
+    if len(branches) == 2:
+        return lax.cond(index, *branches[::-1])
+    return lax.switch(index, branches)
+
+
+def while_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
+    """Return the results of a loop, its programs run by ``run``.
+
+    JAX makes operands of the arrays that they use: it takes no program with constants.
 
     Args:
-        jaxpr: the jaxpr.
-        arrays: its arguments.
-        make: returns the results of an equation, called with it and its operands.
-        constant: called for each constant and literal, returns what is used instead.
+        eqn: the equation.
+        operands: the new operands. Those that are the same in all steps may be whatever
+            ``run`` takes.
+        run: returns the results of a program for its arguments.
     """
-    closed = closed_of(jaxpr)
-    values = dict(zip(closed.jaxpr.constvars, map(constant, closed.consts), strict=True))
-    values |= zip(closed.jaxpr.invars, arrays, strict=True)
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    test = _function(eqn.params["cond_jaxpr"], run)
+    body = _function(eqn.params["body_jaxpr"], run)
 
-    def read(atom: Any) -> Any:
-        return constant(atom.val) if isinstance(atom, Literal) else values[atom]
+    @functools.wraps(test)
+    def condition(carry: Sequence[jax.Array]) -> jax.Array:
+        return test(*operands[:first], *carry)[0]
 
-    for eqn in closed.jaxpr.eqns:
-        values.update(zip(eqn.outvars, make(eqn, list(map(read, eqn.invars))), strict=True))
-    return list(map(read, closed.jaxpr.outvars))
+    @functools.wraps(body)
+    def step(carry: Sequence[jax.Array]) -> list[Any]:
+        return body(*operands[first:last], *carry)
+
+    return lax.while_loop(condition, step, list(operands[last:]))
+
+
+def scan_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
+    """Return the results of a loop over steps, its program run by ``run``: see ``while_again``."""
+    params, (consts, carried) = eqn.params, parts_of_scan(eqn)
+    body, last = _function(params["jaxpr"], run), consts + carried
+
+    @functools.wraps(body)
+    def step(carry: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
+        found = body(*operands[:consts], *carry, *x)
+        return found[:carried], found[carried:]
+
+    options = {name: params[name] for name in ("length", "reverse", "unroll")}
+    carry, ys = lax.scan(step, list(operands[consts:last]), list(operands[last:]), **options)
+    return [*carry, *ys]
+
+
+_HOLDERS = {"cond": cond_again, "scan": scan_again, "while": while_again}
+"""By primitive, how an equation that holds programs is made again."""

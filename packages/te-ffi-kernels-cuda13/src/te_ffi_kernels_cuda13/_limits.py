@@ -7,9 +7,10 @@ for all numbers of rows, which between these spans are slower, of 4 bits many ti
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
-from ._stacks import GROUPS, of_one
+from interception_core import KernelCall
 
 
 class Span(NamedTuple):
@@ -54,22 +55,22 @@ LIBRARY = Span(
     "measured: 1.5 times as fast as XLA with 512 rows, 1.7 with 4,096, and 0.41 with 128",
 )
 WORTH: dict[str, tuple[Span, ...]] = {
-    "gemv_w8": (ONE,),
     "gemm_w8a16": (ONE,),
-    "gemv_w4": (FEW,),
+    "gemm_w4a16": (FEW,),
     "gemm_w4a8": (FEW,),
     "gemm_w8a8": (FEW, LIBRARY),
 }
 """By op, the spans in which a plan packs a weight for it."""
 
 
-def unworthy(op: str, rows: int, group: int) -> str | None:
-    """Return why a weight isn't packed for an op with so many rows; None where it is.
+def unworthy(call: KernelCall) -> str | None:
+    """Return why a weight isn't packed for a call; None where it is.
 
     One of a stack takes as long as one alone. Of rows in groups each has its weight, and XLA would
     read the weights of all groups; they are never multiplied by cuBLASLt.
     """
-    spans = (FEW,) if op.endswith(GROUPS) else WORTH[of_one(op)]
+    rows, group = math.prod(call.operands[0].shape[:-1]), call.param("group", 0)
+    spans = (FEW,) if call.param("group_sizes", 0) else WORTH[call.op]
     for span in spans:
         fits = span.least <= rows and (span.most is None or rows <= span.most)
         if fits and (span.grouped or not group):

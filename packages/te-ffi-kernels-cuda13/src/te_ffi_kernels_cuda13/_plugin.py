@@ -2,14 +2,12 @@
 
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
-from ._stacks import GROUPS, STACK
 from ._status import built
 
 API = (1, 3)
 
 _SOFTMAX = ("scaled_softmax", "scaled_masked_softmax", "scaled_upper_triang_masked_softmax")
-_MATMULS = ("gemm_w8a8", "gemm_w4a8", "gemm_w8a16", "gemv_w8", "gemv_w4")
-_PICKS = ("", STACK, GROUPS)
+_MATMULS = ("gemm_w8a8", "gemm_w4a8", "gemm_w8a16", "gemm_w4a16")
 _ROUTER = ("fused_topk_with_score_function", "fused_moe_aux_loss")
 OPS = (
     "dbias_quantize",
@@ -19,7 +17,7 @@ OPS = (
     "fused_attn_backward",
     "gemm_v2",
     "grouped_gemm_v2",
-    *(f"{op}{picks}" for op in _MATMULS for picks in _PICKS),
+    *_MATMULS,
     "pack_w8",
     "pack_w4",
     *(f"{op}_{direction}" for op in (*_SOFTMAX, *_ROUTER) for direction in ("forward", "backward")),
@@ -42,7 +40,8 @@ _SIZED = {
     "grouped_gemm_v2": "grouped_gemm_v2",
     "fused_attn_forward": "attention",
     "fused_attn_backward": "attention",
-} | {f"{op}{picks}": "packed_matmul" for op in _MATMULS for picks in _PICKS}
+    **dict.fromkeys(_MATMULS, "packed_matmul"),
+}
 _SUPPORTS = _SIZED | {"topk": "topk", "pack_w8": "packing", "pack_w4": "packing"}
 _WORKSPACES = _SIZED | {
     "dbias_quantize": "dbias_quantize",

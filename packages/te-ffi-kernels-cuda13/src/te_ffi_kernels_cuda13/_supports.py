@@ -1,11 +1,8 @@
 """Which calls the kernels take. Imports no JAX."""
 
-import math
-
 from interception_core import KernelCall
 
 from . import _attention, _cublas, _cudnn, _gemm, _gpus, _limits, _workspace
-from ._stacks import of_one
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _MOST_EXACT = (1 << 17) - 64
@@ -14,6 +11,14 @@ GROUP_ROWS = 32
 _MXFP8 = 2
 _FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 _MOST_TOPK = 1024
+_NO_PART = {
+    "rotation": "rows are rotated by another program, before the kernel, on GPUs",
+    "x_scale": "kernels for GPUs measure the scale of each row",
+    **dict.fromkeys(
+        ("bias", "residual", "clamps"), "XLA joins it with what follows the kernel on GPUs"
+    ),
+}
+"""By parameter, why there is no kernel for it."""
 _NO_GPU = "there is no NVIDIA GPU here"
 
 
@@ -120,23 +125,22 @@ def packed_matmul(call: KernelCall) -> bool | str:
     if fits is not True:
         return fits
     x, weight = call.operands
-    k, group, rows = weight.shape[0], call.param("group", 0), math.prod(x.shape[:-1])
+    k, group = weight.shape[0], call.param("group", 0)
     if x.dtype not in _FLOATS:
         return f"x is {x.dtype}"
     if k == 0:
         return "nothing is contracted"
-    if call.param("rotation", 0):
-        return "rows are rotated by another program, before the kernel, on GPUs"
-    if call.param("x_scale", 0):
-        return "kernels for GPUs measure the scale of each row"
+    for part, why in _NO_PART.items():
+        if call.param(part, 0):
+            return f"{part}: {why}"
     if group and (group % GROUP_ROWS or k % group):
         return f"groups of {group} rows, and not a multiple of {GROUP_ROWS} that divides {k}"
-    if of_one(call.op) in _workspace.QUANTIZE and not group and k > _MOST_EXACT:
+    if call.op in _workspace.QUANTIZE and not group and k > _MOST_EXACT:
         return f"{k} products of int8 are summed, and {_MOST_EXACT} at most stay in int32"
     if call.param("to_pack", False):
-        why = _limits.unworthy(call.op, rows, group)
+        why = _limits.unworthy(call)
         if why:
             return why
-    if not _workspace.multiplies_with_cublaslt(call.op, rows, x.dtype):
+    if not _workspace.multiplies_with_cublaslt(call):
         return True
     return _cublas.missing() or True if _gpus.used() else _NO_GPU

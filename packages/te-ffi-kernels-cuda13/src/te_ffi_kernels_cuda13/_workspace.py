@@ -11,7 +11,6 @@ from interception_core import Aval, KernelCall
 
 from . import _attention, _gemm
 from ._gemm import CUBLASLT
-from ._stacks import GROUPS, of_one
 from ._status import native
 
 PART = 256
@@ -24,7 +23,7 @@ QUANTIZE = ("gemm_w8a8", "gemm_w4a8")
 """The ops that quantize x to int8."""
 
 _FLOATS = ("float32", "bfloat16", "float16")
-_FOUR_BITS = ("gemv_w4", "gemm_w4a8")
+_FOUR_BITS = ("gemm_w4a16", "gemm_w4a8")
 
 
 def gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
@@ -38,16 +37,17 @@ def grouped_gemm_v2(call: KernelCall, results: tuple[Aval, ...]) -> int:
     return PART + beside + CUBLASLT
 
 
-def multiplies_with_cublaslt(op: str, rows: int, dtype: str) -> bool:
+def multiplies_with_cublaslt(call: KernelCall) -> bool:
     """Return whether cuBLASLt, and not a kernel here, multiplies."""
-    if op.endswith(GROUPS) or rows <= FEW_ROWS:
+    x = call.operands[0]
+    if call.param("group_sizes", 0) or math.prod(x.shape[:-1]) <= FEW_ROWS:
         return False
-    return of_one(op) in QUANTIZE or dtype != "float32"
+    return call.op in QUANTIZE or x.dtype != "float32"
 
 
 def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
     """Bytes for quantized values of the rows, and for cuBLASLt and the weight as it takes it."""
-    x, group, op = call.operands[0], call.param("group"), of_one(call.op)
+    x, group, op = call.operands[0], call.param("group"), call.op
     beside = native().packed_workspace(
         x.shape[0],
         call.param("k"),
@@ -57,9 +57,9 @@ def packed_matmul(call: KernelCall, results: tuple[Aval, ...]) -> int:
         op in QUANTIZE,
         _FLOATS.index(x.dtype),
         _FLOATS.index(results[0].dtype),
-        call.operands[3].shape[0] if call.op.endswith(GROUPS) else -1,
+        call.operands[3].shape[0] if call.param("group_sizes", 0) else -1,
     )
-    if multiplies_with_cublaslt(call.op, x.shape[0], x.dtype):
+    if multiplies_with_cublaslt(call):
         return PART + beside + CUBLASLT
     # XLA's arrays have bytes.
     return PART + beside if beside else 1

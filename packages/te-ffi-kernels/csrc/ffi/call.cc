@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "common/helpers.h"
+#include "common/pages.h"
 
 namespace jaxtap::ffi {
 namespace {
@@ -133,7 +134,9 @@ Array Call::Result(int64_t index, const char* name) const {
   if (frame_.rets.types[index] != XLA_FFI_RetType_BUFFER) {
     throw invalid_argument(name, " must be a buffer");
   }
-  return Read(name, *static_cast<const XLA_FFI_Buffer*>(frame_.rets.rets[index]));
+  const Array result = Read(name, *static_cast<const XLA_FFI_Buffer*>(frame_.rets.rets[index]));
+  ask_for_large_pages(result.data, result.size() * static_cast<int64_t>(byte_size(result.dtype)));
+  return result;
 }
 
 namespace {

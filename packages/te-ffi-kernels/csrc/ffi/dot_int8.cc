@@ -9,13 +9,15 @@
 namespace jaxtap::ffi {
 namespace {
 
-void Warm(const NoConfig&) {
+void Warm(const DotInt8Config& config) {
   constexpr int64_t kSide = 64;
   const std::vector<int8_t> x(kSide * kSide, 1);
   const std::vector<float> scales(kSide, 1.0f);
   std::vector<float> out(x.size());
   training::Dot args;
   args.k = args.m = args.n = kSide;
+  args.lhs_last = config.lhs_last;
+  args.rhs_last = config.rhs_last;
   args.lhs = args.rhs = x.data();
   args.lhs_scales = args.rhs_scales = scales.data();
   args.out = out.data();

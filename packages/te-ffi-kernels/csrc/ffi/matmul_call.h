@@ -36,31 +36,11 @@ struct MatmulConfig {
   float least = 0.0f, most = 0.0f;      // between these
 };
 
+// One target for each pair of bits: everything else about a matmul is an attribute.
 inline constexpr char kGemmW8A8[] = "te_ffi_kernels.gemm_w8a8";
 inline constexpr char kGemmW8A16[] = "te_ffi_kernels.gemm_w8a16";
-inline constexpr char kGemvW8[] = "te_ffi_kernels.gemv_w8";
-inline constexpr char kGemvW4[] = "te_ffi_kernels.gemv_w4";
 inline constexpr char kGemmW4A8[] = "te_ffi_kernels.gemm_w4a8";
-inline constexpr char kGemmW8A8Stack[] = "te_ffi_kernels.gemm_w8a8_stack";
-inline constexpr char kGemmW8A16Stack[] = "te_ffi_kernels.gemm_w8a16_stack";
-inline constexpr char kGemvW8Stack[] = "te_ffi_kernels.gemv_w8_stack";
-inline constexpr char kGemvW4Stack[] = "te_ffi_kernels.gemv_w4_stack";
-inline constexpr char kGemmW4A8Stack[] = "te_ffi_kernels.gemm_w4a8_stack";
-inline constexpr char kGemmW8A8Added[] = "te_ffi_kernels.gemm_w8a8_added";
-inline constexpr char kGemmW8A16Added[] = "te_ffi_kernels.gemm_w8a16_added";
-inline constexpr char kGemvW8Added[] = "te_ffi_kernels.gemv_w8_added";
-inline constexpr char kGemvW4Added[] = "te_ffi_kernels.gemv_w4_added";
-inline constexpr char kGemmW4A8Added[] = "te_ffi_kernels.gemm_w4a8_added";
-inline constexpr char kGemmW8A8StackAdded[] = "te_ffi_kernels.gemm_w8a8_stack_added";
-inline constexpr char kGemmW8A16StackAdded[] = "te_ffi_kernels.gemm_w8a16_stack_added";
-inline constexpr char kGemvW8StackAdded[] = "te_ffi_kernels.gemv_w8_stack_added";
-inline constexpr char kGemvW4StackAdded[] = "te_ffi_kernels.gemv_w4_stack_added";
-inline constexpr char kGemmW4A8StackAdded[] = "te_ffi_kernels.gemm_w4a8_stack_added";
-inline constexpr char kGemmW8A8Groups[] = "te_ffi_kernels.gemm_w8a8_groups";
-inline constexpr char kGemmW8A16Groups[] = "te_ffi_kernels.gemm_w8a16_groups";
-inline constexpr char kGemvW8Groups[] = "te_ffi_kernels.gemv_w8_groups";
-inline constexpr char kGemvW4Groups[] = "te_ffi_kernels.gemv_w4_groups";
-inline constexpr char kGemmW4A8Groups[] = "te_ffi_kernels.gemm_w4a8_groups";
+inline constexpr char kGemmW4A16[] = "te_ffi_kernels.gemm_w4a16";
 
 // The attribute `name`, which says whether there is an operand.
 template <class Attributes>
@@ -79,25 +59,44 @@ void ReadClamp(const Attributes& attributes, MatmulConfig& config) {
   config.most = static_cast<float>(NeedAttribute<double>(attributes, "most"));
 }
 
-// A matmul of x[m, k] with one weight; operands after those say which where there are several, of
-// `kOperands` in all but for signs and what is added to the result.
-template <const char* kName, int kBits, int kOperands = 2, bool kAdded = false>
+// The attribute `name`, which is left out where there is no operand of that kind.
+template <class Attributes>
+bool MaybeGiven(const Attributes& attributes, const char* name) {
+  return attributes.contains(name) && Given(attributes, name);
+}
+
+// A matmul of x[m, k] with a weight. Its operands, of which all but the first two are there where an
+// attribute says so:
+//   x[m, k]
+//   buffer[panels, bytes], or [weights, panels, bytes] where an index or sizes of groups follow
+//   index[], which weight of the stack; or [groups], which of them each group of rows has
+//   group_sizes[groups]
+//   signs[k], x_scale[], bias[n], residual[m, n]
+template <const char* kName, int kBits, int kActivationBits>
 struct MatmulCall {
   static constexpr const char* kTarget = kName;
-  static constexpr bool kStacked = kOperands > 2;   // an index says which weight of a stack
-  static constexpr bool kGrouped = kOperands == 4;  // or one for each group of rows
+  static constexpr bool kQuantizes = kActivationBits == 8;  // x, to int8
+
   struct Config : MatmulConfig {
     template <class Attributes>
-    explicit Config(const Attributes& attributes) : MatmulConfig(attributes, kBits) {
-      if constexpr (kAdded) {
-        bias = Given(attributes, "bias");
-        residual = Given(attributes, "residual");
-        ReadClamp(attributes, *this);
-        if (bias || residual || clamps) return;
-        throw invalid_argument("bias, residual or clamps must be 1, got 0 for all; where nothing is "
-                               "added call the target without \"_added\"");
+    explicit Config(const Attributes& attributes)
+        : MatmulConfig(attributes, kBits),
+          stacked(MaybeGiven(attributes, "index")),
+          grouped(MaybeGiven(attributes, "group_sizes")) {
+      bias = MaybeGiven(attributes, "bias");
+      residual = MaybeGiven(attributes, "residual");
+      if (attributes.contains("clamps")) ReadClamp(attributes, *this);
+      if (grouped && !stacked) {
+        throw invalid_argument("attribute index must be 1 where group_sizes is, got 0");
+      }
+      // Each of these would need the group of a row, which nothing has asked for.
+      if (grouped && (rotation != 0 || bias || residual || clamps)) {
+        throw invalid_argument("attributes rotation, bias, residual and clamps must be 0 where rows "
+                               "come in groups");
       }
     }
+
+    bool stacked, grouped;
   };
 
   template <class Call>
@@ -108,10 +107,24 @@ struct MatmulCall {
         y(call.Result(0, "y")) {
     x.NeedRank(2).NeedDtype({DType::F32, DType::BF16, DType::F16});
     x.NeedShape({x.shape[0], config.layout.k}, "rows and the attribute k");
-    buffer.NeedRank(kOperands == 2 ? 2 : 3).NeedDtype({DType::U8});
+    buffer.NeedRank(config.stacked ? 3 : 2).NeedDtype({DType::U8});
     y.NeedDtype({DType::F32, DType::BF16, DType::F16})
         .NeedShape({x.shape[0], config.n}, "the rows of x and the attribute n");
-    int64_t next = kOperands;
+    int64_t next = 2;
+    if (config.stacked) {
+      const Array given = call.Operand(next++, "index");
+      given.NeedDtype({DType::S32});
+      index = static_cast<const int32_t*>(given.data);
+      if (config.grouped) {
+        const Array sizes = call.Operand(next++, "group_sizes");
+        sizes.NeedRank(1).NeedDtype({DType::S32});
+        given.NeedShape({sizes.shape[0]}, "that of group_sizes");
+        group_sizes = static_cast<const int32_t*>(sizes.data);
+        groups = sizes.shape[0];
+      } else {
+        given.NeedShape({}, "that of a scalar");
+      }
+    }
     if (config.rotation != 0) {
       const Array given = call.Operand(next++, "signs");
       given.NeedDtype({DType::S8}).NeedShape({config.layout.k}, "the attribute k");
@@ -137,46 +150,20 @@ struct MatmulCall {
   template <class Call>
   static Config Checked(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(
-        kOperands + (config.rotation != 0) + config.scaled + config.bias + config.residual, 1);
+    call.NeedCounts(2 + config.stacked + config.grouped + (config.rotation != 0) + config.scaled +
+                        config.bias + config.residual,
+                    1);
     return config;
   }
 
   Config config;
   Array x, buffer, y;
+  const int32_t* index = nullptr;        // of a stack: of its weight, or [groups]
+  const int32_t* group_sizes = nullptr;  // [groups], where rows come in groups
+  int64_t groups = 0;
   const int8_t* signs = nullptr;   // where x is rotated
   const float* x_scale = nullptr;  // where rows have a scale that is given
   const void *bias = nullptr, *residual = nullptr;  // of y's dtype, where they are added
-};
-
-// With one weight of a stack, read where it lies.
-template <const char* kName, int kBits, bool kAdded = false>
-struct StackCall : MatmulCall<kName, kBits, 3, kAdded> {
-  template <class Call>
-  explicit StackCall(const Call& call)
-      : MatmulCall<kName, kBits, 3, kAdded>(call), index(call.Operand(2, "index")) {
-    index.NeedDtype({DType::S32}).NeedShape({}, "that of a scalar");
-  }
-
-  Array index;
-};
-
-// Rows in groups, each with the weight of its index.
-template <const char* kName, int kBits>
-struct GroupsCall : MatmulCall<kName, kBits, 4> {
-  template <class Call>
-  explicit GroupsCall(const Call& call)
-      : MatmulCall<kName, kBits, 4>(call),
-        index(call.Operand(2, "index")),
-        sizes(call.Operand(3, "group_sizes")) {
-    if (this->signs != nullptr) {
-      throw invalid_argument("attribute rotation must be 0 where rows come in groups");
-    }
-    sizes.NeedRank(1).NeedDtype({DType::S32});
-    index.NeedDtype({DType::S32}).NeedShape({sizes.shape[0]}, "that of group_sizes");
-  }
-
-  Array index, sizes;
 };
 
 }  // namespace jaxtap::ffi

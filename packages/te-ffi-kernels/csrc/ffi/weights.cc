@@ -37,36 +37,36 @@ void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int plan
   matmul(args, serial, isa);
 }
 
+// Of activations in `Op`: one of int8, or as many as their dtype and number need.
+template <class Op>
+inline constexpr int kPlanes = Op::kQuantizes ? 1 : 0;
+
 // Picks the instruction set (for AMX, this asks the system for permission), and runs the kernel.
-//
-// `kPlanes`: of activations; 0 chooses by dtype.
-template <class Op, int kPlanes>
+template <class Op>
 void WarmMatmul(const typename Op::Config& config) {
   warm_panel_checks();
   PanelLayout layout = config.layout;
   layout.k = 64;
   layout.group = layout.table().parts == 1 ? 0 : 64;
-  MultiplyOnce(layout, DType::F32, 1, kPlanes, selected_isa());
-  if (kPlanes == 0 && selected_isa() == Isa::kAmx) {
-    MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes, selected_isa());
+  MultiplyOnce(layout, DType::F32, 1, kPlanes<Op>, selected_isa());
+  if (kPlanes<Op> == 0 && selected_isa() == Isa::kAmx) {
+    MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes<Op>, selected_isa());
   }
 }
 
 int64_t Bytes(const Array& array) { return static_cast<int64_t>(byte_size(array.dtype)); }
 
-// The matmul of `rows` rows of x from `begin` on, with the weight in `buffer`.
-template <int kPlanes, class Op>
-void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buffer,
+// The matmul of `rows` rows of x from `begin` on, with one weight.
+template <class Op>
+void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const Array& weight,
                   const Parallel& parallel) {
   const Array &x = given.x, &y = given.y;
   const MatmulConfig& config = given.config;
-  const int64_t axis = given.buffer.rank() - 2;
   Matmul args;
   args.x = static_cast<const char*>(x.data) + begin * config.layout.k * Bytes(x);
   args.x_dtype = x.dtype;
   args.m = rows;
-  args.weights = {buffer, given.buffer.shape[axis], given.buffer.shape[axis + 1], config.n,
-                  config.layout};
+  args.weights = {weight.data, weight.shape[0], weight.shape[1], config.n, config.layout};
   args.y = static_cast<char*>(y.data) + begin * config.n * Bytes(y);
   args.y_dtype = y.dtype;
   args.bias = given.bias;  // to rows in groups nothing is added
@@ -74,50 +74,38 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const void* buff
   args.clamps = config.clamps;
   args.least = config.least;
   args.most = config.most;
-  args.planes = kPlanes;
+  args.planes = kPlanes<Op>;
   args.rotation = {given.signs, config.rotation};
   args.x_scale = given.x_scale;
   matmul(args, parallel, selected_isa());
 }
 
-template <class Op, int kPlanes>
-void Multiply(const Op& given, const Parallel& parallel) {
-  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], given.buffer.data, parallel);
-}
-
 // Where the rows of each group end, of `rows` rows of x in all. Throws for sizes that are negative.
 // Rows that there are not are left out of the last groups.
-inline std::vector<int64_t> EndsOfGroups(const Array& sizes, int64_t rows) {
+inline std::vector<int64_t> EndsOfGroups(const int32_t* sizes, int64_t groups, int64_t rows) {
   std::vector<int64_t> ends;
   int64_t end = 0;
-  for (int64_t group = 0; group < sizes.shape[0]; ++group) {
-    const int32_t size = static_cast<const int32_t*>(sizes.data)[group];
-    if (size < 0) {
-      throw invalid_argument("group_sizes[", group, "] must be at least 0, got ", size);
+  for (int64_t group = 0; group < groups; ++group) {
+    if (sizes[group] < 0) {
+      throw invalid_argument("group_sizes[", group, "] must be at least 0, got ", sizes[group]);
     }
-    end = std::min(rows, end + size);
+    end = std::min(rows, end + sizes[group]);
     ends.push_back(end);
   }
   return ends;
 }
 
-template <class Op, int kPlanes>
-void MultiplyStack(const Op& given, const Parallel& parallel) {
-  const int32_t place = *static_cast<const int32_t*>(given.index.data);
-  MultiplyRows<kPlanes>(given, 0, given.x.shape[0], OneOf(given.buffer, place).data, parallel);
-}
-
 // Rows beyond the last group give zeros.
-template <class Op, int kPlanes>
+template <class Op>
 void MultiplyGroups(const Op& given, const Parallel& parallel) {
   const int64_t rows = given.x.shape[0];
-  const std::vector<int64_t> ends = EndsOfGroups(given.sizes, rows);
+  // All sizes are checked before anything is multiplied.
+  const std::vector<int64_t> ends = EndsOfGroups(given.group_sizes, given.groups, rows);
   int64_t begin = 0;
   for (size_t group = 0; group < ends.size(); ++group) {
     if (ends[group] > begin) {
-      const int32_t place = static_cast<const int32_t*>(given.index.data)[group];
-      const void* buffer = OneOf(given.buffer, place).data;
-      MultiplyRows<kPlanes>(given, begin, ends[group] - begin, buffer, parallel);
+      MultiplyRows(given, begin, ends[group] - begin, OneOf(given.buffer, given.index[group]),
+                   parallel);
     }
     begin = ends[group];
   }
@@ -125,6 +113,13 @@ void MultiplyGroups(const Op& given, const Parallel& parallel) {
   if (row * (rows - begin) == 0) return;
   std::memset(static_cast<char*>(given.y.data) + begin * row, 0,
               static_cast<size_t>((rows - begin) * row));
+}
+
+template <class Op>
+void Multiply(const Op& given, const Parallel& parallel) {
+  if (given.config.grouped) return MultiplyGroups(given, parallel);
+  const Array weight = given.config.stacked ? OneOf(given.buffer, *given.index) : given.buffer;
+  MultiplyRows(given, 0, given.x.shape[0], weight, parallel);
 }
 
 template <class Config>
@@ -172,35 +167,16 @@ void WarmTake(const TakeCall::Config&) { warm_panel_checks(); }
 
 void RunTake(const TakeCall& given, const Parallel& parallel) { take(given.args, parallel); }
 
-template <const char* kOne, const char* kStack, const char* kGroups, int kBits, int kPlanes>
-struct MatmulHandlers {
-  using One = MatmulCall<kOne, kBits>;
-  using Stack = StackCall<kStack, kBits>;
-  using Groups = GroupsCall<kGroups, kBits>;
-  Handlers<One, WarmMatmul<One, kPlanes>, Multiply<One, kPlanes>> one;
-  Handlers<Stack, WarmMatmul<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
-  Handlers<Groups, WarmMatmul<Groups, kPlanes>, MultiplyGroups<Groups, kPlanes>> groups;
-};
-template <const char* kOne, const char* kStack, int kBits, int kPlanes>
-struct AddedHandlers {
-  using One = MatmulCall<kOne, kBits, 2, true>;
-  using Stack = StackCall<kStack, kBits, true>;
-  Handlers<One, WarmMatmul<One, kPlanes>, Multiply<One, kPlanes>> one;
-  Handlers<Stack, WarmMatmul<Stack, kPlanes>, MultiplyStack<Stack, kPlanes>> stack;
-};
+template <const char* kName, int kBits, int kActivationBits,
+          class Op = MatmulCall<kName, kBits, kActivationBits>>
+using MatmulHandlers = Handlers<Op, WarmMatmul<Op>, Multiply<Op>>;
 template <class Op>
 using Packing = Handlers<Op, WarmPack<typename Op::Config>, Pack<Op>>;
 
-const MatmulHandlers<kGemmW8A8, kGemmW8A8Stack, kGemmW8A8Groups, 8, 1> kW8A8;
-const MatmulHandlers<kGemmW8A16, kGemmW8A16Stack, kGemmW8A16Groups, 8, 0> kW8A16;
-const MatmulHandlers<kGemvW8, kGemvW8Stack, kGemvW8Groups, 8, 0> kW8;
-const MatmulHandlers<kGemvW4, kGemvW4Stack, kGemvW4Groups, 4, 0> kW4;
-const MatmulHandlers<kGemmW4A8, kGemmW4A8Stack, kGemmW4A8Groups, 4, 1> kW4A8;
-const AddedHandlers<kGemmW8A8Added, kGemmW8A8StackAdded, 8, 1> kW8A8Added;
-const AddedHandlers<kGemmW8A16Added, kGemmW8A16StackAdded, 8, 0> kW8A16Added;
-const AddedHandlers<kGemvW8Added, kGemvW8StackAdded, 8, 0> kW8Added;
-const AddedHandlers<kGemvW4Added, kGemvW4StackAdded, 4, 0> kW4Added;
-const AddedHandlers<kGemmW4A8Added, kGemmW4A8StackAdded, 4, 1> kW4A8Added;
+const MatmulHandlers<kGemmW8A8, 8, 8> kW8A8;
+const MatmulHandlers<kGemmW8A16, 8, 16> kW8A16;
+const MatmulHandlers<kGemmW4A8, 4, 8> kW4A8;
+const MatmulHandlers<kGemmW4A16, 4, 16> kW4A16;
 const Packing<PackCall<kPackW8, 8>> kPack8;
 const Packing<PackCall<kPackW4, 4>> kPack4;
 const Handlers<TakeCall, WarmTake, RunTake> kTake;

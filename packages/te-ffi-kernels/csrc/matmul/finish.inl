@@ -57,6 +57,9 @@ JAXTAP_INLINE bool adds(const Output& out) {
 template <bool kAdds>
 JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __m512 values) {
   const int64_t count = out.columns - column, at = row * out.stride + 4 * column;
+  if (!kAdds && out.past_caches && count >= 16 && reinterpret_cast<uintptr_t>(out.y + at) % 64 == 0) {
+    return _mm512_stream_ps(reinterpret_cast<float*>(out.y + at), values);
+  }
   const auto used = static_cast<__mmask16>(count < 16 ? (1 << count) - 1 : 0xffff);
   const auto add = [&](const uint8_t* from) __attribute__((always_inline)) {
     values = _mm512_add_ps(values, _mm512_maskz_loadu_ps(used, from));

@@ -102,6 +102,9 @@ struct Output {
   // Between which the sums are cut, the last of all; a NaN stays.
   bool clamps = false;
   float least = 0.0f, most = 0.0f;
+  // Whether whole lines of float32 may go past the caches, where nothing is added. The caller fences
+  // at the end of a task.
+  bool past_caches = false;
 };
 
 // Matmuls of a few rows with one panel of 4 bits, to rows of y, part by part of its numbers. The

@@ -1,5 +1,5 @@
-// Products of int8 that are summed over rows, on matrices of exactly their size at odd addresses, at
-// edge sizes, against integers.
+// Products of int8 in all layouts, on matrices of exactly their size at odd addresses, at edge sizes,
+// against integers.
 #include "training/dot_int8.h"
 
 #include <cstring>
@@ -17,6 +17,7 @@ using namespace jaxtap::testing;
 
 struct Case {
   int64_t groups, k, m, n;
+  bool lhs_last = false, rhs_last = false;
 };
 
 void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, Isa isa) {
@@ -37,6 +38,8 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, I
   args.k = c.k;
   args.m = c.m;
   args.n = c.n;
+  args.lhs_last = c.lhs_last;
+  args.rhs_last = c.rhs_last;
   args.lhs = reinterpret_cast<const int8_t*>(lhs.get());
   args.rhs = reinterpret_cast<const int8_t*>(rhs.get());
   args.lhs_scales = lhs_scales.data();
@@ -49,7 +52,9 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, I
       for (int64_t j = 0; j < c.n; ++j) {
         int32_t sum = 0;
         for (int64_t k = 0; k < c.k; ++k) {
-          sum += args.lhs[(g * c.k + k) * c.m + i] * args.rhs[(g * c.k + k) * c.n + j];
+          const int64_t left = c.lhs_last ? (g * c.m + i) * c.k + k : (g * c.k + k) * c.m + i;
+          const int64_t right = c.rhs_last ? (g * c.n + j) * c.k + k : (g * c.k + k) * c.n + j;
+          sum += args.lhs[left] * args.rhs[right];
         }
         const float one = static_cast<float>(sum) * lhs_scales[count(g * c.m + i)];
         const float want = one * rhs_scales[count(g * c.n + j)];
@@ -59,7 +64,8 @@ void check_case(const Case& c, std::mt19937& random, const Parallel& parallel, I
   }
   CHECK_THAT(good, std::string(name(isa)) + ", " + std::to_string(c.groups) + " groups, k " +
                        std::to_string(c.k) + ", m " + std::to_string(c.m) + ", n " +
-                       std::to_string(c.n));
+                       std::to_string(c.n) + (c.lhs_last ? ", lhs last" : "") +
+                       (c.rhs_last ? ", rhs last" : ""));
 }
 
 TEST(int8_products_summed_over_rows) {
@@ -78,6 +84,38 @@ TEST(int8_products_summed_over_rows) {
     check_case({5, 64, 70, 50}, random, two, isa);
     check_case({1, 3000, 40, 70}, random, two, isa);
     check_case({1, 5, 0, 7}, random, one, isa);
+  }
+}
+
+TEST(int8_products_of_all_layouts) {
+  std::mt19937 random(32);
+  Threads pool(2);
+  const Parallel two(pool), one;
+  for (Isa isa : tested_isas()) {
+    for (int layout = 1; layout < 4; ++layout) {
+      const bool lhs_last = layout & 1, rhs_last = layout & 2;
+      for (int64_t k : {0, 1, 4, 15, 16, 63, 65, 200}) {
+        for (int64_t m : {1, 33, 70}) {
+          for (int64_t n : {1, 4, 16, 31, 70, 130}) {
+            check_case({1, k, m, n, lhs_last, rhs_last}, random, one, isa);
+          }
+        }
+      }
+      // Panels that tasks pack for themselves, and many rows, for which they are packed first.
+      check_case({1, 600, 64, 700, lhs_last, rhs_last}, random, two, isa);
+      check_case({1, 130, 300, 200, lhs_last, rhs_last}, random, two, isa);
+      check_case({5, 64, 70, 50, lhs_last, rhs_last}, random, two, isa);
+    }
+  }
+}
+
+// Results that go past the caches: whole lines, and the ends of rows.
+TEST(int8_products_with_large_results) {
+  std::mt19937 random(33);
+  Threads pool(2);
+  for (Isa isa : tested_isas()) {
+    check_case({1, 5, 1100, 1024}, random, Parallel(pool), isa);
+    check_case({1, 5, 1100, 1001}, random, Parallel(pool), isa);
   }
 }
 

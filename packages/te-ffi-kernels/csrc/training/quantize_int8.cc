@@ -116,8 +116,10 @@ void quantize_int8(const Args& args, const Parallel& pool) {
     parallel.ranges(rows, grain, [&](int64_t begin, int64_t end) { quantizer.rows(begin, end); });
     return;
   }
-  // Blocks are cut into parts, as shapes alone say, whose magnitudes come first.
-  const int64_t size = std::max<int64_t>(1, std::min(grain, args.rows));
+  // Blocks are cut into parts, whose magnitudes come first. They are few: those of all parts are put
+  // together by one thread.
+  const int64_t evenly = divide_up(args.rows, 4 * parallel.threads());
+  const int64_t size = std::max<int64_t>(1, std::min(std::max(grain, evenly), args.rows));
   const int64_t parts = std::max<int64_t>(1, (args.rows + size - 1) / size);
   auto* most = Arena<Magnitudes>::get_array<int32_t>(blocks * parts * args.columns);
   const auto of_part = [&](int64_t i, const auto& body) {
@@ -146,8 +148,10 @@ void quantize_int8(const Args& args, const Parallel& pool) {
       inverses[block * args.columns + c] = inverse_of(scale);
     }
   }
-  parallel.ranges(blocks * parts, few, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
+  // What was read last comes first: it may be in the caches still, and what was read first isn't.
+  const int64_t all = blocks * parts;
+  parallel.ranges(all, few, [&](int64_t first, int64_t last) {
+    for (int64_t i = all - 1 - first; i > all - 1 - last; --i) {
       of_part(i, [&](int64_t begin, int64_t end) {
         quantizer.columns(begin, end, inverses + i / parts * args.columns);
       });

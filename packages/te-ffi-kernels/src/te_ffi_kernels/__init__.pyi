@@ -40,10 +40,9 @@ from .norms.op import normalization_bwd as normalization_bwd
 from .norms.op import normalization_fwd as normalization_fwd
 from .op import reference_ops as reference_ops
 from .packed_weights.op import gemm_w4a8 as gemm_w4a8
+from .packed_weights.op import gemm_w4a16 as gemm_w4a16
 from .packed_weights.op import gemm_w8a8 as gemm_w8a8
 from .packed_weights.op import gemm_w8a16 as gemm_w8a16
-from .packed_weights.op import gemv_w4 as gemv_w4
-from .packed_weights.op import gemv_w8 as gemv_w8
 from .packed_weights.pack import pack_w4 as pack_w4
 from .packed_weights.pack import pack_w8 as pack_w8
 from .packed_weights.take import packed_take as packed_take

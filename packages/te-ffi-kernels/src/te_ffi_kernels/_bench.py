@@ -64,38 +64,6 @@ def _matmul(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchC
     )
 
 
-def matmul_and_more(spec: KernelSpec) -> Bench:
-    """Return matmuls with a stacked weight, one per group, or with additions."""
-    labels = {"k": 1024, "n": 1024, "rows": 8}
-    cases = [
-        BenchCase({"dtype": dtype, **labels}, functools.partial(_more, spec.op, dtype, **labels))
-        for dtype in DTYPES
-    ]
-    return Bench(cases, variant=isa())
-
-
-def _more(name: str, dtype: str, k: int, n: int, rows: int) -> Any:
-    """Return a matmul by the name of its kernel, and its operands."""
-    family, numbers, *kinds = name.split("_")
-    op = f"{family}_{numbers}"
-    x = jnp.asarray(np.random.default_rng(1).normal(size=(rows, k)), dtype)
-    given: dict[str, jax.Array] = {}
-    weight = _packed(4 if "w4" in op else 8, k, n)
-    if "added" in kinds:
-        given |= {"bias": jnp.ones(n, dtype), "residual": jnp.ones((rows, n), dtype)}
-    if "stack" in kinds:
-        given["index"] = jnp.int32(1)
-    if "groups" in kinds:
-        given["group_sizes"] = jnp.full(4, rows // 4, jnp.int32)
-    if kinds not in ([], ["added"]):
-        weight = jax.tree.map(lambda one: jnp.stack([one] * 4), weight)
-
-    def run(x: jax.Array, weight: Any, given: Any) -> jax.Array:
-        return get_op(op)(x, weight, **given)
-
-    return run, (x, weight, given)
-
-
 def _weight(bits: int, k: int, n: int) -> tuple[Any, Any]:
     rng, most = np.random.default_rng(0), 2 ** (bits - 1) - 1
     values = rng.integers(-most, most + 1, (k, n), np.int8)

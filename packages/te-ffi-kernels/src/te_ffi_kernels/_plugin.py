@@ -1,7 +1,5 @@
 """What te-ffi-kernels declares: one list of all kernels. Imports no JAX."""
 
-from collections.abc import Iterator
-
 from interception_core import DoctorCheck, KernelSpec, hookimpl
 
 API = (1, 5)
@@ -47,28 +45,18 @@ def _both(op: str, summary: str, gradient: str) -> list[KernelSpec]:
     return [forward, _kernel(f"{op}_backward", f"{gradient} {summary}", f"{op}_bwd")]
 
 
-def _matmul(op: str, summary: str) -> Iterator[KernelSpec]:
-    """Return the kernels of a matmul with a packed weight."""
-    yield _kernel(op, summary, supports="matmul", bench="_bench:matmul")
-    # The op calls these for an index, sizes of groups or additions: they have no public function.
-    for kind, what in (
-        ("stack", "one weight of a stack"),
-        ("groups", "each group of rows with its weight of a stack"),
-        ("added", "plus a bias, a residual or both"),
-        ("stack_added", "one weight of a stack, plus a bias, a residual or both"),
-    ):
-        more = {"supports": "matmul_and_more", "bench": "_bench:matmul_and_more"}
-        yield _kernel(f"{op}_{kind}", f"{summary}; {what}", "", **more)
+def _matmul(op: str, summary: str) -> KernelSpec:
+    """Return the kernel of a matmul with a packed weight."""
+    return _kernel(op, summary, supports="matmul", bench="_bench:matmul")
 
 
 _KERNELS = [
     _kernel("pack_w8", "packs a weight in 8 bits", supports="packing"),
     _kernel("pack_w4", "packs a weight in 4 bits", supports="packing"),
-    *_matmul("gemm_w8a8", "int8 weights, activations quantized to int8 by row"),
-    *_matmul("gemm_w8a16", "int8 weights, float activations"),
-    *_matmul("gemv_w8", "int8 weights, float activations of a few rows"),
-    *_matmul("gemv_w4", "int4 weights, float activations"),
-    *_matmul("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
+    _matmul("gemm_w8a8", "int8 weights, activations quantized to int8 by row"),
+    _matmul("gemm_w8a16", "int8 weights, float activations"),
+    _matmul("gemm_w4a16", "int4 weights, float activations"),
+    _matmul("gemm_w4a8", "int4 weights, activations quantized to int8 by row and group"),
     _kernel(
         "conv_w8a8",
         "convolution with int8 weights, activations quantized to int8 by image",
@@ -92,8 +80,8 @@ _KERNELS = [
     ),
     _kernel(
         "dot_int8",
-        "gradients of int8 weights: sums over rows of int8, rescaled",
-        supports="gradient_of_weights",
+        "products of int8 in training: of activations, weights and gradients as they lie, rescaled",
+        supports="int8_products",
     ),
     _kernel(
         "grouped_quantize",

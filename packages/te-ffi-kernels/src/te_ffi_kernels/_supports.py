@@ -2,7 +2,7 @@
 
 import math
 
-from interception_core import KernelCall, select_kernel
+from interception_core import KernelCall
 
 from ._measured import instruction_set, slower
 from .packed_weights.layout import GROUP_ALIGNMENT
@@ -39,17 +39,21 @@ def quantizing(call: KernelCall) -> bool | str:
     return anything(call)
 
 
-def gradient_of_weights(call: KernelCall) -> bool | str:
-    """Tell whether products of int8 that are summed over rows are faster in the kernel."""
+def int8_products(call: KernelCall) -> bool | str:
+    """Tell whether products of int8 that a training step quantized are faster in the kernel."""
     isa = instruction_set()
     if isa in ("generic", "avx2"):
         return f"XLA is faster on {isa}, without instructions for int8"
     fits = anything(call)
     if fits is not True:
         return fits
+    last = [call.param(f"{side}_last", False) for side in ("lhs", "rhs")]
+    if isa == "amx" and any(last):
+        return "XLA was not measured to be slower on amx, but for sums over rows of both sides"
     lhs, rhs = (operand.shape for operand in call.operands[:2])
-    if lhs[-2] > MOST_PRODUCTS:
-        return f"its sums have {lhs[-2]} products"
+    length = lhs[-1 if last[0] else -2]
+    if length > MOST_PRODUCTS:
+        return f"its sums have {length} products"
     if max(math.prod(lhs[-2:]), math.prod(rhs[-2:])) > _KEPT:
         return f"an operand is larger than the {_KEPT} numbers that a thread keeps memory for"
     return True
@@ -139,20 +143,6 @@ def attention(call: KernelCall) -> bool | str:
 def _like(dtype: str) -> dict[str, str]:
     """Return what was measured for a dtype: the 16-bit ones are alike."""
     return {"dtype": "bfloat16" if dtype == "float16" else dtype}
-
-
-def matmul_and_more(call: KernelCall) -> bool | str:
-    """Tell whether a matmul of a stack, or with additions, has a kernel.
-
-    Its op is named as the one that does less, with a word after that: it has a kernel here where
-    that one has.
-    """
-    op = call.op.rpartition("_")[0]
-    found = select_kernel(op, call.platform, call.operands, **dict(call.params))
-    if found.spec is None:
-        return found.reason
-    # A kernel of another package multiplies with one weight, and adds nothing.
-    return found.spec.target == f"te_ffi_kernels.{op}" or f"{found.spec.target} runs {op}"
 
 
 def largest(call: KernelCall) -> bool | str:

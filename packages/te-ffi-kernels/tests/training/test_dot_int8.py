@@ -1,5 +1,7 @@
 """dot_int8: the kernel beside integers of NumPy, whatever processor would prefer XLA."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,25 @@ def test_sums_are_exact(shape):
         np.testing.assert_array_equal(te.dot_int8(*given), wanted(*given))
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("last", [(True, False), (False, True), (True, True)])
+def test_layouts_give_the_same_bits(last):
+    """Forward a weight is contracted by its rows, and for the gradient of inputs by its columns."""
+    for shape in SHAPES:
+        *sides, left, right = operands(*shape)
+        turned = (
+            jnp.swapaxes(side, -1, -2) if ends else side
+            for side, ends in zip(sides, last, strict=True)
+        )
+        given = *turned, left, right
+        fn = functools.partial(te.dot_int8, lhs_last=last[0], rhs_last=last[1])
+        found = jax.jit(fn).lower(*given).compile()
+        assert len(calls(found, "dot_int8")) == 1
+        np.testing.assert_array_equal(found(*given), wanted(*sides, left, right))
+        with te.reference_ops():
+            np.testing.assert_array_equal(fn(*given), wanted(*sides, left, right))
+
+
 def test_under_vmap():
     lhs, rhs, left, right = operands((3,), 40, 20, 30)
     fn = jax.jit(jax.vmap(te.dot_int8, (0, None, 0, None)))
@@ -68,7 +89,7 @@ def test_nothing_is_summed_and_no_columns():
         (0, jnp.ones((4, 5), jnp.uint8), TypeError, "lhs must be int8, got uint8"),
         (1, jnp.ones((4, 5)), TypeError, "rhs must be int8, got float32"),
         (0, jnp.ones(5, jnp.int8), ValueError, "lhs must have 2 axes or more"),
-        (1, jnp.ones((3, 6), jnp.int8), ValueError, r"rhs must have shape \(4, 6\), rows as lhs"),
+        (1, jnp.ones((3, 6), jnp.int8), ValueError, r"rhs must have shape \(4, 6\), summed as lhs"),
         (2, jnp.ones(6), ValueError, "lhs_scale must have shape .*one for each column of lhs"),
         (3, jnp.ones(6, jnp.float16), TypeError, "rhs_scale must be float32, got float16"),
     ],

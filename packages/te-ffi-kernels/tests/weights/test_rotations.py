@@ -15,8 +15,7 @@ K, N = 96, 40
 OPS = [
     (te.gemm_w8a8, te.pack_w8, 8),
     (te.gemm_w8a16, te.pack_w8, 8),
-    (te.gemv_w8, te.pack_w8, 8),
-    (te.gemv_w4, te.pack_w4, 4),
+    (te.gemm_w4a16, te.pack_w4, 4),
     (te.gemm_w4a8, te.pack_w4, 4),
 ]
 

@@ -52,8 +52,8 @@ def test_float_activations(kind, rows):
     weight, matrix = made(kind)
     for dtype, slack in ((jnp.float32, 1e-4), (jnp.bfloat16, 1e-2)):
         x = normal(rows, 96, dtype=dtype)
-        close(te.gemv_w4(x, weight, out_dtype=jnp.float32), x, matrix, slack)
-        expected = reference.gemv_w4(x, weight, out_dtype=jnp.float32)
+        close(te.gemm_w4a16(x, weight, out_dtype=jnp.float32), x, matrix, slack)
+        expected = reference.gemm_w4a16(x, weight, out_dtype=jnp.float32)
         close(expected, x, matrix, slack)
 
 
@@ -88,14 +88,14 @@ def test_stacks_and_gradients(kind):
         more["column_scale"] = jnp.stack([one["column_scale"] for one in given])
     stack, x = te.pack_w4(*stacked, **more), normal(3, 64)
     assert stack.shape == (3, 64, 40)
-    run = jax.jit(lambda x, i: te.gemv_w4(x, stack, index=i))
+    run = jax.jit(lambda x, i: te.gemm_w4a16(x, stack, index=i))
     for i in range(3):
         close(run(x, i), x, matrices[i], 1e-4)
     found = te.gemm_w4a8(x, stack, group_sizes=jnp.array([1, 0, 2]))
     for row, layer in enumerate((0, 2, 2)):
         close(found[row], np.asarray(x)[row], matrices[layer], 2e-2)
     ct = normal(3, 40, seed=1)
-    grad = jax.grad(lambda x: (te.gemv_w4(x, stack, index=1) * ct).sum())(x)
+    grad = jax.grad(lambda x: (te.gemm_w4a16(x, stack, index=1) * ct).sum())(x)
     close(grad, ct, matrices[1].T, 1e-4)
 
 
@@ -103,7 +103,7 @@ def test_a_scale_that_is_nan_makes_its_column_nan():
     args, given, _ = table_weight(np.random.default_rng(0), 64, 40, 4, "e2m1", "float8_e4m3fn")
     scale = args[1].at[2, 7].set(jnp.nan)
     weight = te.pack_w4(args[0], scale, **given)
-    for fn in (te.gemv_w4, te.gemm_w4a8):
+    for fn in (te.gemm_w4a16, te.gemm_w4a8):
         for rows in (1, 20):
             found = np.isnan(np.asarray(fn(normal(rows, 64), weight)))
             assert found[:, 7].all()
@@ -114,7 +114,7 @@ def test_e8m0_at_its_ends():
     places = jnp.full((32, 3), 2, jnp.int8)  # 1
     scale = jnp.array([[2.0**-100, 2.0**100, jnp.nan]]).astype(jnp.float8_e8m0fnu)
     weight = te.pack_w4(places, scale, table="e2m1")
-    found = te.gemv_w4(jnp.ones((1, 32)), weight)[0]
+    found = te.gemm_w4a16(jnp.ones((1, 32)), weight)[0]
     np.testing.assert_allclose(found[:2], [32 * 2.0**-100, 32 * 2.0**100], rtol=1e-6)
     assert np.isnan(found[2])
 
@@ -178,7 +178,7 @@ def test_a_weight_of_another_table_is_refused():
     weight, _ = made(("iq4_nl", "float16"))
     other = te.PackedWeight(weight.buffer, 96, 70, 4, 16, "float16", "nf4")
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="kind of scale and table"):
-        jax.block_until_ready(te.gemv_w4(normal(1, 96), other))
+        jax.block_until_ready(te.gemm_w4a16(normal(1, 96), other))
 
 
 def test_tables_are_the_formats_of_the_numerics():

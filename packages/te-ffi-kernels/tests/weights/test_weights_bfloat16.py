@@ -10,23 +10,23 @@ from jaxtap_testkit.te.weights import matrix, weight
 
 # Columns are no whole panels, and rows no whole tiles.
 CASES = {
-    "w4, groups of 32": (te.gemv_w4, 37, 96, 50, 32),
-    "w4, groups of 64": (te.gemv_w4, 16, 320, 33, 64),
-    "w4, groups of 128": (te.gemv_w4, 300, 384, 70, 128),
-    "w4, groups of 256": (te.gemv_w4, 65, 512, 129, 256),
-    "w4, groups of 24": (te.gemv_w4, 31, 72, 17, 24),
-    "w4": (te.gemv_w4, 47, 201, 40, 0),
+    "w4, groups of 32": (te.gemm_w4a16, 37, 96, 50, 32),
+    "w4, groups of 64": (te.gemm_w4a16, 16, 320, 33, 64),
+    "w4, groups of 128": (te.gemm_w4a16, 300, 384, 70, 128),
+    "w4, groups of 256": (te.gemm_w4a16, 65, 512, 129, 256),
+    "w4, groups of 24": (te.gemm_w4a16, 31, 72, 17, 24),
+    "w4": (te.gemm_w4a16, 47, 201, 40, 0),
     "w8, groups of 32": (te.gemm_w8a16, 81, 96, 50, 32),
     "w8, groups of 128": (te.gemm_w8a16, 64, 384, 33, 128),
     "w8": (te.gemm_w8a16, 267, 201, 40, 0),
-    "w8, as of few rows": (te.gemv_w8, 257, 65, 16, 0),
+    "w8, as of few rows": (te.gemm_w8a16, 257, 65, 16, 0),
 }
 
 
 def made(case, *, scale_dtype=np.float32, wide=False, seed=0):
     """Return x, the packed weight, and the weight in float64."""
     op, m, k, n, group = CASES[case]
-    bits = 4 if op is te.gemv_w4 else 8
+    bits = 4 if op is te.gemm_w4a16 else 8
     rng = np.random.default_rng([list(CASES).index(case), seed])
     qvalue, scale = weight(rng, k, n, bits, k // group if group else 1)
     if wide:
@@ -48,7 +48,7 @@ def assert_near(y, x, full, groups):
 @pytest.mark.parametrize("case", CASES)
 def test_beside_float64(case):
     groups = CASES[case][-1]
-    dtypes = (np.float32, np.float16) if CASES[case][0] is te.gemv_w4 else (np.float32,)
+    dtypes = (np.float32, np.float16) if CASES[case][0] is te.gemm_w4a16 else (np.float32,)
     for scale_dtype in dtypes:
         op, x, w, full = made(case, scale_dtype=scale_dtype)
         y = op(x, w, out_dtype=jnp.float32)
@@ -71,13 +71,13 @@ def test_a_bad_value_spoils_its_row_alone(case, bad):
 
 
 @pytest.mark.sample(1)
-@pytest.mark.parametrize("op", [te.gemv_w4, te.gemm_w8a16])
+@pytest.mark.parametrize("op", [te.gemm_w4a16, te.gemm_w8a16])
 def test_weights_of_a_stack(op):
     """By index and by groups: the bits are those of each weight alone."""
     rng, k, n, group = np.random.default_rng(7), 96, 70, 32
-    parts = [weight(rng, k, n, 4 if op is te.gemv_w4 else 8, k // group) for _ in range(3)]
+    parts = [weight(rng, k, n, 4 if op is te.gemm_w4a16 else 8, k // group) for _ in range(3)]
     qvalue, scale = (jnp.asarray(np.stack(part)) for part in zip(*parts, strict=True))
-    w = (te.pack_w4 if op is te.gemv_w4 else te.pack_w8)(qvalue, scale)
+    w = (te.pack_w4 if op is te.gemm_w4a16 else te.pack_w8)(qvalue, scale)
     x = jnp.asarray(rng.normal(size=(180, k)), jnp.bfloat16)
     sizes = (70, 3, 100)  # and 7 rows without a weight
     y = op(x, w, group_sizes=jnp.array(sizes), out_dtype=jnp.float32)

@@ -14,8 +14,7 @@ from jaxtap_testkit.te.calls import assert_block
 OPS = [
     (te.gemm_w8a8, te.pack_w8),
     (te.gemm_w8a16, te.pack_w8),
-    (te.gemv_w8, te.pack_w8),
-    (te.gemv_w4, te.pack_w4),
+    (te.gemm_w4a16, te.pack_w4),
     (te.gemm_w4a8, te.pack_w4),
 ]
 

@@ -6,11 +6,14 @@ have it; names without a version are equal on all.
 
 from .ahead import (
     AHEAD,
+    LINEARIZED,
     TRANSPOSED,
     evaluate_partially,
     hoist,
+    is_tangent,
     is_transposing,
     known_ahead,
+    linearize,
     trace_partially,
     unknown_ahead,
 )
@@ -129,6 +132,7 @@ from .pjit import (
     named_call,
     named_info,
     rule_after,
+    rule_like,
     scan_p,
     scan_parts,
     shard_map_options,

@@ -21,6 +21,15 @@ AHEAD = "jaxtap.ahead"
 TRANSPOSED = "jaxtap.transposed"
 """The name scope in which ``jax.linear_transpose`` traces a function."""
 
+LINEARIZED = TRANSPOSED + ".rule"
+"""The name scope in which JAX traces the rule of a ``custom_jvp`` function, to transpose it.
+
+What does not depend on tangents is computed meanwhile.
+"""
+
+linearize: FunctionType = ad.linearize_from_jvp
+"""Computes a rule of primals, and traces what it does to tangents."""
+
 evaluate_partially: FunctionType = pe.JaxprTrace.process_primitive
 """Computes a primitive of known operands, and traces one of unknown operands.
 
@@ -34,10 +43,15 @@ trace_partially: FunctionType = pe.trace_to_jaxpr_nounits
 
 
 def is_transposing(trace: Any) -> bool:
-    """Return whether a trace is that of a function that ``jax.linear_transpose`` transposes."""
+    """Return whether JAX transposes the function that a trace is of: see ``TRANSPOSED``."""
+    return any(name.startswith(TRANSPOSED) for name in _names(trace))
+
+
+def _names(trace: Any) -> list[str]:
+    """Return the names of the scopes in which a partial evaluation began; none for others."""
     if not isinstance(trace, pe.JaxprTrace):
-        return False
-    return any(entry.name.startswith(TRANSPOSED) for entry in trace.name_stack.stack)
+        return []
+    return [entry.name for entry in trace.name_stack.stack]
 
 
 def _is_ahead(trace: Any) -> bool:
@@ -45,10 +59,10 @@ def _is_ahead(trace: Any) -> bool:
 
     JAX's rules and transposes also evaluate partially, but do not run the function later.
     """
-    if not isinstance(trace, pe.JaxprTrace):
-        return False
-    names = [entry.name for entry in trace.name_stack.stack]
-    return not any(name.startswith((SETTLED, TRANSPOSED)) for name in names)
+    names = _names(trace)
+    return isinstance(trace, pe.JaxprTrace) and not any(
+        name.startswith((SETTLED, TRANSPOSED)) for name in names
+    )
 
 
 def unknown_ahead(value: Any) -> bool:
@@ -56,16 +70,27 @@ def unknown_ahead(value: Any) -> bool:
 
     An operation on such a value is only traced. If the program runs it, it runs later.
     """
+    trace = _trace_of_unknown(value)
+    return trace is not None and _is_ahead(trace)
+
+
+def is_tangent(value: Any) -> bool:
+    """Return whether a value is, or is computed from, a tangent in the rule of a ``custom_jvp``."""
+    return LINEARIZED in _names(_trace_of_unknown(value))
+
+
+def _trace_of_unknown(value: Any) -> Any:
+    """Return the partial evaluation that does not know a value, or None."""
     while isinstance(value, core.Tracer):
         if isinstance(value, pe.JaxprTracer):
-            return _is_ahead(value._trace) and not value.is_known()
+            return None if value.is_known() else value._trace
         if isinstance(value, ad.JVPTracer | ad.LinearizeTracer):
             value = value.primal
         elif isinstance(value, batching.BatchTracer):
             value = value.val
         else:
-            return False
-    return False
+            return None
+    return None
 
 
 def known_ahead(trace: Any, values: Any) -> list[Any] | None:
@@ -73,7 +98,7 @@ def known_ahead(trace: Any, values: Any) -> list[Any] | None:
 
     The result is None for other traces, and if an operand is unknown.
     """
-    if not _is_ahead(trace):
+    if not _is_ahead(trace) and LINEARIZED not in _names(trace):
         return None
     found = [
         value.pval.get_known()
@@ -81,4 +106,5 @@ def known_ahead(trace: Any, values: Any) -> list[Any] | None:
         else value
         for value in values
     ]
-    return None if any(value is None or unknown_ahead(value) for value in found) else found
+    unknown = (value is None or _trace_of_unknown(value) is not None for value in found)
+    return None if any(unknown) else found

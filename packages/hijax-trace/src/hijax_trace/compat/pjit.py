@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -138,6 +139,13 @@ _NOT_INLINE: Any = _api.Inline.AUTO if hasattr(_api, "Inline") else False  # 0.1
 def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
     """Return a function as JAX's transformations take it."""
     return lu.wrap_init(fn, debug_info=debug_info)
+
+
+def rule_like(rule: Any, run: Callable[..., Any]) -> Any:
+    """Return the backward rule of a ``custom_vjp_call`` that does ``run(rule, *args)`` instead."""
+    if isinstance(rule, lu.WrappedFun):  # 0.10.2
+        return lu.wrap_init(functools.partial(run, rule.call_wrapped), debug_info=rule.debug_info)
+    return functools.partial(run, rule)
 
 
 def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:

@@ -168,10 +168,11 @@ def custom_with(
     extra: Sequence[Any],
     rule: Callable[[Sequence[Any], tuple[Any, ...]], Any],
     refuse: Callable[[], None],
+    bwd: Callable[..., Any] | None = None,
 ) -> Any:
     """Return the call of a function with custom derivative rules, with another program and rule.
 
-    The backward rule of a ``custom_vjp`` stays. So does what it is given.
+    What the backward rule of a ``custom_vjp`` is given stays.
 
     Args:
         prim: the HiPrim.
@@ -179,6 +180,7 @@ def custom_with(
         extra: the types of the extra operands, which come before all others.
         rule: ``rule(extra, args)`` computes what ``prim_rule_of(prim)(*args)`` does.
         refuse: raises, because an extra operand is differentiated.
+        bwd: another backward rule, or None.
     """
     count, old = len(extra), prim.traced
     in_avals = ([*extra, *prim.in_avals[0]], *prim.in_avals[1:])
@@ -210,13 +212,13 @@ def custom_with(
     made = _TappedVjp(
         traced,
         fwd,
-        prim.bwd,
+        prim.bwd if bwd is None else bwd,
         in_avals,
         prim.symbolic_zeros,
         prim.opt_remat,
         prim.with_logs,
         None,
-        prim.bwd_accums,
+        prim.bwd_accums if bwd is None else None,
         generic_batching=prim.generic_batching,
     )
     made.extra, made.refuse = count, refuse

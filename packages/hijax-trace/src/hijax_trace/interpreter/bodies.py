@@ -170,7 +170,9 @@ def tap_body(
     known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
     held = proxies.key(), returns
-    key = (label, place.within, place.untapped, known, held, here.linear, session.context)
+    frame = place.frame
+    how = place.within, place.untapped, frame.is_derived
+    key = (label, *how, known, held, here.linear, session.context)
     memo = session.tapping.memo
     found = memo.find(jaxpr, key, here.answer) if shared else None
     if found is not None:

@@ -47,6 +47,8 @@ def rebuild_custom(
     tapped = tap_body(session, place, body, operands, taken)
     new["call_jaxpr"] = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
+    if "bwd" in params and place.frame.is_derived:
+        new["bwd"] = _backward(session, place, operands, params["bwd"])
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
@@ -63,7 +65,7 @@ def rebuild_custom(
             new["symbolic_zeros"] = True  # a reference has no array of zeros
             rule = _jvp_of(staged, hidden, avals)
         else:
-            new["bwd"] = compat.with_zeros(params["bwd"], avals[: sum(hidden)])
+            new["bwd"] = compat.with_zeros(new["bwd"], avals[: sum(hidden)])
             rule = _fwd_of(staged, hidden, avals)
     else:
         new["num_consts"] = first + len(leading)
@@ -72,6 +74,18 @@ def rebuild_custom(
     if leading and "out_trees" in params:
         new["out_trees"] = functools.partial(_shifted, params["out_trees"], len(leading))
     return Rebuilt(new, [*leading, *values], tapped.outcome)
+
+
+def _backward(
+    session: Session, place: Place, operands: Operands, rule: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a backward rule with its operations tapped, for a call that the program differentiates.
+
+    JAX runs it in the transpose of what is around the call. Its operations count from where those
+    of the function end.
+    """
+    tapped = prim_rule(session, place, operands, session.numbers.copy())
+    return compat.rule_like(rule, lambda run, *args: tapped(run, -1, args, 0))
 
 
 def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> Staged | None:
@@ -112,7 +126,11 @@ def _rebuild_prim(
             (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.more])
             call = _given(prim, compat.as_function(rule), *staged.results)
     hidden = list(map(compat.typeof, leading))
-    made = compat.custom_with(prim, jaxpr, hidden, call, refuse)
+    bwd = None
+    if place.frame.is_derived and not compat.is_jvp_prim(prim):
+        tapped_bwd = prim_rule(session, place, operands, session.numbers.copy())
+        bwd = lambda *args: tapped_bwd(prim.bwd, -1, args, 0)  # noqa: E731
+    made = compat.custom_with(prim, jaxpr, hidden, call, refuse, bwd)
     return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 
 

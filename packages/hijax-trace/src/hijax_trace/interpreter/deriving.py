@@ -19,7 +19,7 @@ from ..staging.marker import hoisted
 from .entering import inline
 from .frames import Frame, Inputs, Operands, Place
 from .one_pass import Pass, mark_replaced
-from .tasks import Task
+from .tasks import Task, program_at
 
 
 def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
@@ -121,6 +121,7 @@ class Original(Inputs):
         self._reinterpret = reinterpret
         self._place = place
         self._program = function.program.jaxpr
+        self._is_derived = function.program.is_differentiated
         self._levels, self._places = function.levels, function.places
         self._operands = operands
         self.frame: Frame | None = None
@@ -135,7 +136,8 @@ class Original(Inputs):
         jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
         count = len(jaxpr.invars)
         self.proxies = {i: proxy for i, proxy in proxies.items() if i < count}
-        self.frame = self._place.inside(jaxpr, self, loops=len(self._levels), consts=consts)
+        known = {"loops": len(self._levels), "consts": consts, "is_derived": self._is_derived}
+        self.frame = self._place.inside(jaxpr, self, **known)
         return self._reinterpret(self.frame, jaxpr, [*consts, *values])
 
     def origin(self, index: int) -> Origin | None:
@@ -262,16 +264,11 @@ class Derivatives:
 
     def keep_program(self, eqn: Any, shared: SharedProgram) -> None:
         """Keep what was made of an equation's original."""
-        self._shared[_program_at(eqn)] = shared
+        self._shared[program_at(eqn)] = shared
 
     def program(self, eqn: Any) -> SharedProgram | None:
         """Return what was made of the original of a derivative's equation."""
-        return self._shared.get(_program_at(eqn))
-
-
-def _program_at(eqn: Any) -> Hashable:
-    program = eqn.params["function"].program
-    return _at(program, eqn, len(program.in_avals))
+        return self._shared.get(program_at(eqn))
 
 
 def _at(function: Hashable, eqn: Any, count: int) -> Hashable:

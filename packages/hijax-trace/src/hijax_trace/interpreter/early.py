@@ -55,9 +55,8 @@ class Early:
 
     Attributes:
         tracers: what is known of the program's values.
-        needs_restage: whether a handler had to be asked in a mode that does not ask early.
-        restages_nested: whether that was in a nested trace. JAX reuses those, so they must then
-            differ by module path.
+        needs_restage: whether a handler had to be asked in a nested trace, which JAX reuses: see
+            ``BY_PATH``.
     """
 
     def __init__(self, session: Session):
@@ -65,7 +64,7 @@ class Early:
         self.tracers = Tracers()
         self._numbers = Numbers()
         self._looked_at = 0
-        self.needs_restage = self.restages_nested = False
+        self.needs_restage = False
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Ask the handler of a function.
@@ -132,8 +131,9 @@ class Early:
             if not enters:
                 return NotImplemented
             with settled():
-                place = Place(self._frame(where, values), (), within)
-                return self._bind_rebuilt(place, primitive, params, values)
+                frame = self._frame(where, values)
+                frame.is_derived = compat.transforms_above_staging(trace).derives
+                return self._bind_rebuilt(Place(frame, (), within), primitive, params, values)
 
     def _marker(self, path: str, trace: Any, marker: Marker, closed: Any, values: list[Any]) -> Any:
         """Ask the handler of a marker that another engine makes."""
@@ -162,31 +162,24 @@ class Early:
                 return self._session.reinterpret(inner, jaxpr, [*compat.consts_of(closed), *values])
 
     def _where(self, trace: Any, path: str) -> tuple[str, str] | None:
-        """Return module path and loop label, or None if this mode does not ask."""
-        base = self.tracers.base()
-        staging = compat.staging_trace(trace)
-        nested = staging is not base
-        mode = self._session.tapping.mode
-        if mode.early and (mode.by_path or not nested):
+        """Return module path and loop label; None where the program must be staged again."""
+        base, staging = self.tracers.base(), compat.staging_trace(trace)
+        if staging is base:
             # Another engine re-interprets in the program's own trace; its frames' paths are
             # unknown here, but the name stack has their scopes.
-            if not nested:
-                return join_path(*self._scopes()), ""
+            return join_path(*self._scopes()), ""
+        if self._session.tapping.by_path:
             return path, compat.loop_label(staging, base)
-        self.meet(nested)
+        self.restage()
         return None
 
-    def meet(self, nested: bool) -> None:
-        """Stage the program again, because a handler must be asked early.
+    def restage(self) -> None:
+        """Stage the program again, because a handler must be asked in a nested trace.
 
         The staging ends at once: other calls would reuse traces that JAX kept of it. A rule that
         runs after the staging continues.
-
-        Args:
-            nested: whether the operation is in a nested trace.
         """
         self.needs_restage = True
-        self.restages_nested |= nested
         if self.tracers.base() is not None:
             raise Restage(self)
 

@@ -136,6 +136,7 @@ class Frame:
         length: how many steps of a loop it is run for; see ``Body``.
         is_rule: whether it is a derivative rule, or in one.
         is_later: whether it is staged when the loops around have ended.
+        is_derived: whether the program differentiates it, or what it is in.
 
     Attributes:
         metadata: the metadata of its values, by variable.
@@ -159,6 +160,7 @@ class Frame:
         "depth",
         "from_handler",
         "index",
+        "is_derived",
         "is_later",
         "is_rule",
         "label",
@@ -184,12 +186,14 @@ class Frame:
         length: int | None = 0,
         is_rule: bool = False,
         is_later: bool = False,
+        is_derived: bool = False,
     ):
         self._inputs = inputs
         self.depth = depth
         self.length = length
         self.is_rule = is_rule or (parent is not None and parent.is_rule)
         self.is_later = is_later
+        self.is_derived = is_derived or (parent is not None and parent.is_derived)
         self._linear = _linear_in(jaxpr, inputs.linear) if inputs.linear else frozenset()
         self.index: Any = None
         self._parent = parent

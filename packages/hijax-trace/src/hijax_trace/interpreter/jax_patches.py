@@ -70,6 +70,12 @@ def _transpose(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
         return original(*args, **kwargs)
 
 
+def _linearize(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Rules of JAX's own primitives run here, too, and are not shown to anybody.
+    with settled(compat.LINEARIZED) if Taps.sees_program() else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
 def _infer_shapes(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     # Types may hold programs, whose like the program stages again.
     with Taps.unobserved(_only_stages):
@@ -86,5 +92,6 @@ PATCHES: tuple[Patch, ...] = (
     patch_calls(compat.hoist, _hoist),
     patch_calls(compat.trace_partially, _trace_partially),
     patch_calls(jax.linear_transpose, _transpose),
+    patch_calls(compat.linearize, _linearize),
     patch_calls(jax.eval_shape, _infer_shapes),
 )

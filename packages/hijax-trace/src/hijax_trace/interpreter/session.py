@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
@@ -22,34 +22,12 @@ from .op_ids import Key, Numbers
 from .questions import Keys, Memo
 from .tasks import Tasks
 
+BY_PATH: weakref.WeakSet[Interceptor] = weakref.WeakSet()
+"""The interceptors whose handlers are also asked early in traces of nested functions.
 
-class Mode(NamedTuple):
-    """How a program must be staged; see ``early``.
-
-    Attributes:
-        early: whether handlers are asked while it is staged.
-        by_path: whether that happens in traces of nested functions, too. These traces then
-            depend on handlers: they are not shared with other interceptors, and differ by module
-            path.
-    """
-
-    early: bool = False
-    by_path: bool = False
-
-
-_MODES: weakref.WeakKeyDictionary[Interceptor, Mode] = weakref.WeakKeyDictionary()
-"""The modes other than the default, by interceptor."""
-
-
-def mode_of(interceptor: Interceptor) -> Mode:
-    """Return how programs are staged for an interceptor."""
-    return _MODES.get(interceptor, Mode())
-
-
-def widen_mode(interceptor: Interceptor, nested: bool) -> None:
-    """Let handlers be asked early from now on, optionally in nested traces."""
-    by_path = nested or mode_of(interceptor).by_path
-    _MODES[interceptor] = Mode(True, by_path)
+These traces depend on handlers: they are not shared with other interceptors, and differ by module
+path. A program is staged so once it was met that a handler can't wait there.
+"""
 
 
 class Tapping:
@@ -58,7 +36,7 @@ class Tapping:
     Args:
         interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
-        mode: how programs are staged.
+        by_path: whether handlers are asked in traces of nested functions: see ``BY_PATH``.
         observe: makes an observer of what derivative rules stage later.
         reinterpret: the function ``reinterpret.reinterpret``, which imports this module.
         patches: ``jax_patches.PATCHES``.
@@ -72,19 +50,19 @@ class Tapping:
         self,
         interceptor: Interceptor,
         rewrap: Callable[[Callable[..., Any]], Callable[..., Any]],
-        mode: Mode,
+        by_path: bool,
         observe: Callable[[Tapping], Any],
         reinterpret: Callable[..., list[Any]],
         patches: Sequence[Patch],
     ):
         self.rewrap = rewrap
-        self.mode = mode
+        self.by_path = by_path
         self.interceptor = interceptor
         self.reinterpret = reinterpret
         key, path_key = ("staged", interceptor.cache_key), interceptor.resolve_path
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
         # Markers are the same whoever asks about them, so interceptors with one key share traces.
-        shared = None if mode.by_path else ("staged", interceptor.given_key)
+        shared = None if by_path else ("staged", interceptor.given_key)
         self.taps = Taps(staged, on_call=_on_call, shared_key=shared, patches=patches)
         self.owner = self.taps.key
         self.primitives = self.taps.primitives

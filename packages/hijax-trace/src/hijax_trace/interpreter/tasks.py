@@ -270,10 +270,24 @@ def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
     if not any(map(_is_ahead, tasks)):
         return tasks
     used = compat.used_equations(jaxpr)
+    # A derivative shares what is made of its operation, so that handlers are asked about an
+    # operation of which the program uses the derivative alone, as in ``tangent_solve`` of a root.
+    derived = {program_at(task.eqn) for task, is_used in zip(tasks, used, strict=True)
+               if is_used and task.do is Do.DEFERRED}  # fmt: skip
     return [
-        task._replace(unused=_is_ahead(task) and not is_used)
+        task._replace(
+            unused=_is_ahead(task)
+            and not is_used
+            and not (task.do is Do.DEFERRED and program_at(task.eqn) in derived)
+        )
         for task, is_used in zip(tasks, used, strict=True)
     ]
+
+
+def program_at(eqn: Any) -> Hashable:
+    """Return a key of the program that a deferred equation is made of, and its operands there."""
+    program = eqn.params["function"].program
+    return program, tuple(map(id, eqn.invars[: len(program.in_avals)]))
 
 
 def _gathered(tasks: list[Task], groups: Iterable[Found]) -> list[Task]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax import lax
 from jax.extend.core import jaxpr_as_fun
+from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.nodes import is_zero, uniform_axes
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.follow import follow
+from ..proxy.follow import follow, gathered, placed_by
 from ..proxy.moves import VIEWS
 from ..staging.marker import marker_of
 
@@ -111,6 +113,117 @@ def untransposed(value: Any) -> tuple[Any, tuple[int, ...]]:
         (value,), before = eqn.in_tracers, eqn.params["permutation"]
         order = tuple(before[axis] for axis in order)
     return value, order
+
+
+class Ungathered(NamedTuple):
+    """An array as it was before the program gathered it from devices.
+
+    Attributes:
+        value: the array, in the dtype and with the axes of what was gathered. In ``shard_map`` a
+            device's part.
+        axis: the axis along which ``shard_map`` gathers the parts; None for a sharding constraint,
+            before which ``value`` has the same shape.
+        params: those of the equation that gathers, for ``value``.
+    """
+
+    value: Any
+    axis: int | None
+    params: Mapping[str, Any]
+
+    @property
+    def axis_name(self) -> Any:
+        """The mesh axes that ``shard_map`` gathers over; None for a sharding constraint."""
+        return None if self.axis is None else self.params["axis_name"]
+
+    def gathered(self, proxy: ArrayProxy) -> ArrayProxy:
+        """Return a proxy of ``value`` that is gathered as the program gathers the array.
+
+        In ``shard_map``, arrays of the proxy that have one element along the axis stay as they are:
+        each device must have the same.
+        """
+        if self.axis is not None:
+            return gathered(self.params, proxy)
+        # The partitioner gives a constraint's sharding to the operation before it, too. Without the
+        # barrier that is the conversion to quantized values: it would gather floats for it.
+        return placed_by("sharding_constraint", self.params, lax.optimization_barrier(proxy))
+
+
+def ungathered(value: Any) -> Ungathered | None:
+    """Return an array as it was before a sharding constraint or ``lax.all_gather``.
+
+    A quantized array has fewer bytes to move than a float one. A handler that quantizes what the
+    program has gathered can quantize the devices' parts, and gather these instead: then nothing
+    uses what the program gathered, and it is not compiled.
+
+    Args:
+        value: an array, which may be differentiated. What is returned for it is not.
+
+    Returns:
+        The array before, or None if the program that is being staged did not gather it, or did
+        more to it since than transposing and converting it.
+    """
+    value = _primal(value)
+    # Moves and casts after the last gather, and all of them behind the first: each last one first.
+    after: list[Any] = []
+    since: list[Any] = []
+    params, first = None, value
+    for eqn in makers(value, (*_GATHERS, "transpose", "convert_element_type")):
+        if eqn.primitive.name not in _GATHERS:
+            since.append(eqn)
+            continue
+        is_constraint = eqn.primitive.name == "sharding_constraint"
+        if params is None:
+            params, after = _gather_of(eqn), [*since]
+        elif not is_constraint:  # gathered in two ways: what is before the constraints is enough
+            break
+        if params is None:
+            return None
+        first, moves = eqn.in_tracers[0], [*since]
+        if not is_constraint:
+            break
+    if params is None:
+        return None
+    with compat.set_current_trace(compat.trace_of(value)):
+        for eqn in reversed(moves):
+            if eqn.primitive.name == "transpose":
+                first = first.transpose(eqn.params["permutation"])
+            else:
+                first = first.astype(eqn.params["new_dtype"])
+    for eqn in reversed(after):
+        if eqn.primitive.name == "transpose":
+            params = _turned(params, eqn.params["permutation"])
+    return Ungathered(first, params.get("all_gather_dimension"), params)
+
+
+_GATHERS = ("sharding_constraint", "all_gather", "all_gather_invariant")
+
+
+def _gather_of(eqn: Any) -> Mapping[str, Any] | None:
+    """Return the parameters of an equation that gathers, if handlers can do the same."""
+    params = eqn.params
+    if eqn.primitive.name == "sharding_constraint":
+        is_known = isinstance(params["sharding"], NamedSharding)
+        return {"sharding": params["sharding"]} if is_known else None
+    whole = params["tiled"] and params.get("axis_index_groups") is None
+    return {**params, "primitive": eqn.primitive} if whole else None
+
+
+def _turned(params: Mapping[str, Any], order: Sequence[int]) -> Mapping[str, Any]:
+    """Return the parameters of an equation that gathers, for a transposed array."""
+    if "sharding" not in params:
+        return {**params, "all_gather_dimension": order.index(params["all_gather_dimension"])}
+    sharding = params["sharding"]
+    spec = (*sharding.spec, *(None,) * (len(order) - len(sharding.spec)))
+    return {"sharding": sharding.update(spec=PartitionSpec(*(spec[axis] for axis in order)))}
+
+
+def _primal(value: Any) -> Any:
+    """Return a value that is being differentiated, without its derivative."""
+    while (inner := compat.inner_value(value)) is not None and inner[1] is None:
+        if compat.is_batched(value):
+            return value
+        value = inner[0]
+    return value
 
 
 def unsliced(value: Any) -> tuple[Any, Any] | None:

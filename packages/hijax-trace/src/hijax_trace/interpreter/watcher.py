@@ -95,7 +95,9 @@ class Watcher:
                 found = self._staged(context, call, packed)
                 if can_defer(found, trace):
                     return found.results.build(defer(found, packed.arrays))
-        if any(map(compat.unknown_ahead, jax.tree.leaves((args, kwargs), is_leaf=is_iterator))):
+        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_iterator)
+        # JAX transposes what is made of a tangent, so that a handler can't be asked early.
+        if any(compat.unknown_ahead(leaf) or compat.is_tangent(leaf) for leaf in leaves):
             return NotImplemented
         return self.early.call(handler, call, args, kwargs)
 
@@ -138,7 +140,7 @@ class Watcher:
     @property
     def stages(self) -> bool:
         """Whether it asks no handler in traces of nested functions, but only stages them."""
-        return not self.session.tapping.mode.by_path
+        return not self.session.tapping.by_path
 
     def defer_inlining(self, trace: Any) -> None:
         """Let a trace keep jitted calls that JAX would inline.
@@ -167,7 +169,7 @@ class Watcher:
             Its result.
         """
         # Handlers that are asked early see each call.
-        if type(function) is jax.custom_jvp and not self.session.tapping.mode.early:
+        if type(function) is jax.custom_jvp and not self.session.tapping.by_path:
             packed = Packed((args, kwargs), ())
             key = key_of(function, function.fun, packed)
             if key is not None:
@@ -199,6 +201,8 @@ class Watcher:
         if compat.is_derivative(trace) and custom_body(primitive, params, len(values)) is not None:
             return NotImplemented  # its rule runs now, a part of the program
         if not defers(trace, self.early.tracers.base()):
+            if any(map(compat.is_tangent, values)):
+                return NotImplemented
             return self.early.bind(path, trace, primitive, values, params)
 
         def again(*values: Any) -> Any:
@@ -208,6 +212,8 @@ class Watcher:
         with compat.set_current_trace(trace):
             call = staged(primitive.name, again, values)
             if not can_defer(call, trace):
+                if any(map(compat.is_tangent, values)):
+                    return NotImplemented
                 return self.early.bind(path, trace, primitive, values, params)
             results = defer(call, values)
         return results if primitive.multiple_results else results[0]
@@ -218,5 +224,5 @@ class Watcher:
         The interceptor decides whether that function's operations are tapped twice, so traces
         can't be shared between interceptors.
         """
-        if not self.session.tapping.mode.by_path:
-            self.early.meet(nested=True)
+        if not self.session.tapping.by_path:
+            self.early.restage()

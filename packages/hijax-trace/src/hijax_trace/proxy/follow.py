@@ -48,7 +48,7 @@ def follow(
     if primitive in SAME:
         found = list(held[: len(avals)])
         if primitive == "sharding_constraint":
-            found = [proxy and placed(params, "sharding", proxy, _constrained) for proxy in found]
+            found = [proxy and placed_by(primitive, params, proxy) for proxy in found]
         return found
     data = data_of(primitive, held, is_proxy) if primitive in MOVES else []
     moved = [proxy for i in data if (proxy := held[i]) is not None]
@@ -75,6 +75,29 @@ def follow(
 
 def _constrained(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, sharding)
+
+
+def placed_by(primitive: str, params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:
+    """Return a proxy that is sharded by ``sharding_constraint``; see ``placed``."""
+    return placed(params, PLACES[primitive], proxy, _constrained)
+
+
+def gathered(params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:
+    """Return a proxy whose parts the devices of a ``shard_map`` gather from each other.
+
+    Args:
+        params: of ``all_gather``, and its ``"primitive"``.
+        proxy: of a device's part of the array. Its arrays have the array's axes.
+    """
+    primitive, axis = params["primitive"], params["all_gather_dimension"]
+    bound = {name: value for name, value in params.items() if name != "primitive"}
+
+    def one(leaf: jax.Array) -> jax.Array:
+        # One element for all of the array's is the same on each device.
+        return leaf if leaf.shape[axis] == 1 else primitive.bind(leaf, **bound)
+
+    parts = {name: part.value for name, part in proxy.parts().items() if part.value is not None}
+    return proxy.replace_parts({name: jax.tree.map(one, value) for name, value in parts.items()})
 
 
 def placed(

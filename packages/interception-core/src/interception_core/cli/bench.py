@@ -28,7 +28,7 @@ _FAR = 8
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    parser.add_argument("kernel", help="a target such as te_ffi_kernels.gemv_w4, or an op")
+    parser.add_argument("kernel", help="a target such as te_ffi_kernels.gemm_w4a16, or an op")
     parser.add_argument(
         "--only",
         action="append",

@@ -16,13 +16,11 @@ from provider_odml import OdmlError, OdmlRule
 from ..errors import MismatchError
 from ..litert import Model, convert, integer_io, read
 from ..litert.model import FLOATS
-from .artifact import Artifact
 from .float_program import float_program, float_results
-from .match import FileOp, Matches, match
-from .place import Place
+from .match import FileOp, Matches, Place, match
 from .program import Exported
-from .report import FloatOp, Report, Weight
-from .verify import OutputResult, run, sqnr
+from .report import Artifact, FloatOp, Report, Weight
+from .verify import OutputResult, off, run
 
 _BITS = {"int2": 2, "int4": 4, "int8": 8, "int16": 16, "float16": 16, "bfloat16": 16, "float32": 32}
 
@@ -203,11 +201,8 @@ def _results(
     found = run(model, one)
     results = []
     for name, value in zip(one.outputs, expected, strict=True):
-        wide = np.asarray(value, np.float64)
-        ours = np.asarray(found[name], np.float64).reshape(wide.shape)
-        most = float(np.max(np.abs(wide), initial=0.0)) or 1.0
-        error = float(np.max(np.abs(ours - wide), initial=0.0)) / most
-        results.append(OutputResult(one.name, name, error, sqnr(wide, ours), True, tolerance))
+        error, decibels = off(value, found[name])
+        results.append(OutputResult(one.name, name, error, decibels, True, tolerance))
     return results
 
 

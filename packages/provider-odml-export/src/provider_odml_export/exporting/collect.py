@@ -26,8 +26,7 @@ from provider_odml.features import (
 )
 
 from .composite import Grid
-from .constants import constant_grid, product_constant
-from .fold import Fold
+from .constants import Fold, constant_grid, product_constant
 from .written_out import WrittenOut
 
 _FAR = 2.0**20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,22 @@ import quant_numerics as qn
 from provider_odml.features import ConstantUse, Node, WeightUse, matrix_axes, quantized_blocks
 
 from .composite import Grid
-from .fold import Fold
 
 _LEAST_SCALE = 1e-30
 _MOST_STEPS_OF_BIAS = 2.0**30
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What follows a contraction of a parameter and is folded into it: ``slope * y + offset``.
+
+    Attributes:
+        slope: one per channel, float64.
+        offset: one per channel, float64.
+    """
+
+    slope: np.ndarray
+    offset: np.ndarray
 
 
 def product_constant(

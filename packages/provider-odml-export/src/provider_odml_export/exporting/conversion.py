@@ -61,6 +61,7 @@ class OdmlConversionProvider(OdmlQatProvider):
                 samples = jax.tree.map(_sample, tuple(full))
                 named = jax.tree.map(_sample, kwargs)
                 program = planned(model, samples, named)
+                self.check(program.trained)
                 stats = checked([program.trained], self._stats)
                 grids = grids_of(program.plan, stats, program.origins)
                 constants = collect(program, grids, split((samples, named))[0])

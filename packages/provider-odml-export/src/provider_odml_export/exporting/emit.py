@@ -32,7 +32,7 @@ from ..forms import FORMS, unsplat
 from ..forms import wall as walled
 from .collect import Collected
 from .composite import Grid, dynamic, fake_quant
-from .fold import Fold
+from .constants import Fold
 
 
 class Device(Runtime):

@@ -16,7 +16,6 @@ from provider_odml.features import INT8, check_statistics, split
 
 from ..errors import OdmlWarning
 from ..litert import Program, convert, integer_io, read
-from .artifact import Artifact
 from .backend import ExportBackend, export_with, find_backend
 from .blocks import marked, with_blocks
 from .collect import collect
@@ -25,7 +24,7 @@ from .loops import Plain
 from .mismatch import check_outputs, check_sites
 from .once import check_random
 from .program import Exported, filled, places_of
-from .report import Report
+from .report import Artifact, Report
 from .signature import Signature, input_names, output_names, signatures_of
 from .verify import OutputResult, SiteResult, compare_outputs, compare_own, compare_sites
 from .written_out import WrittenOut, planned
@@ -107,7 +106,10 @@ def export_model(
     check_statistics("stats", stats)
     quantizer = find_backend(backend)
     wanted = signatures_of(signatures, args)
-    programs = [_program(model, params, one) for one in wanted.values()]
+    calls = [_call(model, params, one) for one in wanted.values()]
+    # A rule may be for one of the signatures alone.
+    model.provider.check(*(own.unchecked_plan(given, {}) for own, given in calls))
+    programs = [_planned(own, given) for own, given in calls]
     if not quantizer:  # a backend finds its own ranges
         stats = checked([one.program.trained for one in programs], stats)
     exported = [
@@ -144,15 +146,19 @@ class _Planned:
     program: WrittenOut
 
 
-def _program(model: QatModel, params: Any, signature: Signature) -> _Planned:
+def _call(model: QatModel, params: Any, signature: Signature) -> tuple[QatModel, tuple]:
+    """Return the function of a signature, and its arguments with the parameters."""
     provider = model.provider
     model = model if signature.fn is None else provider.apply(signature.fn)
     given = list(signature.args)
     # NumPy's arrays are constants to a trace, that JAX can't use everywhere.
     given.insert(provider.params_argnum, jax.tree.map(_as_jax, params))
-    args = tuple(given)
+    return model, tuple(given)
+
+
+def _planned(model: QatModel, args: tuple) -> _Planned:
     program = planned(model, args, {})
-    places = places_of(args, provider.params_argnum, keys=True)
+    places = places_of(args, model.provider.params_argnum, keys=True)
     leaves = jax.tree.leaves(args)
 
     def run(inputs: list[Any]) -> Any:

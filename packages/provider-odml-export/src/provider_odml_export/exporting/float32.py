@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
+from jax.extend.core import jaxpr_as_fun
 
-from provider_odml.features import equations_in, evaluated, program_of
+from provider_odml.features import Interpreter, bind_again, equations_in
 
 _HALF = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
@@ -29,7 +29,7 @@ def in_float32(fn: Callable[..., Any], types: Sequence[Any], values: Sequence[An
         values: arrays of those types, but in float32 for half precision.
     """
     closed, out = jax.make_jaxpr(fn, return_shape=True)(*types)
-    found = _run(closed, values) if _has_half(closed) else core.jaxpr_as_fun(closed)(*values)
+    found = _InFloat32().run(closed, values) if _has_half(closed) else jaxpr_as_fun(closed)(*values)
     return jax.tree.unflatten(jax.tree.structure(out), found)
 
 
@@ -41,27 +41,20 @@ def _has_half(closed: Any) -> bool:
     )
 
 
-def _run(jaxpr: Any, args: Sequence[Any]) -> list[Any]:
-    return evaluated(jaxpr, args, _bind, lambda value: widened(jnp.asarray(value)))
+class _InFloat32(Interpreter):
+    """Computes in float32 what a program computes in half precision."""
 
+    def constant(self, value: Any) -> Any:
+        return widened(jnp.asarray(value))
 
-def _bind(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    name, params = eqn.primitive.name, dict(eqn.params)
-    program = program_of(eqn)
-    if program is not None:
-        return _run(program, operands)
-    if name == "composite":
-        key = "jaxpr" if "jaxpr" in params else "call_jaxpr"  # 0.10.2; 0.12
-        body = params[key]
-        params[key] = jax.make_jaxpr(lambda *args: _run(body, args))(*operands)
-        return eqn.primitive.bind(*operands, **params)
-    if name == "cond":
-        index, *rest = operands
-        branches = [lambda *args, b=b: tuple(_run(b, args)) for b in params["branches"]]
-        return jax.lax.switch(index, branches, *rest)
-    params = {key: jnp.dtype(jnp.float32) if _is_half(v) else v for key, v in params.items()}
-    found = eqn.primitive.bind(*operands, **params)
-    return found if eqn.primitive.multiple_results else [found]
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        params = eqn.params
+        if eqn.primitive.name == "composite":
+            key = "jaxpr" if "jaxpr" in params else "call_jaxpr"  # 0.10.2; 0.12
+            body = jax.make_jaxpr(lambda *args: self.run(params[key], args))(*operands)
+            return bind_again(eqn, operands, **{key: body})
+        half = {key: jnp.dtype(jnp.float32) for key, value in params.items() if _is_half(value)}
+        return bind_again(eqn, operands, **half) if half else super().equation(eqn, operands)
 
 
 def _is_half(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -69,16 +70,47 @@ def grids_of(
             "on data first: in training with quant_stats=, or with calibrate."
             f"{_not_taken(plan, unseen)}"
         )
-    grids = {}
+    ranges = {}
     for key, site in plan.sites.items():
         if site.fixed is not None or 0 in site.shape:
             lower, upper = map(jnp.float32, site.fixed or (0.0, 1.0))
-            bounds = qn.Calibration(None if site.is_symmetric else lower, upper)
-            grids[key] = grid_of(site, bounds)
+            ranges[key] = qn.Calibration(None if site.is_symmetric else lower, upper)
         else:
             name, step = origins[key]
-            grids[key] = grid_of(site, jax.device_get(stats[name].at(step).calibration()))
-    return grids
+            ranges[key] = jax.device_get(stats[name].at(step).calibration())
+    for keys in _computed_once(plan):
+        ranges |= dict.fromkeys(keys, _joined([ranges[key] for key in keys]))
+    return {key: grid_of(site, ranges[key]) for key, site in plan.sites.items()}
+
+
+def _computed_once(plan: Plan) -> list[list[str]]:
+    """Return sites of equal tensors, such as those of two branches that begin with one product.
+
+    The converter computes equal operations once. What has two scales then is integer on one side
+    and float on the other, and LiteRT's kernels refuse it.
+    """
+    first: dict[Any, str] = {}
+    same: dict[str, str] = {}  # by operation, the first that computes the same
+    sites: dict[tuple[str, str], list[str]] = {}
+    for op_id, decision in plan.decisions.items():
+        node, output = decision.node, decision.output
+        uses = [replace(use, tensor=same.get(use.tensor or "", use.tensor)) for use in node.uses]
+        is_known = all(use.tensor or use.path or use.scalar is not None for use in uses)
+        # Parameters hold numbers of axes, in lists and tuples.
+        key = (node.op, *uses, repr(node.params)) if is_known else op_id
+        same[op_id] = first.setdefault(key, op_id)
+        if output is not None and not output.device_only and plan.sites[output.site].fixed is None:
+            known = sites.setdefault((same[op_id], plan.sites[output.site].qtype), [])
+            known.append(output.site)
+    return [keys for keys in sites.values() if len(set(keys)) > 1]
+
+
+def _joined(ranges: Sequence[qn.Calibration]) -> qn.Calibration:
+    """Return a range that holds all of several."""
+    upper = max(float(one.upper) for one in ranges)
+    lowers = [float(one.lower) for one in ranges if one.lower is not None]
+    lower = jnp.float32(min(lowers)) if len(lowers) == len(ranges) else None
+    return qn.Calibration(lower, jnp.float32(upper))
 
 
 def _not_taken(plan: Plan, unseen: Sequence[str]) -> str:

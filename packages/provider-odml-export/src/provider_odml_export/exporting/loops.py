@@ -4,7 +4,6 @@ are computed, and one result is taken."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,15 +14,14 @@ from jax import lax
 
 from provider_odml import OdmlError
 from provider_odml.features import (
+    Interpreter,
     Op,
     bind_again,
     equations_in,
-    evaluated,
     is_float,
     name_of,
     parts_of_scan,
     program_of,
-    while_again,
 )
 
 from .._compat import place_of
@@ -99,32 +97,42 @@ def written_out(jaxpr: Any, handler: Handler, arrays: Sequence[Any], at: At = OU
         arrays: its arguments.
         at: where the program is.
     """
-    return evaluated(jaxpr, arrays, functools.partial(_made, handler, at))
+    return _WritingOut(handler, at).run(jaxpr, arrays)
 
 
-def _made(handler: Handler, at: At, eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    run = functools.partial(written_out, handler=handler, at=at)
-    with place_of(eqn):
-        if eqn.primitive is operation_p:
-            return _operation(handler, StepCall(eqn.params["operation"], at), operands)
-        program = program_of(eqn)
-        if program is not None:
-            return run(program, arrays=operands)
-        rule = RULES.get(eqn.primitive.name)
-        if rule is not None:
-            return rule(handler, at, eqn, operands)
-        inside = [one for one in equations_in(*eqn.params.values()) if one.primitive is operation_p]
-        if inside:
-            place = inside[0].params["operation"].place
-            raise OdmlError(
-                f"Export must know the function that holds an operation, got {place.at(())} in a "
-                f"{eqn.primitive.name}. Export a form of the program without it."
-            )
-        if not eqn.effects and _is_number(eqn, operands):
-            # Which branch a known number takes is known.
-            with jax.ensure_compile_time_eval():
-                return bind_again(eqn, operands)
-        return bind_again(eqn, operands)
+class _WritingOut(Interpreter):
+    def __init__(self, handler: Handler, at: At):
+        self.handler = handler
+        self.at = at
+
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        with place_of(eqn):
+            if eqn.primitive is operation_p:
+                return _operation(
+                    self.handler, StepCall(eqn.params["operation"], self.at), operands
+                )
+            rule = RULES.get(eqn.primitive.name)
+            if rule is not None:
+                return rule(self.handler, self.at, eqn, operands)
+            if program_of(eqn) is not None or eqn.primitive.name in _STAY:
+                return super().equation(eqn, operands)
+            _check_holds_none(eqn)
+            if not eqn.effects and _is_number(eqn, operands):
+                # Which branch a known number takes is known.
+                with jax.ensure_compile_time_eval():
+                    return bind_again(eqn, operands)
+            return bind_again(eqn, operands)
+
+
+def _check_holds_none(eqn: Any) -> None:
+    """Refuse an operation in what this knows no rule for."""
+    inside = [one for one in equations_in(*eqn.params.values()) if one.primitive is operation_p]
+    if inside:
+        place = inside[0].params["operation"].place
+        raise OdmlError(
+            f"Export must know the function that holds an operation, got {place.at(())} in a "
+            f"{eqn.primitive.name}. Export a form of the program without it."
+        )
 
 
 def _is_number(eqn: Any, operands: Sequence[Any]) -> bool:
@@ -203,10 +211,6 @@ def _one_of(index: Any, *results: Any) -> jax.Array:
     return found
 
 
-def _while(handler: Handler, at: At, eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    return while_again(eqn, operands, lambda jaxpr, args: written_out(jaxpr, handler, args, at))
-
-
 def _solve(handler: Handler, at: At, eqn: Any, operands: Sequence[Any]) -> list[Any]:
     """Return what the function computes that solves: others are for derivatives."""
     lengths, jaxprs = eqn.params["const_lengths"], eqn.params["jaxprs"]
@@ -218,7 +222,8 @@ def _solve(handler: Handler, at: At, eqn: Any, operands: Sequence[Any]) -> list[
 RULES: Mapping[str, Callable[..., list[Any]]] = {
     "scan": _scan,
     "cond": _cond,
-    "while": _while,
     "custom_linear_solve": _solve,
 }
 """By primitive, how an equation is made again."""
+_STAY = ("while",)
+"""Loops whose steps only a run can tell, and which stay loops."""

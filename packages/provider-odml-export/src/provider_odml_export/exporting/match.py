@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from provider_odml.features import ConstantUse, Decision, Passage, Scales, WeightUse
 
-from ..litert import Model, Op, Subgraph
+from ..litert import Model, Op, Subgraph, Tensor
 from ..litert.model import FLOATS
 from .float_program import marker
-from .place import Place
 from .program import Exported
 
 VIEWS = frozenset(
@@ -28,6 +27,36 @@ CONTRACTIONS = frozenset(
 
 
 _TRANSFORMED = re.compile(r"\w+\((.*)\)")
+
+
+@dataclass(frozen=True)
+class Place:
+    """An operand in a file, to find it again in the quantized one.
+
+    Attributes:
+        graph: the index of the subgraph.
+        kind: the kind of the operation.
+        output: the name of its output.
+        slot: which operand.
+    """
+
+    graph: int
+    kind: str
+    output: str
+    slot: int
+
+    def tensor(self, model: Model) -> Tensor | None:
+        """Return what is stored for it, if it is still there."""
+        graph = model.subgraphs[self.graph]
+        makers = {i: op for op in graph.ops for i in op.outputs}
+        for op in graph.ops:
+            if op.name == self.kind and graph.tensors[op.outputs[0]].name == self.output:
+                place = op.inputs[self.slot]
+                maker = makers.get(place)
+                if maker is not None and maker.name == "DEQUANTIZE":
+                    place = maker.inputs[0]
+                return graph.tensors[place] if graph.tensors[place].nbytes else None
+        return None
 
 
 @dataclass(frozen=True)

@@ -15,14 +15,11 @@ from jax.extend.core import ClosedJaxpr
 
 from provider_odml.features import (
     RANDOM,
+    Interpreter,
     bind_again,
     closed_of,
-    cond_again,
-    evaluated,
     parts_of_scan,
     program_of,
-    scan_again,
-    while_again,
 )
 
 from .._compat import place_of, where_of
@@ -42,16 +39,7 @@ def computed_once(fn: Callable[..., Any], types: Sequence[Any]) -> Callable[...,
         types: those of its arguments.
     """
     closed = jax.make_jaxpr(fn)(*types)
-
-    def run(*inputs: Any) -> list[Any]:
-        return _results(closed, inputs)
-
-    return run
-
-
-def _results(jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return the results of a program, with what depends on no argument computed once."""
-    return list(map(_now, evaluated(jaxpr, arrays, _made)))
+    return lambda *inputs: _Once().run(closed, inputs)
 
 
 class _Later:
@@ -99,23 +87,32 @@ def _now(value: Any) -> Any:
     return value.of.found[value.index]
 
 
-def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    is_known = not any(isinstance(value, jax.core.Tracer) for value in operands)
-    if is_known and not _tells_of_scales(eqn) and not eqn.effects:
-        later = _Later(eqn, operands)
-        return [_Result(later, i) for i in range(len(eqn.outvars))]
-    program = program_of(eqn)
-    with place_of(eqn):
-        if program is not None:
-            return evaluated(program, operands, _made)
-        again = _HELD.get(eqn.primitive.name)
-        if again is not None:
-            return again(eqn, _but_same(eqn, operands), _results)
-        return bind_again(eqn, list(map(_operand, operands)))
+class _Once(Interpreter):
+    """Computes once what depends on no argument."""
 
+    def run(self, jaxpr: Any, arrays: Sequence[Any]) -> list[Any]:
+        # Results are arrays to whoever called: they are needed now.
+        return list(map(_now, super().run(jaxpr, arrays)))
 
-_HELD = {"cond": cond_again, "scan": scan_again, "while": while_again}
-"""By primitive, how an equation is made whose programs have what is computed once as constants."""
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        is_known = not any(isinstance(value, jax.core.Tracer) for value in operands)
+        if is_known and not _tells_of_scales(eqn) and not eqn.effects:
+            later = _Later(eqn, operands)
+            return [_Result(later, i) for i in range(len(eqn.outvars))]
+        with place_of(eqn):
+            program = program_of(eqn)
+            if program is not None:
+                # As a part of its caller: what it returns may not be needed either.
+                return super().run(program, operands)
+            return super().equation(eqn, self._needed(eqn, operands))
+
+    def _needed(self, eqn: Any, operands: list[Any]) -> list[Any]:
+        """Return an equation's operands as arrays, but those that bodies take as they are."""
+        held = _bodies(eqn, operands)
+        if eqn.primitive.name == "cond":  # whose branches take all behind the number
+            return [_operand(operands[0]), *operands[1:]]
+        count = sum(map(len, held.values()))
+        return [*operands[:count], *map(_operand, operands[count:])]
 
 
 def _tells_of_scales(eqn: Any) -> bool:
@@ -146,14 +143,6 @@ def _bodies(eqn: Any, operands: Sequence[Any]) -> dict[str, Sequence[Any]]:
     return {"branches": operands[1:]} if name == "cond" else {}
 
 
-def _but_same(eqn: Any, operands: Sequence[Any]) -> list[Any]:
-    """Return operands, computed but for those that are the same in all steps or branches."""
-    if eqn.primitive.name == "cond":
-        return [_operand(operands[0]), *operands[1:]]
-    count = sum(map(len, _bodies(eqn, operands).values()))
-    return [*operands[:count], *map(_operand, operands[count:])]
-
-
 def check_random(closed: ClosedJaxpr) -> None:
     """Refuse a program whose random numbers depend on an input.
 
@@ -164,30 +153,32 @@ def check_random(closed: ClosedJaxpr) -> None:
     Raises:
         ConversionError: names the operation.
     """
-    _depending(closed, [True] * len(closed.in_avals))
+    _Depends().run(closed, [True] * len(closed.in_avals))
 
 
-def _depending(jaxpr: Any, depends: Sequence[bool]) -> list[bool]:
-    """Return which results depend on an input, from which arguments do."""
-    return evaluated(jaxpr, depends, _depends, lambda constant: False)
+class _Depends(Interpreter):
+    """Finds what depends on an input. Its values are whether they do."""
 
+    def constant(self, value: Any) -> bool:
+        return False
 
-def _depends(eqn: Any, operands: list[bool]) -> Sequence[bool]:
-    if not any(operands):
-        return [False] * len(eqn.outvars)
-    if eqn.primitive.name in RANDOM:
-        raise ConversionError(
-            "Random numbers must depend on no input, since LiteRT makes none, got some that do at "
-            f"{where_of(eqn)}. Export the function as it is for inference, without dropout, or "
-            "pass the numbers as an input. From a key that is not an argument they are constants."
-        )
-    program = program_of(eqn)
-    with place_of(eqn):
-        if program is not None:
-            return _depending(program, operands)
-        for key, first in _bodies(eqn, operands).items():
-            bodies = eqn.params[key]
-            for body in bodies if isinstance(bodies, tuple) else (bodies,):
-                count = len(closed_of(body).in_avals) - len(first)
-                _depending(body, [*first, *[True] * count])
-    return [True] * len(eqn.outvars)
+    def equation(self, eqn: Any, operands: list[bool]) -> Sequence[bool]:
+        if not any(operands):
+            return [False] * len(eqn.outvars)
+        if eqn.primitive.name in RANDOM:
+            raise ConversionError(
+                "Random numbers must depend on no input, since LiteRT makes none, got some that "
+                f"do at {where_of(eqn)}. Export the function as it is for inference, without "
+                "dropout, or pass the numbers as an input. From a key that is not an argument they "
+                "are constants."
+            )
+        program = program_of(eqn)
+        with place_of(eqn):
+            if program is not None:
+                return self.run(program, operands)
+            for key, first in _bodies(eqn, operands).items():
+                bodies = eqn.params[key]
+                for body in bodies if isinstance(bodies, tuple) else (bodies,):
+                    count = len(closed_of(body).in_avals) - len(first)
+                    self.run(body, [*first, *[True] * count])
+        return [True] * len(eqn.outvars)

@@ -20,7 +20,7 @@ from interception_core.report_kit import (
 )
 
 from ..litert.model import FLOATS
-from .results import Results
+from .report import Report
 from .verify import WORST
 
 _COLUMNS = (
@@ -35,7 +35,7 @@ _COLUMNS = (
 )
 
 
-def page(report: Results, title: str) -> str:
+def page(report: Report, title: str) -> str:
     """Return a report as an HTML page.
 
     Args:
@@ -59,7 +59,7 @@ def page(report: Results, title: str) -> str:
     )
 
 
-def _error_rows(report: Results) -> list[Row]:
+def _error_rows(report: Report) -> list[Row]:
     sites = [(i, one) for i, one in enumerate(report.sites) if not math.isnan(one.float_sqnr)]
     finite = [one.float_sqnr for _, one in sites if math.isfinite(one.float_sqnr)]
     longest = max(*finite, 1.0, 1.0)
@@ -73,7 +73,7 @@ def _error_rows(report: Results) -> list[Row]:
     return rows
 
 
-def _size_rows(report: Results, total: int) -> list[Row]:
+def _size_rows(report: Report, total: int) -> list[Row]:
     rows = []
     for kind, count in sorted(report.bytes_by_dtype.items(), key=lambda item: -item[1]):
         text = f"{show_bytes(count)}, {show_share(count / total if total else None)}"

@@ -1,4 +1,4 @@
-"""Report: what is in an exported file, and how it compares with JAX."""
+"""Artifact: an exported file. Report: what is in it, and how it compares with JAX."""
 
 from __future__ import annotations
 
@@ -9,20 +9,94 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from provider_odml import OdmlError, Plan
 from provider_odml.features import ConstantUse, Passage, WeightUse, save, stored_bytes, why
 
-from ..litert import Model, Tensor
-from .results import FloatOp, Interface, Results, Weight
+from ..litert import Model, Runner, Tensor
 from .verify import OutputResult, SiteResult, bad_ranges
 
 
 @dataclass(frozen=True)
-class Report(Results):
+class FloatOp:
+    """An operation of the program that LiteRT computes in float.
+
+    Attributes:
+        operation: its op id.
+        reason: why.
+    """
+
+    operation: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter that is stored quantized.
+
+    Attributes:
+        operation: the op id of what reads it.
+        dtype: as it is stored.
+        shape: its shape.
+        nbytes: its bytes, without its scales.
+        block_size: how many values share a scale; 0 for one per channel or for all.
+    """
+
+    operation: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    block_size: int = 0
+
+
+@dataclass(frozen=True)
+class Interface:
+    """A signature of the file.
+
+    Attributes:
+        name: its name.
+        inputs: by name, the types.
+        outputs: by name, the types.
+    """
+
+    name: str
+    inputs: dict[str, str]
+    outputs: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Report:
     """What is in an exported file, and how it compares with JAX.
 
-    Attributes: see ``Results``.
+    Attributes:
+        sites: every place where a tensor is quantized.
+        outputs: every output.
+        floats: what stayed float, and why.
+        bytes_by_dtype: bytes of the constants.
+        ops: the operations of the file, counted.
+        float_ops: how many of them compute in floats.
+        file_bytes: those of the file.
+        signatures: its signatures.
+        weights: the parameters that are quantized.
+        backend: that of ``export``. The outputs are compared with JAX's fake quantization for
+            "converter", with JAX in float for any other.
+        sqnr_floor: the signal to noise that outputs were held to, in decibels; None for none.
+        warnings: ranges that cost far more than those of their neighbours.
     """
+
+    sites: tuple[SiteResult, ...]
+    outputs: tuple[OutputResult, ...]
+    floats: tuple[FloatOp, ...]
+    bytes_by_dtype: dict[str, int]
+    ops: dict[str, int]
+    float_ops: int
+    file_bytes: int = 0
+    signatures: tuple[Interface, ...] = ()
+    weights: tuple[Weight, ...] = ()
+    backend: str = "converter"
+    sqnr_floor: float | None = None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -152,10 +226,10 @@ def _interface(model: Model, name: str) -> Interface:
 
 def _type(tensor: Tensor) -> str:
     text = f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
-    if tensor.scale is None or tensor.scale.size != 1:
+    if tensor.grid is None:
         return text
-    point = 0 if tensor.zero_point is None else int(tensor.zero_point.reshape(-1)[0])
-    return f"{text}, scale {float(tensor.scale.reshape(-1)[0]):.4g}, zero point {point}"
+    scale, point = tensor.grid
+    return f"{text}, scale {scale:.4g}, zero point {point}"
 
 
 def _planned(plans: Sequence[Plan]) -> list[Weight]:
@@ -170,3 +244,29 @@ def _planned(plans: Sequence[Plan]) -> list[Weight]:
                     one = Weight(op_id, placed.qtype, use.shape, nbytes)
                     found[op_id, use.slot] = one
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """An exported .tflite.
+
+    Attributes:
+        model: the file's bytes.
+        report: what was found out about it.
+    """
+
+    model: bytes
+    report: Report
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write the file: all of it, or nothing. Return the path."""
+        return save(path, self.model)
+
+    def run(
+        self, signature: str = "serving_default", /, **inputs: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """Run a signature in LiteRT's interpreter: inputs and outputs as typed in the file."""
+        return Runner(self.model).run(signature, **inputs)
+
+    def __repr__(self) -> str:
+        return f"Artifact({len(self.model)} bytes, {len(self.report.sites)} sites)"

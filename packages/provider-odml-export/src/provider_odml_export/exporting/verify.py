@@ -12,7 +12,6 @@ import numpy as np
 from provider_odml.features import Decision, Scales, SiteUse, noise_to_signal
 
 from ..litert import Model, Runner, Tensor, read, with_outputs
-from .inside import site_tensors
 from .program import PROBE, Exported
 
 LOOSER = {
@@ -107,6 +106,13 @@ def sqnr(signal: np.ndarray, other: np.ndarray) -> float:
     return 10 * float(np.log10(power / noise)) if power else float("-inf")
 
 
+def off(value: np.ndarray, ours: np.ndarray) -> tuple[float, float]:
+    """Return how far an output is off: over the greatest magnitude, and in decibels of SQNR."""
+    value, ours = np.asarray(value, np.float64), np.asarray(ours, np.float64).reshape(value.shape)
+    most = float(np.max(np.abs(value), initial=0.0)) or 1.0
+    return float(np.max(np.abs(ours - value), initial=0.0)) / most, sqnr(value, ours)
+
+
 def row_sqnr(signal: Any, other: Any) -> float:
     """Return signal to noise of the median row in decibels: infinity where nothing differs."""
     ratio = float(noise_to_signal(jnp.asarray(signal), jnp.asarray(other)))
@@ -115,27 +121,22 @@ def row_sqnr(signal: Any, other: Any) -> float:
 
 def dequantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
     """Return the numbers that an output stands for."""
-    if tensor.scale is None or values.dtype.kind == "f" or not np.size(tensor.scale):
+    if tensor.grid is None or values.dtype.kind == "f":
         return values
-    scale = np.asarray(tensor.scale, np.float32).reshape(-1)[0]
-    points = tensor.zero_point
-    point = 0 if points is None or not np.size(points) else np.asarray(points).reshape(-1)[0]
-    return (values.astype(np.float32) - np.float32(point)) * scale
+    scale, point = tensor.grid
+    return (values.astype(np.float32) - np.float32(point)) * np.float32(scale)
 
 
 def quantized(values: np.ndarray, tensor: Tensor) -> np.ndarray:
     """Return sample data as an input has it."""
     if tensor.dtype == values.dtype.name:
         return values
-    if tensor.scale is None or not np.size(tensor.scale):
+    if tensor.grid is None:
         return values.astype(tensor.dtype)
-    kind = np.dtype(tensor.dtype)
-    scale = np.float32(np.asarray(tensor.scale).reshape(-1)[0])
-    points = tensor.zero_point
-    point = 0 if points is None or not np.size(points) else int(np.asarray(points).reshape(-1)[0])
-    rounded = np.round(values.astype(np.float32) / scale) + point
-    bounds = np.iinfo(kind)
-    return np.clip(rounded, bounds.min, bounds.max).astype(kind)
+    scale, point = tensor.grid
+    rounded = np.round(values.astype(np.float32) / np.float32(scale)) + point
+    bounds = np.iinfo(tensor.dtype)
+    return np.clip(rounded, bounds.min, bounds.max).astype(tensor.dtype)
 
 
 def run(model: bytes, one: Exported) -> dict[str, np.ndarray]:
@@ -329,26 +330,31 @@ def compare_outputs(
     found = run(model, one) if found is None else found
     expected, _ = one.alone
     steps = _steps(read(model), one.name)
+    is_static = any(rule.is_static for rule in one.plan.rules)
+    # Of static ranges, sites are what is held to a step.
+    tolerance = float("inf") if is_static else _near(one)
     results = []
     for name, value in zip(one.outputs, expected, strict=True):
         ours = np.asarray(found[name], np.float64).reshape(value.shape)
         value = np.asarray(value, np.float64)
-        most = float(np.max(np.abs(value), initial=0.0)) or 1.0
-        error = float(np.max(np.abs(ours - value), initial=0.0)) / most
+        greatest = float(np.max(np.abs(value), initial=0.0))
+        error, decibels = off(value, ours)
         other = ours if others is None else np.asarray(others[name], np.float64).reshape(ours.shape)
         # From the same quantized values: floats may be added up otherwise.
         same = bool(
-            np.allclose(ours, other, rtol=1e-4, atol=max(near, 1e-5) * most, equal_nan=True)
+            np.allclose(
+                ours, other, rtol=1e-4, atol=max(near, 1e-5) * (greatest or 1.0), equal_nan=True
+            )
         )
         results.append(
             OutputResult(
                 one.name,
                 name,
                 error,
-                sqnr(value, ours),
+                decibels,
                 same,
-                _tolerance(one),
-                float(np.max(np.abs(value), initial=0.0)),
+                tolerance,
+                greatest,
                 float(np.max(np.abs(ours - other), initial=0.0)),
                 steps.get(name),
                 first,
@@ -367,14 +373,52 @@ def _steps(model: Model, signature: str) -> dict[str, float]:
         op = made.get(tensor.index)
         if op is not None and op.name == "DEQUANTIZE":
             tensor = graph.tensors[op.inputs[0]]
-        if tensor.scale is not None and tensor.scale.size == 1:
-            found[name] = float(tensor.scale.reshape(-1)[0])
+        if tensor.grid is not None:
+            found[name], _ = tensor.grid
     return found
 
 
-def _tolerance(one: Exported) -> float:
-    """Return how far outputs may be off: sites are what is held to a step."""
-    rules = one.plan.rules
-    if any(rule.is_static for rule in rules):
-        return float("inf")
-    return 0.1 if any(rule.is_dynamic for rule in rules) else 1e-3
+def site_tensors(model: Model, probe: Model, signature: str) -> dict[str, int]:
+    """Return which tensors of a file are its sites.
+
+    Args:
+        model: the file.
+        probe: the file of the same program that has the sites as outputs.
+        signature: of both.
+
+    Returns:
+        By name of the probe's output, the index of the file's tensor: that of the same name and
+        type, or the only one of the type if the name is new. Others are left out.
+    """
+    ours, theirs = model.signatures[signature], probe.signatures[signature]
+    tensors = model.subgraphs[ours.subgraph].tensors
+    made = {
+        output: op
+        for op in probe.subgraphs[theirs.subgraph].ops
+        if op.name == "DEQUANTIZE"
+        for output in op.outputs
+    }
+    found, wanted = {}, {}
+    for name, output in theirs.outputs.items():
+        if name in ours.outputs or output.index not in made:
+            continue
+        shown = probe.subgraphs[theirs.subgraph].tensors[made[output.index].inputs[0]]
+        kind = _type(shown)
+        of_type = [one for one in tensors if kind is not None and _type(one) == kind]
+        named = [one for one in of_type if one.name == shown.name]
+        if len(named) == 1:
+            found[name] = named[0].index
+        else:
+            wanted[name] = of_type
+    taken = set(found.values())
+    for name, of_type in wanted.items():
+        free = [one.index for one in of_type if one.index not in taken]
+        if len(free) == 1:
+            found[name] = free[0]
+    return found
+
+
+def _type(tensor: Tensor) -> tuple[Any, ...] | None:
+    """Return what tells a quantized tensor from others; None for a constant and for floats."""
+    is_constant = tensor.raw is not None
+    return None if is_constant or tensor.grid is None else (tensor.dtype, tensor.shape, tensor.grid)

@@ -60,7 +60,7 @@ class WrittenOut:
 
 
 def planned(model: QatModel, args: tuple, kwargs: dict[str, Any]) -> WrittenOut:
-    """Return a model's program with its loops written out, and its plan.
+    """Return a model's program with its loops written out, and its plan, unchecked.
 
     Args:
         model: the function, with the plan that it was trained by.
@@ -68,9 +68,9 @@ def planned(model: QatModel, args: tuple, kwargs: dict[str, Any]) -> WrittenOut:
         kwargs: its keyword arguments.
 
     Raises:
-        OdmlError: the rules can't be followed, or a loop can't be written out.
+        OdmlError: a loop can't be written out.
     """
-    plan = model.plan(*args, **kwargs)
+    plan = model.unchecked_plan(args, kwargs)
     staged = stage(model.provider.runs_on, model.fn, plan, args, kwargs)
     _check_staged(plan, staged)
     instances = _Instances(plan)

@@ -11,7 +11,7 @@ import numpy as np
 from provider_odml import OdmlError
 
 from .io import compact
-from .schema import names_of, pack, schema, unpack
+from .schema import op_name, pack, schema, unpack
 
 READERS = ("FULLY_CONNECTED", "EMBEDDING_LOOKUP")
 """The operations whose kernels know of blocks."""
@@ -47,7 +47,7 @@ def in_blocks(model: bytes, blocks: Mapping[float, Blocks]) -> bytes:
             by an operation that knows no blocks.
     """
     found = unpack(model)
-    codes = [max(one.builtinCode, one.deprecatedBuiltinCode) for one in found.operatorCodes]
+    codes = list(map(op_name, found.operatorCodes))
     seen = set()
     for graph in found.subgraphs:
         for index, tensor in enumerate(list(graph.tensors)):
@@ -55,11 +55,7 @@ def in_blocks(model: bytes, blocks: Mapping[float, Blocks]) -> bytes:
             if mark not in blocks:
                 continue
             seen.add(mark)
-            readers = [
-                names_of("BuiltinOperator")[codes[op.opcodeIndex]]
-                for op in graph.operators
-                if index in op.inputs
-            ]
+            readers = [codes[op.opcodeIndex] for op in graph.operators if index in op.inputs]
             _check(tensor, blocks[mark], readers)
             tensor.quantization = _quantization(found, graph, tensor, blocks[mark])
     if missing := set(blocks) - seen:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from .io import compact
-from .schema import names_of, pack, schema, unpack
+from .schema import op_name, pack, schema, unpack
 
 BIAS = {"FULLY_CONNECTED": 2, "CONV_2D": 2, "DEPTHWISE_CONV_2D": 2, "TRANSPOSE_CONV": 3}
 """Which input the bias is."""
@@ -32,7 +32,7 @@ def repair(model: bytes) -> bytes:
         OdmlError: this is no .tflite.
     """
     found = unpack(model)
-    codes = [_name(one) for one in found.operatorCodes]
+    codes = list(map(op_name, found.operatorCodes))
     repaired = [
         _widen(found, graph, op, BIAS[codes[op.opcodeIndex]])
         for graph in found.subgraphs
@@ -43,10 +43,6 @@ def repair(model: bytes) -> bytes:
         return model
     compact(found)
     return pack(found)
-
-
-def _name(code: Any) -> str:
-    return names_of("BuiltinOperator")[max(code.builtinCode, code.deprecatedBuiltinCode)]
 
 
 def _widen(model: Any, graph: Any, op: Any, place: int) -> bool:

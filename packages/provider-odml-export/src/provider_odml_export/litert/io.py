@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .schema import names_of, pack, schema, unpack
+from .schema import op_name, pack, schema, unpack
 
 
 def deduplicate(model: bytes) -> bytes:
@@ -76,7 +76,7 @@ def integer_io(model: bytes) -> bytes:
         OdmlError: this is no .tflite.
     """
     found = unpack(model)
-    codes = [_code(one) for one in found.operatorCodes]
+    codes = list(map(op_name, found.operatorCodes))
     signatures = found.signatureDefs or ()
     for number in sorted({one.subgraphIndex for one in signatures}):
         graph = found.subgraphs[number]
@@ -115,11 +115,6 @@ def with_outputs(model: bytes, added: Mapping[str, Mapping[str, int]]) -> bytes:
                 outputs.append(index)
         graph.outputs = np.asarray(outputs, np.int32)
     return pack(found)
-
-
-def _code(entry: Any) -> str:
-    code = max(entry.builtinCode, entry.deprecatedBuiltinCode)
-    return names_of("BuiltinOperator")[code]
 
 
 def _is_float(tensor: Any) -> bool:

@@ -50,6 +50,15 @@ class Tensor:
     raw: np.ndarray | None = field(default=None, repr=False)
 
     @property
+    def grid(self) -> tuple[float, int] | None:
+        """Scale and zero point of a tensor that has one of each, else None."""
+        if self.scale is None or self.scale.size != 1:
+            return None
+        points = self.zero_point
+        point = 0 if points is None or not points.size else int(points.reshape(-1)[0])
+        return float(self.scale.reshape(-1)[0]), point
+
+    @property
     def nbytes(self) -> int:
         """The stored bytes of a constant, else 0."""
         return 0 if self.raw is None else self.raw.size

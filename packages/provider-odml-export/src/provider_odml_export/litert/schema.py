@@ -32,6 +32,11 @@ def names_of(enum: str) -> dict[int, str]:
     return {value: name for name, value in found if isinstance(value, int)}
 
 
+def op_name(code: Any) -> str:
+    """Return the name of an ``OperatorCodeT``'s builtin operation, such as "CONV_2D"."""
+    return names_of("BuiltinOperator")[max(code.builtinCode, code.deprecatedBuiltinCode)]
+
+
 def root(model: bytes) -> Any:
     """Return the flatbuffer's ``Model``, whose fields are read when asked for.
 

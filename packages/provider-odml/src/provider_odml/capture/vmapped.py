@@ -22,8 +22,7 @@ from jax.extend.core import Primitive
 from interception_core import Interceptor, OpCall, PatchEngine, loaded, untapped
 
 from .._compat import bind_again, define_batching, scopes_of
-from ..bodies import checkpoint_again, cond_again, while_again
-from ..jaxprs import equations_in, evaluated
+from ..jaxprs import Interpreter, checkpoint_again, cond_again, equations_in, while_again
 from ..trees import split
 from .module_calls import anywhere, bracketed
 from .ops import Op, Passage, methods, ops
@@ -95,23 +94,21 @@ def _vmap(call: OpCall, fun: Callable[..., Any], *args: Any, **kwargs: Any) -> A
             closed, out = untapped(stage(on_arrays))(*arrays)
         finally:
             _is_staging.reset(token)
-        return jax.tree.unflatten(jax.tree.structure(out), _evaluated(closed, arrays))
+        return jax.tree.unflatten(jax.tree.structure(out), _Batched().run(closed, arrays))
 
     return run
 
 
-def _evaluated(jaxpr: Any, arrays: Sequence[jax.Array]) -> list[Any]:
-    """Run what was staged, under its name scopes."""
-    return evaluated(jaxpr, arrays, _made)
+class _Batched(Interpreter):
+    """Runs what was staged, under its name scopes."""
 
-
-def _made(eqn: Any, operands: list[Any]) -> Sequence[Any]:
-    holds_calls = any(one.primitive is call_p for one in equations_in(*eqn.params.values()))
-    again = _AGAIN.get(eqn.primitive.name) if holds_calls else None
-    with contextlib.ExitStack() as scopes:
-        for name in scopes_of(eqn):
-            scopes.enter_context(jax.named_scope(name))
-        return bind_again(eqn, operands) if again is None else again(eqn, operands, _evaluated)
+    def equation(self, eqn: Any, operands: list[Any]) -> Sequence[Any]:
+        holds_calls = any(one.primitive is call_p for one in equations_in(*eqn.params.values()))
+        again = _AGAIN.get(eqn.primitive.name) if holds_calls else None
+        with contextlib.ExitStack() as scopes:
+            for name in scopes_of(eqn):
+                scopes.enter_context(jax.named_scope(name))
+            return bind_again(eqn, operands) if again is None else again(eqn, operands, self.run)
 
 
 _AGAIN = {

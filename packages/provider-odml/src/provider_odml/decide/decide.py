@@ -47,14 +47,12 @@ def decide(graph: Graph, rules: Sequence[OdmlRule], options: Options) -> Plan:
     decider = _Decider(Ruled(graph, tuple(rules)), options)
     decisions = {node.op_id: decider.decide(node) for node in graph.nodes.values()}
     decisions = _apart(decisions)
-    used = {decision.rule for decision in decisions.values()}
-    idle = [f"rule {i} has no effect: {one!r}" for i, one in enumerate(rules) if i not in used]
     return Plan(
         decisions,
         decider.placed.sites,
         tuple(rules),
         frozenset(graph.functions),
-        (*decider.problems, *idle),
+        tuple(decider.problems),
     )
 
 

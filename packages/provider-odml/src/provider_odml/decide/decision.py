@@ -159,4 +159,16 @@ class Decisions:
     sites: Mapping[str, Site]
     rules: tuple[OdmlRule, ...]
     functions: frozenset[str]
-    problems: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """That rules have no effect: which matters where no other program has the rules."""
+        used = {decision.rule for decision in self.decisions.values()}
+        rules = enumerate(self.rules)
+        return tuple(f"rule {i} has no effect: {one!r}" for i, one in rules if i not in used)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """Where rules can't be followed."""
+        return (*self.refused, *self.idle)

@@ -19,7 +19,7 @@ class Plan(Decisions):
         rules: the rules.
         functions: the targets of all functions that are called. Also those where nothing is done
             are tapped, since operations inside them are not numbered.
-        problems: where rules can't be followed.
+        refused: which operations LiteRT can't compute as their rules say.
     """
 
     def chains(self) -> dict[str, str]:

@@ -1,12 +1,10 @@
 """The names, and the modules that they are from."""
 
-# Programs as jaxprs, and their loops and branches made again.
+# Programs as jaxprs, run with some equations made otherwise.
 from .._compat import bind_again as bind_again
+from .._compat import closed_of as closed_of
 from .._compat import name_of as name_of
 from .._compat import parts_of_scan as parts_of_scan
-from ..bodies import cond_again as cond_again
-from ..bodies import scan_again as scan_again
-from ..bodies import while_again as while_again
 
 # A program's operations and tensors.
 from ..capture.channels import matrix_axes as matrix_axes
@@ -34,9 +32,8 @@ from ..decide.rules import INT8 as INT8
 from ..decide.table import stored_bytes as stored_bytes
 from ..decide.table import why as why
 from ..files import save as save
-from ..jaxprs import closed_of as closed_of
+from ..jaxprs import Interpreter as Interpreter
 from ..jaxprs import equations_in as equations_in
-from ..jaxprs import evaluated as evaluated
 from ..jaxprs import program_of as program_of
 
 # A plan replayed, and the ranges that it was trained with.

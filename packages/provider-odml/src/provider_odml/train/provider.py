@@ -105,15 +105,29 @@ class OdmlQatProvider:
         """
         given = list(args)
         given.insert(self.params_argnum, params)
-        return self._plan(fn, tuple(given), kwargs)
+        plan = self._plan(fn, tuple(given), kwargs)
+        self.check(plan)
+        return plan
 
     def _plan(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Plan:
         graph = survey(self.runs_on, fn, f"args[{self.params_argnum}]", args, kwargs)
-        plan = decide(graph, self.rules, self._options)
-        if plan.problems and self._options.strict:
-            text = "\n".join(f"- {problem}" for problem in plan.problems)
+        return decide(graph, self.rules, self._options)
+
+    def check(self, *plans: Plan) -> None:
+        """Check that the plans of one file follow the rules.
+
+        Args:
+            plans: of the programs that are exported together. A rule must have an effect on one.
+
+        Raises:
+            OdmlError: with ``strict=True``, they don't.
+        """
+        first, *others = plans
+        idle = [one for one in first.idle if all(one in plan.idle for plan in others)]
+        problems = [problem for plan in plans for problem in plan.refused] + idle
+        if problems and self._options.strict:
+            text = "\n".join(f"- {problem}" for problem in problems)
             raise OdmlError(f"Every rule must be followed with strict=True, got:\n{text}")
-        return plan
 
     def apply(self, fn: Callable[..., Any]) -> QatModel:
         """Return ``fn`` with its tensors rounded as the device will round them."""
@@ -149,6 +163,12 @@ class QatModel:
         Raises:
             OdmlError: with ``strict=True``, the rules can't be followed.
         """
+        plan = self.unchecked_plan(args, kwargs)
+        self._provider.check(plan)
+        return plan
+
+    def unchecked_plan(self, args: tuple, kwargs: dict[str, Any]) -> Plan:
+        """Return the plan, whether it follows the rules or not: see ``OdmlQatProvider.check``."""
         return self._plans.get(args, kwargs, lambda: self._provider._plan(self._fn, args, kwargs))
 
     def init(self, *args: Any, **kwargs: Any) -> QuantStats:

@@ -23,10 +23,6 @@ from .products import NOTHING, Added, NoKernel, mapped_contraction
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
 
-GROUPS = "_groups"
-"""The end of the name of an op's kernel for rows in groups, each with its own weight."""
-
-
 class Rotation(NamedTuple):
     """How activations are rotated: signs, then Hadamard matrices of blocks.
 
@@ -139,14 +135,13 @@ def op_of(
     packed: Any,
     group: int,
     k_sizes: Sequence[int],
-    rows: Any,
 ) -> str:
     """Return the op for a contraction with a packed weight, or raise NoKernel.
 
-    ``group`` rows of the weight share a scale, 0 for all; ``rows`` are the activation's.
+    ``group`` rows of the weight share a scale, 0 for all.
     """
     if how is None:
-        return packed.matmul_op(rows, quantizes=False)
+        return packed.matmul_op(quantizes=False)
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static:
@@ -154,7 +149,7 @@ def op_of(
             raise NoKernel("activations with a static range that has a zero point")
     elif how.method != "absmax" or not how.channelwise:
         raise NoKernel("activations with another range than the largest of each row")
-    op = packed.matmul_op(rows, quantizes=True)
+    op = packed.matmul_op(quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
     if is_static:  # one scale for all of it, whatever groups the weight has
@@ -168,9 +163,15 @@ def op_of(
     return op
 
 
-def question_of(is_static: bool) -> dict[str, int]:
-    """Return what kernels are asked about the scales of rows."""
-    return {"x_scale": 1} if is_static else {}
+def question_of(is_static: bool, in_groups: bool) -> dict[str, int]:
+    """Return what kernels are asked about the rows of an activation.
+
+    Args:
+        is_static: whether they have a scale that is given.
+        in_groups: whether they come in groups, each with its own weight.
+    """
+    scale = {"x_scale": 1} if is_static else {}
+    return scale | ({"index": 1, "group_sizes": 1} if in_groups else {})
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:
@@ -263,12 +264,8 @@ def multiply(
     x = layout.read(x)
     kept = [x.shape[axis] for axis in layout.kept]
 
-    def op(rows: Any) -> str:
-        given = weight.packed, weight.group, weight.k_sizes, rows
-        return op_of(how, scale is not None, *given)
-
     # These raise if there is no op, before anything is computed.
-    op(math.prod(kept))
+    op = op_of(how, scale is not None, weight.packed, weight.group, weight.k_sizes)
     if rotation is not None:
         _check_rotation(rotation, weight)
     pairs = dict(layout.pairs)
@@ -277,9 +274,8 @@ def multiply(
 
     def run(rows: jax.Array, stored: Any, added: Added) -> jax.Array:
         packed, options = stored
-        found = op(math.prod(rows.shape[:-1]))
         given = options | added.options(packed)
-        y = get_op(found)(rows, packed, out_dtype=dtype, **given, **static)
+        y = get_op(op)(rows, packed, out_dtype=dtype, **given, **static)
         return added.rest(packed).to(y)
 
     options, static = {"index": weight.index}, {}
@@ -340,8 +336,7 @@ def _multiply_groups(
     if _is_explicit(x):
         raise NoKernel("explicit sharding")
     scale = _scale_of(how, range_)
-    given = weight.packed, weight.group, weight.k_sizes, x.shape[0]
-    op = op_of(how, scale is not None, *given)
+    op = op_of(how, scale is not None, weight.packed, weight.group, weight.k_sizes)
     options = {} if scale is None else {"x_scale": scale}
     options |= {"index": weight.index, "group_sizes": sizes}
     return get_op(op)(x, weight.packed, out_dtype=dtype, **options)

@@ -47,7 +47,7 @@ class PrepackedWeight(qn.StoredForm):
             and scales [*lead, K / group, N], and float32 [*lead, N] if scales are scaled;
             ``panel`` is how many columns are packed
             together, ``question`` the facts that kernels decide by, and
-            ``matmul_op(rows, quantizes=)`` the op that multiplies with it. On the platforms in
+            ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
             ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``.
         qtype: name of the quantized type (static).

@@ -17,7 +17,6 @@ from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.convolution import Window, conv_op_of, window_of
 from ..kernels.matmul import (
-    GROUPS,
     check_dtypes,
     check_groups,
     convolves,
@@ -61,7 +60,7 @@ class MatrixUse:
         is_static: whether the activation has a static range.
         rows: number of rows of the activation.
         dtype: dtype of the activation.
-        suffix: what the op's name ends in for the kernels of this use.
+        in_groups: whether rows come in groups, each with a weight of its own.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
         is_matmul: whether it is read as a matmul; a convolution may be read as both.
@@ -76,7 +75,7 @@ class MatrixUse:
     is_static: bool
     rows: Any
     dtype: Any
-    suffix: str = ""
+    in_groups: bool = False
     cuts: tuple[int, ...] = ()
     is_matmul: bool = True
     window: Window | None = None
@@ -135,7 +134,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
     check_dtypes(contraction, x, weight.dtype)
     gone, places = _places(axes, shape, weight.shape)
     window = None if window is None else window.of_stored(places)
-    columns, suffix = frozenset[int](), ""
+    columns, in_groups = frozenset[int](), False
     if layout is not None:
         k_axes = tuple(sorted(places[axis] for axis, _ in layout.pairs))
         sizes = layout.sizes(x.shape)
@@ -148,7 +147,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         k_axes, rows = window.rows, x.shape[window.images[0]]
     else:
         gone |= {places[0]}
-        k_axes, rows, suffix = (places[1],), x.shape[0], GROUPS
+        k_axes, rows, in_groups = (places[1],), x.shape[0], True
     return MatrixUse(
         gone,
         columns,
@@ -157,7 +156,7 @@ def use_of(site: Site, side: int, axes: Axes | None, shape: Sequence[int]) -> Ma
         site.is_static(1 - side),
         rows,
         x.dtype,
-        suffix,
+        in_groups,
         cuts,
         is_matmul,
         window,
@@ -387,16 +386,16 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
 def _select_matmul(packing: Packing, use: MatrixUse, form: Any, shape: Sequence[int]) -> Choice:
     """Return the kernel for a contraction that is read as a matmul."""
     k_sizes, _ = packing.sizes(shape)
-    op = op_of(use.how, use.is_static, form, packing.group, k_sizes, use.rows)
+    op = op_of(use.how, use.is_static, form, packing.group, k_sizes)
     get_op(op)
     k, n = packing.matrix(shape)
     operands = (
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True} | question_of(use.is_static)
+    question = form.question | {"to_pack": True} | question_of(use.is_static, use.in_groups)
     question |= convolves(use.window is not None)
-    return _found(choice(op + use.suffix, packing.platform, operands, **question))
+    return _found(choice(op, packing.platform, operands, **question))
 
 
 def _select_convolution(

@@ -17,8 +17,9 @@ from ..program.sites import Site, Sites
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..run.contraction import quantized_contraction, trained_contraction
+from ..run.gathers import before_gather, gathered, ungathered_site
 from ..run.static.observation import Observation
-from ..run.static.ranges import has_gradient_range, trained_hows
+from ..run.static.ranges import has_gradient_range, has_range, trained_hows
 from ..run.static.statistics import Statistics, calibrations, gradient_range, read
 from .provider import XlaProvider
 
@@ -106,18 +107,23 @@ class QtProvider(XlaProvider):
         observation: Observation | None = None,
         key: jax.Array | None = None,
     ) -> Any:
+        rule, hows = site.rule, trained_hows(site)
+        assert isinstance(rule, QtRule)
+        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
+        before = [
+            None if site.is_linear else before_gather(site, i, how, backward, has_range(site, i))
+            for i, how in enumerate(hows)
+        ]
+        measured = ungathered_site(site, before) if any(before) else site
         if observation is None:
-            ranges = calibrations(statistics, site, trains=True)
+            ranges = calibrations(statistics, measured, trains=True)
         else:
-            observation.observe(site)
-            ranges = observation.calibrations(site)
+            observation.observe(measured)
+            ranges = observation.calibrations(measured)
         if site.is_linear:
             # The derivatives are the float operation's, which JAX can transpose.
             static = site.contraction, site.hows
             return repeated(quantized_contraction, static, *site.operands, site.extras, ranges)
-        rule = site.rule
-        assert isinstance(rule, QtRule)
-        backward = tuple(rule.backward(weight is not None) for weight in site.weights)
         noise = None
         if any(one is not None and one.stochastic_rounding is not None for one in backward):
             if key is None:
@@ -127,17 +133,17 @@ class QtProvider(XlaProvider):
                     "provider.apply(fn)(params, ..., quant_key=key)."
                 )
             noise = jax.random.fold_in(key, zlib.crc32(site.call.op_id.encode()))
-        static = (
-            site.contraction,
-            trained_hows(site),
-            None if backward == (None, None) else backward,
+        static = site.contraction, hows, None if backward == (None, None) else backward
+        quantized = tuple(
+            None if how is None or one is None else gathered(site, i, how, one, ranges[i])
+            for i, (how, one) in enumerate(zip(hows, before, strict=True))
         )
         if not has_gradient_range(site):
-            arrays = *site.operands, site.extras, ranges, None, noise
+            arrays = *site.operands, site.extras, ranges, None, noise, quantized
             return repeated(trained_contraction, static, *arrays)
         gradient = (
             gradient_range(statistics, site) if observation is None else observation.gradient(site)
         )
-        arrays = *site.operands, site.extras, ranges, gradient, noise
+        arrays = *site.operands, site.extras, ranges, gradient, noise, quantized
         result = repeated(trained_contraction, static, *arrays)
         return result if observation is None else observation.watched(site, result)

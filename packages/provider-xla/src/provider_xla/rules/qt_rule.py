@@ -43,7 +43,9 @@ class QtRule(QuantizationRule):
             the gradient of an activation (the output channels); as ``tile_size``.
         bwd_weight_grad_tile_size: the same for the gradient of a parameter (batch and sequence).
         bwd_original_residuals: whether the other operand of both contractions is the unquantized
-            one, instead of the quantized values of the forward pass.
+            one, instead of the quantized values of the forward pass. None is for a gradient that is
+            not quantized alone. With False, a float gradient is that at the quantized values:
+            these are saved for it, and gathered from devices, and the float operands are not.
         bwd_act_residual_qtype: qtype that an activation is quantized to again for the gradient of
             its parameter, whatever it had in the forward pass; None for none.
         bwd_weight_residual_qtype: qtype that a parameter is quantized to again for the gradient of
@@ -71,7 +73,7 @@ class QtRule(QuantizationRule):
     bwd_weight_grad_calibration_method: str | None = None
     bwd_act_grad_tile_size: int | float | None = None
     bwd_weight_grad_tile_size: int | float | None = None
-    bwd_original_residuals: bool = False
+    bwd_original_residuals: bool | None = None
     bwd_act_residual_qtype: Any = None
     bwd_weight_residual_qtype: Any = None
     bwd_residual_calibration_method: str = "absmax"
@@ -105,7 +107,7 @@ class QtRule(QuantizationRule):
         kind = "weight" if of_weight else "act"
         qtype = self.backward_qtype(of_weight)
         if qtype is None:
-            return None
+            return qn.Backward(None) if self.bwd_original_residuals is False else None
         # The incoming gradient is multiplied with the operand of the other kind.
         again = self.bwd_act_residual_qtype if of_weight else self.bwd_weight_residual_qtype
         residual: Any = "original" if self.bwd_original_residuals else None
@@ -133,9 +135,10 @@ class QtRule(QuantizationRule):
             for name in (*names, f"bwd_{other}_residual_qtype"):
                 where = f"neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
                 self._check_unset(name, qtype is None, where)
-        for name in ("bwd_original_residuals", "weight_static_scale", "bwd_static_scale"):
+        for name in ("weight_static_scale", "bwd_static_scale"):
             self._check_choice(name, True, False)
-        without = of == {"act": None, "weight": None}
+        self._check_choice("bwd_original_residuals", None, True, False)
+        without = of == {"act": None, "weight": None} and bool(self.bwd_original_residuals)
         where = "no bwd_qtype is given: a float backward pass has them"
         self._check_unset("bwd_original_residuals", without, where)
         for name in _GRADIENT_METHODS:

@@ -232,12 +232,13 @@ def trained_contraction(
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     gradient: qn.Calibration | None,
     key: jax.Array | None,
+    quantized: tuple[qn.QArray | None, qn.QArray | None] = (None, None),
 ) -> jax.Array:
     """Run a contraction of quantized operands, with the gradients of quantized training.
 
     Of each operand, how it is quantized (None: float), how its gradient is (None: float), and its
-    static range (None: measured here), as that of the incoming gradient. The key is for stochastic
-    rounding.
+    static range (None: measured here), as that of the incoming gradient, and its quantized values
+    if they are known. The key is for stochastic rounding.
     """
     if not contraction.trains:
         return quantized_contraction(contraction, hows, lhs, rhs, extras, calibrations)
@@ -252,6 +253,8 @@ def trained_contraction(
         rhs_calibration=calibrations[1],
         cotangent_calibration=gradient,
         key=key,
+        lhs_quantized=quantized[0],
+        rhs_quantized=quantized[1],
     )
 
 

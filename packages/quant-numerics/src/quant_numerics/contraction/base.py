@@ -137,6 +137,8 @@ class Contraction(abc.ABC):
         rhs_calibration: Calibration | None = None,
         cotangent_calibration: Calibration | None = None,
         key: jax.Array | None = None,
+        lhs_quantized: QArray | None = None,
+        rhs_quantized: QArray | None = None,
     ) -> jax.Array:
         """Quantize float operands and contract them, with derivatives.
 
@@ -175,6 +177,9 @@ class Contraction(abc.ABC):
             saturates.
           key: random key, for `backward` with stochastic rounding. The bits of the cotangent and
             the operand's side are mixed in, so one key is enough for all steps of a loop.
+          lhs_quantized: what ``quantize(0, lhs, lhs_how)`` returns, if it is known: quantized
+            before devices gathered it. No gradient is cut off by its range.
+          rhs_quantized: the same for `rhs`.
 
         Returns:
           Array as ``run`` returns it. Gradients have the operands' dtypes.
@@ -196,8 +201,17 @@ class Contraction(abc.ABC):
         self.check_training(operands, hows, gradients)
         if hows == (None, None) and gradients is None:
             return self.run(*operands, *extras)
+        quantized = (lhs_quantized, rhs_quantized)
         return train(
-            self, hows, gradients, operands, calibrations, key, extras, cotangent_calibration
+            self,
+            hows,
+            gradients,
+            operands,
+            calibrations,
+            key,
+            extras,
+            cotangent_calibration,
+            quantized,
         )
 
     def check_training(

@@ -250,6 +250,8 @@ def train_einsum(
                 f"axes of {name} must be contracted or kept where {name}_calibration is given, got "
                 f"einsum {spec!r}. Sum them before, and measure the range of that."
             )
+        if given.ndim != taken.ndim:  # the quantized values are of what is not contracted
+            options[f"{name}_quantized"] = None
     op = Matmul(
         dims,
         precision=precision,

@@ -53,7 +53,8 @@ class Backward:
     """How a contraction of the backward pass is quantized. Hashable.
 
     Attributes:
-      qtype: the format of the cotangent; stored as the name.
+      qtype: the format of the cotangent; stored as the name. None leaves the cotangent float, and
+        multiplies it with the other operand's quantized values, dequantized.
       method: calibration method for the cotangent.
       tile_size: elements (a float: one over the number of tiles) per scale along the last axis
         that is contracted; contractions only, not convolutions.
@@ -64,7 +65,7 @@ class Backward:
         ``"original"`` for the operand itself, or how that is quantized for this contraction.
     """
 
-    qtype: str
+    qtype: str | None
     method: str = "absmax"
     tile_size: int | float | None = None
     channelwise: bool = True
@@ -73,7 +74,13 @@ class Backward:
     residual: HowToQuantize | Literal["original"] | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
+        if self.qtype is not None:
+            object.__setattr__(self, "qtype", get_qtype(self.qtype).name)
+        elif any(getattr(self, f.name) != f.default for f in dataclasses.fields(self)[1:]):
+            raise ValueError(
+                "Backward without a qtype must have no other options, since nothing is quantized, "
+                f"got {self!r}. Give it a qtype, or leave them out."
+            )
         object.__setattr__(self, "channelwise_noise_axes", tuple(self.channelwise_noise_axes))
         if not parse_calibration_method(self.method).is_symmetric:
             raise ValueError(
@@ -95,7 +102,8 @@ class Backward:
     def has_tiles(self) -> bool:
         """Return whether scales differ along the contracted axis."""
         residual = self.residual if isinstance(self.residual, HowToQuantize) else None
-        formats = [self.qtype] if residual is None else [self.qtype, residual.qtype]
+        formats = [self.qtype] if self.qtype is not None else []
+        formats += [residual.qtype] if residual is not None else []
         sizes = (self.tile_size, None if residual is None else residual.tile_size)
         return any(size is not None for size in sizes) or any(
             get_qtype(qtype).block is not None for qtype in formats
@@ -164,7 +172,7 @@ def _check_range(calibration: Calibration, pair: Sequence[Backward | None]) -> N
             f"cotangent, got {calibration!r}. Use Calibration(None, upper)."
         )
     tiled = [one for one in pair if one is not None and one.has_tiles]
-    if tiled or not any(pair):
+    if tiled or not any(one is not None and one.qtype is not None for one in pair):
         raise ValueError(
             "backward must quantize a gradient, without tiles or blocks, where "
             f"cotangent_calibration is given, got {pair!r}. Leave the calibration out to measure "

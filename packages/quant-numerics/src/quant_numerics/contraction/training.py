@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.explicit import sharded_like
+from quant_numerics.array.operand import dequantize
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import Slices, slices
 from quant_numerics.autodiff.linear import with_tangent
@@ -60,14 +61,24 @@ class TrainingPair(LinearPair):
             )
         g = tangent
         grads: list[Any] = [None, None]
-        if self.backward is None or None in self.backward:
-            _, pull = jax.vjp(lambda *operands: self.op.run(*operands, *extras), *values)
-            grads = list(pull(g))
         full = tuple(map(_with_all_axes, sides))
+        floats = [one is None or one.qtype is None for one in self.backward or (None, None)]
+        if any(floats):
+            # A gradient that is float is that of the float op: at the other operand, or, if this is
+            # asked for, at its quantized values. What is not used of both is not compiled.
+            at = [
+                value if one is None or side.quantized is None else dequantize(side.quantized)
+                for one, side, value in zip(
+                    (self.backward or (None, None))[::-1], full, values, strict=True
+                )
+            ]
+            _, pull = jax.vjp(lambda *operands: self.op.run(*operands, *extras), *at)
+            grads = list(pull(g))
         if key is not None:
             key = _key_for(key, self.key_impl, g)
         for i, backward in enumerate(self.backward or ()):
-            if backward is not None:
+            if not floats[i]:
+                assert backward is not None
                 # Each gradient draws other random bits.
                 own = None if key is None else jax.random.fold_in(key, i)
                 wanted = list(full)
@@ -128,7 +139,7 @@ class TrainingPair(LinearPair):
 def _mapped_noise(backward: Backward, axis: int) -> Backward:
     """Return how a gradient with one more batch axis is quantized."""
     axes = backward.channelwise_noise_axes
-    if not axes:
+    if not axes or backward.qtype is None:
         return backward
     moved = (a + (a >= axis) for a in axes if a >= 0)
     negative = (a for a in axes if a < 0)
@@ -175,6 +186,7 @@ def train(
     key: jax.Array | None,
     extras: tuple[Any, ...] = (),
     cotangent: Calibration | None = None,
+    quantized: tuple[QArray | None, QArray | None] = (None, None),
 ) -> jax.Array:
     """Run a contraction of quantized operands, with the derivatives that `backward` asks for.
 
@@ -187,10 +199,13 @@ def train(
       key: random key, for stochastic rounding.
       extras: the other arrays that it takes.
       cotangent: the range of the cotangent, or None to measure it.
+      quantized: quantized values of each operand, or None to quantize it.
     """
     sides = tuple(
-        _quantized(op, i, x, how, calibration)
-        for i, (x, how, calibration) in enumerate(zip(operands, hows, calibrations, strict=True))
+        _quantized(op, i, *given)
+        if quantized[i] is None
+        else Residual(operands[i], jax.tree.map(lax.stop_gradient, quantized[i]), None)
+        for i, given in enumerate(zip(operands, hows, calibrations, strict=True))
     )
     lhs, rhs = (lax.stop_gradient(s.value) if s.quantized is None else s.quantized for s in sides)
     value = op.run(lhs, rhs, *extras)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -153,8 +153,9 @@ def dot_in_kernel(
     """Return the rescaled contraction of two sides, or None without a kernel.
 
     The op ``dot_int8`` runs where it is installed, for programs that are lowered for CPU and for
-    int8 that lies as batch, contracted and free axes, on both sides: XLA transposes the lhs, writes
-    sums of int32 and reads them again to rescale them.
+    int8 whose batch axes come first, then the contracted and the free ones, or the free and the
+    contracted ones. XLA writes sums of int32 and reads them again to rescale them, and where both
+    sides begin with what is contracted, as gradients of weights have it, it transposes the lhs.
     """
     sides = (lhs, rhs)
     if any(
@@ -163,12 +164,13 @@ def dot_in_kernel(
         or side.scale.dtype != jnp.float32
         or side.zero_point is not None
         or side.tiles
-        or not _lies_by_row(side)
+        or _ends_with_sum(side) is None
         for side in sides
     ):
         return None
     shapes = [side.values.shape for side in sides]
-    reason = _refused(lhs, rhs)
+    last = {"lhs_last": _ends_with_sum(lhs), "rhs_last": _ends_with_sum(rhs)}
+    reason = _refused(lhs, rhs, last)
     if reason is not None:
         _log.debug("int8%s by int8%s is summed in XLA: %s", *map(list, shapes), reason)
         return None
@@ -182,7 +184,11 @@ def dot_in_kernel(
 
     def in_kernel(*operands: Any) -> jax.Array:
         given = of(*operands)
-        found = get_op(_OP)(*map(_matrices, given), *map(_scales, given))
+        matrices = [
+            side.values.reshape(_shape(side, ends))
+            for side, ends in zip(given, last.values(), strict=True)
+        ]
+        found = get_op(_OP)(*matrices, *map(_scales, given), **last)
         return found.reshape(
             *_sizes(lhs, lhs.batch), *_sizes(lhs, lhs.free), *_sizes(rhs, rhs.free)
         )
@@ -198,19 +204,26 @@ def dot_in_kernel(
     return straight_through(either, in_xla)(*operands)
 
 
-def _lies_by_row(side: Side) -> bool:
-    """Return whether batch, contracted and free axes follow each other in memory, all there."""
-    order = [a for a in (*side.batch, *side.contract, *side.free) if side.values.shape[a] != 1]
-    return order == sorted(order) and bool(side.contract) and bool(side.free)
+def _ends_with_sum(side: Side) -> bool | None:
+    """Return whether the contracted axes come last; None: not as a kernel takes them.
+
+    Batch axes come first, and each kind of axis is there and lies together.
+    """
+    if not (side.contract and side.free):
+        return None
+    for last, rest in ((False, side.contract + side.free), (True, side.free + side.contract)):
+        order = [a for a in (*side.batch, *rest) if side.values.shape[a] != 1]
+        if order == sorted(order):
+            return last
+    return None
 
 
-def _refused(lhs: Side, rhs: Side) -> str | None:
+def _refused(lhs: Side, rhs: Side, last: Mapping[str, bool | None]) -> str | None:
     """Return why no kernel takes two sides, or None."""
     if not all(isinstance(n, int) for n in lhs.values.shape + rhs.values.shape):
         return "a size is symbolic"
-    left, right = map(_shape, (lhs, rhs))
-    batch, length, rows = left
-    columns = right[-1]
+    batch, length, rows = _shape(lhs, False)
+    columns = _shape(rhs, False)[-1]
     if length * rows * columns < _KERNEL_PRODUCTS:
         return f"kernels are for {_KERNEL_PRODUCTS} products or more"
     if length < _KERNEL_LENGTH or min(rows, columns) < _KERNEL_COLUMNS:
@@ -219,10 +232,13 @@ def _refused(lhs: Side, rhs: Side) -> str | None:
         return "XLA may cut it over devices, and would gather it for a kernel"
     int8, float32 = jnp.int8, jnp.float32
     operands = [
-        *(jax.ShapeDtypeStruct(shape, int8) for shape in (left, right)),
+        *(
+            jax.ShapeDtypeStruct(_shape(side, bool(ends)), int8)
+            for side, ends in zip((lhs, rhs), last.values(), strict=True)
+        ),
         *(jax.ShapeDtypeStruct((batch, n), float32) for n in (rows, columns)),
     ]
-    choice = select_kernel(_OP, "cpu", operands)
+    choice = select_kernel(_OP, "cpu", operands, **last)
     return choice.reason if choice.spec is None else None
 
 
@@ -230,21 +246,17 @@ def _sizes(side: Side, axes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(side.values.shape[a] for a in axes)
 
 
-def _shape(side: Side) -> tuple[int, int, int]:
-    """Return the sizes of a side as batch, rows and columns."""
-    batch, rows, columns = (
+def _shape(side: Side, last: bool) -> tuple[int, int, int]:
+    """Return a side's sizes: batch, what is summed and what is left, which `last` swaps."""
+    batch, length, kept = (
         math.prod(_sizes(side, axes)) for axes in (side.batch, side.contract, side.free)
     )
-    return batch, rows, columns
-
-
-def _matrices(side: Side) -> jax.Array:
-    return side.values.reshape(_shape(side))
+    return (batch, kept, length) if last else (batch, length, kept)
 
 
 def _scales(side: Side) -> jax.Array:
     """Return one scale for each column of each matrix."""
-    batch, _, columns = _shape(side)
+    batch, _, columns = _shape(side, False)
     assert side.scale is not None
     scale = side.scale.reshape(side.scale_shape)
     full = _sizes(side, side.batch) + _sizes(side, side.free)

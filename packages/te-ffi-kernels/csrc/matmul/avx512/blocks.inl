@@ -37,7 +37,7 @@ void exact_block(const Tile& t, int64_t r0, int64_t p0) {
       acc[r][p] = t.first ? start : _mm512_loadu_si512(out + r * t.sums_stride + 16 * p);
     }
   }
-  if (R > kFewRows && t.finish != nullptr) {
+  if (R > kFewRows && t.finish != nullptr && !t.finish->out.past_caches) {
     const Output& to = t.finish->out;
     const int64_t size = to.dtype == DType::F32 ? 4 : 2;
     for (int r = 0; r < R; ++r) {

@@ -47,7 +47,8 @@ Dictionary attributes(int bits) {
   return made;
 }
 
-const std::set<std::string> kOptional = {"scale_kind", "rotation"};
+const std::set<std::string> kOptional = {"scale_kind", "rotation", "index",   "group_sizes",
+                                         "bias",       "residual", "clamps"};
 
 // The matmul of row i of x with a weight.
 double matmul_at(const Program& p, const Weights& w, int64_t i) {
@@ -71,11 +72,9 @@ constexpr Op kOps<0> = {"gemm_w8a8", 8, 0.5};
 template <>
 constexpr Op kOps<1> = {"gemm_w8a16", 8, 1e-3};
 template <>
-constexpr Op kOps<2> = {"gemv_w8", 8, 1e-3};
+constexpr Op kOps<2> = {"gemm_w4a8", 4, 0.5};
 template <>
-constexpr Op kOps<3> = {"gemv_w4", 4, 1e-3};
-template <>
-constexpr Op kOps<4> = {"gemm_w4a8", 4, 0.5};
+constexpr Op kOps<3> = {"gemm_w4a16", 4, 1e-3};
 
 // Makes a weight of a call another one, damaged. Quantized values are checked when a weight is
 // first used at its address, and another test may have had the same weight at this one.
@@ -132,10 +131,12 @@ Case stack_case() {
   constexpr Op op = kOps<kOp>;
   Tensor index(kS32, {});
   index.as<int32_t>()[0] = -2;  // the second of three
-  return {{std::string("te_ffi_kernels.") + op.name + "_stack",
+  Dictionary given = attributes(op.bits);
+  given.insert({"index", 1});
+  return {{std::string("te_ffi_kernels.") + op.name,
            {normal({kRows, kK}), buffer_of(weight_of(op.bits), 3), index},
            {Tensor(kF32, {kRows, kN})},
-           attributes(op.bits)},
+           given},
           [](const Program& p) {
             constexpr Op op = kOps<kOp>;
             expect_close(p.results[0], op.name, [&](int64_t i) {
@@ -150,6 +151,8 @@ Case stack_case() {
             },
             "must be a stack of one or more"},
            {operand(1, kU8, {2, 2}), "buffer must have 3 axes, got uint8[2, 2]"},
+           {set("index", 2), "index must be 0 or 1, got 2"},
+           {set("index", 0), "3 operands"},
            {set("group", 3), "got 3"}},
           kOptional};
 }
@@ -202,7 +205,6 @@ Case rotated_stack_case() { return rotated_case<kOp>(stack_case<kOp>(), 1); }
 // What `made` multiplies, plus operands after its own.
 Case added_case(Case made, bool bias, bool residual) {
   Program& program = made.program;
-  program.target += "_added";
   program.attributes.insert(
       {{"bias", int64_t{bias}}, {"residual", int64_t{residual}}, {"clamps", int64_t{0}}});
   const size_t first = program.operands.size(), last = first + (bias && residual);
@@ -224,7 +226,7 @@ Case added_case(Case made, bool bias, bool residual) {
   made.bad = {{set("bias", 2), "bias must be 0 or 1, got 2"},
               {set("residual", -1), "residual must be 0 or 1, got -1"},
               {[](Program& p) { p.attributes.at("bias") = p.attributes.at("residual") = 0; },
-               "bias, residual or clamps must be 1, got 0 for all"},
+               "operands and 1 results, and there must be"},
               {result(0, kBF16, {kRows, kN}), "must be of: bfloat16, got float32"},
               {set("group", 3), "got 3"}};
   const auto refuse = [&](const char* name, size_t at, std::vector<int64_t> other,
@@ -242,17 +244,19 @@ Case added_matmul_case() { return added_case(matmul_case<kOp>(), true, true); }
 template <int kOp>
 Case added_stack_case() { return added_case(stack_case<kOp>(), true, true); }
 Case bias_case() { return added_case(matmul_case<0>(), true, false); }
-Case residual_case() { return added_case(stack_case<4>(), false, true); }
+Case residual_case() { return added_case(stack_case<2>(), false, true); }
 Case rotated_added_case() { return added_case(rotated_matmul_case<3>(), true, true); }
 
 template <int kOp>
 Case groups_case() {
   constexpr Op op = kOps<kOp>;
-  return {{std::string("te_ffi_kernels.") + op.name + "_groups",
+  Dictionary given = attributes(op.bits);
+  given.insert({{"index", 1}, {"group_sizes", 1}});
+  return {{std::string("te_ffi_kernels.") + op.name,
            {normal({5, kK}), buffer_of(weight_of(op.bits), 3), values(kS32, {2, 0, 1}),
             values(kS32, {3, 0, 1})},
            {Tensor(kF32, {5, kN})},
-           attributes(op.bits)},
+           given},
           [](const Program& p) {
             constexpr int kWeights[] = {2, 2, 2, 1};
             constexpr Op op = kOps<kOp>;
@@ -265,20 +269,21 @@ Case groups_case() {
            {operand(2, kS32, {2}), "that of group_sizes"},
            {[](Program& p) { p.operands[3].as<int32_t>()[1] = -4; },
             "group_sizes[1] must be at least 0, got -4"},
-           {set("n", 41), "the attribute n"}},
+           {set("n", 41), "the attribute n"},
+           {set("group_sizes", 3), "group_sizes must be 0 or 1, got 3"},
+           {set("index", 0), "index must be 1 where group_sizes is"},
+           // Rows in groups are not rotated, and nothing is done to their results.
+           {[](Program& p) {
+              p.attributes.insert({"rotation", kBlock});
+              p.operands.push_back(filled(kS8, {kK}, 1));
+            },
+            "must be 0 where rows come in groups"},
+           {[](Program& p) {
+              p.attributes.insert({"bias", 1});
+              p.operands.push_back(filled(kF32, {kN}, 1));
+            },
+            "must be 0 where rows come in groups"}},
           kOptional};
-}
-
-// Rows in groups are not rotated.
-template <int kOp>
-Case unrotated_groups_case() {
-  Case made = groups_case<kOp>();
-  made.bad = {{[](Program& p) {
-                 p.attributes.insert({"rotation", kBlock});
-                 p.operands.push_back(filled(kS8, {kK}, 1));
-               },
-               "rotation must be 0 where rows come in groups"}};
-  return made;
 }
 
 template <int kBits>
@@ -350,7 +355,7 @@ Case pack_table_case() {
 }
 
 Case matmul_table_case() {
-  return {{"te_ffi_kernels.gemv_w4",
+  return {{"te_ffi_kernels.gemm_w4a16",
            {normal({kRows, kK}), nvfp4_buffer()},
            {Tensor(kF32, {kRows, kN})},
            nvfp4_attributes()},
@@ -402,22 +407,22 @@ Case take_case() {
 }
 
 const Registered kRegistered[] = {
-    Registered(matmul_case<0>), Registered(matmul_case<1>), Registered(matmul_case<2>),
-    Registered(matmul_case<3>), Registered(matmul_case<4>), Registered(stack_case<0>),
-    Registered(stack_case<1>),   Registered(stack_case<2>),   Registered(stack_case<3>),
-    Registered(stack_case<4>),   Registered(groups_case<0>),  Registered(groups_case<1>),
-    Registered(groups_case<2>),  Registered(groups_case<3>),  Registered(groups_case<4>),
+    Registered(matmul_case<0>),         Registered(matmul_case<1>),
+    Registered(matmul_case<2>),         Registered(matmul_case<3>),
+    Registered(stack_case<0>),          Registered(stack_case<1>),
+    Registered(stack_case<2>),          Registered(stack_case<3>),
+    Registered(groups_case<0>),         Registered(groups_case<1>),
+    Registered(groups_case<2>),         Registered(groups_case<3>),
     Registered(rotated_matmul_case<0>), Registered(rotated_matmul_case<3>),
-    Registered(rotated_stack_case<0>), Registered(rotated_stack_case<4>),
-    Registered(unrotated_groups_case<0>),
-    Registered(added_matmul_case<0>), Registered(added_matmul_case<1>),
-    Registered(added_matmul_case<2>), Registered(added_matmul_case<3>),
-    Registered(added_matmul_case<4>), Registered(added_stack_case<0>),
-    Registered(added_stack_case<1>), Registered(added_stack_case<2>),
-    Registered(added_stack_case<3>), Registered(added_stack_case<4>),
-    Registered(bias_case), Registered(residual_case), Registered(rotated_added_case),
-    Registered(pack_case<8>),    Registered(pack_case<4>),    Registered(take_case<8>),
-    Registered(pack_table_case), Registered(matmul_table_case),
+    Registered(rotated_stack_case<0>),  Registered(rotated_stack_case<2>),
+    Registered(added_matmul_case<0>),   Registered(added_matmul_case<1>),
+    Registered(added_matmul_case<2>),   Registered(added_matmul_case<3>),
+    Registered(added_stack_case<0>),    Registered(added_stack_case<1>),
+    Registered(added_stack_case<2>),    Registered(added_stack_case<3>),
+    Registered(bias_case),              Registered(residual_case),
+    Registered(rotated_added_case),     Registered(pack_case<8>),
+    Registered(pack_case<4>),           Registered(pack_table_case),
+    Registered(matmul_table_case),      Registered(take_case<8>),
     Registered(take_case<4>)};
 
 }  // namespace

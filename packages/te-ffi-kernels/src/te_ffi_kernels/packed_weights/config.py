@@ -47,17 +47,26 @@ class Form:
     clamp: tuple[float, float] | None = None
 
     @property
-    def of_rows(self) -> dict[str, int]:
-        """Return what kernels are told and asked about how rows are quantized."""
-        told = {"rotation": self.rotation, "x_scale": int(self.has_scale)}
-        return {name: value for name, value in told.items() if value}
+    def told(self) -> dict[str, Any]:
+        """Return what kernels are told and asked about a call beside its weight.
+
+        What a call does not have is left out: a kernel that knows none of these takes plain calls.
+        """
+        told = {
+            "index": self.picks != "",
+            "group_sizes": self.picks == "groups",
+            "rotation": self.rotation,
+            "x_scale": self.has_scale,
+            "bias": self.has_bias,
+            "residual": self.has_residual,
+        }
+        clamps = {} if self.clamp is None else clamp_attributes(self.clamp)
+        return {name: int(value) for name, value in told.items() if value} | clamps
 
     @property
-    def added(self) -> dict[str, Any]:
-        """Return what kernels are told about what they do to a product."""
-        told: dict[str, Any] = {"bias": int(self.has_bias), "residual": int(self.has_residual)}
-        told |= clamp_attributes(self.clamp)
-        return told if any(told.values()) else {}
+    def has_more(self) -> bool:
+        """Return whether something is done to a product."""
+        return self.has_bias or self.has_residual or self.clamp is not None
 
     @property
     def plain(self) -> Form:

@@ -48,8 +48,6 @@ LINE = 64
 """Bytes of a cache line, of which a payload has whole ones."""
 ROW_ALIGNMENT = 64
 GROUP_ALIGNMENT = 8
-FEW_ROWS = 4
-"""Rows of an activation up to which a matmul takes as long as reading the weight."""
 
 
 @dataclasses.dataclass(frozen=True)

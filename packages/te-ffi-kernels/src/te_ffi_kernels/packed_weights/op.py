@@ -140,7 +140,7 @@ def gemm_w8a16(
     return _matmul("gemm_w8a16", 8, *given)
 
 
-def gemv_w8(
+def gemm_w4a16(
     x: jax.Array,
     weight: PackedWeight,
     *,
@@ -153,35 +153,14 @@ def gemv_w8(
     residual: jax.Array | None = None,
     clamp: tuple[float, float] | None = None,
 ) -> jax.Array:
-    """Multiply a few rows at the speed of reading the weight.
-
-    Arguments and numbers are those of ``gemm_w8a16``.
-    """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
-    return _matmul("gemv_w8", 8, *given)
-
-
-def gemv_w4(
-    x: jax.Array,
-    weight: PackedWeight,
-    *,
-    out_dtype: DTypeLike | None = None,
-    index: ArrayLike | None = None,
-    group_sizes: jax.Array | None = None,
-    signs: jax.Array | None = None,
-    rotation: int = 0,
-    bias: jax.Array | None = None,
-    residual: jax.Array | None = None,
-    clamp: tuple[float, float] | None = None,
-) -> jax.Array:
-    """Multiply any number of rows with a weight of ``pack_w4``.
+    """Multiply float activations with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
     multiplies in bfloat16 from 16 rows of bfloat16 on, and that any number of rows has 15 bits
     beside the table "nf4" and scales in float8_e4m3fn. Kernels for GPUs have no tables.
     """
     given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
-    return _matmul("gemv_w4", 4, *given)
+    return _matmul("gemm_w4a16", 4, *given)
 
 
 def gemm_w4a8(
@@ -201,7 +180,7 @@ def gemm_w4a8(
     """Multiply as ``gemm_w8a8`` with a weight packed by ``pack_w4``.
 
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
-    is up to twice as fast as ``gemv_w4``. The arguments are those of ``gemm_w8a8``.
+    is up to twice as fast as ``gemm_w4a16``. The arguments are those of ``gemm_w8a8``.
     """
     given = (
         x,
@@ -264,13 +243,8 @@ def _run(form: Form, x: jax.Array, *given: jax.Array) -> jax.Array:
     return _MATMUL(form, rows, *given).reshape(*x.shape[:-1], form.n)
 
 
-def _name(form: Form) -> str:
-    added = "added" if form.added else ""
-    return "_".join(filter(None, (form.op, form.picks, added)))
-
-
 def _reference(form: Form, rows: jax.Array, *operands: jax.Array) -> jax.Array:
-    if form.added:  # after what multiplies here
+    if form.has_more:  # after what multiplies here
         given, added = form.parted(operands)
         y = _MATMUL(form.plain, rows, *given)
         for array in added:
@@ -322,13 +296,12 @@ def _asked(form: Form, rows: jax.Array, *weight: jax.Array) -> Any:
     It says `to_pack` besides, and `convolves`: here the weight is packed already.
     """
     layout = form.layout
-    question = layout.question | form.of_rows
+    question = layout.question | form.told
     return (rows, jax.ShapeDtypeStruct((layout.k, form.n), jnp.int8)), question
 
 
 def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
-    of_weight = {"k": form.layout.k, "n": form.n, **form.layout.attributes}
-    return of_weight | form.of_rows | form.added
+    return {"k": form.layout.k, "n": form.n, **form.layout.attributes, **form.told}
 
 
 def _batch(
@@ -395,7 +368,7 @@ def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, .
 
 
 _MATMUL = Op(
-    _name,
+    lambda form: form.op,
     _reference,
     results=_results,
     attributes=_attributes,

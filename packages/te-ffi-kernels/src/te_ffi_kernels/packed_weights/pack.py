@@ -13,7 +13,7 @@ from .weight import PackedWeight
 
 
 def pack_w8(qvalue: jax.Array, scale: jax.Array, *, platform: str | None = None) -> PackedWeight:
-    """Pack a weight in 8 bits, for ``gemm_w8a8``, ``gemm_w8a16`` and ``gemv_w8``.
+    """Pack a weight in 8 bits, for ``gemm_w8a8`` and ``gemm_w8a16``.
 
     Args:
         qvalue: quantized values, int8[*lead, k, n]; a matmul sums over k.
@@ -40,7 +40,7 @@ def pack_w4(
     column_scale: jax.Array | None = None,
     platform: str | None = None,
 ) -> PackedWeight:
-    """Pack a weight in 4 bits, for ``gemv_w4`` and ``gemm_w4a8``.
+    """Pack a weight in 4 bits, for ``gemm_w4a16`` and ``gemm_w4a8``.
 
     Args:
         qvalue: int4[*lead, k, n], or int8 between -8 and 7 (values beyond are an error of the

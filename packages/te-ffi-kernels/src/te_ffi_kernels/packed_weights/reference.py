@@ -114,7 +114,7 @@ def quantized(
 
 
 def weight_only(x: jax.Array, weight: PackedWeight, out_dtype: DTypeLike) -> jax.Array:
-    """Multiply floats with quantized values and sum in float32; see ``te_ffi_kernels.gemv_w8``."""
+    """Multiply floats with quantized values and sum in float32; see ``gemm_w8a16``."""
     x = x.astype(jnp.float32)
     if _has_many_rows(x, weight):
         return _floats(x, dequantized(*weight.integers(), weight.k), out_dtype)

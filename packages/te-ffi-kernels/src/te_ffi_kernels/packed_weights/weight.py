@@ -12,7 +12,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
-from .layout import FEW_ROWS, TABLES, Layout
+from .layout import TABLES, Layout
 
 
 @jax.tree_util.register_dataclass
@@ -100,18 +100,13 @@ class PackedWeight:
         """Return the op that convolves images, quantized to int8, with it; None of a table."""
         return f"conv_w{self.bits}a8" if self.table == "int4" else None
 
-    def matmul_op(self, rows: Any, *, quantizes: bool) -> str | None:
-        """Return the fastest op for this weight, or None.
+    def matmul_op(self, *, quantizes: bool) -> str | None:
+        """Return the op that multiplies with this weight.
 
         Args:
-            rows: number of rows of the activation; maybe symbolic.
             quantizes: whether activations are quantized to int8 on the way.
         """
-        if self.bits == 4:
-            return "gemm_w4a8" if quantizes else "gemv_w4"
-        if quantizes:
-            return "gemm_w8a8"
-        return "gemv_w8" if isinstance(rows, int) and rows <= FEW_ROWS else "gemm_w8a16"
+        return f"gemm_w{self.bits}a{8 if quantizes else 16}"
 
     def unpack(self) -> tuple[jax.Array, ...]:
         """Return values int8[*lead, k, n] and scales [*lead, groups, n], as they were packed.

@@ -1,7 +1,8 @@
-"""dot_int8: gradients of weights, from quantized values that lie row by row."""
+"""dot_int8: products of int8 that a training step quantized, as they lie."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,19 +13,36 @@ from ..batching import more_rows
 from ..op import Op
 
 
+@dataclasses.dataclass(frozen=True)
+class DotConfig:
+    """Whether each side ends with the axis that is summed."""
+
+    lhs_last: bool
+    rhs_last: bool
+
+
 def dot_int8(
-    lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
+    *,
+    lhs_last: bool = False,
+    rhs_last: bool = False,
 ) -> jax.Array:
-    """Sum products of int8 over rows, and rescale them.
+    """Sum products of int8 over an axis of each side, and rescale them.
 
     Results are ``float32(sum) * lhs_scale * rhs_scale``, rounded once per operation. The sums are
-    exact, so these are the bits of ``lax.dot_general`` in int32, rescaled.
+    exact, so these are the bits of ``lax.dot_general`` in int32, rescaled. Without a flag a side is
+    summed over its rows, as both are for the gradient of a weight.
 
     Args:
-        lhs: int8[..., rows, m].
-        rhs: int8[..., rows, n].
+        lhs: int8[..., k, m], or int8[..., m, k] with `lhs_last`.
+        rhs: int8[..., k, n], or int8[..., n, k] with `rhs_last`.
         lhs_scale: float32[..., m].
         rhs_scale: float32[..., n].
+        lhs_last: whether the last axis of lhs is summed, else the one before.
+        rhs_last: whether that of rhs is.
 
     Returns:
         float32[..., m, n]. It has no derivative.
@@ -32,7 +50,9 @@ def dot_int8(
     Raises:
         TypeError, ValueError: an argument has another dtype or shape than above.
     """
-    for name, side, scale in (("lhs", lhs, lhs_scale), ("rhs", rhs, rhs_scale)):
+    config = DotConfig(bool(lhs_last), bool(rhs_last))
+    sides = (("lhs", lhs, lhs_scale, lhs_last), ("rhs", rhs, rhs_scale, rhs_last))
+    for name, side, scale, last in sides:
         checks.dtype("dot_int8", name, side.dtype, (jnp.int8,))
         checks.dtype("dot_int8", f"{name}_scale", scale.dtype, (jnp.float32,))
         if side.ndim < 2:
@@ -40,22 +60,41 @@ def dot_int8(
                 f"dot_int8: {name} must have 2 axes or more, rows and columns last, got "
                 f"{side.shape}"
             )
-        wanted = (*side.shape[:-2], side.shape[-1])
-        checks.shape("dot_int8", f"{name}_scale", scale, wanted, f"one for each column of {name}")
-    wanted = (*lhs.shape[:-1], rhs.shape[-1])
-    checks.shape("dot_int8", "rhs", rhs, wanted, "rows as lhs has them")
-    return _OP(None, lhs, rhs, lhs_scale, rhs_scale)
+        wanted = (*side.shape[:-2], side.shape[-2 if last else -1])
+        axis = "row" if last else "column"
+        checks.shape("dot_int8", f"{name}_scale", scale, wanted, f"one for each {axis} of {name}")
+    length, kept = _length(lhs, lhs_last), rhs.shape[-2 if rhs_last else -1]
+    pair = (kept, length) if rhs_last else (length, kept)
+    wanted = (*lhs.shape[:-2], *pair)
+    checks.shape("dot_int8", "rhs", rhs, wanted, "summed as lhs is")
+    return _OP(config, lhs, rhs, lhs_scale, rhs_scale)
+
+
+def _length(side: jax.Array, last: bool) -> int:
+    """Return how many products each sum has."""
+    return side.shape[-1 if last else -2]
 
 
 def _reference(
-    _: None, lhs: jax.Array, rhs: jax.Array, lhs_scale: jax.Array, rhs_scale: jax.Array
+    config: DotConfig,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    lhs_scale: jax.Array,
+    rhs_scale: jax.Array,
 ) -> jax.Array:
-    sums = jnp.einsum("...ki,...kj->...ij", lhs, rhs, preferred_element_type=jnp.int32)
+    left, right = "ik" if config.lhs_last else "ki", "jk" if config.rhs_last else "kj"
+    sums = jnp.einsum(f"...{left},...{right}->...ij", lhs, rhs, preferred_element_type=jnp.int32)
     return sums.astype(jnp.float32) * lhs_scale[..., None] * rhs_scale[..., None, :]
 
 
-def _results(_: None, lhs: jax.Array, rhs: jax.Array, *_scales: jax.Array) -> Any:
-    return jax.ShapeDtypeStruct((*lhs.shape[:-2], lhs.shape[-1], rhs.shape[-1]), jnp.float32)
+def _results(_: DotConfig, *operands: jax.Array) -> Any:
+    scales = operands[2:]
+    shape = (*scales[0].shape, scales[1].shape[-1])
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-_OP = Op("dot_int8", _reference, results=_results, batch=more_rows)
+def _attributes(config: DotConfig, *_: jax.Array) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+_OP = Op("dot_int8", _reference, results=_results, attributes=_attributes, batch=more_rows)

@@ -1,0 +1,111 @@
+"""Weights that training quantizes before devices gather them: fewer bytes than of floats."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+import quant_numerics as qn
+from hijax_trace import Ungathered, ungathered
+
+from ..program.sites import Site
+
+_OF_PARTS = ("absmax", "minmax")
+"""Calibration methods whose range is the extreme of the ranges of parts."""
+
+
+def before_gather(
+    site: Site,
+    side: int,
+    how: qn.HowToQuantize | None,
+    backward: Sequence[qn.Backward | None],
+    is_static: bool,
+) -> Ungathered | None:
+    """Return a weight as it was before the program gathered it, if that can be quantized instead.
+
+    Then the program needs no float of it: the backward pass multiplies with its quantized values,
+    and no gradient is cut off by a range.
+
+    Args:
+        site: the operation.
+        side: which operand, 0 or 1.
+        how: how it is quantized.
+        backward: how the gradient of each operand is quantized.
+        is_static: whether its range is given.
+    """
+    # An activation that is constrained may be partial sums of devices, which the constraint adds up.
+    other = backward[1 - side]
+    if how is None or site.weights[side] is None or other is None or other.residual is not None:
+        return None
+    clips = is_static or qn.parse_calibration_method(how.method).clips
+    if not site.contraction.trains or (how.masks and clips):
+        return None
+    found = ungathered(site.operands[side])
+    if found is None or found.axis is None:
+        return found
+    return None if is_static or _parts_fit(site, side, how, found) is None else found
+
+
+def _parts_fit(
+    site: Site, side: int, how: qn.HowToQuantize, found: Ungathered
+) -> tuple[Sequence[int], dict[int, int]] | None:
+    """Return channel axes and tiles of a device's part in ``shard_map``; None if devices differ.
+
+    Each device must find the scales that the whole weight has for its elements.
+    """
+    axis, part = found.axis, found.value
+    channels, tiles = site.contraction.granularity(side, site.operands[side].shape, how)
+    if qn.get_qtype(how.qtype).two_level:  # one scale for the whole weight
+        return None
+    if axis in tiles:
+        size = tiles[axis]
+        return None if size != int(size) or part.shape[axis] % int(size) else (channels, tiles)
+    is_shared = axis not in channels
+    if is_shared and qn.parse_calibration_method(how.method).name not in _OF_PARTS:
+        return None
+    return channels, tiles
+
+
+def gathered(
+    site: Site, side: int, how: qn.HowToQuantize, found: Ungathered, range_: Any
+) -> qn.QArray:
+    """Return a weight that is quantized and then gathered as the program gathers it.
+
+    Its values are those of the weight that is gathered and then quantized.
+
+    Args:
+        site: the operation.
+        side: which operand it is.
+        how: how it is quantized.
+        found: what ``before_gather`` returned.
+        range_: its static range, or None.
+    """
+    part: jax.Array = lax.stop_gradient(found.value)
+    if range_ is not None:
+        scales = qn.scale_of(range_, how.qtype, how.scale_dtype)
+        return found.gathered(qn.quantize_with(part, how.qtype, *scales))  # type: ignore[return-value]
+    if found.axis is None:  # one program for all devices: XLA finds the ranges of the whole weight
+        return found.gathered(site.contraction.quantize(side, part, how))  # type: ignore[return-value]
+    fits = _parts_fit(site, side, how, found)
+    assert fits is not None
+    channels, tiles = fits
+    found_range = qn.calibrate(
+        part, how.qtype, channel_axes=channels, tile_axes=tiles, method=how.method
+    )
+    if found.axis not in channels and found.axis not in tiles:
+        lower, upper = found_range
+        lower = None if lower is None else lax.pmin(lower, found.axis_name)
+        found_range = qn.Calibration(lower, lax.pmax(upper, found.axis_name))
+    scales = qn.scale_of(found_range, how.qtype, how.scale_dtype)
+    return found.gathered(qn.quantize_with(part, how.qtype, *scales, tile_axes=tiles))  # type: ignore[return-value]
+
+
+def ungathered_site(site: Site, before: Sequence[Ungathered | None]) -> Site:
+    """Return a site with its weights as they were before they were gathered, to measure them."""
+    pairs = zip(site.operands, before, strict=True)
+    left, right = (x if one is None else one.value for x, one in pairs)
+    return dataclasses.replace(site, operands=(left, right))
