@@ -1,11 +1,16 @@
 """Each method beside its paper's, written plainly in float64."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import interception_core as core
 import quant_numerics as qn
+from interception_core.testing import installed_plugins
 from provider_xla import (
     Awq,
     Gptq,
@@ -120,6 +125,10 @@ def test_gptq_of_a_channel_that_is_always_0():
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
 def test_gptq_in_every_format(fields):
+    check_gptq(**fields)
+
+
+def check_gptq(**fields):
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(90, 64)) @ rng.normal(size=(64, 64))).astype(np.float32)
     w = rng.normal(size=(64, 5)).astype(np.float32)
@@ -132,6 +141,25 @@ def test_gptq_in_every_format(fields):
     size = np.linalg.norm(x.astype(np.float64) @ w)
     np.testing.assert_allclose(report[0].after["Gptq"], errors[0] / size, rtol=1e-2)
     np.testing.assert_allclose(report[0].rounded, errors[1] / size, rtol=1e-2)
+
+
+@core.hookimpl
+def _declared():
+    return [core.QTypeSpec("acme_four", "four numbers in blocks", "acme_four:four")]
+
+
+def four():
+    book = (-1.0, -0.25, 0.25, 1.0)
+    how = {"bits": 2, "storage_dtype": jnp.uint2, "block": 16, "scale_dtype": jnp.float16}
+    return qn.QType(name="acme_four", kind="codebook", codebook=book, qmax=1.0, **how)
+
+
+def test_gptq_in_a_format_of_a_plugin_that_has_blocks_of_a_codebook(monkeypatch):
+    plugin = types.ModuleType("acme_four")
+    plugin.API, plugin.jaxtap_register_qtypes, plugin.four = (1, 7), _declared, four
+    monkeypatch.setitem(sys.modules, "acme_four", plugin)
+    with installed_plugins("acme_four"):
+        check_gptq(weight_qtype="acme_four")
 
 
 @pytest.mark.slow
