@@ -25,7 +25,7 @@ from paired import in_turn
 import provider_xla as xla
 from quant_numerics.contraction import in_kernel
 from quant_numerics.formats import rounding
-from quant_numerics.ops import kernel_dot
+from quant_numerics.ops import cpu_dot
 
 try:
     import qwix
@@ -103,7 +103,7 @@ def of_qwix(kind, params, x):
 def sides(loss, params, x):
     """Return the compiled step of each side, by name."""
     kept = in_kernel._LEAST_SIZE, rounding.random_bits
-    least_dot = kernel_dot._LEAST_PRODUCTS
+    least_dot = cpu_dot._KERNEL_PRODUCTS
     found = {}
     for name, rule, least, bits in (
         ("float32", None, *kept),
@@ -113,14 +113,14 @@ def sides(loss, params, x):
         ("random in XLA", RANDOM, float("inf"), jax.random.bits),
     ):
         in_kernel._LEAST_SIZE, rounding.random_bits = least, bits
-        kernel_dot._LEAST_PRODUCTS = least_dot if least == kept[0] else least
+        cpu_dot._KERNEL_PRODUCTS = least_dot if least == kept[0] else least
         jax.clear_caches()  # traces of the other sides
         fn = loss if rule is None else xla.QtProvider(rule).apply(loss)
         given = {} if rule is not RANDOM else {"quant_key": jax.random.key(0)}
         step = jax.jit(jax.value_and_grad(fn)).lower(params, x, **given).compile()
         found[name] = functools.partial(step, params, x, **given)
     in_kernel._LEAST_SIZE, rounding.random_bits = kept
-    kernel_dot._LEAST_PRODUCTS = least_dot
+    cpu_dot._KERNEL_PRODUCTS = least_dot
     return found
 
 

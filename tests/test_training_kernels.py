@@ -15,7 +15,7 @@ from interception_core.kernels.select import chosen_kernel
 from jaxtap_testkit.meshes import line
 from jaxtap_testkit.te.calls import calls
 from quant_numerics.contraction import in_kernel
-from quant_numerics.ops import kernel_dot
+from quant_numerics.ops import cpu_dot
 
 INT8 = qn.HowToQuantize("int8")
 RULE = xla.QtRule(weight_qtype="int8", act_qtype="int8", bwd_qtype="int8")
@@ -37,9 +37,9 @@ def either(monkeypatch):
         found = []
         for least in (1, float("inf")):
             monkeypatch.setattr(in_kernel, "_LEAST_SIZE", least)
-            monkeypatch.setattr(kernel_dot, "_LEAST_PRODUCTS", least)
-            monkeypatch.setattr(kernel_dot, "_LEAST_LENGTH", 1)
-            for module in (in_kernel, kernel_dot):
+            monkeypatch.setattr(cpu_dot, "_KERNEL_PRODUCTS", least)
+            monkeypatch.setattr(cpu_dot, "_KERNEL_LENGTH", 1)
+            for module in (in_kernel, cpu_dot):
                 monkeypatch.setattr(module, "may_be_cut", lambda: False)
             jax.clear_caches()
             # XLA is faster on processors without instructions for int8.
@@ -87,8 +87,7 @@ def test_steps_have_the_same_bits(either, noise):
     ours, theirs = either(steps, *given)
     # Both operands, and the cotangent for both gradients.
     assert len(calls(ours, "quantize_int8")) == 4 * len(cases)
-    # Forward and both gradients: all their sides lie as batch, contracted and free axes, or with the
-    # last two kinds the other way.
+    # Forward and both gradients: of all sides the contracted axes lie together, after the batch.
     assert len(calls(ours, "dot_int8")) == 3 * len(cases)
     assert not calls(theirs)
     assert_same(ours(*given), theirs(*given))
@@ -233,7 +232,7 @@ def test_each_device_of_shard_map_uses_it():
 )
 def test_what_is_summed_in_xla(rows, scales, reason, caplog, monkeypatch):
     """A sum of few products; scales along what is summed; zero points."""
-    monkeypatch.setattr(kernel_dot, "may_be_cut", lambda: False)
+    monkeypatch.setattr(cpu_dot, "may_be_cut", lambda: False)
     x, y = normal(rows, 300), normal(rows, 200, seed=1)
     x = qn.quantize(x, "int8", channel_axes=(1,), **scales)
     y = qn.quantize(y, "int8", channel_axes=(1,))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, processors
 
-from jaxtap_llm import checkpoint
+from jaxtap_llm import checkpoint, model
 from jaxtap_llm.config import LlmError, parse_config
 from jaxtap_llm.rules import DEVICE
 from jaxtap_llm.tokenizer import byte_level
@@ -123,6 +123,21 @@ def test_tied_tables_and_biases(tmp_path):
 
 
 @pytest.mark.slow
+def test_layers_with_other_heads():
+    """Gemma 4 has two shapes of keys, and so four arrays in its cache."""
+    config = parse_config(fields_of("gemma4_text"))
+    params = varied(checkpoint.init(config))
+    made = device.Device(device.export(config, params, "float", 4, 12).model)
+    tokens = np.random.default_rng(4).integers(0, 256, 6).tolist()
+    logits, cache = made.prefill(tokens[:4])
+    assert list(cache) == [f"kv_cache_{part}_{i}" for part in "kv" for i in range(2)]
+    for position in (4, 5):
+        logits, cache = made.decode(tokens[position], cache, position)
+    wanted = np.asarray(model.logits(config, params, np.asarray([tokens])))[0, -1]
+    np.testing.assert_allclose(logits, wanted, rtol=0, atol=NEAR["float"] * wanted.std())
+
+
+@pytest.mark.slow
 def test_the_likeliest_tokens(tmp_path):
     """Those of int8 are those of float64, where these have a clear choice."""
     made = opened(tmp_path, exported("dynamic"))
@@ -222,7 +237,7 @@ def test_a_bundle_has_the_file_the_tokenizer_and_what_ends_a_text(folder, tmp_pa
     kinds = [one["section_type"] for one in sections]
     assert kinds == ["LlmMetadata", "HF_Tokenizer", "TFLiteModel"]
     assert sections[2]["model_type"] == "prefill_decode"
-    metadata, tokenizer, model = (toml.parent / one["data_path"] for one in sections)
+    metadata, tokenizer, tflite = (toml.parent / one["data_path"] for one in sections)
     found = text_format.Parse(metadata.read_text(), llm_metadata_pb2.LlmMetadata())
     assert found.max_num_tokens == 16
     assert [list(one.token_ids.ids) for one in found.stop_tokens] == [[7], [9]]
@@ -233,7 +248,7 @@ def test_a_bundle_has_the_file_the_tokenizer_and_what_ends_a_text(folder, tmp_pa
     ids = read.encode(text, add_special_tokens=False).ids
     assert ids == list(text.encode())
     assert read.decode(ids) == text
-    device_run = device.Device(model)
+    device_run = device.Device(tflite)
     assert device_run.positions == 16
     assert device_run.generate([1, 2, 3], 4) == device.Device(exported("dynamic")).generate(
         [1, 2, 3], 4
@@ -258,6 +273,8 @@ def test_what_can_not_be_exported(folder, tmp_path, capsys):
         run_llm("device", str(folder), str(tmp_path / "none" / "model.tflite"))
     with pytest.raises(LlmError, match=r"must say which tokens end a text.*Add eos_token_id"):
         run_llm("device", str(folder), str(tmp_path / "model.litertlm"))
+    with pytest.raises(LlmError, match="The model must have attention in all layers"):
+        device.export(parse_config(fields_of("qwen3_5_text")), None, "dynamic", PROMPT, POSITIONS)
     with pytest.raises(LlmError, match="The model must have no experts"):
         device.export(*small("qwen3_moe"), "dynamic", PROMPT, POSITIONS)
     assert not out.exists()

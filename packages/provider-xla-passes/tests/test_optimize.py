@@ -19,6 +19,7 @@ from provider_xla import (
     PtqProvider,
     QuantizationError,
     QuantizationRule,
+    Ranges,
     SmoothQuant,
     TransformedWeight,
     Wanda,
@@ -236,7 +237,14 @@ def test_what_is_refused():
         plan.optimize(TWO, [], [Gptq()])
     with pytest.raises(TypeError, match="passes such as Gptq"):
         plan.optimize(TWO, [(X,)], [Gptq])
-    for passes in ([Gptq(), Hadamard()], [Gptq(), Gptq()], [Wanda(), Awq()], [Gptq(), Wanda()]):
+    for passes in (
+        [Gptq(), Hadamard()],
+        [Gptq(), Gptq()],
+        [Wanda(), Awq()],
+        [Gptq(), Wanda()],
+        [Gptq(), Ranges()],
+        [Ranges(), Hadamard()],
+    ):
         with pytest.raises(ValueError, match="can't follow"):
             plan.optimize(TWO, [(X,)], passes)
     with pytest.raises(QuantizationError, match="not finite"):
@@ -260,6 +268,8 @@ def test_what_is_refused():
         (lambda: Gptq(block=0), "block"),
         (lambda: Awq(grid=0), "grid"),
         (lambda: Awq(clip=0), "clip"),
+        (lambda: Ranges(steps=0), "steps"),
+        (lambda: Ranges(fits=-1), "fits"),
     ],
 )
 def test_numbers_out_of_range(make_pass, field):

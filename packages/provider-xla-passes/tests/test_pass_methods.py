@@ -1,17 +1,23 @@
 """Each method beside its paper's, written plainly in float64."""
 
+import sys
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import interception_core as core
 import quant_numerics as qn
+from interception_core.testing import installed_plugins
 from provider_xla import (
     Awq,
     Gptq,
     Hadamard,
     PtqProvider,
     QuantizationRule,
+    Ranges,
     SmoothQuant,
     TransformedWeight,
     Wanda,
@@ -119,6 +125,10 @@ def test_gptq_of_a_channel_that_is_always_0():
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
 def test_gptq_in_every_format(fields):
+    check_gptq(**fields)
+
+
+def check_gptq(**fields):
     rng = np.random.default_rng(1)
     x = (rng.normal(size=(90, 64)) @ rng.normal(size=(64, 64))).astype(np.float32)
     w = rng.normal(size=(64, 5)).astype(np.float32)
@@ -131,6 +141,25 @@ def test_gptq_in_every_format(fields):
     size = np.linalg.norm(x.astype(np.float64) @ w)
     np.testing.assert_allclose(report[0].after["Gptq"], errors[0] / size, rtol=1e-2)
     np.testing.assert_allclose(report[0].rounded, errors[1] / size, rtol=1e-2)
+
+
+@core.hookimpl
+def _declared():
+    return [core.QTypeSpec("acme_four", "four numbers in blocks", "acme_four:four")]
+
+
+def four():
+    book = (-1.0, -0.25, 0.25, 1.0)
+    how = {"bits": 2, "storage_dtype": jnp.uint2, "block": 16, "scale_dtype": jnp.float16}
+    return qn.QType(name="acme_four", kind="codebook", codebook=book, qmax=1.0, **how)
+
+
+def test_gptq_in_a_format_of_a_plugin_that_has_blocks_of_a_codebook(monkeypatch):
+    plugin = types.ModuleType("acme_four")
+    plugin.API, plugin.jaxtap_register_qtypes, plugin.four = (1, 7), _declared, four
+    monkeypatch.setitem(sys.modules, "acme_four", plugin)
+    with installed_plugins("acme_four"):
+        check_gptq(weight_qtype="acme_four")
 
 
 @pytest.mark.slow
@@ -197,6 +226,62 @@ def test_awq_clips_each_range_by_the_error_of_its_tile(tile):
                 errors[scale] = e @ gram @ e
             best = min(errors, key=errors.get)
             np.testing.assert_allclose(stored.scale[t, n], best, rtol=1e-5)
+
+
+def float64_search(w, gram, factors, fits, levels):
+    """The scale, and zero point, of the least error of one tile: tried, and fitted in turn."""
+    least, best = np.inf, None
+    for below, above in factors:
+        low, high = below, above
+        for _ in range(fits + 1):
+            if levels == 7:
+                scale, zero = np.abs(w).max() * high / 7, 0
+                code = np.clip(np.round(w / scale), -7, 7)
+            else:
+                lower, upper = min(w.min(), 0) * low, max(w.max(), 0) * high
+                scale = (upper - lower) / 15
+                zero = np.clip(np.round(-8 - lower / scale), -8, 7)
+                code = np.clip(np.round(w / scale) + zero, -8, 7)
+            back = (code - zero) * scale
+            e = w - back
+            if e @ gram @ e < least:
+                least, best = e @ gram @ e, (scale, zero)
+            fit = (w @ gram @ back) / (back @ gram @ back)
+            fit = fit if 0.5 < fit < 2 else 1
+            low, high = low * fit, high * fit
+    return best
+
+
+@pytest.mark.parametrize(
+    ("method", "diagonal", "tile"),
+    [("absmax", False, 6), ("absmax", True, None), ("minmax", False, 6)],
+)
+def test_ranges_have_the_least_error_of_what_is_multiplied(method, diagonal, tile):
+    fields = {"tile_size": tile, "tile_fallback": "padded", "weight_calibration_method": method}
+    _, stored, report = optimized([Ranges(9, 1, diagonal)], weight_qtype="int4", **fields)
+    _, rounded, _ = optimized([], weight_qtype="int4", **fields)
+    assert report[0].reasons == {}
+    if not diagonal:
+        assert report[0].after["Ranges"] < report[0].rounded
+    size = tile or K
+    ends = np.linspace(1, 0.4, 9 if method == "absmax" else 3)
+    pairs = [(a, a) for a in ends] if method == "absmax" else [(a, b) for a in ends for b in ends]
+    gram = np.diag(np.diag(GRAM)) if diagonal else GRAM
+    for t in range(-(-K // size)):
+        rows = slice(t * size, (t + 1) * size)
+        for n in range(N):
+            w = W[rows, n].astype(np.float64)
+            levels = 7 if method == "absmax" else 15
+            scale, zero = float64_search(w, gram[rows, rows], pairs, 1, levels)
+            np.testing.assert_allclose(stored.scale[t, n], scale, rtol=1e-5)
+            points = stored.zero_point
+            assert zero == (0 if points is None else int(points[t, n]))
+    assert stored.scale.shape == rounded.scale.shape
+
+
+def test_ranges_of_scales_that_outputs_share_are_the_rules():
+    _, _, report = optimized([Ranges()], weight_qtype="nvfp4")
+    assert "its ranges are the rule's" in report[0].reasons["Ranges"]
 
 
 def test_wanda_keeps_the_largest_products():

@@ -581,7 +581,7 @@ def test_a_gradient_whose_range_is_not_known():
         ({"bwd_calibration_method": "rms,7"}, "bwd_calibration_method must be 'absmax' where"),
         ({"act_calibration_method": "rms,7"}, "act_calibration_method must be 'absmax' where"),
         ({"weight_qtype": None}, "weight_static_scale must be False where weight_qtype is None"),
-        ({"bwd_static_scale": "yes"}, "bwd_static_scale must be a bool. Got 'yes'"),
+        ({"bwd_static_scale": "yes"}, "bwd_static_scale must be True or False. Got 'yes'"),
         ({"bwd_static_scale": False, "act_static_scale": None, "weight_static_scale": False},
          "static_average must be left out where neither"),
     ],

@@ -1,7 +1,8 @@
-"""Training gathers quantized weights: the operands of all-gather, and the numbers without a mesh."""
+"""Training gathers quantized weights: what all-gather moves, and the numbers without a mesh."""
 
 import contextlib
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +20,8 @@ from jaxtap_testkit.xla_samples import draw
 
 # More rows than those of activations, so that a gathered activation is no weight.
 K, N, ROWS = 256, 64, 16
-QAT = {"weight_qtype": "int8", "bwd_original_residuals": False}
-RULES = {
+QAT: dict[str, Any] = {"weight_qtype": "int8", "bwd_original_residuals": False}
+RULES: dict[str, dict[str, Any]] = {
     "qat": QAT,
     "qat int4 in tiles": {**QAT, "weight_qtype": "int4", "tile_size": 32},
     "qat with zero points": {**QAT, "weight_calibration_method": "minmax"},
@@ -159,9 +160,7 @@ def test_layers_that_are_written_out_are_not_mixed_up(mesh):
 
 
 def test_delayed_scaling_gathers_float8(mesh):
-    rule = xla.QtRule(
-        **RULES["fp8"], weight_static_scale=True, static_average=qn.AmaxHistory(2)
-    )
+    rule = xla.QtRule(**RULES["fp8"], weight_static_scale=True, static_average=qn.AmaxHistory(2))
     whole, cut = sample(mesh, ("data", "model"))
     provider, found = xla.QtProvider(rule), []
     for fn, args in ((alone, whole), (functools.partial(constrained, mesh), cut)):

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static
-from provider_xla.providers import telling
+from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static, tables
 from provider_xla.rules.presets import PRESETS, as_rules, installed
 
 SAME = {
@@ -225,12 +224,12 @@ class Terminal(io.StringIO):
 
 
 def test_a_terminal_is_told_of_what_takes_long(monkeypatch):
-    monkeypatch.setattr(telling, "SECONDS", 0.01)
+    monkeypatch.setattr(tables, "SECONDS", 0.01)
     for made, shown in ((Terminal, "planning\n"), (io.StringIO, "")):
         monkeypatch.setattr(sys, "stderr", made())
-        with telling.telling("planning"):
+        with tables.telling("planning"):
             time.sleep(0.2)
-        with telling.telling("what is done at once"):
+        with tables.telling("what is done at once"):
             pass
         time.sleep(0.05)
         assert sys.stderr.getvalue() == shown

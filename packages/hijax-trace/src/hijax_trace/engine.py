@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -16,18 +17,16 @@ from interception_core.engine_api import Taps
 from interception_core.log import logger
 
 from . import compat
-from .dataflow.axes import identity
 from .dataflow.expression import Expression, Leaf
-from .dataflow.flow import Origin
+from .dataflow.flow import Origin, identity
 from .dataflow.nodes import Unknown
 from .interpreter.early import Restage
 from .interpreter.frames import Frame, Inputs
-from .interpreter.jax_patches import PATCHES
 from .interpreter.lacking import reinterpret_without
 from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import BY_PATH, Session, Tapping
-from .interpreter.watcher import Watcher
+from .interpreter.watcher import PATCHES, Watcher
 from .proxy.array_proxy import ArrayProxy, is_proxy
 from .proxy.carrier import Carrier, without_replaced
 from .staging.packed import Packed
@@ -136,7 +135,7 @@ class _Tapped:
             return self._fn(*args, **kwargs)
         packed, held, lacking = restored(args, kwargs)
         paths = self._paths_of(args, kwargs, packed.treedef)
-        origins = _Origins(packed, paths)
+        own = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
         replaced: frozenset[str] = frozenset()
         if any(type(one) is Carrier and one.inputs for one in held.values()):
             inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
@@ -145,9 +144,11 @@ class _Tapped:
         leaves, structure = jax.tree.flatten(held)
         proxies = functools.partial(jax.tree.unflatten, structure)
         values = [*packed.arrays, *leaves]
+        avals = list(map(type_of, values))
         # JAX names inputs only if each leaf is one. Names take long to make.
         given = ((), {}) if leaves else (args, kwargs)
-        while (staged := self._stage(watcher, given, packed, values, proxies, origins)) is None:
+        arguments = _Arguments(own, avals)
+        while (staged := self._stage(watcher, given, packed, avals, proxies, arguments)) is None:
             _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
             BY_PATH.add(self._interceptor)
             watcher = Watcher(Session(self._current()))
@@ -169,7 +170,7 @@ class _Tapped:
             jaxpr, consts = made.jaxpr, made.consts
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
-        inputs = _Inputs(jaxpr, first, origins, held)
+        inputs = _Arguments(own, avals, first, held)
         frame = Frame(jaxpr, inputs, "", consts=consts)
         values = [*consts, *values]
         try:
@@ -218,26 +219,25 @@ class _Tapped:
         watcher: Watcher,
         given: tuple[tuple, dict[str, Any]],
         packed: Packed,
-        values: Sequence[Any],
+        avals: Sequence[Any],
         proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
-        origins: _Origins,
+        arguments: _Arguments,
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stage the function of values. Return None if it must be ``BY_PATH``."""
         result: Packed | None = None
-        watcher.session.origin = origins
+        watcher.session.origin = arguments.origin
         taps = watcher.session.tapping.taps
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
             tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
             trace, held = compat.current_trace(), functools.partial(proxies, leaves)
-            watcher.early.tracers.begin(trace, tracers, origins, held)
+            watcher.early.tracers.begin(trace, tracers, arguments, held)
             watcher.defer_inlining(trace)
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
             return result.forget()
 
-        avals = [type_of(value) for value in values]
         info = compat.debug_info("tap", self._fn, *given)
         try:
             staged = compat.stage(flat, avals, info)
@@ -272,51 +272,38 @@ def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
     return lambda values: second(first(values))
 
 
-class _Origins:
-    """The origins of a function's arguments.
+class _Arguments(Inputs):
+    """What is known of the inputs of a program: the arguments, then the arrays of their proxies.
 
     Args:
-        packed: the arguments.
-        paths: the pytree path of each leaf.
-    """
-
-    def __init__(self, packed: Packed, paths: Sequence[str]):
-        # Arrays are not kept: rules of the program may run long after its call.
-        self._paths = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
-        self._shapes = [getattr(array, "shape", None) for array in packed.arrays]
-
-    def __call__(self, index: int) -> Origin:
-        shape = self._shapes[index]
-        axes = None if shape is None else identity(len(shape))
-        return Origin(self._paths[index], axes)
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-
-class _Inputs(Inputs):
-    """What is known of the inputs of a program.
-
-    Args:
-        jaxpr: the program, open.
-        first: the number of the input that is the function's first argument. After the arguments
-            come the arrays of array proxies.
-        origins: the origins of the arguments.
+        paths: the pytree path of each argument.
+        avals: the types of all inputs. The values are not kept: rules of the program may run long
+            after its call.
+        first: how many inputs come before. Since 0.11 constants without values do.
         held: the array proxies of arguments, by number.
     """
 
-    def __init__(self, jaxpr: Any, first: int, origins: _Origins, held: Mapping[int, ArrayProxy]):
+    def __init__(
+        self,
+        paths: Sequence[str],
+        avals: Sequence[Any],
+        first: int = 0,
+        held: Mapping[int, ArrayProxy] = MappingProxyType({}),
+    ):
         super().__init__(proxies={first + i: proxy for i, proxy in held.items()})
-        self._jaxpr, self._first, self._origins = jaxpr, first, origins
+        self._paths, self._avals, self._first = paths, avals, first
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input."""
         number = index - self._first
-        return self._origins(number) if 0 <= number < len(self._origins) else None
+        if not 0 <= number < len(self._paths):
+            return None
+        shape = getattr(self._avals[number], "shape", None)
+        return Origin(self._paths[number], None if shape is None else identity(len(shape)))
 
     def expression(self, index: int) -> Expression:
         """Return how an input is computed: an argument is, of itself."""
-        aval, origin = self._jaxpr.invars[index].aval, self.origin(index)
+        origin, number = self.origin(index), index - self._first
         if origin is None:
-            return Unknown(aval, "a part of an array proxy", None)
-        return Leaf(aval, index - self._first, origin.path)
+            return Unknown(self._avals[number], "a part of an array proxy", None)
+        return Leaf(self._avals[number], number, origin.path)

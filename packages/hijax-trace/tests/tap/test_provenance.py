@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from hijax_trace.dataflow import axes
+from hijax_trace.dataflow import flow
 from interception_core import Interceptor, PatchEngine
 from jaxtap_testkit import examples
 from jaxtap_testkit.tap_helpers import ENGINE, Log, tap
@@ -450,7 +450,7 @@ def reshapes(draw):
 @given(reshapes())
 def test_reshape(shapes):
     before, after = shapes
-    found = axes._reshape({"dimensions": None}, before, after)
+    found = flow._reshape({"dimensions": None}, before, after)
     if found is None:  # runs of several axes that become several others
         return
     check(before, after, lambda x: x.reshape(after), found)
@@ -459,7 +459,7 @@ def test_reshape(shapes):
 @MANY
 @given(SHAPES)
 def test_reshape_to_the_same(shape):
-    assert axes._reshape({"dimensions": None}, shape, shape) == axes.identity(len(shape))
+    assert flow._reshape({"dimensions": None}, shape, shape) == flow.identity(len(shape))
 
 
 @pytest.mark.slow
@@ -471,9 +471,9 @@ def test_reshape_that_only_merges_is_known(shape, data):
     cuts = sorted(data.draw(st.sets(st.integers(1, len(shape) - 1))) if len(shape) > 1 else [])
     groups = [shape[a:b] for a, b in zip([0, *cuts], [*cuts, len(shape)], strict=True)]
     after = tuple(int(np.prod(group)) for group in groups)
-    found = axes._reshape({"dimensions": None}, shape, after)
+    found = flow._reshape({"dimensions": None}, shape, after)
     check(shape, after, lambda x: x.reshape(after), found)
-    back = axes._reshape({"dimensions": None}, after, shape)
+    back = flow._reshape({"dimensions": None}, after, shape)
     check(after, shape, lambda x: x.reshape(shape), back)
 
 
@@ -482,7 +482,7 @@ def test_reshape_that_only_merges_is_known(shape, data):
 def test_transpose(shape, data):
     order = tuple(data.draw(st.permutations(range(len(shape)))))
     after = tuple(shape[i] for i in order)
-    found = axes._transpose({"permutation": order}, shape, after)
+    found = flow._transpose({"permutation": order}, shape, after)
     check(shape, after, lambda x: x.transpose(order), found)
 
 
@@ -492,7 +492,7 @@ def test_squeeze(shape, data):
     ones = [i for i, n in enumerate(shape) if n == 1]
     gone = tuple(data.draw(st.sets(st.sampled_from(ones)))) if ones else ()
     after = tuple(n for i, n in enumerate(shape) if i not in gone)
-    found = axes._squeeze({"dimensions": gone}, shape, after)
+    found = flow._squeeze({"dimensions": gone}, shape, after)
     check(shape, after, lambda x: x.squeeze(gone), found)
     assert all((to is None) == (i in gone) for i, to in enumerate(found))
 
@@ -506,7 +506,7 @@ def test_broadcast(shape, data):
         after += data.draw(st.lists(st.sampled_from([1, 2, 5]), max_size=2))
         places.append(len(after))
         after.append(data.draw(st.sampled_from([1, 3])) if n == 1 else n)
-    found = axes._broadcast({"broadcast_dimensions": tuple(places)}, shape, tuple(after))
+    found = flow._broadcast({"broadcast_dimensions": tuple(places)}, shape, tuple(after))
 
     def move(x):
         wide = [1] * len(after)
@@ -521,23 +521,23 @@ def test_broadcast(shape, data):
 @given(SHAPES, st.data())
 def test_composed_moves(shape, data):
     """Any chain of them: the map of the whole is right about where each axis went."""
-    moved, whole = shape, axes.identity(len(shape))
+    moved, whole = shape, flow.identity(len(shape))
     steps = []
     for _ in range(data.draw(st.integers(1, 4))):
         if data.draw(st.booleans()):
             order = tuple(data.draw(st.permutations(range(len(moved)))))
             after = tuple(moved[i] for i in order)
-            found = axes._transpose({"permutation": order}, moved, after)
+            found = flow._transpose({"permutation": order}, moved, after)
             steps.append(lambda x, order=order: x.transpose(order))
         else:
             after = tuple(n for n in moved if n != 1)
             if data.draw(st.booleans()) and len(after) > 1:
                 after = (after[0] * after[1], *after[2:])
-            found = axes._reshape({"dimensions": None}, moved, after)
+            found = flow._reshape({"dimensions": None}, moved, after)
             steps.append(lambda x, after=after: x.reshape(after))
         if found is None:
             return
-        moved, whole = after, axes.compose(whole, found)
+        moved, whole = after, flow.compose(whole, found)
 
     def move(x):
         for step in steps:
@@ -558,7 +558,7 @@ def check_places(shape, after, move, found):
 @given(SHAPES.filter(bool), st.data())
 def test_dropped(shape, data):
     axis = data.draw(st.integers(0, len(shape) - 1))
-    found = axes.dropped(axis, len(shape))
+    found = flow.dropped(axis, len(shape))
     after = tuple(n for i, n in enumerate(shape) if i != axis)
     for i, (index, to) in enumerate(zip(marked(shape), found, strict=True)):
         moved = np.take(index, 0, axis)
@@ -585,7 +585,7 @@ def test_dropped(shape, data):
     ],
 )
 def test_reshape_of(before, after, expected):
-    found = axes._reshape({"dimensions": None}, before, after)
+    found = flow._reshape({"dimensions": None}, before, after)
     if 0 in before:  # nothing to follow, and nothing that may go wrong
         assert found is None or len(found) == len(before)
     else:

@@ -3,18 +3,24 @@
 Written by LiteRT-LM's own builder, https://ai.google.dev/edge/litert-lm/file_builder.
 """
 
+import importlib
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 from .config import LlmError
 from .tokenizer import byte_level, read_stops
 
 try:
     import litert_lm_builder
-    from litert_lm_builder.runtime.proto import llm_metadata_pb2
 
     from provider_odml.features import save
+
+    # Imported like this since generated modules have no types.
+    llm_metadata_pb2: Any = importlib.import_module(
+        "litert_lm_builder.runtime.proto.llm_metadata_pb2"
+    )
 except ModuleNotFoundError as error:
     raise LlmError(
         f"A .litertlm needs {error.name}, which is not installed. Run pip install "

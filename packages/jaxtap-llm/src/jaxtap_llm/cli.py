@@ -17,6 +17,7 @@ from .rules import CACHES, DEVICE, DTYPES, FORMATS
 _EXAMPLES = """examples:
 jaxtap llm demo
 jaxtap llm quantize FOLDER OUT --preset int4
+jaxtap llm quantize FOLDER OUT --bits 3.5 --calibrate book.txt
 jaxtap llm generate OUT --prompt "Once upon a time"
 jaxtap llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
 jaxtap llm export OUT PROGRAMS
@@ -66,14 +67,23 @@ def _demo(commands):
 
 def _quantize(commands):
     def run(args):
+        if args.bits is not None and args.calibrate is None:
+            raise LlmError(
+                "--bits needs --calibrate, a file of text to measure formats on. Add it."
+            )
         given = _given(args) or "int4"
+        shown = given if args.bits is None else f"{args.bits:g} bits a weight"
         # Before JAX is imported, which takes seconds.
-        print(f"Quantizing {args.folder} into {args.out}: {given}", file=sys.stderr, flush=True)
+        print(f"Quantizing {args.folder} into {args.out}: {shown}", file=sys.stderr, flush=True)
         import resource
 
-        from . import quantized
+        from . import calibrated, quantized
 
-        plan = quantized.quantize(args.folder, args.out, given)
+        if args.calibrate is None:
+            plan = quantized.quantize(args.folder, args.out, given)
+        else:
+            text, bits = _read(args.calibrate), args.bits
+            plan = calibrated.quantize(args.folder, args.out, given, bits, text, args.window)
         # On Linux in KiB, on macOS in bytes.
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         peak *= 1 if sys.platform == "darwin" else 1024
@@ -87,7 +97,13 @@ def _quantize(commands):
     parser = _command(commands, "quantize", run, "Quantize a Hugging Face folder.")
     parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
     parser.add_argument("out", help="folder to write; a run that was interrupted goes on in it")
-    _rules(parser, "int4")
+    rules = _rules(parser, "int4")
+    text = "of a weight on average, as 3.5: each kind of matrix gets a format (with --calibrate)"
+    rules.add_argument("--bits", type=float, help=text)
+    text = "a file of text: round for the least error on it (GPTQ), with the whole model in memory"
+    parser.add_argument("--calibrate", metavar="FILE", help=text)
+    text = "tokens of that text seen together (default 512)"
+    parser.add_argument("--window", type=_count, default=512, help=text)
     parser.add_argument(
         "--plan", action="store_true", help="print what each operation is quantized to"
     )
@@ -319,6 +335,7 @@ def _rules(parser, default):
     rules = parser.add_mutually_exclusive_group()
     rules.add_argument("--preset", choices=FORMATS, help=f"of all weights (default {default})")
     rules.add_argument("--rules", metavar="FILE", help="JSON: a list of fields of rules")
+    return rules
 
 
 def _given(args):

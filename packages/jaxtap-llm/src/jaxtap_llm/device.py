@@ -46,31 +46,31 @@ def export(config, params, name, prompt, positions):
         An ``Artifact`` with two signatures, whose names are those that LiteRT-LM looks for.
         ``prefill_N`` takes ``tokens`` ``[1, prompt]`` and ``input_pos`` ``[prompt]``, their
         positions, and returns the cache; ``decode`` takes one of each, and returns ``logits``
-        ``[1, 1, vocabulary]``, too. The cache is ``kv_cache_k_0`` and ``kv_cache_v_0``,
-        ``[1, layers * kv_heads, positions + prompt, head_size]``: a padded prompt that begins at
-        the last position has room.
+        ``[1, 1, vocabulary]``, too. The cache is ``kv_cache_k_0`` and ``kv_cache_v_0``, and more
+        where layers have other heads, ``[1, layers * kv_heads, positions + prompt, head_size]``: a
+        padded prompt that begins at the last position has room.
 
     Raises:
-        LlmError: the prompt is longer than the cache, or the model has experts, or layers that
-            differ.
+        LlmError: the prompt is longer than the cache, or the model has experts or layers that
+            keep a sum over all positions.
     """
     if config.experts:
         raise LlmError(
             "The model must have no experts, got some: LiteRT can't sort tokens by expert. Export "
             "a dense model."
         )
-    if config.kinds or config.delta:
-        raise LlmError(
-            f"The model's layers must be alike, and have attention, got {config.family}: LiteRT-LM "
-            "keeps keys and values of one shape. Export another model."
-        )
     if not 0 < prompt <= positions:
         raise LlmError(f"The prompt must have 1 to {positions} tokens, got {prompt}.")
     tokens = np.random.default_rng(0).integers(0, config.vocabulary, (1, prompt), np.int32)
     cache = model.make_cache(config, 1, positions + prompt)
+    if "state" in cache:
+        raise LlmError(
+            "The model must have attention in all layers, got some that sum over positions: "
+            "LiteRT-LM fills prompts up, and does not say how far. Export another model."
+        )
     prefill, decode = (functools.partial(_run, config, out) for out in (False, True))
     places = jnp.arange(prompt, dtype=jnp.int32)
-    empty = _flat(cache)
+    empty = _flat(dict(sorted(cache.items())))  # as JAX orders what a function returns
     # A cache with a prompt in it: what is read out of zeros would verify nothing.
     filled = jax.jit(prefill)(params, tokens, places, *empty.values())
     signatures = {
@@ -78,28 +78,33 @@ def export(config, params, name, prompt, positions):
         "decode": (decode, (jnp.asarray(tokens[:, -1:]), places[-1:], *filled.values())),
     }
     named = {
-        key: odml.Signature(args, fn=fn, inputs=("tokens", "input_pos", *CACHE.values()))
+        key: odml.Signature(args, fn=fn, inputs=("tokens", "input_pos", *empty))
         for key, (fn, args) in signatures.items()
     }
     return odml.export(decode, params, None, odml.OdmlRule(**DEVICE[name]), signatures=named)
 
 
-CACHE = {"k": "kv_cache_k_0", "v": "kv_cache_v_0"}
-"""What LiteRT-LM calls the parts of the cache. It takes one for each layer, and looks at the third
-of the first one's four axes alone: all layers are in one here, as the scan over them has it."""
+CACHE = "kv_cache_"
+"""Begins LiteRT-LM's names of the parts of the cache. It takes one for each layer, and looks at the
+third of the first one's four axes alone: equal layers are in one here, as the scan has them."""
 
 
 def _flat(cache):
-    """Return a cache as the file has it."""
-    return {CACHE[part]: x.reshape(1, -1, *x.shape[3:]) for part, x in cache.items()}
+    """Return a cache as the file has it: ``k`` is ``kv_cache_k_0``, ``v1`` is ``kv_cache_v_1``."""
+    return {
+        f"{CACHE}{part[0]}_{part[1:] or 0}": x.reshape(1, -1, *x.shape[3:])
+        for part, x in cache.items()
+    }
 
 
-def _run(config, has_logits, params, tokens, input_pos, k, v):
+def _run(config, has_logits, params, tokens, input_pos, *flat):
     """Run tokens ``[1, length]`` behind what the cache has."""
-    shape = config.layers, 1, config.kv_heads, *k.shape[2:]
-    cache = {"k": k.reshape(shape), "v": v.reshape(shape)}
+    cache = jax.eval_shape(lambda: model.make_cache(config, 1, flat[0].shape[2]))
+    parts = zip(cache.items(), flat, strict=True)
+    cache = {part: x.reshape(kind.shape) for (part, kind), x in parts}
     # Positions follow each other; those of padding are zeros to LiteRT-LM.
-    where = model.Where(input_pos[0] + jnp.arange(tokens.shape[1]), input_pos[0])
+    first = input_pos[0]
+    where = model.Where(first + jnp.arange(tokens.shape[1]), first)
     x, cache = model.run(config, params, tokens, where, cache)
     return _flat(cache) | ({"logits": model.head(config, params, x)} if has_logits else {})
 
@@ -123,9 +128,9 @@ class Device:
         )
         details = self._prefill.get_input_details()
         self.prompt = int(details["tokens"]["shape"][1])
-        shapes = {name: details[name]["shape"] for name in CACHE.values()}
-        self._empty = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self.positions = int(shapes[CACHE["k"]][2]) - self.prompt
+        parts = {name: one["shape"] for name, one in details.items() if name.startswith(CACHE)}
+        self._empty = {name: np.zeros(shape, np.float32) for name, shape in parts.items()}
+        self.positions = int(parts[f"{CACHE}k_0"][2]) - self.prompt
 
     def prefill(self, tokens):
         """Return the logits behind a prompt, float32 ``[vocabulary]``, and the cache.

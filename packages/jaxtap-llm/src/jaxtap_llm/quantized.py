@@ -101,6 +101,25 @@ def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given:
     return plan
 
 
+def write(out, config, rules, stored):
+    """Write stored parameters of a whole model into a folder that was begun, a layer to a file.
+
+    Args:
+        out: the folder.
+        config: of the model.
+        rules: of their formats.
+        stored: the parameters, packed for no kernel.
+    """
+    ends, plans = part_plans(config, rules)
+    rest = {name: leaf for name, leaf in stored.items() if name not in plans}
+    xla.save(out / ENDS, rest, ends, overwrite=True)
+    for stack in config.stacks:
+        for at, i in enumerate(stack.layers):
+            # Of values and scales alike: the first axis is that of the layers.
+            one = jax.tree.map(lambda x, at=at: x[at : at + 1], stored[stack.name])
+            xla.save(out / _layer(i), {stack.name: one}, plans[stack.name], overwrite=True)
+
+
 def check(folder, given):
     """Return the config, the files, the rules and the plan of a folder that can be quantized.
 

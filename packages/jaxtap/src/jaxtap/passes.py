@@ -6,6 +6,6 @@ from ._needs import needed
 
 _xla: Any = needed("provider_xla", "xla", "jaxtap.passes")
 Awq, Gptq, Hadamard, Pass = _xla.Awq, _xla.Gptq, _xla.Hadamard, _xla.Pass
-SmoothQuant, Wanda = _xla.SmoothQuant, _xla.Wanda
+Ranges, SmoothQuant, Wanda = _xla.Ranges, _xla.SmoothQuant, _xla.Wanda
 
-__all__ = ["Awq", "Gptq", "Hadamard", "Pass", "SmoothQuant", "Wanda"]
+__all__ = ["Awq", "Gptq", "Hadamard", "Pass", "Ranges", "SmoothQuant", "Wanda"]

@@ -5,6 +5,7 @@ from .allocate.result import Allocation as Allocation
 from .awq import Awq as Awq
 from .base import Pass as Pass
 from .gptq import Gptq as Gptq
+from .ranges import Ranges as Ranges
 from .report import Optimized as Optimized
 from .report import PassReport as PassReport
 from .rotation import Hadamard as Hadamard

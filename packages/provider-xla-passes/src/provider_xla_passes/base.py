@@ -9,16 +9,16 @@ import numpy as np
 
 from .state import Weight
 
-TRANSFORM, MASK, ROUND = range(3)
+TRANSFORM, MASK, RANGE, ROUND = range(4)
 
 
 class Pass(abc.ABC):
     """Base of passes, which change one parameter of a plan at a time.
 
     Attributes:
-        stage: ``TRANSFORM``, ``MASK`` or ``ROUND``, in the order in which passes must come: those
-            that transform channels, the one that chooses zeros, the one that chooses quantized
-            values.
+        stage: ``TRANSFORM``, ``MASK``, ``RANGE`` or ``ROUND``, in the order in which passes must
+            come: those that transform channels, the one that chooses zeros, the one that chooses
+            ranges, the one that chooses quantized values.
         needs_peaks: whether it reads ``Weight.peaks``, which takes another run over the batches.
         sequential: how many times activations are measured for it, along the depth of the model,
             each time with the parameters before as it rounded them; 0 for those of the float model.

@@ -67,7 +67,8 @@ class Gptq(Pass):
         q, *grid = weight.grid()
         # A format with blocks rounds single numbers here, each with the scale of its block.
         kind = qn.get_qtype(q.qtype)
-        element = kind.name if kind.block is None else qn.get_qtype(kind.storage_dtype).name
+        is_own = kind.block is None or kind.codebook is not None
+        element = kind.name if is_own else qn.get_qtype(kind.storage_dtype).name
         if self.act_order:
             order = np.argsort(-np.diag(gram), kind="stable")
         else:
@@ -116,6 +117,8 @@ def _qvalue(
     k = w.shape[0]
     block = min(block, k)
     pad = -k % block
+    kind = qn.get_qtype(qtype)
+    copies = kind.block or 1  # no part of a block of a codebook is a QArray: it holds one number
 
     def padded(x: jax.Array | None, value: float = 0) -> jax.Array | None:
         return None if x is None else jnp.pad(x, ((0, pad), (0, 0)), constant_values=value)
@@ -137,7 +140,8 @@ def _qvalue(
             row = rows[i]
             wanted = row if keep is None else jnp.where(keep, row, 0)
             point = None if zero is None else zero[None]
-            q = qn.quantize_with(wanted[None], qtype, scale[None], point)
+            wanted = jnp.broadcast_to(wanted, (copies, *wanted.shape))
+            q = qn.quantize_with(wanted, qtype, scale[None].astype(kind.scale_dtype), point)
             error = (row - qn.dequantize(q)[0]) / own[i, i]
             return rows - own[i][:, None] * error, (q.qvalue[0].astype(jnp.float32), error)
 

@@ -24,6 +24,7 @@ from provider_xla.features import (
     follows_values,
     prepacked,
     probe,
+    progress,
     quantize_leaf,
     whole_results,
 )
@@ -50,8 +51,6 @@ def optimize(
     prepack: bool,
 ) -> Optimized:
     """Run passes: see ``Plan.optimize``."""
-    from tqdm import tqdm
-
     passes = _checked(passes)
     if not follows_values(plan.engine):
         raise QuantizationError(
@@ -78,7 +77,7 @@ def optimize(
     stored: dict[str, Any] = {}
     rows: dict[str, WeightErrors] = {}
     model = _Model(plan, params, batches, operands)
-    with tqdm(total=len(plan.weights), desc="optimizing", unit="weight", disable=None) as bar:
+    with progress(total=len(plan.weights), desc="optimizing", unit="weight") as bar:
         for path, weight in plan.weights.items():
             why = seen[path]
             if isinstance(why, str):
@@ -116,7 +115,7 @@ def _checked(passes: Sequence[Pass]) -> list[Pass]:
             raise ValueError(
                 f"{second.name} can't follow {first.name}: passes that transform channels "
                 "(SmoothQuant, Awq, Hadamard) come first, then Wanda, which chooses zeros, then "
-                "Gptq, which chooses quantized values; each of these two once."
+                "Ranges, then Gptq, which chooses quantized values; each of these three once."
             )
     return passes
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from tabulate import tabulate
+from provider_xla.features import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class PassReport(tuple[WeightErrors, ...]):
             errors = [row.rounded, *(row.after.get(name) for name in names)]
             cells = ["" if error is None else f"{error:.5f}" for error in errors]
             rows.append([row.path, row.qtype, *cells, why])
-        return tabulate(rows, headers, tablefmt="simple", disable_numparse=True)
+        return table(rows, headers)
 
 
 class Optimized(NamedTuple):

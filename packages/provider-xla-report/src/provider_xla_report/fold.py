@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from provider_xla.features import LEAST, folded, joined
 
 from .results import Error, FloatOp, OpQuality, ParameterQuality
+
+T = TypeVar("T")
 
 
 class OpRow(NamedTuple):
@@ -25,38 +27,33 @@ class OpRow(NamedTuple):
     size: tuple[int, int] | None
 
 
-class SizeRow(NamedTuple):
-    """A row of parameters that are quantized.
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Operations that stay float, or parameters, in one row.
 
     Attributes:
         name: their name.
-        first: the first of them.
-        count: how many share the row.
-        before: bytes of all of them in float.
-        after: bytes of all of them as stored.
-    """
-
-    name: str
-    first: ParameterQuality
-    count: int
-    before: int
-    after: int
-
-
-class NameRow(NamedTuple):
-    """A row of what stays float.
-
-    Attributes:
-        name: name of the operation or parameter.
-        weight: the parameters that the operation uses, or "".
-        first: the first operation or parameter of the row.
-        count: how many share the row.
+        weight: the parameters that the operations use, or "".
+        members: they.
     """
 
     name: str
     weight: str
-    first: FloatOp | ParameterQuality
-    count: int
+    members: tuple[Any, ...]
+
+    @property
+    def first(self) -> Any:
+        """The first of them."""
+        return self.members[0]
+
+    @property
+    def count(self) -> int:
+        """How many they are."""
+        return len(self.members)
+
+    def bytes(self, of: str) -> int:
+        """Return the bytes of all: their field of that name."""
+        return sum(getattr(one, of) for one in self.members)
 
 
 def op_rows(
@@ -85,40 +82,29 @@ def _size(ops: Sequence[OpQuality], sizes: Mapping[str, tuple[int, int]]) -> tup
     return (sum(pair[0] for pair in found), sum(pair[1] for pair in found)) if found else None
 
 
-def float_rows(ops: Sequence[FloatOp]) -> list[NameRow]:
+def float_rows(ops: Sequence[FloatOp]) -> list[Row]:
     """Return the rows of operations that stay float for one reason."""
     names = [(op.op_id, joined(op.paths)) for op in ops]
-    if len(ops) <= LEAST:
-        return [NameRow(*name, op, 1) for name, op in zip(names, ops, strict=True)]
-    found = folded(names, lambda place: (ops[place].operands, ops[place].kernel, ops[place].flops))
-    return [NameRow(one.texts[0], one.texts[1], ops[one.rows[0]], len(one.rows)) for one in found]
+    return _rows(ops, names, lambda op: (op.operands, op.kernel, op.flops))
 
 
-def parameter_rows(parameters: Sequence[ParameterQuality]) -> list[NameRow]:
-    """Return the rows of parameters that stay as they are."""
-    names = [(one.path,) for one in parameters]
-    if len(parameters) <= LEAST:
-        return [NameRow(one.path, "", one, 1) for one in parameters]
-    found = folded(names, lambda place: (parameters[place].dtype, parameters[place].shape))
-    return [NameRow(one.texts[0], "", parameters[one.rows[0]], len(one.rows)) for one in found]
+def parameter_rows(parameters: Sequence[ParameterQuality], most: int = LEAST) -> list[Row]:
+    """Return the rows of parameters."""
+    names = [(one.path, "") for one in parameters]
+    return _rows(parameters, names, lambda one: (one.dtype, one.shape, one.qtype), most)
 
 
-def size_rows(parameters: Sequence[ParameterQuality], most: int) -> list[SizeRow]:
-    """Return the rows of parameters' bytes, folded if they are more than ``most``."""
-
-    def same(place: int) -> object:
-        one = parameters[place]
-        return one.dtype, one.shape, one.qtype
-
-    names = [(one.path,) for one in parameters]
-    rows = []
-    for fold in folded(names, same if len(parameters) > most else lambda place: place):
-        members = [parameters[place] for place in fold.rows]
-        before, after = (sum(sizes) for sizes in zip(
-            *((one.bytes_before, one.bytes_after) for one in members), strict=True
-        ))  # fmt: skip
-        rows.append(SizeRow(fold.texts[0], members[0], len(members), before, after))
-    return rows
+def _rows(
+    given: Sequence[T],
+    names: Sequence[tuple[str, str]],
+    same: Callable[[T], object],
+    most: int = LEAST,
+) -> list[Row]:
+    """Return rows, folded where they are more than ``most`` and ``same``."""
+    if len(given) <= most:
+        return [Row(*name, (one,)) for name, one in zip(names, given, strict=True)]
+    found = folded(names, lambda place: same(given[place]))
+    return [Row(one.texts[0], one.texts[1], tuple(given[i] for i in one.rows)) for one in found]
 
 
 def _together(members: Sequence[OpQuality], op_id: str, weight: str) -> OpQuality:

@@ -22,7 +22,7 @@ from interception_core.report_kit import (
 )
 from provider_xla.features import fold_lines
 
-from .fold import float_rows, op_rows, parameter_rows, size_rows
+from .fold import float_rows, op_rows, parameter_rows
 from .results import OpQuality, Results, show_error, show_ms, show_ranges
 
 LOW = 20.0
@@ -100,10 +100,12 @@ def _error_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], st
 def _size_rows(report: Results) -> tuple[list[Row], str]:
     rows = []
     quantized = [one for one in report.parameters if one.qtype is not None]
-    for one in sorted(size_rows(quantized, SHOWN), key=lambda row: -row.before):
+    found = parameter_rows(quantized, SHOWN)
+    for one in sorted(found, key=lambda row: -row.bytes("bytes_before")):
         several = f", {one.count} parameters" if one.count > 1 else ""
-        before = Bar(one.before, SECOND, show_bytes(one.before) + several)
-        after = Bar(one.after, FIRST, f"{show_bytes(one.after)}, {one.first.qtype}")
+        sizes = one.bytes("bytes_before"), one.bytes("bytes_after")
+        before = Bar(sizes[0], SECOND, show_bytes(sizes[0]) + several)
+        after = Bar(sizes[1], FIRST, f"{show_bytes(sizes[1])}, {one.first.qtype}")
         tip = f"{one.name}\n{before.text} -> {after.text}"
         rows.append(Row(one.name, (before, after), tip))
     return rows, "Bytes of each parameter before and after, the largest first"

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tabulate import tabulate
-
 from interception_core.report_kit import show_bytes, show_share, show_sqnr
 from provider_xla.cli import write_whole
-from provider_xla.features import LEAST, fold_lines, fold_rows, joined
+from provider_xla.features import LEAST, fold_lines, fold_rows, joined, table
 
 from .fold import op_rows
 from .results import Results, show_error, show_ms, show_ranges
@@ -105,8 +103,8 @@ class QualityReport(Results):
             if ranged:
                 row.append(show_ranges(op.ranges))
             rows.append(row)
-        align = ["right" if name in _RIGHT else "left" for name in headers]
-        text = tabulate(rows, headers, tablefmt="simple", disable_numparse=True, colalign=align)
+        right = [place for place, name in enumerate(headers) if name in _RIGHT]
+        text = table(rows, headers, right)
         left = len(self.ops) - sum(len(row.members) for row in chosen)
         return f"{text}\nand {left} more" if left else text
 
@@ -121,7 +119,7 @@ class QualityReport(Results):
             rows = [[op.op_id, op.reason, joined(op.paths)] for op in self.float_ops]
             rows = fold_rows(rows, (0, 1, 2))
             headers = ["stays float", "because", "weight"]
-            parts.append(tabulate(rows, headers, tablefmt="simple", disable_numparse=True))
+            parts.append(table(rows, headers))
         return "\n\n".join(parts)
 
     def summary(self) -> list[str]:

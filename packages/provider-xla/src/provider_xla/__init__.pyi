@@ -23,6 +23,7 @@ from provider_xla_passes import Hadamard as Hadamard
 from provider_xla_passes import Optimized as Optimized
 from provider_xla_passes import Pass as Pass
 from provider_xla_passes import PassReport as PassReport
+from provider_xla_passes import Ranges as Ranges
 from provider_xla_passes import SmoothQuant as SmoothQuant
 from provider_xla_passes import TransformedWeight as TransformedWeight
 from provider_xla_passes import Wanda as Wanda

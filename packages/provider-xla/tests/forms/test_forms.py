@@ -80,6 +80,33 @@ def test_a_form_is_contracted_without_being_restored():
     assert run.lower(split(w), x).as_text().count("stablehlo.dot_general") == 2
 
 
+def test_a_form_with_a_kernel_of_its_own_is_not_unpacked_for_it():
+    asked = []
+
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Own(Split):
+        reduced = qn.StoredForm.reduced
+
+        def unpacked(self):
+            return self.coarse
+
+        def contract(self, contraction, side, x, *, how, calibration, extras, added):
+            asked.append((side, how))
+            return NotImplemented if x.shape[0] == 1 else added.to(x @ self.restore())
+
+    w, x = jnp.linspace(-1, 1, 64 * 24).reshape(64, 24), jnp.ones((5, 64))
+    form = Own(split(w).coarse, split(w).fine)
+    plan = xla.PtqProvider(xla.Rule(weight="int8")).plan(lambda w, x: x @ w, w, x)
+    y = jax.jit(plan.apply())(form, x)
+    np.testing.assert_allclose(y, x @ form.restore(), rtol=1e-5, atol=1e-5)
+    assert asked == [(1, None)]
+    # What its kernel leaves is computed by what `unpacked` returns.
+    rest = jax.jit(plan.apply())(form, x[:1])
+    np.testing.assert_allclose(rest, x[:1] @ form.coarse.restore(), rtol=1e-5, atol=1e-5)
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize("qtype", ["int8", "int6"])
 def test_equal_layers_are_asked_about_once(monkeypatch, qtype):
     """An answer that needs the id of its operation would be asked for in each layer."""

@@ -28,10 +28,10 @@ void run(int blocks, int threads, const std::function<void()>& thread);
 // Waits for all threads of the block.
 void block_barrier();
 
-// Shows words, at most 8, to the warp, of which `shown` returns those of another thread until the
-// next time.
-void show(const uint32_t* words, int count);
-const uint32_t* shown(int lane);
+// Shows words, at most 8, to the warp, of which `warp_exchanged` returns those of another thread
+// until the next time.
+void warp_exchange(const uint32_t* words, int count);
+const uint32_t* warp_exchanged(int lane);
 
 extern Index thread_index, block_index, block_size, grid_size;
 
@@ -50,13 +50,13 @@ T __shfl_xor_sync(unsigned, T value, int lanes) {
   static_assert(sizeof(T) == 4, "of 4 bytes");
   uint32_t bits;
   __builtin_memcpy(&bits, &value, 4);
-  ::jaxtap::cuda::emulator::show(&bits, 1);
-  bits = *::jaxtap::cuda::emulator::shown(static_cast<int>(threadIdx.x % 32) ^ lanes);
+  ::jaxtap::cuda::emulator::warp_exchange(&bits, 1);
+  bits = *::jaxtap::cuda::emulator::warp_exchanged(static_cast<int>(threadIdx.x % 32) ^ lanes);
   __builtin_memcpy(&value, &bits, 4);
   return value;
 }
 
-inline void __syncwarp() { ::jaxtap::cuda::emulator::show(nullptr, 0); }
+inline void __syncwarp() { ::jaxtap::cuda::emulator::warp_exchange(nullptr, 0); }
 
 inline unsigned __ballot_sync(unsigned, int condition) {
   unsigned bits = static_cast<unsigned>(condition != 0) << (threadIdx.x % 32);

@@ -11,13 +11,13 @@
 namespace jaxtap::cuda {
 
 // What is made once per call site and device, such as a plan.
-struct Kept {
-  virtual ~Kept() = default;
+struct PerDevice {
+  virtual ~PerDevice() = default;
 };
 
 // XLA makes one per call site and loaded executable, and calls `initialize` with it before every
 // execution, from several threads at once where there are several devices.
-class Site {
+class CallSite {
  public:
   // Warms a device up, unless it was: calls body(stream) with a stream of `streams` that captures,
   // unless XLA's does. Returns whether it did.
@@ -57,8 +57,8 @@ class Site {
   struct Device {
     std::mutex warming, making;  // two: a plan takes up to seconds
     std::atomic<bool> warm{false};
-    std::unique_ptr<Kept> kept;
-    std::atomic<Kept*> ready{nullptr};  // `kept`, for those who don't hold `making`
+    std::unique_ptr<PerDevice> kept;
+    std::atomic<PerDevice*> ready{nullptr};  // `kept`, for those who don't hold `making`
   };
 
   Device& of(int device) {

@@ -17,7 +17,7 @@ struct PieceSums {};
 struct SinkSums {};
 
 constexpr int64_t kWidth = 16;        // widths of sums are multiples of it
-constexpr double kFew = 1 << 18;     // multiply-adds that one thread is as fast for
+constexpr double kSerialBelow = 1 << 18;     // multiply-adds that one thread is as fast for
 constexpr int64_t kTasks = 8;         // of forward, for each thread
 constexpr int64_t kWantedTasks = 16;  // of backward, whatever the number of threads
 
@@ -26,7 +26,7 @@ int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 bool is_small(const Problem& p) {
   return static_cast<double>(p.segments * p.q_heads) * static_cast<double>(p.most_queries) *
              static_cast<double>(p.most_keys) * static_cast<double>(p.qk_size + p.v_size) <=
-         kFew;
+         kSerialBelow;
 }
 
 // Backward's work on one head of keys, cut into pieces of rows where heads alone are too few.

@@ -20,7 +20,7 @@ namespace {
 
 // Sums of depthwise convolutions are exact in float32.
 constexpr int64_t kMostTaps = 1040;
-constexpr int64_t kFew = 1 << 14;  // numbers that aren't worth a second thread
+constexpr int64_t kSerialBelow = 1 << 14;  // numbers that aren't worth a second thread
 // Reads of whole words end at most so far after an image.
 constexpr int64_t kSlack = 64;
 
@@ -37,7 +37,6 @@ struct RunsTag {};
 struct LineTag {};
 struct LinesTag {};
 struct PlacesTag {};
-struct SumsTag {};
 
 int64_t product_of(const Args& args, int64_t Axis::*size) {
   int64_t product = 1;
@@ -134,8 +133,8 @@ class Convolver {
     const Axis& w = args_.axes[2];
     const int64_t size = product_of(args_, &Axis::size) * args_.channels;
     const Parallel serial;
-    const Parallel& parallel = std::max(size, rows_ * w.out * args_.weights.n) <= kFew ? serial
-                                                                                       : pool;
+    const int64_t most = std::max(size, rows_ * w.out * args_.weights.n);
+    const Parallel& parallel = most <= kSerialBelow ? serial : pool;
     Memory m;
     if (!depthwise_) {
       const int64_t pixels = image_ / pixel_;
@@ -180,14 +179,14 @@ class Convolver {
       m->scale = *args_.x_scale;
       m->bounded = false;
     } else {
-      const int64_t parts = divide_up(size, kFew);
+      const int64_t parts = divide_up(size, kSerialBelow);
       auto* most = Arena<PartsTag>::get_array<int32_t>(parts);
       const auto absmax =
           training::table().absmax[static_cast<int>(te::float_of(args_.x_dtype))];
       parallel.ranges(parts, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i) {
-          most[i] = absmax(image_at(m->index) + i * kFew * x_bytes_,
-                           std::min(kFew, size - i * kFew), training::Line());
+          most[i] = absmax(image_at(m->index) + i * kSerialBelow * x_bytes_,
+                           std::min(kSerialBelow, size - i * kSerialBelow), training::Line());
         }
       });
       const int32_t found = parts == 0 ? 0 : *std::max_element(most, most + parts);
@@ -248,7 +247,7 @@ class Convolver {
       clear(0, first);
       clear(last, padded_[2]);
     };
-    parallel.ranges(padded_[0] * padded_[1], divide_up(kFew, line_ + 1),
+    parallel.ranges(padded_[0] * padded_[1], divide_up(kSerialBelow, line_ + 1),
                     [&](int64_t begin, int64_t end) {
                       for (int64_t i = begin; i < end; ++i) line(i);
                     });
@@ -266,7 +265,7 @@ class Convolver {
     const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
     const int64_t groups = args_.groups;
     const int64_t steps = w.out * groups * d.window * h.window * w.window;
-    parallel.ranges(rows_, divide_up(kFew, steps + 1), [&](int64_t begin, int64_t end) {
+    parallel.ranges(rows_, divide_up(kSerialBelow, steps + 1), [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
         int32_t* out = m.offsets + row * groups * w.out;
         std::fill_n(out, groups * w.out, 0);
@@ -354,27 +353,20 @@ class Convolver {
     t.runs = run_count_;
     t.x_runs = runs_;
     t.first = true;
-    t.sums_stride = 16 * std::max(panels, kernels_.block_panels);
-    t.sums = Arena<SumsTag>::get_array<int32_t>(t.rows * t.sums_stride);
-    t.totals = reinterpret_cast<float*>(t.sums);
     read_panels(panel, count, &t);
     Finish f{};
-    f.sums = t.sums;
-    f.totals = t.totals;
-    f.stride = t.sums_stride;
     f.rows = t.rows;
     f.planes = 1;
     f.row_scales = m.row_scales;
     f.scales = t.scales;
     f.scales_stride = t.scales_stride;
+    t.finish = &f;
     const bool is_signed = layout_.bits == 4 && kernels_.expands_signed;
     for (int64_t row = begin; row < end; ++row) {
       t.x = m.image + start_of(row) + group * of_group_;
       t.offsets = is_signed ? nullptr : m.offsets + (row * args_.groups + group) * w.out;
       f.out = output_of(m.index, row, column, columns);
-      t.finish = kernels_.finishes ? &f : nullptr;
       kernels_.exact8(t);
-      if (t.finish == nullptr) kernels_.finish(f);
     }
   }
 
@@ -456,7 +448,7 @@ class Convolver {
     const int64_t line = blocks * padded_[2] * table_.lanes;
     const int64_t first = inside(w, padded_[2]).first;
     const int64_t inside_w = inside(w, padded_[2]).second - first;
-    parallel.ranges(rows_, divide_up(4 * kFew, steps + 1), [&](int64_t begin, int64_t end) {
+    parallel.ranges(rows_, divide_up(4 * kSerialBelow, steps + 1), [&](int64_t begin, int64_t end) {
       float* held = Arena<LinesTag>::get_array<float>(planes * lines * line);
       int64_t* places = Arena<PlacesTag>::get_array<int64_t>(planes * lines + run_count_);
       int8_t* qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));

@@ -16,7 +16,7 @@ struct ScratchTag {};
 // Positions of a task. Fixed, so that sums are added in the same order whatever the threads.
 constexpr int64_t kStretch = 512;
 // Numbers of keys that are not worth a second thread: some 10 microseconds.
-constexpr int64_t kFew = 1 << 17;
+constexpr int64_t kSerialBelow = 1 << 17;
 
 int format_of(DType dtype) {
   switch (dtype) {
@@ -54,7 +54,7 @@ class Heads {
   void run(const Parallel& pool) {
     const int64_t heads = args_.batch * args_.kv_heads;
     // A row more takes a third of the time that the first takes.
-    const bool few = seen() * args_.kv_heads * args_.size * (2 + rows_) <= 3 * kFew;
+    const bool few = seen() * args_.kv_heads * args_.size * (2 + rows_) <= 3 * kSerialBelow;
     const Parallel serial;
     const Parallel& parallel = few ? serial : pool;
     const int64_t parts = heads * stretches_ * rows_;
@@ -63,7 +63,7 @@ class Heads {
     partials_.totals = partials_.sums + parts;
     parallel.run(heads * stretches_,
                  [&](int64_t i) { attend(i / stretches_, i % stretches_); });
-    parallel.ranges(heads, std::max<int64_t>(1, kFew / (rows_ * width_)),
+    parallel.ranges(heads, std::max<int64_t>(1, kSerialBelow / (rows_ * width_)),
                     [&](int64_t begin, int64_t end) {
                       for (int64_t head = begin; head < end; ++head) finish(head);
                     });

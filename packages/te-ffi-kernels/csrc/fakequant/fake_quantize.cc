@@ -11,7 +11,7 @@ namespace {
 
 struct Scratch {};
 
-constexpr int64_t kFew = 1 << 14;   // numbers that aren't worth a second thread
+constexpr int64_t kSerialBelow = 1 << 14;   // numbers that aren't worth a second thread
 constexpr int64_t kPart = 1 << 13;  // numbers that a thread takes at a time
 
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
@@ -102,7 +102,7 @@ Grid grid_of(const float* bounds, const Options& options) {
 void fake_quantize(const Args& args, const Parallel& pool) {
   const Parallel serial;
   const int64_t total = args.indices * args.numbers;
-  const Parallel& parallel = total <= kFew ? serial : pool;
+  const Parallel& parallel = total <= kSerialBelow ? serial : pool;
   float added[2];
   added_bounds(args, parallel, added);
   const Terms terms = *args.terms;

@@ -143,7 +143,7 @@ namespace {
 
 // Whether XLA's pool has run a task on this thread: then it is of that pool, which runs the program's
 // operations and is awake.
-thread_local bool of_pool = false;
+thread_local bool on_xla_pool = false;
 
 // A call after which others are worth staying awake for.
 constexpr std::chrono::microseconds kShort(100);
@@ -162,18 +162,18 @@ XlaScheduler::XlaScheduler(const Call& call) : frame_(call.frame_) {
 }
 
 XlaScheduler::~XlaScheduler() {
-  if (begin_ == Clock::time_point() || of_pool || Clock::now() - begin_ > kShort) return;
+  if (begin_ == Clock::time_point() || on_xla_pool || Clock::now() - begin_ > kShort) return;
   expect_tasks(threads_);
 }
 
 void XlaScheduler::schedule(std::function<void()> task) {
   if (begin_ == Clock::time_point()) begin_ = Clock::now();
-  if (!of_pool && run_on_helper(task)) return;
+  if (!on_xla_pool && run_on_helper(task)) return;
   XLA_FFI_ThreadPool_Schedule_Args args = {};
   args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
   args.ctx = frame_.ctx;
   args.task = [](void* data) {
-    of_pool = true;
+    on_xla_pool = true;
     auto* owned = static_cast<std::function<void()>*>(data);
     (*owned)();
     delete owned;

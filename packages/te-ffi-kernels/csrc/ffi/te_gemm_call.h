@@ -38,13 +38,13 @@ struct GemmConfig {
 // One factor: its lanes and k, and its scales checked.
 struct GemmSide {
   GemmSide(const Array& data, const Array& scales, int64_t axis, const char* axis_name,
-           bool lanes_first, te::Scaling scaling) {
+           bool k_is_last, te::Scaling scaling) {
     const Matrix matrix = Flatten(data, axis, axis_name);
-    lanes = lanes_first ? matrix.rows : matrix.cols;
-    k = lanes_first ? matrix.cols : matrix.rows;
+    lanes = k_is_last ? matrix.rows : matrix.cols;
+    k = k_is_last ? matrix.cols : matrix.rows;
     factor.data = data.data;
     factor.dtype = data.dtype;
-    factor.lanes_first = lanes_first;
+    factor.k_is_last = k_is_last;
     if (scaling == te::Scaling::kNone) {
       NeedFloat(data);
       return;

@@ -22,8 +22,8 @@ void Warm(const GroupedGemmConfig& config) {
     factor->dtype = quantized ? DType::F8E4M3FN : DType::F32;
     factor->scales = quantized ? scales.data() : nullptr;
   }
-  args.lhs.lanes_first = !config.lhs_transposed;
-  args.rhs.lanes_first = config.rhs_transposed;
+  args.lhs.k_is_last = !config.lhs_transposed;
+  args.rhs.k_is_last = config.rhs_transposed;
   args.out = out.data();
   te::gemm(args, Parallel());
 }

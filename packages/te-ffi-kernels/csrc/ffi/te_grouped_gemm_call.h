@@ -96,12 +96,12 @@ struct GroupedGemmCall {
  private:
   struct Side {
     int64_t lanes, k;
-    bool lanes_first;
+    bool k_is_last;
   };
 
-  static Side SideOf(const Array& data, int64_t axis, const char* name, bool lanes_first) {
+  static Side SideOf(const Array& data, int64_t axis, const char* name, bool k_is_last) {
     const Matrix matrix = Flatten(data, axis, name);
-    if (lanes_first) return {matrix.rows, matrix.cols, true};
+    if (k_is_last) return {matrix.rows, matrix.cols, true};
     return {matrix.cols, matrix.rows, false};
   }
 
@@ -118,7 +118,7 @@ struct GroupedGemmCall {
     te::Factor factor;
     factor.data = data.data;
     factor.dtype = data.dtype;
-    factor.lanes_first = side.lanes_first;
+    factor.k_is_last = side.k_is_last;
     if (config.scaling == te::Scaling::kNone) {
       NeedFloat(data);
       return factor;
@@ -129,7 +129,7 @@ struct GroupedGemmCall {
     if (config.scaling == te::Scaling::kMx) {
       NeedBlocks(data, side.k, "contracted axes");
       // Each group's blocks would be counted from its own beginning otherwise.
-      if ((left || !rows) && side.lanes_first != rows) {
+      if ((left || !rows) && side.k_is_last != rows) {
         throw invalid_argument(data.name, " must be divided along its first axis with MX, got ",
                                data.Text());
       }

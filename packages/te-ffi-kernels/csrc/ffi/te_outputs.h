@@ -20,7 +20,7 @@ inline void Clear(const std::vector<Array>& arrays) {
 
 // Sets the inverse of a tensor's scale, where quantized values go with it.
 inline void SetInverses(const te::Quantize& args) {
-  for (void* scales : {args.scales, args.turned_scales}) {
+  for (void* scales : {args.scales, args.colwise_scales}) {
     if (scales != nullptr) *static_cast<float*>(scales) = 1.0f / args.scale;
   }
 }

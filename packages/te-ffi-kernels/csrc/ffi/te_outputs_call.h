@@ -39,8 +39,8 @@ struct OutputArrays {
       args.scales = scale_inv.data;
     }
     if (te::has_colwise(layout)) {
-      args.turned = static_cast<uint8_t*>(colwise_out.data);
-      args.turned_scales = colwise_scale_inv.data;
+      args.colwise = static_cast<uint8_t*>(colwise_out.data);
+      args.colwise_scales = colwise_scale_inv.data;
     }
   }
 

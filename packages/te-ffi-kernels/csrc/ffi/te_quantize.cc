@@ -98,8 +98,8 @@ void RunGrouped(const GroupedCall& given, const Parallel& parallel) {
       args.scales = scales_of(scale_inv, false);
     }
     if (colwise) {
-      args.turned = static_cast<uint8_t*>(colwise_out.data) + at;
-      args.turned_scales = scales_of(colwise_scale_inv, true);
+      args.colwise = static_cast<uint8_t*>(colwise_out.data) + at;
+      args.colwise_scales = scales_of(colwise_scale_inv, true);
     }
     if (tensor) {
       args.scale = static_cast<const float*>(given.scale.data)[i];

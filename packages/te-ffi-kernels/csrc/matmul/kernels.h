@@ -165,7 +165,6 @@ struct Kernels {
   int64_t task_steps;    // of multiplying 64 bytes, that are worth a task: about 10 microseconds
   int64_t least_rows;    // plane rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
-  bool finishes;         // `exact8` knows `finish`, for one plane
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*paired8)(const Tile&);
@@ -196,7 +195,7 @@ inline void multiply_exactly(const Kernels& kernels, Tile t, int64_t k, const Fi
   for (int64_t i = 0; i < k; i += kernels.block_k) {
     t.k = std::min(kernels.block_k, k - i);
     t.first = i == 0;
-    if (kernels.finishes && finish.planes == 1 && i + t.k == k) t.finish = &finish;
+    if (finish.planes == 1 && i + t.k == k) t.finish = &finish;
     kernels.exact8(t);
     t.x += t.k;
     t.qvalues += t.k * 16;

@@ -24,8 +24,8 @@ inline uint32_t largest_bits(const uint8_t* x, int64_t count) {
   return largest;
 }
 
-// Quantized values by a product with the reciprocal: false if a ratio is beyond kSure. Ratios must
-// be at most 127.25, or are cut at 127.
+// Quantized values by a product with the reciprocal: false if a ratio is beyond kSafeRounding. Ratios
+// must be at most 127.25, or are cut at 127.
 template <DType kType, bool kClips>
 inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int8_t* out) {
   constexpr float kShift = 12582912.0f;  // its last place is 1
@@ -38,7 +38,7 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
     }
     const float shifted = ratio + kShift;
     const float rest = ratio - (shifted - kShift);
-    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(kSure));
+    doubtful |= static_cast<uint32_t>((float_bits(rest) & 0x7fffffffu) > float_bits(kSafeRounding));
     out[j] = static_cast<int8_t>(float_bits(shifted) & 0xffu);
   }
   return doubtful == 0;

@@ -28,7 +28,7 @@ JAXTAP_INLINE int32_t round_even(float x) {
 
 // A product with the reciprocal is off from the rounded quotient by less than 127 * 3 * 2 ** -24, for
 // ratios up to 127: ratios this far from their quantized value, at most, are rounded alike by both.
-constexpr float kSure = 0.49997f;
+constexpr float kSafeRounding = 0.49997f;
 
 #if defined(__AVX512F__)
 #include "matmul/avx512/numbers.inl"

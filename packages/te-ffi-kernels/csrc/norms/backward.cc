@@ -9,7 +9,7 @@
 namespace jaxtap::norms {
 namespace {
 
-constexpr int64_t kFew = 1 << 14;   // numbers that one thread is as fast for
+constexpr int64_t kSerialBelow = 1 << 14;   // numbers that one thread is as fast for
 constexpr int64_t kChunks = 16;
 constexpr int64_t kRows = 4;
 constexpr int64_t kWide = 512;
@@ -89,7 +89,7 @@ class Task {
 void backward(const Gradient& args, const Parallel& pool) {
   const te::Table& table = te::table();
   const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kFew ? serial : pool;
+  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
   const float* gamma = weights<Gamma>(args.gamma, args.weights, args.cols, args.zero_centered);
   const int64_t kinds = args.kind == Kind::kRms ? 1 : 2;
   const int64_t chunk =

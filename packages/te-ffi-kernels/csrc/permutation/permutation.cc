@@ -9,10 +9,12 @@
 namespace jaxtap::permutation {
 namespace {
 
-constexpr int64_t kFew = 1 << 14;  // bytes that one thread is as fast for
+constexpr int64_t kSerialBelow = 1 << 14;  // bytes that one thread is as fast for
 constexpr int64_t kWide = 2048;    // numbers of a row at once
 
-int64_t rows_in(int64_t bytes) { return std::max<int64_t>(1, kFew / std::max<int64_t>(1, bytes)); }
+int64_t rows_in(int64_t bytes) {
+  return std::max<int64_t>(1, kSerialBelow / std::max<int64_t>(1, bytes));
+}
 
 int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
 

@@ -11,7 +11,7 @@
 namespace jaxtap::router {
 namespace {
 
-constexpr int64_t kFew = 1 << 13;  // numbers that aren't worth a second thread
+constexpr int64_t kSerialBelow = 1 << 13;  // numbers that aren't worth a second thread
 constexpr int64_t kChunk = 128;    // rows that are added in float32, before double takes over
 
 struct Memory {};
@@ -24,8 +24,8 @@ constexpr int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 
 template <typename Body>
 void for_tokens(int64_t tokens, int64_t experts, const Parallel& pool, const Body& body) {
   const Parallel serial;
-  const Parallel& parallel = tokens * experts <= kFew ? serial : pool;
-  const int64_t grain = std::max<int64_t>(1, kFew / 2 / std::max<int64_t>(1, experts));
+  const Parallel& parallel = tokens * experts <= kSerialBelow ? serial : pool;
+  const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, experts));
   parallel.ranges(tokens, grain, body);
 }
 

@@ -7,7 +7,7 @@
 namespace jaxtap::router {
 namespace {
 
-constexpr int64_t kFew = 1 << 12;  // numbers that one thread is as fast for
+constexpr int64_t kSerialBelow = 1 << 12;  // numbers that one thread is as fast for
 
 struct Ranked {
   int32_t key, at;
@@ -69,7 +69,7 @@ void of_row(const TopK& args, int64_t row) {
 
 void topk(const TopK& args, const Parallel& parallel) {
   if (args.k == 0) return;
-  parallel.ranges(args.rows, std::max<int64_t>(1, kFew / args.cols),
+  parallel.ranges(args.rows, std::max<int64_t>(1, kSerialBelow / args.cols),
                   [&](int64_t begin, int64_t end) {
                     for (int64_t row = begin; row < end; ++row) of_row(args, row);
                   });

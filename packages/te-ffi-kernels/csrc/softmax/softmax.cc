@@ -12,7 +12,7 @@ namespace {
 
 struct Scratch {};
 
-constexpr int64_t kFew = 1 << 14;  // numbers that aren't worth a second thread
+constexpr int64_t kSerialBelow = 1 << 14;  // numbers that aren't worth a second thread
 
 constexpr int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
 
@@ -21,8 +21,8 @@ constexpr int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 
 template <typename Body>
 void for_rows(const Shape& shape, void* out, const Parallel& pool, const Body& body) {
   const Parallel serial;
-  const Parallel& parallel = shape.rows() * shape.k <= kFew ? serial : pool;
-  const int64_t grain = std::max<int64_t>(1, kFew / 2 / std::max<int64_t>(1, shape.k));
+  const Parallel& parallel = shape.rows() * shape.k <= kSerialBelow ? serial : pool;
+  const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, shape.k));
   const int64_t bytes = bytes_of(shape.dtype);
   if (shape.k == 0) return;
   parallel.ranges(shape.rows(), grain, [&](int64_t begin, int64_t end) {

@@ -11,7 +11,7 @@ namespace {
 
 struct Numbers {};
 
-constexpr int64_t kFew = 1 << 15;
+constexpr int64_t kSerialBelow = 1 << 15;
 constexpr int64_t kWide = 2048;
 
 void row_part(const Dequantize& args, const Table& table, int64_t row, int64_t col, int64_t cols) {
@@ -39,9 +39,9 @@ void row_part(const Dequantize& args, const Table& table, int64_t row, int64_t c
 void dequantize(const Dequantize& args, const Parallel& pool) {
   const Table& table = te::table();
   const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kFew ? serial : pool;
+  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
   const int64_t parts = (args.cols + kWide - 1) / kWide;
-  const int64_t grain = std::max<int64_t>(1, kFew / 2 / std::max<int64_t>(1, args.cols));
+  const int64_t grain = std::max<int64_t>(1, kSerialBelow / 2 / std::max<int64_t>(1, args.cols));
   parallel.ranges(args.rows * parts, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t col = i % parts * kWide;

@@ -17,7 +17,7 @@ namespace jaxtap::te {
 namespace {
 
 constexpr int64_t kDepth = 256;          // of k at once
-constexpr int64_t kFew = 1 << 16;        // products that one thread is as fast for
+constexpr int64_t kSerialBelow = 1 << 16;  // products that one thread is as fast for
 constexpr int64_t kPanel = 2 << 20;      // numbers of rhs at once
 constexpr int64_t kMostCols = 1024;      // of the result at once
 constexpr int64_t kRowsAtOnce = 96;
@@ -43,7 +43,7 @@ class Reader {
   void pack(int64_t lane, int64_t lanes, int64_t at, int64_t depth, int64_t width, float* to) {
     const int64_t used = std::min(lanes, lanes_ - lane);
     if (used < lanes) std::memset(to, 0, static_cast<size_t>(lanes * depth) * sizeof(float));
-    if (factor_.lanes_first) {
+    if (factor_.k_is_last) {
       float* line = Arena<Line>::get_array<float>(depth);
       for (int64_t i = 0; i < used; ++i) {
         read(lane + i, at, depth, line);
@@ -65,7 +65,7 @@ class Reader {
  private:
   // Places [at, at + count) of a line: of lane `line`, or of all lanes at k `line`.
   void read(int64_t line, int64_t at, int64_t count, float* to) const {
-    const int64_t length = factor_.lanes_first ? k_ : lanes_;
+    const int64_t length = factor_.k_is_last ? k_ : lanes_;
     const int64_t from = line * length + at;
     const auto* bytes = static_cast<const uint8_t*>(factor_.data);
     switch (factor_.dtype) {
@@ -80,7 +80,7 @@ class Reader {
     }
     if (!mx_) return;
     const auto* scales = static_cast<const uint8_t*>(factor_.scales);
-    if (factor_.lanes_first) {
+    if (factor_.k_is_last) {
       table_.scale_blocks(to, count, scales + line * (k_ / kBlock) + at / kBlock);
     } else {
       table_.scale_columns(to, count, scales + line / kBlock * lanes_ + at);
@@ -134,7 +134,7 @@ class BlockedGemm {
     float* packed = Arena<RhsPanel>::get_array<float>(args_.k * panels * width);
     const int64_t depths = ceil_of(args_.k, kDepth);
     // Some panels of one depth each: a line of rhs is long in one layout, short in the other.
-    const int64_t group = args_.rhs.lanes_first ? 1 : 4;
+    const int64_t group = args_.rhs.k_is_last ? 1 : 4;
     const int64_t groups = ceil_of(panels, group);
     parallel_.run(depths * groups, [&](int64_t task) {
       const int64_t at = task / groups * kDepth, depth = std::min(kDepth, args_.k - at);
@@ -233,7 +233,8 @@ class BlockedGemm {
 
 void gemm(const Gemm& args, const Parallel& pool) {
   const Parallel serial;
-  const Parallel& parallel = args.m * args.n <= kFew / std::max<int64_t>(args.k, 1) ? serial : pool;
+  const int64_t few = kSerialBelow / std::max<int64_t>(args.k, 1);
+  const Parallel& parallel = args.m * args.n <= few ? serial : pool;
   if (args.n == 0) return;
   BlockedGemm(args, parallel).run();
 }

@@ -13,7 +13,7 @@ namespace jaxtap::te {
 struct Factor {
   const void* data = nullptr;
   DType dtype = DType::F32;
-  bool lanes_first = true;  // [lanes, k]; else [k, lanes]
+  bool k_is_last = true;  // [lanes, k]; else [k, lanes]
   // None: nullptr. Per tensor float[1], per channel float[lanes]. MX: e8m0 of 32 along k:
   // [lanes, k / 32], or [k / 32, lanes].
   const void* scales = nullptr;

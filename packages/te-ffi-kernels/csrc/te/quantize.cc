@@ -11,7 +11,7 @@
 namespace jaxtap::te {
 namespace {
 
-constexpr int64_t kFew = 1 << 15;  // numbers that one thread is as fast for
+constexpr int64_t kSerialBelow = 1 << 15;  // numbers that one thread is as fast for
 constexpr int64_t kMany = 1 << 22;  // quantized values that fill the caches
 constexpr int64_t kChunks = 16;
 
@@ -22,7 +22,7 @@ int64_t ceil_of(int64_t a, int64_t b) { return (a + b - 1) / b; }
 struct Cut {
   Cut(const Quantize& args) : rows(args.rows), cols(args.cols) {
     // Rows that are computed stay whole, and may be few.
-    const bool whole = args.source != nullptr && args.turned == nullptr;
+    const bool whole = args.source != nullptr && args.colwise == nullptr;
     const int64_t unit = whole ? 1 : rows >= kChunks * kTile ? kTile : kBlock;
     const int64_t units = std::max<int64_t>(1, ceil_of(rows, unit));
     chunk = ceil_of(units, kChunks) * unit;
@@ -61,7 +61,7 @@ class Task {
               const float* factors) {
     int32_t most = 0;
     // Without quantized values by column, tiles are rows.
-    const bool tall = args_.turned != nullptr;
+    const bool tall = args_.colwise != nullptr;
     const bool computed = args_.source != nullptr && !tall;
     const int64_t step_rows = tall ? kTile : computed ? 1 : 8;
     int64_t step_cols = tall ? kWide : kWide * 4;
@@ -163,7 +163,7 @@ class Task {
   void turn(const Tile& tile, const uint8_t* qvalues) {
     for (int64_t c = 0; c < tile.cols; c += kTile) {
       table_.transpose(qvalues + c, tile.cols,
-                       args_.turned + (tile.col + c) * args_.rows + tile.row, args_.rows,
+                       args_.colwise + (tile.col + c) * args_.rows + tile.row, args_.rows,
                        tile.rows, std::min<int64_t>(kTile, tile.cols - c), past_caches_);
     }
   }
@@ -178,7 +178,7 @@ class Task {
   }
 
   void tensor(const Tile& tile) {
-    if (args_.turned == nullptr) {
+    if (args_.colwise == nullptr) {
       if (args_.qvalues == nullptr) return;
       for (int64_t i = 0; i < tile.rows; ++i) {
         table_.encode[qtype_](tile.numbers + i * tile.stride, qvalues_at(tile, i), tile.cols,
@@ -219,7 +219,7 @@ class Task {
                                   row_scales[i]);
       }
     }
-    if (args_.turned == nullptr) return;
+    if (args_.colwise == nullptr) return;
     uint8_t* qvalues = Arena<QValues>::get_array<uint8_t>(tile.rows * tile.cols);
     for (int64_t i = 0; i < tile.rows; ++i) {
       table_.encode_each[qtype_](tile.numbers + i * tile.stride, qvalues + i * tile.cols,
@@ -237,8 +237,8 @@ class Task {
             scales + (tile.row + i) * (args_.cols / kBlock) + tile.col / kBlock);
       }
     }
-    if (args_.turned == nullptr) return;
-    auto* scales = static_cast<uint8_t*>(args_.turned_scales);
+    if (args_.colwise == nullptr) return;
+    auto* scales = static_cast<uint8_t*>(args_.colwise_scales);
     for (int64_t block = 0; block < tile.rows; block += kBlock) {
       const float* top = tile.numbers + block * tile.stride;
       int32_t most[kWide] = {};
@@ -252,7 +252,7 @@ class Task {
       for (int64_t i = 0; i < kBlock; ++i) {
         table_.encode_times_each[qtype_](
             top + i * tile.stride,
-            args_.turned + (tile.row + block + i) * args_.cols + tile.col, tile.cols, factors,
+            args_.colwise + (tile.row + block + i) * args_.cols + tile.col, tile.cols, factors,
             halves);
       }
     }
@@ -279,7 +279,7 @@ struct Partial {};
 struct Columns {};
 struct Factors {};
 
-// What columns are multiplied with, and the inverse in args.turned_scales.
+// What columns are multiplied with, and the inverse in args.colwise_scales.
 const float* column_factors(const Quantize& args, const Table& table, const Cut& cut,
                        const Parallel& parallel) {
   auto* most = Arena<Columns>::get_array<int32_t>(cut.chunks * args.cols);
@@ -290,7 +290,7 @@ const float* column_factors(const Quantize& args, const Table& table, const Cut&
         .column_absmax(row, std::max<int64_t>(0, std::min(cut.chunk, args.rows - row)),
                        most + i * args.cols);
   });
-  auto* scales = static_cast<float*>(args.turned_scales);
+  auto* scales = static_cast<float*>(args.colwise_scales);
   float* factors = Arena<Factors>::get_array<float>(args.cols);
   for (int64_t c = 0; c < args.cols; ++c) {
     int32_t found = 0;
@@ -307,10 +307,10 @@ const float* column_factors(const Quantize& args, const Table& table, const Cut&
 float quantize(const Quantize& args, const Parallel& pool) {
   const Table& table = te::table();
   const Parallel serial;
-  const Parallel& parallel = args.rows * args.cols <= kFew ? serial : pool;
+  const Parallel& parallel = args.rows * args.cols <= kSerialBelow ? serial : pool;
   const Cut cut(args);
   const float* factors = nullptr;
-  if (args.scaling == Scaling::kChannel && args.turned != nullptr) {
+  if (args.scaling == Scaling::kChannel && args.colwise != nullptr) {
     factors = column_factors(args, table, cut, parallel);
   }
   float* sums = nullptr;
@@ -346,9 +346,9 @@ float tensor_scale(float absmax, QType qtype) {
 
 void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
   constexpr int64_t kSide = kTile;
-  std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), turned_scales(kSide), total(kSide);
-  std::vector<uint8_t> qvalues(kSide * kSide), turned(kSide * kSide), x8(2 * kSide),
-      turned8(2 * kSide);
+  std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), colwise_scales(kSide), total(kSide);
+  std::vector<uint8_t> qvalues(kSide * kSide), columns(kSide * kSide), x8(2 * kSide),
+      colwise8(2 * kSide);
   const bool mx = scaling == Scaling::kMx;
   for (QType qtype : {QType::kE4M3, QType::kE5M2, QType::kInt8}) {
     Quantize args;
@@ -361,8 +361,8 @@ void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
       args.scales = mx ? static_cast<void*>(x8.data()) : scales.data();
     }
     if (colwise) {
-      args.turned = turned.data();
-      args.turned_scales = mx ? static_cast<void*>(turned8.data()) : turned_scales.data();
+      args.colwise = columns.data();
+      args.colwise_scales = mx ? static_cast<void*>(colwise8.data()) : colwise_scales.data();
     }
     if (sums) args.sums = total.data();
     args.wants_absmax = true;

@@ -40,11 +40,11 @@ struct Quantize {
   // Results; nullptr where they aren't wanted. No two overlap.
   void* out = nullptr;        // without scaling: the numbers, [rows, cols]
   uint8_t* qvalues = nullptr;   // [rows, cols]
-  uint8_t* turned = nullptr;  // by column: [cols, rows], or [rows, cols] with MX
+  uint8_t* colwise = nullptr;  // by column: [cols, rows], or [rows, cols] with MX
   // Per channel and with MX, what quantized values are multiplied with to get x: float[rows],
   // float[cols]; e8m0 [rows, cols / 32], [rows / 32, cols].
   void* scales = nullptr;
-  void* turned_scales = nullptr;
+  void* colwise_scales = nullptr;
   void* sums = nullptr;  // over rows, summed in float32, rounded to `dtype`: [cols]
 
   bool wants_absmax = false;

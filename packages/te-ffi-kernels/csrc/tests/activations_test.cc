@@ -147,7 +147,7 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
         const bool by_row = layout != 1, by_column = layout != 0;
         if (mx && ((by_row && width % 32 != 0) || (by_column && rows % 32 != 0))) continue;
         Buffer qvalues[2] = {Buffer(count, 1), Buffer(count, 3)};
-        Buffer turned[2] = {Buffer(count, 1), Buffer(count, 3)};
+        Buffer colwise[2] = {Buffer(count, 1), Buffer(count, 3)};
         Buffer scales[2] = {Buffer(4 * (count / 32 + rows), 4), Buffer(4 * (count / 32 + rows), 4)};
         Buffer others[2] = {Buffer(4 * (count / 32 + width), 4),
                             Buffer(4 * (count / 32 + width), 4)};
@@ -164,15 +164,15 @@ void check(int64_t number, int64_t rows, int64_t cols, DType dtype, std::mt19937
           q.scale = 3.0f;
           if (by_row) q.qvalues = qvalues[i].get();
           if (by_row) q.scales = scales[i].get();
-          if (by_column) q.turned = turned[i].get();
-          if (by_column) q.turned_scales = others[i].get();
+          if (by_column) q.colwise = colwise[i].get();
+          if (by_column) q.colwise_scales = others[i].get();
           te::quantize(q, parallel);
         }
         const auto same = [](const Buffer* both) {
           return std::memcmp(both[0].get(), both[1].get(), static_cast<size_t>(both[0].size())) ==
                  0;
         };
-        CHECK_THAT(same(qvalues) && same(turned) && same(scales) && same(others), what);
+        CHECK_THAT(same(qvalues) && same(colwise) && same(scales) && same(others), what);
       }
     }
   }

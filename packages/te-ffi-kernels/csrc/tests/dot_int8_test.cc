@@ -94,9 +94,9 @@ TEST(int8_products_of_all_layouts) {
   for (Isa isa : tested_isas()) {
     for (int layout = 1; layout < 4; ++layout) {
       const bool lhs_last = layout & 1, rhs_last = layout & 2;
-      for (int64_t k : {0, 1, 4, 15, 16, 63, 65, 200}) {
-        for (int64_t m : {1, 33, 70}) {
-          for (int64_t n : {1, 4, 16, 31, 70, 130}) {
+      for (int64_t k : {0, 1, 15, 65, 200}) {
+        for (int64_t m : {1, 33}) {
+          for (int64_t n : {1, 31, 130}) {
             check_case({1, k, m, n, lhs_last, rhs_last}, random, one, isa);
           }
         }

@@ -198,7 +198,7 @@ void check_values(const Case& c, const Forward& f, const Parallel& parallel) {
       const bool rows = layout != 1, columns = layout != 0;
       if (mx && ((rows && c.cols % 32 != 0) || (columns && c.rows % 32 != 0))) continue;
       Buffer qvalues[2] = {Buffer(size, 1), Buffer(size, 3)};
-      Buffer turned[2] = {Buffer(size, 1), Buffer(size, 3)};
+      Buffer colwise[2] = {Buffer(size, 1), Buffer(size, 3)};
       Buffer scales[2] = {Buffer(4 * (size / 32 + c.rows), 4), Buffer(4 * (size / 32 + c.rows), 4)};
       Buffer others[2] = {Buffer(4 * (size / 32 + c.cols), 4), Buffer(4 * (size / 32 + c.cols), 4)};
       const norms::Normalized source(f.norm, columns, parallel);
@@ -213,15 +213,15 @@ void check_values(const Case& c, const Forward& f, const Parallel& parallel) {
         args.scale = 3.0f;
         if (rows) args.qvalues = qvalues[i].get();
         if (rows) args.scales = scales[i].get();
-        if (columns) args.turned = turned[i].get();
-        if (columns) args.turned_scales = others[i].get();
+        if (columns) args.colwise = colwise[i].get();
+        if (columns) args.colwise_scales = others[i].get();
         args.wants_absmax = true;
         most[i] = te::quantize(args, parallel);
       }
       const auto same = [](const Buffer* both) {
         return std::memcmp(both[0].get(), both[1].get(), static_cast<size_t>(both[0].size())) == 0;
       };
-      CHECK_THAT(same(qvalues) && same(turned) && same(scales) && same(others), c.text());
+      CHECK_THAT(same(qvalues) && same(colwise) && same(scales) && same(others), c.text());
       CHECK_THAT(most[0] == most[1], c.text());
     }
   }

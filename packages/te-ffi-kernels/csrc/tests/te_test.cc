@@ -51,9 +51,9 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
   const int64_t size = c.rows * c.cols;
   const bool mx = c.scaling == Scaling::kMx, channel = c.scaling == Scaling::kChannel;
   const Buffer x = random_numbers(size, c.dtype, random);
-  Buffer qvalues(size, 1), turned(size, 3);
+  Buffer qvalues(size, 1), colwise(size, 3);
   Buffer scales(mx ? size / 32 : channel ? 4 * c.rows : 4, mx ? 1 : 4);
-  Buffer turned_scales(mx ? size / 32 : channel ? 4 * c.cols : 4, mx ? 1 : 4);
+  Buffer colwise_scales(mx ? size / 32 : channel ? 4 * c.cols : 4, mx ? 1 : 4);
   Buffer sums(c.cols * static_cast<int64_t>(byte_size(c.dtype)), c.dtype == DType::F32 ? 4 : 2);
   te::Quantize args;
   args.x = x.get();
@@ -64,9 +64,9 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
   args.scaling = c.scaling;
   args.scale = 5.5f;
   args.qvalues = qvalues.get();
-  args.turned = turned.get();
+  args.colwise = colwise.get();
   args.scales = scales.get();
-  args.turned_scales = turned_scales.get();
+  args.colwise_scales = colwise_scales.get();
   args.sums = sums.get();
   args.wants_absmax = true;
   const float most = te::quantize(args, parallel);
@@ -78,7 +78,7 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
       const double number = element(x.get(), c.dtype, r * c.cols + col);
       largest = std::fmax(largest, std::fabs(number));
       const uint8_t qvalue = qvalues.get()[r * c.cols + col];
-      const uint8_t other = turned.get()[mx ? r * c.cols + col : col * c.rows + r];
+      const uint8_t other = colwise.get()[mx ? r * c.cols + col : col * c.rows + r];
       if (!mx && !channel) {
         const uint8_t wanted = encoded(static_cast<float>(number) * 5.5f, c.qtype);
         good = good && qvalue == wanted && other == wanted;
@@ -95,7 +95,7 @@ void check_quantize(const Case& c, std::mt19937& random, const Parallel& paralle
         return error <= step * scale + part * std::fabs(number) + 0.01 * scale;
       };
       good = good && near(qvalue, scale_of(scales, r * (c.cols / 32) + col / 32, r));
-      good = good && near(other, scale_of(turned_scales, r / 32 * c.cols + col, col));
+      good = good && near(other, scale_of(colwise_scales, r / 32 * c.cols + col, col));
     }
   }
   for (int64_t col = 0; col < c.cols; ++col) {

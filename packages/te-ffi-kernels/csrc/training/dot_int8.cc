@@ -14,7 +14,9 @@ namespace {
 
 constexpr int64_t kPanel = 16;      // columns of rhs
 constexpr int64_t kSwept = 4;        // panels that are packed at once: a line of the cache of each row
-constexpr int64_t kMostRows = 128;   // of a task: with a few panels they fit a thread's cache
+// Rows of a task: so many that with a few panels they fit a thread's cache, since each task reads all
+// panels from memory.
+constexpr int64_t kLeastRows = 128, kMostRows = 256, kBytesOfRows = int64_t{512} << 10;
 constexpr int64_t kFewRows = 256;    // that a task takes whole, and packs panels for itself
 constexpr int64_t kWorthThread = 1 << 17;  // numbers to arrange
 // Bytes of a result from which it is written past the caches: most of it would be gone from them
@@ -224,8 +226,9 @@ class Product {
   // Rows are shared out, and panels too where there are few rows.
   void multiply() const {
     const int64_t threads = parallel_.threads(), block = kernels_.block_panels;
-    const int64_t rows = packs_late_ ? args_.m
-                                     : 32 * std::min(kMostRows / 32, divide_up(args_.m, 32 * threads));
+    const int64_t fit = std::clamp(kBytesOfRows / k_, kLeastRows, kMostRows) / 32;
+    const int64_t rows =
+        packs_late_ ? args_.m : 32 * std::min(fit, divide_up(args_.m, 32 * threads));
     const int64_t row_tasks = divide_up(args_.m, rows);
     const int64_t parts = threads == 1 ? 1 : divide_up((packs_late_ ? 4 : 2) * threads, row_tasks);
     const int64_t panels = divide_up(divide_up(panels_, parts), block) * block;

@@ -9,7 +9,7 @@
 namespace jaxtap::training {
 namespace {
 
-constexpr int64_t kFew = 1 << 14;   // numbers that aren't worth a second thread
+constexpr int64_t kSerialBelow = 1 << 14;   // numbers that aren't worth a second thread
 constexpr int64_t kPart = 1 << 14;  // numbers that a thread takes at a time
 constexpr float kLargestDivisor = 0x1p126f;
 
@@ -109,7 +109,7 @@ class Quantizer {
 void quantize_int8(const Args& args, const Parallel& pool) {
   const int64_t blocks = args.groups * args.blocks, rows = blocks * args.rows;
   const Parallel serial;
-  const Parallel& parallel = rows * args.columns <= kFew ? serial : pool;
+  const Parallel& parallel = rows * args.columns <= kSerialBelow ? serial : pool;
   const Quantizer quantizer(args);
   const int64_t grain = kPart / std::max<int64_t>(1, args.columns);
   if (args.by_row) {

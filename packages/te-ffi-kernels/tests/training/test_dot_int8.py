@@ -68,16 +68,39 @@ def test_layouts_give_the_same_bits(last):
             np.testing.assert_array_equal(fn(*given), wanted(*sides, left, right))
 
 
-def test_under_vmap():
-    lhs, rhs, left, right = operands((3,), 40, 20, 30)
-    fn = jax.jit(jax.vmap(te.dot_int8, (0, None, 0, None)))
-    given = lhs, rhs[0], left, right[0]
-    assert len(calls(fn.lower(*given).compile(), "dot_int8")) == 1
-    for i, found in enumerate(fn(*given)):
-        np.testing.assert_array_equal(found, wanted(lhs[i], rhs[0], left[i], right[0]))
+@pytest.mark.parametrize("mapped", [(0, None), (None, 0), (0, 0)])
+@pytest.mark.parametrize("last", [False, True])
+def test_under_vmap(mapped, last):
+    """A side that all examples share isn't copied for each."""
+    *sides, left, right = operands((3, 2), 40, 20, 30)
+    given = [
+        x if where == 0 else x[0]
+        for x, where in zip((*sides, left, right), 2 * mapped, strict=True)
+    ]
+    turned = [jnp.swapaxes(x, -1, -2) if last else x for x in given[:2]]
+    one = functools.partial(te.dot_int8, lhs_last=last, rhs_last=last)
+    fn = jax.jit(jax.vmap(one, 2 * mapped)).lower(*turned, *given[2:]).compile()
+    assert len(calls(fn, "dot_int8")) == 1
+    for x, where in zip(turned, mapped, strict=True):
+        shape = f"s8[{','.join(map(str, (3, *x.shape[-3:])))}]"
+        assert (shape in fn.as_text()) == (where == 0)
+    for i, found in enumerate(fn(*turned, *given[2:])):
+        example = [x[i] if where == 0 else x for x, where in zip(given, 2 * mapped, strict=True)]
+        np.testing.assert_array_equal(found, wanted(*example))
+
+
+def test_under_vmap_of_scales_alone():
+    lhs, rhs, left, right = operands((), 40, 20, 30)
+    scales = jnp.stack([left, 2 * left])
+    found = jax.vmap(te.dot_int8, (None, None, 0, None))(lhs, rhs, scales, right)
+    for i in range(2):
+        np.testing.assert_array_equal(found[i], wanted(lhs, rhs, scales[i], right))
 
 
 def test_nothing_is_summed_and_no_columns():
+    lhs, rhs, *scales = operands((3,), 4, 0, 7)
+    fn = jax.vmap(te.dot_int8, (0, None, 0, None))
+    assert fn(lhs, rhs[0], scales[0], scales[1][0]).shape == (3, 0, 7)
     empty = te.dot_int8(*operands((), 0, 5, 7))
     np.testing.assert_array_equal(empty, np.zeros((5, 7)))
     assert te.dot_int8(*operands((2,), 3, 0, 7)).shape == (2, 0, 7)

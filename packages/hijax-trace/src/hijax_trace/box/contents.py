@@ -118,11 +118,6 @@ class Contents:
     def write(self, leaves: list, passed: bool, decides: bool = True) -> None:
         """Write values of the same types to the references.
 
-        Args:
-            leaves: the values.
-            passed: whether the Box is an argument.
-            decides: whether the values decide which leaves are weak.
-
         Raises:
             TypeError: a value differs among the devices of a ``shard_map``, and the reference is
                 one for all.

@@ -167,12 +167,7 @@ class Run:
         return contents.pending and (self.changed.get(box) is contents or self.is_argument(box))
 
     def finish(self, out: Any, always: bool) -> Any:
-        """Return the program's outputs: the function's result and new contents.
-
-        Args:
-            out: the function's result.
-            always: whether to return a ``Result`` even if no Box changed.
-        """
+        """Return the program's outputs: the function's result and new contents."""
         entries: list[tuple[str, int, BoxType]] = []
         values: list[list] = []
         for i, (box, before) in enumerate(zip(self.arguments, self.initial, strict=True)):
@@ -226,13 +221,7 @@ class Run:
 
 
 def apply(result: Result, arguments: list[Box], closed_over: list[Box]) -> Any:
-    """Give Boxes their new contents after a call. Return the function's result.
-
-    Args:
-        result: the program's outputs.
-        arguments: the Boxes among the call's arguments.
-        closed_over: the closed-over Boxes, by number.
-    """
+    """Give Boxes their new contents after a call. Return the function's result."""
     writes = result.writes
     if writes is None:
         return result.out

@@ -48,9 +48,6 @@ def traces_up_to(home: Any) -> list[Any]:
 
     A trace that builds a jaxpr is the last, because it does not know the traces around it.
 
-    Args:
-        home: the trace of a Box, or None.
-
     Raises:
         RuntimeError: ``home`` is not around the current trace, so it has ended.
     """
@@ -92,9 +89,6 @@ def lifting() -> Iterator[None]:
 def check_not_sharded(axes: frozenset[str]) -> None:
     """Refuse a closed-over Box inside of ``shard_map``.
 
-    Args:
-        axes: the ``shard_axes`` where the Box was made.
-
     Raises:
         NotImplementedError: a ``shard_map`` is between.
     """
@@ -109,10 +103,6 @@ def check_not_sharded(axes: frozenset[str]) -> None:
 
 def check_unmixed(leaves: list, between: list[Any]) -> None:
     """Refuse values of inner traces for a Box of an outer trace.
-
-    Args:
-        leaves: the values.
-        between: the traces between the current one and the Box's.
 
     Raises:
         TypeError: a value is differentiated or mapped, and the Box is not.
@@ -154,13 +144,7 @@ def frozen_error(old: Any, new: Any, trace: Any, passed: bool) -> TypeError:
 
 
 def captured_error(old: Any, new: Any, label: str) -> TypeError:
-    """Return the error for a type that a plain trace has fixed.
-
-    Args:
-        old: the type of the contents.
-        new: the type of the value that was written.
-        label: what the trace was for, such as "jit".
-    """
+    """Return the error for a type that a plain trace has fixed."""
     return TypeError(
         f"A Box must keep its type, which is {old} and fixed since {label} used it from outside, "
         f"got a value of type {new}. The program that JAX keeps of {label} would use the old "

@@ -112,21 +112,16 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     frame = trace.frame
     variables = [frame.newvar(var.aval) for var in eqn.outvars]
     if not frame.is_high and holds_jaxprs(eqn):
-        frame.is_high = _is_high(eqn, tracers)  # else nothing would expand a HiPrim in it
+        params, is_shared = eqn.params, type(eqn.params) is SharedParams
+        found = params.is_high if is_shared else None
+        if found is None:  # of equal calls only the first asks
+            found = eqn.primitive.is_high(*(tracer.aval for tracer in tracers), **params)
+            if is_shared:
+                params.is_high = found
+        frame.is_high = found  # else nothing would expand a HiPrim in it
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
     frame.add_eqn(made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
-
-
-def _is_high(eqn: Any, tracers: Sequence[Any]) -> bool:
-    """Return whether an equation holds a HiPrim: for equal calls asked once."""
-    params = eqn.params
-    found = params.is_high if type(params) is SharedParams else None
-    if found is None:
-        found = eqn.primitive.is_high(*(tracer.aval for tracer in tracers), **params)
-        if type(params) is SharedParams:
-            params.is_high = found
-    return found
 
 
 _CALLS = (jit_p, custom_jvp_call_p)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
@@ -141,11 +140,9 @@ def wrap_fun(fn: Callable[..., Any], debug_info: Any) -> Any:
     return lu.wrap_init(fn, debug_info=debug_info)
 
 
-def rule_like(rule: Any, run: Callable[..., Any]) -> Any:
-    """Return the backward rule of a ``custom_vjp_call`` that does ``run(rule, *args)`` instead."""
-    if isinstance(rule, lu.WrappedFun):  # 0.10.2
-        return lu.wrap_init(functools.partial(run, rule.call_wrapped), debug_info=rule.debug_info)
-    return functools.partial(run, rule)
+def rule_like(rule: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Return the backward rule of a ``custom_vjp_call``, changed by a function of functions."""
+    return lu.wrap_init(change(rule.call_wrapped), debug_info=rule.debug_info)
 
 
 def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:

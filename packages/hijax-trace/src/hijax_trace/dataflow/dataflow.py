@@ -35,12 +35,6 @@ Express = Callable[[int], Expression]
 class Dataflow:
     """The expressions of one jaxpr's values, in one place of a program.
 
-    Args:
-        jaxpr: the open jaxpr.
-        inputs: finds the expression of an argument.
-        consts: the values of its constants; see ``inputs_of``.
-        from_handler: the variables whose values handlers computed.
-
     Attributes:
         flow: where its values come from, as far as that is the same in all places.
         consts: the values of its constants, by variable.
@@ -82,10 +76,6 @@ class Dataflow:
 
         Most operands are: a handler's result is an activation, and so is a value that is computed
         from one. If this returns False, the expression decides.
-
-        Args:
-            atom: the variable or literal.
-            is_parameter: whether the input of a pytree path is a parameter.
         """
         if self._judge is not is_parameter:
             self._judge, self._activations = is_parameter, set()
@@ -224,15 +214,7 @@ def _inside(jaxpr: Any, operands: Sequence[Expression]) -> list[Expression]:
 def expression_inside(
     body: Body, index: int, operands: Express, count: int, depth: int
 ) -> Expression:
-    """Return how an input of a body is computed.
-
-    Args:
-        body: the body.
-        index: the number of the input.
-        operands: finds the expression of an operand of the equation.
-        count: how many operands there are.
-        depth: how many loops and maps are around the equation.
-    """
+    """Return how an input of a body is computed."""
     operand, kind = body.inputs[index], body.kinds[index]
     aval = compat.open_of(body.jaxpr).invars[index].aval
     if kind != CHANGES and operand is not None:

@@ -244,7 +244,7 @@ HOLDERS: dict[Any, Holder] = {
     compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),
-    # Branches share their operands: ``rebuild._share`` gives each the new operands of all.
+    # Branches share their operands: ``entering.share`` gives each the new operands of all.
     compat.cond_p: Holder(
         _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
     ),

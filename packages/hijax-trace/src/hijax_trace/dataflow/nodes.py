@@ -13,7 +13,7 @@ import numpy as np
 from interception_core import ValueKind
 
 from .. import compat
-from ..proxy.moves import SAME, VIEWS, data_in, rounds
+from ..proxy.moves import SAME_ELEMENTS, VIEWS, data_in, rounds
 from ..proxy.updates import WRITTEN
 from .expression import Expression, Kind, Leaf, maps_of, united
 
@@ -365,15 +365,7 @@ class Choice(Expression):
 
 
 class Carried(Expression):
-    """One of several values, moved as only the running program knows.
-
-    Args:
-        aval: its type.
-        how: what moves it, in words.
-        operands: the values.
-        behind: all that decides which of them it is, and they.
-        is_mixed: whether it may be a constant of that, too.
-    """
+    """One of several values, moved as only the running program knows."""
 
     __slots__ = ("how", "is_mixed")
 
@@ -529,7 +521,7 @@ def uniform_axes(expression: Expression) -> frozenset[int]:
     return found | own
 
 
-_ELEMENTWISE = SAME | {
+_ELEMENTWISE = SAME_ELEMENTS | {
     "convert_element_type",
     "not",
     "and",

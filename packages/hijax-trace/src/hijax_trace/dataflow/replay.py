@@ -7,13 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ..proxy.array_proxy import ArrayProxy, Lost, form_of
 from ..proxy.move import MoveError, is_shared
-from ..proxy.moves import SAME, narrowed
+from ..proxy.moves import SAME_ELEMENTS
 from .expression import Expression, Leaf
-from .nodes import Choice, Constant, Operation, Part, is_zero, uniform_axes
+from .follow import follow
+from .nodes import Choice, Constant, Operation, Part
 
 
 def replay(
@@ -114,7 +114,7 @@ def mapped_axes(view: Expression, beside: Expression) -> frozenset[int]:
         chain.append(node)
         data = _data(node)
         name = node.primitive.name if isinstance(node, Operation) else ""
-        if len(data) != 1 or name not in ("", "transpose", "convert_element_type", *SAME):
+        if len(data) != 1 or name not in ("", "transpose", "convert_element_type", *SAME_ELEMENTS):
             return frozenset()
         (node,) = data
     full: Any = node.aval
@@ -194,19 +194,20 @@ def _moved(node: Expression, data: list[ArrayProxy], results: dict[tuple, Any]) 
         return data[0]
     if not isinstance(node, Operation) or node.moved is None:
         raise MoveError(f"{node} is not a view")
-    name = node.primitive.name
-    if name in SAME:
+    if node.primitive.name in SAME_ELEMENTS:
         return data[0]
     key = (id(node.params), *map(id, node.operands))
     if key not in results:
-        proxies = dict(zip(node.moved, data, strict=True))
-        operands = [
-            proxies[i] if i in proxies else _value(operand)
-            for i, operand in enumerate(node.operands)
-        ]
-        if name == "select_n":
-            operands[0] = narrowed(operands[0], uniform_axes(node.operands[0]))
-        results[key] = data[0].moved(name, node.params, operands)
+        held: list[ArrayProxy | None] = [None] * len(node.operands)
+        for i, proxy in zip(node.moved, data, strict=True):
+            held[i] = proxy
+        pairs = zip(held, node.operands, strict=True)
+        values = [_value(operand) if one is None else None for one, operand in pairs]
+        how = node.primitive.name, node.params, values, held, [node.aval]
+        results[key] = follow(*how, node.operands.__getitem__)
+    first = results[key][0]
+    if isinstance(first, Lost):  # with all other results
+        raise MoveError(first.why)
     return results[key][node.result]
 
 
@@ -214,6 +215,4 @@ def _value(node: Expression) -> Any:
     if isinstance(node, Constant):
         return node.value
     aval: Any = node.aval
-    if is_zero(node):
-        return np.zeros(aval.shape, aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)

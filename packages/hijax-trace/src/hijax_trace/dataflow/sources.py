@@ -145,10 +145,6 @@ def _united(parts: Sequence[Sources | None]) -> Sources | None:
 def chosen_outside(body: Body, index: int) -> tuple[list[int], bool] | None:
     """Return the operands of a loop that a carried input of its body is a choice of.
 
-    Args:
-        body: the body of the loop.
-        index: the number of the input.
-
     Returns:
         The numbers of the operands, and whether it may be a constant of the body, too. None if a
         step computes it.
@@ -233,10 +229,6 @@ def carry_behind(body: Body, index: int) -> Behind | None:
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
     """Return which results of a call, branch or loop may be views of operands.
-
-    Args:
-        eqn: the equation.
-        held: for each operand, whether views of it count.
 
     Returns:
         The numbers of the results.

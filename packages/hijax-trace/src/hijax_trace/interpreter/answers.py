@@ -35,11 +35,7 @@ class Answer(NamedTuple):
 
 
 class Answers:
-    """What handlers did at the operations of one pass.
-
-    Args:
-        run: the pass, which appends equations. Its interceptor is pure.
-    """
+    """What handlers did at the operations of one pass."""
 
     def __init__(self, run: Pass):
         self._run = run
@@ -55,7 +51,7 @@ class Answers:
         held, arrays = given
         path = run.frame.path(task.scopes)
         for one in kept:
-            if one.context is eqn.ctx and one.held == held and self._is_told(one, eqn, path):
+            if one.context is eqn.ctx and one.held == held and self._is_told(one.told, eqn, path):
                 break
         else:
             return False
@@ -75,15 +71,7 @@ class Answers:
     def keep(
         self, task: Task, info: Any, call: TraceCall, results: Sequence[Any], before: int
     ) -> None:
-        """Keep what a handler did, if it can be done again.
-
-        Args:
-            task: the operation's task.
-            info: its source.
-            call: what the handler was given.
-            results: its results.
-            before: how many equations there were before.
-        """
+        """Keep what a handler did, if it can be done again."""
         run, eqn = self._run, task.eqn
         if call.depends_on_place or task.marker is None or task.marker.extra:
             return
@@ -99,7 +87,9 @@ class Answers:
         recipe = Recipe.of(run.trace, inputs, before, results, info.name_stack)
         if recipe is None:
             return
-        answer = Answer(held, self._told(task, call), eqn.ctx, recipe)
+        path = run.frame.path(task.scopes)
+        told = {question: self._answer(question, eqn, path) for question in call.asked}
+        answer = Answer(held, told, eqn.ctx, recipe)
         kept = self._kept.setdefault((task.marker, task.within), [])
         kept[:] = [*kept[1 - _MOST :], answer]
 
@@ -131,37 +121,23 @@ class Answers:
             held.append((structure, [leaf.aval for leaf in leaves]))
         return held, arrays
 
-    def _is_told(self, answer: Answer, eqn: Any, path: str) -> bool:
-        """Return whether a handler would be told the same about an equation under a path.
-
-        The questions need not be logged: it has asked them in this frame.
-        """
-        frame, tapping = self._run.frame, self._run.session.tapping
-        atoms = eqn.invars
-        for (what, *about), told in answer.told.items():
-            if what == PATH:
-                found = tapping.interceptor.resolve_path(path)
-            elif what == ORIGIN:
-                found = tapping.keys.of_origin(frame.origin(atoms[about[0]]))
-            elif what == KIND:
-                found = tapping.keys.of_kind(frame.kind(atoms[about[0]], about[1]))
-            else:
-                found = frame.is_activation(atoms[about[0]], about[1])
-            if found != told:
+    def _is_told(self, told: Told, eqn: Any, path: str) -> bool:
+        """Return whether every question has an equal answer here: as ``is_told``, but faster."""
+        for question, before in told.items():  # noqa: SIM110  a generator is one more call each
+            if self._answer(question, eqn, path) != before:
                 return False
         return True
 
-    def _told(self, task: Task, call: TraceCall) -> Told:
-        """Return what a handler was told about an operation, as keys."""
-        tapping = self._run.session.tapping
-        told: dict[Question, Hashable] = {}
-        for question, found in call.asked.items():
-            what = question[0]
-            if what == PATH:
-                found = tapping.interceptor.resolve_path(self._run.frame.path(task.scopes))
-            elif what == ORIGIN:
-                found = tapping.keys.of_origin(found)
-            elif what == KIND:
-                found = tapping.keys.of_kind(found)
-            told[question] = found
-        return told
+    def _answer(self, question: Question, eqn: Any, path: str) -> Hashable:
+        """Return the key of the answer to a question about an equation under a path.
+
+        The question need not be logged: a handler has asked it in this frame.
+        """
+        frame, tapping, (what, *about) = self._run.frame, self._run.session.tapping, question
+        if what == PATH:
+            return tapping.interceptor.resolve_path(path)
+        if what == ORIGIN:
+            return tapping.keys.of_origin(frame.origin(eqn.invars[about[0]]))
+        if what == KIND:
+            return tapping.keys.of_kind(frame.kind(eqn.invars[about[0]], about[1]))
+        return frame.is_activation(eqn.invars[about[0]], about[1])

@@ -13,10 +13,9 @@ from ..staging.deferred import Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .call import TraceCall
-from .entering import enter, inline, inner_frame
+from .entering import enter, inline, inner_frame, rebuild
 from .one_pass import Pass
 from .proxy_equations import compute, computed, follow_moves
-from .rebuild import rebuild
 from .tasks import Task
 
 
@@ -126,16 +125,7 @@ class Asked(NamedTuple):
 def _ask(
     run: Pass, task: Task, asked: Asked, atoms: Sequence[Any], values: list[Any], info: Any
 ) -> bool:
-    """Ask a handler, and continue with its results. Return whether it gave any.
-
-    Args:
-        run: the pass.
-        task: the operation's task.
-        asked: asks the handler.
-        atoms: the operands in the program.
-        values: their values.
-        info: the source of the operation.
-    """
+    """Ask a handler, and continue with its results. Return whether it gave any."""
     linear = sorted(run.linear(atoms))
     if not linear:
         call, answer = asked.handler(values)

@@ -50,7 +50,7 @@ class TraceCall(OpCall):
         session: the call of the wrapped function.
 
     Attributes:
-        asked: what the handler asked; see ``questions``. Of origins and kinds, with the answer.
+        asked: what the handler asked; see ``questions``.
         given: metadata that the handler attached, with the value, by the value's ``id``.
     """
 
@@ -93,7 +93,7 @@ class TraceCall(OpCall):
         self._proceed = proceed
         self._session = session
         self._own: Any = None
-        self.asked: dict[Question, Any] = {}
+        self.asked: set[Question] = set()
         # The value is kept with its metadata, so that its id isn't given to another one.
         self.given: dict[int, tuple[Any, Metadata]] = {}
 
@@ -166,18 +166,16 @@ class TraceCall(OpCall):
         if index is None:
             return None
         self._place.frame.note(KINDS, is_parameter)
-        found = self._known.kind(self._atoms[index], is_parameter)
-        self.asked[KIND, index, is_parameter] = found
-        return found
+        self.asked.add((KIND, index, is_parameter))
+        return self._known.kind(self._atoms[index], is_parameter)
 
     def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
         index = self._index(value)
         if index is None:
             return False
         self._place.frame.note(KINDS, is_parameter)
-        found = self._known.is_activation(self._atoms[index], is_parameter)
-        self.asked[IS_ACTIVATION, index, is_parameter] = found
-        return found
+        self.asked.add((IS_ACTIVATION, index, is_parameter))
+        return self._known.is_activation(self._atoms[index], is_parameter)
 
     def is_linear(self, value: Any) -> bool:
         index = self._index(value)
@@ -188,7 +186,8 @@ class TraceCall(OpCall):
         if expression is None or expression.inputs is None:
             return None
         numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
-        return frozenset(self._session.origin(i).path for i in numbers)
+        found = map(self._session.origin, numbers)
+        return frozenset(origin.path for origin in found if origin is not None)
 
     @property
     def steps(self) -> tuple[Step, ...] | None:
@@ -216,9 +215,7 @@ class TraceCall(OpCall):
     @property
     def depends_on_place(self) -> bool:
         """Whether what the handler did may differ where it is told the same."""
-        return (
-            self._own is not None or bool(self.given) or not self.asked.keys().isdisjoint(_OF_PLACE)
-        )
+        return self._own is not None or bool(self.given) or not self.asked.isdisjoint(_OF_PLACE)
 
     def metadata_of(self, result: Any) -> Metadata | None:
         """Return what the handler attached to a result."""
@@ -234,12 +231,12 @@ class TraceCall(OpCall):
         index = self._index(value)
         if index is None:
             return None
-        found = self.asked[ORIGIN, index] = self._known.origin(self._atoms[index])
-        return found
+        self.asked.add((ORIGIN, index))
+        return self._known.origin(self._atoms[index])
 
     def _log(self, what: str) -> None:
         """Log a question that is not about an operand, here and in the frames around."""
-        self.asked[what,] = None
+        self.asked.add((what,))
         self._place.frame.note(what)
 
     def _index(self, value: Any) -> int | None:

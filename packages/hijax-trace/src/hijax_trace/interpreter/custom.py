@@ -19,13 +19,21 @@ from ..dataflow.holders import SAME, Body, custom_body
 from ..staging.deferred import Staged
 from ..staging.marker import hoisted
 from ..staging.packed import Packed, stage_packed
-from .bodies import tap_body
-from .body_proxies import proxies_of_body, untrained
+from .bodies import proxies_of_body, tap_body, untrained
+from .entering import Rebuilt, emit, share
 from .frames import Operands, Place
 from .hi_prims import refuse
-from .rebuild import Rebuilt, share
+from .one_pass import Pass
 from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
 from .session import Session
+from .tasks import Task
+
+
+def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
+    """Make a call with custom derivative rules, with all of it tapped."""
+    eqn = task.eqn
+    new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
+    emit(run, task, eqn, new, info)
 
 
 def rebuild_custom(
@@ -48,7 +56,8 @@ def rebuild_custom(
     new["call_jaxpr"] = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
     if "bwd" in params and place.frame.is_derived:
-        new["bwd"] = _backward(session, place, operands, params["bwd"])
+        tap = functools.partial(_backward, session, place, operands, params["call_jaxpr"])
+        new["bwd"] = compat.rule_like(params["bwd"], tap)
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
@@ -77,15 +86,26 @@ def rebuild_custom(
 
 
 def _backward(
-    session: Session, place: Place, operands: Operands, rule: Callable[..., Any]
+    session: Session, place: Place, operands: Operands, jaxpr: Any, rule: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return a backward rule with its operations tapped, for a call that the program differentiates.
+    """Return a backward rule, tapped, of a call that the program differentiates.
 
-    JAX runs it in the transpose of what is around the call. Its operations count from where those
-    of the function end.
+    JAX runs it in the transpose of what is around the call, when operations after the call have
+    been counted. So its operations have another label, which tells the call.
+
+    Args:
+        session: the call of the wrapped function.
+        place: where the function's call is.
+        operands: what is known of the call's operands.
+        jaxpr: the function's program.
+        rule: the rule, called with residuals and cotangents.
     """
-    tapped = prim_rule(session, place, operands, session.numbers.copy())
-    return compat.rule_like(rule, lambda run, *args: tapped(run, -1, args, 0))
+    frame, (_, _, name) = place.frame, compat.label(jaxpr).partition("(")
+    own = f"custom_vjp({name}.bwd"
+    number = session.numbers.next(frame.path(place.scopes), frame.label, own)
+    label = ".".join(filter(None, (frame.label, f"{own}{number or ''}")))
+    tapped = prim_rule(session, place, operands, session.numbers.copy(), label=label)
+    return lambda *args: tapped(rule, -1, args, 0)
 
 
 def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> Staged | None:
@@ -128,8 +148,7 @@ def _rebuild_prim(
     hidden = list(map(compat.typeof, leading))
     bwd = None
     if place.frame.is_derived and not compat.is_jvp_prim(prim):
-        tapped_bwd = prim_rule(session, place, operands, session.numbers.copy())
-        bwd = lambda *args: tapped_bwd(prim.bwd, -1, args, 0)  # noqa: E731
+        bwd = _backward(session, place, operands, body.jaxpr, prim.bwd)
     made = compat.custom_with(prim, jaxpr, hidden, call, refuse, bwd)
     return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
 
@@ -197,13 +216,7 @@ def _jvp_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..
 
 
 def _fwd_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..., tuple]:
-    """Return the forward rule of a ``custom_vjp`` for all operands of the call.
-
-    Args:
-        staged: the rule, of its extra values and the function's operands.
-        hidden: the operands before those.
-        avals: the types of all operands.
-    """
+    """Return the forward rule of a ``custom_vjp`` for all operands of the call."""
     run, own = compat.as_function(staged.jaxpr), sum(hidden)
 
     @functools.cache

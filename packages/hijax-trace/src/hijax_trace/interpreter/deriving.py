@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from ..dataflow.axes import dropped
 from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin
-from ..dataflow.nodes import Part, Unknown
+from ..dataflow.flow import Origin, dropped
+from ..dataflow.nodes import Part
 from ..proxy.array_proxy import ArrayProxy
 from ..staging.functions import Call, Function, Program
 from ..staging.marker import hoisted
 from .entering import inline
-from .frames import Frame, Inputs, Operands, Place
+from .frames import Frame, FromOperands, Operands, Place
 from .one_pass import Pass, mark_replaced
 from .tasks import Task, program_at
 
@@ -92,16 +91,10 @@ def _keep_metadata(run: Pass, eqn: Any, inner: Frame) -> None:
             run.frame.metadata[atom] = metadata
 
 
-class Original(Inputs):
+class Original(FromOperands):
     """A program before maps and derivatives, which is re-interpreted inside of them.
 
     It is what is known of the program's inputs there.
-
-    Args:
-        reinterpret: called as ``reinterpret(frame, jaxpr, values)``.
-        place: where the equation is that JAX made of it.
-        function: the equation's function, which is made of the program.
-        operands: what is known of the equation's operands.
 
     Attributes:
         frame: the frame of its last run; None before.
@@ -117,13 +110,13 @@ class Original(Inputs):
         places = list(enumerate(function.places))
         metadata = {i: operands.metadata[k] for i, k in places if k in operands.metadata}
         linear = function.linear.union(i for i, k in places if k in operands.linear)
-        super().__init__(metadata, linear=linear)
+        jaxpr = function.program.jaxpr
+        avals = [var.aval for var in compat.open_of(jaxpr).invars]
+        super().__init__(operands, function.places, avals, linear, metadata)
         self._reinterpret = reinterpret
         self._place = place
-        self._program = function.program.jaxpr
+        self._program, self._levels = jaxpr, function.levels
         self._is_derived = function.program.is_differentiated
-        self._levels, self._places = function.levels, function.places
-        self._operands = operands
         self.frame: Frame | None = None
 
     def run(self, values: Sequence[Any], proxies: Mapping[int, ArrayProxy]) -> list[Any]:
@@ -142,27 +135,20 @@ class Original(Inputs):
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input, inside of the maps."""
-        place = self._places[index]
-        if place is None:
+        found, place = super().origin(index), self._places[index]
+        if found is None or place is None:
             return None
-        found = self._operands.origin(place)
         rank = len(getattr(self._operands.avals[place], "shape", ()))
         for level in self._levels:
-            axis = level.ins[index]
-            if found is not None and axis is not None:
+            if (axis := level.ins[index]) is not None:
                 found, rank = found.moved(dropped(axis, rank)), rank - 1
         return found
 
     def expression(self, index: int) -> Expression:
         """Return how an input is computed, inside of the maps."""
-        place = self._places[index]
-        if place is None:
-            aval = compat.open_of(self._program).invars[index].aval
-            return Unknown(aval, "a value of a derivative", None)
-        found = self._operands.expression(place)
-        for inner, level in enumerate(self._levels):
-            axis = level.ins[index]
-            if axis is not None:
+        found = super().expression(index)
+        for inner, level in enumerate(self._levels if self._places[index] is not None else ()):
+            if (axis := level.ins[index]) is not None:
                 depth = self._place.frame.depth + inner
                 found = Part(compat.step_type(found.aval, axis), found, axis, depth, True)
         return found
@@ -174,9 +160,6 @@ class SharedProgram:
     Its result is staged then, and later runs call that: an operation and its derivative share it.
     Runs with other array proxies than those before ask again: a rule of a nested trace may have
     none, where the operation around has some.
-
-    Args:
-        original: the program.
     """
 
     def __init__(self, original: Original):
@@ -224,9 +207,6 @@ class Derivatives:
     """The derivatives in a jaxpr, and what was made of them.
 
     JAX may inline a jaxpr twice, with the same functions. Their equations differ by operands.
-
-    Args:
-        jaxpr: the open jaxpr.
     """
 
     def __init__(self, jaxpr: Any):

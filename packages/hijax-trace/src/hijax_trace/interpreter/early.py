@@ -24,9 +24,9 @@ from ..staging.marker import Marker, check_result, marker_in
 from ..staging.packed import is_iterator
 from .call import TraceCall
 from .custom import rebuild_custom
+from .entering import rebuild
 from .frames import Frame, Inputs, Operands, Place
 from .op_ids import OURS, WITHIN, Numbers, join_path
-from .rebuild import rebuild
 from .session import Session
 from .tracers import Tracers
 
@@ -37,9 +37,6 @@ class Restage(BaseException):
     """Ends the staging of a program, so that it is staged again.
 
     It is not an ``Exception``, because programs catch those.
-
-    Args:
-        early: the object that asked for it.
     """
 
     def __init__(self, early: Early):
@@ -49,9 +46,6 @@ class Restage(BaseException):
 
 class Early:
     """Asks handlers while a program is staged.
-
-    Args:
-        session: the call of the wrapped function.
 
     Attributes:
         tracers: what is known of the program's values.
@@ -68,12 +62,6 @@ class Early:
 
     def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
         """Ask the handler of a function.
-
-        Args:
-            handler: the handler.
-            call: the ``TappedCall`` of the function.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
 
         Returns:
             The result, or NotImplemented where the handler is asked later.
@@ -96,13 +84,6 @@ class Early:
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
         """Ask the handlers of a primitive and of its programs.
-
-        Args:
-            path: the module path.
-            trace: the trace that the primitive is bound in.
-            primitive: the primitive; ``Tasks.wants_call`` holds for it.
-            values: its operands.
-            params: its parameters.
 
         Returns:
             The results, or NotImplemented where no handler replaced anything.

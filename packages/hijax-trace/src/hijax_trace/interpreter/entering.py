@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from interception_core import JaxtapError
 
 from .. import compat
-from ..dataflow.flow import forwarded
-from ..dataflow.sources import returned_views
+from ..dataflow.flow import forwarded, passed_by
+from ..dataflow.holders import Body, holder_of
+from ..dataflow.sources import returned_views, sources_of
+from ..proxy.array_proxy import ArrayProxy
 from ..staging.marker import Marker, MarkerName
-from .custom import rebuild_custom
-from .frames import Frame
-from .one_pass import Pass, mark_replaced
-from .rebuild import again, rebuild
+from .bodies import (
+    NO_PROXIES,
+    BodyProxies,
+    Tapped,
+    proxies_of_body,
+    proxies_of_shards,
+    tap_body,
+    untrained,
+    unused_in,
+)
+from .frames import Frame, Operands, Place
+from .hi_prims import Asked, TappedPrim
+from .one_pass import Pass, later_array, mark_replaced
+from .questions import Outcome
+from .rules import prim_rule
+from .session import Session
 from .tasks import Task
 
 
@@ -77,11 +98,12 @@ def enter(
         return
     applied = run.frame.applied
     if applied is not None and applied.is_by(eqn):
-        run.emit(task, eqn, again(applied, values), info)
+        new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
+        emit(run, task, eqn, new, info)
         return
     place, operands = run.place(task, within), run.operands(eqn)
     new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
-    run.emit(task, eqn, new, info)
+    emit(run, task, eqn, new, info)
 
 
 def _returns_proxy(run: Pass, eqn: Any) -> bool:
@@ -114,11 +136,280 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         marker.extra + len(new.values) - len(values),
     )
     name = MarkerName.of(again, new.params["jaxpr"])
-    run.emit(task, eqn, new._replace(params={**new.params, "name": name}), info)
+    emit(run, task, eqn, new._replace(params={**new.params, "name": name}), info)
 
 
-def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
-    """Make a call with custom derivative rules, with all of it tapped."""
-    eqn = task.eqn
-    new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
-    run.emit(task, eqn, new, info)
+def emit(run: Pass, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
+    """Make an equation that was rebuilt with its programs tapped."""
+    for i, note in new.outcome.metadata.items():
+        run.frame.metadata[eqn.outvars[i]] = note
+    mark_replaced(run.frame, eqn, new.outcome)
+    again = eqn.replace(params=new.params)
+    if new.results is not None:
+        results = compat.rebind(again, new.values, info)
+        run.write([eqn.outvars[i] for i in new.results], results[: len(new.results)])
+        for i, proxy in new.returned(results).items():
+            var = eqn.outvars[i]
+            run.frame.proxies[var] = proxy
+            run.write([var], [later_array(proxy, var.aval)])
+        return
+    if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
+        run.again(task, again, new.values, info)
+        return
+
+    def bind(*values: Any) -> list[Any]:
+        return list(compat.rebind(again, values, info))
+
+    # Outside of compiled programs JAX's shard_map takes no references.
+    is_sharded = eqn.primitive is compat.shard_map_p and not compat.is_staging(run.trace)
+    if is_sharded and any(map(compat.is_ref, new.values)):
+        bind = jax.jit(bind)
+    run.write(eqn.outvars, bind(*new.values))
+
+
+class Rebuilt(NamedTuple):
+    """What replaces an equation.
+
+    Attributes:
+        params: its parameters.
+        values: its operands.
+        outcome: what came of asking handlers about the operations in it.
+        results: which of the equation's results it has, the first ones of the new equation; None
+            for all.
+        returned: builds the array proxies of the others, by number, from all new results.
+    """
+
+    params: dict[str, Any]
+    values: list[Any]
+    outcome: Outcome
+    results: Sequence[int] | None = None
+    returned: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]] = lambda results: {}
+
+
+def rebuild(
+    session: Session,
+    place: Place,
+    primitive: Any,
+    params: dict[str, Any],
+    values: Sequence[Any],
+    operands: Operands,
+) -> Rebuilt:
+    """Return an equation with the programs that it holds tapped: ``primitive`` has a ``Holder``.
+
+    Raises:
+        JaxtapError: a handler used a value from around a primitive that can't take more operands,
+            or a Box that is not on the mesh of a ``shard_map``.
+    """
+    holder = session.tapping.tasks.holder(primitive, params)
+    assert holder is not None
+    before = session.numbers.copy()  # from which a HiPrim's rules count, as its expansion does
+    bodies = holder.bodies(params, len(values))
+    # The arrays of proxies become operands, which not all primitives can take.
+    proxies = operands.proxies if min(holder.places(params)) >= 0 else {}
+    expands = primitive is compat.call_hi_primitive_p and holder_of(primitive, params) is None
+    if expands:
+        proxies = untrained(proxies)
+    if primitive is compat.shard_map_p and proxies:
+        taken = [proxies_of_shards(body, proxies, params) for body in bodies]
+    else:
+        taken = [proxies_of_body(body, proxies) for body in bodies]
+    # A call that JAX would inline is not a function to a reader: each call is asked about.
+    shared = not compat.is_inlined(primitive, params)
+    returns = _returned_by_branches(bodies, proxies) if holder.results == "branches" else ()
+    with holder.context(params):
+        tapped = [
+            tap_body(session, place, body, operands, part, shared, holder.hoists, returns)
+            for body, part in zip(bodies, taken, strict=True)
+        ]
+    kept, results = None, ()
+    if returns:
+        tapped, kept, results = _agreed(bodies, tapped, taken)
+    jaxprs = [one.jaxpr for one in tapped]
+    taken = [
+        part if one.takes_proxies else NO_PROXIES for part, one in zip(taken, tapped, strict=True)
+    ]
+    # JAX's rule for a linear solve has no derivative by what its other programs close over.
+    extra = [
+        tuple(map(jax.lax.stop_gradient, given)) if i in holder.constant else given
+        for i, (one, part) in enumerate(zip(tapped, taken, strict=True))
+        for given in [(*one.extra, *part.leading)]
+    ]
+    # Only a scan steps along operands, and a scan has one body.
+    trailing = taken[0].trailing
+    if tapped[0].is_numbered:
+        trailing = [*trailing, np.arange(bodies[0].length or 0, dtype=np.int32)]
+    places = holder.places(params)
+    if holder.results == "branches" and any(extra):
+        jaxprs, united = share(jaxprs, extra)
+        extra, places = [united], places[:1]
+    all_values = list(values)
+    for operand in _unused(bodies, tapped):
+        # Its derivative is zero. A loop or branch would add up zeros as large as the array.
+        all_values[operand] = jax.lax.stop_gradient(all_values[operand])
+    # From the last to the first, so that an insertion does not move the places still to come.
+    for at, _, more in sorted(zip(places, range(len(places)), extra, strict=True), reverse=True):
+        if more and at < 0:
+            raise JaxtapError(
+                "A handler must use its own arguments and constants inside "
+                f"`{primitive.name}`, which can't take more operands, got a value of the program "
+                f"around it. Let the handler leave operations in `{primitive.name}`, or compute "
+                "the value from its arguments."
+            )
+        all_values[max(at, 0) : max(at, 0)] = more
+    all_values += trailing
+    new = holder.more_steps(params, len(trailing))
+    new = holder.rebuild(new, jaxprs, [len(part) for part in extra])
+    if taken[0].specs:
+        given, specs = len(tapped[0].extra), new["in_specs"]
+        last = specs[given + len(taken[0].specs) :]
+        new["in_specs"] = (*specs[:given], *taken[0].specs, *last)
+    if primitive is compat.shard_map_p:
+        _check_devices(tapped[0].extra, params["mesh"])
+    if primitive is compat.custom_vmap_p:
+        new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
+    outcome = _united(holder.results, [one.outcome for one in tapped])
+    if expands:
+        asked = Asked(session.numbers.copy(), outcome)
+        rule = prim_rule(session, place, operands, before, asked=asked)
+        new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
+    found = Rebuilt(new, all_values, outcome)
+    if not results:
+        return found
+    # What all branches return of their operands as it is need not be a result, which XLA copies.
+    first, *others = [compat.open_of(jaxpr) for jaxpr in jaxprs]
+    start, count = len(kept or ()), len(first.outvars)
+    places = {var: i for i, var in enumerate(first.invars)}
+    same = {
+        i: place
+        for i in range(start, count)
+        if type(first.outvars[i]) is not compat.Literal
+        and (place := places.get(first.outvars[i])) is not None
+        and all(one.outvars[i] is one.invars[place] for one in others)
+    }
+    left = [i for i in range(count) if i not in same]
+    new["branches"] = tuple(compat.with_results(jaxpr, left) for jaxpr in jaxprs)
+
+    def returned(values: Sequence[Any]) -> dict[int, ArrayProxy]:
+        known = dict(zip(left, values, strict=True))
+        known |= {i: all_values[1 + place] for i, place in same.items()}
+        leaves = iter([known[i] for i in range(start, count)])
+        return {
+            i: jax.tree.unflatten(tree, [next(leaves) for _ in range(tree.num_leaves)])
+            for i, tree in results
+        }
+
+    return found._replace(params=new, results=kept, returned=returned)
+
+
+def _returned_by_branches(
+    bodies: Sequence[Body], proxies: Mapping[int, ArrayProxy]
+) -> tuple[int, ...]:
+    """Return the results that are views of operands with array proxies in all branches."""
+    found: set[int] | None = None
+    for body in bodies:
+        sources = enumerate(sources_of(body.jaxpr))
+        # Branches that return one operand as it is need no care: see ``forwarded``.
+        views = {
+            i
+            for i, one in sources
+            if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
+        }
+        found = views if found is None else found & views
+    columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
+    same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
+    return tuple(sorted((found or set()) - same))
+
+
+def _agreed(
+    bodies: Sequence[Body], tapped: Sequence[Tapped], taken: Sequence[BodyProxies]
+) -> tuple[list[Tapped], list[int], list[tuple[int, Any]]]:
+    """Let branches return array proxies where all return one in the same form.
+
+    Returns:
+        The branches, which results they still return as arrays, and the structures of the array
+        proxies that they return after those, with the number of the result.
+    """
+    count = len(compat.open_of(bodies[0].jaxpr).outvars)
+    forms: list[dict[int, tuple[Any, list[int], list[Any]]]] = []
+    for one in tapped:
+        place, avals = count, [var.aval for var in compat.open_of(one.jaxpr).outvars]
+        forms.append({})
+        for i, tree in one.returned.items():
+            places = list(range(place, place + tree.num_leaves))
+            forms[-1][i] = tree, places, [avals[k] for k in places]
+            place += tree.num_leaves
+    first, *others = forms
+    agreed = [
+        i
+        for i, (tree, _, avals) in first.items()
+        if all(i in form and (form[i][0], form[i][2]) == (tree, avals) for form in others)
+    ]
+    kept = [i for i in range(count) if i not in agreed]
+    found = []
+    for body, one, form, part in zip(bodies, tapped, forms, taken, strict=True):
+        results = [*kept, *(k for i in agreed for k in form[i][1])]
+        jaxpr = compat.with_results(one.jaxpr, results)
+        inputs = len(compat.open_of(body.jaxpr).invars)
+        unused = unused_in(compat.open_of(jaxpr), inputs, part)
+        found.append(dataclasses.replace(one, jaxpr=jaxpr, unused=unused))
+    return found, kept, [(i, first[i][0]) for i in agreed]
+
+
+def _check_devices(values: Sequence[Any], mesh: Any) -> None:
+    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it.
+
+    Raises:
+        JaxtapError: one lies elsewhere.
+    """
+    if not isinstance(mesh, jax.sharding.Mesh):
+        return
+    for value in values:
+        if compat.is_ref(value) and not isinstance(value, compat.Tracer):
+            own, all_ = value.sharding.device_set, set(mesh.devices.flat)
+            if own != all_:
+                raise JaxtapError(
+                    f"A Box that a handler uses in a shard_map over {len(all_)} devices must be on "
+                    f"all of them, got one on {len(own)}. Make it (statistics, too) under "
+                    "jax.set_mesh(mesh)."
+                )
+
+
+def _unused(bodies: Sequence[Body], tapped: Sequence[Tapped]) -> set[int]:
+    """Return the operands that bodies take only as array proxies."""
+    unused = {body.inputs[i] for body, one in zip(bodies, tapped, strict=True) for i in one.unused}
+    used = {
+        operand
+        for body, one in zip(bodies, tapped, strict=True)
+        for i, operand in enumerate(body.inputs)
+        if i not in one.unused
+    }
+    return {operand for operand in unused - used if operand is not None}
+
+
+def _united(results: str, outcomes: Sequence[Outcome]) -> Outcome:
+    """Return what came of all bodies of a holder; results have the metadata that they agree on."""
+    first, *rest = outcomes
+    notes = {} if results == "carry" else first.metadata
+    return Outcome(
+        {i: note for i, note in notes.items() if all(x.metadata.get(i) == note for x in rest)},
+        any(one.replaced for one in outcomes),
+        any(one.from_handler for one in outcomes),
+    )
+
+
+def share(jaxprs: list[Any], extra: Sequence[Sequence[Any]]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Give every jaxpr the new inputs of all, each value once.
+
+    JAX refuses a reference that is given twice, and loses what is written to one of them.
+
+    Returns:
+        The jaxprs, and the values of their first inputs.
+    """
+    values = list({id(value): value for part in extra for value in part}.values())
+    numbers = {id(value): number for number, value in enumerate(values)}
+    avals = list(map(compat.typeof, values))
+    shared = [
+        compat.with_shared(jaxpr, avals, [numbers[id(value)] for value in part])
+        for jaxpr, part in zip(jaxprs, extra, strict=True)
+    ]
+    return shared, tuple(values)

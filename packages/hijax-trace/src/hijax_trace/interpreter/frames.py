@@ -12,6 +12,7 @@ from .. import compat
 from ..dataflow.dataflow import Dataflow
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
+from ..dataflow.nodes import Unknown
 from ..proxy.array_proxy import ArrayProxy
 from .hi_prims import Applied
 from .op_ids import join_path
@@ -51,13 +52,7 @@ class Known(Protocol):
 
 
 class Inputs:
-    """What is known of the inputs of a jaxpr, by number.
-
-    Args:
-        metadata: what handlers attached to them.
-        proxies: their array proxies.
-        linear: those in which the program must be linear.
-    """
+    """What is known of the inputs of a jaxpr, by number."""
 
     def __init__(
         self,
@@ -79,14 +74,7 @@ class Inputs:
 
 
 class Operands(Inputs):
-    """What is known of the operands of an equation: the inputs of a program that it calls.
-
-    Args:
-        known: what is known of the values around.
-        values: the operands: atoms or tracers, as ``known`` takes them.
-        avals: their types.
-        linear: the operands in which the program must be linear.
-    """
+    """What is known of the operands of an equation: the inputs of a program that it calls."""
 
     def __init__(
         self,
@@ -114,6 +102,42 @@ class Operands(Inputs):
     def expression(self, index: int) -> Expression:
         """Return how an operand is computed."""
         return self._known.expression(self._values[index])
+
+
+class FromOperands(Inputs):
+    """What is known of the inputs of a program that JAX made for an equation, such as a rule.
+
+    Args:
+        operands: what is known of the equation's operands.
+        places: for each input, the number of the operand that it is; None for a value of a
+            derivative.
+        avals: the types of the inputs.
+        metadata: as of ``Inputs``.
+        linear: as of ``Inputs``.
+    """
+
+    def __init__(
+        self,
+        operands: Operands,
+        places: Sequence[int | None],
+        avals: Sequence[Any],
+        linear: frozenset[int],
+        metadata: Mapping[int, Metadata] = MappingProxyType({}),
+    ):
+        super().__init__(metadata, linear=linear)
+        self._operands, self._places, self._avals = operands, places, avals
+
+    def origin(self, index: int) -> Origin | None:
+        """Return the origin of an input."""
+        place = self._places[index]
+        return None if place is None else self._operands.origin(place)
+
+    def expression(self, index: int) -> Expression:
+        """Return how an input is computed."""
+        place = self._places[index]
+        if place is None:
+            return Unknown(self._avals[index], "a value of a derivative", None)
+        return self._operands.expression(place)
 
 
 class Frame:
@@ -148,29 +172,6 @@ class Frame:
             answer.
         applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
     """
-
-    __slots__ = (
-        "_inputs",
-        "_linear",
-        "_parent",
-        "_path",
-        "_values",
-        "applied",
-        "asked",
-        "depth",
-        "from_handler",
-        "index",
-        "is_derived",
-        "is_later",
-        "is_rule",
-        "label",
-        "length",
-        "metadata",
-        "proxies",
-        "replaced",
-        "untapped",
-        "within",
-    )
 
     def __init__(
         self,

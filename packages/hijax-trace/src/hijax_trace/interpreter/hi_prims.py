@@ -37,10 +37,6 @@ HiPrim where the rule applies it to them."""
 class Expansion:
     """What a HiPrim expands to.
 
-    Args:
-        prim: the HiPrim.
-        run: calls its ``expand``.
-
     Attributes:
         jaxpr: closed. Its inputs are the arrays that the operands consist of.
     """
@@ -72,22 +68,27 @@ class Expansion:
 
 def _expanded(prim: Any, expand: Callable[..., Any], *arrays: Any) -> list[Any]:
     """Return the arrays of the results, from the arrays of the operands."""
-    given = iter(arrays)
-    values = [
-        compat.raised(aval, list(itertools.islice(given, len(compat.lo_types(aval)))))
-        for aval in prim.in_avals_flat
-    ]
+    values = _raised(prim.in_avals_flat, arrays)
     results = prim.out_tree.flatten_up_to(expand(*jax.tree.unflatten(prim.in_tree, values)))
-    pairs = zip(prim.out_avals_flat, results, strict=True)
+    return _lowered(prim.out_avals_flat, results)
+
+
+def _raised(avals: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    """Return the values of types that consist of arrays."""
+    given = iter(arrays)
+    counts = (len(compat.lo_types(aval)) for aval in avals)
+    parts = [list(itertools.islice(given, count)) for count in counts]
+    return list(map(compat.raised, avals, parts))
+
+
+def _lowered(avals: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """Return the arrays that values consist of."""
+    pairs = zip(avals, values, strict=True)
     return [array for aval, value in pairs for array in compat.lowered(aval, value)]
 
 
 class Expansions:
-    """What HiPrims expand to, each staged once.
-
-    Args:
-        run: calls their ``expand``.
-    """
+    """What HiPrims expand to, each staged once."""
 
     def __init__(self, run: Run):
         self._run = run
@@ -153,19 +154,9 @@ class TappedPrim(compat.HiPrimBase):
     def expand(self, extra: tuple[Any, ...], *args: Any) -> Any:
         """Return the results of the tapped operations."""
         prim = self.prim
-        arrays = [
-            array
-            for aval, value in zip(
-                prim.in_avals_flat, prim.in_tree.flatten_up_to(args), strict=True
-            )
-            for array in compat.lowered(aval, value)
-        ]
-        found = iter(compat.as_function(self._program.jaxpr)(*extra, *arrays))
-        results = [
-            compat.raised(aval, list(itertools.islice(found, len(compat.lo_types(aval)))))
-            for aval in prim.out_avals_flat
-        ]
-        return jax.tree.unflatten(self.out_tree, results)
+        arrays = _lowered(prim.in_avals_flat, prim.in_tree.flatten_up_to(args))
+        found = compat.as_function(self._program.jaxpr)(*extra, *arrays)
+        return jax.tree.unflatten(self.out_tree, _raised(prim.out_avals_flat, found))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         """Return the results and their tangents."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,11 +18,91 @@ from interception_core import TargetError, explicit_mesh
 
 from .. import compat
 from ..dataflow.holders import custom_body
-from .cuts import CUTTING, cuts_of
 from .one_pass import Pass
 from .recipe import Recipe
 from .tasks import Task
 from .views import ORDERED, makers, moved
+
+CUTTING = frozenset(("clamp", "max", "min"))
+# In shard_map a number is made to vary over devices as the operand does.
+_CONVERTING = frozenset(("convert_element_type", "pcast", "pvary"))
+_MOST_EQUATIONS = 8
+"""Of a program that cuts numbers: ``jnp.clip`` has four."""
+
+Cuts = tuple[Any, list[tuple[str, tuple[np.generic, ...]]]]
+
+
+def cuts_of(eqn: Any, known: Mapping[Any, Any] | None = None) -> Cuts | None:
+    """Return how an equation cuts the numbers of an operand, or None if it does anything else.
+
+    Args:
+        eqn: the equation: a primitive, or a call of a function such as ``jnp.clip``, or JAX's
+            ``relu`` and ``relu6``, whose derivative at a bound is that of ``clamp``.
+        known: variables of its jaxpr that are numbers, with these.
+
+    Returns:
+        The operand, and primitives with the numbers that are their other operands, in turn: of
+        "clamp" the least and the largest, of "max" and "min" one.
+    """
+
+    def number(atom: Any) -> np.generic | None:
+        if type(atom) is compat.Literal:
+            value: Any = np.asarray(atom.val, atom.aval.dtype)
+            return value[()] if value.ndim == 0 else None
+        return None if known is None else known.get(atom)
+
+    numbers = [number(atom) for atom in eqn.invars]
+    rest = [atom for atom, found in zip(eqn.invars, numbers, strict=True) if found is None]
+    if len(rest) != 1 or len(eqn.outvars) != 1 or eqn.effects:
+        return None
+    (atom,) = rest
+    if atom.aval != eqn.outvars[0].aval:
+        return None
+    name = eqn.primitive.name
+    if name in CUTTING:
+        if name == "clamp" and eqn.invars[1] is not atom:
+            return None
+        return atom, [(name, tuple(found for found in numbers if found is not None))]
+    if eqn.primitive is compat.jit_p:
+        steps = _cuts_in(eqn.params["jaxpr"], numbers)
+        return None if steps is None else (atom, steps)
+    called = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
+    if called is None:
+        return None
+    is_relu = compat.is_of_jax_nn(called.jaxpr, ("relu", "relu6"))
+    steps = _cuts_in(called.jaxpr, numbers) if is_relu else None
+    if steps is None or [primitive for primitive, _ in steps] not in (["max"], ["max", "min"]):
+        return None
+    ((least,), *most) = (found for _, found in steps)
+    most = most[0] if most else (least.dtype.type(np.inf),)
+    return atom, [("clamp", (least, *most))]
+
+
+def _cuts_in(closed: Any, numbers: Sequence[Any]) -> list[tuple[str, tuple[Any, ...]]] | None:
+    """Return how a program cuts its one input that is not a number."""
+    body = compat.open_of(closed)
+    if compat.consts_of(closed) or len(body.eqns) > _MOST_EQUATIONS or len(body.outvars) != 1:
+        return None
+    known = {var: x for var, x in zip(body.invars, numbers, strict=True) if x is not None}
+    (value,) = (var for var in body.invars if var not in known)
+    steps: list[Any] = []
+    for eqn in body.eqns:
+        if value not in eqn.invars:  # numbers that are converted
+            (given, *more), name = eqn.invars, eqn.primitive.name
+            x = given.val if type(given) is compat.Literal else known.get(given)
+            if name not in _CONVERTING or more or x is None or np.ndim(x):
+                return None
+            dtype = eqn.outvars[0].aval.dtype
+            with np.errstate(over="ignore"):  # an infinity, as in JAX
+                known[eqn.outvars[0]] = np.asarray(x).astype(dtype)[()]
+            continue
+        found = cuts_of(eqn, known)
+        if found is None:
+            return None
+        steps += found[1]
+        (value,) = eqn.outvars
+    return steps if steps and value is body.outvars[0] else None
+
 
 _ELEMENTWISE = frozenset(
     ("add", "div", "erf", "exp", "integer_pow", "logistic", "max", "min", "mul", "sub", "tanh")
@@ -31,11 +111,7 @@ _ELEMENTWISE = frozenset(
 
 
 class Joins:
-    """The joins of one pass.
-
-    Args:
-        run: the pass, which appends equations.
-    """
+    """The joins of one pass."""
 
     def __init__(self, run: Pass):
         self._run = run
@@ -69,9 +145,10 @@ class Joins:
         ]
         if not made:
             return False
-        known = run.frame.proxies, run.changed
-        if any(x in of for of in known for x in eqn.invars if type(x) is not compat.Literal):
-            return False
+        proxies, changed = run.frame.proxies, run.changed
+        for x in eqn.invars:
+            if type(x) is not compat.Literal and (x in proxies or x in changed):
+                return False
         for i in made:
             origin, users = _origin(values[i], run.trace)
             if origin is None:
@@ -106,14 +183,6 @@ class Joins:
         """Return what the call that made ``origin`` returns for an equation, or None.
 
         Calls that were joined with an equal equation before are not asked again.
-
-        Args:
-            task: the equation's task.
-            values: its operands.
-            which: the number of the operand that the call made.
-            origin: the call's result.
-            users: the equations that make the operand of it.
-            info: the equation's source.
         """
         run, (_, call), eqn = self._run, compat.producer(origin), task.eqn
         given, key = list(call.in_tracers), _key(task, which, call, users)
@@ -271,11 +340,6 @@ def _called(primitive: str, params: Any, operands: Sequence[Any], which: int, or
 
 def _reshaped(value: Any, whole: Sequence[int], shape: tuple[int, ...]) -> Any:
     """Return an operand in another shape, or the row that it consists of.
-
-    Args:
-        value: the operand, which can be broadcast to ``whole``.
-        whole: the shape of the operation's result.
-        shape: a shape of as many elements.
 
     Returns:
         An array of that shape; or one of shape ``shape[-1:]`` that is repeated along the other

@@ -27,13 +27,6 @@ def reinterpret_without(
 ) -> list[Any]:
     """Re-interpret a program without some of its inputs.
 
-    Args:
-        session: the call of the wrapped function.
-        frame: what is known of the jaxpr's values.
-        jaxpr: the open jaxpr.
-        values: the values of its constants and arguments.
-        places: which of them are lacking.
-
     Returns:
         The values of its results.
 

@@ -16,12 +16,7 @@ from ..staging.repeated import repeated
 
 
 class LazyArray:
-    """An array that is made when it is used. Few of a program's array proxies are restored.
-
-    Args:
-        aval: its type.
-        make: makes it.
-    """
+    """An array that is made when it is used. Few of a program's array proxies are restored."""
 
     __slots__ = ("aval", "make")
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
 from .questions import Outcome
-from .rebuild import Rebuilt
 from .session import Session
 from .tasks import Task
 
@@ -84,33 +81,6 @@ class Pass:
             self.write(eqn.outvars, compat.rebind(eqn, values, info))
         else:
             self.values.update(zip(eqn.outvars, make(self.trace, eqn, values, info), strict=True))
-
-    def emit(self, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
-        """Make an equation that was rebuilt with its programs tapped."""
-        for i, note in new.outcome.metadata.items():
-            self.frame.metadata[eqn.outvars[i]] = note
-        mark_replaced(self.frame, eqn, new.outcome)
-        again = eqn.replace(params=new.params)
-        if new.results is not None:
-            results = compat.rebind(again, new.values, info)
-            self.write([eqn.outvars[i] for i in new.results], results[: len(new.results)])
-            for i, proxy in new.returned(results).items():
-                var = eqn.outvars[i]
-                self.frame.proxies[var] = proxy
-                self.write([var], [later_array(proxy, var.aval)])
-            return
-        if len(new.values) == len(eqn.invars) and not compat.has_effects(new.params):
-            self.again(task, again, new.values, info)
-            return
-
-        def bind(*values: Any) -> list[Any]:
-            return list(compat.rebind(again, values, info))
-
-        # Outside of compiled programs JAX's shard_map takes no references.
-        is_sharded = eqn.primitive is compat.shard_map_p and not compat.is_staging(self.trace)
-        if is_sharded and any(map(compat.is_ref, new.values)):
-            bind = jax.jit(bind)
-        self.write(eqn.outvars, bind(*new.values))
 
     def number(self, task: Task, name: str) -> int:
         """Count an operation. Return its number among those of its key."""

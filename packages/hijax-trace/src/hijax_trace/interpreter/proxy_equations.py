@@ -8,11 +8,10 @@ from typing import Any
 from .. import compat
 from ..dataflow.expression import Expression
 from ..dataflow.flow import forwarded
-from ..dataflow.nodes import is_zero, uniform_axes
+from ..dataflow.follow import follow
 from ..dataflow.sources import returned_views
 from ..proxy.array_proxy import Lost, is_proxy
 from ..proxy.carrier import Carrier, proxy_of
-from ..proxy.follow import follow
 from ..proxy.moves import VIEWS
 from .entering import enter, inline
 from .frames import Frame
@@ -79,14 +78,8 @@ def _followed(frame: Frame, eqn: Any, values: list[Any]) -> list[Any] | None:
         frame.note(EXPRESSION)
         return frame.expression(eqn.invars[i])
 
-    def is_known_zero(i: int) -> bool:
-        return is_zero(expression(i))
-
-    def uniform(i: int) -> frozenset[int]:
-        return uniform_axes(expression(i))
-
     avals = [var.aval for var in eqn.outvars]
-    return follow(eqn.primitive.name, eqn.params, values, held, avals, is_known_zero, uniform)
+    return follow(eqn.primitive.name, eqn.params, values, held, avals, expression)
 
 
 def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:

@@ -99,13 +99,7 @@ class Memo:
         )
 
     def find(self, jaxpr: Any, key: Hashable, answer: Callable[[Question], Hashable]) -> Any | None:
-        """Return a tapped program whose handlers would be told the same here, or None.
-
-        Args:
-            jaxpr: the original, open.
-            key: what must be equal in any case.
-            answer: answers a question about the program in this place.
-        """
+        """Return a tapped program whose handlers would be told the same here, or None."""
         candidates = self._kept.get(jaxpr, {}).get(key, ())
         return next((one for one in candidates if is_told(one.told, answer)), None)
 

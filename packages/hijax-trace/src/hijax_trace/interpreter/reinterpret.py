@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import compat
 from ..proxy.carrier import Carrier
-from . import asking, deriving, entering, proxy_equations
+from . import asking, custom, deriving, entering, proxy_equations
 from .answers import Answers
 from .frames import Frame
 from .joins import Joins
@@ -113,7 +113,7 @@ _ACTIONS: dict[Do, Callable[[Pass, Task, list[Any], Any], None]] = {
     Do.GROUP: asking.ask_of_group,
     Do.ENTER: entering.enter,
     Do.FOREIGN_CALL: entering.enter_marker,
-    Do.CUSTOM: entering.enter_custom,
+    Do.CUSTOM: custom.enter_custom,
     Do.DEFERRED: deriving.make_deferred,
     Do.RESTORE: proxy_equations.restore,
 }

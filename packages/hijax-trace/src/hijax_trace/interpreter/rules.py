@@ -9,11 +9,8 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from ..dataflow.expression import Expression
-from ..dataflow.flow import Origin
-from ..dataflow.nodes import Unknown
 from .bodies import stage_again
-from .frames import Inputs, Operands, Place
+from .frames import FromOperands, Operands, Place
 from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
 from .op_ids import Numbers
 from .session import Session
@@ -49,14 +46,7 @@ def tapped_rule(session: Session, custom: CustomRule) -> Callable[..., tuple]:
 
 
 def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_later: bool) -> tuple:
-    """Return what a derivative rule of a function returns, with its operations tapped.
-
-    Args:
-        session: the call of the wrapped function.
-        custom: the rule.
-        flags: what JAX calls the rule with.
-        is_later: whether the loops around have ended.
-    """
+    """Return what a derivative rule of a function returns, with its operations tapped."""
     jaxpr, consts, *rest = custom.rule.call_wrapped(*flags)
     if not session.tapping.tasks.wants(jaxpr):
         return (jaxpr, consts, *rest)
@@ -67,43 +57,11 @@ def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_lat
     known = [k if first <= k < len(custom.operands.avals) else None for k in places]
     # Its tangents come last.
     linear = frozenset(i for i, k in enumerate(places) if k >= len(custom.operands.avals))
-    given = _RuleInputs(opened, custom.operands, known, linear)
+    avals = [var.aval for var in opened.invars]
+    given = FromOperands(custom.operands, known, avals, linear)
     inner = custom.place.inside(opened, given, consts=consts, is_rule=True, is_later=is_later)
     counting = session.counting(custom.numbers.copy())
     return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
-
-
-class _RuleInputs(Inputs):
-    """What is known of the inputs of a derivative rule.
-
-    Args:
-        jaxpr: the rule's open jaxpr.
-        operands: what is known of the operands of the operation.
-        sources: for each input, the operand that it is, or None.
-        linear: the inputs in which the rule is linear.
-    """
-
-    def __init__(
-        self,
-        jaxpr: Any,
-        operands: Operands,
-        sources: Sequence[int | None],
-        linear: frozenset[int],
-    ):
-        super().__init__(linear=linear)
-        self._jaxpr, self._operands, self._sources = jaxpr, operands, sources
-
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input."""
-        source = self._sources[index]
-        return None if source is None else self._operands.origin(source)
-
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed."""
-        source = self._sources[index]
-        if source is None:
-            return Unknown(self._jaxpr.invars[index].aval, "a value of a derivative", None)
-        return self._operands.expression(source)
 
 
 def prim_rule(
@@ -113,6 +71,7 @@ def prim_rule(
     numbers: Numbers,
     is_later: bool = True,
     asked: Asked | None = None,
+    label: str = "",
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
@@ -123,6 +82,7 @@ def prim_rule(
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
         asked: what came of asking handlers about its expansion, if that stands for it in rules.
+        label: the label of its operations in op ids; "" for that of the place.
     """
 
     def rule(
@@ -143,8 +103,9 @@ def prim_rule(
         places = [*[None] * before, *known]
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
-        given = _RuleInputs(jaxpr, operands, places, along)
-        inner = place.inside(jaxpr, given, consts=consts, is_rule=True, is_later=is_later)
+        given = FromOperands(operands, places, [var.aval for var in jaxpr.invars], along)
+        known = {"consts": consts, "is_rule": True, "is_later": is_later}
+        inner = place.inside(jaxpr, given, label=label, **known)
         start = numbers
         if tapped is not None and asked is not None:
             given = [packed.place_of(leaf) for leaf in own]

@@ -39,7 +39,7 @@ class Tapping:
         by_path: whether handlers are asked in traces of nested functions: see ``BY_PATH``.
         observe: makes an observer of what derivative rules stage later.
         reinterpret: the function ``reinterpret.reinterpret``, which imports this module.
-        patches: ``jax_patches.PATCHES``.
+        patches: ``watcher.PATCHES``.
 
     Attributes:
         owner: identifies its markers. Equal for interceptors that share JAX's traces.
@@ -98,10 +98,6 @@ def _no_origin(index: int) -> Origin:
 class Session:
     """One call of a wrapped function.
 
-    Args:
-        tapping: what the calls of that function share.
-        numbers: the operations so far.
-
     Attributes:
         context: stands for JAX's configuration.
         is_observed: whether another engine taps this call from outside. Operations that are
@@ -124,7 +120,7 @@ class Session:
         self.context = _interned(compat.trace_context())
         self.is_observed = Taps.is_observed()
         self.finished = False
-        self.origin: Callable[[int], Origin] = _no_origin
+        self.origin: Callable[[int], Origin | None] = _no_origin
         self.asked: list[tuple[int, Key, int]] = []
         self.made: dict[Any, Any] = {}
         self.lacking: frozenset[str] = frozenset()
@@ -143,11 +139,7 @@ class Session:
         return self.tapping.reinterpret(self, frame, jaxpr, values, caller)
 
     def reach(self, position: int) -> None:
-        """Count the early operations that come before an equation of the program.
-
-        Args:
-            position: the equation's number.
-        """
+        """Count the early operations that come before an equation of the program."""
         while self.asked and self.asked[0][0] <= position:
             _, key, number = self.asked.pop(0)
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)

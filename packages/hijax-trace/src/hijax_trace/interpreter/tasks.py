@@ -21,7 +21,7 @@ from ..dataflow.holders import (
 )
 from ..dataflow.sources import contracts
 from ..staging.marker import Marker, marker_in, marker_of
-from ..state.restoring import is_restoring
+from ..state.restage import is_restoring
 from .groups import Found, finder_of, groups_of
 from .hi_prims import Expansions
 from .op_ids import Key, Numbers, Where, join_path, where_of
@@ -99,14 +99,7 @@ _Sort = tuple[Do, bool, bool, Marker | None]
 
 
 class Tasks:
-    """The tasks for one interceptor, found once for each jaxpr.
-
-    Args:
-        primitives: the targeted primitives, with names and handlers.
-        owner: the owner of the interceptor's markers.
-        expansions: what HiPrims expand to.
-        functions: the targeted functions, with names and handlers.
-    """
+    """The tasks for one interceptor, found once for each jaxpr."""
 
     def __init__(
         self,
@@ -212,12 +205,7 @@ class Tasks:
         return plan
 
     def task(self, eqn: Any, sorts: dict[Hashable, _Sort] | None = None) -> Task:
-        """Return what to do with one equation, staged or being staged.
-
-        Args:
-            eqn: the equation.
-            sorts: what was found for other equations of its jaxpr.
-        """
+        """Return what to do with one equation, staged or being staged."""
         sort = key = None
         if sorts is not None:
             # Calls of one function on equal types share its jaxpr.

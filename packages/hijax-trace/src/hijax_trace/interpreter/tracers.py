@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from interception_core import ValueKind
 
 from .. import compat
-from ..dataflow.axes import dropped
 from ..dataflow.dataflow import Dataflow, constant
-from ..dataflow.expression import Expression, Leaf
-from ..dataflow.flow import Origin
+from ..dataflow.expression import Expression
+from ..dataflow.flow import Origin, dropped
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
+from .frames import Inputs
 from .questions import Metadata
 from .views import DIFFERENTIATED, moved_proxy
 
@@ -36,7 +36,7 @@ class Tracers:
     def __init__(self) -> None:
         self.base: Callable[[], Any] = _no_trace
         self._variables: dict[Any, int] = {}
-        self._origins: Callable[[int], Origin] | None = None
+        self._inputs: Inputs | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
         self._held: Callable[[], Mapping[int, ArrayProxy]] = dict
         self._proxies: Mapping[int, ArrayProxy] | None = None
@@ -48,7 +48,7 @@ class Tracers:
         self,
         trace: Any,
         tracers: Sequence[Any],
-        origins: Callable[[int], Origin],
+        inputs: Inputs,
         proxies: Callable[[], Mapping[int, ArrayProxy]],
     ) -> None:
         """Begin the staging of the program.
@@ -56,24 +56,19 @@ class Tracers:
         Args:
             trace: the program's trace.
             tracers: its inputs.
-            origins: returns the origin of the input of a number.
+            inputs: what is known of them.
             proxies: returns the array proxies of inputs, by number. Few programs ask for them.
         """
         self.base = weakref.ref(trace)
         self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
-        self._origins = origins
+        self._inputs = inputs
         self._held = proxies
-        variables = list(self._variables)
-        staged = _Staged(trace, variables)
-
-        def express(index: int) -> Expression:
-            return Leaf(variables[index].aval, index, origins(index).path)
-
-        self._staged = staged, Dataflow(staged, express, from_handler=self._foreign)
+        staged = _Staged(trace, self._variables)
+        self._staged = staged, Dataflow(staged, inputs.expression, from_handler=self._foreign)
 
     def end(self) -> None:
         """End the staging of the program."""
-        self.base, self._origins = _no_trace, None
+        self.base, self._inputs = _no_trace, None
         self._metadata, self._held, self._proxies, self._staged = {}, dict, None, None
         self._replaced, self._foreign = set(), set()
 
@@ -99,13 +94,15 @@ class Tracers:
     def origin(self, value: Any) -> Origin | None:
         """Return the origin of a value, or None; of a mapped one, in one example."""
         *outer, (inner, _) = _layers(value)
-        if not self._is_here(inner) or self._origins is None:
+        if not self._is_here(inner) or self._inputs is None:
             return None
         source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
         if source is None:
             return None
         index, axes = source
-        origin = self._origins(index).moved(axes)
+        if (origin := self._inputs.origin(index)) is None:
+            return None
+        origin = origin.moved(axes)
         for one, axis in reversed(outer):
             if axis is not None:
                 origin = origin.moved(dropped(axis, one.ndim + 1))
@@ -215,16 +212,12 @@ class _Staged:
     the values before stays known: a step of training has thousands of equations, and handlers ask
     about most of them.
 
-    Args:
-        trace: the program's trace.
-        invars: its inputs.
-
     Attributes:
         eqns: the equations so far, in order.
         invars: the inputs.
     """
 
-    def __init__(self, trace: Any, invars: Sequence[Any]):
+    def __init__(self, trace: Any, invars: Iterable[Any]):
         self.eqns: list[_StagedEqn] = []
         self.invars = list(invars)
         self._trace = weakref.ref(trace)

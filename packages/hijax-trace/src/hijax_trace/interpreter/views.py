@@ -12,10 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .. import compat
 from ..dataflow.expression import Expression
-from ..dataflow.nodes import is_zero, uniform_axes
+from ..dataflow.follow import follow, gathered, placed_by
 from ..dataflow.sources import sources_of
 from ..proxy.array_proxy import ArrayProxy, Lost
-from ..proxy.follow import follow, gathered, placed_by
 from ..proxy.moves import VIEWS
 from ..staging.marker import marker_of
 
@@ -72,15 +71,8 @@ def moved_proxy(
         inside = next(one for out, one in zip(eqn.outvars, results, strict=True) if out is var)
         return moved_proxy(inside, known, expression)
     avals = [out.aval for out in eqn.outvars]
-
-    def is_known_zero(i: int) -> bool:
-        return (how := expression(operands[i])) is not None and is_zero(how)
-
-    def uniform(i: int) -> frozenset[int]:
-        return frozenset() if (how := expression(operands[i])) is None else uniform_axes(how)
-
     how = eqn.primitive.name, eqn.params, operands, held, avals
-    found = follow(*how, is_known_zero, uniform)
+    found = follow(*how, lambda i: expression(operands[i]))
     return next(one for out, one in zip(eqn.outvars, found, strict=True) if out is var)
 
 
@@ -166,7 +158,7 @@ def ungathered(value: Any) -> Ungathered | None:
     # Moves and casts after the last gather, and all of them behind the first: each last one first.
     after: list[Any] = []
     since: list[Any] = []
-    params, first = None, value
+    params, first, moves = None, value, since
     for eqn in makers(value, (*_GATHERS, "transpose", "convert_element_type")):
         if eqn.primitive.name not in _GATHERS:
             since.append(eqn)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 
-from interception_core.engine_api import settled
+from interception_core.engine_api import Observer, Patch, Taps, is_settled, patch_calls, settled
 
 from .. import compat
 from ..dataflow.holders import custom_body
@@ -23,10 +25,7 @@ from .session import Session
 class Watcher:
     """Observes tapped calls while a program is staged, and stages markers.
 
-    It implements ``interception_core.engine_api.Observer``; ``jax_patches`` asks it, too.
-
-    Args:
-        session: the call of the wrapped function.
+    It implements ``interception_core.engine_api.Observer``; ``PATCHES`` ask it, too.
 
     Attributes:
         early: asks handlers that can't wait.
@@ -43,12 +42,6 @@ class Watcher:
         """Stage a marker for a function's call, or ask its handler early.
 
         ``Taps`` calls this instead of the handler, in the scope of the call.
-
-        Args:
-            handler: the handler.
-            call: the ``TappedCall``.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
 
         Returns:
             The call's result, or NotImplemented to let the function run.
@@ -69,15 +62,7 @@ class Watcher:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> Any:
-        """Do the same where this interceptor does not act.
-
-        Args:
-            context: JAX's configuration where the function is called.
-            handler: the handler.
-            call: the ``TappedCall``.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-        """
+        """Do the same where this interceptor does not act."""
         if is_plain(args, kwargs):
             trace = compat.current_trace()
             if compat.is_staging(trace):
@@ -159,12 +144,6 @@ class Watcher:
     ) -> Any:
         """Call a function with custom rules, once for equal calls of a trace.
 
-        Args:
-            function: the function, which is not a target.
-            call: calls it.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-
         Returns:
             Its result.
         """
@@ -180,13 +159,6 @@ class Watcher:
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
         """Stage a primitive that meets a transformation, or ask its handlers early.
-
-        Args:
-            path: the module path.
-            trace: the trace that the primitive is bound in.
-            primitive: the primitive.
-            values: its operands.
-            params: its parameters.
 
         Returns:
             Its results, or NotImplemented to let JAX bind it.
@@ -226,3 +198,77 @@ class Watcher:
         """
         if not self.session.tapping.by_path:
             self.early.restage()
+
+
+def _stage_jitted(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # JAX's rules keep such calls, too: the derivative of what they leave sums in the calls' order.
+    for observer in Taps.observers():
+        if isinstance(observer, Watcher) and observer.defers_inlining(args[0]):
+            return compat.keep_call(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
+def _evaluate(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Compute a primitive of known operands in a partial evaluation."""
+    if Taps.sees_program():
+        trace, primitive, values, params = args
+        known = compat.known_ahead(trace, values)
+        if known is not None:
+            around = compat.set_current_trace(compat.parent_trace(trace))
+            with around, settled(compat.AHEAD):
+                return primitive.bind(*known, **primitive.get_bind_params(params))
+    return original(*args, **kwargs)
+
+
+class _Hoisting(threading.local):
+    settled = False
+
+
+_HOISTING = _Hoisting()
+
+
+def _hoist(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Remember whether operations are settled, which JAX forgets here."""
+    before, _HOISTING.settled = _HOISTING.settled, is_settled()
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _HOISTING.settled = before
+
+
+def _trace_partially(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    with settled() if _HOISTING.settled else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _transpose(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # What is transposed at once has no primitive that tells so, as a solve has.
+    with settled(compat.TRANSPOSED) if Taps.is_observed() else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _linearize(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Rules of JAX's own primitives run here, too, and are not shown to anyone.
+    with settled(compat.LINEARIZED) if Taps.sees_program() else contextlib.nullcontext():
+        return original(*args, **kwargs)
+
+
+def _infer_shapes(original: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    # Types may hold programs, whose like the program stages again.
+    with Taps.unobserved(_only_stages):
+        return original(*args, **kwargs)
+
+
+def _only_stages(observer: Observer) -> bool:
+    return isinstance(observer, Watcher) and observer.stages
+
+
+PATCHES: tuple[Patch, ...] = (
+    patch_calls(compat.jit_staging_rule, _stage_jitted),
+    patch_calls(compat.evaluate_partially, _evaluate),
+    patch_calls(compat.hoist, _hoist),
+    patch_calls(compat.trace_partially, _trace_partially),
+    patch_calls(jax.linear_transpose, _transpose),
+    patch_calls(compat.linearize, _linearize),
+    patch_calls(jax.eval_shape, _infer_shapes),
+)

@@ -19,7 +19,60 @@ from jax import lax
 
 from .move import Move, MoveError, Shape
 from .slices import dynamic_slice_rule, gather_rule, rest_of, slice_rule, split_rule, tile_of
-from .tiles import rearranged, regrouped
+
+
+def rearranged(how: Move) -> Sequence[int]:
+    """Return the axes along which a primitive rearranges tiles."""
+    params = how.params
+    if how.primitive == "rev":
+        return params["dimensions"]
+    if how.primitive == "concatenate":
+        return [params["dimension"]]
+    if how.primitive == "pad":
+        return [axis for axis, sizes in enumerate(params["padding_config"]) if any(sizes)]
+    if how.primitive == "tile":
+        return [axis for axis, count in enumerate(params["reps"]) if count != 1]
+    return ()
+
+
+def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
+    """Return the numbers of scales along the axes of a reshaped array.
+
+    In row-major order each axis is a factor of ``groups`` tiles, along which the scale varies, and
+    a factor of the elements of a tile, along which it is constant. The new axes cut this sequence
+    of factors at other places. Each may have at most a varying factor and then a constant one.
+
+    Args:
+        old: the shape of the array.
+        groups: how many scales it has along each axis.
+        new: the shape of the result.
+
+    Returns:
+        How many scales the result has along each axis; None if the scales can't follow.
+    """
+    if 0 in old or math.prod(old) != math.prod(new):
+        return None
+    factors: list[tuple[int, bool]] = []
+    for n, g in zip(old, groups, strict=True):
+        for factor, varies in ((g, True), (n // g, False)):
+            if factor > 1 and factors and factors[-1][1] == varies:
+                factors[-1] = (factors[-1][0] * factor, varies)
+            elif factor > 1:
+                factors.append((factor, varies))
+    result = []
+    for size in new:
+        varying, constant = 1, 1
+        while size > 1:
+            factor, varies = factors.pop(0)
+            step = math.gcd(factor, size)
+            if step != min(factor, size) or (varies and constant > 1):
+                return None
+            if step < factor:
+                factors.insert(0, (factor // step, varies))
+            varying, constant = (varying * step, constant) if varies else (varying, constant * step)
+            size //= step
+        result.append(varying)
+    return tuple(result)
 
 
 def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
@@ -54,7 +107,7 @@ def data_in(primitive: str, count: int, result: int = 0) -> Sequence[int]:
         return range(count)
     if primitive == "select_n":
         return range(1, count)
-    return [result] if primitive in SAME and result < count else [0]
+    return [result] if primitive in SAME_ELEMENTS and result < count else [0]
 
 
 def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], bool]) -> list[int]:
@@ -262,9 +315,9 @@ _RULES: dict[str, Rule] = {
 }
 
 MOVES = frozenset(_RULES)
-"""Primitives that only move elements, apart from those in ``SAME``."""
+"""Primitives that only move elements, apart from those in ``SAME_ELEMENTS``."""
 
-SAME = frozenset(
+SAME_ELEMENTS = frozenset(
     {
         "copy",
         "copy_p",
@@ -283,7 +336,7 @@ SAME = frozenset(
 """Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
 
 
-VIEWS = SAME | MOVES
+VIEWS = SAME_ELEMENTS | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
 
 

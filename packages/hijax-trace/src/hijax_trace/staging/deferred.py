@@ -38,13 +38,7 @@ class Staged(NamedTuple):
 
 
 def staged(name: str, fn: Callable[..., Sequence[Any]], values: Sequence[Any]) -> Staged:
-    """Stage a function of flat values.
-
-    Args:
-        name: its name.
-        fn: the function, which returns a flat list.
-        values: the values that it is called with.
-    """
+    """Stage a function of flat values."""
     info = compat.named_info(name)
     jaxpr, consts = compat.stage(fn, [compat.typeof(value) for value in values], info)
     return Staged(*hoisted(jaxpr, consts))

@@ -2,16 +2,89 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import Partial
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
 from ..proxy.move import is_shared
-from .linear import Call, mapped_call, merged, pulled, pushed, summed
+
+Call = Callable[[list[Any]], list[Any]]
+"""A linear function of a list of values. It is a pytree of residuals."""
+
+
+def pushed(linear: Callable[..., list[Any]]) -> Call:
+    """Return the function of ``jax.linearize`` as one of a list of tangents."""
+    return Partial(_pushed, linear)
+
+
+def _pushed(linear: Callable[..., list[Any]], tangents: list[Any]) -> list[Any]:
+    return linear(*tangents)
+
+
+def pulled(pullback: Callable[[list[Any]], Any]) -> Call:
+    """Return ``jax.vjp``'s function as one that returns a list."""
+    return Partial(_pulled, pullback)
+
+
+def _pulled(pullback: Callable[[list[Any]], Any], cotangents: list[Any]) -> list[Any]:
+    return list(pullback(cotangents))
+
+
+def summed(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
+    """Return the function of all tangents from two, each of the tangents at its ``places``."""
+    return Partial(functools.partial(_summed, places), first, second)
+
+
+def _summed(
+    places: Sequence[Sequence[int]], first: Call, second: Call, tangents: list[Any]
+) -> list[Any]:
+    some = [[tangents[i] for i in part] for part in places]
+    return [a + b for a, b in zip(first(some[0]), second(some[1]), strict=True)]
+
+
+def merged(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
+    """Return the function with all results from two, each with the results at its ``places``."""
+    return Partial(functools.partial(_merged, places), first, second)
+
+
+def _merged(
+    places: Sequence[Sequence[int]], first: Call, second: Call, cotangents: list[Any]
+) -> list[Any]:
+    found = dict(zip(places[0], first(cotangents), strict=True))
+    found.update(zip(places[1], second(cotangents), strict=True))
+    return [found[i] for i in range(len(found))]
+
+
+def mapped_call(
+    call: Call, axis: Any, axes: Callable[[Any], list[Any]], ins: list[Any], outs: list[Any]
+) -> Call:
+    """Return the linear function of all examples of a ``vmap``.
+
+    Args:
+        call: the linear function of one example, with the residuals of all.
+        axis: the axis, as JAX has it.
+        axes: returns the mapped axis of each residual, or None, from their treedef.
+        ins: the mapped axis of each argument, or None.
+        outs: the same of each result.
+    """
+    held, treedef = jax.tree.flatten(call)
+    return Partial(functools.partial(_over_all, axis, treedef, axes(treedef), ins, outs), held)
+
+
+def _over_all(
+    axis: Any, treedef: Any, axes: Any, ins: Any, outs: Any, held: list[Any], values: list[Any]
+) -> list[Any]:
+    def one(held: list[Any], values: list[Any]) -> list[Any]:
+        return jax.tree.unflatten(treedef, held)(values)
+
+    return compat.mapped(one, axis, (axes, ins), outs)(held, values)
+
 
 Proxies = Mapping[int, ArrayProxy]
 Run = Callable[[Sequence[Any], Proxies], list[Any]]
@@ -49,10 +122,6 @@ class Base(NamedTuple):
 class Function:
     """A function of flat values.
 
-    Args:
-        in_avals: the types of its arguments.
-        out_avals: the types of its results.
-
     Attributes:
         program: the program that it is made of.
         levels: the maps around the program, outermost first, with the axes of its arguments.
@@ -85,13 +154,7 @@ class Function:
         self.in_avals, self.out_avals = list(in_avals), list(out_avals)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return its results, with ``run`` instead of the program.
-
-        Args:
-            run: called with the values of one example.
-            values: the arguments.
-            proxies: the array proxies of the first arguments, by number.
-        """
+        """Return its results, with ``run`` instead of the program."""
         raise NotImplementedError
 
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
@@ -107,29 +170,15 @@ class Function:
         return [i for i, aval in enumerate(self.out_avals) if _is_inexact(aval)]
 
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
-        """Return its derivative along some of its arguments.
-
-        Args:
-            nonzero: the numbers of the arguments whose tangents are not zero.
-        """
+        """Return its derivative along some of its arguments."""
         return Tangent(self, nonzero)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
-        """Return its transpose, a function of the other arguments and cotangents.
-
-        Args:
-            linear: the numbers of the arguments that it is linear in.
-            given: the numbers of the results whose cotangents are not zero.
-        """
+        """Return its transpose, a function of the other arguments and cotangents."""
         return Transposed(self, linear, given)
 
     def batched(self, axis: Any, axes: Sequence[int | None]) -> Batched:
-        """Return the function of all examples.
-
-        Args:
-            axis: the axis, as JAX has it.
-            axes: the mapped axis of each argument, or None.
-        """
+        """Return the function of all examples."""
         return Batched(self, axis, axes)
 
 
@@ -177,11 +226,6 @@ class Program(Function):
 
 class Batched(Function):
     """A function of all examples of a ``vmap``.
-
-    Args:
-        inner: the function of one example.
-        axis: the axis of the vmap, as JAX has it.
-        ins: the mapped axis of each argument, or None.
 
     Attributes:
         axes: the same of each result: as JAX maps a program, and 0 of a derivative's.
@@ -250,15 +294,7 @@ class Batched(Function):
 
 
 class Derivative(Function):
-    """A derivative. It takes the arguments of the original function first.
-
-    Args:
-        inner: the original function.
-        nonzero: the numbers of the arguments to differentiate by.
-        results: the numbers of the results that are differentiated.
-        more: the types of its other arguments.
-        out_avals: the types of its results.
-    """
+    """A derivative. It takes the arguments of the original function first."""
 
     is_derived = True
 
@@ -329,12 +365,7 @@ class Derivative(Function):
 
 
 class Tangent(Derivative):
-    """A function's derivative: takes its arguments and tangents of some of them.
-
-    Args:
-        inner: the function.
-        nonzero: the numbers of the arguments that tangents are given for.
-    """
+    """A function's derivative: takes its arguments and tangents of some of them."""
 
     def __init__(self, inner: Function, nonzero: Sequence[int]):
         results = inner.differentiated(nonzero)
@@ -388,11 +419,6 @@ class Transposed(Function):
     """The transpose of a function that is linear in some arguments.
 
     It takes the other arguments and cotangents.
-
-    Args:
-        inner: the function.
-        linear: the numbers of the linear arguments.
-        given: the numbers of the results that cotangents are given for.
     """
 
     is_derived = True

@@ -77,11 +77,7 @@ def marker_in(primitive: Any, params: dict[str, Any]) -> Marker | None:
 
 
 class Markers:
-    """Stages markers.
-
-    Args:
-        owner: the owner of their targets.
-    """
+    """Stages markers."""
 
     def __init__(self, owner: Hashable):
         self._owner = owner
@@ -91,11 +87,6 @@ class Markers:
         """Stage a call that equals one before in the same trace. Return its result.
 
         NotImplemented if none does.
-
-        Args:
-            site: the target.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
         """
         known = self._known.get(_quick_key(compat.trace_context(), site, args, kwargs))
         if known is None:
@@ -183,13 +174,7 @@ def _quick_key(
 
 
 def key_of(site: Hashable, subject: Any, packed: Packed) -> Hashable | None:
-    """Return a key that is equal for equal calls in JAX's current configuration, or None.
-
-    Args:
-        site: what is called.
-        subject: the function that it calls.
-        packed: its arguments.
-    """
+    """Return a key that is equal for equal calls in JAX's current configuration, or None."""
     if not _is_pure(subject, packed):
         return None
     rest = packed.key()

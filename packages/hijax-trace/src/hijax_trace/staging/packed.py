@@ -107,11 +107,6 @@ def stage_packed(
 ) -> tuple[Any, list[Any], Packed]:
     """Stage a function of a list of arrays that returns a pytree.
 
-    Args:
-        name: its name.
-        fn: the function.
-        avals: the types of the arrays.
-
     Returns:
         The open jaxpr, the values of its constants, and the result, whose arrays it returns.
     """

@@ -48,11 +48,6 @@ def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> A
     function with custom rules again. A program with hundreds of equal layers does that hundreds of
     times for one equation.
 
-    Args:
-        key: what the equation depends on, types of the operands included.
-        call: makes the equation. Returns a pytree of its results.
-        values: its operands.
-
     Returns:
         The results.
     """
@@ -68,10 +63,6 @@ def again(key: Hashable, values: Sequence[Any]) -> Any:
     """Append the equation that was kept for a key in the current trace. Return its results.
 
     None if there is none.
-
-    Args:
-        key: what the equation depends on, JAX's configuration included.
-        values: its operands.
     """
     trace = compat.current_trace()
     known = _TRACES.of(trace).get(key) if _keeps(trace) else None

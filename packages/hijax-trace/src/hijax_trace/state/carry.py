@@ -8,18 +8,17 @@ from typing import Any
 import jax
 
 from .. import compat
+from ..dataflow.follow import PLACES, follow, placed
 from ..dataflow.holders import told_by
 from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
-from ..proxy.follow import PLACES, follow, placed
 from ..proxy.move import MoveError
-from ..proxy.moves import MOVES, SAME
+from ..proxy.moves import MOVES, SAME_ELEMENTS
 from ..proxy.updates import UPDATES, read_by
 from ..staging.deferred import defer, staged
 from ..staging.functions import Function
 from ..staging.marker import marker_of
 from . import loops
-from .restage import Restaged, Restaging
-from .restoring import stage_restoring
+from .restage import Restaged, Restaging, stage_restoring
 
 
 def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Restaged:
@@ -68,7 +67,7 @@ class Carrying(Restaging):
         name = eqn.primitive.name
         if name in PLACES:
             return [placed(eqn.params, PLACES[name], operands[0], eqn.primitive.bind)]
-        if name in SAME:
+        if name in SAME_ELEMENTS:
             return operands[: len(eqn.outvars)]
         if name in UPDATES or name in MOVES:
             return _moved(eqn, operands)

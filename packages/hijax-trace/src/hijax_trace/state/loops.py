@@ -14,7 +14,7 @@ from jax import lax
 
 from .. import compat
 from ..proxy.array_proxy import Lost, form_of, is_proxy
-from .restoring import stage_restoring
+from .restage import stage_restoring
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 """Runs an open jaxpr on values, proxies among them."""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
+
 from .. import compat
+from ..proxy.array_proxy import ArrayProxy
+from ..staging.deferred import staged
+from ..staging.functions import Program
 
 
 class Restaged(NamedTuple):
@@ -27,9 +32,6 @@ class Restaged(NamedTuple):
 class Restaging:
     """Runs jaxprs on values, some of which stand for arrays.
 
-    Args:
-        by_position: whether to fill ``starts`` while the first jaxpr is run.
-
     Attributes:
         starts: for each equation, how many equations had been staged before it.
     """
@@ -39,13 +41,7 @@ class Restaging:
         self._by_position = by_position
 
     def results(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
-        """Return an equation's results; None to make it again with arrays.
-
-        Args:
-            eqn: the equation.
-            operands: its operands.
-            info: the source of what is made of it.
-        """
+        """Return an equation's results; None to make it again with arrays."""
         raise NotImplementedError
 
     def array(self, value: Any, aval: Any) -> Any:
@@ -103,3 +99,37 @@ def _again(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     if is_same and compat.can_append(eqn):
         return compat.append(trace, eqn, values, info)
     return compat.rebind(eqn, values, info)
+
+
+class Restoring(Program):
+    """The program that restores the array of a proxy."""
+
+    def __init__(self, jaxpr: Any, treedef: Any):
+        super().__init__(jaxpr)
+        self._treedef = treedef
+
+    def proxy(self, values: Any) -> ArrayProxy:
+        """Return the proxy of its arrays."""
+        return jax.tree.unflatten(self._treedef, values)
+
+
+def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
+    """Stage the restoring of a proxy. Return the array.
+
+    Args:
+        proxy: a proxy of tracers of the trace that is being staged.
+        aval: the type of the array.
+    """
+    leaves, treedef = jax.tree.flatten(proxy)
+
+    def restored(*leaves: Any) -> list[Any]:
+        return [jax.tree.unflatten(treedef, leaves).restore().astype(aval.dtype)]
+
+    call = staged("restored", restored, leaves)
+    (array,) = compat.deferred_p.bind(*leaves, function=Restoring(call.jaxpr, treedef))
+    return array
+
+
+def is_restoring(primitive: Any, params: dict[str, Any]) -> bool:
+    """Return whether an equation restores the array of a proxy."""
+    return primitive is compat.deferred_p and type(params["function"]) is Restoring

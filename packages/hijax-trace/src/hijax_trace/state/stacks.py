@@ -40,10 +40,6 @@ def carried_stacks(*values: Any, **params: Any) -> Any:
 def stacked(jaxpr: Any, consts: Sequence[Any]) -> Restaged | None:
     """Stage a program again with its loops over state carrying stacks.
 
-    Args:
-        jaxpr: the open jaxpr, as ``stage`` returned it.
-        consts: the values of its constants.
-
     Returns:
         The program; None if it has no such loop.
     """
@@ -60,12 +56,7 @@ def stacked(jaxpr: Any, consts: Sequence[Any]) -> Restaged | None:
 
 
 class _Layer:
-    """One layer's state: an entry of a stack.
-
-    Args:
-        stack: the state of all layers, the first axis.
-        index: which of them, int32[].
-    """
+    """One layer's state: an entry of a stack."""
 
     def __init__(self, stack: Any, index: Any):
         self._stack, self._index = stack, index

@@ -116,13 +116,6 @@ def run_in(
 ) -> Any:
     """Call a function in a state, and run coroutines from it there.
 
-    Args:
-        state: the state.
-        fn: the function.
-        args: its positional arguments.
-        kwargs: its keyword arguments.
-        finish: called when all of it has ended.
-
     Returns:
         The function's result. A coroutine or generator runs in the state, too.
     """

@@ -64,16 +64,6 @@ class Activation:
 
     Custom derivative rules keep a scope, and with it this object, alive. So the inputs are dropped
     when the run ends, and traces are held weakly.
-
-    Args:
-        interceptor: the interceptor.
-        table: the name and handler of each targeted site.
-        patches: the patches of the targets.
-        disable_jit: whether the run has JIT off.
-        inputs: the positional and keyword arguments of the wrapped function.
-        observer: the observer, or None.
-        shared_key: its key in JAX's caches, instead of the interceptor's.
-        on_call: called instead of handlers; see ``taps.OnCall``.
     """
 
     __slots__ = (
@@ -126,10 +116,6 @@ class Activation:
 
         Nested traces (a jitted function, the body of a scan) are counted separately. JAX skips a
         trace that it has cached, and the numbers of calls around it must not depend on that.
-
-        Args:
-            path: the module path.
-            op_name: the name of the operation.
 
         Returns:
             How many such calls there were before, and the label of the nested trace, or "".

@@ -178,12 +178,6 @@ class Sites:
 class Resolved:
     """The targets of an interceptor, as handlers by site, and patches.
 
-    Args:
-        interceptor: the targets and their handlers.
-        sites: finds or makes the site of each target.
-        always: patches beside those of the targets.
-        patch_primitives: whether primitives are patched, too.
-
     Raises:
         TargetError: a target is unknown, can't be tapped or is named twice.
     """

@@ -46,11 +46,6 @@ def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> li
 def load(manager: pluggy.PluginManager, found: PluginRecord, strict: bool = False) -> PluginRecord:
     """Load one plugin. Faults of the plugin do not raise.
 
-    Args:
-        manager: gets the plugin, unless it fails.
-        found: the installed plugin.
-        strict: whether importing jax is a failure and not a note.
-
     Returns:
         Its record, with its specs.
     """

@@ -120,10 +120,6 @@ class Registry:
 def build(installed: Iterable[PluginRecord], environ: Mapping[str, str]) -> Registry:
     """Load the plugins and collect their declarations.
 
-    Args:
-        installed: the installed plugins.
-        environ: the variables, such as `JAXTAP_DISABLE_PLUGINS` and `JAXTAP_STRICT_PLUGINS`.
-
     Returns:
         The registry. A plugin's faults are in its record, and in one line of warnings.
     """

@@ -84,20 +84,24 @@ def grids_of(
 
 
 def _computed_once(plan: Plan) -> list[list[str]]:
-    """Return sites of equal tensors, such as those of two branches that begin with one product.
+    """Return sites of equal tensors in branches, such as two that begin with one product.
 
     The converter computes equal operations once. What has two scales then is integer on one side
-    and float on the other, and LiteRT's kernels refuse it.
+    and float on the other, and LiteRT's kernels refuse it. Elsewhere equal tensors have equal
+    ranges: each was seen as often as the others.
     """
     first: dict[Any, str] = {}
     same: dict[str, str] = {}  # by operation, the first that computes the same
     sites: dict[tuple[str, str], list[str]] = {}
     for op_id, decision in plan.decisions.items():
         node, output = decision.node, decision.output
+        if not node.is_chosen:
+            continue
         uses = [replace(use, tensor=same.get(use.tensor or "", use.tensor)) for use in node.uses]
         is_known = all(use.tensor or use.path or use.scalar is not None for use in uses)
-        # Parameters hold numbers of axes, in lists and tuples.
-        key = (node.op, *uses, repr(node.params)) if is_known else op_id
+        # As text, since parameters hold lists. They do not say all, such as strides: two operations
+        # that are taken for one share a range that holds both.
+        key = (node.op, node.shape, *uses, repr(node.params)) if is_known else op_id
         same[op_id] = first.setdefault(key, op_id)
         if output is not None and not output.device_only and plan.sites[output.site].fixed is None:
             known = sites.setdefault((same[op_id], plan.sites[output.site].qtype), [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import Any
 
 from interception_core.report_kit import (
     FIRST,
@@ -20,7 +21,6 @@ from interception_core.report_kit import (
 )
 
 from ..litert.model import FLOATS
-from .report import Report
 from .verify import WORST
 
 _COLUMNS = (
@@ -35,11 +35,11 @@ _COLUMNS = (
 )
 
 
-def page(report: Report, title: str) -> str:
+def page(report: Any, title: str) -> str:
     """Return a report as an HTML page.
 
     Args:
-        report: what is shown.
+        report: a ``Report``, whose ``to_html`` this is.
         title: its head.
     """
     reasons: dict[str, list[str]] = {}
@@ -59,7 +59,7 @@ def page(report: Report, title: str) -> str:
     )
 
 
-def _error_rows(report: Report) -> list[Row]:
+def _error_rows(report: Any) -> list[Row]:
     sites = [(i, one) for i, one in enumerate(report.sites) if not math.isnan(one.float_sqnr)]
     finite = [one.float_sqnr for _, one in sites if math.isfinite(one.float_sqnr)]
     longest = max(*finite, 1.0, 1.0)
@@ -73,7 +73,7 @@ def _error_rows(report: Report) -> list[Row]:
     return rows
 
 
-def _size_rows(report: Report, total: int) -> list[Row]:
+def _size_rows(report: Any, total: int) -> list[Row]:
     rows = []
     for kind, count in sorted(report.bytes_by_dtype.items(), key=lambda item: -item[1]):
         text = f"{show_bytes(count)}, {show_share(count / total if total else None)}"

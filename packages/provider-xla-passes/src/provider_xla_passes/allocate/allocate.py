@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from interception_core import hide_frames
 from provider_xla import QuantizationError, WeightPlan
-from provider_xla.features import Code, by_path, check_parameters, joined, replanned
+from provider_xla.features import Code, by_path, check_parameters, joined, progress, replanned
 
 from .candidates import Candidate, Option, make_candidates, options_of, rules_for
 from .knapsack import choose
@@ -40,8 +40,6 @@ def allocate(
     errors: Errors | None,
 ) -> Plan:
     """Make a plan with the least error within a budget: see ``Plan.allocate``."""
-    from tqdm import tqdm
-
     candidates = make_candidates(qtypes, tile_size)
     if not plan.weights:
         raise QuantizationError(
@@ -60,7 +58,7 @@ def allocate(
     total = sum(map(len, options.values()))
     known = _known(errors)
     table: dict[tuple[str, ...], dict[str, float]] = {paths: {} for paths in options}
-    with tqdm(total=total, unit="run", desc="measuring", disable=None) as bar:
+    with progress(total=total, unit="run", desc="measuring") as bar:
         for paths, some in options.items():
             for option in some:
                 found = known.get(paths, {}).get(option.name)

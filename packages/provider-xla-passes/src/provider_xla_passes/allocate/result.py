@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from tabulate import tabulate
+from provider_xla.features import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,33 +109,20 @@ class Allocation:
 
     def __str__(self) -> str:
         weights = [
-            [
-                w.path,
-                f"{w.elements:,}",
-                w.qtype,
-                w.tile_size or "",
-                f"{w.bits:.2f}",
-                _short(w.error),
-            ]
+            [w.path, f"{w.elements:,}", w.qtype, str(w.tile_size or ""), f"{w.bits:.2f}",
+             _short(w.error)]
             for w in self.weights
-        ]
+        ]  # fmt: skip
         own = Uniform("allocated", self.bytes, self.bits, self.predicted, self.measured)
         totals = [
-            [
-                u.name,
-                f"{u.bytes:,}",
-                f"{u.bits:.2f}",
-                _short(u.predicted),
-                _short(u.measured),
-                _decibel(u.measured),
-            ]
+            [u.name, f"{u.bytes:,}", f"{u.bits:.2f}", _short(u.predicted), _short(u.measured),
+             _decibel(u.measured)]
             for u in (own, *self.uniform)
-        ]
-        right = ("left", "right", "left", "right", "right", "right")
+        ]  # fmt: skip
         head = ["weight", "elements", "qtype", "tile", "bits", "error"]
-        above = tabulate(weights, head, colalign=right if weights else None, disable_numparse=True)
+        above = table(weights, head, right=(1, 3, 4, 5))
         head = ["all weights", "bytes", "bits", "predicted", "measured", "SQNR"]
-        below = tabulate(totals, head, colalign=("left", *["right"] * 5), disable_numparse=True)
+        below = table(totals, head, right=range(1, 6))
         return f"{above}\n\n{below}\nat most {self.budget:,} bytes"
 
 

@@ -88,3 +88,5 @@ from ..tables import LEAST as LEAST
 from ..tables import fold_lines as fold_lines
 from ..tables import fold_rows as fold_rows
 from ..tables import folded as folded
+from ..tables import progress as progress
+from ..tables import table as table

@@ -46,11 +46,15 @@ def own_form(leaf: Any) -> Any:
 
 
 def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
-    """Return a leaf with QArrays for quantized values in packed storage, or in kernels' too."""
+    """Return a leaf with QArrays for quantized values in packed storage.
+
+    With ``kernels`` a form that says how a kernel contracts it stays as it is.
+    """
 
     def one(values: Any) -> Any:
-        # Of a parameter with an adapter the values may be an array.
-        is_left = not qn.is_form(values) or (kernels and values.platform is not None)
+        if not qn.is_form(values):  # an array, of a parameter with an adapter
+            return values
+        is_left = kernels and type(values).contract is not qn.StoredForm.contract
         return values if is_left else values.unpacked()
 
     return map_forms(lambda _, form: form.with_values(one), leaf)

@@ -111,9 +111,7 @@ class QtProvider(XlaProvider):
         assert isinstance(rule, QtRule)
         backward = tuple(rule.backward(weight is not None) for weight in site.weights)
         before = [
-            None
-            if site.is_linear
-            else before_gather(site, i, how, backward, has_range(site, i))
+            None if site.is_linear else before_gather(site, i, how, backward, has_range(site, i))
             for i, how in enumerate(hows)
         ]
         measured = ungathered_site(site, before) if any(before) else site

@@ -11,6 +11,11 @@ import quant_numerics as qn
 from .rule import QuantizationRule
 
 _MEAN = qn.MovingAverage()
+_GRADIENT_METHODS = (
+    "bwd_calibration_method",
+    "bwd_act_grad_calibration_method",
+    "bwd_weight_grad_calibration_method",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +86,9 @@ class QtRule(QuantizationRule):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.sparsity is not None:
-            raise self._error(
-                "sparsity", "None: training keeps parameters dense, PtqProvider makes them sparse"
-            )
-        if self.bwd_stochastic_rounding not in (None, "uniform", "low_bit_uniform"):
-            raise self._error("bwd_stochastic_rounding", "None, 'uniform' or 'low_bit_uniform'")
+        dense = "a rule trains: training keeps parameters dense, PtqProvider makes them sparse"
+        self._check_unset("sparsity", True, dense)
+        self._check_choice("bwd_stochastic_rounding", None, "uniform", "low_bit_uniform")
         self._set("channelwise_noise_axes", self._integers("channelwise_noise_axes"))
         self._check_backward()
         self._check_static()
@@ -131,22 +133,15 @@ class QtRule(QuantizationRule):
             names = [f"bwd_{kind}_grad_tile_size", f"bwd_{kind}_grad_calibration_method"]
             other = "act" if kind == "weight" else "weight"
             for name in (*names, f"bwd_{other}_residual_qtype"):
-                if qtype is None and getattr(self, name) is not None:
-                    raise self._error(
-                        name, f"None where neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
-                    )
-        if not isinstance(self.bwd_original_residuals, bool | None):
-            raise self._error("bwd_original_residuals", "a bool or None")
-        if self.bwd_original_residuals and of == {"act": None, "weight": None}:
-            raise self._error(
-                "bwd_original_residuals",
-                "False or None without bwd_qtype: a float backward pass has them",
-            )
-        for name in (
-            "bwd_calibration_method",
-            "bwd_act_grad_calibration_method",
-            "bwd_weight_grad_calibration_method",
-        ):
+                where = f"neither bwd_qtype nor bwd_{kind}_grad_qtype is given"
+                self._check_unset(name, qtype is None, where)
+        for name in ("weight_static_scale", "bwd_static_scale"):
+            self._check_choice(name, True, False)
+        self._check_choice("bwd_original_residuals", None, True, False)
+        without = of == {"act": None, "weight": None} and bool(self.bwd_original_residuals)
+        where = "no bwd_qtype is given: a float backward pass has them"
+        self._check_unset("bwd_original_residuals", without, where)
+        for name in _GRADIENT_METHODS:
             method = getattr(self, name)
             if method is not None and not qn.parse_calibration_method(method).is_symmetric:
                 raise self._error(name, "a symmetric method, such as 'absmax' or 'rms,7'")
@@ -161,11 +156,8 @@ class QtRule(QuantizationRule):
                 "left out where neither act_static_scale, weight_static_scale nor "
                 "bwd_static_scale is True",
             )
-        for field in ("weight_static_scale", "bwd_static_scale"):
-            if not isinstance(getattr(self, field), bool):
-                raise self._error(field, "a bool")
-        if self.weight_static_scale and self.weight_qtype is None:
-            raise self._error("weight_static_scale", "False where weight_qtype is None")
+        without = self.weight_qtype is None
+        self._check_unset("weight_static_scale", without, "weight_qtype is None")
         gradients = [self.backward_qtype(False), self.backward_qtype(True)]
         if self.bwd_static_scale:
             self._check_static_gradient(gradients)
@@ -195,8 +187,7 @@ class QtRule(QuantizationRule):
                 raise self._error(field, "'absmax' where its scales follow from an AmaxHistory")
 
     def _check_static_gradient(self, qtypes: Sequence[str | None]) -> None:
-        if qtypes == [None, None]:
-            raise self._error("bwd_static_scale", "False where no bwd_qtype is given")
+        self._check_unset("bwd_static_scale", qtypes == [None, None], "no bwd_qtype is given")
         if not isinstance(self.static_average, qn.AmaxHistory):
             raise self._error(
                 "static_average",
@@ -204,15 +195,8 @@ class QtRule(QuantizationRule):
                 "gradient is known after it is quantized",
             )
         for kind in ("act", "weight"):
-            if getattr(self, f"bwd_{kind}_grad_tile_size") is not None:
-                raise self._error(
-                    f"bwd_{kind}_grad_tile_size", "None where bwd_static_scale is True"
-                )
-        for field in (
-            "bwd_calibration_method",
-            "bwd_act_grad_calibration_method",
-            "bwd_weight_grad_calibration_method",
-        ):
+            self._check_unset(f"bwd_{kind}_grad_tile_size", True, "bwd_static_scale is True")
+        for field in _GRADIENT_METHODS:
             if getattr(self, field) not in (None, "absmax"):
                 raise self._error(field, "'absmax' where bwd_static_scale is True")
 
@@ -227,9 +211,7 @@ class QtRule(QuantizationRule):
         return (*super()._qtypes(), *own, *residuals)
 
     def _methods(self) -> Sequence[str]:
-        own = ("bwd_calibration_method", "bwd_residual_calibration_method")
-        grads = ("bwd_act_grad_calibration_method", "bwd_weight_grad_calibration_method")
-        return (*super()._methods(), *own, *grads)
+        return (*super()._methods(), "bwd_residual_calibration_method", *_GRADIENT_METHODS)
 
     @classmethod
     def of(cls, rule: QuantizationRule) -> QtRule:

@@ -172,27 +172,19 @@ class QuantizationRule:
         for field in self._methods():
             self._check_method(field)
         self._check_tile("tile_size")
-        if self.tile_fallback not in (None, "divisor", "channel", "padded"):
-            raise self._error("tile_fallback", "None, 'divisor', 'channel' or 'padded'")
+        self._check_choice("tile_fallback", None, "divisor", "channel", "padded")
         self._check_scales()
-        if not isinstance(self.weights_only, bool | None):
-            raise self._error("weights_only", "None or a bool")
-        if self.act_static_scale is not None and self.act_qtype is None:
-            raise self._error("act_static_scale", "None where act_qtype is None")
-        if self.static_range not in (None, "step", "joined"):
-            raise self._error("static_range", "None, 'step' or 'joined'")
-        if self.static_range is not None and not self.is_static:
-            raise self._error("static_range", "None where act_static_scale is not True")
-        if self.unseen_range not in ("dynamic", "error"):
-            raise self._error("unseen_range", "'dynamic' or 'error'")
-        if self.unseen_range != "dynamic" and not self.is_static:
-            raise self._error("unseen_range", "'dynamic' where act_static_scale is not True")
+        self._check_choice("weights_only", None, True, False)
+        self._check_unset("act_static_scale", self.act_qtype is None, "act_qtype is None")
+        self._check_choice("static_range", None, "step", "joined")
+        self._check_choice("unseen_range", "dynamic", "error")
+        for field in ("static_range", "unseen_range"):
+            self._check_unset(field, not self.is_static, "act_static_scale is not True")
         self._set("act_batch_axes", self._integers("act_batch_axes"))
         self._check_sparsity()
-        if self.kernel not in (None, "fused"):
-            raise self._error("kernel", "None or 'fused'")
-        if self.kernel is not None and self.weight_path is not None:
-            raise self._error("kernel", "None where weight_path is given: it is for no parameter")
+        self._check_choice("kernel", None, "fused")
+        given = self.weight_path is not None
+        self._check_unset("kernel", given, "weight_path is given: it is for no parameter")
 
     def adapter(self, of: Adaptable) -> Any:
         """Return the adapter of a parameter, an ``AdapterForm``, in a class that ``adapts``.
@@ -299,6 +291,18 @@ class QuantizationRule:
         except ValueError as error:
             raise self._error(field, f"{allowed} ({error})") from error
 
+    def _check_choice(self, field: str, *allowed: Any) -> None:
+        value = getattr(self, field)
+        if not any(value is one or (value == one and isinstance(one, str)) for one in allowed):
+            *first, last = map(repr, allowed)
+            raise self._error(field, f"{', '.join(first)} or {last}")
+
+    def _check_unset(self, field: str, unset: bool, where: str) -> None:
+        """Raise ValueError where a field must be at its default, and is not."""
+        default = self.__dataclass_fields__[field].default
+        if unset and getattr(self, field) != default:
+            raise self._error(field, f"{default!r} where {where}")
+
     def _check_method(self, field: str) -> None:
         value = getattr(self, field)
         if value is None and self.__dataclass_fields__[field].default is None:
@@ -321,8 +325,7 @@ class QuantizationRule:
     def _check_scales(self) -> None:
         if self.scale_dtype is None:
             return
-        if self.weight_qtype is None:
-            raise self._error("scale_dtype", "None where weight_qtype is None")
+        self._check_unset("scale_dtype", self.weight_qtype is None, "weight_qtype is None")
         try:
             kind = qn.get_qtype(self.weight_qtype).with_scales(self.scale_dtype)
         except (TypeError, ValueError) as error:
@@ -336,8 +339,7 @@ class QuantizationRule:
             parse_sparsity(self.sparsity)
         except ValueError as error:
             raise self._error("sparsity", f"None or {error}") from error
-        if self.weight_qtype is None:
-            raise self._error("sparsity", "None where weight_qtype is None")
+        self._check_unset("sparsity", self.weight_qtype is None, "weight_qtype is None")
 
     def _integers(self, field: str) -> tuple[int, ...]:
         value = getattr(self, field)

@@ -37,7 +37,7 @@ def before_gather(
         backward: how the gradient of each operand is quantized.
         is_static: whether its range is given.
     """
-    # An activation that is constrained may be partial sums of devices, which the constraint adds up.
+    # An activation may be partial sums of devices, which its constraint adds up.
     other = backward[1 - side]
     if how is None or site.weights[side] is None or other is None or other.residual is not None:
         return None

@@ -25,7 +25,7 @@ class Cotangent:
     """How the cotangent and the residuals of one contraction are quantized.
 
     Attributes:
-      backward: the options of the gradient.
+      backward: the options of the gradient, which has a qtype.
       key: random key for stochastic rounding, or None.
       upper: the end of the cotangent's range, of shape (), 0 where it has scale 1; None to measure
         it.
@@ -35,6 +35,11 @@ class Cotangent:
     key: jax.Array | None
     upper: jax.Array | None = None
 
+    @property
+    def _kind(self) -> QType:
+        assert self.backward.qtype is not None  # a gradient that is float has no cotangent here
+        return get_qtype(self.backward.qtype)
+
     def quantize(
         self,
         g: jax.Array,
@@ -43,7 +48,7 @@ class Cotangent:
         factors: jax.Array | None = None,
     ) -> QArray:
         """Quantize the cotangent `g`, times `factors` if given, tiled along `contracting`."""
-        kind = get_qtype(self.backward.qtype)
+        kind = self._kind
         rounding = None
         if self.key is not None and self.backward.stochastic_rounding is not None:
             rounding = StochasticRounding(
@@ -81,7 +86,7 @@ class Cotangent:
         self, x: jax.Array, channel_axes: Sequence[int], contracting: Sequence[int] = ()
     ) -> QArray:
         """Quantize a residual whose scales don't suit the contraction."""
-        kind = get_qtype(self.backward.qtype)
+        kind = self._kind
         return quantize_scaled(
             x,
             kind.name,

@@ -169,7 +169,7 @@ def dot_in_kernel(
     ):
         return None
     shapes = [side.values.shape for side in sides]
-    last = {"lhs_last": _ends_with_sum(lhs), "rhs_last": _ends_with_sum(rhs)}
+    last = {"lhs_last": bool(_ends_with_sum(lhs)), "rhs_last": bool(_ends_with_sum(rhs))}
     reason = _refused(lhs, rhs, last)
     if reason is not None:
         _log.debug("int8%s by int8%s is summed in XLA: %s", *map(list, shapes), reason)
@@ -218,7 +218,7 @@ def _ends_with_sum(side: Side) -> bool | None:
     return None
 
 
-def _refused(lhs: Side, rhs: Side, last: Mapping[str, bool | None]) -> str | None:
+def _refused(lhs: Side, rhs: Side, last: Mapping[str, bool]) -> str | None:
     """Return why no kernel takes two sides, or None."""
     if not all(isinstance(n, int) for n in lhs.values.shape + rhs.values.shape):
         return "a size is symbolic"
@@ -233,7 +233,7 @@ def _refused(lhs: Side, rhs: Side, last: Mapping[str, bool | None]) -> str | Non
     int8, float32 = jnp.int8, jnp.float32
     operands = [
         *(
-            jax.ShapeDtypeStruct(_shape(side, bool(ends)), int8)
+            jax.ShapeDtypeStruct(_shape(side, ends), int8)
             for side, ends in zip((lhs, rhs), last.values(), strict=True)
         ),
         *(jax.ShapeDtypeStruct((batch, n), float32) for n in (rows, columns)),

@@ -38,7 +38,7 @@ AttentionSide side(const int32_t* cumulative, const int32_t* at, int64_t most, i
 }  // namespace
 
 AttentionPlan::AttentionPlan(Cudnn& dnn, Runtime& cuda, const DnnPlans::Entry& entry,
-                             const AttentionSteps& steps, size_t workspace)
+                             const AttentionWorkspace& steps, size_t workspace)
     : dnn_(dnn), cuda_(cuda), entry_(entry), steps_(steps) {
   if (entry_.plan.get() == nullptr) {
     throw failed_precondition("cuDNN doesn't have this attention: ", entry_.why);

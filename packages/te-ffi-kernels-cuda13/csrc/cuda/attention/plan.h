@@ -34,7 +34,7 @@ class AttentionPlan {
  public:
   // Throws where cuDNN has no such graph, or needs more than `workspace` bytes for it.
   AttentionPlan(Cudnn& dnn, Runtime& cuda, const DnnPlans::Entry& entry,
-                const AttentionSteps& steps, size_t workspace);
+                const AttentionWorkspace& steps, size_t workspace);
 
   void run(const AttentionMemory& memory, Stream stream) const;
 
@@ -47,7 +47,7 @@ class AttentionPlan {
   Cudnn& dnn_;
   Runtime& cuda_;
   const DnnPlans::Entry& entry_;
-  const AttentionSteps steps_;
+  const AttentionWorkspace steps_;
 };
 
 }  // namespace jaxtap::cuda

@@ -16,7 +16,7 @@ AttentionStrides strides_of(const ffi::Lines& lines, int64_t tokens) {
 
 }  // namespace
 
-AttentionSteps::AttentionSteps(const ffi::AttentionConfig& c, DType dtype, bool backward) {
+AttentionWorkspace::AttentionWorkspace(const ffi::AttentionConfig& c, DType dtype, bool backward) {
   if (dtype != DType::BF16 && dtype != DType::F16) {
     throw invalid_argument("q must be bfloat16 or float16 on CUDA, got ", name(dtype));
   }

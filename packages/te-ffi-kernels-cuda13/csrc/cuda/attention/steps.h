@@ -9,9 +9,9 @@
 
 namespace jaxtap::cuda {
 
-struct AttentionSteps {
+struct AttentionWorkspace {
   // Throws for what cuDNN's attention can't be asked for.
-  AttentionSteps(const ffi::AttentionConfig& config, DType dtype, bool backward);
+  AttentionWorkspace(const ffi::AttentionConfig& config, DType dtype, bool backward);
 
   AttentionGraph graph;
   int arrays = 3;                       // that queries, keys and values are in

@@ -11,7 +11,7 @@
 namespace jaxtap::cuda {
 namespace {
 
-PackedWeight unpacked(const PackedMatmul& args, const PackedSteps& steps) {
+PackedWeight unpacked(const PackedMatmul& args, const PackedWorkspace& steps) {
   PackedWeight weight;
   weight.weight = args.weight;
   weight.stack = args.stack;
@@ -43,7 +43,7 @@ void check_call(const PackedMatmul& args, const PackedSums* sums) {
 
 }  // namespace
 
-PackedSteps::PackedSteps(const PackedMatmul& args) {
+PackedWorkspace::PackedWorkspace(const PackedMatmul& args) {
   const PanelLayout& layout = args.layout;
   if (args.quantizes && layout.group == 0 && layout.k > kMostExact) {
     throw invalid_argument("k must be at most ", kMostExact, " without groups, where sums of int8 "
@@ -80,7 +80,7 @@ PackedSteps::PackedSteps(const PackedMatmul& args) {
   stride = keeps_sums ? chunk : args.n;
 
   const auto part = [&](bool wanted, int64_t size) {
-    const size_t begin = bytes, section = kSection;
+    const size_t begin = bytes, section = kWorkspaceAlignment;
     if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
     return begin;
   };
@@ -96,12 +96,12 @@ PackedSteps::PackedSteps(const PackedMatmul& args) {
 PackedSums::PackedSums(CublasLt& lt, LtHandle handle, const PackedMatmul& args, size_t workspace)
     : lt_(lt),
       handle_(handle),
-      exact_(PackedSteps(args).exact),
+      exact_(PackedWorkspace(args).exact),
       matmul_(lt),
       x_(lt) {
-  const PackedSteps steps(args);
+  const PackedWorkspace steps(args);
   if (steps.depth == 0) throw invalid_argument("k is 0: nothing is contracted");
-  const size_t needed = steps.bytes + kSection;
+  const size_t needed = steps.bytes + kWorkspaceAlignment;
   if (workspace < needed) {
     throw invalid_argument("workspace must have ", needed, " bytes, and some for cuBLASLt, got ",
                            workspace, ". Call the op of te_ffi_kernels, which knows the size.");
@@ -169,7 +169,7 @@ void PackedSums::run(const void* x, const void* weight, int64_t cols, void* sums
 
 void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given, size_t bytes,
                     Stream stream) {
-  const PackedSteps steps(args);
+  const PackedWorkspace steps(args);
   if (steps.empty) return;
   PackedMma mma;
   mma.x = args.x;
@@ -182,7 +182,7 @@ void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given
   mma.y_dtype = args.y_dtype;
   if (steps.bytes == 0) return multiply(mma, args, stream);
   if (steps.library) check_call(args, sums);
-  char* workspace = section_of(given);
+  char* workspace = align_workspace(given);
   const size_t needed = steps.bytes + (sums == nullptr ? 0 : sums->workspace());
   if (workspace - static_cast<char*>(given) + needed > bytes) {
     throw invalid_argument("workspace must have ", needed, " bytes, got ", bytes);

@@ -36,8 +36,8 @@ struct PackedMatmul {
 constexpr size_t kMostUnpacked = size_t{256} << 20;
 
 // What a matmul takes, which follows from shapes and dtypes alone.
-struct PackedSteps {
-  explicit PackedSteps(const PackedMatmul& args);
+struct PackedWorkspace {
+  explicit PackedWorkspace(const PackedMatmul& args);
 
   bool empty = false;
   bool library = false;  // cuBLASLt multiplies; rows in groups it doesn't

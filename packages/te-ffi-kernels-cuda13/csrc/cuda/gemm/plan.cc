@@ -12,7 +12,7 @@ namespace jaxtap::cuda {
 namespace {
 
 // An address to choose an algorithm for, before there are any: cuBLASLt asks whether there is one.
-const void* some_address() { return reinterpret_cast<const void*>(uintptr_t{kSection}); }
+const void* some_address() { return reinterpret_cast<const void*>(uintptr_t{kWorkspaceAlignment}); }
 
 LtType type_of(DType dtype) {
   switch (dtype) {
@@ -49,7 +49,7 @@ GemmPlan::GemmPlan(CublasLt& lt, LtHandle handle, const te::Gemm& args, const Op
       a_(lt),
       b_(lt),
       out_(lt) {
-  const size_t needed = steps_.bytes + kSection;
+  const size_t needed = steps_.bytes + kWorkspaceAlignment;
   if (options.workspace < needed) {
     throw invalid_argument("workspace must have ", needed, " bytes, and some for cuBLASLt, got ",
                            options.workspace,
@@ -68,8 +68,8 @@ void GemmPlan::describe(const te::Gemm& args, bool fast) {
   const auto point = [&](LtPointer which) {
     lt_.check(lt_.set_pointer(matmul_.get(), which, some_address()), "describing a matmul");
   };
-  const bool rhs_first = args.rhs.lanes_first || steps_.arranges_rhs;
-  const bool lhs_first = args.lhs.lanes_first || steps_.arranges_lhs;
+  const bool rhs_first = args.rhs.k_is_last || steps_.arranges_rhs;
+  const bool lhs_first = args.lhs.k_is_last || steps_.arranges_lhs;
   set(LtNumber::kTurnA, rhs_first);
   set(LtNumber::kTurnB, !lhs_first);
   if (!steps_.finishes) set(LtNumber::kFactorsOnDevice, 1);
@@ -125,7 +125,7 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
                              alignment_, "; XLA's arrays are");
     }
   }
-  char* workspace = section_of(memory.workspace);
+  char* workspace = align_workspace(memory.workspace);
   const size_t needed = steps_.bytes + workspace_;
   if (workspace - static_cast<char*>(memory.workspace) + needed > memory.bytes) {
     throw invalid_argument("workspace must have ", needed, " bytes, got ", memory.bytes);
@@ -137,19 +137,21 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
   call.b = args.lhs.data;
   if (steps_.arranges_rhs) {
     call.a = part(steps_.rhs);
-    gemm_arrange({static_cast<const uint8_t*>(args.rhs.data), args.rhs.lanes_first, args.n, args.k,
-                  reinterpret_cast<uint8_t*>(part(steps_.rhs)), steps_.cols, steps_.depth},
-                 stream);
+    transpose_and_pad({static_cast<const uint8_t*>(args.rhs.data), args.rhs.k_is_last,
+                       args.n, args.k, reinterpret_cast<uint8_t*>(part(steps_.rhs)),
+                       steps_.cols, steps_.depth},
+                      stream);
   }
   if (steps_.arranges_lhs) {
     call.b = part(steps_.lhs);
-    gemm_arrange({static_cast<const uint8_t*>(args.lhs.data), args.lhs.lanes_first, args.m, args.k,
-                  reinterpret_cast<uint8_t*>(part(steps_.lhs)), steps_.rows, steps_.depth},
-                 stream);
+    transpose_and_pad({static_cast<const uint8_t*>(args.lhs.data), args.lhs.k_is_last,
+                       args.m, args.k, reinterpret_cast<uint8_t*>(part(steps_.lhs)),
+                       steps_.rows, steps_.depth},
+                      stream);
   }
   if (steps_.mx) {
     const auto scales = [&](const te::Factor& factor, int64_t lanes, size_t at) {
-      gemm_scales({static_cast<const uint8_t*>(factor.scales), factor.lanes_first, lanes,
+      gemm_scales({static_cast<const uint8_t*>(factor.scales), factor.k_is_last, lanes,
                    args.k / te::kBlock, reinterpret_cast<uint8_t*>(part(at))},
                   stream);
     };
@@ -214,7 +216,7 @@ std::string gemm_refusal(CublasLt& lt, LtHandle handle, const te::Gemm& args, bo
   GemmPlan::Options options;
   options.has_bias = has_bias;
   options.fast = fast;
-  options.workspace = GemmSteps(args, has_bias).bytes + kSection + limit;
+  options.workspace = GemmWorkspace(args, has_bias).bytes + kWorkspaceAlignment + limit;
   try {
     const GemmPlan plan(lt, handle, args, options);
   } catch (const Error& refused) {

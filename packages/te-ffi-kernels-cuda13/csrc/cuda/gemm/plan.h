@@ -33,7 +33,7 @@ class GemmPlan {
   // `args` is what the plan was made for, with addresses.
   void run(const te::Gemm& args, const GemmMemory& memory, Stream stream);
 
-  const GemmSteps& steps() const { return steps_; }
+  const GemmWorkspace& steps() const { return steps_; }
 
  private:
   void describe(const te::Gemm& args, bool fast);
@@ -42,7 +42,7 @@ class GemmPlan {
 
   CublasLt& lt_;
   const LtHandle handle_;
-  const GemmSteps steps_;
+  const GemmWorkspace steps_;
   const uint32_t alignment_;
   // Addresses are part of the description: one call at a time.
   std::mutex lock_;

@@ -9,15 +9,15 @@ bool is_half(te::Float dtype) { return dtype != te::Float::kF32; }
 
 }  // namespace
 
-GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
+GemmWorkspace::GemmWorkspace(const te::Gemm& args, bool has_bias) {
   quantized = args.scaling != te::Scaling::kNone;
   exact = args.lhs.dtype == DType::S8;
   mx = args.scaling == te::Scaling::kMx;
   depth = quantized ? up_to(args.k, kQuantizedSide) : args.k;
   rows = exact ? up_to(args.m, kInt8Rows) : args.m;
   cols = quantized ? up_to(args.n, kQuantizedSide) : args.n;
-  arranges_lhs = quantized && (!args.lhs.lanes_first || depth != args.k || rows != args.m);
-  arranges_rhs = quantized && (!args.rhs.lanes_first || depth != args.k || cols != args.n);
+  arranges_lhs = quantized && (!args.lhs.k_is_last || depth != args.k || rows != args.m);
+  arranges_rhs = quantized && (!args.rhs.k_is_last || depth != args.k || cols != args.n);
 
   // Floats of 16 bits become floats of their own kind, or float32.
   const bool other =
@@ -31,7 +31,7 @@ GemmSteps::GemmSteps(const te::Gemm& args, bool has_bias) {
 
   const auto part = [&](bool wanted, int64_t size) {
     const size_t begin = bytes;
-    if (wanted) bytes += static_cast<size_t>(up_to(size, kSection));
+    if (wanted) bytes += static_cast<size_t>(up_to(size, kWorkspaceAlignment));
     return begin;
   };
   const int64_t scales = up_to(args.k / te::kBlock, kScaleBlocks);

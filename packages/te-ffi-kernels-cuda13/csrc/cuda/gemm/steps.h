@@ -11,8 +11,8 @@
 
 namespace jaxtap::cuda {
 
-struct GemmSteps {
-  GemmSteps(const te::Gemm& args, bool has_bias);
+struct GemmWorkspace {
+  GemmWorkspace(const te::Gemm& args, bool has_bias);
 
   // k, and the rows and columns that cuBLASLt computes: those of quantized values are padded.
   int64_t depth = 0, rows = 0, cols = 0;
@@ -30,11 +30,12 @@ struct GemmSteps {
 };
 
 // Parts begin at multiples of this, the first one at such an address.
-constexpr size_t kSection = 256;
+constexpr size_t kWorkspaceAlignment = 256;
 
-inline char* section_of(void* address) {
+inline char* align_workspace(void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
-  return static_cast<char*>(address) + (kSection - at % kSection) % kSection;
+  const size_t beyond = at % kWorkspaceAlignment;
+  return static_cast<char*>(address) + (kWorkspaceAlignment - beyond) % kWorkspaceAlignment;
 }
 
 inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }

@@ -35,7 +35,7 @@ AttentionMemory MemoryOf(const attention::Problem& p, const ffi::SequenceArrays&
   return m;
 }
 
-struct Planned : Kept {
+struct Planned : PerDevice {
   explicit Planned(AttentionPlan plan) : plan(std::move(plan)) {}
   AttentionPlan plan;
 };
@@ -47,7 +47,7 @@ std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
   if (c.batch * c.q_length * c.kv_length == 0) {
     throw invalid_argument("q is ", call.Operand(0, "q").Text(), ": nothing sees anything");
   }
-  const AttentionSteps steps(c, given.problem.dtype, kIsBackward);
+  const AttentionWorkspace steps(c, given.problem.dtype, kIsBackward);
   const DnnPlans::Entry& entry = AttentionPlans().of(cudnn(), runtime(), device, steps.graph);
   return std::make_unique<Planned>(AttentionPlan(cudnn(), runtime(), entry, steps,
                                                  static_cast<size_t>(call.Memory().size())));

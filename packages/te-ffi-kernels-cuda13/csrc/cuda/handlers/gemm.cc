@@ -11,7 +11,7 @@ namespace {
 using ffi::GemmCall;
 
 // A plan, or nothing where there is nothing to compute.
-struct Planned : Kept {
+struct Planned : PerDevice {
   std::unique_ptr<GemmPlan> plan;
 };
 

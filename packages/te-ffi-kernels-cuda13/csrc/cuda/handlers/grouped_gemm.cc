@@ -13,7 +13,7 @@ namespace {
 
 using ffi::GroupedGemmCall;
 
-struct Planned : Kept {
+struct Planned : PerDevice {
   std::unique_ptr<GroupedGemmPlan> plan;
 };
 

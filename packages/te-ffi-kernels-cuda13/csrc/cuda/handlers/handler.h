@@ -1,7 +1,7 @@
 // The stages of a target on CUDA. XLA calls
-//   instantiate  once per call site and loaded executable, with the attributes: makes a Site
-//   initialize   before each execution, with all that `execute` gets: the Site lets the body run
-//                once per device, inside of a capture of another stream than XLA's, so that its
+//   instantiate  once per call site and loaded executable, with the attributes: makes a CallSite
+//   initialize   before each execution, with all that `execute` gets: the CallSite lets the body
+//                run once per device, inside of a capture of another stream than XLA's, so that its
 //                modules are loaded
 //   execute      for each call: the body, which allocates nothing and never waits for the device.
 //                It may be part of a CUDA graph (XLA's command buffers).
@@ -26,7 +26,7 @@ namespace xffi = ::xla::ffi;
 using ffi::Array;
 
 // A call site's state, of a type that XLA knows.
-struct SiteState : Site {
+struct SiteState : CallSite {
   static xffi::TypeId id;
 };
 

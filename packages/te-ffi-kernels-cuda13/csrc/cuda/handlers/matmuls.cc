@@ -46,14 +46,14 @@ PackedMatmul MatmulOf(const Op& given) {
 }
 
 // A plan, or nothing where cuBLASLt has no part.
-struct Planned : Kept {
+struct Planned : PerDevice {
   std::unique_ptr<PackedSums> sums;
 };
 
 template <class Op>
 std::unique_ptr<Planned> Make(const Op& given, const Call& call, int device) {
   const PackedMatmul args = MatmulOf(given);
-  const PackedSteps steps(args);
+  const PackedWorkspace steps(args);
   auto made = std::make_unique<Planned>();
   if (steps.empty || !steps.library) return made;
   CublasLt& lt = cublaslt();

@@ -99,8 +99,8 @@ DType DTypeOf(const std::string& text) {
 
 // A matmul without addresses.
 te::Gemm GemmOf(int64_t m, int64_t n, int64_t k, int64_t scaling, const std::string& lhs,
-                const std::string& rhs, bool lhs_first, bool rhs_first, const std::string& out,
-                bool gelu) {
+                const std::string& rhs, bool lhs_k_is_last, bool rhs_k_is_last,
+                const std::string& out, bool gelu) {
   te::Gemm args;
   args.m = m;
   args.n = n;
@@ -108,25 +108,26 @@ te::Gemm GemmOf(int64_t m, int64_t n, int64_t k, int64_t scaling, const std::str
   args.scaling = te::scaling_of(scaling);
   args.lhs.dtype = DTypeOf(lhs);
   args.rhs.dtype = DTypeOf(rhs);
-  args.lhs.lanes_first = lhs_first;
-  args.rhs.lanes_first = rhs_first;
+  args.lhs.k_is_last = lhs_k_is_last;
+  args.rhs.k_is_last = rhs_k_is_last;
   args.out_dtype = te::float_of(DTypeOf(out));
   args.gelu = gelu;
   return args;
 }
 
 // The workspace that the kernels of a matmul need beside cuBLASLt's own.
-size_t GemmWorkspace(int64_t m, int64_t n, int64_t k, int64_t scaling, std::string lhs,
-                     std::string rhs, bool lhs_first, bool rhs_first, std::string out, bool bias,
-                     bool gelu) {
-  return GemmSteps(GemmOf(m, n, k, scaling, lhs, rhs, lhs_first, rhs_first, out, gelu), bias).bytes;
+size_t GemmBytes(int64_t m, int64_t n, int64_t k, int64_t scaling, std::string lhs,
+                 std::string rhs, bool lhs_k_is_last, bool rhs_k_is_last, std::string out, bool bias,
+                 bool gelu) {
+  const te::Gemm args = GemmOf(m, n, k, scaling, lhs, rhs, lhs_k_is_last, rhs_k_is_last, out, gelu);
+  return GemmWorkspace(args, bias).bytes;
 }
 
 // Why cuBLASLt has no algorithm for a matmul on a device within `limit` bytes; empty where it has.
 std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t n, int64_t k,
-                        int64_t scaling, std::string lhs, std::string rhs, bool lhs_first,
-                        bool rhs_first, std::string out, bool bias, bool gelu) {
-  const te::Gemm args = GemmOf(m, n, k, scaling, lhs, rhs, lhs_first, rhs_first, out, gelu);
+                        int64_t scaling, std::string lhs, std::string rhs, bool lhs_k_is_last,
+                        bool rhs_k_is_last, std::string out, bool bias, bool gelu) {
+  const te::Gemm args = GemmOf(m, n, k, scaling, lhs, rhs, lhs_k_is_last, rhs_k_is_last, out, gelu);
   python::OthersRun others_run;
   CublasLt& lt = cublaslt();
   const LtHandle handle = lt_handles().of(lt, runtime(), device);
@@ -136,8 +137,8 @@ std::string RefusedGemm(int device, int64_t limit, bool fast, int64_t m, int64_t
 
 // The same of a matmul with a packed weight, with so many groups of rows or kOneGroup. Floats are
 // numbered as te::Float is.
-size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
-                       int64_t dtype, int64_t out, int64_t row_groups) {
+size_t PackedBytes(int64_t m, int64_t k, int64_t n, int64_t group, int bits, bool quantizes,
+                   int64_t dtype, int64_t out, int64_t row_groups) {
   PackedMatmul args;
   args.x_dtype = static_cast<te::Float>(dtype);
   args.m = m;
@@ -146,28 +147,28 @@ size_t PackedWorkspace(int64_t m, int64_t k, int64_t n, int64_t group, int bits,
   args.quantizes = quantizes;
   args.y_dtype = static_cast<te::Float>(out);
   args.row_groups = row_groups;
-  return PackedSteps(args).bytes;
+  return PackedWorkspace(args).bytes;
 }
 
 // Bytes of parts of `kinds` sums over rows for each column; 0 where rows are one part.
-size_t SumsWorkspace(int64_t rows, int64_t cols, int64_t kinds) {
+size_t SumsBytes(int64_t rows, int64_t cols, int64_t kinds) {
   return static_cast<size_t>(sum_numbers(rows, cols, kinds)) * sizeof(float);
 }
 
-AttentionSteps StepsOf(PyObject* attributes, bool bfloat16, bool backward) {
+AttentionWorkspace StepsOf(PyObject* attributes, bool bfloat16, bool backward) {
   const ffi::AttentionConfig config(python::Items{attributes});
-  return AttentionSteps(config, bfloat16 ? DType::BF16 : DType::F16, backward);
+  return AttentionWorkspace(config, bfloat16 ? DType::BF16 : DType::F16, backward);
 }
 
 // The workspace that the kernels of attention need beside cuDNN's own.
-size_t AttentionWorkspace(PyObject* attributes, bool backward) {
+size_t AttentionBytes(PyObject* attributes, bool backward) {
   return StepsOf(attributes, true, backward).bytes;
 }
 
 // (cuDNN's workspace on a device, why cuDNN doesn't have this attention), the second empty where it
 // does. The plan is kept for the handlers.
 python::Object PlanAttention(PyObject* attributes, bool bfloat16, bool backward, int device) {
-  const AttentionSteps steps = StepsOf(attributes, bfloat16, backward);
+  const AttentionWorkspace steps = StepsOf(attributes, bfloat16, backward);
   const DnnPlans::Entry* entry = nullptr;
   {
     python::OthersRun others_run;
@@ -182,12 +183,12 @@ PyMethodDef methods[] = {python::Method<TargetTable>("targets"),
                          python::Method<ComputeCapabilities>("compute_capabilities"),
                          python::Method<LoadLibrary<load_cublaslt>>("load_cublaslt"),
                          python::Method<LoadLibrary<load_cudnn>>("load_cudnn"),
-                         python::Method<AttentionWorkspace>("attention_workspace"),
+                         python::Method<AttentionBytes>("attention_workspace"),
                          python::Method<PlanAttention>("plan_attention"),
-                         python::Method<GemmWorkspace>("gemm_workspace"),
+                         python::Method<GemmBytes>("gemm_workspace"),
                          python::Method<RefusedGemm>("refused_gemm"),
-                         python::Method<PackedWorkspace>("packed_workspace"),
-                         python::Method<SumsWorkspace>("sums_workspace"),
+                         python::Method<PackedBytes>("packed_workspace"),
+                         python::Method<SumsBytes>("sums_workspace"),
                          python::Method<DriverVersion>("driver_version"),
                          {}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_native", nullptr, -1,     methods,

@@ -11,7 +11,7 @@ namespace jaxtap::cuda {
 // Quantized values as [out_lanes, out_k], with zeros beyond [lanes, k]; out_k is a multiple of 16.
 struct GemmArrange {
   const uint8_t* qvalues = nullptr;  // [lanes, k], or [k, lanes]
-  bool lanes_first = true;
+  bool k_is_last = true;
   int64_t lanes = 0, k = 0;
   uint8_t* out = nullptr;
   int64_t out_lanes = 0, out_k = 0;
@@ -24,7 +24,7 @@ constexpr int64_t kScaleLanes = 128, kScaleBlocks = 4;
 // What isn't there is 0.
 struct GemmScales {
   const uint8_t* scales = nullptr;  // [lanes, blocks], or [blocks, lanes]
-  bool lanes_first = true;
+  bool k_is_last = true;
   int64_t lanes = 0, blocks = 0;
   uint8_t* out = nullptr;
 };
@@ -56,7 +56,7 @@ struct GemmFinish {
   te::Float dtype = te::Float::kF32;
 };
 
-void gemm_arrange(const GemmArrange& args, Stream stream);
+void transpose_and_pad(const GemmArrange& args, Stream stream);
 void gemm_scales(const GemmScales& args, Stream stream);
 void gemm_factors(const GemmFactors& args, Stream stream);
 void gemm_finish(const GemmFinish& args, Stream stream);

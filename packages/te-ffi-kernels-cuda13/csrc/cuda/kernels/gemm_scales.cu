@@ -24,7 +24,7 @@ __global__ void gemm_scales_kernel(Args args) {
     const int64_t block = across * kScaleBlocks + i;
     if (lane < given.lanes && block < given.blocks) {
       const int64_t from =
-          given.lanes_first ? lane * given.blocks + block : block * given.lanes + lane;
+          given.k_is_last ? lane * given.blocks + block : block * given.lanes + lane;
       four |= static_cast<uint32_t>(given.scales[from]) << (8 * i);
     }
   }

@@ -47,7 +47,7 @@ __global__ void group_starts_kernel(Args args) {
       if (args.scale != nullptr) {
         const float inverse = 1.0f / args.scale[group];
         if (args.scales != nullptr) args.scales[group] = inverse;
-        if (args.turned_scales != nullptr) args.turned_scales[group] = inverse;
+        if (args.colwise_scales != nullptr) args.colwise_scales[group] = inverse;
       }
     }
     size_before += sizes[kThreads - 1];

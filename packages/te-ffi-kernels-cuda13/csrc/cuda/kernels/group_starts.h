@@ -28,7 +28,7 @@ struct GroupSizes {
 
   // Numbers of groups: 1 over `scale`, where that is given, and zeros; nullptr: unwanted.
   const float* scale = nullptr;
-  float *scales = nullptr, *turned_scales = nullptr, *zeros = nullptr;
+  float *scales = nullptr, *colwise_scales = nullptr, *zeros = nullptr;
 };
 
 void find_group_starts(const GroupSizes& sizes, GroupStart* starts, Stream stream);

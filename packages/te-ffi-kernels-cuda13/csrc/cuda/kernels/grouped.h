@@ -22,9 +22,9 @@ struct GroupedQuantize {
   te::Scaling scaling = te::Scaling::kDelayedTensor;
   const float* scale = nullptr;  // [groups], per tensor
 
-  uint8_t *qvalues = nullptr, *turned = nullptr;
+  uint8_t *qvalues = nullptr, *colwise = nullptr;
   void* scales = nullptr;         // float[groups], float[rows], or e8m0
-  void* turned_scales = nullptr;  // float[groups], float[groups, cols], or e8m0
+  void* colwise_scales = nullptr;  // float[groups], float[groups, cols], or e8m0
   float* absmax = nullptr;        // [groups]: per tensor the largest magnitude, else 0
   GroupStart* starts = nullptr;   // [groups + 1], memory
 

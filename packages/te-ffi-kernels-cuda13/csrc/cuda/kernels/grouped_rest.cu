@@ -37,8 +37,8 @@ void grouped_rest(const GroupedQuantize& given, Stream stream) {
     return 4 * (given.scaling == te::Scaling::kChannel ? slices : given.groups);
   };
   Args args = {given.starts + given.groups,
-               {given.qvalues, given.turned, static_cast<uint8_t*>(given.scales),
-                static_cast<uint8_t*>(given.turned_scales),
+               {given.qvalues, given.colwise, static_cast<uint8_t*>(given.scales),
+                static_cast<uint8_t*>(given.colwise_scales),
                 reinterpret_cast<uint8_t*>(given.absmax)},
                {size, size, scales(rows), scales(given.groups * given.cols), 4 * given.groups},
                {}};

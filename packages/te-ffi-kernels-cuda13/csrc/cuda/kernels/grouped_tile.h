@@ -29,9 +29,9 @@ GroupedTiles<Source> grouped_args(const GroupedQuantize& given, const Source& so
   all.scaling = given.scaling;
   all.scale = given.scale;
   all.qvalues = given.qvalues;
-  all.turned = given.turned;
+  all.colwise = given.colwise;
   all.scales = given.scales;
-  all.turned_scales = given.turned_scales;
+  all.colwise_scales = given.colwise_scales;
   all.updated_amax = te::is_tensor(given.scaling) ? given.absmax : nullptr;
   GroupedTiles<Source> args = {};
   static_cast<TilesOf<Source>&>(args) = tile_args(all, source);
@@ -64,15 +64,15 @@ JAXTAP_DEVICE void in_group(const GroupedTiles<Source>& all, Body&& body) {
   const int64_t at = start.row * all.cols;
   args.source.x += at;
   args.qvalues = moved<uint8_t>(all.qvalues, at);
-  args.turned = moved<uint8_t>(all.turned, at);
+  args.colwise = moved<uint8_t>(all.colwise, at);
   args.wide_turned = (te::turns(all.scaling) ? args.rows : args.cols) % kPart == 0 &&
-                     reinterpret_cast<uintptr_t>(args.turned) % kPart == 0;
+                     reinterpret_cast<uintptr_t>(args.colwise) % kPart == 0;
   if (all.scaling == te::Scaling::kMx) {
     args.scales = moved<uint8_t>(all.scales, at / te::kBlock);
-    args.turned_scales = moved<uint8_t>(all.turned_scales, at / te::kBlock);
+    args.colwise_scales = moved<uint8_t>(all.colwise_scales, at / te::kBlock);
   } else if (all.scaling == te::Scaling::kChannel) {
     args.scales = moved<float>(all.scales, start.row);
-    args.turned_scales = moved<float>(all.turned_scales, group * all.cols);
+    args.colwise_scales = moved<float>(all.colwise_scales, group * all.cols);
   } else {
     args.scale += group;
     args.absmax += group;

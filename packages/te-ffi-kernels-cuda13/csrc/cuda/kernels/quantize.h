@@ -22,9 +22,9 @@ struct Quantize {
 
   void* out = nullptr;              // without scaling: the numbers, of a matrix that's computed
   uint8_t* qvalues = nullptr;         // [rows, cols]
-  uint8_t* turned = nullptr;        // by column: [cols, rows], or [rows, cols] with MX
+  uint8_t* colwise = nullptr;        // by column: [cols, rows], or [rows, cols] with MX
   void* scales = nullptr;           // float[1], float[rows], or e8m0 [rows, cols / 32]
-  void* turned_scales = nullptr;    // float[1], float[cols], or e8m0 [rows / 32, cols]
+  void* colwise_scales = nullptr;    // float[1], float[cols], or e8m0 [rows / 32, cols]
   void* sums = nullptr;             // over rows, rounded to `dtype`: [cols]
   float* parts = nullptr;           // memory for them: see column_sums.h
   float* updated_amax = nullptr;    // may be where `amax` is

@@ -24,7 +24,7 @@ JAXTAP_DEVICE void absmax_of_tile(const TilesOf<Source>& args, const Place& plac
       atomicMax(static_cast<int*>(args.scales) + place.row + i, of_row);
     }
   }
-  if (args.turned == nullptr) return;  // all threads of the block alike
+  if (args.colwise == nullptr) return;  // all threads of the block alike
   JAXTAP_UNROLL
   for (int j = 0; j < kPart; ++j) {
     int of_column = 0;
@@ -35,7 +35,7 @@ JAXTAP_DEVICE void absmax_of_tile(const TilesOf<Source>& args, const Place& plac
   __syncthreads();
   const int64_t col = place.col - place.across * kPart + threadIdx.x;
   if (threadIdx.x < kTile && col < args.cols) {
-    atomicMax(static_cast<int*>(args.turned_scales) + col, of_columns[threadIdx.x]);
+    atomicMax(static_cast<int*>(args.colwise_scales) + col, of_columns[threadIdx.x]);
   }
 }
 

@@ -8,7 +8,7 @@ namespace {
 struct Args {
   float* scale;  // bits of the largest magnitude, before
   const float* amax;
-  float *scales, *turned_scales, *updated_amax;
+  float *scales, *colwise_scales, *updated_amax;
   QType qtype;
 };
 
@@ -24,7 +24,7 @@ __global__ void quantize_current_scale_kernel(Args args) {
 __global__ void quantize_current_inverse_kernel(Args args) {
   const float inverse = 1.0f / *args.scale;  // which may be one of those
   if (args.scales != nullptr) *args.scales = inverse;
-  if (args.turned_scales != nullptr) *args.turned_scales = inverse;
+  if (args.colwise_scales != nullptr) *args.colwise_scales = inverse;
 }
 
 }  // namespace
@@ -42,7 +42,7 @@ void quantize_current_inverse(const Quantize& given, const float* scale, Stream 
   Args args = {};
   args.scale = const_cast<float*>(scale);
   args.scales = static_cast<float*>(given.scales);
-  args.turned_scales = static_cast<float*>(given.turned_scales);
+  args.colwise_scales = static_cast<float*>(given.colwise_scales);
   launch(quantize_current_inverse_kernel, 1, 1, stream, args);
 }
 

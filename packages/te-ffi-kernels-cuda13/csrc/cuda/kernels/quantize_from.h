@@ -13,10 +13,10 @@ namespace {
 template <class Source>
 void current_values_of(const Quantize& args, const Source& source, Stream stream) {
   // The bits of the largest magnitude, then the scale, then its inverse.
-  auto* scale = static_cast<float*>(args.qvalues != nullptr ? args.scales : args.turned_scales);
+  auto* scale = static_cast<float*>(args.qvalues != nullptr ? args.scales : args.colwise_scales);
   quantize_clear(scale, 1, stream);
   Quantize search = args;
-  search.qvalues = search.turned = nullptr;
+  search.qvalues = search.colwise = nullptr;
   search.updated_amax = scale;
   values_of(search, source, stream);
   quantize_current_scale(args, scale, stream);

@@ -7,7 +7,7 @@ namespace {
 
 struct Args {
   const float *scale, *amax;
-  float *scales, *turned_scales, *updated_amax;
+  float *scales, *colwise_scales, *updated_amax;
   bool updates;
 };
 
@@ -18,7 +18,7 @@ __global__ void quantize_numbers_kernel(Args args) {
   if (args.scale == nullptr) return;
   const float inverse = 1.0f / *args.scale;
   if (args.scales != nullptr) *args.scales = inverse;
-  if (args.turned_scales != nullptr) *args.turned_scales = inverse;
+  if (args.colwise_scales != nullptr) *args.colwise_scales = inverse;
 }
 
 }  // namespace
@@ -41,12 +41,12 @@ void quantize_numbers(const Quantize& given, Stream stream) {
   if (tensor) {
     args.scale = given.scale;
     args.scales = static_cast<float*>(given.scales);
-    args.turned_scales = static_cast<float*>(given.turned_scales);
+    args.colwise_scales = static_cast<float*>(given.colwise_scales);
   }
   launch(quantize_numbers_kernel, 1, 1, stream, args);
   if (given.scaling == te::Scaling::kChannel) {
     quantize_clear(given.scales, given.rows, stream);
-    quantize_clear(given.turned_scales, given.cols, stream);
+    quantize_clear(given.colwise_scales, given.cols, stream);
   }
 }
 

@@ -29,7 +29,7 @@ void run(void* scales, int64_t count, QType qtype, Stream stream) {
 
 void quantize_scales(const Quantize& args, Stream stream) {
   run(args.scales, args.rows, args.qtype, stream);
-  run(args.turned_scales, args.cols, args.qtype, stream);
+  run(args.colwise_scales, args.cols, args.qtype, stream);
 }
 
 }  // namespace jaxtap::cuda

@@ -13,8 +13,8 @@ constexpr int kTileThreads = kParts * kParts;
 
 struct TileArgs {
   const float* scale;
-  uint8_t *qvalues, *turned;
-  void *scales, *turned_scales;
+  uint8_t *qvalues, *colwise;
+  void *scales, *colwise_scales;
   int* absmax;  // bits, to which the largest magnitude is added; nullptr where it isn't wanted
   int64_t rows, cols, tiles_across;
   QType qtype;
@@ -43,9 +43,9 @@ TilesOf<Source> tile_args(const Quantize& given, const Source& source) {
   args.source = source;
   args.scale = given.scale;
   args.qvalues = given.qvalues;
-  args.turned = given.turned;
+  args.colwise = given.colwise;
   args.scales = given.scales;
-  args.turned_scales = given.turned_scales;
+  args.colwise_scales = given.colwise_scales;
   args.absmax = reinterpret_cast<int*>(given.updated_amax);
   args.rows = given.rows;
   args.cols = given.cols;
@@ -53,7 +53,7 @@ TilesOf<Source> tile_args(const Quantize& given, const Source& source) {
   args.qtype = given.qtype;
   args.wide = given.cols % kPart == 0 && aligned(4, given.qvalues) && source.wide();
   args.wide_turned = (te::turns(given.scaling) ? given.rows : given.cols) % kPart == 0 &&
-                     aligned(4, given.turned);
+                     aligned(4, given.colwise);
   return args;
 }
 

@@ -40,14 +40,14 @@ JAXTAP_DEVICE void write_rows(const TileArgs& args, const Place& place, uint8_t*
 
 // Quantized values of rows, four in each word, to the transposed array. All threads of the block
 // call this.
-JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned& turned,
+JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned& colwise,
                                 const uint32_t (&four)[kPart]) {
   JAXTAP_UNROLL
   for (int j = 0; j < kPart; ++j) {
     uint32_t column = 0;
     JAXTAP_UNROLL
     for (int i = 0; i < kPart; ++i) column |= (four[i] >> (8 * j) & 0xffu) << (8 * i);
-    turned[place.across * kPart + j][place.down] = column;
+    colwise[place.across * kPart + j][place.down] = column;
   }
   __syncthreads();
   // Threads beside each other have quantized values that follow each other in a column.
@@ -58,8 +58,8 @@ JAXTAP_DEVICE void write_turned(const TileArgs& args, const Place& place, Turned
   for (int s = 0; s < kTile; s += kParts) {
     const int at = s + place.down;
     if (first_col + at < args.cols && row < args.rows) {
-      write_four(args.turned + (first_col + at) * args.rows + row, args.rows - row,
-                 args.wide_turned, turned[at][place.across]);
+      write_four(args.colwise + (first_col + at) * args.rows + row, args.rows - row,
+                 args.wide_turned, colwise[at][place.across]);
     }
   }
 }
@@ -102,7 +102,7 @@ JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)
         args.qtype, [&](int i, int j) { return x[i][j] * by[i].factor * by[i].half; }, four);
     write_rows(args, place, args.qvalues, args.wide, four);
   }
-  if (args.turned == nullptr) return;
+  if (args.colwise == nullptr) return;
   if (threadIdx.x < kBlocks * kTile) of_columns[threadIdx.x / kTile][threadIdx.x % kTile] = 0;
   __syncthreads();
   const int block = place.down / kBlockParts;
@@ -114,7 +114,7 @@ JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)
     atomicMax(&of_columns[block][place.across * kPart + j], most);
   }
   __syncthreads();
-  auto* scales = static_cast<uint8_t*>(args.turned_scales);
+  auto* scales = static_cast<uint8_t*>(args.colwise_scales);
   quantized::Power by[kPart];
   JAXTAP_UNROLL
   for (int j = 0; j < kPart; ++j) {
@@ -125,7 +125,7 @@ JAXTAP_DEVICE void mx(const TileArgs& args, const Place& place, const float (&x)
     }
   }
   encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[j].factor * by[j].half; }, four);
-  write_rows(args, place, args.turned, args.wide && args.wide_turned, four);
+  write_rows(args, place, args.colwise, args.wide && args.wide_turned, four);
 }
 
 // What a block does with its tile.
@@ -137,7 +137,7 @@ JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) 
     __shared__ int of_columns[kBlocks][kTile];
     mx(args, place, x, of_columns);
   } else {
-    __shared__ Turned turned;
+    __shared__ Turned colwise;
     uint32_t four[kPart];
     if constexpr (kKind == Kind::kTensor) {
       if (args.absmax != nullptr) {
@@ -150,12 +150,12 @@ JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) 
         }
         most = largest_of_block(most, scratch);
         if (threadIdx.x == 0) atomicMax(args.absmax, most);
-        if (args.qvalues == nullptr && args.turned == nullptr) return;
+        if (args.qvalues == nullptr && args.colwise == nullptr) return;
       }
       const float scale = *args.scale;
       encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * scale; }, four);
       if (args.qvalues != nullptr) write_rows(args, place, args.qvalues, args.wide, four);
-      if (args.turned != nullptr) write_turned(args, place, turned, four);
+      if (args.colwise != nullptr) write_turned(args, place, colwise, four);
     } else {
       float by[kPart];
       if (args.qvalues != nullptr) {
@@ -167,14 +167,14 @@ JAXTAP_DEVICE void encode_tile(const TilesOf<Source>& args, const Place& place) 
         encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[i]; }, four);
         write_rows(args, place, args.qvalues, args.wide, four);
       }
-      if (args.turned != nullptr) {
-        const auto* absmax = static_cast<const int*>(args.turned_scales);
+      if (args.colwise != nullptr) {
+        const auto* absmax = static_cast<const int*>(args.colwise_scales);
         JAXTAP_UNROLL
         for (int j = 0; j < kPart; ++j) {
           by[j] = place.col + j < args.cols ? channel_scale(absmax[place.col + j], args.qtype) : 1;
         }
         encode_rows(args.qtype, [&](int i, int j) { return x[i][j] * by[j]; }, four);
-        write_turned(args, place, turned, four);
+        write_turned(args, place, colwise, four);
       }
     }
   }

@@ -70,14 +70,14 @@ template <class X, class Sum>
 void mma(X x, Sum (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   constexpr int kPer = 4 / sizeof(typename X::Type), kFar = 4 * kPer;
   const uint32_t words[6] = {a[0], a[1], a[2], a[3], b[0], b[1]};
-  emulator::show(words, 6);
+  emulator::warp_exchange(words, 6);
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   for (int i = 0; i < 4; ++i) {
     const int row = lane / 4 + 8 * (i / 2), col = 2 * (lane % 4) + i % 2;
     for (int k = 0; k < 2 * kFar; ++k) {
       const int t = k % kFar / kPer, far = k / kFar;
-      const uint32_t of_a = emulator::shown(row % 8 * 4 + t)[row / 8 + 2 * far];
-      const uint32_t of_b = emulator::shown(col * 4 + t)[4 + far];
+      const uint32_t of_a = emulator::warp_exchanged(row % 8 * 4 + t)[row / 8 + 2 * far];
+      const uint32_t of_b = emulator::warp_exchanged(col * 4 + t)[4 + far];
       d[i] += number_of(x, of_a, k % kPer) * number_of(x, of_b, k % kPer);
     }
   }

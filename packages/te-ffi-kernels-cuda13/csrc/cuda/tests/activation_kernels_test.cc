@@ -116,9 +116,9 @@ void check_numbers(const ActivationCase& c, std::mt19937& random) {
   const float before = random() % 2 == 0 ? 0.25f : 1e9f;
   const bool counts = random() % 2 == 0;
   Arrays arrays(c, random);
-  Buffer found(size * bytes_of(c.dtype), odd(c.dtype, c.wide)), amax(4, 4);
-  Buffer wanted(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
-  Buffer sums(c.columns() * bytes_of(c.dtype), odd(c.dtype, c.wide));
+  Buffer found(size * bytes_of(c.dtype), misalign(c.dtype, c.wide)), amax(4, 4);
+  Buffer wanted(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
+  Buffer sums(c.columns() * bytes_of(c.dtype), misalign(c.dtype, c.wide));
   set_element(amax.get(), DType::F32, 0, before);
   const cuda::Activation args = arrays.args(c);
   cuda::Quantize outputs;

@@ -69,7 +69,7 @@ struct Case {
 Buffer made(int64_t count, DType dtype, std::mt19937* random) {
   if (random != nullptr) return numbers(count, dtype, true, 1.0f, *random);
   Buffer buffer(count * bytes_of(dtype), 0);
-  spoil_all(buffer);
+  fill_nan(buffer);
   return buffer;
 }
 
@@ -234,18 +234,18 @@ struct Run {
     return m;
   }
 
-  static int64_t bytes(const AttentionSteps& steps) {
+  static int64_t bytes(const AttentionWorkspace& steps) {
     return static_cast<int64_t>(kAttentionSection + steps.bytes + FakeCudnn::kWorkspace);
   }
 
   // Forward and backward, as handlers have them. Of the results `found` has the last ones.
   void on_device(FakeCudnn& dnn, FakeRuntime& cuda, DnnPlans& plans) {
     {
-      const AttentionSteps steps(config, given.dtype, false);
+      const AttentionWorkspace steps(config, given.dtype, false);
       const AttentionPlan plan(dnn, cuda, plans.of(dnn, cuda, 0, steps.graph), steps,
                                static_cast<size_t>(bytes(steps)));
       Buffer workspace(bytes(steps), 8);
-      spoil_all(workspace);
+      fill_nan(workspace);
       AttentionMemory m = memory(workspace);
       m.out = out.get();
       m.stats = reinterpret_cast<float*>(stats.get());
@@ -253,11 +253,11 @@ struct Run {
       m.state_words = 8;
       plan.run(m, FakeRuntime::stream(5));
     }
-    const AttentionSteps steps(config, given.dtype, true);
+    const AttentionWorkspace steps(config, given.dtype, true);
     const AttentionPlan plan(dnn, cuda, plans.of(dnn, cuda, 0, steps.graph), steps,
                              static_cast<size_t>(bytes(steps)));
     Buffer workspace(bytes(steps), 8);
-    spoil_all(workspace);
+    fill_nan(workspace);
     AttentionMemory m = memory(workspace);
     m.out = wanted_out.get();
     m.stats = reinterpret_cast<float*>(wanted_stats.get());
@@ -546,7 +546,7 @@ TEST(cuda_attention_plans_are_shared) {
   {
     DnnPlans plans;
     Case c;
-    const AttentionSteps one(ffi::AttentionConfig(c), c.dtype, false);
+    const AttentionWorkspace one(ffi::AttentionConfig(c), c.dtype, false);
     const DnnPlans::Entry& first = plans.of(dnn, cuda, 0, one.graph);
     CHECK(&plans.of(dnn, cuda, 0, one.graph) == &first && dnn.count("build") == 1);
     CHECK(&plans.of(dnn, cuda, 3, one.graph) != &first && cuda.device == 0);
@@ -567,11 +567,11 @@ TEST(cuda_attention_plans_are_shared) {
     others[11].dtype = DType::F16;
     int built = dnn.count("build");
     for (const Case& other : others) {
-      const AttentionSteps steps(ffi::AttentionConfig(other), other.dtype, false);
+      const AttentionWorkspace steps(ffi::AttentionConfig(other), other.dtype, false);
       plans.of(dnn, cuda, 0, steps.graph);
       CHECK(dnn.count("build") == ++built);
     }
-    plans.of(dnn, cuda, 0, AttentionSteps(ffi::AttentionConfig(c), c.dtype, true).graph);
+    plans.of(dnn, cuda, 0, AttentionWorkspace(ffi::AttentionConfig(c), c.dtype, true).graph);
     CHECK(dnn.count("build") == ++built);
   }
   CHECK(dnn.left() == 0 && dnn.misused == 0);
@@ -591,8 +591,8 @@ TEST(cuda_attention_runs_while_another_plan_is_built) {
   {
     DnnPlans plans;
     Case c;
-    const AttentionSteps forward(ffi::AttentionConfig(c), c.dtype, false);
-    const AttentionSteps back(ffi::AttentionConfig(c), c.dtype, true);
+    const AttentionWorkspace forward(ffi::AttentionConfig(c), c.dtype, false);
+    const AttentionWorkspace back(ffi::AttentionConfig(c), c.dtype, true);
     const DnnPlans::Entry& entry = plans.of(dnn, cuda, 0, forward.graph);
     bool found = false, free = false;
     dnn.during = [&] {
@@ -615,14 +615,14 @@ TEST(cuda_attention_that_cudnn_has_not) {
     DnnPlans plans;
     Case c;
     const ffi::AttentionConfig config(c);
-    const AttentionSteps steps(config, c.dtype, false);
+    const AttentionWorkspace steps(config, c.dtype, false);
     dnn.refuses = true;
     const DnnPlans::Entry& entry = plans.of(dnn, cuda, 0, steps.graph);
     CHECK(entry.plan.get() == nullptr && entry.why == "the fake has no such graph");
     CHECK(throws<Error>([&] { AttentionPlan(dnn, cuda, entry, steps, 1 << 20); }, "no such graph"));
     CHECK(&plans.of(dnn, cuda, 0, steps.graph) == &entry && dnn.count("build") == 1);
     dnn.refuses = false;
-    const AttentionSteps back(config, c.dtype, true);
+    const AttentionWorkspace back(config, c.dtype, true);
     const DnnPlans::Entry& other = plans.of(dnn, cuda, 0, back.graph);
     const auto needed = static_cast<size_t>(Run::bytes(back));
     CHECK(throws<Error>([&] { AttentionPlan(dnn, cuda, other, back, needed - 1); },
@@ -635,7 +635,8 @@ TEST(cuda_attention_that_cudnn_has_not) {
     memory.bytes = needed;
     memory.v = some + 8;
     CHECK(throws<Error>([&] { plan.run(memory, nullptr); }, "isn't a multiple of 16"));
-    CHECK(throws<Error>([&] { AttentionSteps(config, DType::F32, false); }, "q must ... got float32"));
+    CHECK(throws<Error>([&] { AttentionWorkspace(config, DType::F32, false); },
+                        "q must ... got float32"));
   }
   CHECK(dnn.left() == 0 && dnn.misused == 0);
 }

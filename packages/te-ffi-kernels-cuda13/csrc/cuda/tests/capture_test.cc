@@ -66,7 +66,7 @@ TEST(capture_without_faults) {
 TEST(capture_records_nothing_of_another_thread) {
   FakeRuntime fake;
   PrivateStreams streams;
-  Site site;
+  CallSite site;
   uint8_t theirs[4] = {};
   CHECK(site.warm(fake, streams, 0, kStream, [&](Stream stream) {
     body_of(fake, stream);
@@ -183,7 +183,7 @@ TEST(capture_that_is_not_finished_is_ended) {
 TEST(site_warms_once_per_device) {
   FakeRuntime fake;
   PrivateStreams streams;
-  Site site, other;
+  CallSite site, other;
   int ran = 0;
   for (int i = 0; i < 100; ++i) {
     for (int device : {0, 1, 70}) {
@@ -201,7 +201,7 @@ TEST(site_tries_again_after_a_failure) {
     FakeRuntime fake;
     PrivateStreams streams;
     fake.faults = {{at, 700, false}};
-    Site site;
+    CallSite site;
     const auto warm = [&] {
       fake.recorded = 0;
       return site.warm(fake, streams, 0, kStream, [&](Stream stream) { body_of(fake, stream); });
@@ -214,7 +214,7 @@ TEST(site_tries_again_after_a_failure) {
   }
   FakeRuntime fake;
   PrivateStreams streams;
-  Site site;
+  CallSite site;
   fake.begin_capture(kStream);
   CHECK(!site.warm(fake, streams, 0, kStream, [](Stream) {}));
   Graph graph = nullptr;
@@ -228,7 +228,7 @@ TEST(site_from_many_threads) {
   FakeRuntime fake;
   fake.faults = {{0, 700, false}};  // whoever is first fails, and another one makes it good
   PrivateStreams streams;
-  Site site;
+  CallSite site;
   std::atomic<int> warmed{0}, failed{0}, go{0};
   int bodies[kDevices] = {};  // no atomics: of one thread at a time, or a sanitizer tells
   std::vector<std::thread> threads;

@@ -197,7 +197,7 @@ void run(int blocks, int threads, const std::function<void()>& thread) {
 
 void block_barrier() { to_scheduler(State::kAtBlock); }
 
-void show(const uint32_t* words, int count) {
+void warp_exchange(const uint32_t* words, int count) {
   Fiber& mine = fibers[current];
   // In turns, so that what is shown next doesn't overwrite what others have yet to read.
   ++mine.turn;
@@ -205,7 +205,7 @@ void show(const uint32_t* words, int count) {
   to_scheduler(State::kAtWarp);
 }
 
-const uint32_t* shown(int lane) {
+const uint32_t* warp_exchanged(int lane) {
   const unsigned other = current / kWarp * kWarp + static_cast<unsigned>(lane);
   return fibers[other].shown[fibers[current].turn % 2];
 }

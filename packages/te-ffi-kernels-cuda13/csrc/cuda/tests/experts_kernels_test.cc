@@ -71,8 +71,8 @@ void check_tokens(Tokens c, std::mt19937& random) {
   const Buffer x = numbers(c.tokens * c.cols, c.dtype, c.wide, 1.0f, random);
   const Buffer probs = numbers(places, c.probs, c.wide, 1.0f, random);
 
-  Buffer rows(c.rows * c.cols * one, odd(c.dtype, c.wide)), wanted_rows(rows.size(), 0);
-  Buffer moved(c.rows * prob, odd(c.probs, c.wide)), wanted_moved(moved.size(), 0);
+  Buffer rows(c.rows * c.cols * one, misalign(c.dtype, c.wide)), wanted_rows(rows.size(), 0);
+  Buffer moved(c.rows * prob, misalign(c.probs, c.wide)), wanted_moved(moved.size(), 0);
   permutation::Permute permute;
   permute.map = of;
   permute.x = x.get();
@@ -94,8 +94,8 @@ void check_tokens(Tokens c, std::mt19937& random) {
   }
   const Buffer made = numbers(c.rows * c.cols, c.dtype, c.wide, 1.0f, random);
   for (bool weighted : {false, true}) {
-    Buffer sums(c.tokens * c.cols * one, odd(c.dtype, c.wide)), wanted_sums(sums.size(), 0);
-    Buffer back(places * prob, odd(c.probs, c.wide)), wanted_back(back.size(), 0);
+    Buffer sums(c.tokens * c.cols * one, misalign(c.dtype, c.wide)), wanted_sums(sums.size(), 0);
+    Buffer back(places * prob, misalign(c.probs, c.wide)), wanted_back(back.size(), 0);
     cuda::Unpermute args;
     args.map = of;
     args.x = made.get();
@@ -119,8 +119,8 @@ void check_tokens(Tokens c, std::mt19937& random) {
   }
 
   const Buffer grad = numbers(c.tokens * c.cols, c.dtype, c.wide, 1.0f, random);
-  Buffer slopes(made.size(), odd(c.dtype, c.wide)), wanted_slopes(made.size(), 0);
-  Buffer of_probs(places * prob, odd(c.probs, c.wide)), wanted_probs(of_probs.size(), 0);
+  Buffer slopes(made.size(), misalign(c.dtype, c.wide)), wanted_slopes(made.size(), 0);
+  Buffer of_probs(places * prob, misalign(c.probs, c.wide)), wanted_probs(of_probs.size(), 0);
   cuda::UnpermuteGradient args;
   args.map = of;
   args.grad = grad.get();

@@ -67,7 +67,7 @@ TEST(cublaslt_handles_with_a_fault_at_each_call) {
   }
 }
 
-struct Plan : Kept {
+struct Plan : PerDevice {
   explicit Plan(int* gone) : gone(gone) {}
   ~Plan() override { ++*gone; }
   int* gone;
@@ -76,7 +76,7 @@ struct Plan : Kept {
 TEST(site_keeps_one_plan_per_device) {
   int gone = 0, made = 0;
   {
-    Site site;
+    CallSite site;
     CHECK(site.kept<Plan>(0) == nullptr);
     const auto make = [&]() -> std::unique_ptr<Plan> {
       if (++made == 1) throw std::runtime_error("the first time");
@@ -96,7 +96,7 @@ TEST(site_waits_for_no_plan_that_is_made) {
   int gone = 0;
   FakeRuntime cuda;
   PrivateStreams streams;
-  Site site;
+  CallSite site;
   bool asked = false;
   site.keep<Plan>(0, [&] {
     std::future<bool> other = std::async(std::launch::async, [&] {
@@ -186,7 +186,7 @@ struct Run {
     args.gelu = c.gelu;
     if (c.bias) args.bias = bias.get();
     args.out = found.get();
-    spoil_all(found);
+    fill_nan(found);
   }
 
   DType out_dtype() const { return kFloats[static_cast<int>(given.out)]; }
@@ -195,7 +195,8 @@ struct Run {
     GemmPlan::Options options;
     options.has_bias = given.bias;
     options.fast = true;
-    options.workspace = GemmSteps(args, given.bias).bytes + kSection + FakeCublasLt::kWorkspace;
+    options.workspace =
+        GemmWorkspace(args, given.bias).bytes + kWorkspaceAlignment + FakeCublasLt::kWorkspace;
     return options;
   }
 
@@ -206,7 +207,7 @@ struct Run {
     GemmPlan plan(lt, handle, shapes, options());
     const size_t bytes = options().workspace;
     Buffer workspace(static_cast<int64_t>(bytes), 16);
-    spoil_all(workspace);
+    fill_nan(workspace);
     const auto* numbers = reinterpret_cast<const float*>(factors.get());
     plan.run(args, {numbers, numbers + 1, workspace.get(), bytes}, nullptr);
   }
@@ -324,11 +325,11 @@ TEST(cuda_gemm_of_int8_copies_only_what_it_must) {
   args.scaling = Scaling::kChannel;
   args.n = args.k = 64;
   args.m = 96;
-  CHECK(GemmSteps(args, false).bytes == 0);
+  CHECK(GemmWorkspace(args, false).bytes == 0);
   args.m = 97;
-  CHECK(GemmSteps(args, false).bytes == 128 * 64 + 4 * 128 * 64);
+  CHECK(GemmWorkspace(args, false).bytes == 128 * 64 + 4 * 128 * 64);
   args.lhs.dtype = args.rhs.dtype = DType::F8E4M3FN;
-  CHECK(GemmSteps(args, false).bytes == 0);
+  CHECK(GemmWorkspace(args, false).bytes == 0);
 }
 
 // Beta is 0, so that what was in the result before isn't read: NaN there changes no bit, of any

@@ -92,7 +92,7 @@ void check_groups(const Groups& c, std::mt19937& random) {
     set_element(factors.get(), DType::F32, i, alpha.back());
     set_element(factors.get(), DType::F32, groups + i, 0.0f);
   }
-  spoil_all(found);
+  fill_nan(found);
 
   te::GroupedGemm args;
   args.ragged = c.ragged;
@@ -117,10 +117,11 @@ void check_groups(const Groups& c, std::mt19937& random) {
     GemmPlan::Options options;
     options.has_bias = c.bias;
     options.fast = true;
-    options.workspace = GemmSteps(each, c.bias).bytes + kSection + FakeCublasLt::kWorkspace;
+    options.workspace =
+        GemmWorkspace(each, c.bias).bytes + kWorkspaceAlignment + FakeCublasLt::kWorkspace;
     GroupedGemmPlan plan(lt, handle.get(), args, options);
     Buffer workspace(static_cast<int64_t>(options.workspace), 16);
-    spoil_all(workspace);
+    fill_nan(workspace);
     const auto* numbers = reinterpret_cast<const float*>(factors.get());
     each.out = found.get();
     for (int i = 0; i < 2; ++i) {

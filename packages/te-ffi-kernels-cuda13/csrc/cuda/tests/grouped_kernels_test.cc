@@ -43,9 +43,9 @@ struct GroupedCase {
 struct GroupedResults {
   explicit GroupedResults(const GroupedCase& c)
       : qvalues(c.rows() * c.cols, c.wide ? 0 : 1),
-        turned(c.rows() * c.cols, c.wide ? 0 : 3),
+        colwise(c.rows() * c.cols, c.wide ? 0 : 3),
         scales(bytes(c, c.rows()), 4),
-        turned_scales(bytes(c, c.groups() * c.cols), 4),
+        colwise_scales(bytes(c, c.groups() * c.cols), 4),
         absmax(4 * c.groups(), 4) {}
 
   static int64_t bytes(const GroupedCase& c, int64_t slices) {
@@ -53,7 +53,7 @@ struct GroupedResults {
     return 4 * (c.scaling == Scaling::kChannel ? slices : c.groups());
   }
 
-  Buffer qvalues, turned, scales, turned_scales, absmax;
+  Buffer qvalues, colwise, scales, colwise_scales, absmax;
 };
 
 void run(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedResults& found) {
@@ -74,8 +74,8 @@ void run(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedResu
     args.scales = found.scales.get();
   }
   if (c.colwise) {
-    args.turned = found.turned.get();
-    args.turned_scales = found.turned_scales.get();
+    args.colwise = found.colwise.get();
+    args.colwise_scales = found.colwise_scales.get();
   }
   args.absmax = reinterpret_cast<float*>(found.absmax.get());
   args.starts = starts.data();
@@ -97,14 +97,14 @@ void expect(const GroupedCase& c, const Buffer& x, const Buffer& scale, GroupedR
     args.scaling = c.scaling;
     args.wants_absmax = tensor;
     args.qvalues = c.rowwise ? wanted.qvalues.get() + at : nullptr;
-    args.turned = c.colwise ? wanted.turned.get() + at : nullptr;
+    args.colwise = c.colwise ? wanted.colwise.get() + at : nullptr;
     if (tensor) {
       args.scale = static_cast<float>(element(scale.get(), DType::F32, i));
       set_element(wanted.scales.get(), DType::F32, i, 1.0f / args.scale);
-      set_element(wanted.turned_scales.get(), DType::F32, i, 1.0f / args.scale);
+      set_element(wanted.colwise_scales.get(), DType::F32, i, 1.0f / args.scale);
     } else {
       args.scales = wanted.scales.get() + (mx ? at / te::kBlock : 4 * row);
-      args.turned_scales = wanted.turned_scales.get() + (mx ? at / te::kBlock : 4 * i * c.cols);
+      args.colwise_scales = wanted.colwise_scales.get() + (mx ? at / te::kBlock : 4 * i * c.cols);
     }
     set_element(wanted.absmax.get(), DType::F32, i, te::quantize(args, Parallel()));
     row += args.rows;
@@ -124,10 +124,10 @@ void check_grouped(GroupedCase c, std::mt19937& random) {
     set_element(scale.get(), DType::F32, i, 1.0f + static_cast<float>(random() % 1000) / 32.0f);
   }
   GroupedResults found(c), wanted(c);
-  for (Buffer* one : {&found.qvalues, &found.turned, &found.scales, &found.turned_scales}) {
-    spoil_all(*one);
+  for (Buffer* one : {&found.qvalues, &found.colwise, &found.scales, &found.colwise_scales}) {
+    fill_nan(*one);
   }
-  for (Buffer* one : {&wanted.qvalues, &wanted.turned, &wanted.scales, &wanted.turned_scales}) {
+  for (Buffer* one : {&wanted.qvalues, &wanted.colwise, &wanted.scales, &wanted.colwise_scales}) {
     std::memset(one->get(), 0, static_cast<size_t>(one->size()));
   }
   run(c, x, scale, found);
@@ -137,8 +137,8 @@ void check_grouped(GroupedCase c, std::mt19937& random) {
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
-    CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
+    CHECK_THAT(same(found.colwise, wanted.colwise), what + ": quantized values by column");
+    CHECK_THAT(same(found.colwise_scales, wanted.colwise_scales), what + ": scales by column");
   }
   CHECK_THAT(same(found.absmax, wanted.absmax), what + ": largest magnitudes");
 }
@@ -158,7 +158,7 @@ void check_refused(GroupedCase c, std::mt19937& random) {
   GroupedResults found(c);
   run(c, x, scale, found);
   if (c.rowwise) CHECK_THAT(all_ones(found.qvalues) && all_ones(found.scales), what);
-  if (c.colwise) CHECK_THAT(all_ones(found.turned) && all_ones(found.turned_scales), what);
+  if (c.colwise) CHECK_THAT(all_ones(found.colwise) && all_ones(found.colwise_scales), what);
   CHECK_THAT(all_ones(found.absmax), what);
 }
 

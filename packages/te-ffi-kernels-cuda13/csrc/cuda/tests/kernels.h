@@ -21,11 +21,11 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline int64_t bytes_of(DType dtype) { return static_cast<int64_t>(byte_size(dtype)); }
 
 // An offset at which no vector can be read, or 0.
-inline int64_t odd(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); }
+inline int64_t misalign(DType dtype, bool wide) { return wide ? 0 : bytes_of(dtype); }
 
 // Fills an array with NaN: of floats, and of quantized values that have one. Nothing that is read
 // of it before it's written, even if only to be multiplied with 0, goes unnoticed.
-inline void spoil_all(Buffer& buffer) {
+inline void fill_nan(Buffer& buffer) {
   std::memset(buffer.get(), 0xFF, static_cast<size_t>(buffer.size()));
 #if defined(JAXTAP_ON_DEVICE)
   cuda::on_device::mark_unwritten(buffer.allocation());
@@ -33,7 +33,7 @@ inline void spoil_all(Buffer& buffer) {
 }
 
 inline Buffer numbers(int64_t count, DType dtype, bool wide, float size, std::mt19937& random) {
-  Buffer buffer(count * bytes_of(dtype), odd(dtype, wide));
+  Buffer buffer(count * bytes_of(dtype), misalign(dtype, wide));
   std::normal_distribution<float> normal(0.0f, size);
   for (int64_t i = 0; i < count; ++i) set_element(buffer.get(), dtype, i, normal(random));
   return buffer;
@@ -58,17 +58,17 @@ inline bool same(const Buffer& one, const Buffer& other) {
 struct Results {
   Results(int64_t rows, int64_t cols, te::Scaling scaling, DType dtype, bool wide)
       : qvalues(rows * cols, wide ? 0 : 1),
-        turned(rows * cols, wide ? 0 : 3),
+        colwise(rows * cols, wide ? 0 : 3),
         scales(scaling == te::Scaling::kMx ? rows * cols / 32
                                        : 4 * (scaling == te::Scaling::kChannel ? rows : 1),
                scaling == te::Scaling::kMx ? 1 : 4),
-        turned_scales(scaling == te::Scaling::kMx ? rows * cols / 32
+        colwise_scales(scaling == te::Scaling::kMx ? rows * cols / 32
                                               : 4 * (scaling == te::Scaling::kChannel ? cols : 1),
                       scaling == te::Scaling::kMx ? 1 : 4),
-        sums(cols * bytes_of(dtype), odd(dtype, wide)),
+        sums(cols * bytes_of(dtype), misalign(dtype, wide)),
         amax(4, 4),
         scale(4, 4) {}
-  Buffer qvalues, turned, scales, turned_scales, sums, amax;
+  Buffer qvalues, colwise, scales, colwise_scales, sums, amax;
   Buffer scale;  // what is given, where kernels read it
 };
 

@@ -64,9 +64,9 @@ void check_quantize(const Case& c, std::mt19937& random) {
   args.scaling = c.scaling;
   args.scale = scale;
   if (c.rowwise) args.qvalues = wanted.qvalues.get();
-  if (c.colwise) args.turned = wanted.turned.get();
+  if (c.colwise) args.colwise = wanted.colwise.get();
   if (!tensor) args.scales = wanted.scales.get();
-  if (!tensor) args.turned_scales = wanted.turned_scales.get();
+  if (!tensor) args.colwise_scales = wanted.colwise_scales.get();
   args.sums = wanted.sums.get();
   args.wants_absmax = true;
   const float most = te::quantize(args, Parallel());
@@ -89,14 +89,14 @@ void check_quantize(const Case& c, std::mt19937& random) {
     given.scales = found.scales.get();
   }
   if (c.colwise) {
-    given.turned = found.turned.get();
-    given.turned_scales = found.turned_scales.get();
+    given.colwise = found.colwise.get();
+    given.colwise_scales = found.colwise_scales.get();
   }
   given.sums = found.sums.get();
   cuda::quantize(given, nullptr);
 
   if (tensor) {
-    for (Buffer* one : {&wanted.scales, &wanted.turned_scales}) {
+    for (Buffer* one : {&wanted.scales, &wanted.colwise_scales}) {
       set_element(one->get(), DType::F32, 0, 1.0f / scale);
     }
   }
@@ -105,8 +105,8 @@ void check_quantize(const Case& c, std::mt19937& random) {
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
-    CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
+    CHECK_THAT(same(found.colwise, wanted.colwise), what + ": quantized values by column");
+    CHECK_THAT(same(found.colwise_scales, wanted.colwise_scales), what + ": scales by column");
   }
   const double amax = element(found.amax.get(), DType::F32, 0);
   CHECK_THAT(amax == static_cast<double>(tensor ? std::fmax(before, most) : before),
@@ -183,8 +183,8 @@ TEST(cuda_dequantize) {
                 }
               }
               for (int qtype = 0; qtype < (mx ? 2 : 3); ++qtype) {
-                Buffer wanted(rows * cols * bytes_of(dtype), odd(dtype, wide));
-                Buffer found(rows * cols * bytes_of(dtype), odd(dtype, wide));
+                Buffer wanted(rows * cols * bytes_of(dtype), misalign(dtype, wide));
+                Buffer found(rows * cols * bytes_of(dtype), misalign(dtype, wide));
                 te::Dequantize args;
                 args.qvalues = qvalues.get();
                 args.rows = rows;
@@ -245,8 +245,8 @@ void check_softmax(const Rows& c, std::mt19937& random) {
   for (int64_t i = 0; i < mask.size(); ++i) {
     mask.get()[i] = i < c.k ? 1 : static_cast<uint8_t>(random() % 3);
   }
-  Buffer wanted(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
-  Buffer found(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
+  Buffer wanted(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
+  Buffer found(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
   softmax::Forward args;
   args.shape = {c.batch, c.heads, c.q, c.k, te::float_of(c.dtype), c.causal};
   args.scale = -0.7f;
@@ -266,8 +266,8 @@ void check_softmax(const Rows& c, std::mt19937& random) {
   CHECK_THAT(near(found, wanted, c.dtype, size), what);
 
   Buffer grad = numbers(size, c.dtype, c.wide, 1.0f, random);
-  Buffer slope(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
-  Buffer wanted_slope(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
+  Buffer slope(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
+  Buffer wanted_slope(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
   softmax::Backward undo;
   undo.shape = args.shape;
   undo.scale = args.scale;

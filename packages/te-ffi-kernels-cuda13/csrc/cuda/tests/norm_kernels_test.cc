@@ -96,7 +96,7 @@ void check_norm(const NormCase& c, std::mt19937& random) {
   const bool counts = random() % 2 == 0, layer = c.kind == Kind::kLayer;
   Arrays arrays(c, random);
 
-  Buffer found(size * bytes_of(c.dtype), odd(c.dtype, c.wide)), amax(4, 4);
+  Buffer found(size * bytes_of(c.dtype), misalign(c.dtype, c.wide)), amax(4, 4);
   set_element(amax.get(), DType::F32, 0, before);
   const cuda::Norm given = arrays.norm(c);
   cuda::Quantize outputs;
@@ -110,7 +110,7 @@ void check_norm(const NormCase& c, std::mt19937& random) {
   cuda::norm_forward(given, outputs, nullptr);
 
   Buffer mean(4 * c.rows, 4), rsigma(4 * c.rows, 4);
-  Buffer wanted(size * bytes_of(c.dtype), odd(c.dtype, c.wide));
+  Buffer wanted(size * bytes_of(c.dtype), misalign(c.dtype, c.wide));
   norms::Norm norm;
   norm.kind = c.kind;
   norm.zero_centered = c.zero_centered;
@@ -144,7 +144,7 @@ void check_norm(const NormCase& c, std::mt19937& random) {
   // Of the same statistics.
   Buffer dz = numbers(size, c.dtype, c.wide, 1.0f, random);
   const auto result = [&](int64_t count, DType dtype) {
-    return Buffer(count * bytes_of(dtype), odd(dtype, c.wide));
+    return Buffer(count * bytes_of(dtype), misalign(dtype, c.wide));
   };
   Buffer dx = result(size, c.dtype), wanted_dx = result(size, c.dtype);
   Buffer dgamma = result(c.cols, c.weights), wanted_dgamma = result(c.cols, c.weights);

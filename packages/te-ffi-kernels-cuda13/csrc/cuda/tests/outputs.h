@@ -67,8 +67,8 @@ inline cuda::Quantize outputs_of(const OutputsCase& c, Results& found, float bef
     given.scales = found.scales.get();
   }
   if (c.colwise) {
-    given.turned = found.turned.get();
-    given.turned_scales = found.turned_scales.get();
+    given.colwise = found.colwise.get();
+    given.colwise_scales = found.colwise_scales.get();
   }
   return given;
 }
@@ -96,12 +96,12 @@ inline void check_outputs(const OutputsCase& c, const Results& found,
     args.scale = te::tensor_scale(most, c.qtype);
   }
   if (c.rowwise) args.qvalues = wanted.qvalues.get();
-  if (c.colwise) args.turned = wanted.turned.get();
+  if (c.colwise) args.colwise = wanted.colwise.get();
   if (!tensor) args.scales = wanted.scales.get();
-  if (!tensor) args.turned_scales = wanted.turned_scales.get();
+  if (!tensor) args.colwise_scales = wanted.colwise_scales.get();
   most = te::quantize(args, Parallel());
   if (tensor) {
-    for (Buffer* one : {&wanted.scales, &wanted.turned_scales}) {
+    for (Buffer* one : {&wanted.scales, &wanted.colwise_scales}) {
       set_element(one->get(), DType::F32, 0, 1.0f / args.scale);
     }
   }
@@ -110,8 +110,8 @@ inline void check_outputs(const OutputsCase& c, const Results& found,
     CHECK_THAT(same(found.scales, wanted.scales), what + ": scales");
   }
   if (c.colwise) {
-    CHECK_THAT(same(found.turned, wanted.turned), what + ": quantized values by column");
-    CHECK_THAT(same(found.turned_scales, wanted.turned_scales), what + ": scales by column");
+    CHECK_THAT(same(found.colwise, wanted.colwise), what + ": quantized values by column");
+    CHECK_THAT(same(found.colwise_scales, wanted.colwise_scales), what + ": scales by column");
   }
   const float amax = tensor && !(before >= most) ? most : before;
   CHECK_THAT(element(found.amax.get(), DType::F32, 0) == static_cast<double>(amax),

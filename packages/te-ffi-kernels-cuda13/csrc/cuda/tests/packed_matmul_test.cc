@@ -71,7 +71,7 @@ void check_values(PackedRun& run) {
   if (!takes_case()) return;
   run.on_device();
   const PackedCase& c = run.given;
-  const cuda::PackedSteps steps(run.args);
+  const cuda::PackedWorkspace steps(run.args);
   const bool same_bits = c.quantizes && (c.group == 0 || (c.m > 128 && !steps.rounds));
   const Buffer cpu = run.on_cpu();
   const double step = c.out == 0 ? 1e-6 : c.out == 1 ? 8e-3 : 1e-3;
@@ -207,9 +207,9 @@ TEST(cuda_matmuls_in_chunks_of_columns) {
           const int64_t weight = quantizes && group == 0 ? 1 : 2;
           for (int64_t panels : {1, 2}) {
             run.args.most = static_cast<size_t>(panels * cols * weight * 64);
-            spoil_all(run.found);
+            fill_nan(run.found);
             run.on_device();
-            const cuda::PackedSteps steps(run.args);
+            const cuda::PackedWorkspace steps(run.args);
             const int64_t chunks = (steps.cols + panels * cols - 1) / (panels * cols);
             CHECK_THAT(run.sound && same(run.found, whole), run.text());
             CHECK_THAT(run.multiplied == chunks, run.text());
@@ -297,7 +297,7 @@ TEST(cuda_matmuls_of_values_at_the_ends_of_float32) {
       for (float size : {1e-37f, 1e-20f, 3e37f}) {
         PackedRun run({m, 64, 17, group, 8, true, 0, 0}, random);
         // Sums of products go beyond float32 where sums of quantized values, times scales, don't.
-        if (size > 1.0f && cuda::PackedSteps(run.args).rounds) continue;
+        if (size > 1.0f && cuda::PackedWorkspace(run.args).rounds) continue;
         for (int64_t i = 0; i < m * 64; ++i) {
           set_element(run.x.get(), DType::F32, i, size * static_cast<float>(i % 9 - 4));
         }

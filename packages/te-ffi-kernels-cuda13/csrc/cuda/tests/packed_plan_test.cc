@@ -46,12 +46,12 @@ TEST(cuda_packed_matmuls_that_nothing_can_compute) {
   CHECK(lt.left() == 0 && lt.misused == 0);
   PackedMatmul longest = run.args;
   longest.layout.k = kMostExact + 1;
-  CHECK(throws<Error>([&] { PackedSteps{longest}; }, "sums of int8 fit in int32, got"));
+  CHECK(throws<Error>([&] { PackedWorkspace{longest}; }, "sums of int8 fit in int32, got"));
   longest.layout.k = kMostExact;
-  CHECK(PackedSteps(longest).depth == kMostExact);
+  CHECK(PackedWorkspace(longest).depth == kMostExact);
   PackedMatmul groups = run.args;
   groups.layout = panel_layout(96, 24, 8);
-  CHECK(throws<Error>([&] { PackedSteps{groups}; }, "must have a multiple of 32 rows"));
+  CHECK(throws<Error>([&] { PackedWorkspace{groups}; }, "must have a multiple of 32 rows"));
 }
 
 // What takes time or memory is done once; a call multiplies, and that's all.
@@ -97,7 +97,7 @@ TEST(cuda_packed_steps_by_rows) {
         for (int64_t m : {1, 16, 17}) {
           args.m = m;
           const bool wide = dtype == te::Float::kF32 && !quantizes;
-          const PackedSteps steps(args);
+          const PackedWorkspace steps(args);
           CHECK(steps.library == (m > 16 && !wide));
           CHECK(steps.rounds == (steps.library && group != 0));
           CHECK(steps.exact == (steps.library && quantizes && group == 0));
@@ -118,7 +118,7 @@ TEST(cuda_packed_steps_of_many_columns) {
     for (int bits : {8, 4}) {
       args.quantizes = quantizes;
       args.layout = panel_layout(4096, 0, bits);
-      const PackedSteps steps(args);
+      const PackedWorkspace steps(args);
       CHECK(steps.library && steps.chunk < steps.cols);
       CHECK(steps.chunk % args.layout.columns() == 0);
       CHECK(steps.col_factors - steps.weight <= kMostUnpacked + (size_t{2} << 20));
@@ -126,7 +126,7 @@ TEST(cuda_packed_steps_of_many_columns) {
     }
   }
   args.n = 4096;  // fits
-  CHECK(PackedSteps(args).chunk == 4096);
+  CHECK(PackedWorkspace(args).chunk == 4096);
 }
 
 }  // namespace

@@ -36,18 +36,18 @@ struct PackedRun {
     args.layout = weights.layout;
     args.quantizes = c.quantizes;
     args.y_dtype = static_cast<te::Float>(c.out);
-    spoil_all(found);
+    fill_nan(found);
   }
 
   size_t bytes() const {
-    const cuda::PackedSteps steps(args);
-    const size_t aligned = steps.bytes == 0 ? 0 : steps.bytes + cuda::kSection;
+    const cuda::PackedWorkspace steps(args);
+    const size_t aligned = steps.bytes == 0 ? 0 : steps.bytes + cuda::kWorkspaceAlignment;
     return aligned + (steps.library ? FakeCublasLt::kWorkspace : 0);
   }
 
   // As the handlers do it: a plan without addresses, if there is one, and then a call.
   void on_device(FakeCublasLt& lt, cuda::LtHandle handle) {
-    const cuda::PackedSteps steps(args);
+    const cuda::PackedWorkspace steps(args);
     std::unique_ptr<cuda::PackedSums> sums;
     if (steps.library && !steps.empty) {
       sums = std::make_unique<cuda::PackedSums>(lt, handle, args, bytes());
@@ -68,7 +68,7 @@ struct PackedRun {
 
   void call(const cuda::PackedSums* sums, size_t size) {
     Buffer workspace(static_cast<int64_t>(size), 16);
-    spoil_all(workspace);
+    fill_nan(workspace);
     cuda::PackedMatmul there = args;
     there.x = x.get();
     if (there.weight == nullptr) there.weight = weights.buffer.get();

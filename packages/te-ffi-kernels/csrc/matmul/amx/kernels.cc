@@ -86,10 +86,24 @@ JAXTAP_INLINE void load(const void* from, Vector* to) {
 }  // namespace
 
 const Kernels& amx_kernels() {
-  static constexpr Kernels kKernels = {
-      2,            2048,           120000,  16,              true,    true,    exact8,
-      scaled8,      paired8,        nullptr, expand_panel<true>, nullptr, nullptr, rotate_row,
-      quantize_row, quantize_pairs, finish,  release};
+  static constexpr Kernels kKernels = [] {
+    Kernels k{};
+    k.block_panels = 2;
+    k.block_k = 2048;
+    k.task_steps = 120000;
+    k.least_rows = 16;
+    k.expands_signed = true;
+    k.exact8 = exact8;
+    k.scaled8 = scaled8;
+    k.paired8 = paired8;
+    k.expand_panel = expand_panel<true>;
+    k.rotate = rotate_row;
+    k.quantize = quantize_row;
+    k.quantize_pairs = quantize_pairs;
+    k.finish = finish;
+    k.release = release;
+    return k;
+  }();
   return kKernels;
 }
 

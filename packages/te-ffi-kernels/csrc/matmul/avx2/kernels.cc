@@ -87,15 +87,81 @@ JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_
   }
 }
 
+constexpr int kTileRows = 4, kTilePanels = 1, kScaledPanels = 1;  // plane rows that registers hold
+constexpr int kFewRows = 2;
+template <int kPlanes>
+constexpr bool kTotalsStay = false;
+constexpr int64_t kBlockPanels = 4;  // panels that widened rows are multiplied by
+
+struct Sums {
+  __m256i half[2];
+};
+
+struct Floats {
+  __m256 half[2];
+
+  friend Floats operator+(const Floats& a, const Floats& b) {
+    return {_mm256_add_ps(a.half[0], b.half[0]), _mm256_add_ps(a.half[1], b.half[1])};
+  }
+  friend Floats operator*(const Floats& a, const Floats& b) {
+    return {_mm256_mul_ps(a.half[0], b.half[0]), _mm256_mul_ps(a.half[1], b.half[1])};
+  }
+  friend Floats operator*(const Floats& a, float b) {
+    const __m256 by = _mm256_set1_ps(b);
+    return {_mm256_mul_ps(a.half[0], by), _mm256_mul_ps(a.half[1], by)};
+  }
+};
+
+JAXTAP_INLINE Sums sums_of(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+
+JAXTAP_INLINE Sums load_sums(const int32_t* from) {
+  const auto* halves = reinterpret_cast<const __m256i*>(from);
+  return {_mm256_loadu_si256(halves), _mm256_loadu_si256(halves + 1)};
+}
+
+JAXTAP_INLINE void store_sums(int32_t* to, const Sums& x) {
+  auto* halves = reinterpret_cast<__m256i*>(to);
+  _mm256_storeu_si256(halves, x.half[0]);
+  _mm256_storeu_si256(halves + 1, x.half[1]);
+}
+
+JAXTAP_INLINE Floats load_floats(const void* from) {
+  const auto* floats = static_cast<const float*>(from);
+  return {_mm256_loadu_ps(floats), _mm256_loadu_ps(floats + 8)};
+}
+
+JAXTAP_INLINE void store_floats(void* to, const Floats& x) {
+  auto* floats = static_cast<float*>(to);
+  _mm256_storeu_ps(floats, x.half[0]);
+  _mm256_storeu_ps(floats + 8, x.half[1]);
+}
+
+JAXTAP_INLINE Floats to_floats(const Sums& x) {
+  return {_mm256_cvtepi32_ps(x.half[0]), _mm256_cvtepi32_ps(x.half[1])};
+}
+
+template <bool kWhole>
+JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
+  if (!kWhole) return to_floats(high) * 256.0f + to_floats(low);
+  Sums both;
+  for (int h = 0; h < 2; ++h) {
+    both.half[h] = _mm256_add_epi32(_mm256_slli_epi32(high.half[h], 8), low.half[h]);
+  }
+  return to_floats(both);
+}
+
 struct WordsTag {};
 
-// Rows are multiplied by this many panels, as often as their widened numbers are read.
-constexpr int64_t kBlockPanels = 4;
-constexpr int kBlockRows = 4;  // plane rows whose sums fit the registers
-
-// Widens the numbers of R plane rows to 16 bits, for all panels of a block at once. Of four of a row
+// Plane rows whose numbers are widened to 16 bits, once for all panels of a block. Of four of a row
 // the words hold the first and third, and the second and fourth, as `add_products` multiplies them;
 // those of the other rows follow: [k / 4, R, 2].
+template <int R>
+struct Rows {
+  const int32_t* words;
+
+  Rows from(int64_t i) const { return {words + R * i / 2}; }
+};
+
 template <int R>
 JAXTAP_INLINE void widen(const int8_t* x, int64_t x_stride, int64_t k, int32_t* words) {
   const __m128i order = _mm_setr_epi8(0, 2, 1, 3, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
@@ -110,10 +176,25 @@ JAXTAP_INLINE void widen(const int8_t* x, int64_t x_stride, int64_t k, int32_t* 
   }
 }
 
-// Adds products over `k` rows of K to the sums of R widened rows and the two halves of a panel.
 template <int R>
-JAXTAP_INLINE void add_products(const int32_t* words, const uint8_t* qvalues, int64_t k,
-                                __m256i (&acc)[R][2]) {
+Rows<R> rows_of(const Tile& t, int64_t row) {
+  int32_t* words = Arena<WordsTag>::get_array<int32_t>(kTileRows * t.runs * t.k / 2);
+  for (int64_t run = 0; run < t.runs; ++run) {
+    widen<R>(t.x + row * t.x_stride + t.x_runs[run], t.x_stride, t.k, words + run * R * t.k / 2);
+  }
+  return {words};
+}
+
+template <int R>
+JAXTAP_INLINE Rows<R> run_of(const Tile& t, const Rows<R>& rows, int64_t run) {
+  return rows.from(run * t.k);
+}
+
+template <bool kWide, int R, int P>
+JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
+                                Sums (&acc)[R][P]) {
+  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  const int32_t* words = rows.words;
   for (int64_t i = 0; i < k; i += 4, qvalues += 64, words += 2 * R) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     const Wide w[2] = {wide_bytes(load(qvalues)), wide_bytes(load(qvalues + 32))};
@@ -121,155 +202,12 @@ JAXTAP_INLINE void add_products(const int32_t* words, const uint8_t* qvalues, in
     for (int r = 0; r < R; ++r) {
       const Wide b{_mm256_set1_epi32(words[2 * r]), _mm256_set1_epi32(words[2 * r + 1])};
 #pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) add_wide(acc[r][h], w[h], b);
+      for (int h = 0; h < 2; ++h) add_wide(acc[r][0].half[h], w[h], b);
     }
   }
 }
 
-template <int R>
-void exact_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
-  __m256i acc[R][2];
-  int32_t* out = t.sums + r0 * t.sums_stride + 16 * p;
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-    const __m256i start =
-        _mm256_set1_epi32(t.first ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      const void* from = out + r * t.sums_stride + 8 * h;
-      acc[r][h] = t.first ? start : load(static_cast<const uint8_t*>(from));
-    }
-  }
-  add_products<R>(words, t.qvalues + p * t.qvalues_stride, t.runs * t.k, acc);
-#pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      void* to = out + r * t.sums_stride + 8 * h;
-      _mm256_storeu_si256(static_cast<__m256i*>(to), acc[r][h]);
-    }
-  }
-}
-
-// The totals wait in memory: the sums take the registers.
-template <int R>
-void scaled_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
-  float totals[R][16] = {};
-  const int32_t* offsets = t.offsets + r0 * t.offsets_stride;
-  const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
-  const uint8_t* scales = t.scales + p * t.scales_stride;
-  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-  for (int64_t i = 0; i < t.k; i += t.segment_k) {
-    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-    __m256i acc[R][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
-    }
-    add_products<R>(words + R * i / 2, qvalues, count, acc);
-    float scale[16];
-    __builtin_memcpy(scale, scales, 64);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const __m256 x_scale =
-          _mm256_set1_ps(x_scales == nullptr ? 1.0f : x_scales[r * t.offsets_stride]);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const __m256 sum = _mm256_mul_ps(_mm256_cvtepi32_ps(acc[r][h]), x_scale);
-        const __m256 product = _mm256_mul_ps(sum, _mm256_loadu_ps(scale + 8 * h));
-        float* total = totals[r] + 8 * h;
-        _mm256_storeu_ps(total, _mm256_add_ps(_mm256_loadu_ps(total), product));
-      }
-    }
-    ++offsets;
-    if (x_scales != nullptr) ++x_scales;
-    scales += t.scales_step;
-    qvalues += 16 * count;
-  }
-  for (int r = 0; r < R; ++r) {
-    __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
-  }
-}
-
-// R rows of x: twice as many plane rows.
-template <int R>
-void paired_block(const Tile& t, int64_t r0, int64_t p, const int32_t* words) {
-  float totals[R][16] = {};
-  const int32_t* offsets = t.offsets + 2 * r0 * t.offsets_stride;
-  const float* x_scales = t.x_scales + r0 * t.offsets_stride;
-  const uint8_t* scales = t.scales + p * t.scales_stride;
-  const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-  for (int64_t i = 0; i < t.k; i += t.segment_k) {
-    const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-    __m256i acc[2 * R][2];
-#pragma GCC unroll 4
-    for (int r = 0; r < 2 * R; ++r) {
-      acc[r][0] = acc[r][1] = _mm256_set1_epi32(-offsets[r * t.offsets_stride]);
-    }
-    add_products<2 * R>(words + R * i, qvalues, count, acc);
-    float scale[16];
-    __builtin_memcpy(scale, scales, 64);
-#pragma GCC unroll 2
-    for (int r = 0; r < R; ++r) {
-      const __m256 x_scale = _mm256_set1_ps(x_scales[r * t.offsets_stride]);
-#pragma GCC unroll 2
-      for (int h = 0; h < 2; ++h) {
-        const __m256i low = acc[2 * r][h], high = acc[2 * r + 1][h];
-        const __m256 value =
-            t.whole ? _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_slli_epi32(high, 8), low))
-                    : _mm256_add_ps(
-                          _mm256_mul_ps(_mm256_cvtepi32_ps(high), _mm256_set1_ps(256.0f)),
-                          _mm256_cvtepi32_ps(low));
-        const __m256 product =
-            _mm256_mul_ps(_mm256_mul_ps(value, x_scale), _mm256_loadu_ps(scale + 8 * h));
-        float* total = totals[r] + 8 * h;
-        _mm256_storeu_ps(total, _mm256_add_ps(_mm256_loadu_ps(total), product));
-      }
-    }
-    ++offsets;
-    ++x_scales;
-    scales += t.scales_step;
-    qvalues += 16 * count;
-  }
-  for (int r = 0; r < R; ++r) {
-    __builtin_memcpy(t.totals + (r0 + r) * t.sums_stride + 16 * p, totals[r], 64);
-  }
-}
-
-enum class How { kExact, kScaled, kPaired };
-
-// R plane rows by all panels of a block.
-template <int R, How kHow>
-void rows_by_panels(const Tile& t, int64_t r, int32_t* words) {
-  for (int64_t run = 0; run < t.runs; ++run) {
-    widen<R>(t.x + r * t.x_stride + t.x_runs[run], t.x_stride, t.k, words + run * R * t.k / 2);
-  }
-  for (int64_t p = 0; p < t.panels; ++p) {
-    if constexpr (kHow == How::kExact) {
-      exact_block<R>(t, r, p, words);
-    } else if constexpr (kHow == How::kScaled) {
-      scaled_block<R>(t, r, p, words);
-    } else {
-      paired_block<R / 2>(t, r / 2, p, words);
-    }
-  }
-}
-
-template <How kHow>
-void all_blocks(const Tile& t) {
-  int32_t* words = Arena<WordsTag>::get_array<int32_t>(kBlockRows * t.runs * t.k / 2);
-  int64_t r = 0;
-  for (; r + kBlockRows <= t.rows; r += kBlockRows) rows_by_panels<kBlockRows, kHow>(t, r, words);
-  if (t.rows - r == 2) {
-    rows_by_panels<2, kHow>(t, r, words);
-  } else if constexpr (kHow != How::kPaired) {  // which has an even number
-    if (t.rows - r == 3) {
-      rows_by_panels<3, kHow>(t, r, words);
-    } else if (t.rows - r == 1) {
-      rows_by_panels<1, kHow>(t, r, words);
-    }
-  }
-}
+#include "matmul/tile.inl"
 
 // 16 columns at a time: the sums of 32 would leave no registers.
 template <bool kTable, int kRows>
@@ -301,24 +239,23 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }  // namespace
 
 const Kernels& avx2_kernels() {
-  static constexpr Kernels kKernels = {kBlockPanels,
-                                       4096,
-                                       30000,
-                                       1,
-                                       false,
-                                       false,
-                                       all_blocks<How::kExact>,
-                                       all_blocks<How::kScaled>,
-                                       all_blocks<How::kPaired>,
-                                       nullptr,
-                                       expand_panel<false>,
-                                       nullptr,
-                                       stream,
-                                       rotate_row,
-                                       quantize_row,
-                                       quantize_pairs,
-                                       finish,
-                                       nullptr};
+  static constexpr Kernels kKernels = [] {
+    Kernels k{};
+    k.block_panels = kBlockPanels;
+    k.block_k = 4096;
+    k.task_steps = 30000;
+    k.least_rows = 1;
+    k.exact8 = exact8;
+    k.scaled8 = scaled8;
+    k.paired8 = paired8;
+    k.expand_panel = expand_panel<false>;
+    k.stream = stream;
+    k.rotate = rotate_row;
+    k.quantize = quantize_row;
+    k.quantize_pairs = quantize_pairs;
+    k.finish = finish;
+    return k;
+  }();
   return kKernels;
 }
 

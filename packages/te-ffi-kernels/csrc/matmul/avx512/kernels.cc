@@ -15,10 +15,29 @@ namespace {
 #include "matmul/finish.inl"
 #include "matmul/rotate.inl"
 
-constexpr int64_t kRows = 6;  // 6 rows by 4 panels of sums leave 8 registers for the operands
-constexpr int64_t kFewRows = 4;  // up to here memory is the limit: prefetch
+constexpr int kTileRows = 6, kTilePanels = 4;  // of sums: they leave 8 registers for operands
+constexpr int kScaledPanels = 2;
+template <int kPlanes>
+constexpr bool kTotalsStay = kPlanes == 1;
+constexpr int kFewRows = 4;
 constexpr int64_t kAhead = 2048;  // bytes
 constexpr int64_t kStreamAhead = 8 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
+
+using Sums = __m512i;
+using Floats = __m512;
+
+JAXTAP_INLINE Sums sums_of(int32_t x) { return _mm512_set1_epi32(x); }
+JAXTAP_INLINE Sums load_sums(const int32_t* from) { return _mm512_loadu_si512(from); }
+JAXTAP_INLINE void store_sums(int32_t* to, const Sums& x) { _mm512_storeu_si512(to, x); }
+JAXTAP_INLINE Floats load_floats(const void* from) { return _mm512_loadu_ps(from); }
+JAXTAP_INLINE void store_floats(void* to, const Floats& x) { _mm512_storeu_ps(to, x); }
+JAXTAP_INLINE Floats to_floats(const Sums& x) { return _mm512_cvtepi32_ps(x); }
+
+template <bool kWhole>
+JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
+  if (kWhole) return to_floats(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+  return to_floats(high) * 256.0f + to_floats(low);
+}
 
 JAXTAP_INLINE __m512i broadcast4(const int8_t* x) {
   int32_t word;
@@ -43,11 +62,13 @@ JAXTAP_INLINE __m512i bytes_of(const Table& table, int part) {
   return _mm512_broadcast_i32x4(_mm_loadu_si128(bytes));
 }
 
-// Adds products over `k` bytes of x to the sums of R plane rows and P panels.
-template <int R, int P, bool kWide = false>
-JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t* qvalues,
-                                int64_t qvalues_stride, int64_t k, __m512i (&acc)[R][P]) {
-  for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
+#include "matmul/plain_rows.inl"
+
+template <bool kWide, int R, int P>
+JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t qvalues_stride,
+                                int64_t k, __m512i (&acc)[R][P]) {
+  const int64_t bytes = kWide ? 2 * k : k;  // of a row
+  for (int64_t i = 0; i < bytes; i += 4, qvalues += 64) {
     __m512i w[P];
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
@@ -60,12 +81,12 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
     if (R > kFewRows && i % 64 == 0) {
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        _mm_prefetch(reinterpret_cast<const char*>(x + (R + r) * x_stride + i), _MM_HINT_T0);
+        _mm_prefetch(reinterpret_cast<const char*>(rows.x + (R + r) * rows.stride + i), _MM_HINT_T0);
       }
     }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const __m512i b = broadcast4(x + r * x_stride + i);
+      const __m512i b = broadcast4(rows.x + r * rows.stride + i);
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
         kWide ? add_wide_dot(acc[r][p], w[p], b) : add_dot(acc[r][p], w[p], b);
@@ -74,7 +95,8 @@ JAXTAP_INLINE void add_products(const int8_t* x, int64_t x_stride, const uint8_t
   }
 }
 
-#include "matmul/avx512/blocks.inl"
+#include "matmul/tile.inl"
+#include "matmul/avx512/wide.inl"
 
 // Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
@@ -129,10 +151,25 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }  // namespace
 
 const Kernels& avx512_kernels() {
-  static constexpr Kernels kKernels = {
-      4,            512,            30000,    1,               false,          true,   exact8,
-      scaled8,      paired8,        paired16, expand_panel<false>, expand_panel16, stream, rotate_row,
-      quantize_row, quantize_pairs, finish,   nullptr};
+  static constexpr Kernels kKernels = [] {
+    Kernels k{};
+    k.block_panels = kTilePanels;
+    k.block_k = 512;
+    k.task_steps = 30000;
+    k.least_rows = 1;
+    k.exact8 = exact8;
+    k.scaled8 = scaled8;
+    k.paired8 = paired8;
+    k.paired16 = paired16;
+    k.expand_panel16 = expand_panel16;
+    k.expand_panel = expand_panel<false>;
+    k.stream = stream;
+    k.rotate = rotate_row;
+    k.quantize = quantize_row;
+    k.quantize_pairs = quantize_pairs;
+    k.finish = finish;
+    return k;
+  }();
   return kKernels;
 }
 

@@ -74,7 +74,7 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
   });
   const __m512 all =
       _mm512_max_ps(_mm512_max_ps(most[0], most[1]), _mm512_max_ps(most[2], most[3]));
-  return _mm512_cmp_ps_mask(all, _mm512_set1_ps(kSure), _CMP_GT_OQ) == 0;
+  return _mm512_cmp_ps_mask(all, _mm512_set1_ps(kSafeRounding), _CMP_GT_OQ) == 0;
 }
 
 // 32 numbers times `by`, rounded, as 16 bits: in the order of _mm512_packs_epi32.

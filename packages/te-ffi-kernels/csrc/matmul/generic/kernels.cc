@@ -11,90 +11,93 @@ namespace {
 #include "matmul/finish.inl"
 #include "matmul/rotate.inl"
 
-// Adds the products of one plane row and the 16 columns of a panel over `k` rows of K. Unsigned, so
-// that passing the ends of int32 on the way is defined and the sums are right in the end.
-JAXTAP_INLINE void add_products(const int8_t* x, const uint8_t* qvalues, int64_t k, uint32_t* acc) {
+constexpr int kTileRows = 1, kTilePanels = 1, kScaledPanels = 1;
+constexpr int kFewRows = 1;
+template <int kPlanes>
+constexpr bool kTotalsStay = false;
+
+// Unsigned, so that passing the ends of int32 on the way is defined and the sums are right in the
+// end.
+struct Sums {
+  uint32_t at[16];
+};
+
+struct Floats {
+  float at[16];
+
+  friend Floats operator+(const Floats& a, const Floats& b) {
+    Floats sum;
+    for (int c = 0; c < 16; ++c) sum.at[c] = a.at[c] + b.at[c];
+    return sum;
+  }
+  friend Floats operator*(const Floats& a, const Floats& b) {
+    Floats product;
+    for (int c = 0; c < 16; ++c) product.at[c] = a.at[c] * b.at[c];
+    return product;
+  }
+  friend Floats operator*(const Floats& a, float b) {
+    Floats product;
+    for (int c = 0; c < 16; ++c) product.at[c] = a.at[c] * b;
+    return product;
+  }
+};
+
+JAXTAP_INLINE Sums sums_of(int32_t x) {
+  Sums sums;
+  for (uint32_t& sum : sums.at) sum = static_cast<uint32_t>(x);
+  return sums;
+}
+
+JAXTAP_INLINE Sums load_sums(const int32_t* from) {
+  Sums sums;
+  __builtin_memcpy(&sums, from, 64);
+  return sums;
+}
+
+JAXTAP_INLINE void store_sums(int32_t* to, const Sums& x) { __builtin_memcpy(to, &x, 64); }
+
+JAXTAP_INLINE Floats load_floats(const void* from) {
+  Floats x;
+  __builtin_memcpy(&x, from, 64);
+  return x;
+}
+
+JAXTAP_INLINE void store_floats(void* to, const Floats& x) { __builtin_memcpy(to, &x, 64); }
+
+JAXTAP_INLINE Floats to_floats(const Sums& x) {
+  Floats floats;
+  for (int c = 0; c < 16; ++c) floats.at[c] = static_cast<float>(static_cast<int32_t>(x.at[c]));
+  return floats;
+}
+
+template <bool kWhole>
+JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
+  if (!kWhole) return to_floats(high) * 256.0f + to_floats(low);
+  Sums both;
+  for (int c = 0; c < 16; ++c) both.at[c] = (high.at[c] << 8) + low.at[c];
+  return to_floats(both);
+}
+
+#include "matmul/plain_rows.inl"
+
+template <bool kWide, int R, int P>
+JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
+                                Sums (&acc)[R][P]) {
+  static_assert(P == 1 && !kWide, "nothing else is asked for here");
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
-    const int32_t x0 = x[i], x1 = x[i + 1], x2 = x[i + 2], x3 = x[i + 3];
-    for (int c = 0; c < 16; ++c) {
-      const int32_t sum = x0 * qvalues[4 * c] + x1 * qvalues[4 * c + 1] + x2 * qvalues[4 * c + 2] +
-                          x3 * qvalues[4 * c + 3];
-      acc[c] += static_cast<uint32_t>(sum);
-    }
-  }
-}
-
-void exact8(const Tile& t) {
-  for (int64_t p = 0; p < t.panels; ++p) {
-    for (int64_t r = 0; r < t.rows; ++r) {
-      int32_t* out = t.sums + r * t.sums_stride + 16 * p;
-      uint32_t acc[16];
+    for (int r = 0; r < R; ++r) {
+      const int8_t* x = rows.x + r * rows.stride + i;
+      const int32_t x0 = x[0], x1 = x[1], x2 = x[2], x3 = x[3];
       for (int c = 0; c < 16; ++c) {
-        acc[c] = t.first ? 0u - static_cast<uint32_t>(t.offsets[r * t.offsets_stride])
-                         : static_cast<uint32_t>(out[c]);
+        const int32_t sum = x0 * qvalues[4 * c] + x1 * qvalues[4 * c + 1] +
+                            x2 * qvalues[4 * c + 2] + x3 * qvalues[4 * c + 3];
+        acc[r][0].at[c] += static_cast<uint32_t>(sum);
       }
-      const uint8_t* qvalues = t.qvalues + p * t.qvalues_stride;
-      for (int64_t run = 0; run < t.runs; ++run, qvalues += 16 * t.k) {
-        add_products(t.x + r * t.x_stride + t.x_runs[run], qvalues, t.k, acc);
-      }
-      for (int c = 0; c < 16; ++c) out[c] = static_cast<int32_t>(acc[c]);
     }
   }
 }
 
-void scaled8(const Tile& t) {
-  for (int64_t p = 0; p < t.panels; ++p) {
-    for (int64_t r = 0; r < t.rows; ++r) {
-      const int32_t* offsets = t.offsets + r * t.offsets_stride;
-      const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r * t.offsets_stride;
-      const uint8_t* scales = t.scales + p * t.scales_stride;
-      float totals[16] = {};
-      for (int64_t i = 0; i < t.k; i += t.segment_k, ++offsets, scales += t.scales_step) {
-        uint32_t acc[16];
-        for (int c = 0; c < 16; ++c) acc[c] = 0u - static_cast<uint32_t>(*offsets);
-        const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-        add_products(t.x + r * t.x_stride + i, t.qvalues + p * t.qvalues_stride + 16 * i, count, acc);
-        float scale[16];
-        __builtin_memcpy(scale, scales, 64);
-        const float x_scale = x_scales == nullptr ? 1.0f : *x_scales++;
-        for (int c = 0; c < 16; ++c) {
-          totals[c] += static_cast<float>(static_cast<int32_t>(acc[c])) * x_scale * scale[c];
-        }
-      }
-      __builtin_memcpy(t.totals + r * t.sums_stride + 16 * p, totals, 64);
-    }
-  }
-}
-
-void paired8(const Tile& t) {
-  for (int64_t p = 0; p < t.panels; ++p) {
-    for (int64_t r = 0; r < t.rows; r += 2) {
-      const int32_t* offsets = t.offsets + r * t.offsets_stride;
-      const float* x_scales = t.x_scales + r / 2 * t.offsets_stride;
-      const uint8_t* scales = t.scales + p * t.scales_stride;
-      float totals[16] = {};
-      for (int64_t i = 0; i < t.k; i += t.segment_k, ++offsets, scales += t.scales_step) {
-        const int64_t count = t.k - i < t.segment_k ? t.k - i : t.segment_k;
-        uint32_t acc[2][16];
-        for (int plane = 0; plane < 2; ++plane) {
-          const uint32_t offset = static_cast<uint32_t>(offsets[plane * t.offsets_stride]);
-          for (int c = 0; c < 16; ++c) acc[plane][c] = 0u - offset;
-          add_products(t.x + (r + plane) * t.x_stride + i, t.qvalues + p * t.qvalues_stride + 16 * i,
-                       count, acc[plane]);
-        }
-        float scale[16];
-        __builtin_memcpy(scale, scales, 64);
-        const float x_scale = *x_scales++;
-        for (int c = 0; c < 16; ++c) {
-          const float sum = paired_sum(static_cast<int32_t>(acc[0][c]),
-                                       static_cast<int32_t>(acc[1][c]), t.whole);
-          totals[c] += sum * x_scale * scale[c];
-        }
-      }
-      __builtin_memcpy(t.totals + r / 2 * t.sums_stride + 16 * p, totals, 64);
-    }
-  }
-}
+#include "matmul/tile.inl"
 
 template <bool kTable, int kRows>
 JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
@@ -125,10 +128,23 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }  // namespace
 
 const Kernels& generic_kernels() {
-  static constexpr Kernels kKernels = {
-      1,            4096,           30000,   1,               false,   false,  exact8,
-      scaled8,      paired8,        nullptr, expand_panel<false>, nullptr, stream, rotate_row,
-      quantize_row, quantize_pairs, finish,  nullptr};
+  static constexpr Kernels kKernels = [] {
+    Kernels k{};
+    k.block_panels = 1;
+    k.block_k = 4096;
+    k.task_steps = 30000;
+    k.least_rows = 1;
+    k.exact8 = exact8;
+    k.scaled8 = scaled8;
+    k.paired8 = paired8;
+    k.expand_panel = expand_panel<false>;
+    k.stream = stream;
+    k.rotate = rotate_row;
+    k.quantize = quantize_row;
+    k.quantize_pairs = quantize_pairs;
+    k.finish = finish;
+    return k;
+  }();
   return kKernels;
 }
 

@@ -94,20 +94,7 @@ def gemm_w8a8(
             negative size of a group. On a GPU the columns of a panel with a damaged header are NaN,
             and so is everything if a size is negative.
     """
-    given = (
-        x,
-        weight,
-        out_dtype,
-        index,
-        group_sizes,
-        signs,
-        rotation,
-        x_scale,
-        bias,
-        residual,
-        clamp,
-    )
-    return _matmul("gemm_w8a8", 8, *given)
+    return _matmul("gemm_w8a8", 8, **locals())
 
 
 def gemm_w8a16(
@@ -136,8 +123,7 @@ def gemm_w8a16(
     The arguments are those of ``gemm_w8a8``. A row with an infinity or NaN gives NaN; in bfloat16
     on AMX, and in 16 bits on GPUs, an infinity may give infinities.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
-    return _matmul("gemm_w8a16", 8, *given)
+    return _matmul("gemm_w8a16", 8, **locals())
 
 
 def gemm_w4a16(
@@ -159,8 +145,7 @@ def gemm_w4a16(
     multiplies in bfloat16 from 16 rows of bfloat16 on, and that any number of rows has 15 bits
     beside the table "nf4" and scales in float8_e4m3fn. Kernels for GPUs have no tables.
     """
-    given = (x, weight, out_dtype, index, group_sizes, signs, rotation, None, bias, residual, clamp)
-    return _matmul("gemm_w4a16", 4, *given)
+    return _matmul("gemm_w4a16", 4, **locals())
 
 
 def gemm_w4a8(
@@ -182,25 +167,13 @@ def gemm_w4a8(
     In groups of 32 its relative error is about 5e-3, as that of llama.cpp's Q4_0. With many rows it
     is up to twice as fast as ``gemm_w4a16``. The arguments are those of ``gemm_w8a8``.
     """
-    given = (
-        x,
-        weight,
-        out_dtype,
-        index,
-        group_sizes,
-        signs,
-        rotation,
-        x_scale,
-        bias,
-        residual,
-        clamp,
-    )
-    return _matmul("gemm_w4a8", 4, *given)
+    return _matmul("gemm_w4a8", 4, **locals())
 
 
 def _matmul(
     op: str,
     bits: int,
+    *,
     x: jax.Array,
     weight: PackedWeight,
     out_dtype: DTypeLike | None,
@@ -208,11 +181,12 @@ def _matmul(
     group_sizes: jax.Array | None,
     signs: jax.Array | None,
     rotation: int,
-    x_scale: ArrayLike | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
     clamp: tuple[float, float] | None,
+    x_scale: ArrayLike | None = None,
 ) -> jax.Array:
+    """Check the arguments of a matmul, which are those of ``gemm_w8a8``, and compute it."""
     dtype = jnp.dtype(x.dtype if out_dtype is None else out_dtype)
     check(op, bits, x, weight, dtype, index, group_sizes)
     check_rotation(op, weight.k, signs, rotation, group_sizes)

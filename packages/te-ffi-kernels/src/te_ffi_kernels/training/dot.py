@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import checks
-from ..batching import more_rows
+from ..batching import more_rows, widened
 from ..op import Op
 
 
@@ -97,4 +98,31 @@ def _attributes(config: DotConfig, *_: jax.Array) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-_OP = Op("dot_int8", _reference, results=_results, attributes=_attributes, batch=more_rows)
+def _more_sums(
+    run: Any, config: DotConfig, size: int, in_batched: Sequence[bool], *operands: Any
+) -> Any:
+    """Run the op for all examples at once; more rows or columns, if one side is the same for all.
+
+    A weight that all examples share would be copied for each.
+    """
+    left, right = (in_batched[i] or in_batched[i + 2] for i in (0, 1))
+    if left and right:
+        return more_rows(run, config, size, in_batched, *operands)
+    side, last = (0, config.lhs_last) if left else (1, config.rhs_last)
+    given = list(operands)
+    for i, axis in ((side, -2 if last else -1), (side + 2, -1)):
+        (x,) = widened(size, [in_batched[i]], operands[i])
+        # In front of the axis that is kept, and one with it.
+        moved = jnp.moveaxis(x, 0, axis - 1)
+        at = moved.ndim + axis
+        kept = size * moved.shape[at]
+        given[i] = moved.reshape(*moved.shape[: at - 1], kept, *moved.shape[at + 1 :])
+    found = run(config, *given)
+    axis = -2 if left else -1
+    at = found.ndim + axis
+    kept = found.shape[at] // size
+    found = found.reshape(*found.shape[:at], size, kept, *found.shape[at + 1 :])
+    return jnp.moveaxis(found, at, 0), True
+
+
+_OP = Op("dot_int8", _reference, results=_results, attributes=_attributes, batch=_more_sums)

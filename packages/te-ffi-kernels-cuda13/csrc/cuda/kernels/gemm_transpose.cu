@@ -34,7 +34,7 @@ JAXTAP_DEVICE void write_four(const GemmArrange& given, int64_t lane, int64_t k,
 }
 
 template <bool kLanesFirst>
-__global__ void gemm_arrange_kernel(Args args) {
+__global__ void gemm_transpose_kernel(Args args) {
   const GemmArrange& given = args.given;
   const int64_t lane = static_cast<int64_t>(blockIdx.x) / args.tiles_across * kTile;
   const int64_t k = static_cast<int64_t>(blockIdx.x) % args.tiles_across * kTile;
@@ -54,33 +54,33 @@ __global__ void gemm_arrange_kernel(Args args) {
     JAXTAP_UNROLL
     for (int i = 0; i < kPart; ++i) write_four(given, row + i, col, four[i]);
   } else {
-    __shared__ uint32_t turned[kTile][kParts + 1];
+    __shared__ uint32_t colwise[kTile][kParts + 1];
     JAXTAP_UNROLL
     for (int j = 0; j < kPart; ++j) {
       uint32_t column = 0;
       JAXTAP_UNROLL
       for (int i = 0; i < kPart; ++i) column |= (four[i] >> (8 * j) & 0xffu) << (8 * i);
-      turned[across * kPart + j][down] = column;
+      colwise[across * kPart + j][down] = column;
     }
     __syncthreads();
     JAXTAP_UNROLL
     for (int s = 0; s < kTile; s += kParts) {
-      write_four(given, lane + s + down, k + across * kPart, turned[s + down][across]);
+      write_four(given, lane + s + down, k + across * kPart, colwise[s + down][across]);
     }
   }
 }
 
 }  // namespace
 
-void gemm_arrange(const GemmArrange& given, Stream stream) {
-  const int64_t row = given.lanes_first ? given.k : given.lanes;
+void transpose_and_pad(const GemmArrange& given, Stream stream) {
+  const int64_t row = given.k_is_last ? given.k : given.lanes;
   const Args args = {given, ceil_of(given.out_k, kTile),
                      row % kPart == 0 && aligned(kPart, given.qvalues)};
   const int64_t blocks = ceil_of(given.out_lanes, kTile) * args.tiles_across;
-  if (given.lanes_first) {
-    launch(gemm_arrange_kernel<true>, blocks, kThreads, stream, args);
+  if (given.k_is_last) {
+    launch(gemm_transpose_kernel<true>, blocks, kThreads, stream, args);
   } else {
-    launch(gemm_arrange_kernel<false>, blocks, kThreads, stream, args);
+    launch(gemm_transpose_kernel<false>, blocks, kThreads, stream, args);
   }
 }
 

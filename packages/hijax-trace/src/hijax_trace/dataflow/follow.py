@@ -11,9 +11,11 @@ from jax.sharding import NamedSharding
 
 from interception_core import followed_spec
 
-from .array_proxy import ArrayProxy, Lost, is_proxy
-from .move import MoveError
-from .moves import MOVES, SAME, data_of, narrowed, rounds
+from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
+from ..proxy.move import MoveError
+from ..proxy.moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds
+from .expression import Expression
+from .nodes import is_zero, uniform_axes
 
 PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """Primitives that place an array, and their parameter with the sharding."""
@@ -25,8 +27,7 @@ def follow(
     values: Sequence[Any],
     held: Sequence[ArrayProxy | None],
     avals: Sequence[Any],
-    is_known_zero: Callable[[int], bool] = lambda i: False,
-    uniform: Callable[[int], frozenset[int]] = lambda i: frozenset(),
+    expression: Callable[[int], Expression | None] = lambda i: None,
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
 
@@ -36,8 +37,7 @@ def follow(
         values: its operands.
         held: the proxy of each operand, or None.
         avals: the types of its results.
-        is_known_zero: whether the operand of a number is known to be all zeros.
-        uniform: the axes along which the elements of that operand are known to be equal.
+        expression: returns how the operand of a number is computed, or None.
 
     Returns:
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
@@ -45,7 +45,7 @@ def follow(
     nothing: list[ArrayProxy | None] = [None] * len(avals)
     if rounds(primitive, params):
         return nothing
-    if primitive in SAME:
+    if primitive in SAME_ELEMENTS:
         found = list(held[: len(avals)])
         if primitive == "sharding_constraint":
             found = [proxy and placed_by(primitive, params, proxy) for proxy in found]
@@ -60,10 +60,10 @@ def follow(
         # What is chosen besides, or padded with; not a predicate, which is a number outside of jit.
         beside = {"pad": [1], "select_n": range(1, len(values))}.get(primitive, ())
         for i in beside:
-            if held[i] is None and is_known_zero(i):
+            if held[i] is None and (how := expression(i)) is not None and is_zero(how):
                 operands[i] = np.zeros(np.shape(values[i]), moved[0].dtype)
-        if primitive == "select_n":
-            operands[0] = narrowed(values[0], uniform(0))
+        if primitive == "select_n" and (how := expression(0)) is not None:
+            operands[0] = narrowed(values[0], uniform_axes(how))
         try:
             return list(moved[0].moved(primitive, params, operands))
         except MoveError as error:
