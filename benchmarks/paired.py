@@ -48,20 +48,27 @@ def compare(benchmark, sides, make, *, rounds, unit, per=1, setup=lambda: None):
     }
 
 
-def in_turn(calls, rounds, clock=time.perf_counter):
+def in_turn(calls, rounds, clock=time.perf_counter, repeat=1):
     """Return the seconds of each round, by side, after one that isn't counted.
 
     Args:
         calls: by name, what is timed; each returns arrays.
         rounds: how many.
         clock: what tells the time; ``time.process_time`` for CPU seconds, on a shared machine.
+        repeat: how often a side is called at its turn; the time is the median of these. A loop
+            that repeats one step has the memory of the step before for its results, where sides
+            that are called once each get pages that another side gave back.
     """
+
+    def seconds(call):
+        start = clock()
+        jax.block_until_ready(call())
+        return clock() - start
+
     times = {name: [] for name in calls}
     for _ in range(rounds + 1):
         for name, call in calls.items():
-            start = clock()
-            jax.block_until_ready(call())
-            times[name].append(clock() - start)
+            times[name].append(statistics.median(seconds(call) for _ in range(repeat)))
     return {name: found[1:] for name, found in times.items()}
 
 

@@ -1,6 +1,6 @@
 """A training step in int8 both ways beside float32, by width and batch, sides in turn.
 
-uv run --python 3.12 python benchmarks/training_steps.py [--rounds 9] [--cpu]
+uv run --python 3.12 python benchmarks/training_steps.py [--rounds 9] [--repeat 1] [--cpu]
 
 Prints a table in Markdown of value and gradient: an MLP of three layers, and a transformer block of
 four heads on sequences of 64. Sides are float32; int8, its gradients rounded to nearest; and int8
@@ -127,6 +127,7 @@ def sides(loss, params, x):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--repeat", type=int, default=1, help="calls of a side at its turn")
     parser.add_argument("--cpu", action="store_true", help="CPU seconds instead of those by clock")
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
@@ -139,7 +140,7 @@ def main():
                 calls["Qwix"] = of_qwix(kind, *case[1:])
             except AssertionError as error:  # it takes an input of a weight's shape for a weight
                 print(f"Qwix, {kind} {width}, {batch}: {error}", file=sys.stderr)
-        times = in_turn(calls, options.rounds, clock)
+        times = in_turn(calls, options.rounds, clock, options.repeat)
         if not number:
             head += [f"{name}, ms" for name in times] + ["speed", "speed, random"]
             head += ["times Qwix"] if qwix else []
