@@ -76,6 +76,13 @@ def test_a_preset_is_rounded_for_a_text(folder, tmp_path):
         config, plan, params = folders.load(one)
         logits.append(perplexity(config, params, tokens, plan, window=64))
     assert quantized.size_of(plain) == quantized.size_of(out)
+    # Layers of one are not filled up with those of the other, whose rules are the same.
+    (out / "layer-00001.safetensors").rename(tmp_path / "apart")
+    with pytest.raises(LlmError, match=r"begun with the same .*got other text"):
+        run_llm("quantize", str(folder), str(out), "--preset", "int4")
+    with pytest.raises(LlmError, match=r"begun with the same .*got other text"):
+        run_llm("quantize", str(folder), str(plain), "--calibrate", str(text), "--window", "64")
+    (tmp_path / "apart").rename(out / "layer-00001.safetensors")
     exact, rounded, better = np.log(logits)
     assert abs(better - exact) < abs(rounded - exact)
 

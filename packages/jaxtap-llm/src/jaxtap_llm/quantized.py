@@ -162,11 +162,14 @@ def begin(folder, out, name, facts):
     """
     if out.exists() and any(out.iterdir()):
         known = json.loads((out / name).read_text()) if (out / name).is_file() else {}
-        others = [key for key in facts if known.get(key) != facts[key]]
+        # Also what this run says nothing of, such as the text of a run with one: the two write
+        # files of the same names, and a half-written folder would be filled up with the other's.
+        keys = [*facts, *(known.keys() - facts.keys())]
+        others = [key for key in keys if known.get(key) != facts.get(key)]
         if others:
             what = f"got other {' and '.join(others)}" if known else "got other files"
             raise LlmError(
-                f"{out} must be empty, or begun with the same {' and '.join(facts)}, {what}. "
+                f"{out} must be empty, or begun with the same {' and '.join(keys)}, {what}. "
                 "Remove it, or name another folder."
             )
     out.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal
 
@@ -40,6 +41,9 @@ _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_
 
 class Interpreter:
     """Runs jaxprs, equation by equation. Subclasses make some equations otherwise.
+
+    Rules of ``custom_jvp`` and ``custom_vjp`` are left out where called functions are run as a part
+    of their caller: it is not for programs that are differentiated.
 
     Values may be whatever a subclass makes of equations: arrays, or what it knows of them.
     """
@@ -123,7 +127,9 @@ def cond_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
 def while_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
     """Return the results of a loop, its programs run by ``run``.
 
-    JAX makes operands of the arrays that they use: it takes no program with constants.
+    JAX makes operands of the arrays that they use: it takes no program with constants. A loop that
+    ``vmap`` made may have a condition for each element: it runs as long as one holds, and elements
+    whose condition does not hold any more stay as they are.
 
     Args:
         eqn: the equation.
@@ -135,14 +141,24 @@ def while_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
     last = first + eqn.params["body_nconsts"]
     test = _function(eqn.params["cond_jaxpr"], run)
     body = _function(eqn.params["body_jaxpr"], run)
+    # lax.while_loop takes no such condition: JAX's own lowering does what is done here.
+    is_mapped = closed_of(eqn.params["cond_jaxpr"]).jaxpr.outvars[0].aval.ndim > 0
 
     @functools.wraps(test)
     def condition(carry: Sequence[jax.Array]) -> jax.Array:
-        return test(*operands[:first], *carry)[0]
+        (goes,) = test(*operands[:first], *carry)
+        return goes.any() if is_mapped else goes
 
     @functools.wraps(body)
     def step(carry: Sequence[jax.Array]) -> list[Any]:
-        return body(*operands[first:last], *carry)
+        found = body(*operands[first:last], *carry)
+        if not is_mapped:
+            return found
+        (goes,) = test(*operands[:first], *carry)
+        return [
+            jnp.where(lax.expand_dims(goes, range(goes.ndim, new.ndim)), new, old)
+            for new, old in zip(found, carry, strict=True)
+        ]
 
     return lax.while_loop(condition, step, list(operands[last:]))
 
