@@ -227,8 +227,8 @@ def test_a_bundle_has_the_file_the_tokenizer_and_what_ends_a_text(folder, tmp_pa
     (folder / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     if has_tokenizer:
         named = byte_level()
-        named.add_special_tokens(["<s>"])  # the token of "!", which begins a text
-        named.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 33)])
+        named.add_special_tokens(["<s>"])  # the token of "!", which begins a text, and ends it
+        named.post_processor = processors.TemplateProcessing("<s> $A <s>", None, [("<s>", 33)])
         named.save(str(folder / "tokenizer.json"))
     out = tmp_path / "model.litertlm"
     run_llm("device", str(folder), str(out), "--prompt", "8", "--positions", "16")

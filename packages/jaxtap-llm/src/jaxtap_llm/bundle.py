@@ -4,6 +4,7 @@ Written by LiteRT-LM's own builder, https://ai.google.dev/edge/litert-lm/file_bu
 """
 
 import importlib
+import itertools
 import json
 import tempfile
 from pathlib import Path
@@ -84,8 +85,10 @@ def _metadata(folder, tokenizer, positions):
         max_num_tokens=positions, supports_thinking=False, supports_function_calling=False
     )
     found.llm_model_type.generic_model.SetInParent()
-    # What the tokenizer itself puts before a text: LiteRT-LM encodes without.
-    begin = Tokenizer.from_str(tokenizer).encode("").ids
+    # What the tokenizer itself puts before a text, and not behind it: LiteRT-LM encodes without.
+    text = Tokenizer.from_str(tokenizer).encode("a")
+    pairs = zip(text.ids, text.special_tokens_mask, strict=True)
+    begin = [one for one, _ in itertools.takewhile(lambda pair: pair[1], pairs)]
     if begin:
         found.start_token.token_ids.ids.extend(begin)
     for one in stops:
