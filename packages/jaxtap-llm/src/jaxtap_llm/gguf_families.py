@@ -207,8 +207,9 @@ def _problems_of_llama4(config: Config) -> Iterator[str]:
     if config.unit_norms == (config.experts == 128):
         yield "use_qk_norm must be false for 128 experts, and true for others, for GGUF"
     experts = [bool(config.view(i).experts) for i in range(config.layers)]
-    step = experts.index(True) + 1
-    if experts != _every(config, step):
+    if not any(experts):
+        yield "moe_layers must have a layer for GGUF, got none"
+    elif experts != _every(config, experts.index(True) + 1):
         yield "moe_layers must be at equal distances for GGUF"
 
 
