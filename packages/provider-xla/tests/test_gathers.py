@@ -135,6 +135,46 @@ def test_devices_gather_quantized_weights(way, rule, mesh):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
+@pytest.mark.parametrize(
+    ("axis", "shape", "rule"),
+    [
+        (0, (64, N), {**QAT, "tile_size": 32}),
+        (0, (64, N), {**QAT, "tile_size": 32, "weight_calibration_method": "minmax"}),
+        (0, (2, N), QAT),
+        (1, (K, 2), QAT),
+        (1, (K, 2), RULES["fp8"]),
+    ],
+    ids=["a tile", "a tile with zero points", "a row", "a column", "a column of fp8"],
+)
+def test_parts_with_one_element_along_the_axis(axis, shape, rule, mesh):
+    """One scale of a device is not one for all devices."""
+    size = mesh.shape["data"]
+    assert shape[axis] in (size, 32 * size)
+    ws, (x,) = draw(shape), draw((ROWS, shape[0]), seed=1)
+    w = ws[0].at[0].multiply(5).at[:, 0].multiply(3)
+    provider = xla.QtProvider(xla.QtRule(**rule))
+    spec = ("data", None) if axis == 0 else (None, "data")
+    run = jax.jit(provider.apply(functools.partial(in_shards, axis, mesh)))
+    ours = run(put(mesh, w, *spec), put(mesh, x, "data"))
+    theirs = jax.jit(provider.apply(functools.partial(whole_in_shards, mesh)))(w, x)
+    np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
+
+
+def test_infinite_weights_show_in_a_static_range(mesh):
+    """A range that was measured before would hide them, as float8 saturates."""
+    rule = xla.QtRule(**RULES["fp8"], weight_static_scale=True, static_average=qn.AmaxHistory(2))
+    (w, x, _), (cut, *_) = sample(mesh, ("data", "model"))
+    provider, found = xla.QtProvider(rule), []
+    for fn, given in ((alone, w), (functools.partial(constrained, mesh), cut)):
+        with contextlib.nullcontext() if fn is alone else jax.set_mesh(mesh):
+            statistics = provider.init_statistics(fn, given, x)
+            run = jax.jit(provider.apply(fn, statistics))
+            run(given, x)
+            found.append(run(given.at[3, 5].set(jnp.inf), x))
+    for y in found:
+        np.testing.assert_array_equal(np.isnan(y), np.arange(N)[None] == np.full((ROWS, 1), 5))
+
+
 def test_layers_that_are_written_out_are_not_mixed_up(mesh):
     """What was done at one layer is done again at the next: with the next one's weight."""
     columns = NamedSharding(mesh, P(None, "model"))

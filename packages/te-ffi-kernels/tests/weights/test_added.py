@@ -1,5 +1,6 @@
 """Matmuls that add a bias and a residual while they store their rows."""
 
+import functools
 import itertools
 
 import jax
@@ -69,6 +70,16 @@ def test_as_additions_after_the_matmul(op, dtype):
         for y, added in zip(found, ((bias, None), (None, residual), (bias, residual)), strict=True):
             wanted = after(np.asarray(plain), *added)
             np.testing.assert_array_equal(y, wanted, err_msg=str((m, groups)))
+
+
+def test_a_weight_without_columns(op):
+    x, bias, residual = (a[None] for a in made(7, n=0))
+    for w in (packed(OPS[op], groups, n=0) for groups in (1, 3)):
+        run = functools.partial(op, clamp=(0.0, 1.0))
+        y = run(x[0], w, bias=bias[0], residual=residual[0])
+        assert y.shape == (7, 0)
+        mapped = jax.vmap(lambda x, b, r, w=w, run=run: run(x, w, bias=b, residual=r))
+        assert mapped(x, bias, residual).shape == (1, 7, 0)
 
 
 @pytest.mark.sample(1)

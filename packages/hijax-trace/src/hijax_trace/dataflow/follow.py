@@ -82,22 +82,28 @@ def placed_by(primitive: str, params: Mapping[str, Any], proxy: ArrayProxy) -> A
     return placed(params, PLACES[primitive], proxy, _constrained)
 
 
-def gathered(params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:
+def gathered(params: Mapping[str, Any], proxy: ArrayProxy, is_shared: bool) -> ArrayProxy:
     """Return a proxy whose parts the devices of a ``shard_map`` gather from each other.
 
     Args:
         params: of ``all_gather``, and its ``"primitive"``.
         proxy: of a device's part of the array. Its arrays have the array's axes.
+        is_shared: whether the devices have the same scales, or whatever arrays it has beside those
+            with an element for each of the array's. These are not gathered then.
     """
-    primitive, axis = params["primitive"], params["all_gather_dimension"]
+    primitive = params["primitive"]
     bound = {name: value for name, value in params.items() if name != "primitive"}
 
     def one(leaf: jax.Array) -> jax.Array:
-        # One element for all of the array's is the same on each device.
-        return leaf if leaf.shape[axis] == 1 else primitive.bind(leaf, **bound)
+        return primitive.bind(leaf, **bound)
 
-    parts = {name: part.value for name, part in proxy.parts().items() if part.value is not None}
-    return proxy.replace_parts({name: jax.tree.map(one, value) for name, value in parts.items()})
+    # Sizes don't tell: an axis of one element may be all that a device has, or one for all devices.
+    parts = {
+        name: jax.tree.map(one, part.value)
+        for name, part in proxy.parts().items()
+        if part.value is not None and (part.is_whole or not is_shared)
+    }
+    return proxy.replace_parts(parts)
 
 
 def placed(

@@ -127,14 +127,16 @@ class Ungathered(NamedTuple):
         """The mesh axes that ``shard_map`` gathers over; None for a sharding constraint."""
         return None if self.axis is None else self.params["axis_name"]
 
-    def gathered(self, proxy: ArrayProxy) -> ArrayProxy:
+    def gathered(self, proxy: ArrayProxy, *, is_shared: bool = False) -> ArrayProxy:
         """Return a proxy of ``value`` that is gathered as the program gathers the array.
 
-        In ``shard_map``, arrays of the proxy that have one element along the axis stay as they are:
-        each device must have the same.
+        Args:
+            proxy: what stands for ``value``.
+            is_shared: whether in ``shard_map`` the devices have the same scales, one along the
+                axis. Then only the arrays with an element for each of ``value`` are gathered.
         """
         if self.axis is not None:
-            return gathered(self.params, proxy)
+            return gathered(self.params, proxy, is_shared)
         # The partitioner gives a constraint's sharding to the operation before it, too. Without the
         # barrier that is the conversion to quantized values: it would gather floats for it.
         return placed_by("sharding_constraint", self.params, lax.optimization_barrier(proxy))

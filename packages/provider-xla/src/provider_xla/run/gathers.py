@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 import quant_numerics as qn
@@ -87,7 +88,10 @@ def gathered(
     part: jax.Array = lax.stop_gradient(found.value)
     if range_ is not None:
         scales = qn.scale_of(range_, how.qtype, how.scale_dtype)
-        return found.gathered(qn.quantize_with(part, how.qtype, *scales))  # type: ignore[return-value]
+        # A range that was not measured here would hide that training has diverged.
+        part = jnp.where(jnp.isfinite(part), part, jnp.asarray(jnp.nan, part.dtype))
+        q = qn.quantize_with(part, how.qtype, *scales)
+        return found.gathered(q, is_shared=True)  # type: ignore[return-value]
     if found.axis is None:  # one program for all devices: XLA finds the ranges of the whole weight
         return found.gathered(site.contraction.quantize(side, part, how))  # type: ignore[return-value]
     fits = _parts_fit(site, side, how, found)
@@ -96,12 +100,14 @@ def gathered(
     found_range = qn.calibrate(
         part, how.qtype, channel_axes=channels, tile_axes=tiles, method=how.method
     )
-    if found.axis not in channels and found.axis not in tiles:
+    is_shared = found.axis not in channels and found.axis not in tiles
+    if is_shared:
         lower, upper = found_range
         lower = None if lower is None else lax.pmin(lower, found.axis_name)
         found_range = qn.Calibration(lower, lax.pmax(upper, found.axis_name))
     scales = qn.scale_of(found_range, how.qtype, how.scale_dtype)
-    return found.gathered(qn.quantize_with(part, how.qtype, *scales, tile_axes=tiles))  # type: ignore[return-value]
+    q = qn.quantize_with(part, how.qtype, *scales, tile_axes=tiles)
+    return found.gathered(q, is_shared=is_shared)  # type: ignore[return-value]
 
 
 def ungathered_site(site: Site, before: Sequence[Ungathered | None]) -> Site:

@@ -55,7 +55,8 @@ def decode_attention(
             query sees it by the length.
         index: int32[], which cache of a stack [layers, batch, kv_heads, positions, size] to attend
             over; scales have that axis, too. It is read where it lies, whereas
-            ``lax.dynamic_index_in_dim`` copies what it cuts out. Beyond the ends it is the end.
+            ``lax.dynamic_index_in_dim`` copies what it cuts out. A negative one counts from the
+            end; beyond the ends it is the end.
         scale: factor of the logits, by default 1 / sqrt(size).
         window: how many positions, up to its own, a query sees; None or 0 for all.
         softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None or

@@ -60,7 +60,7 @@ def gemm_w8a8(
         out_dtype: float32, bfloat16 or float16; by default that of x.
         index: int32[], which weight of a stack [weights, k, n] to multiply with. A kernel reads it
             where it lies in the stack, whereas ``lax.dynamic_index_in_dim`` copies what it cuts
-            out. Beyond the ends it is the end.
+            out. A negative one counts from the end; beyond the ends it is the end.
         group_sizes: int32[weights], for a stack [weights, k, n]: how many rows of x [m, k] each of
             its weights is multiplied with, in order, as in ``lax.ragged_dot``. Rows beyond the last
             group give zeros. On CPU a weight without rows is not read. With an index int32[groups]
@@ -222,7 +222,7 @@ def _reference(form: Form, rows: jax.Array, *operands: jax.Array) -> jax.Array:
         given, added = form.parted(operands)
         y = _MATMUL(form.plain, rows, *given)
         for array in added:
-            y = y + array.reshape(-1, form.n)
+            y = y + jnp.atleast_2d(array)  # reshape(-1, n) fails where there are no columns
         return clamped(y, form.clamp)
     weight, signs, scale = form.of_weight(operands)
     more = () if scale is None else (scale,)
@@ -298,7 +298,9 @@ def _batch(
     count = form.has_bias and not of_added[0]
     whole = (size, x.shape[1], form.n)
     bias = [x.reshape(form.n) for x in added[:count]]
-    residuals = [jnp.broadcast_to(x, whole).reshape(-1, form.n) for x in added[count:]]
+    residuals = [
+        jnp.broadcast_to(x, whole).reshape(math.prod(whole[:2]), form.n) for x in added[count:]
+    ]
     inside, after = residuals[:1], residuals[1:]
     joined = dataclasses.replace(
         form, has_bias=count, has_residual=len(inside) > 0, clamp=None if after else form.clamp
