@@ -237,6 +237,13 @@ def test_fields_that_can_not_be():
         parse_config({"model_type": "llava", "text_config": fields_of("llama")})
 
 
+def test_rope_parameters_of_null_are_none():
+    fields = {k: v for k, v in fields_of("gpt_oss").items() if not k.startswith("rope_")}
+    (rope,) = parse_config(fields | {"rope_parameters": None}).ropes
+    assert rope == parse_config(fields).ropes[0]
+    assert rope.yarn is not None
+
+
 WRONG = (None, -1, 0, 1, 7, 2.5, 1e400, "8", "", [], [1], {}, {"a": 1}, True, [None] * 7, 10**30)
 
 

@@ -332,10 +332,11 @@ def parse_config(fields, path="config.json", quantized=False):
             "this folder as it is, or take that of the float model."
         )
     family = fields.get("model_type")
-    if "rope_parameters" in fields and fields.get("rope_scaling"):
+    has_ropes = fields.get("rope_parameters") is not None
+    if has_ropes and fields.get("rope_scaling"):
         raise LlmError(f"{path} must have rope_parameters or rope_scaling, got both.")
     defaults = DEFAULTS.get(family, {}) if isinstance(family, str) else {}
-    if "rope_parameters" in fields:
+    if has_ropes:  # null says nothing, and leaves gpt-oss its YaRN
         defaults = {name: value for name, value in defaults.items() if name != "rope_scaling"}
     # A null says that there is none of it.
     fields = {name: value for name, value in (defaults | fields).items() if value is not None}
