@@ -431,7 +431,7 @@ def test_either_contraction_of_the_backward_pass_has_a_format_of_its_own():
             "bwd_act_residual_qtype must be None where neither bwd_qtype nor bwd_weight_grad",
         ),
         ({"bwd_original_residuals": True}, "a float backward pass has them"),
-        ({"bwd_original_residuals": 1, "bwd_qtype": "int8"}, "must be True or False"),
+        ({"bwd_original_residuals": 1, "bwd_qtype": "int8"}, "must be None, True or False"),
         ({"bwd_qtype": "int8", "bwd_act_grad_calibration_method": "minmax"}, "symmetric"),
         ({"bwd_act_grad_qtype": "int9"}, "bwd_act_grad_qtype must be None or a qtype"),
         ({"bwd_qtype": "int8", "bwd_act_grad_tile_size": 0}, "positive number of elements"),
