@@ -30,6 +30,7 @@ def few_formats(monkeypatch):
     monkeypatch.setattr(calibrated, "TILES", (32,))
 
 
+@pytest.mark.slow
 def test_bits_and_data(folder, few_formats, tmp_path, capsys):
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text(TEXT)

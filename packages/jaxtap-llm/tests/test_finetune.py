@@ -105,6 +105,7 @@ def reference(config, base, texts, steps):
     return now, curve
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_adam_on_documents_one_by_one(tuned):
     found = adapters.read(tuned / "out")
     config = parse_config(small()[0])
@@ -287,6 +288,7 @@ def test_an_adapter_for_peft_and_a_merged_folder_have_our_logits(tuned, tmp_path
     assert "quantization_config" not in config
 
 
+@pytest.mark.slow
 def test_a_merged_folder_in_other_formats(tuned, tmp_path):
     exact = logits_of(tuned / "out", TOKENS)
     for form, most in (("bfloat16", 0.03), ("int8", 0.03), ("w8a8", 0.1), ("int4", 1)):

@@ -465,9 +465,10 @@ def test_bad_prompts():
         ([[1] * 60], 10, r"fit into the cache of 64 positions, got 60 \+ 10"),
         ([[]], 4, "must have a token or more"),
         ([[1, 256]], 4, "below the model's vocabulary of 256, got 256"),
+        ([[1, 2], [3]], 4, r"of one length, got lengths of \[1, 2\]"),
     ):
         with pytest.raises(LlmError, match=message):
-            next(made.stream(np.array(prompt, int), count, positions=64))
+            next(made.stream(prompt, count, positions=64))
     with pytest.raises(LlmError, match="temperature must be 0 or more"):
         Sampling(-1)
 

@@ -31,7 +31,7 @@ BUDGETS = {
     "hijax-trace": 65,
     "interception-core": 30,
     "jaxtap": 12,
-    "jaxtap-llm": 50,
+    "jaxtap-llm": 60,
     "provider-odml": 30,
     "provider-odml-aeq": 15,
     "provider-odml-export": 65,

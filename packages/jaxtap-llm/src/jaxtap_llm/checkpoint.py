@@ -61,7 +61,10 @@ def layer_shapes(config):
         layer |= {"delta_bias": (d.values,), "delta_decay": (d.values,), "out": (values, width)}
     else:
         size = config.head_size
-        layer |= {"qkv": (width, sum(_heads(config)) * size), "out": (config.heads * size, width)}
+        layer |= {
+            "qkv": (width, sum(config.projected_heads) * size),
+            "out": (config.heads * size, width),
+        }
         if config.head_norms:
             layer |= {f"{one}_norm": (size,) for one in ("qk" if config.keeps else "q")}
     layer |= {"gate_up": (*some, width, 2 * inner), "down": (*some, inner, width)}
@@ -90,12 +93,6 @@ def layer_shapes(config):
     if config.layer_scales:
         layer["layer_scale"] = (1,)
     return layer
-
-
-def _heads(config):
-    """Return how many heads each of the projections of attention has, with their gates."""
-    heads = [config.heads * (2 if config.gated else 1), config.kv_heads, config.kv_heads]
-    return heads[: 1 if not config.keeps else 3 if config.has_values else 2]
 
 
 def init(config, seed=0):
@@ -170,7 +167,7 @@ def _delta_names(at):
 def _attention_names(config, at):
     """Return those of a layer's attention."""
     at = f"{at}self_attn."
-    projections = [f"{at}{one}_proj" for one in "qkv"[: len(_heads(config))]]
+    projections = [f"{at}{one}_proj" for one in "qkv"[: len(config.projected_heads)]]
     if config.family == "phi3":
         projections = [f"{at}qkv_proj"]
     names = {"qkv": [f"{one}.weight" for one in projections], "out": [f"{at}o_proj.weight"]}
@@ -281,7 +278,7 @@ def _columns(config, name, width):
     if config.family == "phi3":
         return [width]
     if name.startswith("qkv"):
-        return [n * config.head_size for n in _heads(config)]
+        return [n * config.head_size for n in config.projected_heads]
     if name == "delta_in":
         return [config.delta.width, width - config.delta.width]
     halves = name in ("gate_up", "shared_gate_up", "delta_gates")

@@ -137,6 +137,16 @@ class Config:
         """Number of layers."""
         return len(self.windows)
 
+    @property
+    def projected_heads(self) -> list[int]:
+        """How many heads each of the projections of attention has, with their gates.
+
+        Queries, keys and values; a layer that attends to another's keys projects queries alone, and
+        one whose values are its keys has no third.
+        """
+        heads = [self.heads * (2 if self.gated else 1), self.kv_heads, self.kv_heads]
+        return heads[: 1 if not self.keeps else 3 if self.has_values else 2]
+
     @functools.cached_property
     def segments(self) -> tuple[tuple[Stack, ...], ...]:
         """The stacks of layers that a program runs in turn: see ``segments_of``."""

@@ -120,8 +120,15 @@ class Generator:
             positions: of the cache; None for as many as are needed.
 
         Raises:
-            LlmError: no prompt, tokens that are not in the vocabulary, or more than the cache has.
+            LlmError: no prompt, prompts of several lengths, tokens that are not in the vocabulary,
+                or more than the cache has.
         """
+        lengths = sorted({len(prompt) for prompt in prompts})
+        if len(lengths) != 1:
+            raise LlmError(
+                f"Prompts must be of one length, got lengths of {lengths}. Generate those of each "
+                "length by themselves."
+            )
         prompts = np.asarray(prompts, np.int32)
         length = prompts.shape[1]
         positions = positions or self._room(length + count)

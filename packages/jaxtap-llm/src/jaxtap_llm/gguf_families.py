@@ -79,7 +79,7 @@ def names_of(config: Config, name: str) -> list[str]:
     if name not in names:
         name = name.removesuffix("_bias")
     found = names[name]
-    return found[: len(_heads(config))] if name == "qkv" else found
+    return found[: len(config.projected_heads)] if name == "qkv" else found
 
 
 def split(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
@@ -87,7 +87,7 @@ def split(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
     names = names_of(config, name)
     ends: list[int] = []
     if name.startswith("qkv") and len(names) > 1:
-        ends = np.cumsum([n * config.head_size for n in _heads(config)])[:-1].tolist()
+        ends = np.cumsum([n * config.head_size for n in config.projected_heads])[:-1].tolist()
     elif name == "delta_in":
         assert config.delta is not None
         ends = [config.delta.width]
@@ -100,12 +100,6 @@ def split(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
     for part, one in zip(names, parts, strict=True):
         one = one[:, 0] if name == "shared_router" else one
         yield part + ENDS.get(name, ".bias" if name.endswith("bias") else ".weight"), one
-
-
-def _heads(config: Config) -> list[int]:
-    """Return how many heads each of the projections of attention has, with their gates."""
-    heads = [config.heads * (2 if config.gated else 1), config.kv_heads, config.kv_heads]
-    return heads[: 1 if not config.keeps else 3 if config.has_values else 2]
 
 
 def reordered(config: Config, name: str, array: Any) -> Any:

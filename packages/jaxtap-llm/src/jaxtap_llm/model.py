@@ -251,10 +251,9 @@ def places_in(documents):
 def attention(config, p, x, turns, where, given, cache, shared):
     """Return what attention adds to ``[batch, length, width]``, the cache and ``shared``."""
     batch, length, _ = x.shape
-    heads, groups, size = config.heads, config.kv_heads, config.head_size
+    heads, size = config.heads, config.head_size
     window, rope, i, position = given["window"], given["rope"], given["place"], where.position
-    kinds = [heads * (2 if config.gated else 1), groups, groups]
-    kinds = kinds[: 1 if not config.keeps else 3 if config.has_values else 2]
+    kinds = config.projected_heads
     qkv = dense(p, "qkv", x).reshape(batch, length, sum(kinds), size)
     q, *kv = jnp.split(qkv, np.cumsum(kinds)[:-1], axis=2)
     gate = None

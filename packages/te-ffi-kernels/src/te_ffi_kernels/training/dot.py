@@ -34,8 +34,9 @@ def dot_int8(
     """Sum products of int8 over an axis of each side, and rescale them.
 
     Results are ``float32(sum) * lhs_scale * rhs_scale``, rounded once per operation. The sums are
-    exact, so these are the bits of ``lax.dot_general`` in int32, rescaled. Without a flag a side is
-    summed over its rows, as both are for the gradient of a weight.
+    those of ``lax.dot_general`` in int32, with its bits: exact below 2**17 products, and beyond as
+    long as none leaves int32, where it wraps. Without a flag a side is summed over its rows, as
+    both are for the gradient of a weight.
 
     Args:
         lhs: int8[..., k, m], or int8[..., m, k] with `lhs_last`.
