@@ -85,7 +85,7 @@ def qwix_stats():
 
 
 def _qwix():
-    provider = qwix.OdmlQatProvider([qwix.QuantizationRule(**W8A8)])
+    provider = qwix.OdmlQatProvider([qwix.QuantizationRule(weight_qtype="int8", act_qtype="int8")])
     return qwix.quantize_model(NET, provider)
 
 
