@@ -3,7 +3,7 @@
     uv run --python 3.12 --group bench --group peers --group efficientnet \
         python benchmarks/device_page.py --page docs/benchmarks/odml.md
 
-In less than ten minutes on two idle cores. Without --page it prints the tables. Names of steps
+In twelve minutes on two idle cores. Without --page it prints the tables. Names of steps
 (cnns, llm, steps) run these alone.
 """
 
