@@ -89,7 +89,7 @@ struct MatmulCall {
       if (grouped && !stacked) {
         throw invalid_argument("attribute index must be 1 where group_sizes is, got 0");
       }
-      // Each of these would need the group of a row, which nothing has asked for.
+      // Nothing has asked for these; a bias would be one for each group.
       if (grouped && (rotation != 0 || bias || residual || clamps)) {
         throw invalid_argument("attributes rotation, bias, residual and clamps must be 0 where rows "
                                "come in groups");

@@ -82,25 +82,19 @@ JAXTAP_INLINE void load(const void* from, Vector* to) {
 
 #include "matmul/amx/exact.inl"
 #include "matmul/amx/scaled.inl"
+#include "matmul/table.inl"
 
 }  // namespace
 
 const Kernels& amx_kernels() {
   static constexpr Kernels kKernels = [] {
-    Kernels k{};
+    Kernels k = own_kernels();
     k.block_panels = 2;
     k.block_k = 2048;
     k.task_steps = 120000;
     k.least_rows = 16;
     k.expands_signed = true;
-    k.exact8 = exact8;
-    k.scaled8 = scaled8;
-    k.paired8 = paired8;
     k.expand_panel = expand_panel<true>;
-    k.rotate = rotate_row;
-    k.quantize = quantize_row;
-    k.quantize_pairs = quantize_pairs;
-    k.finish = finish;
     k.release = release;
     return k;
   }();

@@ -124,25 +124,19 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
 }
 
 #include "matmul/stream.inl"
+#include "matmul/table.inl"
 
 }  // namespace
 
 const Kernels& generic_kernels() {
   static constexpr Kernels kKernels = [] {
-    Kernels k{};
+    Kernels k = own_kernels();
     k.block_panels = 1;
     k.block_k = 4096;
     k.task_steps = 30000;
     k.least_rows = 1;
-    k.exact8 = exact8;
-    k.scaled8 = scaled8;
-    k.paired8 = paired8;
     k.expand_panel = expand_panel<false>;
     k.stream = stream;
-    k.rotate = rotate_row;
-    k.quantize = quantize_row;
-    k.quantize_pairs = quantize_pairs;
-    k.finish = finish;
     return k;
   }();
   return kKernels;
