@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from .. import checks
 from ..batching import more_rows, widened
@@ -111,16 +112,15 @@ def _more_sums(
         return more_rows(run, config, size, in_batched, *operands)
     side, last = (0, config.lhs_last) if left else (1, config.rhs_last)
     given = list(operands)
+    # The examples go in front of the axis that is kept, and become one with it: [e, .., kept, ..]
+    # is [.., e * kept, ..]. So are rows of the result, or its columns.
     for i, axis in ((side, -2 if last else -1), (side + 2, -1)):
         (x,) = widened(size, [in_batched[i]], operands[i])
-        # In front of the axis that is kept, and one with it.
         moved = jnp.moveaxis(x, 0, axis - 1)
         at = moved.ndim + axis
-        kept = size * moved.shape[at]
-        given[i] = moved.reshape(*moved.shape[: at - 1], kept, *moved.shape[at + 1 :])
+        given[i] = lax.collapse(moved, at - 1, at + 1)
     found = run(config, *given)
-    axis = -2 if left else -1
-    at = found.ndim + axis
+    at = found.ndim - (2 if left else 1)
     kept = found.shape[at] // size
     found = found.reshape(*found.shape[:at], size, kept, *found.shape[at + 1 :])
     return jnp.moveaxis(found, at, 0), True
