@@ -157,7 +157,14 @@ def ungathered(value: Any) -> Ungathered | None:
         more to it since than transposing and converting it.
     """
     value = _primal(value)
-    # Moves and casts after the last gather, and all of them behind the first: each last one first.
+    # From `value` backwards, each last equation first:
+    #
+    #   first -> gather -> moves and casts -> gather -> moves and casts -> value
+    #                      |                            \-- `after` -----/
+    #                      \-- `since`, as far as it has been walked ---/
+    #
+    # `first` is before the earliest gather that counts, and `moves` are those behind that one. They
+    # are made again of `first`; what is after the last gather alone turns that one's axes, too.
     after: list[Any] = []
     since: list[Any] = []
     params, first, moves = None, value, since

@@ -48,27 +48,20 @@ def before_gather(
     found = ungathered(site.operands[side])
     if found is None or found.axis is None:
         return found
-    return None if is_static or _parts_fit(site, side, how, found) is None else found
+    fits = not is_static and _finds_its_scales(site, side, how, found)
+    return found if fits else None
 
 
-def _parts_fit(
-    site: Site, side: int, how: qn.HowToQuantize, found: Ungathered
-) -> tuple[Sequence[int], dict[int, int]] | None:
-    """Return channel axes and tiles of a device's part in ``shard_map``; None if devices differ.
-
-    Each device must find the scales that the whole weight has for its elements.
-    """
+def _finds_its_scales(site: Site, side: int, how: qn.HowToQuantize, found: Ungathered) -> bool:
+    """Return whether a device in ``shard_map`` finds the whole weight's scales for its part."""
     axis, part = found.axis, found.value
-    channels, tiles = site.contraction.granularity(side, site.operands[side].shape, how)
     if qn.get_qtype(how.qtype).two_level:  # one scale for the whole weight
-        return None
-    if axis in tiles:
+        return False
+    channels, tiles = site.contraction.granularity(side, site.operands[side].shape, how)
+    if axis in tiles:  # a part must be whole tiles
         size = tiles[axis]
-        return None if size != int(size) or part.shape[axis] % int(size) else (channels, tiles)
-    is_shared = axis not in channels
-    if is_shared and qn.parse_calibration_method(how.method).name not in _OF_PARTS:
-        return None
-    return channels, tiles
+        return size == int(size) and part.shape[axis] % int(size) == 0
+    return axis in channels or qn.parse_calibration_method(how.method).name in _OF_PARTS
 
 
 def gathered(
@@ -94,9 +87,7 @@ def gathered(
         return found.gathered(q, is_shared=True)  # type: ignore[return-value]
     if found.axis is None:  # one program for all devices: XLA finds the ranges of the whole weight
         return found.gathered(site.contraction.quantize(side, part, how))  # type: ignore[return-value]
-    fits = _parts_fit(site, side, how, found)
-    assert fits is not None
-    channels, tiles = fits
+    channels, tiles = site.contraction.granularity(side, site.operands[side].shape, how)
     found_range = qn.calibrate(
         part, how.qtype, channel_axes=channels, tile_axes=tiles, method=how.method
     )
