@@ -131,14 +131,14 @@ with litert_lm.Engine(sys.argv[1], backend=backend, enable_benchmark=True) as en
     speeds = found.last_prefill_tokens_per_second, found.last_decode_tokens_per_second
     print("FOUND", json.dumps(speeds))
 """
-"""A process of its own: LiteRT-LM and ai-edge-litert hold two builds of one library."""
+"""A separate process: LiteRT-LM and ai-edge-litert hold two builds of one library."""
 
 
 def llm():
     """Yield the table of a decoder: LiteRT-LM beside our programs on the CPU, tokens per second."""
     from jaxtap_llm import checkpoint, device
     from jaxtap_llm.bundle import Bundle
-    from jaxtap_llm.config import parse_config
+    from jaxtap_llm.fields import parse_config
 
     config = parse_config(LLM)
     params = checkpoint.init(config)

@@ -60,7 +60,7 @@ class MatrixUse:
         is_static: whether the activation has a static range.
         rows: number of rows of the activation.
         dtype: dtype of the activation.
-        in_groups: whether rows come in groups, each with a weight of its own.
+        in_groups: whether rows come in groups, with a weight for each.
         cuts: into how many equal parts ``shard_map`` cuts each axis of the parameter; empty if it
             cuts none.
         is_matmul: whether it is read as a matmul; a convolution may be read as both.

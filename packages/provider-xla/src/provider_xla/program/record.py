@@ -316,7 +316,7 @@ class Decided:
         The ranges that are stored under it are then those of other activations.
         """
         found = self._by_id.get(call.op_id)
-        if not found:  # there are no statistics for it, which is an error of their own
+        if not found:  # there are no statistics for it, which is another error
             return
         subject = subject_of(contraction, ndims)
         for op in found:

@@ -112,7 +112,7 @@ class Sites:
             module paths and the parameters among their operands. False asks about each call. By
             default they do unless rules have static ranges, of which each call has its own.
         is_given: whether the program is given floats besides its parameters, so that arrays that
-            it closes over are no data.
+            it closes over are not data.
         is_pure: whether none of these functions does more than return a result or raise an
             error; see ``Interceptor``.
         decided: what the plan of the program decided, which must hold for its parameters here;
