@@ -19,7 +19,7 @@ from language_models.shapes import SHAPES
 
 from jaxtap_llm import checkpoint, model
 from jaxtap_llm.bench import Timed
-from jaxtap_llm.config import parse_config
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.generate import Generator
 from jaxtap_llm.rules import FORMATS, rules_for
 from provider_xla import PtqProvider

@@ -1,6 +1,6 @@
 """Bundles of ``jaxtap llm device`` in LiteRT-LM's own runtime.
 
-The runtime is a process of its own: it and ai-edge-litert hold two builds of one library.
+The runtime is a separate process: it and ai-edge-litert hold two builds of one library.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 
 from jaxtap_llm import checkpoint, device
 from jaxtap_llm.bundle import Bundle
-from jaxtap_llm.config import parse_config
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.rules import DEVICE
 from jaxtap_testkit.llm_samples import fields_of, varied
 

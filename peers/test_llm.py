@@ -18,7 +18,7 @@ import llama_cpp_peer
 import onnxruntime_peer
 
 from jaxtap_llm import checkpoint, model
-from jaxtap_llm.config import parse_config
+from jaxtap_llm.fields import parse_config
 
 VOCABULARY = 300
 BASE = {

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from jaxtap_llm import checkpoint
-from jaxtap_llm.config import parse_config
+from jaxtap_llm.fields import parse_config
 
 from .processes import in_a_process
 from .shapes import SHAPES

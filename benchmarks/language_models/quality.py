@@ -13,7 +13,7 @@ import numpy as np
 import provider_xla as xla
 from jaxtap_llm import checkpoint, demo, model
 from jaxtap_llm.bench import Timed
-from jaxtap_llm.config import parse_config
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.generate import Generator
 from jaxtap_llm.losses import losses
 from jaxtap_llm.rules import FORMATS, rules_for

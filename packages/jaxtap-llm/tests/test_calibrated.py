@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxtap_llm import calibrated, checkpoint, folders, quantized
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.losses import perplexity
 from jaxtap_llm.rules import FORMATS, rules_for
 from jaxtap_testkit.llm_samples import fields_of, run_llm, varied

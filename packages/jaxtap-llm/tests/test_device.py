@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer, processors
 
 from jaxtap_llm import checkpoint, model
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.rules import DEVICE
 from jaxtap_llm.tokenizer import byte_level
 from jaxtap_testkit.llm_samples import fields_of, float64_logits, run_llm, varied

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from jaxtap_llm import checkpoint, model
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
 from jaxtap_llm.documents import Document, order, pack, read_documents
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.tokenizer import ByteTokenizer
 from jaxtap_testkit.llm_samples import FAMILIES, fields_of, float64_logits, varied
 

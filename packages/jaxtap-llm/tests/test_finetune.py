@@ -14,8 +14,9 @@ from safetensors.numpy import load_file
 
 from interception_core import JaxtapError
 from jaxtap_llm import adapters, checkpoint, folders, merged, model, training, vocabulary
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
 from jaxtap_llm.documents import pack, read_documents
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.gguf import stored
 from jaxtap_llm.tokenizer import ByteTokenizer
 from jaxtap_llm.training import Recipe, finetune

@@ -16,7 +16,8 @@ from interception_core import JaxtapError
 from interception_core.cli import main
 from jaxtap_llm import checkpoint, demo, folders, model, quantized
 from jaxtap_llm.cache import applying
-from jaxtap_llm.config import LlmError, parse_config, read_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.generate import Generator, Sampling, sample
 from jaxtap_llm.losses import perplexity
 from jaxtap_llm.rules import FORMATS, rules_for

@@ -13,7 +13,8 @@ from safetensors.numpy import load_file, save_file
 
 from interception_core import JaxtapError
 from jaxtap_llm import checkpoint, floats, gguf_families, merged, model, quantized
-from jaxtap_llm.config import LlmError, parse_config, read_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.gguf import export as export_gguf
 from jaxtap_llm.kinds import Kind, segments_of
 from jaxtap_testkit.llm_mixed_samples import REFERENCES

@@ -10,7 +10,8 @@ import pytest
 
 import provider_xla as xla
 from jaxtap_llm import checkpoint, folders, model, published
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.generate import Generator
 from jaxtap_testkit import huggingface_samples as samples
 from jaxtap_testkit.llm_samples import fields_of, run_llm, varied

@@ -9,7 +9,8 @@ import pytest
 
 from interception_core import JaxtapError
 from jaxtap_llm import checkpoint, folders, quantized, serving
-from jaxtap_llm.config import LlmError, parse_config
+from jaxtap_llm.config import LlmError
+from jaxtap_llm.fields import parse_config
 from jaxtap_llm.generate import Generator, Sampling
 from jaxtap_testkit.llm_samples import fields_of, run_llm, varied
 from jaxtap_testkit.processes import run_python

@@ -2,7 +2,7 @@
 
 from .config import Config as Config
 from .config import LlmError as LlmError
-from .config import read_config as read_config
+from .fields import read_config as read_config
 from .folders import load as load
 from .generate import Generator as Generator
 from .generate import Sampling as Sampling

@@ -14,7 +14,8 @@ import numpy as np
 
 from provider_xla import Source
 
-from .config import NESTED, LlmError, read_config
+from .config import LlmError
+from .fields import NESTED, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 FORMAT = {"format": "pt"}

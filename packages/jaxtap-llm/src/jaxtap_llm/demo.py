@@ -16,7 +16,7 @@ import provider_xla as xla
 from . import checkpoint, curves, model
 from .bench import Timed
 from .cache import size_of
-from .config import parse_config
+from .fields import parse_config
 from .generate import Generator
 from .losses import losses, perplexity
 from .rules import FORMATS, rules_for

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 
 from . import adapters, checkpoint, published, quantized
-from .config import Config, read_fields
+from .config import Config
+from .fields import read_fields
 
 Get = Callable[[str, int | None], np.ndarray]
 """Returns a parameter by its name, float32: of a layer, or around the layers for None."""

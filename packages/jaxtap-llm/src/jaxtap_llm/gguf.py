@@ -16,7 +16,8 @@ import provider_xla as xla
 import quant_numerics as qn
 
 from . import adapters, checkpoint, floats, gguf_families, vocabulary
-from .config import Config, LlmError, read_config
+from .config import Config, LlmError
+from .fields import read_config
 
 ARCHITECTURES = {
     "llama": "llama",

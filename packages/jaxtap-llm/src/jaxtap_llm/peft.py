@@ -13,7 +13,7 @@ import numpy as np
 from provider_xla.file_formats import atomic_write
 
 from . import adapters, checkpoint
-from .config import read_config
+from .fields import read_config
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -13,7 +13,8 @@ import provider_xla as xla
 import quant_numerics as qn
 
 from . import checkpoint
-from .config import LlmError, read_config, read_fields
+from .config import LlmError
+from .fields import read_config, read_fields
 from .rules import rules_for
 
 KEYS = "quantization_config", "compression_config"

@@ -24,7 +24,8 @@ import provider_xla as xla
 from provider_xla.file_formats import atomic_write
 
 from . import checkpoint, model
-from .config import LlmError, read_config, read_fields
+from .config import LlmError
+from .fields import read_config, read_fields
 from .rules import FORMATS, read_rules
 from .tokenizer import read_tokenizer
 

@@ -17,7 +17,8 @@ import numpy as np
 import provider_xla as xla
 
 from . import model
-from .config import LlmError, read_config
+from .config import LlmError
+from .fields import read_config
 from .generate import GREEDY, STEPS, Generator, first, following, sample
 
 FACTS = "exported.json"

@@ -4,7 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from .config import Config, LlmError, text_fields
+from .config import Config, LlmError
+from .fields import text_fields
 
 BYTES = 256
 

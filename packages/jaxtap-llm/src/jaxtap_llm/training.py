@@ -23,8 +23,9 @@ from tqdm import tqdm
 import provider_xla as xla
 
 from . import adapters, curves, folders, quantized
-from .config import LlmError, read_config, read_fields
+from .config import LlmError
 from .documents import Rows, order, pack, read_documents
+from .fields import read_config, read_fields
 from .losses import counted_nats
 from .rules import DTYPES
 from .tokenizer import read_stops, read_tokenizer

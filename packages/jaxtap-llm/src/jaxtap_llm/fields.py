@@ -1,0 +1,583 @@
+"""What the ``config.json`` of a Hugging Face folder says, by family, checked, as a ``Config``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from .config import Config, Delta, LlmError
+from .kinds import Kind
+from .ropes import Rope
+
+FAMILIES = (
+    *("llama", "mistral", "mixtral", "phi3", "smollm3", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
+    *("gemma3_text", "gpt_oss", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_5_moe_text"),
+)
+EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "qwen3_5_moe_text")
+"""The families with experts; Gemma 4 may have some."""
+NESTED = {
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
+    "mistral3": "mistral",
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+}
+"""Models of images and text, by model_type, and the family of what decodes text in them."""
+AROUND_TEXT = (
+    *("quantization_config", "compression_config", "dtype", "torch_dtype", "_name_or_path"),
+    *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+"""Fields that may be outside text_config, and hold for the text."""
+QWEN3_5 = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
+DEFAULTS = {
+    "mistral": {"sliding_window": 4096, "rms_norm_eps": 1e-6},
+    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "phi3": {"rms_norm_eps": 1e-5},
+    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True},
+    "qwen2": {"max_window_layers": 28},
+    "qwen3": {"max_window_layers": 28},
+    "gemma2": {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+    },
+    "gemma3_text": {
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "head_dim": 256,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    },
+    "llama4_text": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5,
+        "head_dim": 128,
+        "num_key_value_heads": 8,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        "intermediate_size_mlp": 16384,
+        "interleave_moe_layer_step": 1,
+        "no_rope_layer_interval": 4,
+        "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True,
+        "floor_scale": 8192,
+        "attn_scale": 0.1,
+        "use_qk_norm": True,
+    },
+    "gemma4_text": {
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "global_head_dim": 512,
+        "sliding_window": 512,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
+        "tie_word_embeddings": True,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            },
+        },
+    },
+    "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5 | {"shared_expert_intermediate_size": 512},
+    "gpt_oss": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1.5e5,
+        "swiglu_limit": 7.0,
+        "rope_scaling": YARN | {"truncate": False, "original_max_position_embeddings": 4096},
+    },
+}
+"""What a config.json of a family may leave out."""
+
+
+def read_config(folder: str | os.PathLike[str], quantized: bool = False) -> Config:
+    """Return the ``Config`` of a folder, whose tensors may be quantized.
+
+    Raises:
+        LlmError: config.json is missing, or is of another family or form.
+    """
+    return parse_config(read_fields(folder), Path(folder) / "config.json", quantized)
+
+
+def read_fields(folder):
+    """Return what a folder's config.json has.
+
+    Raises:
+        LlmError: there is none, or it is not JSON.
+    """
+    path = Path(folder) / "config.json"
+    try:
+        return text_fields(json.loads(path.read_text()))
+    except OSError as error:
+        raise LlmError(
+            f"{folder} must have a config.json, as Hugging Face's folders do."
+        ) from error
+    except ValueError as error:
+        raise LlmError(f"{path} must be JSON, got: {error}.") from error
+
+
+def text_fields(fields: Any) -> Any:
+    """Return the fields of what decodes text, of a model that also sees images."""
+    if not isinstance(fields, dict) or not isinstance(fields.get("text_config"), dict):
+        return fields
+    if fields.get("model_type") not in NESTED:
+        return fields
+    outside = {name: fields[name] for name in AROUND_TEXT if fields.get(name) is not None}
+    return {"model_type": NESTED[fields["model_type"]]} | fields["text_config"] | outside
+
+
+def parse_config(fields, path="config.json", quantized=False):
+    """Return the ``Config`` of the fields of a config.json, whose tensors may be quantized."""
+    fields = text_fields(fields)
+    if not isinstance(fields, dict):
+        raise LlmError(f"{path} must be an object of fields, got a {type(fields).__name__}.")
+    if fields.get("quantization_config") and not quantized:
+        raise LlmError(
+            f"{path}: quantization_config says that the tensors are quantized. Run generate on "
+            "this folder as it is, or take that of the float model."
+        )
+    family = fields.get("model_type")
+    has_ropes = fields.get("rope_parameters") is not None
+    if has_ropes and fields.get("rope_scaling"):
+        raise LlmError(f"{path} must have rope_parameters or rope_scaling, got both.")
+    defaults = DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    if has_ropes:  # null says nothing, and leaves gpt-oss its YaRN
+        defaults = {name: value for name, value in defaults.items() if name != "rope_scaling"}
+    # A null says that there is none of it.
+    fields = {name: value for name, value in (defaults | fields).items() if value is not None}
+    if family not in FAMILIES:
+        raise LlmError(
+            f"{path}: model_type must be one of {', '.join((*FAMILIES, *NESTED))}, got {family!r}. "
+            "Only these families are written in jaxtap_llm/model.py."
+        )
+    _check_numbers(fields, path)
+    if "num_local_experts" in fields:  # as transformers writes all families
+        fields.setdefault("num_experts", fields["num_local_experts"])
+    try:
+        return _parse(family, fields, path)
+    except KeyError as error:
+        raise LlmError(f"{path} must have {error.args[0]}, as {family}'s files do.") from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise LlmError(f"{path} must be as {family}'s files are, got: {error}.") from error
+
+
+COUNTS = {
+    *("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "intermediate_size", "moe_intermediate_size"),
+    *("num_experts", "num_local_experts", "num_experts_per_tok", "sliding_window_pattern"),
+    *("no_rope_layer_interval", "intermediate_size_mlp", "interleave_moe_layer_step"),
+    *("global_head_dim", "num_global_key_value_heads", "top_k_experts", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads"),
+    *("linear_num_value_heads", "full_attention_interval", "shared_expert_intermediate_size"),
+}
+NUMBERS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
+NUMBERS |= {"swiglu_limit", "floor_scale", "attn_scale"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
+WHOLE_CAPS = {
+    *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
+    "attention_chunk_size",
+}
+
+
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "head_dim", "global_head_dim"), 65536),
+}
+"""Bounds of what is gone through one by one: a file may say anything."""
+
+
+def _check_numbers(fields, path):
+    """Check that sizes are whole numbers, and the others numbers, which may be 0 for caps."""
+    for name in sorted(fields.keys() & (COUNTS | NUMBERS | CAPS | WHOLE_CAPS)):
+        value, whole = fields[name], name in COUNTS | WHOLE_CAPS
+        kinds, text = ((int,), "whole number") if whole else ((int, float), "number")
+        fits = isinstance(value, kinds) and not isinstance(value, bool)
+        may_be_0 = name in CAPS | WHOLE_CAPS
+        if not fits or not 0 <= value < math.inf or (value == 0 and not may_be_0):
+            what = "0 or more" if may_be_0 else "above 0"
+            raise LlmError(f"{path}: {name} must be a {text}, {what}, got {value!r}.")
+        if whole and value > MOST.get(name, 2**31 - 1):
+            raise LlmError(
+                f"{path}: {name} must be at most {MOST.get(name, 2**31 - 1)}, got {value}."
+            )
+    heads, groups = (fields.get(f"num_{one}_heads") for one in ("attention", "key_value"))
+    if heads and groups and heads % groups:
+        raise LlmError(
+            f"{path}: num_attention_heads must be a multiple of num_key_value_heads, got {heads} "
+            f"and {groups}."
+        )
+    for name in ("num_experts_per_tok", "top_k_experts"):
+        count = fields.get("num_experts", fields.get("num_local_experts", math.inf))
+        if fields.get(name, 0) > count:
+            raise LlmError(f"{path}: {name} must be at most num_experts.")
+
+
+PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")
+"""The families of which a part of each head may turn."""
+
+
+def _check_forms(family, fields, path):
+    """Check that the file asks for nothing that ``model`` does not compute."""
+    ropes = fields.get("rope_parameters") or {}
+    for one in (fields, ropes, *ropes.values()):
+        proportional = isinstance(one, dict) and one.get("rope_type") == "proportional"
+        if isinstance(one, dict) and family not in PARTIAL and not proportional:
+            share = one.get("partial_rotary_factor", 1)
+            if share != 1:
+                raise LlmError(
+                    f"{path}: partial_rotary_factor must be 1 for {family}, got {share}."
+                )
+    bidirectional = fields.get("use_bidirectional_attention")
+    # Of images, which are not read, whatever sees them.
+    if bidirectional and not (family == "gemma4_text" and bidirectional == "vision"):
+        raise LlmError(f"{path}: use_bidirectional_attention must be false for {family}.")
+    for name, wanted in REQUIRED.get(family, {}).items():
+        found = fields.get(name, wanted)
+        if found not in (wanted, type(wanted)()) if isinstance(wanted, list) else found != wanted:
+            raise LlmError(
+                f"{path}: {name} must be {json.dumps(wanted)} for {family}, got "
+                f"{json.dumps(found)}."
+            )
+
+
+REQUIRED = {
+    family: {"attn_output_gate": True, "norm_topk_prob": True, "mlp_only_layers": []}
+    for family in ("qwen3_5_text", "qwen3_5_moe_text")
+}
+"""What model.py computes for a family, by field: a file may leave it out, or say the same."""
+
+
+def _parse(family, fields, path):
+    _check_forms(family, fields, path)
+    gemma, qwen3 = family.startswith("gemma"), family.startswith("qwen3")
+    heads, width = fields["num_attention_heads"], fields["hidden_size"]
+    size = fields.get("head_dim") or (128 if family.startswith("qwen3") else width // heads)
+    windows = _windows(family, fields, path)
+    ropes, rope_of = _ropes(family, fields, path, windows)
+    _check_activation(family, fields, path)
+    if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):
+        raise LlmError(
+            f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step)."
+        )
+    if fields.get("mlp_bias") or (
+        family not in ("qwen2", "gpt_oss") and fields.get("attention_bias")
+    ):
+        raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
+    if family == "gpt_oss" and fields.get("attention_bias") is False:
+        raise LlmError(f"{path}: attention_bias must be true for gpt_oss.")
+    experts = fields["num_experts"] if family in EXPERTS else 0
+    inner = "moe_intermediate_size" if family in OF_EXPERTS else "intermediate_size"
+    config = Config(
+        family=family,
+        vocabulary=fields["vocab_size"],
+        width=width,
+        inner=fields[inner],
+        heads=heads,
+        kv_heads=fields.get("num_key_value_heads") or heads,
+        head_size=size,
+        windows=windows,
+        ropes=ropes,
+        rope_of=rope_of,
+        scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
+        epsilon=fields.get("rms_norm_eps", 1e-6),
+        tied=fields.get("tie_word_embeddings", False),
+        biased={"qwen2": ("qkv",), "gpt_oss": ("qkv", "out")}.get(family, ()),
+        head_norms=qwen3 or family in ("gemma3_text", "gemma4_text"),
+        softcap=(fields.get("attn_logit_softcapping") or 0.0) if gemma else 0.0,
+        final_softcap=(fields.get("final_logit_softcapping") or 0.0) if gemma else 0.0,
+        experts=experts,
+        experts_per_token=fields["num_experts_per_tok"] if experts else 0,
+        normalize_experts=family != "qwen3_moe" or fields.get("norm_topk_prob", False),
+        sinks=family == "gpt_oss",
+        limit=fields["swiglu_limit"] if family == "gpt_oss" else 0.0,
+        gemma=gemma,
+        shifted=family in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"),
+    )
+    more = {
+        "llama4_text": _llama4,
+        "gemma4_text": _gemma4,
+        "qwen3_5_text": _qwen3_5,
+        "qwen3_5_moe_text": _qwen3_5,
+    }
+    if family in more:
+        config = dataclasses.replace(config, **more[family](fields, path, config))
+    for one in {config.head_size, *(kind.head_size for kind in config.kinds)}:
+        if one % 2 or any(len(rope.frequencies(one)) == 0 for rope in config.ropes):
+            raise LlmError(f"{path}: head_dim must be even, for rotary positions, got {one}.")
+    return config
+
+
+OF_EXPERTS = ("qwen3_moe", "qwen3_5_moe_text")
+"""The families with a separate field for the width of experts."""
+
+
+def _sparse_step(fields):
+    return fields.get("decoder_sparse_step", 1)
+
+
+def _check_activation(family, fields, path):
+    wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
+    found = fields.get("hidden_activation") or fields.get("hidden_act") or wanted
+    if found != wanted:
+        raise LlmError(f"{path}: hidden_act must be {wanted} for {family}, got {found}.")
+
+
+def _llama4(fields: Any, path: Any, config: Config) -> dict[str, Any]:
+    """Return what else a decoder of Llama 4 has."""
+    step = fields["interleave_moe_layer_step"]
+    sparse = fields.get("moe_layers")
+    sparse = list(range(step - 1, config.layers, step)) if sparse is None else sparse
+    if not set(sparse) <= set(range(config.layers)):
+        raise LlmError(f"{path}: moe_layers must be of the {config.layers} layers, got {sparse}.")
+    alike = {"kv_heads": config.kv_heads, "head_size": config.head_size}
+    experts = Kind(config.inner, **alike, experts=config.experts, shared_inner=config.inner)
+    dense = Kind(fields["intermediate_size_mlp"], **alike)
+    kinds = tuple(experts if i in sparse else dense for i in range(config.layers))
+    tempers = fields.get("attn_temperature_tuning")
+    return _kinds(kinds) | {
+        "chunked": True,
+        "interleaved": True,
+        "unit_norms": bool(fields.get("use_qk_norm")),
+        "sigmoid_router": True,
+        "tempering": (float(fields["floor_scale"]), float(fields["attn_scale"]))
+        if tempers
+        else None,
+    }
+
+
+def _gemma4(fields: Any, path: Any, config: Config) -> dict[str, Any]:
+    """Return what else a decoder of Gemma 4 has."""
+    shared, layers = fields.get("num_kv_shared_layers", 0), config.layers
+    is_local = [window > 0 for window in config.windows]
+    own = layers - shared
+    if own < 0 or not set(is_local[own:]) <= set(is_local[:own]):
+        raise LlmError(
+            f"{path}: num_kv_shared_layers must leave a layer of each kind that has keys, got "
+            f"{shared} of {layers}."
+        )
+    wide, experts = fields.get("use_double_wide_mlp"), fields.get("enable_moe_block")
+    equal = bool(fields.get("attention_k_eq_v"))
+    whole = {"head_dim": fields["global_head_dim"]}
+    if equal and "num_global_key_value_heads" in fields:
+        whole["num_key_value_heads"] = fields["num_global_key_value_heads"]
+    given = {int(name): one for name, one in fields.get("per_layer_config", {}).items()}
+    kinds = []
+    for i, local in enumerate(is_local):
+        own_fields = given.get(i, {}) if given else {} if local else whole
+        unknown = own_fields.keys() - {"head_dim", "num_key_value_heads"}
+        if unknown:
+            raise LlmError(
+                f"{path}: per_layer_config must have head_dim and num_key_value_heads alone, got "
+                f"{sorted(unknown)[0]}."
+            )
+        _check_numbers({"num_attention_heads": config.heads} | own_fields, path)
+        dense = fields["intermediate_size"] * (2 if wide and i >= own else 1)
+        kinds.append(
+            Kind(
+                fields["moe_intermediate_size"] if experts else dense,
+                own_fields.get("num_key_value_heads", config.kv_heads),
+                own_fields.get("head_dim", config.head_size),
+                experts=fields["num_experts"] if experts else 0,
+                shared_inner=dense if experts else 0,
+                local=local,
+                keeps=i < own,
+                has_values=local or not equal,
+            )
+        )
+    ple, rows = fields["hidden_size_per_layer_input"], fields["vocab_size_per_layer_input"]
+    if ple and rows < config.vocabulary:
+        raise LlmError(
+            f"{path}: vocab_size_per_layer_input must be {config.vocabulary} or more, as the "
+            f"vocabulary is, got {rows}."
+        )
+    return _kinds(tuple(kinds)) | {
+        "scale": 1.0,
+        "experts_per_token": fields["top_k_experts"] if experts else 0,
+        "parallel": bool(experts),
+        "fused_experts": bool(experts),
+        "value_norms": True,
+        "layer_scales": True,
+        "layer_input": ple,
+        "layer_vocabulary": rows if ple else 0,
+    }
+
+
+def _qwen3_5(fields: Any, path: Any, config: Config) -> dict[str, Any]:
+    """Return what else a decoder of Qwen 3.5 has."""
+    delta = Delta(
+        fields["linear_num_key_heads"],
+        fields["linear_num_value_heads"],
+        fields["linear_key_head_dim"],
+        fields["linear_value_head_dim"],
+        fields["linear_conv_kernel_dim"],
+    )
+    if delta.values % delta.keys or delta.taps < 2:
+        raise LlmError(
+            f"{path}: linear_num_value_heads must be a multiple of linear_num_key_heads, and "
+            f"linear_conv_kernel_dim 2 or more, got {delta.values}, {delta.keys} and {delta.taps}."
+        )
+    every = fields["full_attention_interval"]
+    found = fields.get("layer_types") or [
+        "full_attention" if (i + 1) % every == 0 else LINEAR for i in range(config.layers)
+    ]
+    shared = fields["shared_expert_intermediate_size"] if config.experts else 0
+    made = [config.inner, config.kv_heads, config.head_size, config.experts, shared]
+    kinds = (Kind(*made, mixer="delta" if one == LINEAR else "attention") for one in found)
+    more = {"delta": delta, "gated": True, "gated_shared": bool(shared)}
+    return _kinds(tuple(kinds)) | more
+
+
+def _kinds(kinds: tuple[Kind, ...]) -> dict[str, Any]:
+    """Return the fields for layers of some kinds: the kinds themselves only where they differ."""
+    if len(set(kinds)) > 1:
+        return {"kinds": kinds, "experts": max(kind.experts for kind in kinds)}
+    return vars(kinds[0])
+
+
+def _ropes(family, fields, path, windows):
+    """Return rotary positions, and which of them each layer has."""
+    rope, local = _of_layers(family, fields, path)
+    others = [local is not None and window > 0 for window in windows]
+    if family in ("smollm3", "llama4_text"):
+        every = fields.get("no_rope_layer_interval", 4)
+        turns = fields.get("no_rope_layers") or [(i + 1) % every for i in range(len(windows))]
+        if len(turns) != len(windows):
+            raise LlmError(f"{path}: no_rope_layers must be of {len(windows)} layers.")
+        local, others = Rope(1e4, math.inf), [not one for one in turns]
+    return (rope,) if local is None else (rope, local), tuple(map(int, others))
+
+
+def _of_layers(family, fields, path):
+    """Return the rotary positions of the global layers, and of the local ones or None."""
+    given = fields.get("rope_parameters") or {}
+    by_layer = "full_attention" in given
+    chosen = given["full_attention"] if by_layer else given or fields.get("rope_scaling") or {}
+    if family == "gemma4_text" and not by_layer:
+        raise LlmError(f"{path}: rope_parameters must have full_attention, and sliding_attention.")
+    chosen = {name: value for name, value in chosen.items() if value is not None}
+    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or 1e4)
+    kind = chosen.get("rope_type", chosen.get("type", "default"))
+    local, share, small = None, 1.0, {}
+    if family in PARTIAL:
+        share = chosen.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
+        share = (1.0 if family == "phi3" else 0.25) if share is None else share
+    if kind == "proportional":
+        share = chosen.get("partial_rotary_factor", 1.0)
+    if not isinstance(share, int | float) or not 0 < share <= 1:
+        raise LlmError(
+            f"{path}: partial_rotary_factor must be above 0, and at most 1, got {share!r}."
+        )
+    if family in ("gemma3_text", "gemma4_text"):
+        small = given.get("sliding_attention", {}) if by_layer else fields
+        local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
+    if small.get("rope_type", "default") != "default":
+        raise LlmError(
+            f"{path}: rope_type of sliding_attention must be default, got {small['rope_type']}."
+        )
+    if kind == "default":
+        return Rope(theta, share=share), local
+
+    def number(name):
+        value = chosen[name]
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise LlmError(f"{path}: {name} of {kind} must be a number above 0, got {value!r}.")
+        return value
+
+    if kind == "proportional":
+        factor = number("factor") if "factor" in chosen else 1.0
+        return Rope(theta, factor, share=share, proportional=True), local
+    if share != 1:
+        raise LlmError(f"{path}: rope_type must be default for {family}, got {kind}.")
+    if kind == "linear":
+        return Rope(theta, number("factor")), local
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise LlmError(
+                f"{path}: low_freq_factor must be below high_freq_factor, got {low} and {high}."
+            )
+        bounds = low, high, number("original_max_position_embeddings")
+        return Rope(theta, number("factor"), bounds), local
+    if kind == "yarn" and not {"mscale", "mscale_all_dim"} & chosen.keys():
+        names = "original_max_position_embeddings", "max_position_embeddings"
+        lengths = [one[name] for one in (chosen, fields) for name in names if name in one]
+        if not lengths:
+            raise LlmError(f"{path}: yarn needs {names[0]}.")
+        factor, length = number("factor"), lengths[0]
+        fast, slow = (number(name) if name in chosen else default
+                      for name, default in (("beta_fast", 32), ("beta_slow", 1)))  # fmt: skip
+        if "attention_factor" in chosen:
+            scale = number("attention_factor")
+        else:
+            scale = 0.1 * math.log(max(factor, 1)) + 1
+        yarn = fast, slow, length, bool(chosen.get("truncate", True))
+        return Rope(theta, factor, yarn=yarn, scale=scale), local
+    raise LlmError(
+        f"{path}: rope_type must be default, linear, llama3, yarn (without mscale) or "
+        f"proportional, got {kind}. Positions would be wrong without it."
+    )
+
+
+LINEAR = "linear_attention"
+
+
+def _windows(family, fields, path):
+    """Return the window of each layer."""
+    layers, window = fields["num_hidden_layers"], fields.get("sliding_window") or 0
+    kinds = fields.get("layer_types")
+    known = {"llama4_text": "chunked_attention"}.get(family, "sliding_attention")
+    if family == "llama4_text":
+        window = fields.get("attention_chunk_size") or 0
+    elif family.startswith("qwen3_5"):
+        known, window = LINEAR, 0
+    if kinds is None:
+        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6), "gpt_oss": 2}
+        every = (every | {"gemma4_text": 6}).get(family)
+        if family in ("mistral", "mixtral", "phi3"):
+            local = [window > 0] * layers
+        elif family == "llama4_text":  # those with positions
+            interval = fields["no_rope_layer_interval"]
+            turns = fields.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]
+            local = [bool(one) and window > 0 for one in turns]
+        elif every is not None:
+            local = [(i + 1) % every != 0 for i in range(layers)]
+        else:
+            if fields.get("use_sliding_window") and "max_window_layers" not in fields:
+                raise LlmError(f"{path}: use_sliding_window of {family} needs layer_types.")
+            first = fields.get("max_window_layers", 0)
+            local = [bool(fields.get("use_sliding_window")) and i >= first for i in range(layers)]
+    else:
+        unknown = sorted(set(kinds) - {"full_attention", known})
+        if unknown or len(kinds) != layers:
+            found = ", ".join([str(len(kinds)), *unknown])
+            raise LlmError(
+                f"{path}: layer_types must have full_attention or {known} for each of "
+                f"{layers} layers, got {found}."
+            )
+        local = [kind == known != LINEAR for kind in kinds]
+    if family == "gemma4_text":
+        local[-1] = False  # whatever the file says
+    if any(local) and not window:
+        name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
+        raise LlmError(f"{path} must have {name}, for the layers that have one.")
+    return tuple(window if one else 0 for one in local)
