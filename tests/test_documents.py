@@ -3,8 +3,10 @@
 docs/plugins.md and docs/kernels.md hold files of plugins: other tests build and run them.
 """
 
+import ast
 import importlib
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -47,6 +49,17 @@ def test_its_python_runs(file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # for the files that it writes
     for example in SYBIL.parse(ROOT / file).examples():
         example.evaluate()
+
+
+@pytest.mark.parametrize("file", sorted(p.name for p in ROOT.glob("docs/notebooks/*.ipynb")))
+def test_what_a_notebook_imports_exists(file):
+    """The notebooks run when the site is built, last of the checks: a moved name is seen here."""
+    pytest.importorskip("te_ffi_kernels")
+    cells = json.loads((ROOT / "docs/notebooks" / file).read_text())["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    imports = [n for n in ast.walk(ast.parse(code)) if isinstance(n, (ast.Import, ast.ImportFrom))]
+    assert imports
+    exec("\n".join(map(ast.unparse, imports)), {})
 
 
 def test_the_readme_is_twelve_lines_from_import_to_a_faster_model():
