@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import quant_numerics as qn
 from provider_xla import WeightPlan
@@ -207,17 +206,10 @@ def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
 
 def _spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
     """Return scale and zero point per element, in the values' shape."""
-    scale = q.scale.astype(jnp.float32)
-    if q.global_scale is not None:
-        scale = scale * q.global_scale
-
-    tiles = q.slices.tiles
 
     def full(x: jax.Array) -> jax.Array:
-        for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
-            if have != want:
-                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
-                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
-        return x
+        return jnp.broadcast_to(q.slices.repeated(x), q.shape)
 
+    scale = q.scale.astype(jnp.float32)
+    scale = scale if q.global_scale is None else scale * q.global_scale
     return full(scale), None if q.zero_point is None else full(q.zero_point)

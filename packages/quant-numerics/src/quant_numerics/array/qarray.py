@@ -23,7 +23,7 @@ from quant_numerics.array.tiles import (
     slices_of,
 )
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
-from quant_numerics.formats.encoding import decode
+from quant_numerics.formats.encoding import decode, whole_scale
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 hide_frames(Path(__file__).parent.parent)
@@ -327,5 +327,4 @@ def qtype_of(q: QArray) -> QType:
 
 def effective_scale(q: QArray) -> jax.Array:
     """Return ``scale * global_scale`` as float32, of the scale's shape."""
-    scale = q.scale if q.scale.dtype == jnp.float32 else q.scale.astype(jnp.float32)
-    return scale if q.global_scale is None else scale * q.global_scale
+    return whole_scale(q.scale, q.global_scale)
