@@ -188,4 +188,3 @@ from .traced_prims import (
     rule_values,
     undifferentiated,
 )
-from .transposable import transposable_p
