@@ -6,7 +6,6 @@ See "Joins" in the README.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -115,7 +114,7 @@ class Joins:
 
     def __init__(self, run: Pass):
         self._run = run
-        self._uses: Counter[Any] | None = None
+        self._uses: dict[Any, bool] | None = None
         self._results: set[Any] = set()
         self._known: dict[Hashable, Recipe | None] = {}
 
@@ -166,10 +165,13 @@ class Joins:
     def _is_used_once(self, var: Any) -> bool:
         """Return whether one equation uses a variable: a call that more use would run twice."""
         if self._uses is None:
-            jaxpr = self._run.jaxpr
-            atoms = [*(x for one in jaxpr.eqns for x in one.invars), *jaxpr.outvars]
-            self._uses = Counter(x for x in atoms if type(x) is not compat.Literal)
-        return self._uses[var] == 1
+            jaxpr, uses, literal = self._run.jaxpr, {}, compat.Literal
+            for atoms in (*(one.invars for one in jaxpr.eqns), jaxpr.outvars):
+                for x in atoms:
+                    if type(x) is not literal:
+                        uses[x] = x not in uses  # whether it is the only one
+            self._uses = uses
+        return self._uses[var]
 
     def _joined(
         self,
