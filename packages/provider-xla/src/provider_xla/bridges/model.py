@@ -17,7 +17,8 @@ from ..forms.adapted import restored
 from ..program.arrays import as_batch, is_array
 from ..program.sites import short
 from ..providers.given import provider_of
-from .bridge import Quantized, holds_kept, keeps_floats, path_of
+from ..run.static.statistics import read
+from .bridge import Bridge, Quantized, holds_kept, keeps_floats, path_of
 
 
 @hides_frames
@@ -66,7 +67,9 @@ def quantize_model(
         prepack: whether to pack parameters for the kernels of this machine that run their
             contractions; False for quantized values and scales, to be saved and used anywhere.
         statistics: the ranges of activations whose rules have ``act_static_scale``: what
-            ``calibrate_model`` returns.
+            ``calibrate_model`` returns. None takes those of a model that was quantized for
+            training. With a ``QtProvider`` a model without any collects them: each call adds its
+            own, as in ``QtProvider.apply``. Ranges that are given stay as they are.
         adapter_key: random key that adapters begin with; None is ``jax.random.key(0)``.
         kwargs: more of the example inputs.
 
@@ -106,17 +109,35 @@ def quantize_model(
             stored = feature("plan-put-adapters")(plan, stored, adapters)
     else:
         stored = parameters
-    ranges = getattr(plan, "ranges", ())
+    ranges = {**getattr(plan, "ranges", {})}
+    if keeps_floats(provider):
+        ranges |= getattr(plan, "trained_ranges", {})
     # A model without values is to be loaded, with its ranges.
     if ranges and statistics is None and _has_values(parameters):
-        raise QuantizationError(
-            f"{len(ranges)} activations have a static range (act_static_scale=True), and "
-            "there are no statistics. Measure them: statistics = calibrate_model(model, "
-            "provider, batches), and pass statistics=statistics."
-        )
+        statistics = _collected(bridge, model, provider, plan)
+        if statistics is None:
+            raise QuantizationError(
+                f"{len(ranges)} activations have a static range (act_static_scale=True), and "
+                "there are no statistics. Measure them: statistics = calibrate_model(model, "
+                "provider, batches), and pass statistics=statistics."
+            )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
     made = bridge.rebuild(model, stored, quantized)
     return feature("model-put-caches")(bridge, made, plan, held) if held else made
+
+
+def _collected(
+    bridge: Bridge, model: Any, provider: Provider, plan: Any
+) -> Mapping[str, Any] | None:
+    """Return the statistics that a model collects, or that it has collected; None without."""
+    before = bridge.quantized(model)
+    found = None if before is None else before.statistics
+    if not keeps_floats(provider):
+        # As they are now: training may go on, and inference must not follow.
+        return None if found is None else read(found)
+    if found is None and hasattr(plan, "empty_statistics"):
+        return plan.empty_statistics()
+    return found
 
 
 def _is_abstract(parameters: Any) -> bool:
