@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
-from ..errors import QuantizationError, QuantizationWarning
+from ..errors import QuantizationError
 from ..extras import feature
 from ..forms.adapted import restored
-from ..program.arrays import as_batch, is_array
-from ..program.sites import short
+from ..program.arrays import as_batch
 from ..providers.given import provider_of
 from ..run.static.statistics import read
-from .bridge import Bridge, Quantized, holds_kept, keeps_floats, path_of
+from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 
 
 @hides_frames
@@ -85,8 +83,7 @@ def quantize_model(
             ``PtqProvider.plan``.
 
     Warns:
-        QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
-            followed to where they are used. Errors with ``strict=True``.
+        QuantizationWarning: what ``PtqProvider.plan`` warns about. Errors with ``strict=True``.
     """
     provider = provider_of(provider)
     bridge, plan, held = planned(model, provider, args, methods, kwargs)
@@ -322,40 +319,4 @@ def planned(
         fn, held = feature("model-with-caches")(bridge, model, method, provider, kwargs)
     else:
         fn = bridge.function(model, method)
-    plan = make_plan(fn, parameters, *args, **kwargs, **held)
-    lost = list(_lost(plan, provider, parameters))
-    if lost:
-        text = (
-            "Weights can't be followed to where they are used, as in a derivative that a "
-            "checkpointed, scanned or jitted part of the model takes: put the derivative around "
-            "the part. They stay float:\n" + "\n".join(lost)
-        )
-        if getattr(provider, "strict", False):
-            raise QuantizationError(f"{text}\n(strict=True)")
-        warnings.warn(text, QuantizationWarning, stacklevel=4)
-    return bridge, plan, held
-
-
-def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
-    """Yield parameters with a rule whose module uses values derived from them."""
-    leaves = {
-        keys: leaf
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]
-        if is_array(leaf) and "args[0]" + jax.tree_util.keystr(keys) not in plan.weights
-    }
-    for op in getattr(plan, "ops", ()):
-        if op.paths or op.rule is None:
-            continue
-        rule = provider.rules[op.rule]
-        if rule.weight_qtype is None or rule.weights_only:
-            continue
-        module = [part for part in op.op_id.split("/")[:-1] if "(" not in part]
-        for keys, leaf in leaves.items():
-            owner = path_of(keys).split("/")[:-1]
-            # Linen's paths begin with a class, and those of its parameters with a collection.
-            if module and (module == owner or module[1:] == owner[1:] != []):
-                ends = tuple(
-                    short(jax.ShapeDtypeStruct(leaf.shape[i:], leaf.dtype)) for i in (0, 1)
-                )
-                if set(ends) & set(op.operands):
-                    yield f"- {path_of(keys)} in {op.op_id} (rule {op.rule})"
+    return bridge, make_plan(fn, parameters, *args, **kwargs, **held), held
