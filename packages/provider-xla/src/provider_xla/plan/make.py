@@ -168,7 +168,7 @@ def _kept_for_adapters(plan: Plan) -> set[str]:
 
 
 def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that are unused once derived weights are stored."""
+    """Return the parameters that nothing but derived weights uses."""
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
@@ -192,7 +192,9 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
     used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
     # The first arguments are the parameters, in the order of their paths.
     names = sorted(plan.leaves)
-    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+    unused = {path for path, one in zip(names, used, strict=False) if not one}
+    # What this program never uses is stored: another one, such as another method, may.
+    return plan.derived_from & unused
 
 
 def in_float(site: Site) -> Any:
