@@ -421,13 +421,16 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         batch: the other arguments of a call.
 
     Returns:
-        The plan, with kernels if ``plan`` has some.
+        The plan, with kernels if ``plan`` has some, and with its caches, which no rule of ``rules``
+        is about.
 
     Raises:
         QuantizationError: tiles do not fit a parameter.
     """
     kernels = any(op.kernels for op in plan.ops if op.quantized)
-    return make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    of_caches = (one for one in plan.faults if one.code in (Code.NO_CACHE, Code.CACHE_FLOAT))
+    return dataclasses.replace(made, caches=plan.caches, faults=(*made.faults, *of_caches))
 
 
 class _Trial(Survey):
