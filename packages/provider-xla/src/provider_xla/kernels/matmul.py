@@ -18,7 +18,7 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .products import NOTHING, Added, NoKernel, mapped_contraction
+from .products import ALONE, NOTHING, Added, Between, NoKernel, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -206,13 +206,16 @@ def product(
     extras: Sequence[jax.Array],
     added: Added,
     rotation: Rotation | None = None,
+    between: Between = ALONE,
 ) -> Any:
     """Return a contraction with a packed weight, or NotImplemented without a kernel for it.
 
-    The arguments are those of ``StoredForm.contract``, and a rotation of ``x``.
+    The arguments are those of ``StoredForm.contract``, a rotation of ``x``, and what a chain of
+    convolutions has in int8.
     """
+    given = contraction, how, calibration, x, weight, side, extras, rotation, added, between
     try:
-        return multiply(contraction, how, calibration, x, weight, side, extras, rotation, added)
+        return multiply(*given)
     except NoKernel:
         return NotImplemented
 
@@ -227,6 +230,7 @@ def multiply(
     extras: Sequence[jax.Array] = (),
     rotation: Rotation | None = None,
     added: Added = NOTHING,
+    between: Between = ALONE,
 ) -> jax.Array:
     """Return a contraction with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
 
@@ -236,6 +240,8 @@ def multiply(
     if not isinstance(x, jax.Array):
         raise NoKernel("both operands are stored")
     if isinstance(contraction, RaggedMatmul):
+        if between.y_scale is not None:
+            raise NoKernel("int8 results of rows in groups")
         y = _multiply_groups(contraction, how, range_, x, weight, side, *extras)
         return added.to(y)
     dtype = check_dtypes(contraction, x, weight.dtype)
@@ -252,10 +258,13 @@ def multiply(
             if weight.windows or not is_matmul:
                 if rotation is not None or (range_ is not None and scale is None):
                     raise NoKernel("a convolution of rotated activations, or with a zero point")
-                return convolve(contraction, how, scale, x, weight, side, dtype, added)
+                given = contraction, how, scale, x, weight, side, dtype, added, between
+                return convolve(*given)
         except NoKernel:  # of a program that the plan is not for
             if not is_matmul:
                 raise
+    if between.y_scale is not None:
+        raise NoKernel("int8 results of a matmul")
     layout = layout_of(contraction, side, x.shape, weight.shape)
     rank = len(weight.k_sizes)
     places = {part: axis for axis, part in enumerate(weight.order)}
