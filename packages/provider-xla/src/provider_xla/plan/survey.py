@@ -64,8 +64,8 @@ class Survey:
         contractions: by weight and operation, what a kernel would have to do, or why none can.
         notes: what is done that no rule says, as the keys.
         chosen: the weights that the program chooses among several.
-        chained: by the id of a convolution with a static range, that of the convolution whose results
-            it alone reads.
+        chained: by the id of a convolution with a static range, that of the convolution whose
+            results it alone reads.
         adapters: collects adapters; None if no rule has any.
     """
 

@@ -85,8 +85,8 @@ class OpRecord:
         adapter: in a plan, the label of the adapter that its parameter has, such as ``"rank 8"``;
             None if it has none.
         module_path: the name stack around it, which rules match.
-        chained_to: in a plan, the id of the convolution whose results it reads as int8; None for one
-            that quantizes its activation.
+        chained_to: in a plan, the id of the convolution whose results it reads as int8; None for
+            one that quantizes its activation.
         subject: of a quantized contraction, see ``program.decided.subject_of``.
     """
 

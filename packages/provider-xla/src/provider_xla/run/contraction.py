@@ -87,10 +87,11 @@ class _Call(NamedTuple):
 
 
 def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
-    *leaves, y_scale = leaves if call.rounded else (*leaves, None)
-    *rest, residual = leaves if call.has_residual else (*leaves, None)
+    *rest, y_scale = leaves if call.rounded else (*leaves, None)
+    *rest, residual = rest if call.has_residual else (*rest, None)
     *rest, bias = rest if call.has_bias else (*rest, None)
-    *given, quantized = jax.tree.unflatten(call.treedef, rest)
+    lhs, rhs, extras, calibrations, quantized = jax.tree.unflatten(call.treedef, rest)
+    given = lhs, rhs, extras, calibrations
     added = Added(bias, residual, call.clamp)
     if y_scale is not None:
         return _rounded(call, *given, added, Between(quantized, y_scale))

@@ -43,28 +43,43 @@ JAXTAP_INLINE Floats rounded(Floats x) {
 // reciprocal, as in matmul/rows.inl.
 constexpr float kSafeRounding = 0.49997f;
 
+// Whether any magnitude is not up to a bound: a NaN isn't.
 JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
-  const Ints beyond = (x > bound) | (x < -bound);
 #if defined(__AVX512F__)
-  return _mm512_movepi32_mask(same_bits<__m512i>(beyond)) != 0;
+  const __m512 magnitude = _mm512_abs_ps(same_bits<__m512>(x));
+  return _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
 #elif defined(__AVX2__)
-  return _mm256_movemask_epi8(same_bits<__m256i>(beyond)) != 0;
+  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), same_bits<__m256>(x));
+  return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
 #else
-  int32_t found = 0;
-  for (int i = 0; i < kLanes; ++i) found |= beyond[i];
-  return found != 0;
+  bool found = false;
+  for (int i = 0; i < kLanes; ++i) found |= !(x[i] <= bound && x[i] >= -bound);
+  return found;
 #endif
 }
 
-// A NaN becomes 0. What is beyond 127 saturates.
+// What is beyond 127 saturates; a NaN stays.
 JAXTAP_INLINE Floats cut(Floats x) {
-  x = x == x ? x : all(0.0f);
+#if defined(__AVX512F__)  // the second operand where one is NaN
+  const __m512 below = _mm512_min_ps(_mm512_set1_ps(127.0f), same_bits<__m512>(x));
+  return same_bits<Floats>(_mm512_max_ps(_mm512_set1_ps(-127.0f), below));
+#elif defined(__AVX2__)
+  const __m256 below = _mm256_min_ps(_mm256_set1_ps(127.0f), same_bits<__m256>(x));
+  return same_bits<Floats>(_mm256_max_ps(_mm256_set1_ps(-127.0f), below));
+#else
   x = x < -127.0f ? all(-127.0f) : x;
   return x > 127.0f ? all(127.0f) : x;
+#endif
 }
 
 // To the nearest whole number, half to even, of magnitudes up to 127.
 JAXTAP_INLINE Floats whole(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+
+// Quotients instead of products, and 0 for a NaN.
+__attribute__((noinline, cold)) Floats divided(const Floats& x, float divisor) {
+  const Floats ratio = x / divisor;
+  return whole(cut(ratio == ratio ? ratio : all(0.0f)));
+}
 
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
@@ -87,10 +102,9 @@ JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
 
 template <class Where>
 JAXTAP_INLINE void write_rounded(int8_t* to, Floats x, Scale scale, Where where) {
-  const Floats ratio = cut(x * scale.reciprocal), near = whole(ratio);
-  if (__builtin_expect(any_beyond(ratio - near, kSafeRounding), 0)) {
-    return write_bytes(to, whole(cut(x / scale.divisor)), where);
-  }
+  const Floats ratio = cut(x * scale.reciprocal);
+  Floats near = whole(ratio);
+  if (__builtin_expect(any_beyond(ratio - near, kSafeRounding), 0)) near = divided(x, scale.divisor);
   write_bytes(to, near, where);
 }
 

@@ -109,7 +109,11 @@ class Form:
         }
         told |= {"k": self.layout.k, "n": self.n, **self.layout.attributes, "groups": self.groups}
         told |= {"x_scale": 1} if self.has_scale else {}
-        told |= {"int8_of": 1 + list(map(jnp.dtype, checks.FLOATS)).index(self.dtype)} if self.to_int8 else {}
+        told |= (
+            {"int8_of": 1 + list(map(jnp.dtype, checks.FLOATS)).index(self.dtype)}
+            if self.to_int8
+            else {}
+        )
         told |= {"bias": int(self.has_bias), "residual": int(self.has_residual)}
         return told | clamp_attributes(self.clamp)
 
