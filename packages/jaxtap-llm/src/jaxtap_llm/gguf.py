@@ -113,6 +113,9 @@ def tensors(config: Config, get: floats.Get) -> Iterator[tuple[str, np.ndarray]]
         # What stands still is slowed down by as much as llama.cpp's own files have.
         slower = np.divide(plain, turns, out=np.full(len(turns), 1e30), where=turns > 0)
         yield "rope_freqs.weight", slower.astype(np.float32)
+    if first.longrope is not None:
+        for name, factors in zip(("short", "long"), first.longrope, strict=False):
+            yield f"rope_factors_{name}.weight", np.asarray(factors, np.float32)
     for i in range(config.layers):
         for name in checkpoint.tensor_names(config, i):
             for part, array in parts(config.view(i), name, get(name, i)):
@@ -169,6 +172,8 @@ def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any
     first = config.ropes[0]
     if first.yarn is not None:
         found |= gguf_families.yarn(first)
+    elif first.longrope is not None:
+        found |= gguf_families.longrope(first)
     elif first.llama3 is None and first.factor != 1:
         found["rope.scaling.type"] = "linear"
         found["rope.scaling.factor"] = float(first.factor)

@@ -155,6 +155,16 @@ def yarn(rope: Rope) -> dict[str, Any]:
     }
 
 
+def longrope(rope: Rope) -> dict[str, Any]:
+    """Return what a file says of LongRoPE, whose factors are tensors."""
+    assert rope.longrope is not None
+    return {
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": rope.longrope[2],
+        "rope.scaling.attn_factor": float(rope.scale),
+    }
+
+
 def problems(config: Config) -> Iterator[str]:
     """Yield what llama.cpp does not read from a file of a family, and computes in another way."""
     first, family = config.ropes[0], config.family
@@ -164,6 +174,8 @@ def problems(config: Config) -> Iterator[str]:
         # gpt-oss says otherwise, and llama.cpp takes whole bounds for it all the same.
         if not first.yarn[3] and family != "gpt_oss":
             yield "truncate of yarn must be true for GGUF, got false"
+    if first.longrope is not None and family not in ("llama", "mistral", "mixtral", "phi3"):
+        yield f"rope_type must not be longrope for GGUF of {family}"
     if family == "gemma3_text" and any(x.theta != 1e4 or x.factor != 1 for x in config.ropes[1:]):
         yield "rope_local_base_freq must be 10000 for GGUF"
     if family == "smollm3" and config.rope_of != tuple(_every(config, 4)):
