@@ -6,9 +6,9 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
+from . import beside
 from .config import Config, Delta, LlmError
 from .kinds import Kind
 from .ropes import Rope
@@ -116,24 +116,19 @@ def read_config(folder: str | os.PathLike[str], quantized: bool = False) -> Conf
     Raises:
         LlmError: config.json is missing, or is of another family or form.
     """
-    return parse_config(read_fields(folder), Path(folder) / "config.json", quantized)
+    return parse_config(read_fields(folder), beside.path_of(folder, beside.CONFIG), quantized)
 
 
-def read_fields(folder):
-    """Return what a folder's config.json has.
+def read_fields(folder: Any) -> dict[str, Any]:
+    """Return what a folder's config.json has, or a file of llama.cpp instead.
 
     Raises:
         LlmError: there is none, or it is not JSON.
     """
-    path = Path(folder) / "config.json"
-    try:
-        return text_fields(json.loads(path.read_text()))
-    except OSError as error:
-        raise LlmError(
-            f"{folder} must have a config.json, as Hugging Face's folders do."
-        ) from error
-    except ValueError as error:
-        raise LlmError(f"{path} must be JSON, got: {error}.") from error
+    found = beside.json_of(folder, beside.CONFIG)
+    if not found:
+        raise LlmError(f"{folder} must have a config.json, as Hugging Face's folders do.")
+    return text_fields(found)
 
 
 def text_fields(fields: Any) -> Any:
