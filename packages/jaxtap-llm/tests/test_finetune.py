@@ -427,7 +427,7 @@ def test_a_tokenizer_of_bytes_and_merges(tmp_path):
 
     config = parse_config(fields_of("llama") | {"vocab_size": 260})
     level = functools.partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
-    patterns = {name: pattern for pattern, name in vocabulary._SPLITS.items()}
+    patterns = {name: pattern for pattern, name in vocabulary.SPLITS.items()}
     for pre, name in (
         (level(), "gpt-2"),
         (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level()]), "smollm"),

@@ -473,13 +473,18 @@ def opened(folder):
 def read(folder):
     """Return the config and the float parameters of a folder, float32 in NumPy."""
     config, get = opened(folder)
+    return config, gathered(config, get)
+
+
+def gathered(config, get):
+    """Return the tree of parameters that are got one by one; ``get`` is a ``Get``."""
     params: dict = {name: get(name, None) for name in tensor_names(config)}
     for stack in config.stacks:
         params[stack.name] = {
             name: np.stack([get(name, i) for i in stack.layers])
             for name in tensor_names(config, stack.layers[0])
         }
-    return config, params
+    return params
 
 
 def write(folder, fields, config, params, shards=1):

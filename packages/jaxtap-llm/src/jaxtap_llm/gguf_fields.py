@@ -62,6 +62,7 @@ class Keys:
 
     def error(self, key: str, wanted: str, found: Any) -> LlmError:
         """Return an error that names a key."""
+        found = found.item() if isinstance(found, np.generic) else found
         return LlmError(f"{self.where}: {self.architecture}.{key} must be {wanted}, got {found!r}.")
 
     def whole(self, key: str, default: int | None = None) -> int:

@@ -48,10 +48,12 @@ def metadata(folder: Any, config: Config) -> dict[str, Any]:
     Raises:
         LlmError: llama.cpp does not have such a tokenizer, or there is none.
     """
+    from tokenizers import Tokenizer
+
     read_tokenizer(folder, config)
     path, text = beside.path_of(folder, beside.TOKENIZER), beside.text_of(folder, beside.TOKENIZER)
     if text is None:
-        return of_bytes()
+        return of_bytes() | _ends(folder, [])
     fields = json.loads(text)
     model = fields["model"]
     if model.get("type", "BPE") != "BPE":
@@ -63,7 +65,9 @@ def metadata(folder: Any, config: Config) -> dict[str, Any]:
         about |= _of_pieces(fields, tokens, merges)
     else:
         about |= {"model": "gpt2", "pre": _split(fields, path), "merges": merges}
-    return {f"tokenizer.ggml.{key}": value for key, value in about.items()} | _ends(folder, fields)
+    return {f"tokenizer.ggml.{key}": value for key, value in about.items()} | _ends(
+        folder, Tokenizer.from_str(text).encode("").ids
+    )
 
 
 def of_bytes() -> dict[str, Any]:
@@ -143,16 +147,19 @@ def _split(fields: dict[str, Any], path: Path) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
     raise LlmError(
-        f"The pre_tokenizer of {path} must be that of Llama 3, Qwen 2, GPT-2 or SmolLM for GGUF, "
-        f"got {', '.join(kinds) or 'none'} of another pattern. Export without --gguf, and convert "
+        f"The pre_tokenizer of {path} must be that of Llama 3, Qwen 2 or 3.5, GPT-2, GPT-4o, "
+        f"Tekken or SmolLM for GGUF, got {', '.join(kinds) or 'none'} of another pattern. Export without --gguf, and convert "
         "that by llama.cpp's convert_hf_to_gguf.py."
     )
 
 
-def _ends(folder: Any, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of what begins and ends texts, and of the chat template."""
-    from tokenizers import Tokenizer
+def _ends(folder: Any, around: list[int]) -> dict[str, Any]:
+    """Return the keys of what begins and ends texts, and of the chat template.
 
+    Args:
+        folder: of the model.
+        around: the tokens that the tokenizer puts around a text.
+    """
     found: dict[str, Any] = {}
     config: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
@@ -164,7 +171,6 @@ def _ends(folder: Any, fields: dict[str, Any]) -> dict[str, Any]:
         if value is not None:
             name = {"pad_token_id": "padding_token_id"}.get(key, key)
             found[f"tokenizer.ggml.{name}"] = int(value)
-    around = Tokenizer.from_str(json.dumps(fields)).encode("").ids
     for key, at in (("bos", 0), ("eos", -1)):
         end = found.get(f"tokenizer.ggml.{key}_token_id")
         is_added = end is not None and bool(around) and around[at] == end

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
@@ -306,12 +307,30 @@ def _reader(path: Path) -> Any:
         hint = f" Give {parts[0].name}, the first part of a split file." if parts else ""
         raise StoreError(f"{path} must be a GGUF file, got none there.{hint}")
     try:
-        return library.GGUFReader(path)
+        return _checked(library.GGUFReader)(path)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise StoreError(
             f"{path} must be a whole GGUF file, got one that can't be read ({error}). Take another "
             "copy."
         ) from error
+
+
+@functools.cache
+def _checked(base: Any) -> Any:
+    """Return a class of the reader that raises where a file ends too early.
+
+    The reader itself gets nothing there, and goes on: a spoiled length of a list would fill the
+    memory with parts of no bytes.
+    """
+
+    class Checked(base):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
+            found = super()._get(offset, dtype, count, *args, **kwargs)
+            if len(found) < int(count):
+                raise ValueError(f"it ends at byte {len(self.data)}, in the middle of a value")
+            return found
+
+    return Checked
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:
