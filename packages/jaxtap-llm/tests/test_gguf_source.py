@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 import provider_xla as xla
 from interception_core import JaxtapError
-from jaxtap_llm import beside, checkpoint, floats, folders, gguf_source, model, vocabulary
+from jaxtap_llm import beside, checkpoint, floats, folders, gguf_source, model, token_kinds
 from jaxtap_llm.config import LlmError
 from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.generate import Generator
@@ -68,7 +68,7 @@ def written(tmp_path, family, form="f32", **more):
     return fields, config, params, tmp_path / "model.gguf"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("family", WRITABLE)
 def test_what_is_written_is_read(tmp_path, family):
     _, config, params, path = written(tmp_path, family)
@@ -314,7 +314,7 @@ def tokenizers_of():
         "gpt-2": trained_on_bytes(level()),
         "smollm": trained_on_bytes(both([pre_tokenizers.Digits(True), level()])),
     }
-    for pattern, name in vocabulary.SPLITS.items():
+    for pattern, name in token_kinds.SPLITS.items():
         split = pre_tokenizers.Split(Regex(pattern), "isolated")
         whole = name in ("llama-bpe", "tekken")
         made[name] = trained_on_bytes(both([split, level(use_regex=False)]), ignore_merges=whole)
@@ -348,7 +348,7 @@ def of_pieces():
     return made
 
 
-@pytest.mark.parametrize("name", ["gpt-2", "smollm", *vocabulary.SPLITS.values(), "pieces"])
+@pytest.mark.parametrize("name", ["gpt-2", "smollm", *token_kinds.SPLITS.values(), "pieces"])
 def test_tokens_are_those_of_the_tokenizer_that_was_written(tmp_path, name):
     made = of_pieces() if name == "pieces" else tokenizers_of()[name]
     size = made.get_vocab_size()

@@ -355,7 +355,7 @@ def spoiled(folder, what):
         "rope": "rope_type must be default, linear, llama3, yarn .*, got dynamic",
         "activation": "hidden_act must be silu for llama, got relu",
         "field": "must have num_attention_heads",
-        "json": "must be JSON",
+        "json": "must be an object in JSON",
         "width": r"lm_head.weight must be|model.embed_tokens.weight must be \[256, 32\]",
     }[what]
 

@@ -12,6 +12,8 @@ from jaxtap_testkit.gguf_samples import HALVES, KINDS, TABLES, blocks
 from jaxtap_testkit.store_samples import same
 
 WRITTEN = KINDS[:5]
+
+
 def write(path, tensors, options=None, **keys):
     """Write a file with the gguf package: tensors by name, as (data, type or None)."""
     writer = gguf.GGUFWriter(path, "llama", **(options or {}))

@@ -37,9 +37,9 @@ def text_of(model: Any, name: str) -> str | None:
         provider_xla.StoreError: the file of llama.cpp is damaged.
     """
     if is_gguf(model):
-        from . import gguf_source
+        from .gguf_texts import said  # which imports JAX
 
-        return gguf_source.text_of(model, name)
+        return said(model).texts.get(name)
     path = Path(model) / name
     try:
         return path.read_text("utf-8") if path.is_file() else None

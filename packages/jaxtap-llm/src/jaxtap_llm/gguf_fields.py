@@ -120,7 +120,7 @@ def check(keys: Keys, config: Config, written: Mapping[str, Any]) -> None:
         LlmError: names a key that says something else.
     """
     for key, found in keys.own.items():
-        wanted = written.get(key)
+        wanted: Any = written.get(key)
         if key in written and np.ndim(wanted) != np.ndim(found):  # one for all layers
             found, wanted = np.broadcast_arrays(np.asarray(found), np.asarray(wanted))
         if key in written and np.shape(wanted) == np.shape(found):
@@ -307,7 +307,7 @@ def _llama4(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma4(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     layers, shapes = fields["num_hidden_layers"], keys.shapes
-    local = keys.own.get("attention.sliding_window_pattern")
+    local: Any = keys.own.get("attention.sliding_window_pattern")
     if np.ndim(local) != 1 or len(local) != layers:
         raise keys.error(
             "attention.sliding_window_pattern", f"a bool for each of {layers} layers", local

@@ -7,12 +7,8 @@ quantized numbers are kept as they are stored.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import json
-import os
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,7 +17,7 @@ import numpy as np
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import checkpoint, gguf_families, gguf_fields, gguf_layout, gguf_tokens
+from . import checkpoint, gguf_families, gguf_fields, gguf_layout, gguf_texts
 from .config import Config, LlmError
 from .fields import parse_config
 from .rules import rules_for
@@ -34,75 +30,37 @@ _INTEGERS = ("int2", "int3", "int4", "int5", "int6", "int8")
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a file says.
+    """A file whose tensors have the names and shapes of a config's.
 
     Attributes:
         file: with its tensors.
-        texts: of the files that a folder would have beside its tensors, by name.
         config: of the model.
     """
 
     file: xla.GgufFile
-    texts: dict[str, str]
     config: Config
 
 
-def text_of(path: Any, name: str) -> str | None:
-    """Return the text of a file that a folder would have beside its tensors; None for none.
-
-    Raises:
-        LlmError, provider_xla.StoreError: the file is damaged, or says what can't be honoured.
-    """
-    return opened_model(path).texts.get(name)
-
-
 def opened_model(path: Any) -> Model:
-    """Return what a file says, checked: its tensors have the names and shapes of its config's.
+    """Return what a file has, checked.
 
     Raises:
         LlmError, provider_xla.StoreError: the file is damaged, or says what can't be honoured.
     """
-    about = os.stat(path)
-    return _opened(Path(path).absolute(), about.st_mtime_ns, about.st_size)
-
-
-@functools.lru_cache(maxsize=2)  # each command asks for several of its texts
-def _opened(path: Path, changed: int, size: int) -> Model:
-    file = xla.GgufFile(path)
-    metadata = file.metadata()
-    keys = gguf_fields.Keys(metadata, str(path), file.shapes, functools.partial(_floats, file))
-    tokens = gguf_tokens.Tokens(metadata, str(path))
-    fields = gguf_fields.fields_of(keys) | tokens.ends()
-    config = parse_config(fields, path)
-    start = f"{keys.architecture}."
-    written = gguf_layout.architecture_keys(config, fields)
-    gguf_fields.check(keys, config, {key.removeprefix(start): x for key, x in written.items()})
-    _check_tensors(config, file)
-    if len(tokens.texts) > config.vocabulary:
+    said = gguf_texts.said(path)
+    config = parse_config(said.fields, path)
+    start = f"{said.keys.architecture}."
+    written = gguf_layout.architecture_keys(config, said.fields)
+    written = {key.removeprefix(start): value for key, value in written.items()}
+    gguf_fields.check(said.keys, config, written)
+    _check_tensors(config, said.file)
+    count = len(said.tokens.texts)
+    if count > config.vocabulary:
         raise LlmError(
             f"{path}: tokenizer.ggml.tokens must be the {config.vocabulary} rows of "
-            f"token_embd.weight at most, got {len(tokens.texts)}."
+            f"token_embd.weight at most, got {count}."
         )
-    texts = {"config.json": json.dumps(fields, indent=1), "tokenizer.json": tokens.written()}
-    if tokens.template() is not None:
-        template = {"chat_template": tokens.template()}
-        texts["tokenizer_config.json"] = json.dumps(template, indent=1)
-    return Model(file, {name: text for name, text in texts.items() if text is not None}, config)
-
-
-def _floats(file: xla.GgufFile, name: str) -> np.ndarray:
-    """Return a tensor of floats that the config is made of.
-
-    Raises:
-        LlmError: it is missing, or is none.
-    """
-    found = file.read(name) if name in file.shapes else None
-    if not isinstance(found, np.ndarray) or found.ndim != 1 or not found.size:
-        raise LlmError(f"{file.path} must have {name}, a vector of floats.")
-    found = found.astype(np.float32)
-    if not (np.isfinite(found).all() and (found > 0).all()):
-        raise LlmError(f"{name} of {file.path} must be of numbers above 0.")
-    return found
+    return Model(said.file, config)
 
 
 def tensor_names(config: Config, layer: int | None) -> dict[str, list[str]]:

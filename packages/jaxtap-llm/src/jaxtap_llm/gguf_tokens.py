@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from .config import LlmError
-from .tokenizer import BYTES
-from .vocabulary import CONTROL, NORMAL, SPACE, SPLITS, UNKNOWN, UNUSED, USER
+from .token_kinds import BYTES, CONTROL, NORMAL, SPACE, SPLITS, UNKNOWN, UNUSED, USER
 
 _PATTERNS = {name: pattern for pattern, name in SPLITS.items()}
 _OTHER_NAMES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "llama4": "gpt-4o"}
@@ -50,9 +49,10 @@ class Tokens:
         self.model = self._own.get("model")
         if self.model not in ("gpt2", "llama"):
             raise self._error("model", "gpt2 (BPE of bytes) or llama (SentencePiece's)", self.model)
-        self.texts = self._own.get("tokens")
-        if not isinstance(self.texts, list) or not self.texts:
-            raise self._error("tokens", "a list of text", type(self.texts).__name__)
+        texts = self._own.get("tokens")
+        if not isinstance(texts, list) or not texts or not isinstance(texts[0], str):
+            raise self._error("tokens", "a list of text", type(texts).__name__)
+        self.texts: list[str] = texts
         if len(set(self.texts)) < len(self.texts):
             raise self._error("tokens", "different from each other", "a text twice")
         kinds = np.asarray(self._own.get("token_type", [NORMAL] * len(self.texts)))

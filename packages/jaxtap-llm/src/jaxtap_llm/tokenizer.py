@@ -7,8 +7,7 @@ from typing import Any
 from . import beside
 from .config import Config, LlmError
 from .fields import text_fields
-
-BYTES = 256
+from .token_kinds import BYTES
 
 
 class ByteTokenizer:
