@@ -18,7 +18,7 @@ import numpy as np
 
 import provider_xla as xla
 
-from . import checkpoint, model, quantized
+from . import checkpoint, floats, model, quantized
 from .config import Config, LlmError
 from .rules import FORMATS
 from .tokenizer import read_tokenizer
@@ -79,7 +79,7 @@ def quantize(
         "text": [hashlib.sha256(text.encode()).hexdigest(), window],
     }
     quantized.begin(folder, out, quantized.SOURCE, facts)
-    _, params = checkpoint.read(folder)
+    params = checkpoint.gathered(config, floats.opened(folder).get)
     params = jax.tree.map(jnp.asarray, params)
     plan, stored = optimized(config, params, batches, rules, bits)
     # Those that a narrower rule has left nothing to decide would be reported at each start.
