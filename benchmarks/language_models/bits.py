@@ -127,7 +127,10 @@ def read_theirs(path, config, params):
         numbers[name] = np.arange(start, start + leaf.size, dtype=np.int32).reshape(leaf.shape)
         start += leaf.size
     flat = np.zeros(start, np.float32)
-    for name, places in gguf.tensors(config, _tree(numbers)):
+    tree = _tree(numbers)
+    for name, places in gguf.tensors(
+        config, lambda name, i: tree[name] if i is None else tree["layers"][name][i]
+    ):
         flat[np.asarray(places).reshape(-1)] = tensors[name].reshape(-1)
     found = {name: jnp.asarray(flat[places]) for name, places in numbers.items()}
     return _tree(found), sum(one.n_bytes for one in reader.tensors)
