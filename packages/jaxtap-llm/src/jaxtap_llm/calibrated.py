@@ -156,10 +156,9 @@ def fitted(config: Config, params: Any, stored: Any, batches: Any) -> Any:
     leaves, tree = jax.tree.flatten(stored, is_leaf=_is_quantized)
     # Unpacked once: a step would take bits apart again.
     values = [leaf.unpacked() if _is_quantized(leaf) else leaf for leaf in leaves]
-    factors = [jnp.ones(leaf.shape) if _is_fitted(leaf) else None
-               for leaf in (x.scale if _is_quantized(x) else x for x in leaves)]  # fmt: skip
-    rate = optax.cosine_decay_schedule(RATE, EPOCHS * len(batches))
-    optimizer = optax.adam(rate)
+    multiplied = [x.scale if _is_quantized(x) else x for x in leaves]
+    factors: Any = [jnp.ones(x.shape, jnp.float32) if _is_fitted(x) else None for x in multiplied]
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, EPOCHS * len(batches)))
 
     def loss(factors: Any, values: Any, params: Any, tokens: Any) -> jax.Array:
         # In float32, whatever scales have: their gradients would vanish in float16.
@@ -187,9 +186,9 @@ def _is_quantized(x: Any) -> bool:
     return isinstance(x, qn.QArray | qn.PackedQArray)
 
 
-def _is_fitted(scale: Any) -> bool:
-    """Return whether floats are fine enough for a factor: scales of a byte are a format's own."""
-    return jnp.issubdtype(scale.dtype, jnp.floating) and scale.dtype.itemsize > 1
+def _is_fitted(x: Any) -> bool:
+    """Return whether numbers are fine enough for a factor: scales of a byte are a format's own."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
 
 
 def _multiplied(x: Any, factor: Any) -> Any:
