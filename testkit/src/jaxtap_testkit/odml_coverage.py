@@ -53,7 +53,8 @@ def cnn(x: jax.Array) -> jax.Array:
 def transformer(ids: jax.Array) -> jax.Array:
     x = nn.Embed(100, 16)(ids)
     for _ in range(2):
-        x += nn.MultiHeadAttention(4, qkv_features=8)(x)
+        attended: Any = nn.MultiHeadAttention(4, qkv_features=8)(x)
+        x += attended
         x += nn.Dense(16)(nn.relu(nn.Dense(32)(x)))
     return nn.Dense(100)(x.mean(1))
 
