@@ -41,6 +41,11 @@ class ScaledForm(StoredForm):
         return self.scale.shape
 
     @property
+    def slices(self) -> Slices:
+        """Return the sets of elements that share a scale."""
+        return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
+
+    @property
     def nbytes(self) -> int:
         """Return the bytes of its arrays, with sub-byte dtypes packed."""
         return stored_bytes(self)
@@ -68,7 +73,8 @@ class ScaledForm(StoredForm):
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
         """Return a primitive as a move of such arrays; see ``ArrayProxy.move``."""
-        return moves.with_tiles(super().move(primitive, params, operands), self)
+        how = super().move(primitive, params, operands)
+        return how._replace(tiles={self.ndim + axis: tile for axis, tile in self.ragged_tiles})
 
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
@@ -148,11 +154,6 @@ class QArray(ScaledForm):
         tiles = dict(stored_tiles(about))
         given = arrays["qvalue"], arrays["scale"], about["qtype"], about["dtype"]
         return qarray(*given, **optional, tile_axes=tiles)
-
-    @property
-    def slices(self) -> Slices:
-        """Return the sets of elements that share a scale."""
-        return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
 
     def parts(self) -> dict[str, Part]:
         """Return quantized values (per element), scales and zero points (per slice)."""
