@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interception_core.report_kit import (
     FIRST,
@@ -23,10 +23,7 @@ from interception_core.report_kit import (
 from provider_xla.features import fold_lines
 
 from .fold import float_rows, op_rows, parameter_rows
-from .results import OpQuality, show_error, show_ms, show_ranges
-
-if TYPE_CHECKING:
-    from .quality import QualityReport
+from .results import OpQuality, Results, show_error, show_ms, show_ranges
 
 LOW = 20.0
 """Decibels below which the error is over a tenth of the signal."""
@@ -42,7 +39,7 @@ _COLUMNS = (
 )
 
 
-def page(report: QualityReport, title: str) -> str:
+def page(report: Results, title: str) -> str:
     """Return the page."""
     numbers = {op.op_id: i for i, op in enumerate(report.ops)}
     reasons: dict[str, list[Any]] = {}
@@ -74,7 +71,7 @@ def page(report: QualityReport, title: str) -> str:
     )
 
 
-def _error_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+def _error_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
     measured = [op for op in report.sorted_ops("sqnr") if op.error.sqnr_db is not None]
     known = [op.error.sqnr_db for op in measured if not math.isinf(op.error.sqnr_db or 0)]
     longest = max([*(value for value in known if value is not None), 1.0])
@@ -100,7 +97,7 @@ def _error_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Ro
     return rows, "Signal-to-noise ratio of each operation in decibels, the worst first"
 
 
-def _size_rows(report: QualityReport) -> tuple[list[Row], str]:
+def _size_rows(report: Results) -> tuple[list[Row], str]:
     rows = []
     quantized = [one for one in report.parameters if one.qtype is not None]
     found = parameter_rows(quantized, SHOWN)
@@ -114,7 +111,7 @@ def _size_rows(report: QualityReport) -> tuple[list[Row], str]:
     return rows, "Bytes of each parameter before and after, the largest first"
 
 
-def _time_rows(report: QualityReport, numbers: dict[str, int]) -> tuple[list[Row], str]:
+def _time_rows(report: Results, numbers: dict[str, int]) -> tuple[list[Row], str]:
     rows = []
     timed = [op for op in report.ops if op.seconds is not None and op.float_seconds is not None]
     folds = op_rows(timed, report.parameters, SHOWN)

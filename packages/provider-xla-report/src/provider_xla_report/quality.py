@@ -14,110 +14,18 @@ from provider_xla.cli import write_whole
 from provider_xla.features import LEAST, fold_lines, fold_rows, joined, table
 
 from .fold import op_rows
-from .results import (
-    ORDERS,
-    FloatOp,
-    OpQuality,
-    OutputQuality,
-    ParameterQuality,
-    show_error,
-    show_ms,
-    show_ranges,
-)
+from .results import Results, show_error, show_ms, show_ranges
 
 SCHEMA = 2
 """The version of what ``as_json`` returns."""
 
 
 @dataclass(frozen=True)
-class QualityReport:
-    """What quantization costs a program and saves, measured on data. ``print(report)``.
+class QualityReport(Results):
+    """What quantization costs a program on data. ``print(report)`` shows it as tables.
 
-    Attributes:
-        ops: the operations that are quantized, in the plan's order.
-        float_ops: the operations that stay float, and why.
-        parameters: all parameters.
-        outputs: the arrays that the program returns: the error end to end.
-        problems: where rules can't be followed.
-        batches: how many batches were measured.
-        platform: the platform that it was measured on, such as "cpu".
-        float_seconds: seconds of one call of the float program; None if not measured.
-        seconds: seconds of one call of the quantized program; None if not measured.
+    Attributes: see ``Results``.
     """
-
-    ops: tuple[OpQuality, ...]
-    float_ops: tuple[FloatOp, ...]
-    parameters: tuple[ParameterQuality, ...]
-    outputs: tuple[OutputQuality, ...]
-    problems: tuple[str, ...]
-    batches: int
-    platform: str
-    float_seconds: float | None = None
-    seconds: float | None = None
-
-    @property
-    def bytes_before(self) -> int:
-        """Return the bytes of all float parameters."""
-        return sum(parameter.bytes_before for parameter in self.parameters)
-
-    @property
-    def bytes_after(self) -> int:
-        """Return the bytes of all parameters as stored."""
-        return sum(parameter.bytes_after for parameter in self.parameters)
-
-    @property
-    def bytes_float(self) -> int:
-        """Return the bytes of parameters that stay float."""
-        return sum(p.bytes_after for p in self.parameters if p.qtype is None)
-
-    @property
-    def flops_quantized(self) -> float | None:
-        """Fraction of the floating-point operations of all contractions that are quantized."""
-        quantized = sum(op.flops for op in self.ops)
-        total = quantized + sum(op.flops or 0 for op in self.float_ops)
-        return quantized / total if total else None
-
-    @property
-    def worst_output(self) -> OutputQuality | None:
-        """Return the float output with the lowest SQNR, or None."""
-        known = [o for o in self.outputs if o.error is not None and o.error.sqnr_db is not None]
-        return min(known, key=lambda o: o.error.sqnr_db, default=None)  # type: ignore[union-attr]
-
-    @property
-    def slower(self) -> tuple[OpQuality, ...]:
-        """The operations that take longer than in float, those that lose most first."""
-        found = [op for op in self.ops if op.is_slower]
-        lost = {op.op_id: (op.seconds or 0) - (op.float_seconds or 0) for op in found}
-        return tuple(sorted(found, key=lambda op: -lost[op.op_id]))
-
-    @property
-    def rest_share(self) -> float | None:
-        """Return the share of time outside ``ops``; None if not measured."""
-        shares = [op.share for op in self.ops if op.share is not None]
-        return None if self.seconds is None else max(0.0, 1 - sum(shares))
-
-    def sorted_ops(self, by: str = "program") -> list[OpQuality]:
-        """Return ``ops`` in another order.
-
-        Args:
-            by: "program" for that of the plan; "sqnr" and "error", the worst first; "flops",
-                "time" and "bytes" (saved by the operation's parameters), the most first.
-
-        Raises:
-            ValueError: ``by`` is another order.
-        """
-        if by not in ORDERS:
-            raise ValueError(f"ops can be sorted by {', '.join(ORDERS)}, not by {by!r}.")
-        saved = {p.path: p.bytes_before - p.bytes_after for p in self.parameters}
-        keys = {
-            "program": lambda op: 0,
-            "sqnr": lambda op: math.inf if op.error.sqnr_db is None else op.error.sqnr_db,
-            "error": lambda op: -(op.error.max_abs_error or 0),
-            "flops": lambda op: -op.flops,
-            "time": lambda op: -(op.seconds or 0),
-            "bytes": lambda op: -sum(saved.get(path, 0) for path in op.paths),
-        }
-        return sorted(self.ops, key=keys[by])
 
     def as_json(self) -> dict[str, Any]:
         """Return the report as JSON values: docs/reports.md describes them.
