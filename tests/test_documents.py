@@ -33,7 +33,7 @@ NEEDS = {
     "packages/te-ffi-kernels-cuda13/README.md": ["te_ffi_kernels_cuda13"],
     "docs/odml.md": ["provider_odml_export"],
 }
-SLOW = re.compile("docs/|packages/quant-numerics/")
+SLOW = re.compile("docs/|packages/(quant-numerics|provider-xla-)")
 SYBIL = Sybil([PythonCodeBlockParser()])
 
 

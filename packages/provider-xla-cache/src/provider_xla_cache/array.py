@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import jax
 
@@ -29,6 +29,12 @@ class CacheArray(qn.QArray):
 
     is_carried = True
 
+    @classmethod
+    def of(cls, q: qn.QArray, **others: Any) -> Self:
+        """Return a QArray as a cache; `others` are fields that a subclass adds."""
+        fields = {one.name: getattr(q, one.name) for one in dataclasses.fields(qn.QArray)}
+        return cls(**fields, **others)
+
     def encode(self, array: Any, axes: Sequence[int | None]) -> CacheArray:
         """Return new elements, quantized with scales as fine as this cache's.
 
@@ -48,7 +54,7 @@ class CacheArray(qn.QArray):
         array = jax.lax.stop_gradient(array)
         new = qn.quantize(array, self.qtype, channel_axes=channels, tile_axes=tiles)
         fields = {one.name: getattr(new, one.name) for one in dataclasses.fields(new)}
-        return dataclasses.replace(self, **fields)
+        return dataclasses.replace(self, **fields)  # a subclass keeps what it adds
 
     def computed(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
@@ -65,5 +71,4 @@ def quantized(array: Any, qtype: str, axis: int, tile_size: int | None = None) -
     """Return a cache quantized along one axis, of which ``tile_size`` elements share a scale."""
     channels = [i for i in range(array.ndim) if i != axis]
     tiles = {} if tile_size is None else {axis: tile_size}
-    new = qn.quantize(array, qtype, channel_axes=channels, tile_axes=tiles)
-    return CacheArray(**{one.name: getattr(new, one.name) for one in dataclasses.fields(new)})
+    return CacheArray.of(qn.quantize(array, qtype, channel_axes=channels, tile_axes=tiles))

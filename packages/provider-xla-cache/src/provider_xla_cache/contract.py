@@ -86,10 +86,7 @@ def contract(
 
 def _arranged(cache: qn.QArray, places: Mapping[int, int], ndim: int) -> jax.Array:
     """Return the scales with axes permuted, and size 1 along the others."""
-    scale, shape = cache.scale, cache.qvalue.shape
-    for axis in places:
-        if 1 < scale.shape[axis] < shape[axis]:
-            scale = jnp.repeat(scale, shape[axis] // scale.shape[axis], axis=axis)
+    scale = cache.slices.repeated(cache.scale, list(places))
     gone = [axis for axis in range(scale.ndim) if axis not in places]
     kept = [axis for axis in range(scale.ndim) if axis in places]
     scale = lax.squeeze(scale, gone)

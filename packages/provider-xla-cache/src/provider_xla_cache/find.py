@@ -121,13 +121,7 @@ def trial(
 ) -> dict[str, Log]:
     """Return what a program does with its caches, which are types."""
     logs = {path: Log() for path in caches}
-    held = {
-        path: TrialArray(
-            **{one.name: getattr(cache, one.name) for one in dataclasses.fields(cache)},
-            log=logs[path],
-        )
-        for path, cache in caches.items()
-    }
+    held = {path: TrialArray.of(cache, log=logs[path]) for path, cache in caches.items()}
     tapped = engine.wrap(fn, Interceptor({"primitive:dot_general": _let_run}))
     # Results may hold other things than arrays.
     out: Any = None

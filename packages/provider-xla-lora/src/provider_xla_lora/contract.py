@@ -17,7 +17,7 @@ Labels = list[str]
 
 def delta_of(a: jax.Array, b: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Return ``sum(a * b, axis=-1)`` of two factors, broadcast to a shape."""
-    labels = _symbols(len(shape) + 1)
+    labels = list(map(get_symbol, range(len(shape) + 1)))
     ours, theirs = (_squeezed(factor, labels[:-1], labels[-1]) for factor in (a, b))
     out = [x for x in labels[:-1] if x in ours[1] or x in theirs[1]]
     y = _einsum([ours, theirs], out)
@@ -142,7 +142,3 @@ def _einsum(
     spec = ",".join("".join(labels) for _, labels in operands) + "->" + "".join(out)
     arrays = [array for array, _ in operands]
     return jnp.einsum(spec, *arrays, precision=precision, preferred_element_type=preferred)
-
-
-def _symbols(count: int) -> Labels:
-    return [get_symbol(number) for number in range(count)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import zlib
 from collections.abc import Callable, Mapping, Set
 from typing import Any
 
@@ -28,6 +27,8 @@ from provider_xla.features import (
     short,
     takes_any,
 )
+
+from .weight import salt
 
 Run = Callable[..., Any]
 
@@ -152,7 +153,7 @@ def _carried(path: str, weight: AdaptedWeight, key: jax.Array | None) -> Any:
 
 def _key_of(key: jax.Array, path: str) -> jax.Array:
     """Return the random key of a parameter, the same in every process."""
-    return jax.random.fold_in(key, zlib.crc32(path.encode()))
+    return jax.random.fold_in(key, salt(path))
 
 
 def _typed(key: Any) -> jax.Array:

@@ -206,14 +206,10 @@ def quantized(w: jax.Array, weight: Weight) -> qn.QArray:
 
 def _spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
     """Return scale and zero point per element, in the values' shape."""
-    scale = q.scale.astype(jnp.float32)
-    if q.global_scale is not None:
-        scale = scale * q.global_scale
-
-    cut = q.slices
-    split = cut.split(q.qvalue).shape
 
     def full(x: jax.Array) -> jax.Array:
-        return cut.join(jnp.broadcast_to(cut.split(x), split))
+        return jnp.broadcast_to(q.slices.repeated(x), q.shape)
 
+    scale = q.scale.astype(jnp.float32)
+    scale = scale if q.global_scale is None else scale * q.global_scale
     return full(scale), None if q.zero_point is None else full(q.zero_point)

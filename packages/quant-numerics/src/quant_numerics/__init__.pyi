@@ -21,7 +21,6 @@ from .array.stored import Parts as Parts
 from .array.stored import StoredForm as StoredForm
 from .array.stored import is_form as is_form
 from .array.tiles import contraction_tiles as contraction_tiles
-from .autodiff.linear import linear_with_transpose as linear_with_transpose
 from .autodiff.straight_through import straight_through as straight_through
 from .calibration.average import AverageState as AverageState
 from .calibration.average import MovingAverage as MovingAverage

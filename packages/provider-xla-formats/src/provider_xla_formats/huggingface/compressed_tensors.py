@@ -19,8 +19,7 @@ from ..affine import AffineWeight
 from ..blocks import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
 from . import int32
-from .folder import CONFIG, KEYS
-from .method import Method, check_scales, grouped
+from .method import CONFIG, KEYS, Method, check_scales, grouped
 from .scheme import (
     BLOCKS,
     FLOAT,

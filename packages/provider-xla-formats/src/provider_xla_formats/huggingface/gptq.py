@@ -77,7 +77,6 @@ class Awq(Method):
     def read(self, module: str, found: Mapping[str, np.ndarray], dtype: DTypeLike | None) -> Any:
         """Return a weight; see ``Method``."""
         scale, points = found[".scales"], found.get(".qzeros")
-        int32.check(found[".qweight"])
         points = None if points is None else _columns(points).T
         values = _columns(found[".qweight"]).T
         return grouped(values, scale.T, points, None, "int4", dtype or scale.dtype)
@@ -85,7 +84,5 @@ class Awq(Method):
 
 def _columns(words: np.ndarray) -> np.ndarray:
     """Return int8[rows, 8 * n] in -8 to 7 of int32[rows, n]."""
-    each = words.astype(np.uint32)[..., None] >> (4 * np.arange(8, dtype=np.uint32)) & 15
-    numbers = np.empty(each.shape, np.int8)
-    numbers[..., _INTERLEAVED] = each.astype(np.int8) - 8
-    return numbers.reshape(words.shape[0], 8 * words.shape[1])
+    each = int32.unpack(words, 4, 8 * words.shape[1]).reshape(*words.shape, 8)
+    return each[..., np.argsort(_INTERLEAVED)].reshape(words.shape[0], 8 * words.shape[1])

@@ -17,9 +17,8 @@ from ..names import load_tree
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
 from .float8 import Float8
-from .folder import CONFIG, KEYS, read_config, tensors_in
 from .gptq import Awq, Gptq
-from .method import Dequantized, Method
+from .method import CONFIG, KEYS, Dequantized, Method, read_config, tensors_in
 from .mxfp4 import Mxfp4
 
 METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Method]] = {

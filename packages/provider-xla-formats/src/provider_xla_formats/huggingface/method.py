@@ -1,10 +1,12 @@
-"""What a method of quantization is to the reader of a folder, and what methods share."""
+"""What is in a folder, what a method of quantization is to its reader, and what methods share."""
 
 from __future__ import annotations
 
 import abc
 import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
@@ -12,6 +14,38 @@ import numpy as np
 from jax.typing import DTypeLike
 
 import quant_numerics as qn
+from provider_xla.file_formats import INDEX, SINGLE, StoreError, TensorFiles
+
+CONFIG = "config.json"
+KEYS = ("quantization_config", "compression_config")
+"""The keys that a config may say under what is quantized, the second in older files."""
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config of a folder.
+
+    Raises:
+        StoreError: there is none, or it is not a JSON object.
+    """
+    path = folder / CONFIG
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise StoreError(f"{path} must be the config of a checkpoint: {error}.") from error
+    if not isinstance(found, dict):
+        raise StoreError(f"{path} must be a JSON object, got a {type(found).__name__}.")
+    return found
+
+
+def tensors_in(folder: Path) -> TensorFiles:
+    """Return the tensors of a checkpoint.
+
+    Raises:
+        StoreError: it has none, or a file is damaged.
+    """
+    if not folder.is_dir() or not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        raise StoreError(f"{folder} must be a folder with {INDEX} or {SINGLE}, got neither.")
+    return TensorFiles(folder)
 
 
 class Method(abc.ABC):

@@ -190,6 +190,5 @@ def _with_computed(plan: Plan) -> Callable[..., Any]:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _restored(stored: qn.QArray | qn.PackedQArray, dtype: np.dtype) -> jax.Array:
-    q = stored.unpacked()
-    return qn.dequantize(q).astype(dtype)
+def _restored(stored: qn.StoredForm, dtype: np.dtype) -> jax.Array:
+    return qn.dequantize(stored).astype(dtype)

@@ -10,15 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hijax_trace import Move, MoveError
+from hijax_trace import MoveError
 from quant_numerics.array.tiles import canonical_axes, ragged_tiles
 
 Shape = tuple[int, ...]
-
-
-def with_tiles(how: Move, q: Any) -> Move:
-    """Return a move of a QArray with its ragged tile sizes."""
-    return how._replace(tiles={q.ndim + axis: tile for axis, tile in q.ragged_tiles})
 
 
 def retiled(

@@ -23,7 +23,7 @@ from quant_numerics.array.tiles import (
     slices_of,
 )
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
-from quant_numerics.formats.encoding import decode
+from quant_numerics.formats.encoding import decode, whole_scale
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 hide_frames(Path(__file__).parent.parent)
@@ -39,6 +39,11 @@ class ScaledForm(StoredForm):
     def scale_shape(self) -> tuple[int, ...]:
         """Return the shape of the scales."""
         return self.scale.shape
+
+    @property
+    def slices(self) -> Slices:
+        """Return the sets of elements that share a scale."""
+        return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
 
     @property
     def nbytes(self) -> int:
@@ -68,7 +73,8 @@ class ScaledForm(StoredForm):
 
     def move(self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]) -> Move:
         """Return a primitive as a move of such arrays; see ``ArrayProxy.move``."""
-        return moves.with_tiles(super().move(primitive, params, operands), self)
+        how = super().move(primitive, params, operands)
+        return how._replace(tiles={self.ndim + axis: tile for axis, tile in self.ragged_tiles})
 
     def moved(
         self, primitive: str, params: Mapping[str, Any], operands: Sequence[Any]
@@ -148,11 +154,6 @@ class QArray(ScaledForm):
         tiles = dict(stored_tiles(about))
         given = arrays["qvalue"], arrays["scale"], about["qtype"], about["dtype"]
         return qarray(*given, **optional, tile_axes=tiles)
-
-    @property
-    def slices(self) -> Slices:
-        """Return the sets of elements that share a scale."""
-        return slices_of(self.shape, self.scale.shape, self.ragged_tiles)
 
     def parts(self) -> dict[str, Part]:
         """Return quantized values (per element), scales and zero points (per slice)."""
@@ -327,5 +328,4 @@ def qtype_of(q: QArray) -> QType:
 
 def effective_scale(q: QArray) -> jax.Array:
     """Return ``scale * global_scale`` as float32, of the scale's shape."""
-    scale = q.scale if q.scale.dtype == jnp.float32 else q.scale.astype(jnp.float32)
-    return scale if q.global_scale is None else scale * q.global_scale
+    return whole_scale(q.scale, q.global_scale)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
@@ -50,6 +51,14 @@ class Slices:
         whole = tuple(-(-n // t) * t for n, t in zip(self.shape, tiles, strict=True))
         x = x.reshape(whole)
         return x if whole == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
+
+    def repeated(self, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
+        """Repeat scales, so that there is one for each index of some axes (None: of all)."""
+        for axis in range(len(self.shape)) if axes is None else axes:
+            if 1 < x.shape[axis] < (size := self.shape[axis]):
+                x = jnp.repeat(x, self.tiles[axis], axis)
+                x = lax.slice_in_dim(x, 0, size, axis=axis)  # the last tile may be shorter
+        return x
 
     @property
     def ragged(self) -> RaggedTiles:
@@ -266,6 +275,18 @@ def _cut(
             reduced.append(position)
         position += 1
     return Slices(shape, tiles, scale_shape, tuple(reduced))
+
+
+def placed(x: jax.Array, places: Mapping[int, int], ndim: int) -> jax.Array:
+    """Return an array of `ndim` axes with the axes of `x` at `places`, and size 1 elsewhere.
+
+    Axes of `x` that have no place are of size 1.
+    """
+    order = sorted(places, key=places.__getitem__)
+    shape = [1] * ndim
+    for axis in order:
+        shape[places[axis]] = x.shape[axis]
+    return x.transpose(*order, *(a for a in range(x.ndim) if a not in places)).reshape(shape)
 
 
 def split_axes(x: jax.Array, tiles: Mapping[int, int]) -> tuple[jax.Array, list[int]]:

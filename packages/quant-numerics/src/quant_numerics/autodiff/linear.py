@@ -6,9 +6,8 @@ its `LinearPair` what to do, and never look inside the functions.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,88 +16,19 @@ from jax import lax
 
 from hijax_trace import HiPrimitive
 from quant_numerics._compat import Zero, instantiate, is_undefined_primal
-from quant_numerics.autodiff.pairs import FunctionPair, LinearPair, equally_varying, mapped_at_front
-
-
-def linear_with_transpose(
-    forward: Callable[[Any, Any], Any],
-    backward: Callable[[Any, Any], Any],
-    residuals: Any,
-    tangent: Any,
-) -> Any:
-    """Compute ``forward(residuals, tangent)``, whose transpose is ``backward``.
-
-    The map from `tangent` to the result is taken to be linear. Where it is transposed, as reverse
-    mode does, ``backward(residuals, cotangent)`` is computed instead of the true transpose: it may
-    be quantized, compressed or approximated in another way. The transpose of `backward` is
-    `forward` again. A derivative with respect to `residuals` is that of `forward`.
-
-    Works under jit, grad, jvp (of any order), vmap, scan, remat and shard_map.
-
-    Args:
-      forward: a function of residuals and a tangent, linear in the tangent. It must be hashable.
-        Calls share traces if it is hashable by value: a function of a module, a frozen dataclass,
-        or ``functools.partial`` of hashable things.
-      backward: a hashable function of residuals and a cotangent; returns a pytree like `tangent`.
-      residuals: pytree of arrays of any dtype.
-      tangent: pytree of float arrays.
-
-    Returns:
-      What `forward` returns.
-
-    Raises:
-      TypeError: functions that can't be hashed, or a tangent that isn't of floats; where it is
-        transposed, a `backward` that returns other shapes or dtypes than those of `tangent`.
-    """
-    pair = FunctionPair(_hashable(forward, "forward"), _hashable(backward, "backward"))
-    return apply_pair(pair, residuals, tangent)
-
-
-def _hashable(function: Callable, what: str) -> Callable:
-    """Return `function`, with partials made comparable by what they hold."""
-    if isinstance(function, functools.partial):
-        keywords = tuple(sorted(function.keywords.items()))
-        function = _Partial(_hashable(function.func, what), function.args, keywords)
-    try:
-        hash(function)
-    except TypeError as error:
-        raise TypeError(
-            f"the {what} of linear_with_transpose must be hashable, got {function!r} ({error}). "
-            "Pass a plain function, a frozen dataclass with __call__, or a functools.partial of "
-            "hashable arguments, and arrays as residuals."
-        ) from None
-    return function
-
-
-@dataclasses.dataclass(frozen=True)
-class _Partial:
-    """A ``functools.partial`` that equals another if its parts do."""
-
-    function: Callable
-    args: tuple
-    keywords: tuple[tuple[str, Any], ...]
-
-    def __call__(self, *args: Any) -> Any:
-        return self.function(*self.args, *args, **dict(self.keywords))
-
-
-def apply_pair(pair: LinearPair, residuals: Any, tangent: Any) -> Any:
-    """Compute ``pair.forward(residuals, tangent)`` as one operation."""
-    residuals, res_tree = jax.tree.flatten(residuals)
-    tangents, in_tree = jax.tree.flatten(tangent)
-    for t in tangents:
-        if not jnp.issubdtype(jnp.result_type(t), jnp.inexact):
-            raise TypeError(
-                f"a tangent of linear_with_transpose must be of floats, got {jnp.result_type(t)}. "
-                "Pass other arrays as residuals."
-            )
-    return apply_flat(pair, False, res_tree, in_tree, residuals, tangents)
+from quant_numerics.autodiff.pairs import LinearPair, equally_varying, mapped_at_front
 
 
 def apply_flat(
     pair: LinearPair, turned: bool, res_tree: Any, in_tree: Any, residuals: list, ins: list
 ) -> Any:
-    """Compute ``apply_pair``, or its transpose, from leaves."""
+    """Apply a pair's map, or if `turned` its transpose, to leaves, as one operation.
+
+    The map is taken to be linear in `ins`. Where it is transposed, as reverse mode does, the pair's
+    transpose runs instead of the true one: it may be quantized. A derivative with respect to
+    `residuals` is that of the map. Works under jit, grad, jvp (of any order), vmap, scan, remat and
+    shard_map.
+    """
     values = equally_varying([*residuals, *ins])
     avals = [jax.typeof(x) for x in values]
     out_tree = _types(pair, turned, res_tree, in_tree, avals)[1]
@@ -168,8 +98,8 @@ class _Linear(HiPrimitive):
         wanted = [x.aval if is_undefined_primal(x) else jax.typeof(x) for x in args[n:]]
         if tree != in_tree or [type_text(x) for x in leaves] != [type_text(x) for x in wanted]:
             raise TypeError(
-                "the result of the backward function of linear_with_transpose must be like the "
-                f"tangent, {jax.tree.unflatten(in_tree, [type_text(x) for x in wanted])}, got "
+                "the result of a pair's transpose must be like the tangent, "
+                f"{jax.tree.unflatten(in_tree, [type_text(x) for x in wanted])}, got "
                 f"{jax.tree.unflatten(tree, [type_text(x) for x in leaves])}. Reshape or convert "
                 "it."
             )

@@ -53,17 +53,6 @@ class LinearPair:
         return _Mapped(self, axis, *map(_frozen, (residuals, tangents, outs))), 0
 
 
-@dataclasses.dataclass(frozen=True)
-class FunctionPair(LinearPair):
-    """A pair of two functions of residuals and a tangent."""
-
-    forward: Callable[[Any, Any], Any]
-    backward: Callable[[Any, Any], Any]
-
-    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
-        return (self.backward if turned else self.forward)(residuals, tangent)
-
-
 Frozen = tuple[tuple[bool, ...], Any]
 
 

@@ -14,7 +14,7 @@ from quant_numerics.array.tiles import Slices, check_block, slices
 from quant_numerics.calibration.method import CalibrationMethod, parse_calibration_method
 from quant_numerics.calibration.scale import LEAST_SCALE, Calibration, at_least, scale_of
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
-from quant_numerics.formats.encoding import decode, encode
+from quant_numerics.formats.encoding import decode, encode, whole_scale
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 _MSE_STEPS = 32
@@ -59,6 +59,15 @@ def calibrate(
     return Calibration(
         None if lower is None else lower.reshape(cut.scale_shape), upper.reshape(cut.scale_shape)
     )
+
+
+def inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
+    """Return which elements lie in the calibrated range of their slice, bool of the shape of x."""
+    lower, upper = calibration
+    lower = lax.neg(upper) if lower is None else lower
+    values = cut.split(x.astype(compute_dtype(x.dtype)))
+    lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
+    return cut.join(lax.bitwise_and(values >= lower, values <= upper))
 
 
 def bounds(
@@ -146,8 +155,7 @@ def _best_factor(
 
     def error(factor: jax.Array) -> jax.Array:
         scale, _, outer = scale_of(Calibration(None, absmax * factor), kind)
-        scale = scale.astype(jnp.float32)
-        scale = scale if outer is None else scale * outer
+        scale = whole_scale(scale, outer)
         back = decode(encode(values, scale, kind), kind, values.dtype) * scale.astype(values.dtype)
         return lax.reduce_sum(lax.square((back - values) / absmax), reduced)
 

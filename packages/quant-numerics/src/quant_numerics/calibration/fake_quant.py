@@ -10,10 +10,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.tiles import slices
-from quant_numerics.calibration.calibrate import calibrate
+from quant_numerics.calibration.calibrate import calibrate, inside
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize
-from quant_numerics.formats.dtypes import compute_dtype, float_dtype
+from quant_numerics.formats.dtypes import float_dtype
 from quant_numerics.formats.rounding import StochasticRounding
 
 
@@ -61,20 +61,10 @@ def fake_quant(
     def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
         x, tangent = primals[0], tangents[0]
         if clips:
-            inside = _inside(lax.stop_gradient(x), qtype, method, granularity)
-            tangent = lax.select(inside, tangent, lax.full_like(tangent, 0))
+            fixed = lax.stop_gradient(x)
+            found = calibrate(fixed, qtype, method=method, **granularity)
+            is_inside = inside(fixed, found, slices(x.shape, **granularity))
+            tangent = lax.select(is_inside, tangent, lax.full_like(tangent, 0))
         return apply(*primals), tangent
 
     return apply(x, rounding)
-
-
-def _inside(
-    x: jax.Array, qtype: str | DTypeLike, method: str, granularity: dict[str, Any]
-) -> jax.Array:
-    """Return where `x` is in the calibrated range."""
-    cut = slices(x.shape, **granularity)
-    lower, upper = calibrate(x, qtype, method=method, **granularity)
-    values = cut.split(x.astype(compute_dtype(x.dtype)))
-    upper = cut.split(upper)
-    lower = -upper if lower is None else cut.split(lower)
-    return cut.join((values >= lower) & (values <= upper))

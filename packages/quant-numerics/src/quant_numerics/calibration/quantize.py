@@ -22,7 +22,7 @@ from quant_numerics.calibration.calibrate import bounds
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.formats.dtypes import compute_dtype, float_dtype
-from quant_numerics.formats.encoding import encode
+from quant_numerics.formats.encoding import encode, whole_scale
 from quant_numerics.formats.qtypes import get_qtype
 from quant_numerics.formats.rounding import StochasticRounding
 
@@ -96,10 +96,8 @@ def quantize(
         values = cut.split(x.astype(compute_dtype(dtype)))
         lower, upper = bounds(values, cut, how, kind)
         scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
-        whole = scale.astype(jnp.float32)
-        whole = whole if outer is None else whole * outer
         noise = None if noise is None else cut.split(noise)
-        qvalue = encode(values, whole, kind, zero_point, noise)
+        qvalue = encode(values, whole_scale(scale, outer), kind, zero_point, noise)
         return QArray(
             cut.join(qvalue),
             scale.reshape(cut.scale_shape),
@@ -151,8 +149,7 @@ def quantize_with(
         point, noise = (None if part is None else cut.split(part) for part in (point, noise))
         return cut.join(encode(values, cut.split(whole), kind, point, noise))
 
-    whole = scale.astype(jnp.float32)
-    whole = whole if global_scale is None else whole * global_scale
+    whole = whole_scale(scale, global_scale)
     noise = None if rounding is None else rounding.noise(x.shape)
     qvalue = sharded_like(encoded, x, x, whole, zero_point, noise)
     return qarray(

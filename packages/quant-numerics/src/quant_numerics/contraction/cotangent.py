@@ -140,17 +140,3 @@ def can_shift(q: QArray, axes: Sequence[int]) -> bool:
     if q.zero_point is not None or qtype_of(q).block is not None:
         return False
     return all(s == 1 or (a in axes and s == q.shape[a]) for a, s in enumerate(q.scale.shape))
-
-
-def scales_along(
-    g: jax.Array, q: QArray, axes: tuple[int, ...], g_axes: tuple[int, ...]
-) -> jax.Array:
-    """Return the scales of `q`, whose `axes` correspond to `g_axes`, with the axes of `g`."""
-    scale = effective_scale(q)
-    rest = [a for a in range(q.ndim) if a not in axes]
-    order = sorted(range(len(axes)), key=g_axes.__getitem__)
-    scale = scale.transpose(*(axes[i] for i in order), *rest)
-    shape = [1] * g.ndim
-    for position, i in enumerate(order):
-        shape[g_axes[i]] = scale.shape[position]
-    return scale.reshape(shape)

@@ -12,9 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum import get_symbol
 
-from quant_numerics.array.qarray import QArray
+from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.tiles import placed
 from quant_numerics.contraction.base import Contraction, Side
-from quant_numerics.contraction.cotangent import Cotangent, can_shift, scales_along
+from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import float_operands
 from quant_numerics.contraction.training import Residual
 from quant_numerics.ops.arithmetic import output_dtype
@@ -134,7 +135,7 @@ class Matmul(Contraction):
         if not can_shift(q, axes):
             return to.requantize(y.value, kept, free), None
         other, scales = to.taken_from(q)
-        return other, scales_along(g, scales, axes, g_axes)
+        return other, placed(effective_scale(scales), dict(zip(axes, g_axes, strict=True)), g.ndim)
 
     def batched(self, lhs: bool, rhs: bool, lhs_ndim: int) -> tuple[Matmul, int] | None:
         if self.out_sharding is not None:

@@ -13,17 +13,16 @@ from jax import lax
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.operand import dequantize
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import Slices, slices
+from quant_numerics.array.tiles import slices
 from quant_numerics.autodiff.linear import with_tangent
 from quant_numerics.autodiff.pairs import Axis, LinearPair
-from quant_numerics.calibration.calibrate import calibrate
+from quant_numerics.calibration.calibrate import calibrate, inside
 from quant_numerics.calibration.method import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize_with
 from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.contraction.cotangent import Cotangent, without_infinities
 from quant_numerics.contraction.in_kernel import quantize_scaled
 from quant_numerics.contraction.options import Backward, Backwards, Hows, HowToQuantize
-from quant_numerics.formats.dtypes import compute_dtype
 
 
 class Residual(NamedTuple):
@@ -256,13 +255,4 @@ def _quantized(
     if not how.masks:
         fixed = without_infinities(fixed)
     quantized = quantize_with(fixed, how.qtype, *parts, tile_axes=dict(cut.ragged))
-    return Residual(x, quantized, _inside(fixed, calibration, cut) if how.masks else None)
-
-
-def _inside(x: jax.Array, calibration: Calibration, cut: Slices) -> jax.Array:
-    """Return which elements lie in the calibrated range."""
-    lower, upper = calibration
-    lower = lax.neg(upper) if lower is None else lower
-    values = cut.split(x.astype(compute_dtype(x.dtype)))
-    lower, upper = (cut.split(bound.astype(values.dtype)) for bound in (lower, upper))
-    return cut.join(lax.bitwise_and(values >= lower, values <= upper))
+    return Residual(x, quantized, inside(fixed, calibration, cut) if how.masks else None)

@@ -55,6 +55,12 @@ def encode(
     return to_float(ratio, kind.storage_dtype)
 
 
+def whole_scale(scale: jax.Array, global_scale: jax.Array | None) -> jax.Array:
+    """Return ``scale * global_scale`` as float32, of the scale's shape."""
+    scale = scale if scale.dtype == jnp.float32 else scale.astype(jnp.float32)
+    return scale if global_scale is None else scale * global_scale
+
+
 def to_float(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """Return an array in a smaller float dtype, rounded to nearest, ties to even.
 

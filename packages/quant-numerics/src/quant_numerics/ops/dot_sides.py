@@ -104,13 +104,13 @@ def side_of(
     if isinstance(x, QArray):
         order = [*batch, *tiled, *free]
         # Tiles along a free or batch axis: one scale per index.
-        repeats = {a: size for a, size in x.slices.tiles.items() if a not in tiles}
-        scale = repeated(effective_scale(x), repeats, x.shape)
+        cut, others = x.slices, [*batch, *free]
+        scale = cut.repeated(effective_scale(x), others)
         scale_shape = tuple(scale.shape[a] for a in order)
         scale = _arrange(scale, order)
         if has_zero_point_left(x, dtype):
             assert x.zero_point is not None
-            zero_point = _arrange(repeated(x.zero_point.astype(jnp.int32), repeats, x.shape), order)
+            zero_point = _arrange(cut.repeated(x.zero_point.astype(jnp.int32), others), order)
     return Side(
         values,
         scale,
@@ -121,14 +121,6 @@ def side_of(
         contract=tuple(where[a] for a in contract),
         free=tuple(where[a] for a in free),
     )
-
-
-def repeated(x: jax.Array, repeats: Mapping[int, int], shape: Sequence[int]) -> jax.Array:
-    """Return `x` with elements repeated along axes, up to a shape."""
-    for axis, size in repeats.items():
-        if x.shape[axis] > 1:
-            x = lax.slice_in_dim(jnp.repeat(x, size, axis=axis), 0, shape[axis], axis=axis)
-    return x
 
 
 def _arrange(x: jax.Array, order: Sequence[int]) -> jax.Array:

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.tiles import placed
 from quant_numerics.formats.dtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import (
     Arithmetic,
@@ -24,7 +25,7 @@ from quant_numerics.ops.arithmetic import (
     numbers,
     output_dtype,
 )
-from quant_numerics.ops.dot_sides import contracted_tiles, repeated
+from quant_numerics.ops.dot_sides import contracted_tiles
 from quant_numerics.ops.take import take
 
 MOST_PIECES = 32
@@ -134,19 +135,13 @@ class Layout:
 
     def scale(self, q: QArray, side: int) -> jax.Array:
         """Return the scales of a side, one per index of kept axes."""
-        kept = {a: t for a, t in q.slices.tiles.items() if a not in self.contract[side]}
-        return repeated(effective_scale(q), kept, q.shape)
+        kept = [axis for axis in range(q.ndim) if axis not in self.contract[side]]
+        return q.slices.repeated(effective_scale(q), kept)
 
     def in_output(self, scale: jax.Array, side: int, ndim: int) -> jax.Array:
         """Return the scale with the axes of the output."""
-        places = self.outputs[side]
-        order = sorted(places, key=places.__getitem__)
         # A group axis that was not expanded has size 1, and the ragged one is the other side's.
-        rest = [a for a in range(scale.ndim) if a not in places]
-        shape = [1] * ndim
-        for axis in order:
-            shape[places[axis]] = scale.shape[axis]
-        return scale.transpose(*order, *rest).reshape(shape)
+        return placed(scale, self.outputs[side], ndim)
 
 
 RAGGED_DOT = lax.RaggedDotDimensionNumbers(

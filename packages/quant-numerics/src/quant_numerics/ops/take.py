@@ -15,7 +15,6 @@ from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.packed import PackedQArray, unpack
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import slices_of
 
 
 def take(
@@ -87,11 +86,7 @@ def _taken(
         rows = _gathered(q, places, axis)
         return rows if mode == "clip" else _filled(rows, inside, axis)
 
-    tiles = (
-        q.slices.tiles
-        if isinstance(q, QArray)
-        else slices_of(q.shape, q.scale.shape, q.ragged_tiles).tiles
-    )
+    tiles = q.slices.tiles
 
     def scales(x: Any, fill: bool = False) -> Any:
         if x is None:
@@ -107,28 +102,13 @@ def _taken(
     ragged = tuple(
         (a if a > last else a - indices.ndim + 1, t) for a, t in q.ragged_tiles if a != last
     )
+    parts = scales(q.scale, fill), scales(q.zero_point), scales(q.global_scale)
+    static: dict[str, Any] = {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": ragged}
     if isinstance(q, PackedQArray):
-        packed = PackedQArray(
-            _gathered(q.planes, places, axis),
-            scales(q.scale, fill),
-            scales(q.zero_point),
-            scales(q.global_scale),
-            last=q.last,
-            qtype=q.qtype,
-            dtype=q.dtype,
-            ragged_tiles=ragged,
-        )
+        packed = PackedQArray(_gathered(q.planes, places, axis), *parts, last=q.last, **static)
         rows = unpack(packed)
     else:
-        rows = QArray(
-            _gathered(q.qvalue, places, axis),
-            scales(q.scale, fill),
-            scales(q.zero_point),
-            scales(q.global_scale),
-            qtype=q.qtype,
-            dtype=q.dtype,
-            ragged_tiles=ragged,
-        )
+        rows = QArray(_gathered(q.qvalue, places, axis), *parts, **static)
     if not dequantize:
         return rows
     out = _dequantize(rows)
