@@ -18,7 +18,7 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .products import NOTHING, Added, NoKernel, mapped_contraction
+from .products import ALONE, NOTHING, Added, Between, NoKernel, mapped_contraction
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -206,10 +206,12 @@ def product(
     extras: Sequence[jax.Array],
     added: Added,
     rotation: Rotation | None = None,
+    between: Between = ALONE,
 ) -> Any:
     """Return a contraction with a packed weight, or NotImplemented without a kernel for it.
 
-    The arguments are those of ``StoredForm.contract``, and a rotation of ``x``.
+    The arguments are those of ``StoredForm.contract``, a rotation of ``x``, and what a chain of
+    convolutions has in int8.
     """
     if not isinstance(x, jax.Array) or _is_explicit(x):
         return NotImplemented
@@ -220,6 +222,8 @@ def product(
     try:
         dtype = check_dtypes(contraction, x, weight.dtype)
         if isinstance(contraction, RaggedMatmul):
+            if between.y_scale is not None:
+                return NotImplemented  # int8 results of rows in groups
             return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
         if weight.lead or weight.pieces:
             return NotImplemented  # a stack, or packed in pieces for shard_map
@@ -227,10 +231,12 @@ def product(
             is_matmul = contraction.is_pointwise(weight.shape)
             try:
                 if (weight.windows or not is_matmul) and rotation is None and not has_zero_point:
-                    return convolve(*given, dtype, added)  # type: ignore[arg-type]
+                    return convolve(*given, dtype, added, between)  # type: ignore[arg-type]
             except NoKernel:  # of a program that the plan is not for
                 if not is_matmul:
                     raise
+        if between.y_scale is not None:
+            return NotImplemented  # int8 results of a matmul
         return _multiply(*given, dtype, rotation, added)
     except NoKernel:
         return NotImplemented

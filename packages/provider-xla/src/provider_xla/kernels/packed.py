@@ -48,7 +48,8 @@ class PrepackedWeight(qn.StoredForm):
             together, ``question`` the facts that kernels decide by, and
             ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
-            ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``.
+            ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``; if a true ``rounds``, its
+            op of convolutions takes int8 activations and ``y_scale=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: sizes of the contracted axes, in the order in which they make K (static).
@@ -198,6 +199,11 @@ class PrepackedWeight(qn.StoredForm):
     def can_add(self) -> bool:
         """Return whether a kernel may add to its columns."""
         return can_add(self)
+
+    @property
+    def gives_int8(self) -> bool:
+        """Return whether a kernel takes and gives int8 activations where it convolves."""
+        return getattr(self.packed, "rounds", False)
 
     def contract(self, contraction: qn.Contraction, side: int, x: Any, **how: Any) -> Any:
         """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``."""
