@@ -205,11 +205,6 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     return jax.block_until_ready(plan.quantized(leaf))
 
 
-def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm:
-    """Return a stored parameter in the portable form: values and scales."""
-    return held.portable(None if plan is None else plan.granularity.scale_shape(plan.shape))
-
-
 def prepack_leaf(plan: WeightPlan, q: qn.StoredForm, platform: str | None = None) -> Any:
     """Pack a quantized parameter if its plan and sharding allow it, for ``platform`` or its own.
 
