@@ -312,7 +312,7 @@ class Survey:
             if paths := tuple(dict.fromkeys(path for path in record.paths if path not in said)):
                 about = {"op_id": record.op_id, "paths": paths, "rule": record.rule}
                 self.problems.append(Code.STAYS_FLOAT(**about, why=Code.UNREAD_WEIGHT()))
-        # What is made of stored parameters is no problem, but a surprise.
+        # What is made of stored parameters is not a problem, but a surprise.
         for problem in [*self.problems]:
             why = dict(problem.values).get("why")
             is_made = isinstance(why, Fact) and why.code is Code.MADE_AT_CALLS
