@@ -582,6 +582,7 @@ def test_report_as_table_and_json():
         "paths": ("args[0]['w']",),
         "kernels": {},
         "adapter": None,
+        "chained_to": None,
         "module_path": "first",
     }
     assert len(ops) == 2

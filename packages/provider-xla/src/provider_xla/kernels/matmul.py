@@ -105,11 +105,6 @@ def layout_of(
     return Layout(kept, pairs, tuple(ours.index(place) for place in theirs))
 
 
-def convolves(convolves: bool) -> dict[str, bool]:
-    """Return what kernels of matmuls are asked about convolutions."""
-    return {"convolves": True} if convolves else {}
-
-
 def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int]) -> Layout:
     """Return how a convolution is read as a matmul over its input features."""
     if side != 1:
@@ -161,17 +156,6 @@ def op_of(
     if (0 if tile == k else tile) != group:
         raise NoKernel("activations and weights in different tiles")
     return op
-
-
-def question_of(is_static: bool, in_groups: bool) -> dict[str, int]:
-    """Return what kernels are asked about the rows of an activation.
-
-    Args:
-        is_static: whether they have a scale that is given.
-        in_groups: whether they come in groups, each with its own weight.
-    """
-    scale = {"x_scale": 1} if is_static else {}
-    return scale | ({"index": 1, "group_sizes": 1} if in_groups else {})
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:

@@ -19,7 +19,6 @@ from hijax_trace import ArrayProxy, MoveError, Part, Shards, Shared
 from interception_core import get_op
 
 from ..errors import QuantizationError
-from .cuts import shards_of
 from .matmul import can_add, product
 from .rows import Rows, row_of, rows_of
 
@@ -266,11 +265,47 @@ class PrepackedWeight(qn.StoredForm):
         )
 
     def shards(self, counts: Sequence[int]) -> Shards:
-        """Return how devices share it: panels of columns, or whole stack entries.
+        """Return how the devices of a ``shard_map`` share it.
 
-        For any other cut it is unpacked to quantized values and scales.
+        A device can have whole entries of the stack, whole panels of the first axis of columns, and
+        whole pieces of the first axis of rows. Any other cut would go through packed bytes: for it
+        the weight is unpacked to quantized values and scales.
+
+        Args:
+            counts: into how many equal parts each of its axes is cut.
         """
-        return shards_of(self, counts, packed_form) or self.unpacked().shards(counts)
+        lead, axes, rank = len(self.lead), self.axes(), len(self.k_sizes)
+        if all(count == 1 for count in counts):
+            return Shards(self, self, tuple((None,) * x.ndim for x in jax.tree.leaves(self)))
+        # By leading axis, and by part of rows and columns.
+        places = [axes.index(axis) for axis in range(lead)]
+        parts = {part: axes.index(lead + i) for i, part in enumerate(self.order)}
+        cut = {part: counts[axis] for part, axis in parts.items() if counts[axis] > 1}
+        rows, panels = cut.pop(0, 1), cut.pop(rank, 1)
+        columns = math.prod(self.n_sizes) // panels
+        is_plain = self.index is None and not self.gone and self.lead_at is None
+        if not is_plain or cut or rows != max(self.pieces, 1) or columns % self.packed.panel:
+            return self.unpacked().shards(counts)
+        sizes = [n // counts[axis] for n, axis in zip(self.lead, places, strict=True)]
+        k_sizes = (self.k_sizes[0] // rows, *self.k_sizes[1:])
+        n_sizes = (self.n_sizes[0] // panels, *self.n_sizes[1:]) if panels > 1 else self.n_sizes
+        k = math.prod(k_sizes)
+        matrix = k, columns, self.group
+        local_form = packed_form(self.bits, *matrix, self.platform, self.scale_dtype, self.table)
+        if self.pieces:
+            sizes.append(1)
+            places.append(parts[0])
+        packed = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((*sizes, *x.shape), x.dtype), local_form
+        )
+        local = dataclasses.replace(
+            self, packed=packed, k_sizes=k_sizes, n_sizes=n_sizes, pieces=min(self.pieces, 1)
+        )
+        places = [place if counts[place] > 1 else None for place in places]
+        places.append(parts[rank] if panels > 1 else None)
+        leaves = jax.tree.leaves(self.packed)
+        cuts = tuple((*places, *(None,) * (x.ndim - len(places))) for x in leaves)
+        return Shards(self, local, cuts, lambda own: own.alone())
 
     def alone(self) -> PrepackedWeight:
         """Return the weight without its axis of pieces if that is 1."""

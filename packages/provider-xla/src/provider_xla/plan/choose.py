@@ -19,10 +19,8 @@ from ..kernels.convolution import Window, conv_op_of, window_of
 from ..kernels.matmul import (
     check_dtypes,
     check_groups,
-    convolves,
     layout_of,
     op_of,
-    question_of,
 )
 from ..kernels.packed import INTEGERS, packed_bits, packed_table
 from ..kernels.packing import Packing
@@ -402,8 +400,13 @@ def _select_matmul(packing: Packing, use: MatrixUse, form: Any, shape: Sequence[
         jax.ShapeDtypeStruct((use.rows, k), use.dtype),
         jax.ShapeDtypeStruct((k, n), jnp.int8),
     )
-    question = form.question | {"to_pack": True} | question_of(use.is_static, use.in_groups)
-    question |= convolves(use.window is not None)
+    question = form.question | {"to_pack": True}
+    if use.is_static:
+        question["x_scale"] = 1
+    if use.in_groups:
+        question |= {"index": 1, "group_sizes": 1}
+    if use.window is not None:
+        question["convolves"] = True
     return _found(choice(op, packing.platform, operands, **question))
 
 

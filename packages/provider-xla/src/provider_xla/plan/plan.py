@@ -757,9 +757,8 @@ def _telling_planned(weights: Mapping[str, WeightPlan]) -> Iterator[None]:
                 f"which was computed from {' and '.join(error.replaced)}, got another array there. "
                 "Put new values into the float parameters, and call plan.quantize."
             ) from error
-        stored = " or ".join(planned) or f"none of which is of {' and '.join(error.paths)}"
         raise QuantizationError(
-            f"{error.op_id} must use a weight that the plan stores, {stored}, got "
+            f"{error.op_id} must use a weight that the plan stores, {' or '.join(planned)}, got "
             f"{error.met}. Of {' and '.join(error.paths)} itself nothing is stored. Call the "
             "function with the lengths, numbers and flags of the plan, or make a plan for these."
         ) from error

@@ -18,7 +18,7 @@ from ..kernels.packing import of_panels, pack, packed_type, packing_of
 from ..program.arrays import by_path, followed, is_array, map_params, rebuilt
 from ..program.sites import short
 from ..tables import progress
-from .weight import WeightPlan, portable_leaf, prepack_leaf, quantize_leaf
+from .weight import WeightPlan, prepack_leaf, quantize_leaf
 
 
 def quantize(plan: Any, params: Any, *, donate: bool = False, prepack: bool = True) -> Any:
@@ -133,8 +133,14 @@ def prepack(plan: Any, params: Any, platform: str | None = None) -> Any:
 
 def convert(plan: Any, params: Any, platform: str | None = None) -> Any:
     """Change the form of stored parameters: see ``Plan.convert``."""
+
+    # Packing repeats scales, and the plan knows of what shape they were.
+    def one(weight: WeightPlan | None, held: Any) -> Any:
+        shape = None if weight is None else weight.granularity.scale_shape(weight.shape)
+        return held.portable(shape)
+
     portable = map_params(
-        lambda path, leaf: _each(plan, path, leaf, portable_leaf), params, plan.prefix, is_stored
+        lambda path, leaf: _each(plan, path, leaf, one), params, plan.prefix, is_stored
     )
     return portable if platform is None else prepack(plan, portable, platform_of(platform))
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import quant_numerics as qn
@@ -22,7 +21,7 @@ from ..forms.adapted import AdapterForm
 from ..kernels.packing import Packing, pack, packed_type
 from ..program.granularity import Granularity
 from ..rules.sparsity import Sparsity, sparsified
-from . import chunks
+from .rounding import How, fits_float16, in_one, is_finite, quantized
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,11 +102,11 @@ class WeightPlan:
 
     def bytes_on(self, packing: Packing | None) -> int:
         """Return the stored bytes on a platform."""
-        return _form(self._how(), self.shape, self.dtype, packing).nbytes
+        return _form(self.how, self.shape, self.dtype, packing).nbytes
 
     def form(self, packing: Packing | None = None) -> Any:
         """Return the type of what is stored, packed or not."""
-        return _form(self._how(), self.shape, self.dtype, packing)
+        return _form(self.how, self.shape, self.dtype, packing)
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -144,11 +143,7 @@ class WeightPlan:
         """Return whether a value's scales leave float16's normal range."""
         if self.scale_dtype != "float16":
             return False
-        where = self.granularity.channel_axes, tuple(self.granularity.tile_axes.items())
-        fits = chunks.fits_float16(leaf, self.qtype, *where, self.method)
-        return not bool(
-            _fits_float16(leaf, self.qtype, *where, self.method) if fits is None else fits
-        )
+        return not fits_float16(leaf, self.how)
 
     def of_values(self, leaf: Any) -> WeightPlan:
         """Return this plan, with float32 scales if a value needs them.
@@ -169,8 +164,7 @@ class WeightPlan:
         """
         if isinstance(leaf, jax.core.Tracer):
             return
-        held = chunks.on_host(leaf)
-        if not bool(_all_finite(leaf) if held is None else np.isfinite(held).all()):
+        if not is_finite(leaf):
             raise QuantizationError(
                 f"{self.path} has values that are not finite, and can't be quantized to "
                 f"{self.qtype} (rule {self.rule}). Find out where they come from, or leave it "
@@ -188,16 +182,15 @@ class WeightPlan:
         """Return values quantized as planned, unchecked; see ``check``."""
         if self.sparsity is not None:
             leaf = _sparsified(leaf, self.sparsity)
-        qtype, channels, tiles, method, _, scale_dtype = how = self._how()
-        found = chunks.quantized(leaf, qtype, channels, tiles, method, scale_dtype)
-        return _quantize(leaf, *how) if found is None else found
+        return quantized(leaf, self.how)
 
-    def _how(self) -> tuple[Any, ...]:
-        """Return the arguments of ``_quantize`` after the first."""
+    @property
+    def how(self) -> How:
+        """Return how its array is quantized."""
         tiles = tuple(self.granularity.tile_axes.items())
         stepped = self.stepped if qn.get_qtype(self.qtype).name == "nvfp4" else ()
         channels = tuple(self.granularity.channel_axes)
-        return self.qtype, channels, tiles, self.method, stepped, self.scale_dtype
+        return How(self.qtype, channels, tiles, self.method, self.scale_dtype, stepped)
 
 
 def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray | qn.PackedQArray:
@@ -210,11 +203,6 @@ def quantize_leaf(plan: WeightPlan, leaf: Any, check: bool = True) -> qn.QArray 
     if check:
         plan.check(leaf)
     return jax.block_until_ready(plan.quantized(leaf))
-
-
-def portable_leaf(plan: WeightPlan | None, held: qn.StoredForm) -> qn.StoredForm:
-    """Return a stored parameter in the portable form: values and scales."""
-    return held.portable(None if plan is None else plan.granularity.scale_shape(plan.shape))
 
 
 def prepack_leaf(plan: WeightPlan, q: qn.StoredForm, platform: str | None = None) -> Any:
@@ -254,72 +242,13 @@ def _packed(plan: WeightPlan, q: Any, platform: str | None) -> Any:
 _sparsified = jax.jit(sparsified, static_argnums=1)
 
 
-_STATIC = ("qtype", "channel_axes", "tile_axes", "method", "stepped", "scale_dtype")
-
-
-@functools.partial(jax.jit, static_argnames=_STATIC)
-def _quantize(
-    leaf: jax.Array,
-    qtype: str,
-    channel_axes: tuple[int, ...],
-    tile_axes: tuple[tuple[int, int], ...],
-    method: str,
-    stepped: tuple[int, ...],
-    scale_dtype: str | None,
-) -> qn.QArray | qn.PackedQArray:
-    """Quantize; each index of ``stepped`` axes apart, with its own global scale."""
-    if stepped:
-        axis, *rest = stepped
-        fewer = tuple(a - (a > axis) for a in channel_axes if a != axis)
-        tiles = tuple((a - (a > axis), n) for a, n in tile_axes)
-        inner = functools.partial(
-            _quantize,
-            qtype=qtype,
-            channel_axes=fewer,
-            tile_axes=tiles,
-            method=method,
-            stepped=tuple(a - 1 for a in rest),
-            scale_dtype=scale_dtype,
-        )
-        return jax.vmap(inner, in_axes=axis, out_axes=axis)(leaf)
-    q = qn.quantize(
-        leaf,
-        qtype,
-        channel_axes=channel_axes,
-        tile_axes=dict(tile_axes),
-        method=method,
-        scale_dtype=scale_dtype,
-    )
-    return qn.pack(q) if qn.get_qtype(qtype).packable else q
-
-
 # Thousands of parameters have a few forms.
 @functools.lru_cache(maxsize=4096)
-def _form(
-    how: tuple[Any, ...], shape: tuple[int, ...], dtype: np.dtype, packing: Packing | None
-) -> Any:
+def _form(how: How, shape: tuple[int, ...], dtype: np.dtype, packing: Packing | None) -> Any:
     """Return the type of an array that is quantized, and packed."""
     leaf = jax.ShapeDtypeStruct(shape, dtype)
-    stored = jax.eval_shape(lambda leaf: _quantize(leaf, *how), leaf)
+    stored = in_one.eval_shape(leaf, how)
     return stored if packing is None else packed_type(stored, packing)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _fits_float16(
-    leaf: jax.Array,
-    qtype: str,
-    channel_axes: tuple[int, ...],
-    tile_axes: tuple[tuple[int, int], ...],
-    method: str,
-) -> jax.Array:
-    tiles = dict(tile_axes)
-    found = qn.calibrate(leaf, qtype, channel_axes=channel_axes, tile_axes=tiles, method=method)
-    return qn.has_normal_scales(found, qtype, "float16")
-
-
-@jax.jit
-def _all_finite(leaf: jax.Array) -> jax.Array:
-    return jnp.isfinite(leaf).all()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -157,25 +157,27 @@ class Rules:
     params: str
     adapted: frozenset[str] = frozenset()
 
-    def __post_init__(self):
-        object.__setattr__(self, "find", functools.lru_cache(maxsize=None)(self._find))
-        object.__setattr__(self, "origin_key", functools.lru_cache(maxsize=None)(self._origin_key))
-        object.__setattr__(self, "is_parameter", Under(self.params))
-        by_weight = any(rule.weight_path is not None for rule in self.rules)
-        object.__setattr__(self, "_by_weight", by_weight)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.rules, self.params, self.adapted)
+        return type(self), (self.rules, self.params, self.adapted)  # without what is cached
 
-    find: Callable[..., int | None] = None  # type: ignore[assignment]
-    """Returns the number of the rule for an operation with these names, under a module path, of
-    the parameters that ``paths`` returned."""
+    @functools.cached_property
+    def find(self) -> Callable[..., int | None]:
+        """Returns the number of the rule for an operation.
 
-    is_parameter: Under = None  # type: ignore[assignment]
-    """Returns whether the input of that path is a parameter."""
+        It takes the operation's names, its module path, what ``paths`` returned of its parameters,
+        and whether it has a weight.
+        """
+        return functools.lru_cache(maxsize=None)(self._find)
 
-    origin_key: Callable[[str], Hashable] = None  # type: ignore[assignment]
-    """Maps the path of an input to a key; equal keys mean that no rule tells the inputs apart."""
+    @functools.cached_property
+    def is_parameter(self) -> Under:
+        """Returns whether the input of a path is a parameter."""
+        return Under(self.params)
+
+    @functools.cached_property
+    def origin_key(self) -> Callable[[str], Hashable]:
+        """Maps the path of an input to a key; equal keys mean that no rule tells inputs apart."""
+        return functools.lru_cache(maxsize=None)(self._origin_key)
 
     def _find(
         self,
@@ -198,6 +200,10 @@ class Rules:
         same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
         return path in self.adapted, tuple(same)
 
+    @functools.cached_property
+    def _by_weight(self) -> bool:
+        return any(rule.weight_path is not None for rule in self.rules)
+
     @property
     def argnum(self) -> int:
         """Return the position of the argument that holds the parameters."""
@@ -209,7 +215,7 @@ class Rules:
 
     def paths(self, weights: Weights) -> tuple[str, ...]:
         """Return paths of parameters for ``find``, if a rule needs them."""
-        if not self._by_weight:  # type: ignore[attr-defined]
+        if not self._by_weight:
             return ()
         return self.below(weights.paths)
 

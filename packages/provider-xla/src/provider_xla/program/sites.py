@@ -83,12 +83,8 @@ def ignore(record: OpRecord, problem: Fact | None) -> None:
     """Take an operation, and do nothing."""
 
 
-def _not_asked(call: OpCall, *values: Any, **params: Any) -> Any:
-    return NotImplemented
-
-
-def leave_lookup(call: Any, operand: Any, *indices: Any, **params: Any) -> Any:
-    """Leave a lookup to the engine, which gathers stored rows."""
+def as_it_is(call: OpCall, *operands: Any, **params: Any) -> Any:
+    """Leave an operation as it is: a lookup to the engine, which gathers stored rows."""
     return NotImplemented
 
 
@@ -130,7 +126,7 @@ class Sites:
         record: Record = ignore,
         *,
         refuse: Record = ignore,
-        lookup: Callable[..., Any] = leave_lookup,
+        lookup: Callable[..., Any] = as_it_is,
         leave: Leave | None = None,
         remark: Callable[[OpCall, Fact], None] = lambda call, done: None,
         keyed: bool | None = None,
@@ -160,7 +156,7 @@ class Sites:
             handlers["primitive:custom_linear_solve"] = self._leave_solver
             for name in _pallas_primitives():
                 handlers[f"primitive:{name}"] = functools.partial(self._note_reader, Code.PALLAS)
-            handlers["hijax_trace.carried_stacks"] = _not_asked  # XLA would copy caches
+            handlers["hijax_trace.carried_stacks"] = as_it_is  # XLA would copy caches
             handlers["hijax_trace.opaque_call"] = functools.partial(self._note_reader, Code.OPAQUE)
             handlers["primitive:gather"] = lookup
             if rules.looks_up:  # JAX writes ``table[i]`` of a scalar as a slice

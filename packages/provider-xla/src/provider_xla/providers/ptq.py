@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from ..extras import feature
+from ..program.arrays import by_position
 from ..program.sites import Sites
 from ..run.contraction import infer, inference
 from ..run.static.statistics import Statistics
@@ -46,7 +47,7 @@ class PtqProvider(XlaProvider):
         if not self._rules.adapts:
             return plain
         run = self._adapted_run if statistics is None else self._with_adapters(statistics)
-        return run(fn, plain)
+        return by_position(run(fn, plain), fn, self.params_argnum)
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
         """Return ``apply(fn, statistics)``."""

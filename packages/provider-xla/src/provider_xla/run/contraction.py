@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -24,31 +24,8 @@ from ..program.sites import Site, Sites
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .static.statistics import Statistics, calibrations
 
-if TYPE_CHECKING:
-    from ..program.sites import Site
-
 Operands = tuple[Any, Any]
 Hows = tuple[qn.HowToQuantize | None, qn.HowToQuantize | None]
-
-
-def stored_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Return a site's operands, stored or float, and how to quantize them."""
-    operands, hows, stored = list(site.operands), list(site.hows), list(stored)
-    for side, held in enumerate(stored):
-        if not qn.is_form(held):
-            continue
-        other = stored[1 - side]
-        # A row that was looked up in a table is an activation. Packed weights take it as an array.
-        if site.weights[side] is None and getattr(other, "platform", None) is not None:
-            continue
-        found, how = None, None
-        if held.shape == operands[side].shape:
-            x_shape = None if other is not None else operands[1 - side].shape
-            found, how = held.operand_of(site.contraction, side, x_shape, hows[side])
-        hows[side] = how
-        if found is not None:
-            operands[side] = found.at_op(site.call)
-    return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 
 def contracted(
@@ -431,20 +408,27 @@ def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:
 
 
 def run_operands(site: Site, stored: Iterable[Any]) -> tuple[Operands, Hows]:
-    """Return what the contraction of a site is run with; see ``stored_operands``."""
-    stored = list(stored)
-    found, hows = stored_operands(site, stored)
-    hows = tuple(
-        None
-        if weight is not None and not qn.is_form(held) and _is_given(site.call, x, weight)
-        else how
-        for x, how, weight, held in zip(site.operands, hows, site.weights, stored, strict=True)
-    )
-    operands = [
-        x if how is None or weight is None else _sparse(site, side, x)
-        for side, (x, how, weight) in enumerate(zip(found, hows, site.weights, strict=True))
-    ]
-    return tuple(operands), hows  # type: ignore[return-value]
+    """Return what the contraction of a site is run with, and how to quantize what is float of it.
+
+    ``stored`` are the stored forms of its operands, None of those that have none.
+    """
+    operands, hows, forms = list(site.operands), list(site.hows), list(stored)
+    for side, (held, weight) in enumerate(zip(forms, site.weights, strict=True)):
+        x, other = operands[side], forms[1 - side]
+        # A row that was looked up in a table is an activation. Packed weights take it as an array.
+        is_row = weight is None and getattr(other, "platform", None) is not None
+        if qn.is_form(held) and not is_row:
+            found, how = None, None
+            if held.shape == x.shape:
+                x_shape = None if other is not None else site.operands[1 - side].shape
+                found, how = held.operand_of(site.contraction, side, x_shape, hows[side])
+            operands[side] = x if found is None else found.at_op(site.call)
+            hows[side] = how
+        elif weight is not None and not qn.is_form(held) and _is_given(site.call, x, weight):
+            hows[side] = None
+        if weight is not None and hows[side] is not None:
+            operands[side] = _sparse(site, side, operands[side])
+    return tuple(operands), tuple(hows)  # type: ignore[return-value]
 
 
 def _is_given(call: OpCall, operand: Any, weight: Weight) -> bool:
@@ -458,15 +442,13 @@ def _is_given(call: OpCall, operand: Any, weight: Weight) -> bool:
 
 
 def _sparse(site: Site, side: int, w: Any) -> Any:
-    if qn.is_form(w):
-        return w.with_values(lambda values: sparse(site, side, values))
-    return sparse(site, side, w)
-
-
-def sparse(site: Site, side: int, w: jax.Array) -> jax.Array:
-    """Return a float parameter with the zeros its rule asks for."""
+    """Return a parameter that is still float with the zeros its rule asks for."""
+    if site.rule.sparsity is None:
+        return w
+    if qn.is_form(w):  # floats with an adapter
+        return w.with_values(lambda x: x if qn.is_form(x) else _sparse(site, side, x))
     axis = site.contraction.sparse_axis(side, w.ndim)
-    if site.rule.sparsity is None or axis is None:
+    if axis is None:
         return w
     pattern = parse_sparsity(site.rule.sparsity)
     if w.shape[axis] % pattern.m:

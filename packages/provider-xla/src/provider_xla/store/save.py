@@ -71,7 +71,9 @@ def save(
     check_storable(plan, "save")
     path = Path(path)
     spread = [name for tree in (params, extra) for name in _spread(tree)]
-    kind = format_of(path, "shards" if _is_folder(path, format) and spread else format)
+    if format is None and spread and path.suffix != ".safetensors":
+        format = "shards"
+    kind = format_of(path, format)
     if spread and kind != "shards":
         raise StoreError(
             f"{spread[0]} is spread over several processes, which {kind} can't save. Call save in "
@@ -90,7 +92,10 @@ def save(
         beside = extra_structure, extras
     manifest, tensors = build((structure, forms), beside, plan)
     if plan is not None:
-        check_plan(manifest, plan, "The parameters are not what the plan quantizes them to")
+        diff = manifest.diff(plan)
+        if diff.of_leaves:
+            what = "The parameters are not what the plan quantizes them to"
+            raise StoreMismatchError(f"{what}.\n{diff}", diff)
     for name, (form, _) in tensors.items():
         if form.arrays is None:
             raise StoreError(f"{name} is abstract, and only arrays can be saved.")
@@ -105,10 +110,6 @@ def save(
                 for name, array in arrays_of(tensors):
                     writer.write(name, array)
                 writer.finish()
-
-
-def _is_folder(path: Path, format: str | None) -> bool:
-    return format is None and path.suffix != ".safetensors"
 
 
 def _spread(tree: Any) -> list[str]:
@@ -164,13 +165,6 @@ def plan_granularities(plan: Plan) -> tuple[dict[str, Granularity], dict[str, Gr
     derived = {key: weight.granularity for key, weight in plan.derived.items()}
     own = {name: weight.granularity for name, weight in found.items() if weight is not None}
     return own, derived
-
-
-def check_plan(manifest: Manifest, plan: Plan | StorablePlan, what: str) -> None:
-    """Raise StoreMismatchError unless a manifest's parameters are those of a plan."""
-    diff = manifest.diff(plan)
-    if diff.of_leaves:
-        raise StoreMismatchError(f"{what}.\n{diff}", diff)
 
 
 def arrays_of(tensors: Mapping[str, tuple[Form, str]]) -> Iterator[tuple[str, Any]]:

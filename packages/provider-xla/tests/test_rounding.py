@@ -9,7 +9,8 @@ from jax import lax
 import quant_numerics as qn
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.plan import chunks
+from provider_xla.plan import rounding
+from provider_xla.plan.rounding import How, fits_float16, in_chunks, in_one
 
 # Format, method, channels, tiles, dtype and shape.
 CASES = {
@@ -27,10 +28,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_quantize(name, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 256)  # several chunks
+    monkeypatch.setattr(rounding, "CHUNK", 256)  # several chunks
     qtype, method, channels, tiles, dtype, shape = CASES[name]
     x = draw(shape)[0].astype(dtype)
-    found = chunks.quantized(x, qtype, channels, tiles, method, None)
+    found = in_chunks(x, How(qtype, channels, tiles, method))
     wanted = jax.jit(
         lambda x: qn.quantize(x, qtype, channel_axes=channels, tile_axes=dict(tiles), method=method)
     )(x)
@@ -51,10 +52,10 @@ def test_kernels_of_many_shapes_need_few_programs():
     plan = PtqProvider(QuantizationRule(weight_qtype="int8")).plan(
         model, params, draw((1, 8, 4, 4))[0]
     )
-    compiled = chunks._quantized._cache_size()
+    compiled = in_one._cache_size()
     stored = plan.quantize(params)
     # Up to 32, 64 and 128 elements.
-    assert chunks._quantized._cache_size() - compiled <= 3
+    assert in_one._cache_size() - compiled <= 3
     for k, q in zip(params, stored, strict=True):
         scale = np.abs(np.asarray(k)).max((1, 2, 3), keepdims=True) / np.float32(127)
         np.testing.assert_allclose(q.scale, scale, rtol=1e-6)
@@ -65,7 +66,7 @@ def test_what_chunks_leave_to_a_program_for_the_shape(mesh):
     x, channels = draw((64, 16))[0], (1,)
 
     def found(x, qtype="int8", tiles=(), method="absmax"):
-        return chunks.quantized(x, qtype, channels, tiles, method, None)
+        return in_chunks(x, How(qtype, channels, tiles, method))
 
     assert found(x) is not None
     assert found(x, method="percentile,99") is None  # zeros would count
@@ -83,17 +84,17 @@ def test_what_chunks_leave_to_a_program_for_the_shape(mesh):
 
 def test_where_an_array_is_its_quantized_form_is():
     x, device = draw((8, 4))[0], jax.devices()[1]
-    held = chunks.quantized(jax.device_put(x, device), "int8", (1,), (), "absmax", None)
+    held = in_chunks(jax.device_put(x, device), How("int8", (1,)))
     assert {device} == held.qvalue.devices() == held.scale.devices()
-    free = chunks.quantized(np.asarray(x), "int8", (1,), (), "absmax", None)
+    free = in_chunks(np.asarray(x), How("int8", (1,)))
     assert not free.qvalue.committed
     np.testing.assert_array_equal(free.qvalue + held.qvalue, 2 * held.qvalue)
-    closed = jax.jit(lambda: chunks.quantized(x, "int8", (1,), (), "absmax", None))()
+    closed = jax.jit(lambda: in_chunks(x, How("int8", (1,))))()
     np.testing.assert_array_equal(closed.qvalue, held.qvalue)
 
 
 def test_scales_that_float16_has():
     x = np.float32([[1e-6, 1.0], [0.0, 2.0]])
     for channels, fits in (((0,), True), ((1,), False)):
-        assert chunks.fits_float16(x, "int8", channels, (), "absmax") is fits
-    assert chunks.fits_float16(jnp.zeros((3, 4)), "int8", (0,), (), "absmax") is True
+        assert fits_float16(x, How("int8", channels)) is fits
+    assert fits_float16(jnp.zeros((3, 4)), How("int8", (0,))) is True
