@@ -24,19 +24,27 @@ def equations_in(*values: Any) -> Iterator[Any]:
             yield from equations_in(*value)
         for eqn in getattr(value, "eqns", ()):
             yield eqn
-            yield from equations_in(*eqn.params.values())
+            yield from equations_in(*eqn.params.values(), _deferred_by(eqn))
 
 
 def program_of(eqn: Any) -> Any:
     """Return the jaxpr of an equation that is a call of one; None for other equations."""
     key = _CALLS.get(eqn.primitive.name)
-    return None if key is None else eqn.params.get(key)
+    return _deferred_by(eqn) if key is None else eqn.params.get(key)
+
+
+def _deferred_by(eqn: Any) -> Any:
+    """Return the program of what a handler made of a linear operation; None for other equations.
+
+    It is hijax-trace's, which transposes the derivative of it.
+    """
+    return eqn.params["function"].jaxpr if eqn.primitive.name == "deferred" else None
 
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
           "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2":
-          "jaxpr", "core_call": "call_jaxpr", "transposable": "jaxpr"}  # fmt: skip
-"""By primitive, the parameter that is the called program; ``transposable`` is hijax-trace's."""
+          "jaxpr", "core_call": "call_jaxpr"}  # fmt: skip
+"""By primitive, the parameter that is the called program."""
 
 
 class Interpreter:
