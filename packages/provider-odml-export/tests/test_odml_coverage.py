@@ -5,7 +5,7 @@ import pytest
 from jaxtap_testkit.odml_coverage import CASES, result
 
 MORE = {"GroupNormSilu, static": 20}
-"""Operations in float where Qwix counts one: its converter's group norm is one that LiteRT lacks."""
+"""Operations in float. Qwix counts one: its converter's group norm, which LiteRT lacks."""
 CUT_OFF = "UNet, static"
 """Its inputs and outputs have the ranges 0 to 1, and values beyond."""
 
