@@ -144,12 +144,12 @@ def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[s
 def _explained(error: Exception) -> str:
     """Return what LiteRT says, and what to do about an operation that it has no kernel for."""
     said = str(error).strip()
-    text = said.partition("\n")[0] or type(error).__name__
+    text = said.partition("\n")[0].rstrip(".?") or type(error).__name__
     # The converter keeps what it knows no operation of LiteRT for, as it is.
     missing = re.search(r"STABLEHLO_(\w+)", said)
     if missing is None:
         return text
     return (
-        f"{text.rstrip('.?')}. LiteRT has no kernel for StableHLO's {missing[1].lower()}. Write it in other "
+        f"{text}. LiteRT has no kernel for StableHLO's {missing[1].lower()}. Write it in other "
         "operations, or compute it outside of the exported function."
     )
