@@ -4,7 +4,7 @@
         python benchmarks/device_page.py --page docs/benchmarks/odml.md
 
 In twelve minutes on two idle cores. Without --page it prints the tables. Names of steps
-(cnns, llm, steps) run these alone.
+(coverage, cnns, llm, steps) run these alone.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import time
 import warnings
 from pathlib import Path
 
+import device_coverage
 import device_networks
 import jax
 import numpy as np
@@ -194,7 +195,7 @@ def steps(page):
             print((Path(folder) / "page.md").read_text())
 
 
-TABLES = {"cnns": cnns, "llm": llm}
+TABLES = {"coverage": device_coverage.rows, "cnns": cnns, "llm": llm}
 
 
 def put(page, name, lines):
@@ -207,7 +208,7 @@ def put(page, name, lines):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("steps", nargs="*", help="cnns, llm, steps; default all")
+    parser.add_argument("steps", nargs="*", help="coverage, cnns, llm, steps; default all")
     parser.add_argument("--page", type=Path, help="the document to write the tables to")
     args = parser.parse_args()
     sys.path.insert(0, str(ROOT))

@@ -2,7 +2,7 @@ import jax
 import pytest
 
 # Flax's pools divide floats by an int32 of NumPy's.
-_POOLS = ("test_odml_models", "test_export", "test_report", "test_device")
+_POOLS = ("test_odml_coverage", "test_odml_models", "test_export", "test_report", "test_device")
 
 
 @pytest.fixture(autouse=True)

@@ -130,3 +130,14 @@ def test_a_bias_fits_into_half_of_an_int32(channels):
     codes = found / np.float64(grid.scale)
     np.testing.assert_allclose(codes, np.round(codes), atol=1e-4)
     assert np.abs(codes).max() <= 127.001
+
+
+def test_a_dead_channel_without_a_bias_stays_beside_a_coarse_one():
+    """A factor of 0 leaves it the scale 0: nothing is divided by that."""
+    values = np.asarray(normal(4, 2)) * np.float32([1e-7, 1])
+    fold = Fold(np.array([1.0, 0]), np.array([3.0, 0]))
+    found, grid = weight_on_grid(values, WeightUse("int8", (1,), "absmax"), 1, fold, 0.02)
+    np.testing.assert_array_equal(found[:, 1], 0)
+    np.testing.assert_allclose(grid.scale[0], 3 / 0.02 / 2**30, rtol=1e-6)
+    assert np.isfinite(found).all()
+    assert (grid.scale > 0).all()

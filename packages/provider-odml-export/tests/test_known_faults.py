@@ -183,6 +183,13 @@ def test_convolutions_that_litert_lacks_are_written_with_float_kernels():
     assert art.report.bytes_by_dtype["int2"] == (9 * 8 + 8 * 4) // 4
 
 
+def test_what_litert_has_no_kernel_for_says_what_to_do():
+    """The converter leaves it in the file, which LiteRT then refuses."""
+    rule = odml.OdmlRule(weight_qtype="int8")
+    with pytest.raises(odml.OdmlError, match=r"no kernel for StableHLO's sort\. Write it in other"):
+        odml.export(lambda w, x: jnp.sort(x @ w), normal(8, 8), None, [rule], X)
+
+
 @pytest.mark.slow
 def test_resize_is_one_operation(monkeypatch):
     def fn(w, x):

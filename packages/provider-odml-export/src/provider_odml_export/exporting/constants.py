@@ -144,7 +144,9 @@ def _fine_enough(
     if not np.any(coarse):
         return values, scale
     scale = np.where(coarse, least, scale).astype(np.float32)
-    steps = scale.reshape(shape) if scale.ndim else scale
+    # A channel of zeros that stays as it is has the scale 0.
+    steps = np.where(coarse, scale, np.float32(1))
+    steps = steps.reshape(shape) if scale.ndim else steps
     on_grid = (np.round(values.astype(np.float64) / steps) * steps).astype(np.float32)
     coarse = coarse.reshape(shape) if scale.ndim else coarse
     return np.where(coarse, on_grid, values), scale

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class Runner:
                 name: self._interpreter.get_signature_runner(name) for name in self.model.signatures
             }
         except (RuntimeError, ValueError) as error:
-            raise OdmlError(f"LiteRT can't load the model: {_first_line(error)}") from error
+            raise OdmlError(f"LiteRT can't load the model: {_explained(error)}") from error
         self._preserves = preserve_all_tensors
         self._last: int | None = None
 
@@ -94,7 +95,7 @@ class Runner:
         try:
             found = self._runners[signature](**values)
         except (RuntimeError, ValueError) as error:
-            raise OdmlError(f"LiteRT can't run {signature!r}: {_first_line(error)}") from error
+            raise OdmlError(f"LiteRT can't run {signature!r}: {_explained(error)}") from error
         self._last = one.subgraph
         return {name: np.array(found[name]) for name in one.outputs}
 
@@ -114,7 +115,7 @@ class Runner:
         try:
             return np.array(self._interpreter.get_tensor(index, graph))
         except (RuntimeError, ValueError) as error:
-            raise OdmlError(f"Tensor {index} has no values: {_first_line(error)}") from error
+            raise OdmlError(f"Tensor {index} has no values: {_explained(error)}") from error
 
 
 def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[str]:
@@ -140,5 +141,15 @@ def _faults(expected: dict[str, Tensor], given: dict[str, np.ndarray]) -> list[s
     return sorted(faults)
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _explained(error: Exception) -> str:
+    """Return what LiteRT says, and what to do about an operation that it has no kernel for."""
+    said = str(error).strip()
+    text = said.partition("\n")[0].rstrip(".?") or type(error).__name__
+    # The converter keeps what it knows no operation of LiteRT for, as it is.
+    missing = re.search(r"STABLEHLO_(\w+)", said)
+    if missing is None:
+        return text
+    return (
+        f"{text}. LiteRT has no kernel for StableHLO's {missing[1].lower()}. Write it in other "
+        "operations, or compute it outside of the exported function."
+    )

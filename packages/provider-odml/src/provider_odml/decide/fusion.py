@@ -7,6 +7,7 @@ folded has neither a scale nor a rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,6 @@ from ..capture.graph import ACTIVATION, Graph, Node, Use
 from ..capture.ops import Scales
 from .limits import FUSED_ACTIVATIONS, why_float
 from .rules import OdmlRule
-from .traits import is_relu, per_channel
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Fusion:
             return None
         if node.op.kind is not Scales.NORM and self.why_float(node, ours) is not None:
             return None
-        if is_relu(reader):
+        if _is_relu(reader):
             known = FUSED_ACTIVATIONS[str(theirs.output_qtype)]
             return reader if reader.op.name in known and self._takes_relu(node) else None
         if reader.op.kind is Scales.NORM:
@@ -149,4 +149,22 @@ def _is_by_channel(reader: Node, use: Use) -> bool:
     """Return whether arithmetic with a constant acts by channel."""
     others = [other for other in reader.uses if other.role != ACTIVATION]
     is_divisor = reader.op.name == "truediv" and use.slot == 1
-    return bool(others) and not is_divisor and per_channel(use, others[0])
+    return bool(others) and not is_divisor and _per_channel(use, others[0])
+
+
+def _is_relu(node: Node) -> bool:
+    """Return whether an operation is relu or relu6."""
+    if node.op.name in ("relu", "relu6"):
+        return True
+    return node.op.name == "max" and any(use.scalar == 0.0 for use in node.uses)
+
+
+def _per_channel(use: Use, other: Use) -> bool:
+    """Return whether a constant varies along a contraction's channels alone."""
+    if other.scalar is not None or math.prod(other.shape) == 1:
+        return True
+    offset = len(use.shape) - len(other.shape)
+    return all(
+        size == 1 or (axis + offset in use.channels and size == use.shape[axis + offset])
+        for axis, size in enumerate(other.shape)
+    )

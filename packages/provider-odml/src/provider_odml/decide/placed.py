@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass, field
 
-from ..capture.graph import Graph, Node
+from ..capture.graph import ACTIVATION, Graph, Node, Use
 from .decision import Site
 from .rules import MOST_STEPS, OdmlRule
-from .traits import fingerprint
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Placed:
         steps, is_joined = _steps(around, node, rule)
         self.sites[key] = Site(
             key, tensor, maker, qtype, rule.act_method, batch_axes, fixed, shape,
-            fingerprint(node, self.graph), steps, is_joined,
+            _fingerprint(node, self.graph), steps, is_joined,
         )  # fmt: skip
         return key
 
@@ -98,3 +98,21 @@ def _steps(
     if asked == "joined" or (asked is None and math.prod(steps) > MOST_STEPS):
         steps = []
     return tuple(steps), len(steps) < len(node.loops)
+
+
+def _fingerprint(node: Node, graph: Graph) -> str:
+    """Return what tells apart operations of one id, but for the batch."""
+    reads = [(use.slot, use.role, _maker(use, graph), _size(use)) for use in node.uses]
+    text = repr((node.op.name, len(node.shape), reads))
+    return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
+
+
+def _maker(use: Use, graph: Graph) -> str:
+    """Return what makes an operand, without its number."""
+    maker = graph.nodes.get(use.tensor or "")
+    return use.tensor or "" if maker is None else maker.kind
+
+
+def _size(use: Use) -> tuple[int, ...]:
+    # Those of activations hold the batch, somewhere.
+    return (len(use.shape),) if use.role == ACTIVATION else use.shape

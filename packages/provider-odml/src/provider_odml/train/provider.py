@@ -105,9 +105,7 @@ class OdmlQatProvider:
         """
         given = list(args)
         given.insert(self.params_argnum, params)
-        plan = self._plan(fn, tuple(given), kwargs)
-        self.check(plan)
-        return plan
+        return QatModel(self, fn).plan(*given, **kwargs)
 
     def _plan(self, fn: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Plan:
         graph = survey(self.runs_on, fn, f"args[{self.params_argnum}]", args, kwargs)

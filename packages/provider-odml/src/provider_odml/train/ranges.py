@@ -96,15 +96,6 @@ def _bounds(x: jax.Array, how: How, batch: tuple[int, ...]) -> jax.Array:
 
 def _extremes(x: jax.Array, how: How, batch: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return the bounds of each index of the batch axes, float32."""
-    if how.method == "minmax":
-        # As quant_numerics.calibrate, with 0 in each range, in fewer operations: they
-        # are what XLA's time to compile is made of.
-        axes = tuple(axis for axis in range(x.ndim) if axis not in batch)
-        zero = np.zeros((), x.dtype)
-        # Not as the initial value of the reductions: XLA leaves that out where a size is 1.
-        lower = lax.min(lax.reduce_min(x, axes), zero)
-        upper = lax.max(lax.reduce_max(x, axes), zero)
-        return lower.astype(jnp.float32), upper.astype(jnp.float32)
     calibration = qn.calibrate(x, how.qtype, channel_axes=batch, method=how.method)
     upper = calibration.upper.astype(jnp.float32)
     lower = -upper if calibration.lower is None else calibration.lower.astype(jnp.float32)
@@ -219,26 +210,15 @@ def _on_average(terms: jax.Array, bounds: jax.Array, how: How) -> tuple[jax.Arra
 def _grid(bounds: jax.Array, how: How) -> jax.Array:
     """Return what rounding to a range reads, float32[4].
 
-    The scale, its reciprocal, and the least and the greatest number of steps from 0: as
-    ``qn.scale_of`` finds them, in the fewest operations.
+    The scale, its reciprocal, and the least and the greatest number of steps from 0.
     """
     kind = qn.get_qtype(how.qtype)
-    lower, upper = bounds[:1], bounds[1:]
-    one, tiny = np.ones(1, np.float32), np.full(1, jnp.finfo(jnp.float32).tiny, np.float32)
-    if how.symmetric:
-        scale = lax.max(upper / np.full(1, kind.qmax, np.float32), tiny)
-        least, most = (np.full(1, sign * kind.qmax, np.float32) for sign in (-1, 1))
-    else:
-        assert kind.asymmetric is not None
-        low, high = (np.full(1, end, np.float32) for end in kind.asymmetric)
-        if how.method != "minmax":  # whose ranges hold 0
-            lower, upper = lax.min(lower, 0 * one), lax.max(upper, 0 * one)
-        # The difference itself could overflow.
-        scale = lax.max(upper / (high - low) - lower / (high - low), tiny)
-        point = lax.round(low - lower / scale, lax.RoundingMethod.TO_NEAREST_EVEN)
-        point = lax.clamp(low, point, high)
-        least, most = low - point, high - point
-    return lax.concatenate([scale, one / scale, least, most], 0)
+    lower = None if how.symmetric else bounds[0]
+    scale, point, _ = qn.scale_of(qn.Calibration(lower, bounds[1]), kind)
+    ends = (-kind.qmax, kind.qmax) if point is None else kind.asymmetric
+    assert ends is not None
+    steps = [np.float32(end) if point is None else end - point.astype(jnp.float32) for end in ends]
+    return jnp.stack([scale, 1 / scale, *steps])
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(3,))
