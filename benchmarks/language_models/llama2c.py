@@ -3,8 +3,8 @@
 uv run python -m benchmarks.language_models.llama2c stories260K.bin FOLDER
 
 The format is that of karpathy/llama2.c's first version: seven int32 (width, inner width, layers,
-heads, heads of keys, vocabulary, longest text; a vocabulary below 0 says that the head has weights
-of its own), then float32, each kind of matrix for all layers, as ``[out, in]``. The folder has no
+heads, heads of keys, vocabulary, longest text; a vocabulary below 0 says that the head is not the
+table), then float32, each kind of matrix for all layers, as ``[out, in]``. The folder has no
 tokenizer: a model that writes its own text needs none.
 """
 

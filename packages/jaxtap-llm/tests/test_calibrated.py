@@ -139,6 +139,18 @@ def test_scales_are_fitted_to_the_predictions(folder):
             np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.slow
+def test_a_width_that_no_tile_divides_has_scales_of_outputs(few_formats):
+    config = parse_config(fields_of("llama") | {"hidden_size": 32, "intermediate_size": 44})
+    params = jax.tree.map(jnp.asarray, varied(checkpoint.init(config), 0))
+    batches = calibrated.batches_of(np.frombuffer(TEXT.encode(), np.uint8), 64)
+    rules = rules_for(config, FORMATS["int4"])
+    plan, _ = calibrated.optimized(config, params, batches, rules, 6)
+    tiles = {one.path.split("'")[-2]: one.tile_size for one in plan.allocation.weights}
+    assert tiles["down"] is None  # of 44: scales of tiles of 4 would take 4 bits a number
+    assert plan.allocation.bits <= 6
+
+
 def test_what_is_refused(folder, tmp_path):
     text, out = tmp_path / "text", tmp_path / "out"
     text.write_text("short")

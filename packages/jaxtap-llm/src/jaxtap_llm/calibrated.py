@@ -133,7 +133,12 @@ def optimized(
     if bits is not None:
         each = max(1, len(batches) * batches[0].size // MEASURED)
         rows = np.concatenate(batches)[::each]
-        asked = {"qtypes": QTYPES, "tile_size": TILES, "error": divergence, "errors": errors}
+        # A width that no tile divides got the largest divisor, whose scales may take more than its
+        # numbers: there, a scale for each output is a choice, too.
+        own = [w.granularity.tile_axes.values() for w in plan.weights.values()]
+        divided = all(tile % min(TILES) == 0 for tiles in own for tile in tiles)
+        tiles = TILES if divided else (*TILES, None)
+        asked = {"qtypes": QTYPES, "tile_size": tiles, "error": divergence, "errors": errors}
         plan = plan.allocate(params, rows, budget_bits=bits, **asked)
     passes = [xla.Gptq(sequential=config.layers)]
     found = plan.optimize(params, [(one,) for one in batches], passes, prepack=False)
