@@ -20,7 +20,7 @@ def run(fn, *given):
     for array in jax.tree.leaves(jax.jit(fn)(*given)):
         digest.update(np.asarray(array).tobytes())
 
-# Many rows of bfloat16 are left out: AMX multiplies them with weights in bfloat16.
+# Many rows of bfloat16 are left out: AMX and AVX512-BF16 multiply them with weights in bfloat16.
 SHAPES = ((1, 1, 1, 1), (1, 64, 16, 1), (2, 65, 17, 1), (7, 63, 15, 1), (17, 200, 70, 1),
           (33, 128, 33, 1), (5, 192, 40, 4), (16, 320, 31, 2), (6, 2080, 35, 2), (9, 600, 20, 1))
 for op, pack, most in ((te.gemm_w8a8, te.pack_w8, 127), (te.gemm_w8a16, te.pack_w8, 127),

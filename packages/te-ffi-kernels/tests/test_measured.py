@@ -61,7 +61,7 @@ def test_convolutions_that_are_slower_are_refused(monkeypatch):
     rows = jax.export.symbolic_shape("rows")[0]
     for op in ("gemm_w8a8", "gemm_w8a16"):
         assert asked(op, 1, 64, "generic") == "XLA is faster on generic at convolutions"
-        for isa in ("avx2", "avx512", "amx"):
+        for isa in ("avx2", "avx_vnni", "avx512", "amx"):
             assert "fewer than 64 input features" in asked(op, 1, 63, isa)
             assert asked(op, 128, 64, isa) is True
             for many in (129, rows):
@@ -100,7 +100,7 @@ def test_the_table_is_of_kernels_and_cases_that_are_timed():
     cases = {spec.target: spec for spec in BENCHED}
     for target, variants in read_table(_measured.TABLE).items():
         labels = [set(case.labels) for case in _cases(cases[target])]
-        assert set(variants) <= {"generic", "avx2", "avx512", "amx"}
+        assert set(variants) <= {"generic", "avx2", "avx_vnni", "avx512", "amx"}
         for row in itertools.chain(*variants.values()):
             assert row["ratio"] > 0
             assert set(row) - {"ratio"} in labels

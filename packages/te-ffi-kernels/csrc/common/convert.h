@@ -1,9 +1,8 @@
 // Conversions between float32 and narrower floats, without branches, so that compilers vectorise
 // loops over them.
 //
-// All round to nearest, half to even, unless their name says otherwise. Names without an ending
-// treat numbers beyond the format as a cast of JAX does (inf, or NaN in formats without inf); names
-// that end in _saturated give the largest finite number instead, for infinities too. NaN stays NaN.
+// All round to nearest, half to even, and treat numbers beyond the format as a cast of JAX does. NaN
+// stays NaN.
 //
 // Every function has internal linkage: files that are compiled for different instruction sets must
 // not share one copy.
@@ -106,24 +105,8 @@ JAXTAP_INLINE float f8e4m3fn_to_f32(uint8_t x) {
   return convert_detail::decode<4, 3>(x, 0x7fu, false);
 }
 
-JAXTAP_INLINE uint8_t f32_to_f8e4m3fn(float x) {
-  return static_cast<uint8_t>(convert_detail::encode<4, 3, 0x7eu, 0x7fu, 0x7fu, 0x7fu>(x));
-}
-
-JAXTAP_INLINE uint8_t f32_to_f8e4m3fn_saturated(float x) {
-  return static_cast<uint8_t>(convert_detail::encode<4, 3, 0x7eu, 0x7eu, 0x7fu, 0x7eu>(x));
-}
-
 JAXTAP_INLINE float f8e5m2_to_f32(uint8_t x) {
   return convert_detail::decode<5, 2>(x, 0x7cu, true);
-}
-
-JAXTAP_INLINE uint8_t f32_to_f8e5m2(float x) {
-  return static_cast<uint8_t>(convert_detail::encode<5, 2, 0x7bu, 0x7cu, 0x7eu, 0x7cu>(x));
-}
-
-JAXTAP_INLINE uint8_t f32_to_f8e5m2_saturated(float x) {
-  return static_cast<uint8_t>(convert_detail::encode<5, 2, 0x7bu, 0x7bu, 0x7eu, 0x7bu>(x));
 }
 
 // 2 ** (x - 127); 0xff is NaN. 0 is subnormal in float32.
@@ -131,28 +114,6 @@ JAXTAP_INLINE float e8m0_to_f32(uint8_t x) {
   const uint32_t encoded = x;
   uint32_t bits = choose(encoded == 0u, 0x400000u, encoded << 23);
   return bits_float(choose(encoded == 0xffu, 0x7fc00000u, bits));
-}
-
-// The nearest power of two, the greater of two equally near; NaN for zero, negative numbers and
-// what is beyond 2 ** 127.
-JAXTAP_INLINE uint8_t f32_to_e8m0(float x) {
-  const uint32_t bits = float_bits(x);
-  const uint32_t normal = (bits + 0x400000u) >> 23;
-  const uint32_t subnormal = static_cast<uint32_t>(bits >= 0x600000u);
-  uint32_t encoded = choose(bits < 0x800000u, subnormal, normal);
-  encoded = choose(encoded > 0xfeu, 0xffu, encoded);  // overflow, NaN, inf, and the sign bit
-  return static_cast<uint8_t>(choose(bits == 0u, 0xffu, encoded));
-}
-
-// The least power of two that is not below x >= 0; 2 ** 127 beyond it and 2 ** -127 for zero, as
-// the scales of MXFP8 blocks are rounded. The sign is ignored.
-JAXTAP_INLINE uint8_t f32_to_e8m0_up_saturated(float x) {
-  const uint32_t magnitude = float_bits(x) & 0x7fffffffu;
-  const uint32_t normal = (magnitude + 0x7fffffu) >> 23;
-  const uint32_t subnormal = static_cast<uint32_t>(magnitude > 0x400000u);
-  uint32_t encoded = choose(magnitude < 0x800000u, subnormal, normal);
-  encoded = choose(encoded > 0xfeu, 0xfeu, encoded);
-  return static_cast<uint8_t>(choose(magnitude > 0x7f800000u, 0xffu, encoded));
 }
 
 }  // namespace jaxtap

@@ -16,7 +16,7 @@
 namespace jaxtap {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvx512, Isa::kAmx};
+constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512, Isa::kAmx};
 
 #if defined(__x86_64__)
 
@@ -55,6 +55,8 @@ bool may_use_tiles() {
 #endif
 }
 
+bool has_avx_vnni() { return cpuid(7, 1).a >> 4 & 1; }
+
 Isa detect() {
   const Registers one = cpuid(1, 0), seven = cpuid(7, 0);
   const uint64_t state = saved_state();
@@ -64,13 +66,15 @@ Isa detect() {
   const bool avx512 = all(state, 0xe6) &&                   // opmask, ZMM
                       all(seven.b, 3u << 16 | 3u << 30) &&  // F DQ BW VL
                       (seven.c >> 11 & 1);                  // VNNI
-  if (!avx512) return Isa::kAvx2;
+  if (!avx512) return has_avx_vnni() ? Isa::kAvxVnni : Isa::kAvx2;
   const bool amx = all(state, 3u << 17) && all(seven.d, 1u << 22 | 3u << 24) &&  // BF16 TILE INT8
                    (cpuid(7, 1).a >> 5 & 1);                                     // AVX512-BF16
   return amx && may_use_tiles() ? Isa::kAmx : Isa::kAvx512;
 }
 
 #else
+
+bool has_avx_vnni() { return false; }
 
 Isa detect() { return Isa::kGeneric; }
 
@@ -89,6 +93,8 @@ const char* name(Isa isa) {
       return "generic";
     case Isa::kAvx2:
       return "avx2";
+    case Isa::kAvxVnni:
+      return "avx_vnni";
     case Isa::kAvx512:
       return "avx512";
     case Isa::kAmx:
@@ -97,7 +103,9 @@ const char* name(Isa isa) {
   return "unknown";
 }
 
-bool available(Isa isa) { return isa <= highest(); }
+bool available(Isa isa) {
+  return isa <= highest() && (isa != Isa::kAvxVnni || has_avx_vnni());
+}
 
 std::vector<Isa> available_isas() {
   std::vector<Isa> found;

@@ -21,6 +21,7 @@
   const Table& table(Isa isa) {                                           \
     switch (isa) {                                                        \
       JAXTAP_ON_X86(case Isa::kAvx2 : return avx2::make_table();)         \
+      JAXTAP_ON_X86(case Isa::kAvxVnni : return avx2::make_table();)      \
       JAXTAP_ON_X86(case Isa::kAvx512 : return avx512::make_table();)     \
       JAXTAP_ON_X86(case Isa::kAmx : return of_amx::make_table();)        \
       default:                                                            \
@@ -29,8 +30,8 @@
   }                                                                       \
   }
 
-// And table(), of the selected instruction set. AMX adds nothing but matmuls and attention: the rest
-// is AVX-512's.
+// And table(), of the selected instruction set. AMX adds nothing but matmuls and attention, and
+// AVX-VNNI nothing but matmuls: the rest is that of AVX-512 and AVX2.
 #define JAXTAP_DEFINE_TABLE(part)                                         \
   JAXTAP_DEFINE_TABLES(part, avx512)                                      \
   const jaxtap::part::Table& jaxtap::part::table() { return table(selected_isa()); }

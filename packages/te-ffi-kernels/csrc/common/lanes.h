@@ -77,7 +77,7 @@ JAXTAP_INLINE Halves narrow(Words x) {
 }
 
 // A bit where a comparison holds, else 0.
-JAXTAP_INLINE Bytes marks(Ints holds, uint8_t bit) {
+JAXTAP_INLINE Bytes mask_bytes(Ints holds, uint8_t bit) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_movepi32_mask(same_bits<__m512i>(holds));
   return same_bits<Bytes>(_mm_maskz_set1_epi8(mask, static_cast<char>(bit)));
@@ -97,7 +97,7 @@ JAXTAP_INLINE Bytes marks(Ints holds, uint8_t bit) {
 JAXTAP_INLINE Floats all(float x) { return Floats{} + x; }
 
 // 0, 1, 2 ...
-JAXTAP_INLINE Ints counting() {
+JAXTAP_INLINE Ints iota() {
 #if defined(__AVX512F__)
   return Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 #elif defined(__AVX2__)
@@ -108,8 +108,8 @@ JAXTAP_INLINE Ints counting() {
 }
 
 // The first `count` lanes of x, and `rest` in the others.
-JAXTAP_INLINE Floats keep(Floats x, int64_t count, float rest) {
-  return counting() < static_cast<int32_t>(count) ? x : all(rest);
+JAXTAP_INLINE Floats first_n(Floats x, int64_t count, float rest) {
+  return iota() < static_cast<int32_t>(count) ? x : all(rest);
 }
 
 // Of numbers in memory, at any address; `read_part` and `write_part` touch `count` of them alone,
@@ -284,8 +284,10 @@ JAXTAP_INLINE void write(T* to, Vector x, Part part) {
   write_part(to, x, part.count);
 }
 
-JAXTAP_INLINE Floats keep(Floats x, Whole, float) { return x; }
-JAXTAP_INLINE Floats keep(Floats x, Part part, float rest) { return keep(x, part.count, rest); }
+JAXTAP_INLINE Floats first_n(Floats x, Whole, float) { return x; }
+JAXTAP_INLINE Floats first_n(Floats x, Part part, float rest) {
+  return first_n(x, part.count, rest);
+}
 
 }  // namespace
 }  // namespace jaxtap::lanes::JAXTAP_ISA_NAMESPACE

@@ -7,7 +7,7 @@ namespace jaxtap::lanes::JAXTAP_ISA_NAMESPACE {
 namespace {
 
 // a > b ? a : b, so b where one of them is NaN; and the same with <.
-JAXTAP_INLINE Floats larger(Floats a, Floats b) {
+JAXTAP_INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
 #else
@@ -15,7 +15,7 @@ JAXTAP_INLINE Floats larger(Floats a, Floats b) {
 #endif
 }
 
-JAXTAP_INLINE Floats smaller(Floats a, Floats b) {
+JAXTAP_INLINE Floats min(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_min_ps(a, b);
 #else
@@ -74,7 +74,7 @@ JAXTAP_INLINE float largest_of(Floats x) {
 JAXTAP_INLINE Floats exp(Floats x) {
   constexpr float kRound = 12582912.0f;
   // So written that NaN goes through.
-  const Floats cut = smaller(all(89.0f), larger(all(-104.0f), x));
+  const Floats cut = min(all(89.0f), max(all(-104.0f), x));
   const Floats shifted = fma(cut, all(1.44269504088896341f), kRound);
   const Floats n = shifted - kRound;
   const Floats rest = fma(n, all(2.12194440e-4f), fma(n, all(-0.693359375f), cut));

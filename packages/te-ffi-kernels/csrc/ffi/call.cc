@@ -4,7 +4,7 @@
 #include <cstring>
 #include <utility>
 
-#include "common/helpers.h"
+#include "common/spin_workers.h"
 #include "common/pages.h"
 
 namespace jaxtap::ffi {
@@ -168,7 +168,7 @@ XlaScheduler::~XlaScheduler() {
 
 void XlaScheduler::schedule(std::function<void()> task) {
   if (begin_ == Clock::time_point()) begin_ = Clock::now();
-  if (!on_xla_pool && run_on_helper(task)) return;
+  if (!on_xla_pool && run_on_worker(task)) return;
   XLA_FFI_ThreadPool_Schedule_Args args = {};
   args.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
   args.ctx = frame_.ctx;

@@ -65,7 +65,7 @@ class Call {
   const XLA_FFI_CallFrame& frame_;
 };
 
-// The intra-op thread pool of the program that runs, and helpers that are awake. Of a call: it must not
+// The intra-op thread pool of the program that runs, and awake workers. Of a call: it must not
 // outlive it.
 class XlaScheduler : public Scheduler {
  public:

@@ -209,6 +209,7 @@ const Kernels& kernels_of(Isa isa, int64_t plane_rows);
 const Kernels& generic_kernels();
 #if defined(__x86_64__)
 const Kernels& avx2_kernels();
+const Kernels& avx_vnni_kernels();
 const Kernels& avx512_kernels();
 const Kernels& amx_kernels();
 #endif

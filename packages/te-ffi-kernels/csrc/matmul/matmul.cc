@@ -61,6 +61,8 @@ const Kernels& kernels_of(Isa isa) {
 #if defined(__x86_64__)
     case Isa::kAvx2:
       return avx2_kernels();
+    case Isa::kAvxVnni:
+      return avx_vnni_kernels();
     case Isa::kAvx512:
       return avx512_kernels();
     case Isa::kAmx:

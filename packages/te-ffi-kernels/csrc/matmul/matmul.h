@@ -1,4 +1,4 @@
-// y = x @ w for packed integer weights, on integer units, and on AMX in bfloat16.
+// y = x @ w for packed integer weights, on integer units, or in bfloat16 on AMX and AVX512-BF16.
 #pragma once
 
 #include <cstdint>
@@ -55,8 +55,8 @@ struct Matmul {
   //   3: x in fixed point with 23 bits of the row's largest magnitude.
   //   0: 3 for up to 4 rows, and 2 beyond; 2 for weights whose numbers have two parts or whose
   //      columns have scales, which take longer to multiply or to rescale; none for many rows of
-  //      bfloat16 on AMX, which are multiplied as they are with weights in bfloat16: see
-  //      matmul/floats.h.
+  //      bfloat16 on AMX and AVX512-BF16, which are multiplied as they are with weights in bfloat16:
+  //      see matmul/floats.h.
   int planes = 0;
 };
 

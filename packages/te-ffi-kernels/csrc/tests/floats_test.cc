@@ -1,4 +1,5 @@
-// Matmuls of many rows of bfloat16, against double arithmetic: on AMX they are made of bfloat16.
+// Matmuls of many rows of bfloat16, against double arithmetic: on AMX and AVX512-BF16 they are made
+// of bfloat16.
 #include <algorithm>
 #include <cmath>
 #include <string>

@@ -7,6 +7,7 @@
 #include "te/gemm.h"
 #include "te/quantize.h"
 #include "tests/check.h"
+#include "tests/narrow.h"
 #include "tests/weights.h"
 
 namespace {

@@ -13,6 +13,7 @@
 #include "common/packed.h"
 #include "matmul/matmul.h"
 #include "matmul/pack.h"
+#include "tests/narrow.h"
 
 namespace jaxtap::testing {
 

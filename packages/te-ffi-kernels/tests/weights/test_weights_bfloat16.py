@@ -1,4 +1,4 @@
-"""Many rows of bfloat16, which AMX multiplies with weights in bfloat16."""
+"""Many rows of bfloat16, which AMX and AVX512-BF16 multiply with weights in bfloat16."""
 
 import jax
 import jax.numpy as jnp

@@ -208,4 +208,13 @@ class Handlers : Stages<Op, kWorkspace> {
   }
 };
 
+template <class Op, auto kKernel>
+void RunKernel(const Op& given, const Call& call) {
+  kKernel(given.args, call.stream);
+}
+
+// Those of a kernel that takes the arguments as the description has them.
+template <class Op, auto kKernel>
+using KernelHandlers = Handlers<Op, RunKernel<Op, kKernel>>;
+
 }  // namespace jaxtap::cuda

@@ -8,10 +8,6 @@
 namespace jaxtap::cuda {
 namespace {
 
-void MakeMap(const ffi::MakeRowMapCall& given, const Call& call) {
-  make_row_map(given.args, call.stream);
-}
-
 void RunPermute(const ffi::PermuteCall& given, const Call& call) {
   call.Clear({call.Result(0, "output"), call.Result(1, "permuted_probs")});
   permute(given.args, call.stream);
@@ -38,7 +34,7 @@ void RunGradient(const ffi::UnpermuteGradientCall& given, const Call& call) {
   unpermute_gradient(args, call.stream);
 }
 
-const Handlers<ffi::MakeRowMapCall, MakeMap> kMakeMap;
+const KernelHandlers<ffi::MakeRowMapCall, make_row_map> kMakeMap;
 const Handlers<ffi::PermuteCall, RunPermute> kPermute;
 const Handlers<ffi::UnpermuteCall, RunUnpermute> kUnpermute;
 const Handlers<ffi::UnpermuteGradientCall, RunGradient> kGradient;

@@ -18,12 +18,8 @@ void Forward(const ffi::RouterForwardCall& given, const Call& call) {
   router_forward(args, call.stream);
 }
 
-void Backward(const ffi::RouterBackwardCall& given, const Call& call) {
-  router_backward(given.args, call.stream);
-}
-
 const Handlers<ffi::RouterForwardCall, Forward> kForward;
-const Handlers<ffi::RouterBackwardCall, Backward> kBackward;
+const KernelHandlers<ffi::RouterBackwardCall, router_backward> kBackward;
 
 }  // namespace
 }  // namespace jaxtap::cuda

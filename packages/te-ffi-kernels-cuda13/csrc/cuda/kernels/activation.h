@@ -26,10 +26,10 @@ void activation_forward(const Activation& args, const Quantize& outputs, Stream 
 void activation_backward(const Activation& args, const Quantize& outputs, Stream stream);
 
 // The kernels.
-void activation_numbers(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_values(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_gradient_numbers(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_gradient_values(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_float(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_quantized(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_gradient_float(const Activation& args, const Quantize& outputs, Stream stream);
+void activation_gradient_quantized(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_gradient_sums(const Activation& args, const Quantize& outputs, Stream stream);
 
 }  // namespace jaxtap::cuda

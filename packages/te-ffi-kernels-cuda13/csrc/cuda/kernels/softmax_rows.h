@@ -8,6 +8,9 @@ namespace jaxtap::cuda {
 namespace {
 
 constexpr float kNone = -__builtin_inff();
+constexpr int kWarpThreads = 128, kBlockThreads = 512;
+// Rows of up to this many numbers are each in the registers of one warp.
+constexpr int64_t kSoftmaxOfWarp = 1024;
 
 struct SoftmaxArgs {
   const void* x;        // logits, or the gradient of the result
@@ -90,6 +93,14 @@ JAXTAP_DEVICE uint32_t left_out(const uint8_t* mask, int64_t at, int64_t columns
 
 // A row without anything left has the sum 0, and all its numbers are zeros.
 JAXTAP_DEVICE float inverse_of(float sum) { return sum == 0.0f ? 0.0f : 1.0f / sum; }
+
+// With a kernel of 8 or of 32 numbers in each thread of a warp, or with one of whole blocks.
+inline void run_rows(const SoftmaxArgs& args, void (*few)(SoftmaxArgs), void (*some)(SoftmaxArgs),
+                     void (*many)(SoftmaxArgs), Stream stream) {
+  if (args.k > kSoftmaxOfWarp) return launch(many, args.rows, kBlockThreads, stream, args);
+  const int64_t blocks = ceil_of(args.rows, kWarpThreads / kWarp);
+  launch(args.k <= 8 * kWarp ? few : some, blocks, kWarpThreads, stream, args);
+}
 
 template <template <class> class Run, class Given>
 void by_dtype(const Given& given, Stream stream) {

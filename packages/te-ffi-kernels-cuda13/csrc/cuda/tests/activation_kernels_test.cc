@@ -182,7 +182,7 @@ TEST(cuda_activations) {
   }
 }
 
-TEST(cuda_activation_values) {
+TEST(cuda_activation_quantized) {
   std::mt19937 random(22);
   for (bool gradient : {false, true}) {
     for (bool gated : {false, true}) {

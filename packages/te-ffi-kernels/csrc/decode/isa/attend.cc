@@ -131,7 +131,7 @@ inline void limit(const Stretch& s, int64_t row, int64_t begin, int64_t count, c
       x = s.softcap - 2.0f * s.softcap / (e + 1.0f);
     }
     const int64_t first = s.first[row] - begin - p, last = s.last[row] - begin - p;
-    const Ints at = counting();
+    const Ints at = iota();
     const auto bound = [](int64_t x) { return static_cast<int32_t>(x < 0 ? 0 : x > 64 ? 64 : x); };
     const Ints seen = (at >= bound(first)) & (at < bound(last < rest ? last : rest));
     x = seen ? x : all(kNone);
@@ -211,9 +211,9 @@ void attend(const Stretch& s) {
       limit(s, r, begin, count, scales, row);
       // `larger` leaves NaN out here: what it makes of the sums is NaN anyway.
       Floats found = all(kNone);
-      for (int64_t p = 0; p < count; p += kLanes) found = larger(read<Floats>(row + p), found);
+      for (int64_t p = 0; p < count; p += kLanes) found = max(read<Floats>(row + p), found);
       const float before = s.out.most[r];
-      const float most = largest_of(larger(found, all(before)));
+      const float most = largest_of(max(found, all(before)));
       const float from = most == kNone ? 0.0f : most;
       Floats sums = all(0.0f);
       for (int64_t p = 0; p < count; p += kLanes) {

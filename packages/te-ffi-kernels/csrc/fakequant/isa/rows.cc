@@ -16,24 +16,24 @@ Extremes extremes(const void* from, int64_t count) {
   int64_t i = 0;
   for (; i + 2 * kLanes <= count; i += 2 * kLanes) {
     const Floats a = load<Format>(x + i), b = load<Format>(x + i + kLanes);
-    low = smaller(a, low);
-    high = larger(a, high);
+    low = min(a, low);
+    high = max(a, high);
     bad |= a != a;
-    low2 = smaller(b, low2);
-    high2 = larger(b, high2);
+    low2 = min(b, low2);
+    high2 = max(b, high2);
     bad2 |= b != b;
   }
   over(count - i, [&](int64_t j, auto part) {
     const Floats a = load<Format>(x + i + j, part);
-    low = smaller(a, low);
-    high = larger(a, high);
+    low = min(a, low);
+    high = max(a, high);
     bad |= a != a;
   });
   // Floats, since -1 is a NaN.
   const Floats none = same_bits<Floats>(bad | bad2);
   const Floats nan = none != none ? all(1.0f) : all(0.0f);
   if (largest_of(nan) > 0.0f) return {__builtin_nanf(""), __builtin_nanf("")};
-  return {-largest_of(-smaller(low, low2)), largest_of(larger(high, high2))};
+  return {-largest_of(-min(low, low2)), largest_of(max(high, high2))};
 }
 
 template <class Format>
@@ -58,10 +58,10 @@ void round(const void* from, void* to, uint8_t* inside, const Rows& rows, const 
       const int64_t at = row * rows.stride + i;
       const Floats number = load<Format>(x + at, part);
       // So written that NaN goes through.
-      const Floats cut = larger(least, smaller(most, number * grid.reciprocal));
+      const Floats cut = max(least, min(most, number * grid.reciprocal));
       store<Format>(out + at, (cut + kRound - kRound) * grid.scale, part);
       const auto bit = static_cast<uint8_t>(1u << row);
-      bits |= marks((number >= lower) & (number <= upper), bit);
+      bits |= mask_bytes((number >= lower) & (number <= upper), bit);
     }
     write(inside + i, bits, part);
   });

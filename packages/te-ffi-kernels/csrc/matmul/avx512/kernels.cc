@@ -156,11 +156,8 @@ const Kernels& avx512_kernels() {
     Kernels k = own_kernels();
     k.block_panels = kTilePanels;
     k.block_k = 512;
-    k.task_steps = 30000;
-    k.least_rows = 1;
     k.paired16 = paired16;
     k.expand_panel16 = expand_panel16;
-    k.expand_panel = expand_panel<false>;
     k.stream = stream;
     return k;
   }();

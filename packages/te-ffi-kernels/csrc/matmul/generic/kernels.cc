@@ -133,9 +133,6 @@ const Kernels& generic_kernels() {
     Kernels k = own_kernels();
     k.block_panels = 1;
     k.block_k = 4096;
-    k.task_steps = 30000;
-    k.least_rows = 1;
-    k.expand_panel = expand_panel<false>;
     k.stream = stream;
     return k;
   }();

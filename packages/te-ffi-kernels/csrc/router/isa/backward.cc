@@ -29,7 +29,7 @@ void backward(const Options& options, const uint8_t* map, const float* saved, co
   Floats values = zero, products = zero;
   over(count, [&](int64_t i, auto part) {
     const Ints routed = chosen(i, part);
-    const Floats y = routed ? keep(value<kScore>(load<F32>(saved + i, part)), part, 0.0f) : zero;
+    const Floats y = routed ? first_n(value<kScore>(load<F32>(saved + i, part)), part, 0.0f) : zero;
     values += y;
     products = fma(load<Format>(grad + i, part) * scaling, y, products);
   });

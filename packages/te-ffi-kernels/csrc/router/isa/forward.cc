@@ -15,7 +15,7 @@ void score(const Options& options, const typename Format::Type* logits, float* s
   switch (options.score) {
     case Score::kSoftmax:
       over(count, [&](int64_t i, auto part) {
-        write(scores + i, keep(load<Format>(logits + i, part), part, -kInfinity));
+        write(scores + i, first_n(load<Format>(logits + i, part), part, -kInfinity));
       });
       if (options.pre_softmax || options.dense) {
         softmax(scores, count);

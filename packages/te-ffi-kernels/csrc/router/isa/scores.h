@@ -16,7 +16,7 @@ JAXTAP_INLINE Floats sigmoid(Floats x) { return 1.0f / (exp(-x) + 1.0f); }
 // sqrt(log(1 + e^x)).
 JAXTAP_INLINE Floats sqrt_softplus(Floats x) {
   const Floats magnitude = same_bits<Floats>(same_bits<Words>(x) & 0x7fffffffu);
-  return square_root(larger(all(0.0f), x) + log1p_to_one(exp(-magnitude)));
+  return square_root(max(all(0.0f), x) + log1p_to_one(exp(-magnitude)));
 }
 
 // Its derivative, where y is its value.
@@ -27,7 +27,7 @@ JAXTAP_INLINE Floats sqrt_softplus_slope(Floats x, Floats y) {
 // In place, of whole vectors: lanes past the end are -infinity, and 0 afterwards.
 JAXTAP_INLINE void softmax(float* row, int64_t count) {
   Floats most = all(-kInfinity);
-  for (int64_t i = 0; i < count; i += kLanes) most = larger(read<Floats>(row + i), most);
+  for (int64_t i = 0; i < count; i += kLanes) most = max(read<Floats>(row + i), most);
   const float top = largest_of(most);
   Floats sums = all(0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
@@ -43,7 +43,7 @@ JAXTAP_INLINE void softmax(float* row, int64_t count) {
 JAXTAP_INLINE void pad(float* row, int64_t count, float value) {
   const int64_t whole = count / kLanes * kLanes;
   if (whole == count) return;
-  write(row + whole, keep(read<Floats>(row + whole), count - whole, value));
+  write(row + whole, first_n(read<Floats>(row + whole), count - whole, value));
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ JAXTAP_INLINE Ints keys(Floats x) {
 JAXTAP_INLINE Ints keys_at(const float* scores, int64_t i, int64_t n) {
   if (i + kLanes <= n) return keys(read<Floats>(scores + i));
   const Ints found = keys(read_part<Floats>(scores + i, n - i));
-  return counting() < static_cast<int32_t>(n - i) ? found : Ints{} + kLeast;
+  return iota() < static_cast<int32_t>(n - i) ? found : Ints{} + kLeast;
 }
 
 // The k-th largest of `count` numbers; `values` goes on with kLeast to the end of a vector.
@@ -49,7 +49,7 @@ JAXTAP_INLINE int64_t gather(Ints key, int64_t at, int32_t bound, int32_t* found
 #if defined(__AVX512F__)
   const __m512i key_bits = same_bits<__m512i>(key);
   const __mmask16 mask = _mm512_cmpge_epi32_mask(key_bits, _mm512_set1_epi32(bound));
-  const Ints index = counting() + static_cast<int32_t>(at);
+  const Ints index = iota() + static_cast<int32_t>(at);
   _mm512_storeu_si512(found + count, _mm512_maskz_compress_epi32(mask, key_bits));
   _mm512_storeu_si512(where + count,
                       _mm512_maskz_compress_epi32(mask, same_bits<__m512i>(index)));

@@ -29,7 +29,7 @@ struct Logits {
   }
 
   inline __attribute__((always_inline)) Floats part(int64_t i, int64_t count) const {
-    const Floats scaled = keep(load_part<Format>(x + i, count) * scale, count, kNone);
+    const Floats scaled = first_n(load_part<Format>(x + i, count) * scale, count, kNone);
     if constexpr (kMasked) return apply(scaled, read_part<Bytes>(mask + i, count));
     return scaled;
   }
@@ -40,14 +40,14 @@ JAXTAP_INLINE float maximum(const Logits& logits, int64_t count) {
   Floats a = all(kNone), b = a, c = a, d = a;
   int64_t i = 0;
   for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
-    a = larger(logits.at(i), a);
-    b = larger(logits.at(i + kLanes), b);
-    c = larger(logits.at(i + 2 * kLanes), c);
-    d = larger(logits.at(i + 3 * kLanes), d);
+    a = max(logits.at(i), a);
+    b = max(logits.at(i + kLanes), b);
+    c = max(logits.at(i + 2 * kLanes), c);
+    d = max(logits.at(i + 3 * kLanes), d);
   }
-  for (; i + kLanes <= count; i += kLanes) a = larger(logits.at(i), a);
-  if (i < count) b = larger(logits.part(i, count - i), b);
-  return largest_of(larger(larger(a, b), larger(c, d)));
+  for (; i + kLanes <= count; i += kLanes) a = max(logits.at(i), a);
+  if (i < count) b = max(logits.part(i, count - i), b);
+  return largest_of(max(max(a, b), max(c, d)));
 }
 
 template <class Format, bool kMasked>
@@ -81,7 +81,7 @@ void forward(const void* from, const uint8_t* mask, void* to, float* scratch, in
     if (i < end) {
       const Floats e = exp(logits.part(i, end - i) - most);
       write_part(row + i, e, end - i);
-      b += keep(e, end - i, 0.0f);
+      b += first_n(e, end - i, 0.0f);
       i = end;
     }
     sums += a + b;

@@ -60,7 +60,7 @@ int32_t absmax(const void* from, int64_t count, const Line& line) {
     if (i < count) {
       // Lanes beyond the row may hold anything: zero times an infinite factor.
       const Ints last = magnitude<Format, kEach>(x, i, line, Part{count - i});
-      most2 = larger_bits(most2, counting() < static_cast<int32_t>(count - i) ? last : Ints{});
+      most2 = larger_bits(most2, iota() < static_cast<int32_t>(count - i) ? last : Ints{});
     }
   });
   most = larger_bits(most, most2);
@@ -104,7 +104,7 @@ void quantize_line(const typename Format::Type* x, int64_t count, const Line& li
         load<Format>(x + i, where) * number_of<kFactors>(line.factors, i, line.factor, where);
     const Floats steps = number * number_of<kInverses>(line.inverses, i, line.inverse, where) +
                          number_of<kNoise>(line.noise, i, line.noise_of_all, where);
-    const Floats cut = larger(all(-127.0f), smaller(all(127.0f), steps));
+    const Floats cut = max(all(-127.0f), min(all(127.0f), steps));
     const Ints whole = same_bits<Ints>(cut + kRound) - kBits;
     write(out + i, low_bytes(steps == steps ? whole : Ints{}), where);
   });
@@ -169,7 +169,7 @@ JAXTAP_INLINE Floats noise_of(Noise noise, Words bits) {
   if (noise == Noise::kUniform) {
     // Exactly -1/2 would move a number that needs no rounding.
     const Ints high = same_bits<Ints>(bits >> 9);
-    return larger(__builtin_convertvector(high, Floats) * 0x1p-23f - 0.5f, all(-0.5f + 0x1p-24f));
+    return max(__builtin_convertvector(high, Floats) * 0x1p-23f - 0.5f, all(-0.5f + 0x1p-24f));
   }
   const Ints low = same_bits<Ints>(bits & 0xffu);
   return (__builtin_convertvector(low, Floats) + 0.5f) * 0x1p-8f - 0.5f;
@@ -179,7 +179,7 @@ template <int... kI>
 JAXTAP_INLINE void draw_side(Noise noise, const uint32_t* key, uint32_t first, float* out,
                              std::integer_sequence<int, kI...>) {
   Words x[kSide] = {}, y[kSide];
-  const Words lanes = same_bits<Words>(counting());
+  const Words lanes = same_bits<Words>(iota());
   ((y[kI] = lanes + (first + static_cast<uint32_t>(kI * kLanes))), ...);
   threefry(x, y, key);
   (write(out + kI * kLanes, noise_of(noise, x[kI] ^ y[kI])), ...);

@@ -142,8 +142,9 @@ def gemm_w4a16(
     """Multiply float activations with a weight of ``pack_w4``.
 
     The arguments are those of ``gemm_w8a16``, and so is the arithmetic, but that a CPU with AMX
-    multiplies in bfloat16 from 16 rows of bfloat16 on, and that any number of rows has 15 bits
-    beside the table "nf4" and scales in float8_e4m3fn. Kernels for GPUs have no tables.
+    multiplies in bfloat16 from 16 rows of bfloat16 on, and so does one with AVX512-BF16 beside
+    groups of up to 64 rows and the table "nf4"; and that any number of rows has 15 bits beside that
+    table and scales in float8_e4m3fn. Kernels for GPUs have no tables.
     """
     return _matmul("gemm_w4a16", 4, **locals())
 

@@ -1,4 +1,4 @@
-#include "common/helpers.h"
+#include "common/spin_workers.h"
 
 #include <atomic>
 #include <chrono>
@@ -23,23 +23,23 @@ bool soon(const Condition& holds) {
   return true;
 }
 
-// Wakes helpers until one takes the task.
+// Wakes workers until one takes the task.
 bool given(std::function<void()> task) {
   return soon([&] {
     expect_tasks(4);
-    return run_on_helper(task);
+    return run_on_worker(task);
   });
 }
 
-TEST(helpers_leave_tasks_that_they_do_not_take) {
+TEST(workers_leave_tasks_that_they_do_not_take) {
   expect_tasks(1);  // the caller alone
   CHECK(soon([] {
     std::function<void()> task = [] {};
-    return !run_on_helper(task) && task != nullptr;
+    return !run_on_worker(task) && task != nullptr;
   }));
 }
 
-TEST(helpers_run_each_task_once) {
+TEST(workers_run_each_task_once) {
   std::atomic<int> taken{0}, ran{0};
   std::vector<std::thread> callers;
   for (int i = 0; i < 4; ++i) {
@@ -47,7 +47,7 @@ TEST(helpers_run_each_task_once) {
       for (int j = 0; j < 500; ++j) {
         std::function<void()> task = [&] { ++ran; };
         expect_tasks(4);
-        if (run_on_helper(task)) ++taken;
+        if (run_on_worker(task)) ++taken;
       }
     });
   }
@@ -57,7 +57,7 @@ TEST(helpers_run_each_task_once) {
   CHECK(soon([&] { return ran == taken; }));
 }
 
-TEST(helpers_work_beside_their_caller) {
+TEST(workers_work_beside_their_caller) {
   std::atomic<bool> begun{false}, go_on{false}, done{false};
   CHECK(given([&] {
     begun = true;
@@ -70,14 +70,14 @@ TEST(helpers_work_beside_their_caller) {
   CHECK(soon([&] { return done.load(); }));
 }
 
-TEST(helpers_sleep_when_nothing_comes) {
+TEST(workers_sleep_when_nothing_comes) {
   std::atomic<bool> done{false};
   CHECK(given([&] { done = true; }));
   CHECK(soon([&] { return done.load(); }));
   CHECK(soon([] {
     std::this_thread::sleep_for(20ms);
     std::function<void()> task = [] {};
-    return !run_on_helper(task);
+    return !run_on_worker(task);
   }));
 }
 

@@ -5,7 +5,7 @@ namespace jaxtap::cuda {
 namespace {
 
 template <class Source>
-__global__ void activation_numbers_kernel(RunsOf<Source> args) {
+__global__ void activation_float_kernel(RunsOf<Source> args) {
   using Format = typename Source::Format;
   constexpr int kCount = kWide<Format>;
   __shared__ int scratch[kRunThreads / kWarp];
@@ -31,14 +31,14 @@ void run(const Activation& given, const Quantize& outputs, Stream stream) {
   forward_source<Of>(given, outputs, [&](const auto& source) {
     const auto args = runs_args(given, outputs, source, given.cols);
     using Source = std::decay_t<decltype(source)>;
-    launch(activation_numbers_kernel<Source>, ceil_of(args.rows * args.runs, kRunThreads),
+    launch(activation_float_kernel<Source>, ceil_of(args.rows * args.runs, kRunThreads),
            kRunThreads, stream, args);
   });
 }
 
 }  // namespace
 
-void activation_numbers(const Activation& args, const Quantize& outputs, Stream stream) {
+void activation_float(const Activation& args, const Quantize& outputs, Stream stream) {
   switch (args.dtype) {
     case te::Float::kF32: return run<F32>(args, outputs, stream);
     case te::Float::kBF16: return run<BF16>(args, outputs, stream);

@@ -12,12 +12,12 @@
 
 namespace jaxtap {
 
-// Gives `task` to a helper that is awake and free. Returns whether there is one: if not, `task` is
+// Gives `task` to a worker that is awake and free. Returns whether there is one: if not, `task` is
 // untouched.
-bool run_on_helper(std::function<void()>& task);
+bool run_on_worker(std::function<void()>& task);
 
-// Wakes up to `threads` - 1 helpers, which then wait for tasks: for after a short call, since others
-// tend to follow. They sleep again when nothing came for a while, and after a long task.
+// Wakes up to `threads` - 1 workers, which then wait for tasks: for after a short call, since
+// others tend to follow. They sleep again when nothing came for a while, and after a long task.
 void expect_tasks(int threads);
 
 }  // namespace jaxtap

@@ -4,7 +4,7 @@
 
 namespace jaxtap::cuda {
 
-void activation_values(const Activation& args, const Quantize& outputs, Stream stream) {
+void activation_quantized(const Activation& args, const Quantize& outputs, Stream stream) {
   const auto run = [&](const auto& source) { quantize_from(outputs, source, stream); };
   switch (args.dtype) {
     case te::Float::kF32: return forward_source<F32>(args, outputs, run);

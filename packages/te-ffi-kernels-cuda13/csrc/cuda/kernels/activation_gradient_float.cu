@@ -5,7 +5,7 @@ namespace jaxtap::cuda {
 namespace {
 
 template <class Source, bool kGated>
-__global__ void activation_gradient_numbers_kernel(RunsOf<Source> args) {
+__global__ void activation_gradient_float_kernel(RunsOf<Source> args) {
   using Format = typename Source::Format;
   constexpr int kCount = kWide<Format>;
   __shared__ int scratch[kRunThreads / kWarp];
@@ -46,7 +46,7 @@ __global__ void activation_gradient_numbers_kernel(RunsOf<Source> args) {
 template <class Source, bool kGated>
 void run(const Activation& given, const Quantize& outputs, Stream stream) {
   const auto args = runs_args(given, outputs, source_of<Source>(given, outputs), given.cols);
-  launch(activation_gradient_numbers_kernel<Source, kGated>,
+  launch(activation_gradient_float_kernel<Source, kGated>,
          ceil_of(args.rows * args.runs, kRunThreads), kRunThreads, stream, args);
 }
 
@@ -58,7 +58,7 @@ void run_of(const Activation& given, const Quantize& outputs, Stream stream) {
 
 }  // namespace
 
-void activation_gradient_numbers(const Activation& args, const Quantize& outputs, Stream stream) {
+void activation_gradient_float(const Activation& args, const Quantize& outputs, Stream stream) {
   switch (args.dtype) {
     case te::Float::kF32: return run_of<F32>(args, outputs, stream);
     case te::Float::kBF16: return run_of<BF16>(args, outputs, stream);

@@ -1,4 +1,4 @@
-#include "common/helpers.h"
+#include "common/spin_workers.h"
 
 #include <algorithm>
 #include <array>
@@ -16,13 +16,13 @@ namespace jaxtap {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-// How long a helper waits: longer than what small programs do between two calls.
+// How long a worker waits: longer than what small programs do between two calls.
 constexpr std::chrono::microseconds kAwake(200);
 // After a task longer than this, waking takes little time in proportion.
 constexpr std::chrono::microseconds kLong(100);
 constexpr int kMost = 3;  // a short call has no work for more
 
-class alignas(64) Helper {
+class alignas(64) Worker {
  public:
   bool give(std::function<void()>& task) {
     State expected = State::kFree;
@@ -85,29 +85,29 @@ class alignas(64) Helper {
   std::condition_variable woken_;
 };
 
-struct Helpers {
-  std::array<Helper, kMost> all;
+struct Workers {
+  std::array<Worker, kMost> all;
   std::atomic<int> started{0};
   std::mutex starting;
 };
 
 // Never destroyed: its threads run until the process ends.
-Helpers& helpers() {
-  static Helpers& found = *new Helpers;
+Workers& workers() {
+  static Workers& found = *new Workers;
   return found;
 }
 
 }  // namespace
 
-bool run_on_helper(std::function<void()>& task) {
-  Helpers& all = helpers();
+bool run_on_worker(std::function<void()>& task) {
+  Workers& all = workers();
   const int count = all.started.load(std::memory_order_acquire);
   return std::any_of(all.all.begin(), all.all.begin() + count,
-                     [&](Helper& one) { return one.give(task); });
+                     [&](Worker& one) { return one.give(task); });
 }
 
 void expect_tasks(int threads) {
-  Helpers& all = helpers();
+  Workers& all = workers();
   const int wanted = std::min(threads - 1, kMost);
   if (all.started.load(std::memory_order_acquire) < wanted) {
     std::lock_guard<std::mutex> lock(all.starting);
@@ -121,7 +121,7 @@ void expect_tasks(int threads) {
     }
   }
   std::for_each(all.all.begin(), all.all.begin() + std::max(wanted, 0),
-                [](Helper& one) { one.wake(); });
+                [](Worker& one) { one.wake(); });
 }
 
 }  // namespace jaxtap
