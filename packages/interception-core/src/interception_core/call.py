@@ -60,6 +60,18 @@ class ValueKind(NamedTuple):
     is_known: bool = True
 
 
+class Made(NamedTuple):
+    """The call that a handler put in the place of an operation.
+
+    Attributes:
+        name: the ``__name__`` of the jitted function that it calls.
+        operands: its operands.
+    """
+
+    name: str
+    operands: tuple[Any, ...]
+
+
 class Step(NamedTuple):
     """A loop around a call, and the call's step.
 
@@ -248,6 +260,21 @@ class OpCall(abc.ABC):
             value: an argument of this call.
         """
         return False
+
+    def made_by(self, value: Any) -> Made | None:
+        """Return the call that made a value, if nothing but this operation ever uses it.
+
+        A handler may then have what it needs made in place of the value, such as quantized values:
+        the program does not compute what nothing uses.
+
+        Args:
+            value: an argument of this call.
+
+        Returns:
+            The call, as it is with all that was joined with it since; None for a value that no
+            handler's call made, or that the program uses elsewhere, or if the engine does not know.
+        """
+        return None
 
     def roots(self, value: Any) -> frozenset[str] | None:
         """Return the pytree paths of all inputs behind a value.

@@ -92,7 +92,7 @@ class Interpreter:
         program = program_of(eqn)
         if program is not None:
             return self.run(program, operands)
-        again = _HOLDERS.get(eqn.primitive.name)
+        again = HOLDERS.get(eqn.primitive.name)
         return bind_again(eqn, operands) if again is None else again(eqn, operands, self.run)
 
 
@@ -186,5 +186,5 @@ def scan_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-_HOLDERS = {"cond": cond_again, "scan": scan_again, "while": while_again}
+HOLDERS = {"cond": cond_again, "scan": scan_again, "while": while_again}
 """By primitive, how an equation that holds programs is made again."""

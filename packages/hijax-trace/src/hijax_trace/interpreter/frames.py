@@ -50,6 +50,10 @@ class Known(Protocol):
         """Return whether the program must be linear in it; see ``OpCall.is_linear``."""
         ...
 
+    def is_used_once(self, value: Any, /) -> bool:
+        """Return whether one equation uses it, now or later, as far as that is known."""
+        ...
+
 
 class Inputs:
     """What is known of the inputs of a jaxpr, by number."""
@@ -279,6 +283,14 @@ class Frame:
     def is_linear(self, atom: Any) -> bool:
         """Return whether the program must be linear in a variable or literal."""
         return type(atom) is not compat.Literal and atom in self._linear
+
+    def is_used_once(self, atom: Any) -> bool:
+        """Return whether one equation uses a variable of the jaxpr, and nothing else."""
+        if type(atom) is compat.Literal or self._values is None:
+            return False
+        flow = self._values.flow
+        # What uses an input is more than what is seen here.
+        return atom in flow.makers and flow.uses[atom] == 1
 
     def steps(self) -> tuple[Step, ...] | None:
         """Return the loops around, or None."""

@@ -132,6 +132,10 @@ class Tracers:
         tracers = (one for one, _ in _layers(value) if isinstance(one, compat.Tracer))
         return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
 
+    def is_used_once(self, value: Any) -> bool:
+        """Return False: what the program does after this is not known."""
+        return False
+
     def depth(self, values: Sequence[Any]) -> int:
         """Return how many maps are around values."""
         layers = ([one for one, _ in _layers(value)] for value in values)
