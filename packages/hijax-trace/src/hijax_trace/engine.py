@@ -137,7 +137,7 @@ class _Tapped:
         paths = self._paths_of(args, kwargs, packed.treedef)
         own = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
         replaced: frozenset[str] = frozenset()
-        if any(type(one) is Carrier and one.inputs for one in held.values()):
+        if any(one.inputs for one in held.values() if type(one) is Carrier):
             inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
             held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
         watcher = Watcher(Session(self._current()))
@@ -258,7 +258,7 @@ def _observe(tapping: Tapping) -> Watcher:
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
     """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
-    if not any(proxy.is_carried for proxy in held.values()):
+    if True not in [proxy.is_carried for proxy in held.values()]:
         return {}
     for i, proxy in held.items():
         structure = jax.tree.structure(proxy)

@@ -828,16 +828,20 @@ def test_results_of_shard_map_are_derived():
     np.testing.assert_allclose(one.evaluate({"args[0]": W}), 2 * W + 1, rtol=1e-6)
 
 
-def in_shards(weight, *, cut=True):
-    """Return a program whose devices compute a weight of their parts, or of the whole."""
+def in_shards(weight, *, cut=True, checked=False):
+    """Return a program whose devices compute a weight of their parts, or of the whole.
+
+    If it is checked, JAX knows which values differ between devices.
+    """
 
     def one(p, x):
-        return x @ weight(p, x)
+        y = x @ weight(p, x)
+        return lax.psum(y, "i") if checked else y
 
     def fn(p, x):
         mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-        specs = {"in_specs": (P("i") if cut else P(), P()), "out_specs": P(), "check_vma": False}
-        return jax.shard_map(one, mesh=mesh, **specs)(p, x)
+        specs = {"in_specs": (P("i") if cut else P(), P()), "out_specs": P()}
+        return jax.shard_map(one, mesh=mesh, check_vma=checked, **specs)(p, x)
 
     return fn
 
@@ -891,6 +895,14 @@ OF_DEVICES = {
     ),
     "a device's factor": (
         in_shards(lambda p, x: gathered(p * lax.axis_index("i").astype(p.dtype))),
+        "derived",
+    ),
+    "a device's mask": (
+        in_shards(lambda p, x: jnp.where(lax.axis_index("i") == 0, gathered(p), 0), checked=True),
+        "view",
+    ),
+    "checked sums": (
+        in_shards(lambda p, x: gathered(p) + lax.pmean(p.sum(), "i"), checked=True),
         "derived",
     ),
     "jit": (in_shards(lambda p, x: jax.jit(gathered)(p) * 2), "derived"),

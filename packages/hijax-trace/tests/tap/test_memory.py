@@ -8,6 +8,7 @@ import pytest
 from jax import lax
 
 from interception_core import Interceptor
+from jaxtap_testkit.conformance import SETTINGS, flags_set
 from jaxtap_testkit.memory import objects_kept
 from jaxtap_testkit.tap_helpers import ENGINE, times
 
@@ -113,3 +114,22 @@ def test_nothing_is_kept_of_an_eager_call():
 def test_nothing_is_kept_of_one_wrapped_function():
     tapped = ENGINE.wrap(model, Interceptor(dict.fromkeys(TARGETS, look)))
     assert objects_kept(lambda: jax.make_jaxpr(lambda w, x: tapped(w, x))(W, X), 20) <= 5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", SETTINGS, ids=lambda names: " ".join(names) or "as before")
+@pytest.mark.parametrize("program", ["remat", "custom_vjp", "jit of grad"])
+def test_what_jax_keeps_of_functions_with_rules(program, names):
+    """With ``jax_remat3`` JAX keeps a trace of each derivative of a checkpoint."""
+    fn = PROGRAMS[program]
+
+    def trace(wrap):
+        run = wrap(fn)
+        jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(run(w, x))))(W, X)
+
+    def tap(fn):
+        return ENGINE.wrap(fn, Interceptor(dict.fromkeys(TARGETS, look)))
+
+    with flags_set(names):
+        plain, tapped = (objects_kept(lambda: trace(wrap), 5) for wrap in (lambda fn: fn, tap))  # noqa: B023
+    assert tapped <= plain + 5

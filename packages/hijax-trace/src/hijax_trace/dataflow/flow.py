@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -153,14 +152,19 @@ class Flow:
     def __init__(self, jaxpr: Any):
         self.inputs = {var: i for i, var in enumerate(jaxpr.invars)}
         self.makers = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        self._jaxpr, self._eqns = jaxpr, jaxpr.eqns
+        # Not the jaxpr: what is kept for one must not keep it.
+        self._eqns, self._results = jaxpr.eqns, getattr(jaxpr, "outvars", ())
         self._steps: dict[Any, tuple[Any, Axes | None] | None] = {}
 
     @functools.cached_property
-    def uses(self) -> Counter[Any]:
-        """Return how often equations and results use each variable of a jaxpr that is whole."""
-        atoms = [*(x for eqn in self._eqns for x in eqn.invars), *self._jaxpr.outvars]
-        return Counter(x for x in atoms if type(x) is not compat.Literal)
+    def uses(self) -> dict[Any, int]:
+        """How often equations and results use each variable of a jaxpr that is whole."""
+        found: dict[Any, int] = {}
+        for atoms in (*(eqn.invars for eqn in self._eqns), self._results):
+            for x in atoms:
+                if type(x) is not compat.Literal:
+                    found[x] = found.get(x, 0) + 1
+        return found
 
     def source(self, atom: Any, replaced: Set[Any] = frozenset()) -> Source | None:
         """Return the input that a variable or literal is a move of, and the steps.

@@ -522,12 +522,14 @@ class Held(Operation):
 
 def is_zero(expression: Expression) -> bool:
     """Return whether a value is known to be all zeros."""
-    while isinstance(expression, Operation) and expression.primitive.name in (
-        "broadcast_in_dim",
-        "convert_element_type",
-    ):
-        (expression,) = expression.operands
+    while isinstance(expression, Operation) and expression.primitive.name in _KEEPING_ZEROS:
+        name, operands = expression.primitive.name, expression.operands
+        (place,) = data_in(name, len(operands), expression.result)
+        expression = operands[place]
     return isinstance(expression, Constant) and expression.is_zero
+
+
+_KEEPING_ZEROS = SAME_ELEMENTS | {"broadcast_in_dim", "convert_element_type"}
 
 
 def is_key(value: Any) -> bool:

@@ -290,7 +290,7 @@ class Frame:
             return False
         flow = self._values.flow
         # What uses an input is more than what is seen here.
-        return atom in flow.makers and flow.uses[atom] == 1
+        return atom in flow.makers and flow.uses.get(atom) == 1
 
     def steps(self) -> tuple[Step, ...] | None:
         """Return the loops around, or None."""

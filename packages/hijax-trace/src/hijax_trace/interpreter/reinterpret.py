@@ -47,13 +47,14 @@ class Interpreter(Pass):
         # Tracers cost nothing to keep. Concrete arrays are freed after their last use.
         forget = {} if compat.is_staging(self.trace) else compat.forgettable(self.jaxpr)
         tasks = self.session.tapping.tasks.tasks(self.jaxpr)
-        self._has_carriers = any(type(held) is Carrier for held in frame.proxies.values())
+        # Lists, because a generator is one more call for each of its items.
+        self._has_carriers = Carrier in [type(held) for held in frame.proxies.values()]
         # An engine around this one must see each operation.
         if self.appends and not self.session.is_observed:
             self.joins = Joins(self)
             if self.session.interceptor.is_pure and not self._has_carriers:
                 self.answers = Answers(self)
-        if any(task.do is Do.GROUP for task in tasks):
+        if Do.GROUP in [task.do for task in tasks]:
             forget = {}  # the last equation of a group needs the operands of all
         session, is_program = self.session, frame.is_program
         for position, task in enumerate(tasks):

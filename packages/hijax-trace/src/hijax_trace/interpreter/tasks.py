@@ -258,7 +258,9 @@ class Tasks:
 
 def _without_unused(jaxpr: Any, tasks: list[Task]) -> list[Task]:
     """Mark equations that were traced ahead and that nothing uses."""
-    if not any(map(_is_ahead, tasks)):
+    # The stacks differ only if jaxtap's scopes were removed.
+    ours = [task for task in tasks if task.stack is not task.eqn.source_info.name_stack]
+    if not any(map(_is_ahead, ours)):
         return tasks
     used = compat.used_equations(jaxpr)
     # A derivative shares what is made of its operation, so that handlers are asked about an
@@ -316,6 +318,5 @@ def _contracts(eqn: Any) -> bool:
 
 
 def _is_ahead(task: Task) -> bool:
-    # The stacks differ only if jaxtap's scopes were removed.
     stack = task.eqn.source_info.name_stack
     return task.stack is not stack and compat.AHEAD in compat.scopes_of(stack)
