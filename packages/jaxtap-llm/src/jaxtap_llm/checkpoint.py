@@ -211,7 +211,7 @@ def _mlp_names(config, at):
         names["router_bias"] = [f"{mlp}router.bias"]
         names["gate_up_bias"] = [f"{mlp}experts.gate_up_proj_bias"]
         names["down_bias"] = [f"{mlp}experts.down_proj_bias"]
-    if config.experts and (config.family in FUSED or config.fused_experts):
+    if config.experts and config.layout != "each":
         whole = {"gate_up": "gate_up_proj", "down": "down_proj"}
         return names | {name: [f"{mlp}experts.{tensor}"] for name, tensor in whole.items()}
     mlps = [f"{mlp}experts.{i}." for i in range(config.experts)] or [mlp]
@@ -221,19 +221,16 @@ def _mlp_names(config, at):
     return names
 
 
-FUSED = ("gpt_oss", "llama4_text")
-"""Families of which a tensor has all experts, ``[experts, in, out]`` as here."""
-
-
 def is_whole(config, name):
     """Return whether a parameter is one tensor, as it is."""
-    of_experts = config.experts and config.family in FUSED and name.startswith(("gate_up", "down"))
+    is_whole = config.experts and config.layout == "whole"
+    of_experts = is_whole and name.startswith(("gate_up", "down"))
     return of_experts or name in ("embed", "input_embed", "sinks", "router_bias", "delta_conv")
 
 
 def is_turned(config, name):
     """Return whether a parameter is one tensor of all experts, ``[experts, out, in]``."""
-    return config.experts and config.fused_experts and name in ("gate_up", "down")
+    return config.experts and config.layout == "turned" and name in ("gate_up", "down")
 
 
 def join(config, name, tensors):
@@ -399,11 +396,10 @@ def located(config, files):
     prefix = next(
         (one for one in PREFIXES if any(n.startswith(f"{one}layers.") for n in names)), ""
     )
-    fused = config.fused_experts or any(
-        name.endswith(".mlp.experts.gate_up_proj") for name in names
-    )
-    fused = fused and config.experts > 0 and config.family not in FUSED
-    return dataclasses.replace(config, prefix=prefix or config.prefix, fused_experts=bool(fused))
+    layout = config.layout
+    if layout == "each" and any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+        layout = "turned"
+    return dataclasses.replace(config, prefix=prefix or config.prefix, layout=layout)
 
 
 def unread(config):

@@ -77,7 +77,7 @@ class Config:
         layer_scales: whether what a layer returns is scaled.
         cache_end: of the names of the arrays of the cache that the layers of a view have.
         prefix: of the names of tensors, in folders with an image encoder too.
-        fused_experts: a tensor has all experts.
+        layout: of experts in files, as ``Family.experts`` has it.
     """
 
     family: str
@@ -125,7 +125,7 @@ class Config:
     layer_scales: bool = False
     cache_end: str = ""
     prefix: str = "model."
-    fused_experts: bool = False
+    layout: str = "each"
 
     @property
     def layers(self):
