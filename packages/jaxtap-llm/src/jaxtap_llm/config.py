@@ -33,7 +33,7 @@ class Delta:
     taps: int
 
     @property
-    def width(self):
+    def width(self) -> int:
         """Numbers of a position that the convolution sees: queries, keys and values."""
         return 2 * self.keys * self.key_size + self.values * self.value_size
 
@@ -128,7 +128,7 @@ class Config:
     layout: str = "each"
 
     @property
-    def layers(self):
+    def layers(self) -> int:
         """Number of layers."""
         return len(self.windows)
 

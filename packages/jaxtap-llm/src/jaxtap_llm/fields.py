@@ -61,7 +61,7 @@ def text_fields(fields: Any) -> Any:
     return {"model_type": NESTED[fields["model_type"]]} | fields["text_config"] | outside
 
 
-def parse_config(fields, path="config.json", quantized=False):
+def parse_config(fields: Any, path: Any = "config.json", quantized: bool = False) -> Config:
     """Return the ``Config`` of the fields of a config.json, whose tensors may be quantized."""
     fields = text_fields(fields)
     if not isinstance(fields, dict):
@@ -122,7 +122,7 @@ MOST = {
 """Bounds of what is gone through one by one: a file may say anything."""
 
 
-def _check_numbers(fields, path):
+def _check_numbers(fields: Any, path: Any) -> None:
     """Check that sizes are whole numbers, and the others numbers, which may be 0 for caps."""
     for name in sorted(fields.keys() & (COUNTS | NUMBERS | CAPS | WHOLE_CAPS)):
         value, whole = fields[name], name in COUNTS | WHOLE_CAPS
@@ -225,7 +225,7 @@ def _parse(about: Family, family: str, fields: Any, path: Any) -> Config:
     return config
 
 
-def _check_activation(family, fields, path):
+def _check_activation(family: str, fields: Any, path: Any) -> None:
     wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
     found = fields.get("hidden_activation") or fields.get("hidden_act") or wanted
     if found != wanted:
@@ -388,7 +388,7 @@ def _of_layers(about: Family, family: str, fields: Any, path: Any) -> tuple[Rope
     if kind == "default":
         return Rope(theta, share=share), local
 
-    def number(name):
+    def number(name: str) -> Any:
         value = chosen[name]
         if not _is_above_0(value):
             raise LlmError(f"{path}: {name} of {kind} must be a number above 0, got {value!r}.")
@@ -509,7 +509,9 @@ def _windows(about: Family, family: str, fields: Any, path: Any) -> tuple[int, .
     if family == "gemma4_text":
         local[-1] = False  # whatever the file says
     if any(local) and not window:
-        raise LlmError(f"{path} must have {name or 'sliding_window'}, for the layers that have one.")
+        raise LlmError(
+            f"{path} must have {name or 'sliding_window'}, for the layers that have one."
+        )
     return tuple(window if one else 0 for one in local)
 
 

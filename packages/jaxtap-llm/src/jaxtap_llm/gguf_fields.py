@@ -53,7 +53,7 @@ class Keys:
         where: str,
         shapes: Mapping[str, tuple[int, ...]],
         tensor: Callable[[str], np.ndarray],
-    ):
+    ) -> None:
         self.architecture = metadata.get("general.architecture")
         self.where, self.shapes, self.tensor = where, shapes, tensor
         start = f"{self.architecture}."
