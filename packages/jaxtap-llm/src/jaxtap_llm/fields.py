@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from . import beside
@@ -45,6 +46,10 @@ def read_fields(folder: Any) -> dict[str, Any]:
     Raises:
         LlmError: there is none, or it is not JSON.
     """
+    if not Path(folder).exists():
+        raise LlmError(
+            f"{folder} must be a folder of Hugging Face or a .gguf file, got nothing there."
+        )
     found = beside.json_of(folder, beside.CONFIG)
     if not found:
         raise LlmError(f"{folder} must have a config.json, as Hugging Face's folders do.")
