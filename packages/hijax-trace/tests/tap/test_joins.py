@@ -356,3 +356,23 @@ def test_symbolic_shapes_are_left_alone(shape):
     wide = np.asarray(given, np.float64)
     wanted = wide + (wide @ np.asarray(W, np.float64) + np.asarray(B, np.float64))
     np.testing.assert_allclose(exported.call(given), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_call_that_made_an_operand():
+    """It is known of one that nothing else uses, with all that was joined with it."""
+    seen = []
+
+    def handler(call, x, w):
+        made = call.made_by(x)
+        seen.append(None if made is None else (made.name, [one.shape for one in made.operands]))
+        return by_kernel_of(KERNELS[0])(call, x, w)
+
+    def fn(x, w, b):
+        y = jnp.dot(x, w) + b  # used once
+        y = jnp.dot(y, w)  # used twice, and once more inside of a function
+        z = jnp.dot(y, w) + jax.jit(lambda y: jnp.dot(y, w))(y)
+        return jnp.dot(jnp.sin(z), w)
+
+    Interceptor({DOT: handler}, engine=TraceEngine()).tap(fn)(X.reshape(6, 4), W, B)
+    shapes = [(6, 4), (4, 4), (4,)]
+    assert seen == [None, ("kernel", shapes), None, None, None]

@@ -1,6 +1,7 @@
 """The public names, and the modules that they are from."""
 
 from .cache_key import CacheKey as CacheKey
+from .call import Made as Made
 from .call import OpCall as OpCall
 from .call import Operand as Operand
 from .call import Step as Step

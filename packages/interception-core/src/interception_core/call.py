@@ -48,7 +48,9 @@ class ValueKind(NamedTuple):
             activation that handlers have made of parameters and constants alone.
         closes_over: whether the value also depends on an array that the program closes over, such
             as a mask.
-        is_known: false for the state that a loop's steps compute of parameters alone.
+        is_known: false for what only a run knows, though nothing that the program is given at a
+            call decides it: what steps of a loop compute or move of parameters alone, and what
+            devices of a ``shard_map`` exchange of them.
     """
 
     kind: Literal["view", "derived", "activation", "constant"]
@@ -56,6 +58,18 @@ class ValueKind(NamedTuple):
     paths: frozenset[str] = frozenset()
     closes_over: bool = False
     is_known: bool = True
+
+
+class Made(NamedTuple):
+    """The call that a handler put in the place of an operation.
+
+    Attributes:
+        name: the ``__name__`` of the jitted function that it calls.
+        operands: its operands.
+    """
+
+    name: str
+    operands: tuple[Any, ...]
 
 
 class Step(NamedTuple):
@@ -200,7 +214,7 @@ class OpCall(abc.ABC):
         Returns:
             The expression; None if the engine does not know it. ``expression.kind(is_parameter)``,
             with a predicate of pytree paths, is a kind as in ``ValueKind``.
-            ``expression.is_dynamic(is_parameter)`` is whether the program computes an index of it.
+            ``expression.is_known(is_parameter)`` is whether that is known before the program runs.
             Its ``str`` is for messages.
         """
         return None
@@ -246,6 +260,21 @@ class OpCall(abc.ABC):
             value: an argument of this call.
         """
         return False
+
+    def made_by(self, value: Any) -> Made | None:
+        """Return the call that made a value, if nothing but this operation ever uses it.
+
+        A handler may then have what it needs made in place of the value, such as quantized values:
+        the program does not compute what nothing uses.
+
+        Args:
+            value: an argument of this call.
+
+        Returns:
+            The call, as it is with all that was joined with it since; None for a value that no
+            handler's call made, or that the program uses elsewhere, or if the engine does not know.
+        """
+        return None
 
     def roots(self, value: Any) -> frozenset[str] | None:
         """Return the pytree paths of all inputs behind a value.

@@ -23,6 +23,12 @@ constexpr int64_t kMostTaps = 1040;
 constexpr int64_t kSerialBelow = 1 << 14;  // numbers that aren't worth a second thread
 // Reads of whole words end at most so far after an image.
 constexpr int64_t kSlack = 64;
+// Pixels of a line of results where windows have one element, at most; and of an image, which are few
+// for a task.
+constexpr int64_t kLinePixels = 128, kFewPixels = 256;
+// Results that are floats, in the first cache, before they are int8: a multiple of what kernels
+// multiply at once.
+constexpr int64_t kRoundedRows = 48;
 
 struct ImageTag {};
 struct PixelSumsTag {};
@@ -33,6 +39,7 @@ struct WeightsTag {};
 struct ScalesTag {};
 struct ExpandedTag {};
 struct ExpandedScalesTag {};
+struct RoundedTag {};
 struct RunsTag {};
 struct LineTag {};
 struct LinesTag {};
@@ -49,11 +56,13 @@ bool is_depthwise(const Args& args) {
 }
 
 void check(const Args& a) {
-  for (const auto& [what, type] : {std::pair{"x", a.x_dtype}, std::pair{"y", a.y_dtype}}) {
-    if (!is_float(type)) {
-      throw invalid_argument("convolution: ", what, " must be float32, bfloat16 or float16, got ",
-                             name(type));
-    }
+  if (!is_float(a.x_dtype) && (a.x_dtype != DType::S8 || a.x_scale == nullptr)) {
+    throw invalid_argument("convolution: x must be float32, bfloat16 or float16, or int8 with a "
+                           "scale, got ", name(a.x_dtype));
+  }
+  if (!is_float(a.y_dtype)) {
+    throw invalid_argument("convolution: y must be float32, bfloat16 or float16, got ",
+                           name(a.y_dtype));
   }
   const PackedWeights& w = a.weights;
   if (a.images < 0 || a.channels < 1 || w.n < 1 || a.groups < 1 || a.channels % a.groups != 0 ||
@@ -88,6 +97,31 @@ void check(const Args& a) {
   check_size(w.layout, w.n, w.panels, w.panel_bytes);
 }
 
+// Whether a sum is over the channels of one pixel, and each pixel has one.
+bool is_pointwise(const Args& args) {
+  for (const Axis& a : args.axes) {
+    if (a.window != 1 || a.stride != 1 || a.low != 0 || a.out != a.size) return false;
+  }
+  return true;
+}
+
+// Pixels whose sums are their own may be counted along one axis, and cut into lines that are worth
+// a block of rows; those of images with one scale are alike, too.
+Args in_lines(Args args) {
+  if (args.groups > 1 || !is_pointwise(args)) return args;
+  int64_t pixels = product_of(args, &Axis::size);
+  if (args.x_scale != nullptr && (args.x_dtype == DType::S8 || pixels <= kFewPixels)) {
+    pixels *= args.images;
+    args.images = 1;
+  }
+  int64_t line = std::min(pixels, kLinePixels);
+  while (line > 1 && pixels % line != 0) --line;
+  if (line < args.axes[2].size) line = args.axes[2].size;
+  const int64_t sizes[kDims] = {1, line == 0 ? 1 : pixels / line, line};
+  for (int i = 0; i < kDims; ++i) args.axes[i].size = args.axes[i].out = sizes[i];
+  return args;
+}
+
 // What all images have in common.
 class Convolver {
  public:
@@ -97,8 +131,11 @@ class Convolver {
         kernels_(kernels_of(isa)),
         table_(table()),
         depthwise_(is_depthwise(args)),
+        pointwise_(args.groups == 1 && is_pointwise(args)),
+        is_int8_(args.x_dtype == DType::S8),
         x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
-        y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))) {
+        y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))),
+        y_scale_(args.y_scale == nullptr ? Scale() : Scale::of(*args.y_scale)) {
     for (int i = 0; i < kDims; ++i) {
       const Axis& axis = args.axes[i];
       padded_[i] = (axis.out - 1) * axis.stride + (axis.window - 1) * axis.dilation + 1;
@@ -125,6 +162,8 @@ class Convolver {
       }
     }
     rows_ = d.out * h.out;
+    // Bytes that are all of a sum, and lie as they are multiplied, need no copy.
+    in_place_ = is_int8_ && pointwise_ && run_rows_ == run_k_;
     if (depthwise_) unpack();
   }
 
@@ -138,9 +177,12 @@ class Convolver {
     Memory m;
     if (!depthwise_) {
       const int64_t pixels = image_ / pixel_;
-      m.image = Arena<ImageTag>::get_array<int8_t>(image_ + kSlack);
+      if (!in_place_) m.copy = Arena<ImageTag>::get_array<int8_t>(image_ + kSlack);
+      m.image = m.copy;
       m.pixel_sums = Arena<PixelSumsTag>::get_array<int32_t>(pixels * args_.groups);
-      m.offsets = Arena<OffsetsTag>::get_array<int32_t>(rows_ * args_.groups * w.out);
+      // Those of windows of a pixel are the same.
+      m.offsets = pointwise_ ? m.pixel_sums
+                             : Arena<OffsetsTag>::get_array<int32_t>(rows_ * args_.groups * w.out);
       m.row_scales = Arena<RowScalesTag>::get_array<float>(w.out);
     }
     for (int64_t i = begin; i < end; ++i) {
@@ -150,9 +192,14 @@ class Convolver {
         convolve_depthwise(m, parallel);
         continue;
       }
-      quantize(m, parallel);
+      if (in_place_) {
+        m.image = reinterpret_cast<const int8_t*>(image_at(i));
+        sum_pixels(m, parallel);
+      } else {
+        quantize(m, parallel);
+      }
       std::fill_n(m.row_scales, w.out, m.scale);
-      add_up(m, parallel);
+      if (!pointwise_) add_up(m, parallel);
       multiply(m, parallel);
     }
   }
@@ -163,7 +210,8 @@ class Convolver {
     int64_t index = 0;
     float scale = 0;
     bool bounded = false;  // as in `Quantize`
-    int8_t* image = nullptr;         // quantized, with its padding
+    const int8_t* image = nullptr;   // quantized, with its padding: the copy, or x itself
+    int8_t* copy = nullptr;
     int32_t* pixel_sums = nullptr;   // zero point * sum of each group of channels
     int32_t* offsets = nullptr;      // [rows, groups, out]: the same of each window
     float* row_scales = nullptr;
@@ -203,16 +251,29 @@ class Convolver {
     return {first, std::max(first, std::min(padded, axis.low + axis.size))};
   }
 
-  // Quantizes what x has of a padded line, to pixels from `first` on. Returns whether there is any.
-  // `sums`: zero point * sum of each group of channels, or null.
-  bool quantize_line(const Memory& m, int64_t index, int8_t* out, int32_t* sums) const {
+  // What x has of a padded line, or null: pixels from the first that is `inside` on.
+  const uint8_t* line_at(const Memory& m, int64_t index) const {
     const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
     const auto [first, last] = inside(w, padded_[2]);
     const int64_t z = index / padded_[1] - d.low, y = index % padded_[1] - h.low;
-    if (z < 0 || z >= d.size || y < 0 || y >= h.size || first == last) return false;
+    if (z < 0 || z >= d.size || y < 0 || y >= h.size || first == last) return nullptr;
     const int64_t at = ((z * h.size + y) * w.size + first - w.low) * args_.channels;
+    return image_at(m.index) + at * x_bytes_;
+  }
+
+  // Quantizes what x has of a padded line, to pixels from the first on. Returns whether there is any.
+  // `sums`: zero point * sum of each group of channels, or null.
+  bool quantize_line(const Memory& m, int64_t index, int8_t* out, int32_t* sums) const {
+    const auto [first, last] = inside(args_.axes[2], padded_[2]);
+    const uint8_t* x = line_at(m, index);
+    if (x == nullptr) return false;
+    if (is_int8_) {
+      std::memcpy(out, x, static_cast<size_t>((last - first) * pixel_));
+      if (sums != nullptr) sum_line(x, last - first, sums);
+      return true;
+    }
     Quantize q{};
-    q.x = image_at(m.index) + at * x_bytes_;
+    q.x = x;
     q.x_dtype = args_.x_dtype;
     q.k = q.padded_k = (last - first) * pixel_;
     q.planes = 1;
@@ -220,7 +281,7 @@ class Convolver {
     q.out_stride = q.k;
     int32_t unused;
     q.segment_k = sums == nullptr ? q.k : of_group_;
-    q.zero_point = layout_.bits == 8 ? 128 : 8;
+    q.zero_point = zero_point();
     q.offsets = sums == nullptr ? &unused : sums;
     float scale;
     q.scale = &scale;
@@ -230,12 +291,28 @@ class Convolver {
     return true;
   }
 
+  int32_t zero_point() const { return layout_.bits == 8 ? 128 : 8; }
+
+  void sum_line(const uint8_t* x, int64_t pixels, int32_t* sums) const {
+    table_.sum(reinterpret_cast<const int8_t*>(x), pixels * args_.groups, of_group_, zero_point(),
+               sums);
+  }
+
+  // Of an image that is not copied.
+  void sum_pixels(const Memory& m, const Parallel& parallel) const {
+    const uint8_t* x = image_at(m.index);
+    parallel.ranges(image_ / pixel_, divide_up(4 * kSerialBelow, pixel_),
+                    [&](int64_t begin, int64_t end) {
+                      sum_line(x + begin * pixel_, end - begin, m.pixel_sums + begin);
+                    });
+  }
+
   void quantize(const Memory& m, const Parallel& parallel) const {
     const int64_t groups = args_.groups;
     const auto [from, to] = inside(args_.axes[2], padded_[2]);
     const int64_t first = from, last = to;
     const auto line = [&](int64_t index) {
-      int8_t* out = m.image + index * line_;
+      int8_t* out = m.copy + index * line_;
       int32_t* sums = m.pixel_sums + index * padded_[2] * groups;
       const auto clear = [&](int64_t begin, int64_t end) {
         std::memset(out + begin * pixel_, 0, static_cast<size_t>((end - begin) * pixel_));
@@ -251,7 +328,7 @@ class Convolver {
                     [&](int64_t begin, int64_t end) {
                       for (int64_t i = begin; i < end; ++i) line(i);
                     });
-    std::memset(m.image + image_, 0, kSlack);
+    std::memset(m.copy + image_, 0, kSlack);
   }
 
   // Where the windows of a row of results begin.
@@ -366,8 +443,37 @@ class Convolver {
       t.x = m.image + start_of(row) + group * of_group_;
       t.offsets = is_signed ? nullptr : m.offsets + (row * args_.groups + group) * w.out;
       f.out = output_of(m.index, row, column, columns);
-      kernels_.exact8(t);
+      args_.y_scale == nullptr ? kernels_.exact8(t) : multiply_and_round(m, row, column, t, f);
     }
+  }
+
+  // A row of results as int8, some pixels after the others.
+  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, Finish f) const {
+    const int64_t pixels = t.rows, n = args_.weights.n, bytes = n * y_bytes_;
+    // Floats lie as far apart as what is added to them.
+    const bool apart = f.out.residual != nullptr;
+    const int64_t stride = apart ? bytes : 16 * t.panels * y_bytes_;
+    auto* floats = Arena<RoundedTag>::get_array<uint8_t>(kRoundedRows * stride);
+    t.finish = &f;
+    f.out.y = floats;
+    f.out.stride = stride;
+    Rounded r{floats, stride, args_.y_dtype, 0, f.out.columns, y_scale_,
+              qvalues_at(m.index, row) + column, n};
+    for (int64_t pixel = 0; pixel < pixels; pixel += kRoundedRows) {
+      t.rows = f.rows = r.rows = std::min(kRoundedRows, pixels - pixel);
+      kernels_.exact8(t);
+      table_.round(r);
+      t.x += t.rows * t.x_stride;
+      if (t.offsets != nullptr) t.offsets += t.rows;
+      if (apart) f.out.residual += t.rows * stride;
+      r.to += t.rows * n;
+    }
+  }
+
+  // Where a row of results goes as int8.
+  int8_t* qvalues_at(int64_t image, int64_t row) const {
+    const int64_t pixels = (image * rows_ + row) * args_.axes[2].out;
+    return static_cast<int8_t*>(args_.y) + pixels * args_.weights.n;
   }
 
   // Quantized values and scales of panels, as `exact8` reads them.
@@ -425,13 +531,9 @@ class Convolver {
         scales[column + c] = panel_scale(panel, layout_, 0, c);
       }
       for (int64_t tap = 0; tap < run_count_; ++tap) {
-        const uint8_t* from = panel + layout_.qvalues_at(tap) + tap % 4;
-        const int shift = layout_.high(tap) ? 4 : 0;
-        const int mask = layout_.bits == 8 ? 255 : 15, zero = layout_.bits == 8 ? 128 : 8;
-        float* to = weights + tap * w.n + column;
-        for (int c = 0; c < columns; ++c) {
-          to[c] = static_cast<float>((from[4 * c] >> shift & mask) - zero);
-        }
+        const int shift = static_cast<int>(8 * (tap % 4)) + (layout_.high(tap) ? 4 : 0);
+        table_.unpack(panel + layout_.qvalues_at(tap), shift, layout_.bits == 8 ? 255 : 15,
+                      zero_point(), columns, weights + tap * w.n + column);
       }
     }
     weights_ = weights;
@@ -451,7 +553,9 @@ class Convolver {
     parallel.ranges(rows_, divide_up(4 * kSerialBelow, steps + 1), [&](int64_t begin, int64_t end) {
       float* held = Arena<LinesTag>::get_array<float>(planes * lines * line);
       int64_t* places = Arena<PlacesTag>::get_array<int64_t>(planes * lines + run_count_);
-      int8_t* qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
+      int8_t* qvalues =
+          is_int8_ ? nullptr
+                   : Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
       int64_t* taps = places + planes * lines;
       std::fill_n(places, planes * lines, -1);
       std::memset(held, 0, static_cast<size_t>(planes * lines * line) * sizeof(float));
@@ -465,8 +569,10 @@ class Convolver {
             const int64_t index = plane * padded_[1] + at;
             if (places[place] != index) {
               float* to = held + place * line;
-              if (quantize_line(m, index, qvalues, nullptr)) {
-                table_.spread(qvalues, inside_w, args_.channels, to + first * table_.lanes,
+              const int8_t* from = qvalues;
+              if (is_int8_) from = reinterpret_cast<const int8_t*>(line_at(m, index));
+              if (is_int8_ ? from != nullptr : quantize_line(m, index, qvalues, nullptr)) {
+                table_.spread(from, inside_w, args_.channels, to + first * table_.lanes,
                               padded_[2]);
               } else {
                 std::memset(to, 0, static_cast<size_t>(line) * sizeof(float));
@@ -489,17 +595,23 @@ class Convolver {
         one.x_scale = m.scale;
         one.scales = scales_;
         one.out = output_of(m.index, row, 0, args_.weights.n);
+        one.qvalues = args_.y_scale == nullptr ? nullptr : qvalues_at(m.index, row);
+        one.y_scale = y_scale_;
         table_.depthwise(one);
       }
     });
   }
 
-  const Args& args_;
+  const Args args_;
   const PanelLayout layout_;
   const Kernels& kernels_;
   const Table& table_;
   const bool depthwise_;
+  const bool pointwise_;  // sums are over the channels of a pixel
+  const bool is_int8_;    // x
   const int64_t x_bytes_, y_bytes_;
+  const Scale y_scale_;
+  bool in_place_;  // x is multiplied where it lies
   int64_t padded_[kDims];  // elements that windows reach
   int64_t pixel_, line_, plane_, image_;  // bytes of an image's parts
   int64_t of_group_;       // channels
@@ -522,13 +634,16 @@ bool has_kernel(int64_t channels, int64_t n, int64_t groups, const PanelLayout& 
 void convolve(const Args& args, const Parallel& parallel, Isa isa) {
   check(args);
   if (args.images * product_of(args, &Axis::out) == 0) return;
+  const Args lined = in_lines(args);
   const int64_t threads = parallel.threads();
-  if (threads == 1 || args.images < 2 * threads) {
-    Convolver(args, isa).run(0, args.images, parallel);
+  Convolver all(lined, isa);
+  if (threads == 1 || lined.images < 2 * threads) {
+    all.run(0, lined.images, parallel);
     return;
   }
-  // Images stay in the caches of the thread that quantizes and then convolves them.
-  parallel.run(args.images, [&](int64_t i) { Convolver(args, isa).run(i, i + 1, Parallel()); });
+  // Images stay in the caches of the thread that quantizes and then convolves them. What is the same
+  // for all of them is in this thread's memory, and only read.
+  parallel.run(lined.images, [&](int64_t i) { Convolver(all).run(i, i + 1, Parallel()); });
 }
 
 }  // namespace jaxtap::convolution

@@ -1,4 +1,5 @@
-// Convolutions of activations, quantized to int8 by image, with packed integer weights.
+// Convolutions of activations, which are int8 or are quantized to it by image, with packed integer
+// weights.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ struct Axis {
 
 struct Args {
   const void* x = nullptr;  // [images, *sizes, channels], row-major, of any alignment
-  DType x_dtype = DType::F32;
+  DType x_dtype = DType::F32;  // a float, or int8 where x_scale is given
   int64_t images = 0, channels = 0;
   Axis axes[kDims];
   // Output channels come in as many groups as input channels, and each sums over its own.
@@ -32,7 +33,7 @@ struct Args {
   // groups of rows.
   PackedWeights weights;
   void* y = nullptr;  // [images, *outs, weights.n], row-major, of any alignment
-  DType y_dtype = DType::F32;
+  DType y_dtype = DType::F32;  // a float, which int8 results are rounded to before, too
   // As in `Matmul`: added to the product, which is rounded to y's dtype.
   const void* bias = nullptr;      // [n]
   const void* residual = nullptr;  // like y
@@ -41,6 +42,9 @@ struct Args {
   float least = 0.0f, most = 0.0f;
   // The scale of x, or null: 1 / 127 of the largest magnitude of each image.
   const float* x_scale = nullptr;
+  // Not null: y is int8, what a convolution with this x_scale would make of the float results, so
+  // that it reads a quarter of the bytes and has nothing to quantize.
+  const float* y_scale = nullptr;
 };
 
 // Whether there is a kernel for so many channels and groups: for all of one group, for one channel

@@ -33,6 +33,8 @@ void Warm(const typename Op::Config& config) {
   args.groups = depthwise ? n : 1;
   args.weights = {buffer.data(), 1, layout.panel_bytes(), n, layout};
   args.y = y.data();
+  const float scale = 1.0f;
+  if (config.to_int8) args.y_scale = &scale;
   convolution::convolve(args, Parallel(), selected_isa());
 }
 

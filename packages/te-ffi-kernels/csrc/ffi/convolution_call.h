@@ -22,6 +22,14 @@ struct ConvolutionConfig : MatmulConfig {
     if (rotation != 0) throw invalid_argument("attribute rotation must be 0 in a convolution");
     if (layout.table_id != 0) throw invalid_argument("attribute table must be 0 in a convolution");
     ReadClamp(attributes, *this);
+    const auto of = AttributeOr<int64_t>(attributes, "int8_of", 0);
+    constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
+    if (of < 0 || of > 3) {
+      throw invalid_argument("int8_of must be 0, or 1, 2 or 3 for int8 results of float32, bfloat16 "
+                             "or float16, got ", of);
+    }
+    to_int8 = of != 0;
+    if (to_int8) y_float = kFloats[of - 1];
     for (int i = 0; i < convolution::kDims; ++i) {
       const auto number = [&](const char* name, int64_t from) {
         const std::string whole = name + std::string("_") + std::to_string(i);
@@ -40,10 +48,15 @@ struct ConvolutionConfig : MatmulConfig {
   }
 
   int64_t groups;
+  bool to_int8 = false;         // whether results are int8, with an operand y_scale
+  DType y_float = DType::F32;   // then: what they are rounded to before
   convolution::Axis axes[convolution::kDims];  // without sizes
 };
 
-// A convolution of x[images, *sizes, channels], with 1 to 3 sizes: the last of `axes`.
+// A convolution of x[images, *sizes, channels], with 1 to 3 sizes: the last of `axes`. Its operands,
+// of which all but the first two are there where an attribute says so:
+//   x, buffer[panels, bytes], x_scale[], y_scale[], bias[n], residual like y
+// Results are y, a float, or int8 where there is a y_scale.
 template <const char* kName, int kBits>
 struct ConvolutionCall {
   static constexpr const char* kTarget = kName;
@@ -55,15 +68,17 @@ struct ConvolutionCall {
   template <class Call>
   explicit ConvolutionCall(const Call& call) {
     const Config config(call.attributes);
-    call.NeedCounts(2 + config.scaled + config.bias + config.residual, 1);
+    call.NeedCounts(
+        2 + config.scaled + config.to_int8 + config.bias + config.residual, 1);
     const Array x = call.Operand(0, "x"), buffer = call.Operand(1, "buffer");
     const Array y = call.Result(0, "y");
     const int64_t dims = x.rank() - 2;
     if (dims < 1 || dims > convolution::kDims) {
       throw invalid_argument("x must have 3 to 5 axes, images, sizes and channels, got ", x.Text());
     }
-    x.NeedDtype({DType::F32, DType::BF16, DType::F16});
-    y.NeedRank(dims + 2).NeedDtype({DType::F32, DType::BF16, DType::F16});
+    x.NeedDtype({DType::F32, DType::BF16, DType::F16, DType::S8});
+    y.NeedRank(dims + 2);
+    config.to_int8 ? y.NeedDtype({DType::S8}) : y.NeedDtype({DType::F32, DType::BF16, DType::F16});
     if (y.shape[0] != x.shape[0] || y.shape[dims + 1] != config.n) {
       throw invalid_argument("y must have the images of x and the attribute n, ", config.n,
                              ", as its first and last axis, got ", y.Text());
@@ -83,7 +98,7 @@ struct ConvolutionCall {
     }
     args.weights = {buffer.data, buffer.shape[0], buffer.shape[1], config.n, config.layout};
     args.y = y.data;
-    args.y_dtype = y.dtype;
+    args.y_dtype = config.to_int8 ? config.y_float : y.dtype;
     args.clamps = config.clamps;
     args.least = config.least;
     args.most = config.most;
@@ -93,13 +108,18 @@ struct ConvolutionCall {
       given.NeedDtype({DType::F32}).NeedShape({}, "that of a scalar");
       args.x_scale = static_cast<const float*>(given.data);
     }
+    if (config.to_int8) {
+      const Array given = call.Operand(next++, "y_scale");
+      given.NeedDtype({DType::F32}).NeedShape({}, "that of a scalar");
+      args.y_scale = static_cast<const float*>(given.data);
+    }
     if (config.bias) {
       const Array given = call.Operand(next++, "bias");
-      args.bias = given.NeedDtype({y.dtype}).NeedShape({config.n}, "the attribute n").data;
+      args.bias = given.NeedDtype({args.y_dtype}).NeedShape({config.n}, "the attribute n").data;
     }
     if (config.residual) {
       const Array given = call.Operand(next, "residual");
-      given.NeedDtype({y.dtype}).NeedRank(y.rank());
+      given.NeedDtype({args.y_dtype}).NeedRank(y.rank());
       for (int64_t i = 0; i < y.rank(); ++i) {
         if (given.shape[i] == y.shape[i]) continue;
         throw invalid_argument("residual must have the shape of y, ", y.Text(), ", got ",

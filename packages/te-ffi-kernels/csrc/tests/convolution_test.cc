@@ -29,6 +29,7 @@ struct Case {
   Axis axes[3];
   DType x_dtype = DType::F32, y_dtype = DType::F32;
   bool bias = false, residual = false, clamps = false, scaled = false;
+  bool to_int8 = false;  // y, of results that are y_dtype
 
   int64_t product(int64_t Axis::*size) const {
     return axes[0].*size * axes[1].*size * axes[2].*size;
@@ -48,7 +49,7 @@ struct Case {
              std::to_string(a.dilation) + " low " + std::to_string(a.low) + ")";
     }
     return all + (bias ? " bias" : "") + (residual ? " residual" : "") +
-           (clamps ? " clamps" : "") + (scaled ? " scaled" : "");
+           (clamps ? " clamps" : "") + (scaled ? " scaled" : "") + (to_int8 ? " to int8" : "");
   }
 };
 
@@ -75,7 +76,13 @@ Buffer numbers(int64_t count, DType type, std::mt19937& random, int64_t offset) 
   const int64_t size = static_cast<int64_t>(byte_size(type));
   Buffer made(count * size, offset);
   std::normal_distribution<float> normal(0.0f, 2.0f);
-  for (int64_t i = 0; i < count; ++i) set_element(made.get(), type, i, normal(random));
+  for (int64_t i = 0; i < count; ++i) {
+    if (type == DType::S8) {
+      made.get()[i] = static_cast<uint8_t>(static_cast<int>(random() % 255) - 127);
+    } else {
+      set_element(made.get(), type, i, normal(random));
+    }
+  }
   return made;
 }
 
@@ -88,7 +95,7 @@ float rounded(float value, DType type) {
 struct Operands {
   Weights w;
   Buffer x, bias, residual;
-  float scale = 0.02f;
+  float scale = 0.02f, y_scale = 0.043f;
 };
 
 Args args_of(const Case& c, const Operands& o, Buffer* y) {
@@ -105,15 +112,29 @@ Args args_of(const Case& c, const Operands& o, Buffer* y) {
   if (c.bias) args.bias = o.bias.get();
   if (c.residual) args.residual = o.residual.get();
   if (c.scaled) args.x_scale = &o.scale;
+  if (c.to_int8) args.y_scale = &o.y_scale;
   args.clamps = c.clamps;
   args.least = 0.0f;
   args.most = 6.0f;
   return args;
 }
 
+// The nearest quantized value of a number.
+int quantized_value(float x, float scale) {
+  scale = scale < 0x1p-126f ? 0x1p-126f : scale;
+  const float ratio = x / (scale > 0x1p126f ? 0x1p126f : scale);
+  if (std::isnan(ratio)) return 0;
+  return static_cast<int>(std::nearbyint(std::max(-127.0f, std::min(127.0f, ratio))));
+}
+
 // Quantized numbers of an image, and their scale.
 std::vector<int> quantized(const Case& c, const Operands& o, int64_t image, float* scale) {
   const int64_t size = c.x_size() / c.images;
+  if (c.x_dtype == DType::S8) {
+    *scale = o.scale;
+    const auto* x = reinterpret_cast<const int8_t*>(o.x.get()) + image * size;
+    return {x, x + size};
+  }
   float most = 0;
   bool is_nan = false;
   for (int64_t i = 0; i < size; ++i) {
@@ -124,15 +145,10 @@ std::vector<int> quantized(const Case& c, const Operands& o, int64_t image, floa
   *scale = c.scaled ? o.scale : is_nan ? std::numeric_limits<float>::quiet_NaN()
                                        : most * (1.0f / 127.0f);
   *scale = *scale < 0x1p-126f ? 0x1p-126f : *scale;
-  const float divisor = *scale > 0x1p126f ? 0x1p126f : *scale;
   std::vector<int> found(static_cast<size_t>(size));
   for (int64_t i = 0; i < size; ++i) {
     const auto x = static_cast<float>(element(o.x.get(), c.x_dtype, image * size + i));
-    const float ratio = x / divisor;
-    found[static_cast<size_t>(i)] =
-        std::isnan(ratio) ? 0
-                          : static_cast<int>(std::nearbyint(
-                                std::max(-127.0f, std::min(127.0f, ratio))));
+    found[static_cast<size_t>(i)] = quantized_value(x, *scale);
   }
   return found;
 }
@@ -183,7 +199,7 @@ std::vector<float> expected(const Case& c, const Operands& o) {
               value = value < 0.0f ? 0.0f : value;
               value = value > 6.0f ? 6.0f : value;
             }
-            y[i] = value;
+            y[i] = c.to_int8 ? static_cast<float>(quantized_value(value, o.y_scale)) : value;
           }
         }
       }
@@ -194,13 +210,14 @@ std::vector<float> expected(const Case& c, const Operands& o) {
 
 void check_operands(const Case& c, const Operands& o, const Parallel& parallel, int64_t offset) {
   const std::vector<float> wanted = expected(c, o);
-  const int64_t size = static_cast<int64_t>(byte_size(c.y_dtype));
+  const int64_t size = c.to_int8 ? 1 : static_cast<int64_t>(byte_size(c.y_dtype));
   for (Isa isa : tested_isas()) {
     Buffer y(c.y_size() * size, offset);
     convolution::convolve(args_of(c, o, &y), parallel, isa);
     bool good = true;
     for (int64_t i = 0; i < c.y_size() && good; ++i) {
-      const auto got = static_cast<float>(element(y.get(), c.y_dtype, i));
+      const auto got = c.to_int8 ? static_cast<float>(static_cast<int8_t>(y.get()[i]))
+                                 : static_cast<float>(element(y.get(), c.y_dtype, i));
       const float want = wanted[static_cast<size_t>(i)];
       good = (std::isnan(got) && std::isnan(want)) || got == want;
     }
@@ -226,6 +243,8 @@ Case with_turn(Case c, int turn) {
   c.residual = turn / 2 % 2 == 1;
   c.clamps = turn / 4 % 2 == 1;
   c.scaled = turn % 5 == 4;
+  c.to_int8 = turn % 7 == 3;
+  if (turn % 5 == 4 && turn % 2 == 0) c.x_dtype = DType::S8;
   return c;
 }
 
@@ -287,6 +306,53 @@ TEST(convolutions_of_many_tasks) {
   check_case({7, 24, 24, 24, 8, {axis(1), same(20, 3), same(20, 3)}}, random, parallel, 2);
   check_case({1, 32, 130, 1, 8, {axis(1), same(40, 3), same(33, 3)}}, random, parallel, 3);
   check_case({1, 8, 300, 1, 4, {axis(1), same(3, 3), same(70, 3)}}, random, parallel, 0);
+}
+
+// int8 in and out: 1x1 windows, which are read where they lie or are copied, many pixels and few,
+// padded lines, and depthwise ones.
+TEST(convolutions_of_int8_to_int8) {
+  std::mt19937 random(47);
+  Threads pool(3);
+  const Parallel parallel(pool);
+  int turn = 0;
+  for (const auto& [size, line] : {std::pair{1, 1}, {7, 7}, {13, 10}, {1, 300}, {20, 16}}) {
+    for (int64_t channels : {4, 6, 64, 100}) {
+      for (int64_t images : {1, 9}) {
+        Case c{images, channels, std::vector<int64_t>{5, 64, 81}[static_cast<size_t>(turn % 3)], 1,
+               turn % 4 == 3 ? 4 : 8, {axis(1), axis(size), axis(line)}};
+        c = with_turn(c, turn);
+        c.scaled = true;
+        c.x_dtype = turn % 8 == 5 ? DType::F32 : DType::S8;
+        c.to_int8 = turn % 3 != 1;
+        check_case(c, random, parallel, turn % 4);
+        c.groups = c.n = c.channels;
+        c.axes[1] = same(size, 3);
+        c.axes[2] = same(line, 5, 2);
+        check_case(c, random, parallel, turn % 4);
+        c.groups = 1;
+        check_case(c, random, parallel, turn % 4);
+        ++turn;
+      }
+    }
+  }
+}
+
+// Quotients that lie between two whole numbers, where a product with the reciprocal is not enough.
+TEST(convolutions_round_results_as_quotients) {
+  std::mt19937 random(48);
+  for (bool depthwise : {false, true}) {
+    Case c{1, 16, 16, depthwise ? 16 : 1, 8, {axis(1), axis(9), axis(11)}};
+    c.scaled = c.residual = c.to_int8 = true;
+    Operands o{random_weights(c.k(), c.n, 0, c.bits, random), numbers(c.x_size(), c.x_dtype, random, 0),
+               Buffer(0, 0), Buffer(c.y_size() * 4, 1)};
+    o.scale = 0.0f;  // products that are next to nothing: results are the residual
+    for (int64_t i = 0; i < c.y_size(); ++i) {
+      const float half = (static_cast<float>(i % 255) - 127.5f) * o.y_scale;
+      const float beyond[] = {NAN, INFINITY, -INFINITY, 1e30f, 0.0f};
+      set_element(o.residual.get(), DType::F32, i, i % 13 == 5 ? beyond[i % 5] : half);
+    }
+    check_operands(c, o, Parallel(), 1);
+  }
 }
 
 TEST(convolutions_of_what_is_not_finite) {

@@ -96,7 +96,7 @@ def _slower_convolution(call: KernelCall) -> str | None:
 def convolution(call: KernelCall) -> bool | str:
     """Tell whether x[images, *sizes, channels] with kernel[*window, channels, n] has a kernel."""
     x, kernel = call.operands
-    if x.dtype not in _FLOATS:
+    if x.dtype not in (*_FLOATS, "int8"):
         return f"x is {x.dtype}"
     if not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)):
         return f"an operand has the symbolic shape {x} or {kernel}"

@@ -1,6 +1,7 @@
 """Convolutions with packed weights, beside sums of integers in NumPy."""
 
 import contextlib
+import functools
 import itertools
 import math
 
@@ -266,6 +267,67 @@ def test_biases_residuals_and_bounds(bits, dtype):
         assert y.dtype == dtype
         expected = wanted(x, qvalue, scale, **ADDING[name][-1], **options_of(one, *added, given))
         np.testing.assert_array_equal(y, expected, err_msg=str((name, ADDED[one])))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_int8_in_and_out(bits, dtype):
+    """Results as int8 are what the next convolution would make of them, and int8 is read as it."""
+    x_scale, y_scale = np.float32(0.013), np.float32(0.0317)
+    made = {}
+    for name, (shape, window, channels, n, _) in ADDING.items():
+        rng = np.random.default_rng(3)
+        added = [jnp.asarray(rng.normal(size=of), dtype) for of in (n, (*shape[:-1], n))]
+        made[name] = (images(*shape, dtype=dtype), *weight(window, channels, n, bits), *added)
+
+    @jax.jit
+    def run(made):
+        found = {}
+        for name, (x, packed, bias, residual) in made.items():
+            how = {"bias": bias, "residual": residual, "clamp": (0, 6), "x_scale": x_scale}
+            call = functools.partial(CONV[bits], weight=packed, window=ADDING[name][1], **how)
+            call = functools.partial(call, out_dtype=dtype, **ADDING[name][-1])
+            values = jnp.clip(jnp.round(x.astype(jnp.float32) / x_scale), -127, 127)
+            found[name] = [call(values.astype(jnp.int8)), call(x, y_scale=y_scale)]
+            found[name].append(call(values.astype(jnp.int8), y_scale=y_scale))
+        return found
+
+    operands = {name: (x, *more) for name, (x, _, _, *more) in made.items()}
+    for name, (y, *both) in run(operands).items():
+        x, qvalue, scale, _, bias, residual = made[name]
+        how = {"bias": bias, "residual": residual, "clamp": (0, 6), "x_scale": x_scale}
+        expected = wanted(x, qvalue, scale, dtype=dtype, **ADDING[name][-1], **how)
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, expected, err_msg=name)
+        for rounded in both:
+            assert rounded.dtype == jnp.int8
+            values = quantized(jnp.asarray(expected), y_scale)[0]
+            np.testing.assert_array_equal(rounded, values, err_msg=name)
+
+
+def test_int8_results_have_no_derivative_and_are_mapped():
+    _, _, packed = weight((3, 3), 6, 21)
+    x, bias = images(4, 7, 7, 6), jnp.linspace(-1, 1, 21)
+
+    def run(x, bias):
+        how = {"bias": bias, "x_scale": jnp.float32(0.02), "y_scale": jnp.float32(0.05)}
+        return te.conv_w8a8(x, packed, (3, 3), **how)
+
+    (of_x, of_bias) = jax.grad(lambda *given: run(*given).astype(jnp.float32).sum(), (0, 1))(
+        x, bias
+    )
+    np.testing.assert_array_equal(of_x, np.zeros(x.shape))
+    np.testing.assert_array_equal(of_bias, np.zeros(21))
+    several = jnp.stack([bias, 2 * bias])
+    one_by_one = np.stack([run(x[i : i + 2], several[i // 2]) for i in (0, 2)])
+    mapped = jax.vmap(run)(x.reshape(2, 2, 7, 7, 6), several)
+    np.testing.assert_array_equal(mapped, one_by_one)
+    shared = jax.vmap(run, (0, None))(x.reshape(2, 2, 7, 7, 6), bias)
+    np.testing.assert_array_equal(shared.reshape(4, 5, 5, 21), run(x, bias))
+    # Of quantized values, what is added has a derivative.
+    values = jnp.ones((2, 7, 7, 6), jnp.int8)
+    loss = lambda bias: te.conv_w8a8(values, packed, (3, 3), bias=bias, x_scale=0.1).sum()  # noqa: E731
+    np.testing.assert_array_equal(jax.grad(loss)(bias), np.full(21, 50.0))
 
 
 def test_results_of_another_dtype():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from interception_core import OpCall, Operand, Step, ValueKind
+from interception_core import Made, OpCall, Operand, Step, ValueKind
 
 from .. import compat
 from ..dataflow.expression import Expression
@@ -13,6 +13,7 @@ from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
 from .frames import Known, Place
+from .joins import made_by
 from .questions import (
     EXPRESSION,
     IS_ACTIVATION,
@@ -180,6 +181,13 @@ class TraceCall(OpCall):
     def is_linear(self, value: Any) -> bool:
         index = self._index(value)
         return index is not None and self._known.is_linear(self._atoms[index])
+
+    def made_by(self, value: Any) -> Made | None:
+        index = self._index(value)
+        if index is None or not self._known.is_used_once(self._atoms[index]):
+            return None
+        self._log(EXPRESSION)  # it is another one at each operation
+        return made_by(value)
 
     def roots(self, value: Any) -> frozenset[str] | None:
         expression = self.expression(value)

@@ -50,6 +50,10 @@ class Known(Protocol):
         """Return whether the program must be linear in it; see ``OpCall.is_linear``."""
         ...
 
+    def is_used_once(self, value: Any, /) -> bool:
+        """Return whether one equation uses it, now or later, as far as that is known."""
+        ...
+
 
 class Inputs:
     """What is known of the inputs of a jaxpr, by number."""
@@ -239,12 +243,12 @@ class Frame:
         source = self._values.flow.source(atom, self.replaced)
         if source is None:
             return None
-        index, axes = source
+        index, steps = source
         question = ORIGIN, index
         if question not in self.asked:
             self.asked[question] = self._inputs.origin(index)
         origin = self.asked[question]
-        return None if origin is None else origin.moved(axes)
+        return origin.moved(*steps) if steps and origin is not None else origin
 
     def metadata_of(self, atom: Any) -> Metadata:
         """Return what handlers attached to a variable or literal."""
@@ -271,9 +275,22 @@ class Frame:
             return False  # most likely a parameter
         return self._values.is_activation(atom, is_parameter)
 
+    @property
+    def has_linear(self) -> bool:
+        """Whether the program must be linear in any variable."""
+        return bool(self._linear)
+
     def is_linear(self, atom: Any) -> bool:
         """Return whether the program must be linear in a variable or literal."""
         return type(atom) is not compat.Literal and atom in self._linear
+
+    def is_used_once(self, atom: Any) -> bool:
+        """Return whether one equation uses a variable of the jaxpr, and nothing else."""
+        if type(atom) is compat.Literal or self._values is None:
+            return False
+        flow = self._values.flow
+        # What uses an input is more than what is seen here.
+        return atom in flow.makers and flow.uses[atom] == 1
 
     def steps(self) -> tuple[Step, ...] | None:
         """Return the loops around, or None."""

@@ -6,7 +6,6 @@ See "Joins" in the README.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from interception_core import TargetError, explicit_mesh
+from interception_core import Made, TargetError, explicit_mesh
 
 from .. import compat
 from ..dataflow.holders import custom_body
@@ -115,7 +114,6 @@ class Joins:
 
     def __init__(self, run: Pass):
         self._run = run
-        self._uses: Counter[Any] | None = None
         self._results: set[Any] = set()
         self._known: dict[Hashable, Recipe | None] = {}
 
@@ -136,12 +134,13 @@ class Joins:
         run, eqn = self._run, task.eqn
         # Most equations have no such operand, which is found before anything is taken apart.
         results, joined = run.frame.from_handler, self._results
+        # A call whose result more equations use would run twice.
         made = [
             i
             for i, var in enumerate(eqn.invars)
             if type(var) is not compat.Literal
             and (var in results or var in joined)
-            and self._is_used_once(var)
+            and run.frame.is_used_once(var)
         ]
         if not made:
             return False
@@ -162,14 +161,6 @@ class Joins:
             self._results.update(eqn.outvars)
             return True
         return False
-
-    def _is_used_once(self, var: Any) -> bool:
-        """Return whether one equation uses a variable: a call that more use would run twice."""
-        if self._uses is None:
-            jaxpr = self._run.jaxpr
-            atoms = [*(x for one in jaxpr.eqns for x in one.invars), *jaxpr.outvars]
-            self._uses = Counter(x for x in atoms if type(x) is not compat.Literal)
-        return self._uses[var] == 1
 
     def _joined(
         self,
@@ -309,6 +300,15 @@ def _origin(value: Any, trace: Any) -> tuple[Any, Sequence[Any]]:
         users.append(eqn)
         value = eqn.in_tracers[0]
     return None, ()
+
+
+def made_by(value: Any) -> Made | None:
+    """Return the call that made a staged value, of a function that joins; None for another."""
+    origin, users = _origin(value, compat.trace_of(value))
+    if origin is None or users:
+        return None
+    _, call = compat.producer(origin)
+    return Made(call.params["name"], tuple(call.in_tracers))
 
 
 def _joined(eqn: Any, values: Sequence[Any], which: int, origin: Any) -> Any:

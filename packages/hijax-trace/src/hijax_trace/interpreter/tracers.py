@@ -99,10 +99,10 @@ class Tracers:
         source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
         if source is None:
             return None
-        index, axes = source
+        index, steps = source
         if (origin := self._inputs.origin(index)) is None:
             return None
-        origin = origin.moved(axes)
+        origin = origin.moved(*steps)
         for one, axis in reversed(outer):
             if axis is not None:
                 origin = origin.moved(dropped(axis, one.ndim + 1))
@@ -131,6 +131,10 @@ class Tracers:
         """Return whether the program must be linear in a value."""
         tracers = (one for one, _ in _layers(value) if isinstance(one, compat.Tracer))
         return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
+
+    def is_used_once(self, value: Any) -> bool:
+        """Return False: what the program does after this is not known."""
+        return False
 
     def depth(self, values: Sequence[Any]) -> int:
         """Return how many maps are around values."""

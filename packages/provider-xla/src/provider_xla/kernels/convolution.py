@@ -15,7 +15,7 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
-from .products import Added, NoKernel
+from .products import Added, Between, NoKernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +125,12 @@ def convolve(
     side: int,
     dtype: np.dtype,
     added: Added,
+    between: Between,
 ) -> jax.Array:
     """Return a convolution with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
 
-    ``scale`` is the static scale of ``x``, None if it has none.
+    ``scale`` is the static scale of ``x``, None if it has none. Results are int8 if ``between`` has
+    a scale for them.
     """
     window = window_of(contraction, side, x.shape, weight.shape)
     if weight.gone:
@@ -142,8 +144,15 @@ def convolve(
     op = conv_op_of(how, scale is not None, weight.packed)
     stacked = weight.gathered()
     options = {} if scale is None else {"x_scale": scale}
+    if between.quantized is not None and scale is not None:
+        x = between.quantized
     # What is added has the axes of the result, in their order; bounds have none.
     adds = window.result == tuple(range(x.ndim)) or (added.bias is None and added.residual is None)
+    if between.y_scale is not None:
+        clamps = added.clamp is None or getattr(weight.packed, "clamps", False)
+        if not adds or not clamps or weight.misses:
+            raise NoKernel("something is done to its results that a kernel doesn't do")
+        options |= {"y_scale": between.y_scale}
     y = get_op(op)(
         x.transpose(window.images),
         stacked.packed,
@@ -156,4 +165,6 @@ def convolve(
     if weight.misses:
         y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
     y = y.transpose(window.result)
+    if between.y_scale is not None:
+        return y
     return (added.rest(weight.packed) if adds else added).to(y)

@@ -49,7 +49,8 @@ class PrepackedWeight(qn.StoredForm):
             together, ``question`` the facts that kernels decide by, and
             ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
-            ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``.
+            ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``; if a true ``rounds``, its
+            op of convolutions takes int8 activations and ``y_scale=``.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: sizes of the contracted axes, in the order in which they make K (static).
@@ -107,9 +108,9 @@ class PrepackedWeight(qn.StoredForm):
         if len(shape) < self.inner:
             raise QuantizationError(
                 f"A packed parameter of {self.qtype} with rows {self.k_sizes} and columns "
-                f"{self.n_sizes} was taken apart along a column axis, as by a scan over "
-                "rows. Make the plan for this function, or use plan.quantize(params, "
-                "prepack=False)."
+                f"{self.n_sizes} was taken apart along a column axis, as by a scan over rows, or "
+                "by a vmap around the function of the plan. Make the plan for this function, or "
+                "use plan.quantize(params, prepack=False)."
             )
         return shape[: len(shape) - self.inner]
 
@@ -199,6 +200,11 @@ class PrepackedWeight(qn.StoredForm):
     def can_add(self) -> bool:
         """Return whether a kernel may add to its columns."""
         return can_add(self)
+
+    @property
+    def gives_int8(self) -> bool:
+        """Return whether a kernel takes and gives int8 activations where it convolves."""
+        return getattr(self.packed, "rounds", False)
 
     def contract(self, contraction: qn.Contraction, side: int, x: Any, **how: Any) -> Any:
         """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``."""
@@ -451,9 +457,9 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     index, misses = weight.index, weight.misses
     weight = weight.gathered()
-    qvalue, scale, *columns = weight.packed.unpack()
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
+    qvalue, scale, *columns = weight.packed.unpack()
     if misses:
         missed = jnp.expand_dims(index < 0, (count, count + 1))
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)

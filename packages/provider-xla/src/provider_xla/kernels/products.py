@@ -143,5 +143,24 @@ def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) ->
     return wrapped
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What a contraction has of its neighbours in a chain of int8 values.
+
+    Attributes:
+        quantized: its activation as int8, in its static range, as the contraction before gives it;
+            None where it quantizes the activation.
+        y_scale: float32[], the scale of int8 results, which the contraction after it reads; None
+            for float results.
+    """
+
+    quantized: Any = None
+    y_scale: Any = None
+
+
+ALONE = Between()
+
+
 class NoKernel(Exception):
     """Raised for a contraction that kernels don't compute, with the reason."""

@@ -87,6 +87,10 @@ class MatrixUse:
         window = self.window
         return window is not None and 1 < window.groups == self.x_shape[window.images[-1]]
 
+    def is_window(self, packing: Packing) -> bool:
+        """Return whether it is read as a convolution with a window, for a packed parameter."""
+        return self.window is not None and (packing.windows or not self.is_matmul)
+
     def local(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of what a device has of the parameter."""
         if not self.cuts:
@@ -225,6 +229,11 @@ def _choose_on(
     sharding: Any,
 ) -> tuple[Packing | None, dict[str, Choice]]:
     """Return one platform's packing or None, and what computes each operation."""
+    # With a static scale both readings give the same numbers, and only windows take and give int8.
+    if all(isinstance(use, MatrixUse) and use.window and use.is_static for use in uses.values()):
+        packing, choices, reasons = _settled(platform, weight, uses, sharding, windows=True)
+        if not reasons:
+            return packing, choices
     packing, choices, reasons = _settled(platform, weight, uses, sharding)
     windows = (use.window for use in uses.values() if isinstance(use, MatrixUse) and use.is_matmul)
     if reasons and any(window is not None for window in windows):
@@ -371,7 +380,7 @@ def _select(weight: WeightPlan, packing: Packing, use: MatrixUse) -> Choice:
     shape = use.local(weight.shape)
     try:
         form = packing.form(shape)
-        if use.is_matmul and not (packing.windows and use.window is not None):
+        if not use.is_window(packing) and use.is_matmul:
             return _select_matmul(packing, use, form, shape)
         if use.window is not None and use.window.rows != packing.k_axes:
             raise NoKernel("its axes are packed in another order than that of a window")

@@ -26,7 +26,7 @@ from ..program.sites import Site, Sites
 from ..rules.rule import is_fused
 from ..rules.sparsity import Sparsity, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
-from .choose import choose
+from .choose import MatrixUse, choose
 from .explain import why_unused
 from .plan import Plan
 from .quantize import carried
@@ -168,7 +168,7 @@ def _kept_for_adapters(plan: Plan) -> set[str]:
 
 
 def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that are unused once derived weights are stored."""
+    """Return the parameters that nothing but derived weights uses."""
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
@@ -192,7 +192,9 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
     used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
     # The first arguments are the parameters, in the order of their paths.
     names = sorted(plan.leaves)
-    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+    unused = {path for path, one in zip(names, used, strict=False) if not one}
+    # What this program never uses is stored: another one, such as another method, may.
+    return plan.derived_from & unused
 
 
 def in_float(site: Site) -> Any:
@@ -287,14 +289,32 @@ def _with_kernels(
             lacking = {name: choice for name, choice in before.items() if choice.kernel is None}
             choices[op_id] = one | lacking
     none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
+    by_id = {record.op_id: record for record in records}
     settled = []
     for record in records:
         if is_fused(record.op_name):
             kernels = {name: record.kernels[name] for name in names if name in record.kernels}
         else:
             kernels = choices.get(record.op_id, none) if record.quantized else {}
+        before = by_id.get(survey.chained.get(record.op_id, ""))
+        if before and all(_rounds(survey, packed, one, platform) for one in (before, record)):
+            record = dataclasses.replace(record, chained_to=before.op_id)
         settled.append(dataclasses.replace(record, kernels=kernels))
     return packed, settled
+
+
+def _rounds(
+    survey: Survey, packed: Mapping[str, WeightPlan], record: OpRecord, platform: str
+) -> bool:
+    """Return whether an operation's kernel on a platform takes and gives int8 activations."""
+    for path in record.paths:
+        use, weight = survey.contractions.get(path, {}).get(record.op_id), packed.get(path)
+        packing = None if weight is None else weight.packings.get(platform)
+        if weight is None or packing is None or not isinstance(use, MatrixUse):
+            return False
+        if not use.is_window(packing) or not getattr(packing.form(weight.shape), "rounds", False):
+            return False
+    return record.quantized and bool(record.paths)
 
 
 def weights_of(survey: Survey) -> dict[str, WeightPlan]:
@@ -419,13 +439,16 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         batch: the other arguments of a call.
 
     Returns:
-        The plan, with kernels if ``plan`` has some.
+        The plan, with kernels if ``plan`` has some, and with its caches, which no rule of ``rules``
+        is about.
 
     Raises:
         QuantizationError: tiles do not fit a parameter.
     """
     kernels = any(op.kernels for op in plan.ops if op.quantized)
-    return make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    of_caches = (one for one in plan.faults if one.code in (Code.NO_CACHE, Code.CACHE_FLOAT))
+    return dataclasses.replace(made, caches=plan.caches, faults=(*made.faults, *of_caches))
 
 
 class _Trial(Survey):

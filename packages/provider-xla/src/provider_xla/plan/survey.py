@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import quant_numerics as qn
 from hijax_trace import is_chosen, is_counted, scaled_inputs
 from interception_core import OpCall
+from quant_numerics import Convolution
 
 from ..errors import QuantizationError
 from ..extras import feature
@@ -20,6 +21,7 @@ from ..program.granularity import fitted, tile_elements
 from ..program.matching import Rules, Weight
 from ..program.record import OpRecord, check_misfit, lookup_id
 from ..program.sites import Site, problem_of, record_of, short, unstorable
+from ..run.contraction import maker_of, surveyed
 from ..run.static.ranges import (
     StaticRange,
     gradient_key,
@@ -62,6 +64,8 @@ class Survey:
         contractions: by weight and operation, what a kernel would have to do, or why none can.
         notes: what is done that no rule says, as the keys.
         chosen: the weights that the program chooses among several.
+        chained: by the id of a convolution with a static range, that of the convolution whose
+            results it alone reads.
         adapters: collects adapters; None if no rule has any.
     """
 
@@ -76,6 +80,7 @@ class Survey:
         self.contractions: dict[str, dict[str, MatrixUse | RowsUse | NoKernel]] = {}
         self.notes: dict[Fact, None] = {}
         self.chosen: list[Chosen] = []
+        self.chained: dict[str, str] = {}
         self._sliced: dict[str, tuple[str, ...]] = {}
         self._storage = Storage(rules, leaves, self.problems.append)
         self.adapters = None
@@ -124,6 +129,10 @@ class Survey:
         if self.adapters is not None:
             self.adapters.contraction(site)
         op_id = site.call.op_id
+        chains = isinstance(site.contraction, Convolution) and site.is_static(0)
+        # Before the range is measured, which uses the activation, too.
+        if chains and (before := maker_of(site)) is not None:
+            self.chained[op_id] = before
         if site.rule.is_static:
             self._range(site)
         for side, (weight, how) in enumerate(zip(site.weights, site.hows, strict=True)):
@@ -147,7 +156,7 @@ class Survey:
                 except NoKernel as why:
                     use = why
                 self._contraction(stored.path, op_id, use)
-        return NotImplemented
+        return surveyed(site) if chains else NotImplemented
 
     def _range(self, site: Site) -> None:
         """Record what of an operation has a static range."""

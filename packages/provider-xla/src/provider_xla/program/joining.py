@@ -31,6 +31,7 @@ class Joining(Generic[T]):
 
     Attributes:
         of: returns the function of a static argument.
+        static: returns the static argument of the function of a name; None for another family's.
         join: as given.
         cut: as given.
     """
@@ -45,6 +46,11 @@ class Joining(Generic[T]):
         self.join, self.cut = join, cut
         self._name, self._run = name, run
         self.of = functools.lru_cache(maxsize=4096)(self._of)
+
+    def static(self, name: str) -> T | None:
+        """Return the static argument of the function that has a name."""
+        is_own = isinstance(name, _Name) and name._family is self
+        return name._static if is_own else None  # pyrefly: ignore[missing-attribute]
 
     def _of(self, static: T) -> Callable[..., jax.Array]:
         """Return the function of a static argument."""

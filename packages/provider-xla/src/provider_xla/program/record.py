@@ -19,7 +19,7 @@ _WITH_PARTS = ("dot", "einsum", "matmul", "ragged_dot")
 """Operations that consist of others which rules can name."""
 
 _IN_JSON = ("op_id", "op_name", "operands", "qtypes", "rule", "reason", "paths", "adapter")
-_IN_JSON += ("module_path",)
+_IN_JSON += ("module_path", "chained_to")
 
 
 class Choice(NamedTuple):
@@ -85,6 +85,8 @@ class OpRecord:
         adapter: in a plan, the label of the adapter that its parameter has, such as ``"rank 8"``;
             None if it has none.
         module_path: the name stack around it, which rules match.
+        chained_to: in a plan, the id of the convolution whose results it reads as int8; None for
+            one that quantizes its activation.
         subject: of a quantized contraction, see ``program.decided.subject_of``.
     """
 
@@ -100,6 +102,7 @@ class OpRecord:
     module_path: str = ""
     beside: tuple[str, ...] = ()
     subject: Any = None
+    chained_to: str | None = None
 
     @property
     def reason(self) -> str | None:
@@ -197,6 +200,8 @@ def _row(record: OpRecord) -> list[str]:
 
 def _runs_as(record: OpRecord) -> str:
     qtypes = [qtype or "float" for qtype in record.qtypes] if record.quantized else ["float"]
+    if record.chained_to is not None:
+        qtypes[0] += " given"
     return " x ".join(qtypes) + ("" if record.adapter is None else f" + {record.adapter}")
 
 
@@ -241,10 +246,13 @@ class Decided:
 
     Attributes:
         products: by the number of a rule, the first product of activations that it quantizes.
+        chained: the ids of those that read int8 results of the one before.
     """
 
     def __init__(self, ops: Iterable[OpRecord], names_operations: bool):
+        ops = tuple(ops)
         self.products: dict[int, str] = {}
+        self.chained = frozenset(op.op_id for op in ops if op.chained_to is not None)
         self._by_id: dict[str, list[OpRecord]] = {}
         by_path: dict[str, list[OpRecord]] = {}
         for op in ops:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -16,9 +16,10 @@ from quant_numerics import Contraction
 
 from ..errors import QuantizationError
 from ..forms.tree import is_stored, unpacked_leaf
-from ..kernels.products import NOTHING, Added, Clamp
+from ..kernels.products import ALONE, NOTHING, Added, Between, Clamp
 from ..program.joining import Joining
 from ..program.matching import Rules, Weight, follows_values
+from ..program.record import Decided
 from ..program.sites import Site, Sites
 from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
 from .static.statistics import Statistics, calibrations
@@ -56,19 +57,24 @@ def contracted(
     operands: Operands,
     extras: tuple[Any, ...],
     calibrations: tuple[Any, Any],
+    quantized: jax.Array | None = None,
 ) -> jax.Array:
-    """Return ``quantized_contraction``, which joins additions if its kernel may do them."""
+    """Return ``quantized_contraction``, which joins additions if its kernel may do them.
+
+    ``quantized`` is its activation as int8, where that is known.
+    """
     if not any(qn.is_form(x) and x.can_add for x in operands):
         static = contraction, hows
         return repeated(quantized_contraction, static, *operands, extras, calibrations)
-    leaves, treedef = jax.tree.flatten((*operands, extras, calibrations))
+    leaves, treedef = jax.tree.flatten((*operands, extras, calibrations, quantized))
     return repeated(_ADDING.of(_Call(contraction, hows, treedef)), (), *leaves)
 
 
 class _Call(NamedTuple):
     """A contraction of flat operands, and what is added: a bias, a residual, or both, last.
 
-    The sum is cut by ``clamp``, if that is given.
+    The sum is cut by ``clamp``, if that is given. If results are ``rounded`` to int8, the last of
+    all is their scale.
     """
 
     contraction: Contraction
@@ -77,14 +83,41 @@ class _Call(NamedTuple):
     has_bias: bool = False
     has_residual: bool = False
     clamp: Clamp | None = None
+    rounded: bool = False
 
 
 def _run(call: _Call, *leaves: jax.Array) -> jax.Array:
-    *rest, residual = leaves if call.has_residual else (*leaves, None)
+    *rest, y_scale = leaves if call.rounded else (*leaves, None)
+    *rest, residual = rest if call.has_residual else (*rest, None)
     *rest, bias = rest if call.has_bias else (*rest, None)
-    given = call.contraction, call.hows, *jax.tree.unflatten(call.treedef, rest)
+    lhs, rhs, extras, calibrations, quantized = jax.tree.unflatten(call.treedef, rest)
+    given = lhs, rhs, extras, calibrations
+    added = Added(bias, residual, call.clamp)
+    if y_scale is not None:
+        return _rounded(call, *given, added, Between(quantized, y_scale))
     inline = quantized_contraction.__wrapped__  # pyrefly: ignore[missing-attribute]
-    return inline(*given, Added(bias, residual, call.clamp))
+    return inline(call.contraction, call.hows, *given, added, quantized)
+
+
+def _rounded(
+    call: _Call,
+    lhs: Any,
+    rhs: Any,
+    extras: tuple[Any, ...],
+    calibrations: tuple[Any, Any],
+    added: Added,
+    between: Between,
+) -> jax.Array:
+    """Return int8 results, which are no function to differentiate: see ``_in_int8``."""
+    given = jax.lax.stop_gradient((lhs, rhs, extras, calibrations, added, between))
+    lhs, rhs, extras, calibrations, added, between = given
+    how = {"how": call.hows[0], "calibration": calibrations[0], "extras": extras, "added": added}
+    found = rhs.contract(call.contraction, 1, lhs, **how, between=between)
+    if found is not NotImplemented:
+        return found
+    inline = quantized_contraction.__wrapped__  # pyrefly: ignore[missing-attribute]
+    y = inline(*call[:2], lhs, rhs, extras, calibrations, added, between.quantized)
+    return qn.quantize_with(y, "int8", between.y_scale.reshape((1,) * y.ndim)).qvalue
 
 
 def _join(call: _Call, primitive: str, is_row: bool, is_whole: bool) -> _Call | None:
@@ -115,6 +148,71 @@ def _cut(call: _Call, primitive: str, numbers: Sequence[float]) -> _Call | None:
 _ADDING = Joining("quantized_contraction", _run, _join, _cut)
 
 
+class _Surveyed(NamedTuple):
+    """A contraction of floats that stands for a quantized one while a program is surveyed."""
+
+    op_id: str
+    call: _Call
+
+
+def _join_surveyed(one: _Surveyed, *how: Any) -> _Surveyed | None:
+    call = _join(one.call, *how)
+    return None if call is None else one._replace(call=call)
+
+
+def _cut_surveyed(one: _Surveyed, *how: Any) -> _Surveyed | None:
+    call = _cut(one.call, *how)
+    return None if call is None else one._replace(call=call)
+
+
+_SURVEYED = Joining(
+    "surveyed_contraction",
+    lambda one, *leaves: _run(one.call, *leaves),
+    _join_surveyed,
+    _cut_surveyed,
+)
+
+
+def surveyed(site: Site) -> jax.Array:
+    """Return a site's float result, from a call that joins what a kernel's would."""
+    leaves, treedef = jax.tree.flatten((*site.operands, site.extras, (None, None), None))
+    call = _Call(site.contraction, (None, None), treedef)
+    return _SURVEYED.of(_Surveyed(site.call.op_id, call))(*leaves)
+
+
+def maker_of(site: Site) -> str | None:
+    """Return the id of the surveyed contraction that made an activation for a site alone."""
+    made = site.call.made_by(site.operands[0])
+    one = None if made is None else _SURVEYED.static(made.name)
+    return None if one is None else one.op_id
+
+
+def _in_int8(site: Site, range_: qn.Calibration | None) -> jax.Array | None:
+    """Return a convolution's activation in its static range, as the convolution before gives it.
+
+    That one is called a second time, for int8 results. Of the two calls only one is compiled: that
+    for floats where a program differentiates, the other elsewhere.
+
+    Args:
+        site: the convolution.
+        range_: of its activation.
+
+    Returns:
+        int8 of the activation's shape; None where no convolution made the activation for this one
+        alone, or a kernel of either has no int8 beside its floats.
+    """
+    x, held = site.operands[0], site.call.proxy(site.operands[1])
+    made = site.call.made_by(x)
+    before = None if made is None else _ADDING.static(made.name)
+    if made is None or before is None or range_ is None or range_.lower is not None:
+        return None
+    _, weight = jax.tree.unflatten(before.treedef, made.operands[: before.treedef.num_leaves])[:2]
+    if not all(getattr(one, "gives_int8", False) for one in (held, weight)):
+        return None
+    scale = qn.scale_of(range_, "int8")[0].reshape(())
+    return _ADDING.of(before._replace(rounded=True))(*made.operands, scale)
+
+
 # Jitted so that a model with many equal layers traces it once.
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def quantized_contraction(
@@ -125,6 +223,7 @@ def quantized_contraction(
     extras: tuple[Any, ...],
     calibrations: tuple[qn.Calibration | None, qn.Calibration | None],
     added: Added = NOTHING,
+    quantized_activation: jax.Array | None = None,
 ) -> jax.Array:
     """Quantize operands that are still float, then run the contraction.
 
@@ -140,6 +239,8 @@ def quantized_contraction(
         extras: the contraction's other arrays.
         calibrations: the static range of each operand; None for one that is measured here.
         added: what is added to the result, which a kernel may do as it stores it.
+        quantized_activation: the activation that a stored weight is contracted with as int8, for a
+            kernel that takes it; its derivatives are those of the float one.
     """
 
     def plain(operands: Operands) -> list[Any]:
@@ -151,13 +252,18 @@ def quantized_contraction(
 
     # All arrays are arguments: a derivative's rule can't close over those of a trace.
     def quantized(
-        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
+        operands: Operands,
+        extras: tuple[Any, ...],
+        calibrations: tuple[Any, Any],
+        between: Between,
+        added: Added,
     ) -> jax.Array:
         for side, held in enumerate(operands):
             if qn.is_form(held):
                 other = 1 - side
                 how = {"how": hows[other], "calibration": calibrations[other]}
                 how |= {"extras": extras, "added": added}
+                how |= {} if between.quantized is None else {"between": between}
                 found = held.contract(contraction, side, operands[other], **how)
                 if found is not NotImplemented:
                     return found
@@ -172,7 +278,11 @@ def quantized_contraction(
         return added.to(contraction.run(*sides, *extras))
 
     def in_float(
-        operands: Operands, extras: tuple[Any, ...], calibrations: tuple[Any, Any], added: Added
+        operands: Operands,
+        extras: tuple[Any, ...],
+        calibrations: tuple[Any, Any],
+        between: Between,
+        added: Added,
     ) -> jax.Array:
         return added.to(contraction.run(*plain(operands), *extras))
 
@@ -192,9 +302,10 @@ def quantized_contraction(
     run = qn.straight_through(quantized, differentiated)
     if added.clamp is not None:
         run = _cut_where_derived(run)
+    given = tuple(operands), extras, calibrations
     if lacks is None:
-        return run(tuple(operands), extras, calibrations, added)
-    found = run(tuple(operands), extras, calibrations, NOTHING)
+        return run(*given, Between(quantized_activation), added)
+    found = run(*given, ALONE, NOTHING)
     return added.to((found.astype(lacks.dtype) + lacks).astype(found.dtype))
 
 
@@ -263,11 +374,16 @@ R = TypeVar("R")
 
 
 def inference(
-    engine: Engine, rules: Rules, statistics: Statistics | None = None, **options: Any
+    engine: Engine,
+    rules: Rules,
+    statistics: Statistics | None = None,
+    decided: Decided | None = None,
+    **options: Any,
 ) -> Sites:
     """Return the handlers of functions that run quantized; ``options`` are those of ``Sites``."""
-    run = functools.partial(run_site, statistics=statistics)
-    return Sites(engine, rules, run, is_pure=True, **options)
+    chained = () if decided is None else decided.chained
+    run = functools.partial(run_site, statistics=statistics, chained=chained)
+    return Sites(engine, rules, run, is_pure=True, decided=decided, **options)
 
 
 def infer(sites: Sites, fn: Callable[P, R]) -> Callable[P, R]:
@@ -275,13 +391,19 @@ def infer(sites: Sites, fn: Callable[P, R]) -> Callable[P, R]:
     return taking_stored(sites.tap(fn), follows_values(sites.engine))
 
 
-def run_site(site: Site, statistics: Statistics | None = None) -> Any:
-    """Return the result of an operation that rules quantize."""
+def run_site(
+    site: Site, statistics: Statistics | None = None, chained: Collection[str] = ()
+) -> Any:
+    """Return the result of an operation that rules quantize.
+
+    ``chained`` are the ids of those that read int8 results of the one before.
+    """
     operands, hows = run_operands(site, map(site.call.proxy, site.operands))
     if not any(hows) and not any(map(qn.is_form, operands)):
         return NotImplemented
     ranges = calibrations(statistics, site) if site.rule.is_static else (None, None)
-    return contracted(site.contraction, hows, operands, site.extras, ranges)
+    quantized = _in_int8(site, ranges[0]) if chained and site.call.op_id in chained else None
+    return contracted(site.contraction, hows, operands, site.extras, ranges, quantized)
 
 
 def taking_stored(fn: Callable[P, R], follows: bool) -> Callable[P, R]:

@@ -30,7 +30,7 @@ class Form:
         op: name of the op.
         layout: layout of the weight.
         n: output channels.
-        dtype: dtype of the result.
+        dtype: dtype of the result, and what it is rounded to before it becomes int8.
         window: elements of the window along each axis of an image.
         strides: of windows.
         padding: zeros before and after each axis; negative: what is cut off.
@@ -38,6 +38,7 @@ class Form:
         groups: of channels.
         clamp: between which results are cut, or None.
         has_scale: whether x has a scale that is given; an operand after the weight.
+        to_int8: whether results become int8, by a scale that is an operand after that of x.
         has_bias: whether a bias [n] is added; an operand after these.
         has_residual: whether an array as large as the result is added then: the last operand.
     """
@@ -53,22 +54,28 @@ class Form:
     groups: int = 1
     clamp: tuple[float, float] | None = None
     has_scale: bool = False
+    to_int8: bool = False
     has_bias: bool = False
     has_residual: bool = False
 
-    @property
-    def added(self) -> bool:
-        """Return whether results are more than the product."""
-        return self.has_bias or self.has_residual or self.clamp is not None
-
     def plain(self) -> Form:
-        """Return the form of the product alone."""
-        return dataclasses.replace(self, clamp=None, has_bias=False, has_residual=False)
+        """Return the form of the product alone, as floats."""
+        nothing = {"to_int8": False, "has_bias": False, "has_residual": False}
+        return dataclasses.replace(self, clamp=None, **nothing)
+
+    @property
+    def result_dtype(self) -> Any:
+        """Return the dtype of the array that the op returns."""
+        return jnp.dtype(jnp.int8) if self.to_int8 else self.dtype
 
     def parted(self, given: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         """Return the operands after x, and those of them that are added."""
         count = len(given) - self.has_bias - self.has_residual
         return given[:count], given[count:]
+
+    def of_plain(self, given: Sequence[Any]) -> Sequence[Any]:
+        """Return those operands after x that ``plain`` has, without what is added."""
+        return given[:-1] if self.to_int8 else given
 
     def sizes(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the sizes of a result for those of an image.
@@ -102,6 +109,11 @@ class Form:
         }
         told |= {"k": self.layout.k, "n": self.n, **self.layout.attributes, "groups": self.groups}
         told |= {"x_scale": 1} if self.has_scale else {}
+        told |= (
+            {"int8_of": 1 + list(map(jnp.dtype, checks.FLOATS)).index(self.dtype)}
+            if self.to_int8
+            else {}
+        )
         told |= {"bias": int(self.has_bias), "residual": int(self.has_residual)}
         return told | clamp_attributes(self.clamp)
 
@@ -138,6 +150,7 @@ def form(
     groups: int,
     out_dtype: DTypeLike | None,
     x_scale: ArrayLike | None,
+    y_scale: ArrayLike | None,
     bias: jax.Array | None,
     residual: jax.Array | None,
     clamp: tuple[float, float] | None,
@@ -167,9 +180,11 @@ def form(
             f"{op}: x must be [images, *sizes, channels] with 1 to {_DIMS} axes of sizes, got "
             f"shape {x.shape}"
         )
-    checks.dtype(op, "x", x.dtype, checks.FLOATS)
+    is_int8 = x.dtype == jnp.int8 and x_scale is not None
+    checks.dtype(op, "x", x.dtype, (jnp.dtype(jnp.int8),) if is_int8 else checks.FLOATS)
+    default = jnp.float32 if is_int8 else x.dtype
     dtype = checks.dtype(
-        op, "out_dtype", x.dtype if out_dtype is None else out_dtype, checks.FLOATS
+        op, "out_dtype", default if out_dtype is None else out_dtype, checks.FLOATS
     )
     windows = _numbers(op, "window", window, dims)
     steps = _numbers(op, "strides", strides, dims)
@@ -195,6 +210,7 @@ def form(
         )
     pads = tuple((int(low), int(high)) for low, high in padding)
     check_scale(op, True, x_scale)
+    check_scale(op, True, y_scale, "y_scale")
     found = Form(op, weight.layout, weight.n, dtype, windows, steps, pads, apart, int(groups))
     result = jax.ShapeDtypeStruct(found.shape(x.shape), dtype)
     check_added(op, result, bias, residual, None, None)
@@ -202,6 +218,7 @@ def form(
         found,
         clamp=check_clamp(op, clamp),
         has_scale=x_scale is not None,
+        to_int8=y_scale is not None,
         has_bias=bias is not None,
         has_residual=residual is not None,
     )

@@ -29,6 +29,7 @@ def conv_w8a8(
     groups: int = 1,
     out_dtype: DTypeLike | None = None,
     x_scale: ArrayLike | None = None,
+    y_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     clamp: tuple[float, float] | None = None,
@@ -41,7 +42,8 @@ def conv_w8a8(
     adjacent, so a kernel multiplies ranges of lines where they lie.
 
     Args:
-        x: [images, *sizes, channels] with 1 to 3 axes of sizes, float32, bfloat16 or float16.
+        x: [images, *sizes, channels] with 1 to 3 axes of sizes, float32, bfloat16 or float16; or
+            int8, quantized values with the scale ``x_scale``.
         weight: packed by ``pack_w8`` from [k, n]: n output channels, and rows for the elements of
             the window, in the order of its axes, times the input channels of a group.
         window: elements of the window along each axis of sizes.
@@ -52,12 +54,15 @@ def conv_w8a8(
         groups: of input channels, each summed for as many groups of output channels. Kernels are
             for one group, for groups of one input and one output channel, and for groups of whole
             panels of 16 output channels (32 in 4 bits).
-        out_dtype: float32, bfloat16 or float16; by default that of x.
+        out_dtype: float32, bfloat16 or float16; by default that of x, and float32 for int8.
         x_scale: float32[], the scale of all images; by default each has its own, 1 / 127 of its
             largest magnitude. What is beyond 127 times the scale saturates, and so does an
             infinity; a NaN becomes 0.
-        bias: [n], of the result's dtype: added to the product, as an addition after it.
-        residual: of the result's shape and dtype: added after the bias in the same way.
+        y_scale: float32[]. If given, results are int8: the bits that a convolution with this as its
+            ``x_scale`` makes of the results in ``out_dtype``. It then reads a quarter of the bytes,
+            and has nothing to quantize. They have no derivative.
+        bias: [n], of ``out_dtype``: added to the product, as an addition after it.
+        residual: of the result's shape, and ``out_dtype``: added after the bias in the same way.
         clamp: two numbers between which the result is cut in the end: (0, 6) for ``relu6``.
 
     Returns:
@@ -72,7 +77,8 @@ def conv_w8a8(
         jax.errors.JaxRuntimeError: when it runs: a weight whose buffer is damaged.
     """
     options = strides, padding, dilation, groups, out_dtype
-    return _convolve("conv_w8a8", 8, x, weight, window, options, x_scale, bias, residual, clamp)
+    more = x_scale, y_scale, bias, residual
+    return _convolve("conv_w8a8", 8, x, weight, window, options, more, clamp)
 
 
 def conv_w4a8(
@@ -86,6 +92,7 @@ def conv_w4a8(
     groups: int = 1,
     out_dtype: DTypeLike | None = None,
     x_scale: ArrayLike | None = None,
+    y_scale: ArrayLike | None = None,
     bias: jax.Array | None = None,
     residual: jax.Array | None = None,
     clamp: tuple[float, float] | None = None,
@@ -95,7 +102,8 @@ def conv_w4a8(
     The arguments, results and errors are those of ``conv_w8a8``.
     """
     options = strides, padding, dilation, groups, out_dtype
-    return _convolve("conv_w4a8", 4, x, weight, window, options, x_scale, bias, residual, clamp)
+    more = x_scale, y_scale, bias, residual
+    return _convolve("conv_w4a8", 4, x, weight, window, options, more, clamp)
 
 
 def _convolve(
@@ -105,20 +113,21 @@ def _convolve(
     weight: PackedWeight,
     window: Sequence[int],
     options: tuple[Any, Any, Any, Any, Any],
-    x_scale: ArrayLike | None,
-    bias: jax.Array | None,
-    residual: jax.Array | None,
+    more: tuple[ArrayLike | None, ArrayLike | None, jax.Array | None, jax.Array | None],
     clamp: tuple[float, float] | None,
 ) -> jax.Array:
     x = jnp.asarray(x)
-    found = form(op, bits, x, weight, window, *options, x_scale, bias, residual, clamp)
-    scale = None if x_scale is None else jnp.asarray(x_scale, jnp.float32)
-    more = [array for array in (scale, bias, residual) if array is not None]
-    return _CONVOLUTION(found, x, weight.buffer, *more)
+    found = form(op, bits, x, weight, window, *options, *more, clamp)
+    *scales, bias, residual = more
+    scales = [None if one is None else jnp.asarray(one, jnp.float32) for one in scales]
+    given = [x, weight.buffer, *(one for one in (*scales, bias, residual) if one is not None)]
+    if found.to_int8:  # which has no derivative
+        given = list(map(lax.stop_gradient, given))
+    return _CONVOLUTION(found, *given)
 
 
 def _results(form: Form, x: jax.Array, *_: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(form.shape(x.shape), form.dtype)
+    return jax.ShapeDtypeStruct(form.shape(x.shape), form.result_dtype)
 
 
 def _attributes(form: Form, *_: jax.Array) -> dict[str, Any]:
@@ -140,7 +149,7 @@ def _partition(
     sizes = [f"s{i}" for i in range(x.ndim - 2)]
     found = [f"t{i}" for i in range(x.ndim - 2)]
     axes = [["m", *sizes, "c"], ["p", "b"]]
-    axes += [[]] if form.has_scale else []
+    axes += [[] for _ in range(form.has_scale + form.to_int8)]
     axes += [["n"]] if form.has_bias else []
     axes += [["m", *found, "n"]] if form.has_residual else []
     whole = {*sizes, *found, "c", "p", "b", "n"}
@@ -163,12 +172,13 @@ def _batch(
         (after if of_added[0] else inside).append(added[0])
     plain = form.plain()
     if after:  # a bias that differs from example to example
-        y = run(plain, images, *given).reshape(size, count, *plain.shape(images.shape)[1:])
+        y = run(plain, images, *form.of_plain(given))
+        y = y.reshape(size, count, *plain.shape(images.shape)[1:])
         bias = lax.expand_dims(added[0], range(1, y.ndim - 1))
         rest = added[1:]
         if rest:
             rest = (rest[0] if of_added[1] else rest[0][None],)
-        return reference.finish(form, y, (bias, *rest)), True
+        return reference.finish(form, y, given, (bias, *rest)), True
     if form.has_residual:
         last = added[-1] if of_added[-1] else jnp.broadcast_to(added[-1], (size, *added[-1].shape))
         inside.append(last.reshape(size * count, *last.shape[2:]))
@@ -190,6 +200,8 @@ def _gradient(form: Form, saved: tuple[Any, ...], ct: jax.Array) -> tuple[Any, .
     axes = tuple(range(ct.ndim - 1))
     added = (wide.sum(axes).astype(ct.dtype),) if form.has_bias else ()
     added += (ct,) if form.has_residual else ()
+    if like.dtype == jnp.int8:  # quantized values have no derivative
+        return None, *(None for _ in given), *added
     qvalue, scale = form.kernel(PackedWeight.of(given[0], form.n, form.layout))
     kernel = qvalue.astype(jnp.float32) * jnp.expand_dims(scale, range(qvalue.ndim - 1))
 

@@ -24,13 +24,17 @@ def convolve(form: Form, x: jax.Array, buffer: jax.Array, *operands: jax.Array) 
     given, added = form.parted((buffer, *operands))
     weight = PackedWeight.of(given[0], form.n, form.layout)
     scale = given[1] if form.has_scale else None
-    rows, scales = quantize_rows(x.reshape(x.shape[0], math.prod(x.shape[1:])), scale)
+    rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    if x.dtype == jnp.int8:
+        scales = quantize_rows(jnp.zeros((x.shape[0], 0)), scale)[1]
+    else:
+        rows, scales = quantize_rows(rows, scale)
     kernel, of_columns = form.kernel(weight)
     sums = _sums(form, rows.reshape(x.shape), kernel)
     # In this order, each product rounded, as a kernel has to.
     scales = scales.reshape(-1, *(1 for _ in x.shape[1:]))
     y = (sums * scales) * _of_channels(of_columns, sums.ndim)
-    return finish(form, y.astype(form.dtype), added)
+    return finish(form, y.astype(form.dtype), given, added)
 
 
 def _sums(form: Form, x: jax.Array, kernel: jax.Array) -> jax.Array:
@@ -59,11 +63,17 @@ def _sums(form: Form, x: jax.Array, kernel: jax.Array) -> jax.Array:
     return sum(parts, jnp.int32(0)).astype(jnp.float32)
 
 
-def finish(form: Form, y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
-    """Return a product with what is added to it, clamped."""
+def finish(
+    form: Form, y: jax.Array, given: Sequence[jax.Array], added: Sequence[jax.Array]
+) -> jax.Array:
+    """Return a product with what is added to it, clamped, and as int8 if that is wanted.
+
+    ``given`` and ``added`` are operands, as ``Form.parted`` returns them.
+    """
     for array in added:
         y = y + (_of_channels(array, y.ndim) if array.ndim == 1 else array)
-    return clamped(y, form.clamp)
+    y = clamped(y, form.clamp)
+    return quantize_rows(y, given[-1])[0] if form.to_int8 else y
 
 
 def _of_channels(array: jax.Array, ndim: int) -> jax.Array:

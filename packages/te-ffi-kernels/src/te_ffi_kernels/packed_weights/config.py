@@ -192,15 +192,15 @@ def check_rotation(
         raise ValueError(f"{op}: rows in groups are not rotated. Rotate x before the call.")
 
 
-def check_scale(op: str, quantizes: bool, x_scale: ArrayLike | None) -> None:
+def check_scale(op: str, quantizes: bool, scale: ArrayLike | None, name: str = "x_scale") -> None:
     """Raise where a scale of rows is not one number, or rows have none."""
-    if x_scale is None:
+    if scale is None:
         return
     if not quantizes:
-        raise ValueError(f"{op}: x_scale must be None, as activations stay floats")
-    if jnp.shape(x_scale) != () or not jnp.issubdtype(jnp.result_type(x_scale), jnp.floating):  # type: ignore[arg-type]
+        raise ValueError(f"{op}: {name} must be None, as activations stay floats")
+    if jnp.shape(scale) != () or not jnp.issubdtype(jnp.result_type(scale), jnp.floating):  # type: ignore[arg-type]
         raise TypeError(
-            f"{op}: x_scale must be a scalar float, got {jnp.asarray(x_scale).aval}. One scale "
+            f"{op}: {name} must be a scalar float, got {jnp.asarray(scale).aval}. One scale "
             "counts for all rows."
         )
 

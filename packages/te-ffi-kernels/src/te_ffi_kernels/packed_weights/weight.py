@@ -91,6 +91,11 @@ class PackedWeight:
         return True
 
     @property
+    def rounds(self) -> bool:
+        """Return True: ``conv_op`` takes int8 activations, and ``y_scale=``."""
+        return True
+
+    @property
     def clamps(self) -> bool:
         """Return whether ops that multiply with it can cut results between two numbers."""
         return True
