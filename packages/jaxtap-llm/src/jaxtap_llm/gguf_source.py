@@ -1,7 +1,7 @@
 """A file of llama.cpp as a model: what ``gguf`` writes, and what others wrote, read.
 
 The file is taken for a folder: it has a ``config.json``, a ``tokenizer.json`` and parameters. Its
-quantized numbers are kept as they are stored.
+quantized numbers stay as they are stored.
 """
 
 from __future__ import annotations
