@@ -17,8 +17,9 @@ from jaxtap_llm.config import LlmError
 from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.gguf import export as export_gguf
 from jaxtap_llm.kinds import Kind, segments_of
+from jaxtap_llm.training import Recipe, finetune
 from jaxtap_testkit.llm_mixed_samples import REFERENCES
-from jaxtap_testkit.llm_samples import FAMILIES, fields_of, varied
+from jaxtap_testkit.llm_samples import FAMILIES, fields_of, run_llm, varied
 from jaxtap_testkit.processes import run_python
 
 MIXED = [family for family in FAMILIES if fields_of(family)["model_type"] in REFERENCES]
@@ -93,6 +94,27 @@ def test_the_decoder_beside_an_image_encoder_is_read(tmp_path, family, prefix, o
     again, back = checkpoint.read(tmp_path / "out")
     assert again.prefix == "model."
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), back, wanted)
+
+
+@pytest.mark.slow
+def test_adapters_beside_an_encoder_have_the_names_of_its_modules(tmp_path):
+    """Those of ``AutoModelForCausalLM``, and none of the encoder, which has the same ends."""
+    fields, config, params = drawn("gemma3_text", num_hidden_layers=1)
+    checkpoint.write(tmp_path / "in", fields, config, params)
+    moved(tmp_path / "in", "language_model.model.", {"model_type": "gemma3"})
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 2)
+    recipe = Recipe(rank=2, length=16, accumulate=1, steps=1)
+    finetune(tmp_path / "in", tmp_path / "text.txt", tmp_path / "out", "float", recipe)
+    run_llm("export", tmp_path / "out", tmp_path / "peft", "--adapter")
+    at = "model.language_model.layers.0."
+    parts = [f"self_attn.{one}_proj" for one in "kqov"]
+    parts += [f"mlp.{one}_proj" for one in ("down", "gate", "up")]
+    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert about["target_modules"] == sorted(f"{at}{part}" for part in parts)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert found.keys() == {
+        f"base_model.model.{at}{part}.lora_{one}.weight" for part in parts for one in "AB"
+    }
 
 
 def test_all_experts_in_one_tensor_are_read(tmp_path):
