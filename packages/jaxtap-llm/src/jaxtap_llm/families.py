@@ -130,6 +130,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gpt_oss": Family(
         {
+            "head_dim": 64,
             "rms_norm_eps": 1e-5,
             "rope_theta": 1.5e5,
             "swiglu_limit": 7.0,
