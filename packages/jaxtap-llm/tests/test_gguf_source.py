@@ -236,13 +236,14 @@ def test_quantized_numbers_are_those_of_the_file(tmp_path, most):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("most", ["Q4_K", "IQ4_XS", "Q8_0"])
+@pytest.mark.parametrize("most", ["Q4_K", "IQ4_XS", "TQ2_0"])
 def test_it_generates_what_the_float_model_does(tmp_path, most):
     _, config, _, path = written(tmp_path, "llama", **WIDE)
     tensors = quantized(path, tmp_path / "q.gguf", most, TYPES[most][0])
     wanted = jax.tree.map(jnp.asarray, float_params(config, tensors))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", xla.QuantizationWarning)
+        # Of parameters of several types; that a rule has no effect is an error.
+        warnings.filterwarnings("ignore", ".*several types", xla.QuantizationWarning)
         found, plan, params = folders.load(tmp_path / "q.gguf")
     tokens = np.random.default_rng(2).integers(0, 256, (1, 9))
     run = plan.apply(functools.partial(model.logits, found))

@@ -17,8 +17,9 @@ from jaxtap_llm.config import LlmError
 from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.gguf import export as export_gguf
 from jaxtap_llm.kinds import Kind, segments_of
+from jaxtap_llm.training import Recipe, finetune
 from jaxtap_testkit.llm_mixed_samples import REFERENCES
-from jaxtap_testkit.llm_samples import FAMILIES, fields_of, varied
+from jaxtap_testkit.llm_samples import FAMILIES, fields_of, run_llm, varied
 from jaxtap_testkit.processes import run_python
 
 MIXED = [family for family in FAMILIES if fields_of(family)["model_type"] in REFERENCES]
@@ -58,7 +59,8 @@ def test_documents_in_a_row_are_computed_as_alone(family):
 def moved(path, prefix, outer):
     """Move a folder's tensors to where those of a model with an image encoder are."""
     tensors = load_file(path / "model.safetensors")
-    around = prefix.removesuffix("model.") if prefix.endswith("model.") else ""
+    # As transformers writes them: the head is the whole model's, or the decoder's.
+    around = {"model.language_model.": "", "language_model.model.": "language_model."}[prefix]
     found = {
         name.replace("model.", prefix, 1): x for name, x in tensors.items() if "lm_head" not in name
     }
@@ -94,6 +96,27 @@ def test_the_decoder_beside_an_image_encoder_is_read(tmp_path, family, prefix, o
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), back, wanted)
 
 
+@pytest.mark.slow
+def test_adapters_beside_an_encoder_have_the_names_of_its_modules(tmp_path):
+    """Those of ``AutoModelForCausalLM``, and none of the encoder, which has the same ends."""
+    fields, config, params = drawn("gemma3_text", num_hidden_layers=1)
+    checkpoint.write(tmp_path / "in", fields, config, params)
+    moved(tmp_path / "in", "language_model.model.", {"model_type": "gemma3"})
+    (tmp_path / "text.txt").write_text("It was a dark and stormy night. " * 2)
+    recipe = Recipe(rank=2, length=16, accumulate=1, steps=1)
+    finetune(tmp_path / "in", tmp_path / "text.txt", tmp_path / "out", "float", recipe)
+    run_llm("export", tmp_path / "out", tmp_path / "peft", "--adapter")
+    at = "model.language_model.layers.0."
+    parts = [f"self_attn.{one}_proj" for one in "kqov"]
+    parts += [f"mlp.{one}_proj" for one in ("down", "gate", "up")]
+    about = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    assert about["target_modules"] == sorted(f"{at}{part}" for part in parts)
+    found = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    assert found.keys() == {
+        f"base_model.model.{at}{part}.lora_{one}.weight" for part in parts for one in "AB"
+    }
+
+
 def test_all_experts_in_one_tensor_are_read(tmp_path):
     fields, config, params = drawn("qwen3_5_moe_text")
     checkpoint.write(tmp_path, fields, config, params)
@@ -108,7 +131,7 @@ def test_all_experts_in_one_tensor_are_read(tmp_path):
         tensors[f"{at}down_proj"] = each["down"]
     save_file(tensors, tmp_path / "model.safetensors")
     found, read = checkpoint.read(tmp_path)
-    assert found.fused_experts
+    assert found.layout == "turned"
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), read, params)
     merged.export(tmp_path, tmp_path / "out")
     back = load_file(tmp_path / "out" / "model.safetensors")
@@ -303,3 +326,64 @@ def test_spoiled_folders_leave_nothing(tmp_path, family):
         ):
             save_file(changed, tmp_path / "in" / "model.safetensors")
             check()
+
+
+LONGROPE = {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE |= {"attention_factor": 1.0}
+
+
+def test_longrope_has_other_factors_beyond_the_trained_length():
+    """Equal factors are plain positions, or stretched ones, whose programs are others."""
+    lengths = {"original_max_position_embeddings": 12, "max_position_embeddings": 64}
+    fields = fields_of("phi3") | {"sliding_window": None, "num_hidden_layers": 2} | lengths
+    config = parse_config(fields | {"rope_scaling": LONGROPE})
+    plain = parse_config(fields)
+    stretched = parse_config(fields | {"rope_scaling": {"type": "linear", "factor": 4.0}})
+    params = varied(checkpoint.init(config))
+    tokens = np.random.default_rng(0).integers(0, 256, (1, 13))
+    run = jax.jit(model.logits, static_argnums=0)
+    near = functools.partial(np.testing.assert_allclose, atol=1e-4)
+    assert np.abs(run(plain, params, tokens) - run(stretched, params, tokens)).max() > 0.1
+    near(run(config, params, tokens[:, :12]), run(plain, params, tokens[:, :12]))
+    near(run(config, params, tokens), run(stretched, params, tokens))
+    # A cache says how long a text may get, before it is.
+    prefill = jax.jit(model.prefill, static_argnums=0)
+    for positions, other in ((12, plain), (16, stretched)):
+        found, wanted = (
+            prefill(one, params, tokens[:, :12], model.make_cache(one, 1, positions), 9)[0]
+            for one in (config, other)
+        )
+        near(found, wanted)
+    # Each document of a row is as long as it is.
+    documents = np.repeat([1, 2], [13, 5])[None]
+    row = np.concatenate([tokens, tokens[:, :5]], axis=1)
+    found = run(config, params, row, documents)
+    near(found[:, :13], run(stretched, params, tokens))
+    near(found[:, 13:], run(plain, params, tokens[:, :5]))
+
+
+def test_what_longrope_says():
+    fields = fields_of("phi3") | {"max_position_embeddings": 131072}
+    given = {key: x for key, x in LONGROPE.items() if key != "attention_factor"}
+    (rope,) = parse_config(fields | {"rope_scaling": given}).ropes
+    # As the paper has it, for 32 times the trained length of 4096.
+    np.testing.assert_allclose(rope.scale, np.sqrt(1 + np.log(32) / np.log(4096)))
+    np.testing.assert_allclose(
+        rope.frequencies(16, True), 1e4 ** (-np.arange(8) / 8) / 4, rtol=1e-6
+    )
+    (part,) = parse_config(
+        fields
+        | {"partial_rotary_factor": 0.75, "sliding_window": 262144}
+        | {"rope_scaling": given | {"short_factor": [1] * 6, "long_factor": [2] * 6}}
+    ).ropes
+    assert len(part.frequencies(16)) == 6
+    assert parse_config(fields | {"sliding_window": 262144}).windows == (0, 0, 0)
+    for change, message in (
+        ({"short_factor": [1.0] * 7}, "short_factor of longrope must be a list of 8 numbers"),
+        ({"long_factor": [0.0] * 8}, "long_factor of longrope must be a list of 8 numbers above 0"),
+        ({"factor": -1}, "factor of longrope must be a number above 0, got -1"),
+        ({"original_max_position_embeddings": 1}, "must be a number above 1, got 1"),
+        ({"attention_factor": "x"}, "attention_factor must be a number above 0, got 'x'"),
+    ):
+        with pytest.raises(LlmError, match=message):
+            parse_config(fields | {"rope_scaling": given | change})

@@ -38,6 +38,7 @@ FAMILIES = {
     "phi3": {"sliding_window": 5},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
     "gpt_oss": {"num_local_experts": 6, "num_experts_per_tok": 2, "swiglu_limit": 0.5}
+    | {"head_dim": 16}
     | {"sliding_window": 4, "layer_types": KINDS, "rope_scaling": YARN | {"truncate": False}},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {"head_dim": 32},

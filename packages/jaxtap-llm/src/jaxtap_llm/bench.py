@@ -1,7 +1,10 @@
 """How fast a model is: tokens a second of a prompt, and of what follows."""
 
+from __future__ import annotations
+
 import statistics
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,11 +20,11 @@ class Timed:
         batch: sequences at once.
     """
 
-    def __init__(self, generator, batch=1):
+    def __init__(self, generator: Any, batch: int = 1) -> None:
         self.generator, self.batch = generator, batch
         self._caches = {}
 
-    def prefill(self, length):
+    def prefill(self, length: int) -> float:
         """Return the seconds that prompts of this length take."""
         cache = self.generator.make_cache(self.batch, length)
         tokens = self._tokens(length)
@@ -30,7 +33,7 @@ class Timed:
         jax.block_until_ready(run)
         return time.perf_counter() - start
 
-    def decode(self, context, steps):
+    def decode(self, context: int, steps: int) -> float:
         """Return the seconds of a step, of ``steps`` behind prompts of length ``context``."""
         made = self.generator
         if (context, steps) not in self._caches:
@@ -48,13 +51,20 @@ class Timed:
         self._caches[context, steps] = cache
         return seconds / steps
 
-    def _tokens(self, length):
+    def _tokens(self, length: int) -> Any:
         rng = np.random.default_rng(0)
         vocabulary = self.generator.config.vocabulary
         return rng.integers(0, vocabulary, (self.batch, length), np.int32)
 
 
-def measure(generator, prompts=(128, 512), contexts=(128, 1024), steps=64, rounds=5, batch=1):
+def measure(
+    generator: Any,
+    prompts: Any = (128, 512),
+    contexts: Any = (128, 1024),
+    steps: int = 64,
+    rounds: int = 5,
+    batch: int = 1,
+) -> Any:
     """Return tokens a second: rows of what is measured, the median and the best."""
     timed = Timed(generator, batch)
     runs = [(f"prefill {n}", n, lambda n=n: timed.prefill(n)) for n in prompts]

@@ -3,6 +3,8 @@
 Written by LiteRT-LM's own builder, https://ai.google.dev/edge/litert-lm/file_builder.
 """
 
+from __future__ import annotations
+
 import importlib
 import itertools
 import tempfile
@@ -40,12 +42,12 @@ class Bundle:
         LlmError: a file of the folder is damaged, or none says what ends a text.
     """
 
-    def __init__(self, folder, positions):
+    def __init__(self, folder: Any, positions: int) -> None:
         text = beside.text_of(folder, beside.TOKENIZER)
         self._tokenizer = byte_level().to_str() if text is None else text
         self._metadata = _metadata(Path(folder), self._tokenizer, positions)
 
-    def write(self, path, model):
+    def write(self, path: Any, model: Any) -> None:
         """Write the bundle: all of it, or nothing.
 
         Args:
@@ -71,7 +73,7 @@ class Bundle:
             save(path, (parts / "bundle").read_bytes())
 
 
-def _metadata(folder, tokenizer, positions):
+def _metadata(folder: Any, tokenizer: Any, positions: int) -> Any:
     """Return what LiteRT-LM reads of a model beside its tensors."""
     from tokenizers import Tokenizer
 
@@ -99,7 +101,7 @@ def _metadata(folder, tokenizer, positions):
     return found
 
 
-def _template(folder):
+def _template(folder: Any) -> Any:
     """Return the chat template of a folder, where Hugging Face has it, or None."""
     alone = beside.text_of(folder, "chat_template.jinja")
     if alone is not None:

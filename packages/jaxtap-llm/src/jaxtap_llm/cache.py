@@ -1,6 +1,9 @@
 """The KV cache by rule: the programs of a model carry it in a format, and the model stays as is."""
 
+from __future__ import annotations
+
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -8,13 +11,16 @@ import jax.numpy as jnp
 import provider_xla as xla
 
 from . import checkpoint, model
+from .config import Config
 from .rules import rules_for
 
 KEYS_AND_VALUES = r"\['[kv]\d*'\]"
 """The paths of what is quantized: sums over all positions, beside them, stay float."""
 
 
-def make_cache(config, kind, batch, positions, dtype=jnp.float32):
+def make_cache(
+    config: Config, kind: str, batch: int, positions: int, dtype: Any = jnp.float32
+) -> Any:
     """Return an empty cache, in one of ``rules.CACHES``.
 
     Args:
@@ -28,7 +34,7 @@ def make_cache(config, kind, batch, positions, dtype=jnp.float32):
 
 
 @functools.lru_cache(maxsize=32)
-def _plan(config, kind, batch, positions, dtype):
+def _plan(config: Config, kind: str, batch: int, positions: int, dtype: Any) -> Any:
     """Return the plan of a decode step: there a program both writes to the cache and reads it."""
     cache = jax.eval_shape(lambda: model.make_cache(config, batch, positions, dtype))
     tokens = jax.ShapeDtypeStruct((batch,), jnp.int32)
@@ -38,7 +44,7 @@ def _plan(config, kind, batch, positions, dtype):
     return provider.plan(step, checkpoint.shapes(config, dtype), tokens, cache, 0)
 
 
-def applying(config, plan, kind):
+def applying(config: Config, plan: Any, kind: str | None) -> Any:
     """Return what makes of a program one for stored parameters and a cache in a format.
 
     Args:
@@ -52,7 +58,7 @@ def applying(config, plan, kind):
     return xla.PtqProvider(rules_for(config, None)).apply
 
 
-def size_of(config, kind):
+def size_of(config: Config, kind: str) -> int:
     """Return the bytes of a cache for each position of a sequence, without states."""
     sizes = [
         sum(x.nbytes for x in jax.tree.leaves(make_cache(config, kind, 1, positions)))

@@ -1,5 +1,7 @@
 """Parameters under the names and in the layout of Hugging Face's folders."""
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import json
@@ -15,7 +17,7 @@ import numpy as np
 
 from provider_xla import Source
 
-from .config import LlmError
+from .config import Config, LlmError
 from .fields import NESTED, read_config
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -35,7 +37,7 @@ Get = Callable[[str, int | None], np.ndarray]
 """Returns a parameter by its name, float32: of a layer, or around the layers for None."""
 
 
-def shapes(config, dtype=jnp.float32):
+def shapes(config: Config, dtype: Any = jnp.float32) -> dict[str, Any]:
     """Return the tree of parameters that ``model`` takes, of ``jax.ShapeDtypeStruct``."""
     width = config.width
     tree: dict = {"embed": (config.vocabulary, width), "norm": (width,)}
@@ -53,12 +55,13 @@ def shapes(config, dtype=jnp.float32):
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, dtype), tree, is_leaf=is_shape)
 
 
-def layer_shapes(config):
+def layer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a layer; ``config`` is a view of it."""
     width, inner, some = config.width, config.inner, (config.experts,) if config.experts else ()
     layer: dict[str, tuple[int, ...]] = {"attention_norm": (width,), "mlp_norm": (width,)}
     if config.mixer == "delta":
         d = config.delta
+        assert d is not None
         values = d.values * d.value_size
         layer |= {"delta_in": (width, d.width + values), "delta_gates": (width, 2 * d.values)}
         layer |= {"delta_conv": (d.width, 1, d.taps), "delta_norm": (d.value_size,)}
@@ -99,11 +102,11 @@ def layer_shapes(config):
     return layer
 
 
-def init(config, seed=0):
+def init(config: Config, seed: int = 0) -> Any:
     """Return random parameters, float32 in NumPy, as a model has them before training."""
     rng = np.random.default_rng(seed)
 
-    def draw(path, leaf):
+    def draw(path: Any, leaf: Any) -> Any:
         name = path[-1].key
         if name.endswith(("norm", "scale")):
             return np.ones(leaf.shape, np.float32)
@@ -115,7 +118,7 @@ def init(config, seed=0):
     return jax.tree_util.tree_map_with_path(draw, shapes(config))
 
 
-def tensor_names(config, layer=None):
+def tensor_names(config: Config, layer: int | None = None) -> dict[str, list[str]]:
     """Return the names of the tensors of each parameter, by its name in one layer or around them.
 
     Those of one parameter are put one after the other along its last axis, experts aside.
@@ -127,8 +130,8 @@ def tensor_names(config, layer=None):
             names["input_project"] = "per_layer_model_projection"
             names["input_norm"] = "per_layer_projection_norm"
         ends = {name: [f"{config.prefix}{tensor}.weight"] for name, tensor in names.items()}
-        # An image encoder is beside the decoder, or beside the decoder with its head.
-        around = config.prefix.removesuffix("model.") if config.prefix.endswith("model.") else ""
+        # An image encoder is beside the decoder with its head, or beside the decoder alone.
+        around = "language_model." if config.prefix == "language_model.model." else ""
         return ends if config.tied else ends | {"head": [f"{around}lm_head.weight"]}
     at, config = f"{config.prefix}layers.{layer}.", config.view(layer)
     after = {"mlp_norm": "post_attention_layernorm"}
@@ -154,7 +157,7 @@ def tensor_names(config, layer=None):
     return names | _mlp_names(config, at)
 
 
-def _delta_names(at):
+def _delta_names(at: str) -> dict[str, list[str]]:
     """Return those of a layer with a gated delta rule."""
     at = f"{at}linear_attn."
     return {
@@ -168,7 +171,7 @@ def _delta_names(at):
     }
 
 
-def _attention_names(config, at):
+def _attention_names(config: Config, at: str) -> dict[str, list[str]]:
     """Return those of a layer's attention."""
     at = f"{at}self_attn."
     projections = [f"{at}{one}_proj" for one in "qkv"[: len(config.projected_heads)]]
@@ -187,7 +190,7 @@ def _attention_names(config, at):
     return names
 
 
-def _mlp_names(config, at):
+def _mlp_names(config: Config, at: str) -> dict[str, list[str]]:
     """Return those of a layer's MLP, or of its experts."""
     mlp = f"{at}feed_forward." if config.family == "llama4_text" else f"{at}mlp."
     parts, names = ("gate_proj", "up_proj", "down_proj"), {}
@@ -211,7 +214,7 @@ def _mlp_names(config, at):
         names["router_bias"] = [f"{mlp}router.bias"]
         names["gate_up_bias"] = [f"{mlp}experts.gate_up_proj_bias"]
         names["down_bias"] = [f"{mlp}experts.down_proj_bias"]
-    if config.experts and (config.family in FUSED or config.fused_experts):
+    if config.experts and config.layout != "each":
         whole = {"gate_up": "gate_up_proj", "down": "down_proj"}
         return names | {name: [f"{mlp}experts.{tensor}"] for name, tensor in whole.items()}
     mlps = [f"{mlp}experts.{i}." for i in range(config.experts)] or [mlp]
@@ -221,22 +224,19 @@ def _mlp_names(config, at):
     return names
 
 
-FUSED = ("gpt_oss", "llama4_text")
-"""Families of which a tensor has all experts, ``[experts, in, out]`` as here."""
-
-
-def is_whole(config, name):
+def is_whole(config: Config, name: str) -> bool:
     """Return whether a parameter is one tensor, as it is."""
-    of_experts = config.experts and config.family in FUSED and name.startswith(("gate_up", "down"))
+    is_whole = config.experts and config.layout == "whole"
+    of_experts = is_whole and name.startswith(("gate_up", "down"))
     return of_experts or name in ("embed", "input_embed", "sinks", "router_bias", "delta_conv")
 
 
-def is_turned(config, name):
+def is_turned(config: Config, name: str) -> bool:
     """Return whether a parameter is one tensor of all experts, ``[experts, out, in]``."""
-    return config.experts and config.fused_experts and name in ("gate_up", "down")
+    return bool(config.experts) and config.layout == "turned" and name in ("gate_up", "down")
 
 
-def join(config, name, tensors):
+def join(config: Config, name: str, tensors: Any) -> Any:
     """Return a parameter of one layer, or around them, from its tensors.
 
     Args:
@@ -259,11 +259,11 @@ def join(config, name, tensors):
     return np.concatenate([t.T for t in tensors], axis=1)
 
 
-def _is_shifted(config, name):
+def _is_shifted(config: Config, name: str) -> bool:
     return config.shifted and name.endswith("norm") and name != "delta_norm"
 
 
-def split(config, name, array):
+def split(config: Config, name: str, array: Any) -> list[Any]:
     """Return the tensors that ``join`` makes this parameter of; of a ``QArray`` as such."""
     if is_whole(config, name):
         return [array]
@@ -277,19 +277,20 @@ def split(config, name, array):
     return [one[..., start:end].T for one in each for start, end in itertools.pairwise(ends)]
 
 
-def _columns(config, name, width):
+def _columns(config: Config, name: str, width: int) -> list[int]:
     """Return how many columns of a parameter each of its tensors has."""
     if config.family == "phi3":
         return [width]
     if name.startswith("qkv"):
         return [n * config.head_size for n in config.projected_heads]
     if name == "delta_in":
+        assert config.delta is not None
         return [config.delta.width, width - config.delta.width]
     halves = name in ("gate_up", "shared_gate_up", "delta_gates")
     return [width // 2] * 2 if halves else [width]
 
 
-def tensor_shapes(config, layer=None):
+def tensor_shapes(config: Config, layer: int | None = None) -> dict[str, tuple[int, ...]]:
     """Return the shape of each tensor of a layer, or around the layers, by name."""
     found = {}
     one = config if layer is None else config.view(layer)
@@ -308,7 +309,7 @@ def tensor_shapes(config, layer=None):
     return found
 
 
-def sources(config, layer=None):
+def sources(config: Config, layer: int | None = None) -> dict[str, Source]:
     """Return what ``provider_xla.quantize_file`` reads the parameters of one layer from.
 
     With None those around the layers. A parameter of a layer has a first axis of size 1.
@@ -316,8 +317,8 @@ def sources(config, layer=None):
 
     one = config if layer is None else config.view(layer)
 
-    def source(name, names):
-        def transform(*tensors):
+    def source(name: str, names: list[str]) -> Any:
+        def transform(*tensors: Any) -> Any:
             array = join(one, name, tensors)
             return array if layer is None else array[None]
 
@@ -328,7 +329,9 @@ def sources(config, layer=None):
     return {prefix + name: source(name, tensors) for name, tensors in names.items()}
 
 
-def parameter(config, params, name, layer=None):
+def parameter(
+    config: Config, params: Any, name: str, layer: int | None = None
+) -> tuple[Config, Any]:
     """Return a parameter of a layer or around them in a tree, behind the config that it is of."""
     if layer is None:
         return config, params[name]
@@ -336,7 +339,7 @@ def parameter(config, params, name, layer=None):
     return config.view(layer), params[stack.name][name][at]
 
 
-def tensors_of(config, params):
+def tensors_of(config: Config, params: Any) -> dict[str, np.ndarray]:
     """Return the tensors of a tree of parameters, as a folder has them, by name."""
     found = {}
     for layer in (None, *range(config.layers)):
@@ -347,7 +350,7 @@ def tensors_of(config, params):
     return found
 
 
-def find_files(folder):
+def find_files(folder: Any) -> list[Path]:
     """Return the safetensors files of a folder.
 
     Raises:
@@ -368,7 +371,7 @@ def find_files(folder):
     return [folder / name for name in names]
 
 
-def names_in(files):
+def names_in(files: list[Path]) -> dict[str, tuple[int, ...]]:
     """Return the names of the tensors of safetensors files, and their shapes.
 
     Raises:
@@ -389,7 +392,7 @@ def names_in(files):
     return found
 
 
-def located(config, files):
+def located(config: Config, files: list[Path]) -> Config:
     """Return the config with what files say of names: where the decoder is, and how experts are.
 
     Raises:
@@ -399,14 +402,13 @@ def located(config, files):
     prefix = next(
         (one for one in PREFIXES if any(n.startswith(f"{one}layers.") for n in names)), ""
     )
-    fused = config.fused_experts or any(
-        name.endswith(".mlp.experts.gate_up_proj") for name in names
-    )
-    fused = fused and config.experts > 0 and config.family not in FUSED
-    return dataclasses.replace(config, prefix=prefix or config.prefix, fused_experts=bool(fused))
+    layout = config.layout
+    if layout == "each" and any(name.endswith(".mlp.experts.gate_up_proj") for name in names):
+        layout = "turned"
+    return dataclasses.replace(config, prefix=prefix or config.prefix, layout=layout)
 
 
-def unread(config):
+def unread(config: Config) -> set[str]:
     """Return the names of tensors that files have, and nothing reads.
 
     Gemma 4's layers that attend to another's keys have projections, too.
@@ -419,12 +421,12 @@ def unread(config):
     return names
 
 
-def is_unused(config, name):
+def is_unused(config: Config, name: str) -> bool:
     """Return whether a tensor is nothing of the decoder: of images, sounds, or of drafts."""
     return name.endswith(UNUSED) or (bool(BESIDE.match(name)) and config.family in BESIDE_OF)
 
 
-def check_tensors(config, files):
+def check_tensors(config: Config, files: list[Path]) -> None:
     """Check that the files have the tensors of this config, and no others.
 
     Raises:
@@ -452,7 +454,7 @@ def check_tensors(config, files):
             )
 
 
-def opened(folder):
+def opened(folder: Any) -> tuple[Config, Get]:
     """Return the config of a float folder, and what returns a parameter: see ``Get``."""
     from safetensors import safe_open
 
@@ -462,7 +464,7 @@ def opened(folder):
     opened = [safe_open(file, framework="np") for file in files]
     where = {name: file for file in opened for name in file.keys()}  # noqa: SIM118
 
-    def get(name, layer):
+    def get(name: str, layer: int | None) -> Any:
         names = tensor_names(config, layer)[name]
         one = config if layer is None else config.view(layer)
         return np.asarray(join(one, name, [where[n].get_tensor(n) for n in names]), np.float32)
@@ -470,13 +472,13 @@ def opened(folder):
     return config, get
 
 
-def read(folder):
+def read(folder: Any) -> tuple[Config, Any]:
     """Return the config and the float parameters of a folder, float32 in NumPy."""
     config, get = opened(folder)
     return config, gathered(config, get)
 
 
-def gathered(config, get):
+def gathered(config: Config, get: Get) -> dict[str, Any]:
     """Return the tree of parameters that are got one by one; ``get`` is a ``Get``."""
     params: dict = {name: get(name, None) for name in tensor_names(config)}
     for stack in config.stacks:
@@ -487,16 +489,18 @@ def gathered(config, get):
     return params
 
 
-def write(folder, fields, config, params, shards=1):
+def write(folder: Any, fields: Any, config: Config, params: Any, shards: int | None = 1) -> None:
     """Write a folder as Hugging Face's are, of a tree of parameters: see ``write_each``."""
 
-    def get(name, layer):
+    def get(name: str, layer: int | None) -> Any:
         return np.asarray(parameter(config, params, name, layer)[1])
 
     write_each(folder, fields, config, get, np.asarray(params["norm"]).dtype, shards)
 
 
-def write_each(folder, fields, config, get, dtype, shards=None):
+def write_each(
+    folder: Any, fields: Any, config: Config, get: Get, dtype: Any, shards: int | None = None
+) -> None:
     """Write a folder as Hugging Face's are: config.json, and the tensors in one or more files.
 
     Parameters are got, split and written one after the other: the largest is in memory, no more.
@@ -533,7 +537,7 @@ def write_each(folder, fields, config, get, dtype, shards=None):
         (folder / INDEX).write_text(json.dumps({"weight_map": mapping}))
 
 
-def _write_file(path, config, get, dtype, parts):
+def _write_file(path: Any, config: Config, get: Get, dtype: Any, parts: Any) -> None:
     """Write one file: safetensors' own writer would have all its tensors in memory."""
     header: dict[str, Any] = {"__metadata__": FORMAT}
     end = 0

@@ -9,7 +9,9 @@ import argparse
 import dataclasses
 import itertools
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .config import LlmError
 from .rules import CACHES, DEVICE, DTYPES, FORMATS
@@ -46,14 +48,14 @@ def run(args: argparse.Namespace) -> None:
         raise LlmError(f"{error}.") from error
 
 
-def _command(commands, name, run, text):
+def _command(commands: Any, name: str, run: Any, text: str) -> argparse.ArgumentParser:
     parser = commands.add_parser(name, help=text, description=text)
     parser.set_defaults(run=run)
     return parser
 
 
-def _demo(commands):
-    def run(args):
+def _demo(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         from . import demo
 
         demo.run(args.seconds, args.seed, args.save, args.windows)
@@ -66,8 +68,8 @@ def _demo(commands):
     parser.add_argument("--save", help="a folder for the trained model, for the command quantize")
 
 
-def _quantize(commands):
-    def run(args):
+def _quantize(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         if args.bits is not None and args.calibrate is None:
             raise LlmError(
                 "--bits needs --calibrate, a file of text to measure formats on. Add it."
@@ -111,8 +113,8 @@ def _quantize(commands):
     )
 
 
-def _generate(commands):
-    def run(args):
+def _generate(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         from .generate import Sampling
         from .serving import Exported, is_exported
         from .tokenizer import read_stops, read_tokenizer, stream_text
@@ -155,8 +157,8 @@ def _generate(commands):
     _forms(parser)
 
 
-def _perplexity(commands):
-    def run(args):
+def _perplexity(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         from .folders import load
         from .losses import perplexity
         from .tokenizer import read_tokenizer
@@ -176,8 +178,8 @@ def _perplexity(commands):
     _forms(parser, "decode token by token from such a cache (default: none, all at once)")
 
 
-def _bench(commands):
-    def run(args):
+def _bench(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         from .bench import measure
 
         _, generator = _open(args)
@@ -199,8 +201,8 @@ def _bench(commands):
     _forms(parser)
 
 
-def _finetune(commands):
-    def run(args):
+def _finetune(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         out = args.out or f"{Path(args.folder).resolve().name}-tuned"
         print(f"Fine-tuning {args.folder} on {args.data}: {out}", file=sys.stderr, flush=True)
         from . import curves
@@ -238,8 +240,8 @@ def _finetune(commands):
     parser.add_argument("--dtype", choices=DTYPES, help="of activations (default float32)")
 
 
-def _export(commands):
-    def run(args):
+def _export(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         kind = "adapter" if args.adapter else "merged" if args.merged else None
         if kind is None and (args.gguf or args.format):
             raise LlmError("--gguf and --format need --adapter or --merged. Add one.")
@@ -293,8 +295,8 @@ def _export(commands):
     _forms(parser)
 
 
-def _device(commands):
-    def run(args):
+def _device(commands: Any) -> None:
+    def run(args: argparse.Namespace) -> None:
         from . import checkpoint, device, floats, folders
         from .tokenizer import read_tokenizer
 
@@ -339,32 +341,32 @@ def _device(commands):
     parser.add_argument("--text", help="a file of text to compare on, with the float program")
 
 
-def _count(text):
+def _count(text: str) -> int:
     """Return a number of things, from an argument."""
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number, 1 or more, got {text}")
     return int(text)
 
 
-def _rules(parser, default):
+def _rules(parser: Any, default: Any) -> Any:
     rules = parser.add_mutually_exclusive_group()
     rules.add_argument("--preset", choices=FORMATS, help=f"of all weights (default {default})")
     rules.add_argument("--rules", metavar="FILE", help="JSON: a list of fields of rules")
     return rules
 
 
-def _given(args):
+def _given(args: argparse.Namespace) -> str | None:
     """Return the rules that were given, or None."""
     return args.preset or args.rules
 
 
-def _forms(parser, text="format of the KV cache (default float)"):
+def _forms(parser: Any, text: str = "format of the KV cache (default float)") -> None:
     parser.add_argument("--cache", choices=CACHES, help=text)
     text = "of activations, and of what is not quantized (default float32)"
     parser.add_argument("--dtype", choices=DTYPES, help=text)
 
 
-def _keep_programs(folder):
+def _keep_programs(folder: Any) -> None:
     """Let JAX keep all compiled programs in a folder, however small, and take them from there."""
     if folder is None:
         return
@@ -378,7 +380,7 @@ def _keep_programs(folder):
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def _open(args):
+def _open(args: argparse.Namespace) -> Any:
     """Return the plan and the generator of a quantized folder."""
     import jax.numpy as jnp
 
@@ -391,14 +393,14 @@ def _open(args):
     return plan, Generator(config, params, plan, jnp.dtype(dtype), cache)
 
 
-def _read(path):
+def _read(path: Any) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise LlmError(f"{path} must be a file of text: {error}.") from error
 
 
-def _until(stop, ids):
+def _until(stop: Any, ids: Any) -> Iterator[Any]:
     for one in ids:
         if one in stop:
             return

@@ -33,7 +33,7 @@ class Delta:
     taps: int
 
     @property
-    def width(self):
+    def width(self) -> int:
         """Numbers of a position that the convolution sees: queries, keys and values."""
         return 2 * self.keys * self.key_size + self.values * self.value_size
 
@@ -77,7 +77,7 @@ class Config:
         layer_scales: whether what a layer returns is scaled.
         cache_end: of the names of the arrays of the cache that the layers of a view have.
         prefix: of the names of tensors, in folders with an image encoder too.
-        fused_experts: a tensor has all experts.
+        layout: of experts in files, as ``Family.experts`` has it.
     """
 
     family: str
@@ -125,10 +125,10 @@ class Config:
     layer_scales: bool = False
     cache_end: str = ""
     prefix: str = "model."
-    fused_experts: bool = False
+    layout: str = "each"
 
     @property
-    def layers(self):
+    def layers(self) -> int:
         """Number of layers."""
         return len(self.windows)
 

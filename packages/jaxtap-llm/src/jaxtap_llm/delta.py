@@ -4,9 +4,15 @@ Each head has a matrix that maps keys to values. A position fades it, then corre
 for the position's key towards the position's value, and reads it with the position's query.
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from .config import Config
 
 CHUNK = 64
 """Positions that are computed together, by matmuls."""
@@ -14,7 +20,7 @@ GONE = -60.0
 """The logarithm of what is left of a state where a document begins: 1e-26."""
 
 
-def delta(config, p, x, where, cache, i):
+def delta(config: Config, p: Any, x: Any, where: Any, cache: Any, i: Any) -> Any:
     """Return what the layer adds to ``[batch, length, width]``, and the cache with layer i.
 
     Args:
@@ -23,6 +29,7 @@ def delta(config, p, x, where, cache, i):
         i: int scalar, the place of the layer in it.
     """
     d, (batch, length, _) = config.delta, x.shape
+    assert d is not None
     with jax.named_scope("delta_in"):
         inputs, z = jnp.split(x @ p["delta_in"], [d.width], axis=-1)
     with jax.named_scope("gates"):
@@ -70,7 +77,7 @@ def delta(config, p, x, where, cache, i):
         return mixed.reshape(batch, length, -1).astype(x.dtype) @ p["out"], cache
 
 
-def convolved(kernel, rows, documents=None):
+def convolved(kernel: Any, rows: Any, documents: Any = None) -> Any:
     """Return each position's mixture of itself and those before, number by number.
 
     Args:
@@ -90,12 +97,12 @@ def convolved(kernel, rows, documents=None):
     return total
 
 
-def direction(x):
+def direction(x: Any) -> Any:
     """Return x with a length of 1 along the last axis."""
     return x * lax.rsqrt(jnp.square(x).sum(-1, keepdims=True) + 1e-6)
 
 
-def step(q, k, v, decay, beta, state):
+def step(q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any) -> Any:
     """Return what ``rule`` does, of one position."""
     state = state * jnp.exp(decay)[..., None]
     error = (v - k @ state) * beta[..., None]
@@ -103,7 +110,7 @@ def step(q, k, v, decay, beta, state):
     return q @ state, state
 
 
-def rule(q, k, v, decay, beta, state):
+def rule(q: Any, k: Any, v: Any, decay: Any, beta: Any, state: Any) -> Any:
     """Run positions in chunks: within one, what they change is the solution of linear equations.
 
     Args:
@@ -119,7 +126,7 @@ def rule(q, k, v, decay, beta, state):
     size = min(CHUNK, length)
     count = -(-length // size)
 
-    def chunks(x):
+    def chunks(x: Any) -> Any:
         pad = [(0, 0)] * x.ndim
         pad[2] = 0, count * size - length  # a beta and a logarithm of 0 change nothing
         x = jnp.pad(x, pad).reshape(*x.shape[:2], count, size, *x.shape[3:])
@@ -128,7 +135,7 @@ def rule(q, k, v, decay, beta, state):
     before = jnp.tril(jnp.ones((size, size), bool), -1)
     own = jnp.tril(jnp.ones((size, size), bool))
 
-    def chunk(state, given):
+    def chunk(state: Any, given: Any) -> Any:
         q, k, v, decay, beta = given
         total = jnp.cumsum(decay, axis=-1)
         # What is left at one position of what another wrote: never above 1.

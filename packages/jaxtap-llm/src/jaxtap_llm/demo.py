@@ -1,10 +1,14 @@
 """Trains a small model of bytes on Python's standard library, and compares formats on it."""
 
+from __future__ import annotations
+
 import functools
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +20,7 @@ import provider_xla as xla
 from . import checkpoint, curves, model
 from .bench import Timed
 from .cache import size_of
+from .config import Config
 from .fields import parse_config
 from .generate import Generator
 from .losses import losses, perplexity
@@ -53,7 +58,7 @@ VARIANTS = {
 """By name: the format of weights, the passes (None for no quantization), and that of the cache."""
 
 
-def read_corpus():
+def read_corpus() -> Any:
     """Return bytes to train on and others to measure on: Python's own files, some held out."""
     folder = Path(sysconfig.get_path("stdlib"))
     files = sorted(path for path in folder.glob("*.py") if path.stat().st_size > 2000)
@@ -64,17 +69,17 @@ def read_corpus():
     return np.concatenate(rest), np.concatenate(held_out)
 
 
-def train(config, params, corpus, seconds, seed):
+def train(config: Config, params: Any, corpus: Any, seconds: float, seed: int) -> Any:
     """Return trained parameters, and the losses of the steps in nats a byte.
 
     Adam (Kingma and Ba 2014, arXiv:1412.6980), with a rate that falls with the time that is left.
     """
 
-    def loss(params, tokens):
+    def loss(params: Any, tokens: Any) -> Any:
         return losses(config, params, tokens).mean()
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
-    def step(params, moments, tokens, rate, n):
+    def step(params: Any, moments: Any, tokens: Any, rate: Any, n: Any) -> Any:
         value, grads = jax.value_and_grad(loss)(params, tokens)
         first, second = moments
         first = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, first, grads)
@@ -108,14 +113,14 @@ def train(config, params, corpus, seconds, seed):
             bar.update(min(int(spent), bar.total) - bar.n)
 
 
-def calibration_batches(corpus):
+def calibration_batches(corpus: Any) -> Any:
     """Return what passes look at: batches of windows of the text that was trained on."""
     rng = np.random.default_rng(0)
     starts = rng.integers(0, len(corpus) - WINDOW, (8, BATCH))
     return [(np.stack([corpus[i : i + WINDOW] for i in row]).astype(np.int32),) for row in starts]
 
 
-def compare(config, params, corpus, held_out):
+def compare(config: Config, params: Any, corpus: Any, held_out: Any) -> Iterator[Any]:
     """Yield a row for each of ``VARIANTS``: perplexity, bytes of parameters and of a
     position of the cache, tokens a second, a completion.
     """
@@ -145,7 +150,7 @@ def compare(config, params, corpus, held_out):
         yield name, found, size, position, *rates, ByteTokenizer().decode(ids.tolist())
 
 
-def run(seconds, seed, save, windows=WINDOWS):
+def run(seconds: float, seed: int, save: Any, windows: Any = WINDOWS) -> None:
     """Train, compare, and print what was found.
 
     Args:

@@ -5,11 +5,15 @@ file is verified against JAX while it is made, and can then be compared with the
 this machine. ``bundle`` puts it and the tokenizer into what LiteRT-LM opens.
 """
 
+from __future__ import annotations
+
 import functools
 import itertools
 import math
 import statistics
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +21,7 @@ import numpy as np
 
 from . import model
 from .bench import Timed
-from .config import LlmError
+from .config import Config, LlmError
 from .generate import Generator
 from .losses import losses
 from .rules import DEVICE
@@ -33,7 +37,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-def export(config, params, name, prompt, positions):
+def export(config: Config, params: Any, name: str, prompt: int, positions: int) -> Any:
     """Return the verified file of a decoder.
 
     Args:
@@ -89,7 +93,7 @@ CACHE = "kv_cache_"
 third of the first one's four axes alone: equal layers are in one here, as the scan has them."""
 
 
-def _flat(cache):
+def _flat(cache: Any) -> Any:
     """Return a cache as the file has it: ``k`` is ``kv_cache_k_0``, ``v1`` is ``kv_cache_v_1``."""
     return {
         f"{CACHE}{part[0]}_{part[1:] or 0}": x.reshape(1, -1, *x.shape[3:])
@@ -97,7 +101,9 @@ def _flat(cache):
     }
 
 
-def _run(config, has_logits, params, tokens, input_pos, *flat):
+def _run(
+    config: Config, has_logits: Any, params: Any, tokens: Any, input_pos: Any, *flat: Any
+) -> Any:
     """Run tokens ``[1, length]`` behind what the cache has."""
     cache = jax.eval_shape(lambda: model.make_cache(config, 1, flat[0].shape[2]))
     parts = zip(cache.items(), flat, strict=True)
@@ -117,7 +123,7 @@ class Device:
         threads: that it may use.
     """
 
-    def __init__(self, file, threads=2):
+    def __init__(self, file: Any, threads: int = 2) -> None:
         is_whole = isinstance(file, bytes)
         given = {"model_content": file} if is_whole else {"model_path": str(file)}
         self._interpreter = ai_edge_litert.interpreter.Interpreter(**given, num_threads=threads)
@@ -132,7 +138,7 @@ class Device:
         self._empty = {name: np.zeros(shape, np.float32) for name, shape in parts.items()}
         self.positions = int(parts[f"{CACHE}k_0"][2]) - self.prompt
 
-    def prefill(self, tokens):
+    def prefill(self, tokens: Any) -> Any:
         """Return the logits behind a prompt, float32 ``[vocabulary]``, and the cache.
 
         As LiteRT-LM does it: all but the last token at once, and that one decoded.
@@ -150,7 +156,7 @@ class Device:
             cache = self._prefill(tokens=padded[None], input_pos=places, **cache)
         return self.decode(last, cache, len(before))
 
-    def decode(self, token, cache, position):
+    def decode(self, token: int, cache: Any, position: int) -> tuple[Any, Any]:
         """Return the logits behind a token at a position, and the cache with it."""
         if not 0 <= position < self.positions:
             raise LlmError(
@@ -161,7 +167,7 @@ class Device:
         out = self._decode(tokens=tokens, input_pos=places, **cache)
         return out["logits"][0, 0], {name: out[name] for name in cache}
 
-    def generate(self, prompt, count):
+    def generate(self, prompt: Any, count: int) -> list[int]:
         """Return the likeliest tokens behind a prompt."""
         logits, cache = self.prefill(prompt)
         found = [int(logits.argmax())]
@@ -170,7 +176,7 @@ class Device:
             found.append(int(logits.argmax()))
         return found
 
-    def perplexity(self, tokens):
+    def perplexity(self, tokens: Any) -> float:
         """Return the perplexity of two tokens or more, of which the first is given."""
         cache, total = self._empty, 0.0
         for position, (token, wanted) in enumerate(itertools.pairwise(tokens)):
@@ -180,7 +186,9 @@ class Device:
         return math.exp(total / (len(tokens) - 1))
 
 
-def compare(device, config, params, tokens, steps=32):
+def compare(
+    device: Any, config: Config, params: Any, tokens: Any, steps: int = 32
+) -> Iterator[Any]:
     """Yield rows: what is compared, in float in JAX, and on the device.
 
     Args:
@@ -213,12 +221,12 @@ def compare(device, config, params, tokens, steps=32):
         yield f"{name}, tokens/s", count / ours, count / theirs
 
 
-def _median(times):
+def _median(times: Any) -> Any:
     """Return the median without the first, which compiles or allocates."""
     return statistics.median(times[1:])
 
 
-def _seconds(run):
+def _seconds(run: Any) -> Any:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start

@@ -6,19 +6,15 @@ import dataclasses
 import json
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 from . import beside
 from .config import Config, Delta, LlmError
+from .families import FAMILIES, Family
 from .kinds import Kind
 from .ropes import Rope
 
-FAMILIES = (
-    *("llama", "mistral", "mixtral", "phi3", "smollm3", "qwen2", "qwen3", "qwen3_moe", "gemma2"),
-    *("gemma3_text", "gpt_oss", "llama4_text", "gemma4_text", "qwen3_5_text", "qwen3_5_moe_text"),
-)
-EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "llama4_text", "qwen3_5_moe_text")
-"""The families with experts; Gemma 4 may have some."""
 NESTED = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
@@ -33,81 +29,6 @@ AROUND_TEXT = (
     *("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
 )
 """Fields that may be outside text_config, and hold for the text."""
-QWEN3_5 = {
-    "head_dim": 256,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
-YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0}
-DEFAULTS = {
-    "mistral": {"sliding_window": 4096, "rms_norm_eps": 1e-6},
-    "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    "phi3": {"rms_norm_eps": 1e-5},
-    "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True},
-    "qwen2": {"max_window_layers": 28},
-    "qwen3": {"max_window_layers": 28},
-    "gemma2": {
-        "attn_logit_softcapping": 50.0,
-        "final_logit_softcapping": 30.0,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "head_dim": 256,
-        "tie_word_embeddings": True,
-    },
-    "gemma3_text": {
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "head_dim": 256,
-        "rope_theta": 1e6,
-        "tie_word_embeddings": True,
-    },
-    "llama4_text": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5,
-        "head_dim": 128,
-        "num_key_value_heads": 8,
-        "num_local_experts": 16,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 16384,
-        "interleave_moe_layer_step": 1,
-        "no_rope_layer_interval": 4,
-        "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True,
-        "floor_scale": 8192,
-        "attn_scale": 0.1,
-        "use_qk_norm": True,
-    },
-    "gemma4_text": {
-        "head_dim": 256,
-        "num_key_value_heads": 4,
-        "global_head_dim": 512,
-        "sliding_window": 512,
-        "hidden_size_per_layer_input": 256,
-        "vocab_size_per_layer_input": 262144,
-        "tie_word_embeddings": True,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-            "full_attention": {
-                "rope_type": "proportional",
-                "partial_rotary_factor": 0.25,
-                "rope_theta": 1e6,
-            },
-        },
-    },
-    "qwen3_5_text": QWEN3_5,
-    "qwen3_5_moe_text": QWEN3_5 | {"shared_expert_intermediate_size": 512},
-    "gpt_oss": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 1.5e5,
-        "swiglu_limit": 7.0,
-        "rope_scaling": YARN | {"truncate": False, "original_max_position_embeddings": 4096},
-    },
-}
-"""What a config.json of a family may leave out."""
 
 
 def read_config(folder: str | os.PathLike[str], quantized: bool = False) -> Config:
@@ -125,6 +46,10 @@ def read_fields(folder: Any) -> dict[str, Any]:
     Raises:
         LlmError: there is none, or it is not JSON.
     """
+    if not Path(folder).exists():
+        raise LlmError(
+            f"{folder} must be a folder of Hugging Face or a .gguf file, got nothing there."
+        )
     found = beside.json_of(folder, beside.CONFIG)
     if not found:
         raise LlmError(f"{folder} must have a config.json, as Hugging Face's folders do.")
@@ -141,7 +66,7 @@ def text_fields(fields: Any) -> Any:
     return {"model_type": NESTED[fields["model_type"]]} | fields["text_config"] | outside
 
 
-def parse_config(fields, path="config.json", quantized=False):
+def parse_config(fields: Any, path: Any = "config.json", quantized: bool = False) -> Config:
     """Return the ``Config`` of the fields of a config.json, whose tensors may be quantized."""
     fields = text_fields(fields)
     if not isinstance(fields, dict):
@@ -151,16 +76,17 @@ def parse_config(fields, path="config.json", quantized=False):
             f"{path}: quantization_config says that the tensors are quantized. Run generate on "
             "this folder as it is, or take that of the float model."
         )
-    family = fields.get("model_type")
+    family: Any = fields.get("model_type")
     has_ropes = fields.get("rope_parameters") is not None
     if has_ropes and fields.get("rope_scaling"):
         raise LlmError(f"{path} must have rope_parameters or rope_scaling, got both.")
-    defaults = DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    about = FAMILIES.get(family) if isinstance(family, str) else None
+    defaults = {} if about is None else dict(about.defaults)
     if has_ropes:  # null says nothing, and leaves gpt-oss its YaRN
         defaults = {name: value for name, value in defaults.items() if name != "rope_scaling"}
     # A null says that there is none of it.
     fields = {name: value for name, value in (defaults | fields).items() if value is not None}
-    if family not in FAMILIES:
+    if about is None:
         raise LlmError(
             f"{path}: model_type must be one of {', '.join((*FAMILIES, *NESTED))}, got {family!r}. "
             "Only these families are written in jaxtap_llm/model.py."
@@ -169,7 +95,7 @@ def parse_config(fields, path="config.json", quantized=False):
     if "num_local_experts" in fields:  # as transformers writes all families
         fields.setdefault("num_experts", fields["num_local_experts"])
     try:
-        return _parse(family, fields, path)
+        return _parse(about, family, fields, path)
     except KeyError as error:
         raise LlmError(f"{path} must have {error.args[0]}, as {family}'s files do.") from error
     except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
@@ -201,7 +127,7 @@ MOST = {
 """Bounds of what is gone through one by one: a file may say anything."""
 
 
-def _check_numbers(fields, path):
+def _check_numbers(fields: Any, path: Any) -> None:
     """Check that sizes are whole numbers, and the others numbers, which may be 0 for caps."""
     for name in sorted(fields.keys() & (COUNTS | NUMBERS | CAPS | WHOLE_CAPS)):
         value, whole = fields[name], name in COUNTS | WHOLE_CAPS
@@ -227,16 +153,12 @@ def _check_numbers(fields, path):
             raise LlmError(f"{path}: {name} must be at most num_experts.")
 
 
-PARTIAL = ("phi3", "qwen3_5_text", "qwen3_5_moe_text")
-"""The families of which a part of each head may turn."""
-
-
-def _check_forms(family, fields, path):
+def _check_forms(about: Family, family: str, fields: Any, path: Any) -> None:
     """Check that the file asks for nothing that ``model`` does not compute."""
     ropes = fields.get("rope_parameters") or {}
     for one in (fields, ropes, *ropes.values()):
         proportional = isinstance(one, dict) and one.get("rope_type") == "proportional"
-        if isinstance(one, dict) and family not in PARTIAL and not proportional:
+        if isinstance(one, dict) and about.share is None and not proportional:
             share = one.get("partial_rotary_factor", 1)
             if share != 1:
                 raise LlmError(
@@ -246,7 +168,7 @@ def _check_forms(family, fields, path):
     # Of images, which are not read, whatever sees them.
     if bidirectional and not (family == "gemma4_text" and bidirectional == "vision"):
         raise LlmError(f"{path}: use_bidirectional_attention must be false for {family}.")
-    for name, wanted in REQUIRED.get(family, {}).items():
+    for name, wanted in about.required.items():
         found = fields.get(name, wanted)
         if found not in (wanted, type(wanted)()) if isinstance(wanted, list) else found != wanted:
             raise LlmError(
@@ -255,38 +177,23 @@ def _check_forms(family, fields, path):
             )
 
 
-REQUIRED = {
-    family: {"attn_output_gate": True, "norm_topk_prob": True, "mlp_only_layers": []}
-    for family in ("qwen3_5_text", "qwen3_5_moe_text")
-}
-"""What model.py computes for a family, by field: a file may leave it out, or say the same."""
-
-
-def _parse(family, fields, path):
-    _check_forms(family, fields, path)
-    gemma, qwen3 = family.startswith("gemma"), family.startswith("qwen3")
+def _parse(about: Family, family: str, fields: Any, path: Any) -> Config:
+    """Return the config of a family, of fields whose numbers are checked."""
+    _check_forms(about, family, fields, path)
+    gemma = family.startswith("gemma")
     heads, width = fields["num_attention_heads"], fields["hidden_size"]
-    size = fields.get("head_dim") or (128 if family.startswith("qwen3") else width // heads)
-    windows = _windows(family, fields, path)
-    ropes, rope_of = _ropes(family, fields, path, windows)
+    size = fields.get("head_dim") or width // heads
+    windows = _windows(about, family, fields, path)
+    ropes, rope_of = _ropes(about, family, fields, path, windows)
     _check_activation(family, fields, path)
-    if family == "qwen3_moe" and (fields.get("mlp_only_layers") or _sparse_step(fields) != 1):
-        raise LlmError(
-            f"{path}: every layer must have experts (mlp_only_layers, decoder_sparse_step)."
-        )
-    if fields.get("mlp_bias") or (
-        family not in ("qwen2", "gpt_oss") and fields.get("attention_bias")
-    ):
+    if fields.get("mlp_bias") or (not about.biased and fields.get("attention_bias")):
         raise LlmError(f"{path}: attention_bias and mlp_bias must be false for {family}.")
-    if family == "gpt_oss" and fields.get("attention_bias") is False:
-        raise LlmError(f"{path}: attention_bias must be true for gpt_oss.")
-    experts = fields["num_experts"] if family in EXPERTS else 0
-    inner = "moe_intermediate_size" if family in OF_EXPERTS else "intermediate_size"
+    experts = fields["num_experts"] if about.experts else 0
     config = Config(
         family=family,
         vocabulary=fields["vocab_size"],
         width=width,
-        inner=fields[inner],
+        inner=fields[about.inner],
         heads=heads,
         kv_heads=fields.get("num_key_value_heads") or heads,
         head_size=size,
@@ -296,8 +203,8 @@ def _parse(family, fields, path):
         scale=(fields.get("query_pre_attn_scalar", size) if gemma else size) ** -0.5,
         epsilon=fields.get("rms_norm_eps", 1e-6),
         tied=fields.get("tie_word_embeddings", False),
-        biased={"qwen2": ("qkv",), "gpt_oss": ("qkv", "out")}.get(family, ()),
-        head_norms=qwen3 or family in ("gemma3_text", "gemma4_text"),
+        biased=about.biased,
+        head_norms=about.head_norms,
         softcap=(fields.get("attn_logit_softcapping") or 0.0) if gemma else 0.0,
         final_softcap=(fields.get("final_logit_softcapping") or 0.0) if gemma else 0.0,
         experts=experts,
@@ -306,7 +213,8 @@ def _parse(family, fields, path):
         sinks=family == "gpt_oss",
         limit=fields["swiglu_limit"] if family == "gpt_oss" else 0.0,
         gemma=gemma,
-        shifted=family in ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text"),
+        shifted=about.shifted,
+        layout=about.experts or "each",
     )
     more = {
         "llama4_text": _llama4,
@@ -322,15 +230,7 @@ def _parse(family, fields, path):
     return config
 
 
-OF_EXPERTS = ("qwen3_moe", "qwen3_5_moe_text")
-"""The families with a separate field for the width of experts."""
-
-
-def _sparse_step(fields):
-    return fields.get("decoder_sparse_step", 1)
-
-
-def _check_activation(family, fields, path):
+def _check_activation(family: str, fields: Any, path: Any) -> None:
     wanted = "gelu_pytorch_tanh" if family.startswith("gemma") else "silu"
     found = fields.get("hidden_activation") or fields.get("hidden_act") or wanted
     if found != wanted:
@@ -409,7 +309,7 @@ def _gemma4(fields: Any, path: Any, config: Config) -> dict[str, Any]:
         "scale": 1.0,
         "experts_per_token": fields["top_k_experts"] if experts else 0,
         "parallel": bool(experts),
-        "fused_experts": bool(experts),
+        "layout": "turned" if experts else "each",
         "value_norms": True,
         "layer_scales": True,
         "layer_input": ple,
@@ -449,20 +349,21 @@ def _kinds(kinds: tuple[Kind, ...]) -> dict[str, Any]:
     return vars(kinds[0])
 
 
-def _ropes(family, fields, path, windows):
+def _ropes(
+    about: Family, family: str, fields: Any, path: Any, windows: tuple[int, ...]
+) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
     """Return rotary positions, and which of them each layer has."""
-    rope, local = _of_layers(family, fields, path)
+    rope, local = _of_layers(about, family, fields, path)
     others = [local is not None and window > 0 for window in windows]
-    if family in ("smollm3", "llama4_text"):
-        every = fields.get("no_rope_layer_interval", 4)
-        turns = fields.get("no_rope_layers") or [(i + 1) % every for i in range(len(windows))]
+    if about.stands:
+        turns = _turning(fields, len(windows))
         if len(turns) != len(windows):
             raise LlmError(f"{path}: no_rope_layers must be of {len(windows)} layers.")
         local, others = Rope(1e4, math.inf), [not one for one in turns]
     return (rope,) if local is None else (rope, local), tuple(map(int, others))
 
 
-def _of_layers(family, fields, path):
+def _of_layers(about: Family, family: str, fields: Any, path: Any) -> tuple[Rope, Rope | None]:
     """Return the rotary positions of the global layers, and of the local ones or None."""
     given = fields.get("rope_parameters") or {}
     by_layer = "full_attention" in given
@@ -473,16 +374,16 @@ def _of_layers(family, fields, path):
     theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or 1e4)
     kind = chosen.get("rope_type", chosen.get("type", "default"))
     local, share, small = None, 1.0, {}
-    if family in PARTIAL:
+    if about.share is not None:
         share = chosen.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-        share = (1.0 if family == "phi3" else 0.25) if share is None else share
+        share = about.share if share is None else share
     if kind == "proportional":
         share = chosen.get("partial_rotary_factor", 1.0)
     if not isinstance(share, int | float) or not 0 < share <= 1:
         raise LlmError(
             f"{path}: partial_rotary_factor must be above 0, and at most 1, got {share!r}."
         )
-    if family in ("gemma3_text", "gemma4_text"):
+    if about.local_ropes:
         small = given.get("sliding_attention", {}) if by_layer else fields
         local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
     if small.get("rope_type", "default") != "default":
@@ -492,7 +393,7 @@ def _of_layers(family, fields, path):
     if kind == "default":
         return Rope(theta, share=share), local
 
-    def number(name):
+    def number(name: str) -> Any:
         value = chosen[name]
         if not _is_above_0(value):
             raise LlmError(f"{path}: {name} of {kind} must be a number above 0, got {value!r}.")
@@ -588,44 +489,50 @@ def _is_above_0(value: Any) -> bool:
 LINEAR = "linear_attention"
 
 
-def _windows(family, fields, path):
-    """Return the window of each layer."""
-    layers, window = fields["num_hidden_layers"], fields.get("sliding_window") or 0
+def _turning(fields: Any, layers: int) -> list[Any]:
+    """Return for each layer whether its queries and keys turn: one of every so many does not."""
+    every = fields.get("no_rope_layer_interval", 4)
+    return fields.get("no_rope_layers") or [(i + 1) % every for i in range(layers)]
+
+
+def _windows(about: Family, family: str, fields: Any, path: Any) -> tuple[int, ...]:
+    """Return the window of each layer; 0 for none."""
+    layers, name = fields["num_hidden_layers"], about.window
+    window = (fields.get(name) or 0) if name else 0
     kinds = fields.get("layer_types")
-    known = {"llama4_text": "chunked_attention"}.get(family, "sliding_attention")
-    if family == "llama4_text":
-        window = fields.get("attention_chunk_size") or 0
-    elif family.startswith("qwen3_5"):
-        known, window = LINEAR, 0
     if kinds is None:
-        every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6), "gpt_oss": 2}
-        every = (every | {"gemma4_text": 6}).get(family)
-        if family in ("mistral", "mixtral", "phi3"):
-            # One that no position is behind is none, as Phi-3.5's.
-            local = [0 < window < fields.get("max_position_embeddings", math.inf)] * layers
-        elif family == "llama4_text":  # those with positions
-            interval = fields["no_rope_layer_interval"]
-            turns = fields.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]
-            local = [bool(one) and window > 0 for one in turns]
-        elif every is not None:
-            local = [(i + 1) % every != 0 for i in range(layers)]
-        else:
-            if fields.get("use_sliding_window") and "max_window_layers" not in fields:
-                raise LlmError(f"{path}: use_sliding_window of {family} needs layer_types.")
-            first = fields.get("max_window_layers", 0)
-            local = [bool(fields.get("use_sliding_window")) and i >= first for i in range(layers)]
+        local = _local(about, family, fields, path, window)
     else:
-        unknown = sorted(set(kinds) - {"full_attention", known})
+        unknown = sorted(set(kinds) - {"full_attention", about.layer_type})
         if unknown or len(kinds) != layers:
             found = ", ".join([str(len(kinds)), *unknown])
             raise LlmError(
-                f"{path}: layer_types must have full_attention or {known} for each of "
+                f"{path}: layer_types must have full_attention or {about.layer_type} for each of "
                 f"{layers} layers, got {found}."
             )
-        local = [kind == known != LINEAR for kind in kinds]
+        local = [bool(name) and kind == about.layer_type for kind in kinds]
     if family == "gemma4_text":
         local[-1] = False  # whatever the file says
     if any(local) and not window:
-        name = "attention_chunk_size" if family == "llama4_text" else "sliding_window"
-        raise LlmError(f"{path} must have {name}, for the layers that have one.")
+        raise LlmError(
+            f"{path} must have {name or 'sliding_window'}, for the layers that have one."
+        )
     return tuple(window if one else 0 for one in local)
+
+
+def _local(about: Family, family: str, fields: Any, path: Any, window: int) -> list[bool]:
+    """Return which layers have a window, where a file does not name them one by one."""
+    layers = range(fields["num_hidden_layers"])
+    if about.windows == "all":
+        # One that no position is behind is none, as Phi-3.5's.
+        return [0 < window < fields.get("max_position_embeddings", math.inf) for _ in layers]
+    if about.windows == "turning":
+        return [bool(one) and window > 0 for one in _turning(fields, len(layers))]
+    if isinstance(about.windows, int):
+        every = fields.get("sliding_window_pattern", about.windows)
+        every = every if family == "gemma3_text" else about.windows
+        return [(i + 1) % every != 0 for i in layers]
+    if fields.get("use_sliding_window") and "max_window_layers" not in fields:
+        raise LlmError(f"{path}: use_sliding_window of {family} needs layer_types.")
+    first = fields.get("max_window_layers", 0)
+    return [bool(fields.get("use_sliding_window")) and i >= first for i in layers]

@@ -1,5 +1,7 @@
 """From a prompt to tokens: programs that prefill a cache and decode from it, compiled by JAX."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -34,7 +36,7 @@ class Sampling:
     top_k: int = 0
     top_p: float = 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not (self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise LlmError(
                 "temperature must be 0 or more, top-k 0 or more and top-p above 0 and at most 1, "
@@ -45,7 +47,7 @@ class Sampling:
 GREEDY = Sampling()
 
 
-def sample(sampling, key, logits):
+def sample(sampling: Any, key: Any, logits: Any) -> Any:
     """Return int ``[batch]``, drawn from the distributions of ``[batch, vocabulary]``."""
     if sampling.temperature == 0:
         return likeliest(logits)
@@ -60,7 +62,7 @@ def sample(sampling, key, logits):
     return jnp.take_along_axis(tokens, drawn[:, None], axis=-1)[:, 0]
 
 
-def likeliest(logits):
+def likeliest(logits: Any) -> Any:
     """Return ``jnp.argmax`` along the last axis, faster: XLA on CPU runs two simple passes."""
     most = logits.max(-1, keepdims=True)
     at = jnp.arange(logits.shape[-1], dtype=jnp.int32)
@@ -85,7 +87,7 @@ class Generator:
         plan: Any = None,
         dtype: Any = jnp.float32,
         cache: str = "float",
-    ):
+    ) -> None:
         self.config, self.params, self.dtype, self.cache = config, params, dtype, cache
         apply = applying(config, plan, cache)
         self._prefill = jax.jit(apply(functools.partial(first, config)), donate_argnums=2)
@@ -154,15 +156,15 @@ class Generator:
             ended |= np.isin(tokens, stop).any(axis=1)
             yield tokens
 
-    def _room(self, wanted):
+    def _room(self, wanted: int) -> int:
         """Return the positions of a cache for so many tokens."""
         return _multiple(wanted)
 
-    def _filled(self, length, positions):
+    def _filled(self, length: int, positions: int) -> Any:
         """Return the length that a prompt is filled up to."""
         return min(_multiple(length), positions)
 
-    def _check(self, prompts, count, positions):
+    def _check(self, prompts: Any, count: int, positions: int) -> None:
         length = prompts.shape[1]
         if length == 0:
             raise LlmError("The prompt must have a token or more, got none.")
@@ -178,26 +180,35 @@ class Generator:
             )
 
 
-def _split(key):
+def _split(key: Any) -> Any:
     return (None, None) if key is None else jax.random.split(key)
 
 
-def _multiple(length):
+def _multiple(length: int) -> int:
     return -(-length // BLOCK) * BLOCK
 
 
-def first(config, params, tokens, cache, last):
+def first(config: Config, params: Any, tokens: Any, cache: Any, last: Any) -> Any:
     """Run a prompt: see ``model.prefill``."""
     return model.prefill(config, params, tokens, cache, last)
 
 
-def following(config, params, token, cache, position, key, sampling, steps):
+def following(
+    config: Config,
+    params: Any,
+    token: Any,
+    cache: Any,
+    position: Any,
+    key: Any,
+    sampling: Any,
+    steps: int,
+) -> Any:
     """Decode tokens behind the given ones, ``[batch]``: ``[batch, steps]``, and the cache.
 
     Those beyond the end of the cache are not to be used.
     """
 
-    def step(carry, key):
+    def step(carry: Any, key: Any) -> Any:
         token, cache, position = carry
         logits, cache = model.decode(config, params, token, cache, position)
         token = sample(sampling, key, logits).astype(token.dtype)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from .config import Config, LlmError
+from .ropes import Rope
 
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 """Llama 3's positions but for the factor and the trained length."""
@@ -53,7 +54,7 @@ class Keys:
         where: str,
         shapes: Mapping[str, tuple[int, ...]],
         tensor: Callable[[str], np.ndarray],
-    ):
+    ) -> None:
         self.architecture = metadata.get("general.architecture")
         self.where, self.shapes, self.tensor = where, shapes, tensor
         start = f"{self.architecture}."
@@ -196,8 +197,6 @@ def _scaling(keys: Keys, size: int, theta: float) -> dict[str, Any]:
 
 def _divided(keys: Keys, factors: np.ndarray, size: int, theta: float) -> dict[str, Any]:
     """Return what divides frequencies by these factors: Llama 3's rule, or LongRoPE's lists."""
-    from .ropes import Rope
-
     plain = Rope(theta).frequencies(size)
     lengths = {keys.whole("rope.scaling.original_context_length", 8192), 8192}
     for length in lengths:

@@ -1,7 +1,7 @@
 """A file of llama.cpp as a model: what ``gguf`` writes, and what others wrote, read.
 
 The file is taken for a folder: it has a ``config.json``, a ``tokenizer.json`` and parameters. Its
-quantized numbers are kept as they are stored.
+quantized numbers stay as they are stored.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -176,16 +177,21 @@ def read(path: Any, dtype: str = "float32") -> tuple[Config, list[Any], Any]:
                 stacklevel=2,
             )
     model.file.warn_of_tables(model.file.shapes)
-    return config, [*rules_for(config, None), *_rules(params)], params
+    return config, [*rules_for(config, None), *_rules(config, params)], params
 
 
-def _rules(params: Any) -> list[Any]:
-    """Return the rules of stored parameters; tables are looked up, too."""
+def _rules(config: Config, params: Any) -> list[Any]:
+    """Return the rules of stored parameters: tables are looked up, and one may be the head."""
+    tables = {"['embed']", "['input_embed']"}
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: hasattr(x, "qtype"))
+    paths = {jax.tree_util.keystr(path) for path, _ in leaves}
+    multiplied = paths - tables | ({"['embed']"} if config.tied else set())
     found = []
     for rule in xla.rules_of(params):
-        if rule.matches_weight(["['embed']"]) or rule.matches_weight(["['input_embed']"]):
+        if any(rule.matches_weight([path]) for path in tables & paths):
             found.append(dataclasses.replace(rule, op_names=["take"]))
-        found.append(rule)
+        if any(rule.matches_weight([path]) for path in multiplied):
+            found.append(rule)
     return found
 
 

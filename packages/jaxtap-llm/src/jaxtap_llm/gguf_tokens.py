@@ -39,7 +39,7 @@ class Tokens:
         LlmError: names a key that can't be honoured.
     """
 
-    def __init__(self, metadata: Mapping[str, Any], where: str):
+    def __init__(self, metadata: Mapping[str, Any], where: str) -> None:
         start = "tokenizer.ggml."
         self._where, self._metadata = where, metadata
         self._own = {key.removeprefix(start): value for key, value in metadata.items()

@@ -1,5 +1,7 @@
 """How well a model expects a text."""
 
+from __future__ import annotations
+
 import functools
 import math
 import sys
@@ -16,19 +18,19 @@ from .cache import applying, make_cache
 from .config import Config, LlmError
 
 
-def losses(config, params, tokens):
+def losses(config: Config, params: Any, tokens: Any) -> Any:
     """Return the nats of each token behind the first, float32 ``[batch, length - 1]``."""
     return _nats(model.logits(config, params, tokens[:, :-1]), tokens[:, 1:])
 
 
-def losses_of_steps(config, params, tokens, cache):
+def losses_of_steps(config: Config, params: Any, tokens: Any, cache: Any) -> Any:
     """Return what ``losses`` does, by decoding: each token is expected from what a cache holds.
 
     Args:
         cache: an empty one, of ``length - 1`` positions or more.
     """
 
-    def step(carry, tokens):
+    def step(carry: Any, tokens: Any) -> Any:
         (cache, position), (token, expected) = carry, tokens
         found, cache = model.decode(config, params, token, cache, position)
         return (cache, position + 1), _nats(found, expected)
@@ -37,7 +39,7 @@ def losses_of_steps(config, params, tokens, cache):
     return lax.scan(step, (cache, jnp.int32(0)), pairs)[1].T
 
 
-def counted_nats(config, params, tokens, documents, counted):
+def counted_nats(config: Config, params: Any, tokens: Any, documents: Any, counted: Any) -> Any:
     """Return the nats of tokens that are learnt, all together: a float32 scalar.
 
     Gradients compute layers again instead of keeping what is inside them.
@@ -50,7 +52,7 @@ def counted_nats(config, params, tokens, documents, counted):
     return jnp.where(counted, _nats(found, jnp.roll(tokens, -1, axis=1)), 0).sum()
 
 
-def _nats(logits, tokens):
+def _nats(logits: Any, tokens: Any) -> Any:
     chosen = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 

@@ -91,6 +91,9 @@ def _rules(config: Any, form: str) -> list[Any]:
     """Return rules that leave the table of tokens and the head float, as such folders have them."""
     ends = xla.QuantizationRule(weight_path=r"\['(embed|head)'\]")
     others = [rule for rule in rules_for(config, FORMATS[form]) if not rule.op_names]
+    if config.experts and config.layout != "each":
+        # compressed-tensors has no name for scales of a tensor with all experts.
+        ends = xla.QuantizationRule(weight_path=r".*\['(embed|head|gate_up|down)'\]")
     return [ends, *others]
 
 

@@ -12,6 +12,9 @@ carries it, and each layer writes its new positions where they lie. Layers with 
 batch, heads, key_size, value_size]``, and ``"conv"``, the last inputs of their convolution.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .config import Config
 from .delta import delta
 
 
@@ -38,7 +42,9 @@ class Where(NamedTuple):
     documents: Any = None
 
 
-def logits(config, params, tokens, documents=None, remat=False):
+def logits(
+    config: Config, params: Any, tokens: Any, documents: Any = None, remat: bool = False
+) -> Any:
     """Return float32 ``[batch, length, vocabulary]`` for int ``[batch, length]``.
 
     Args:
@@ -53,7 +59,7 @@ def logits(config, params, tokens, documents=None, remat=False):
     return head(config, params, run(config, params, tokens, where, remat=remat)[0])
 
 
-def prefill(config, params, tokens, cache, last):
+def prefill(config: Config, params: Any, tokens: Any, cache: Any, last: Any) -> Any:
     """Run a prompt from position 0 on.
 
     Args:
@@ -69,7 +75,7 @@ def prefill(config, params, tokens, cache, last):
     return head(config, params, lax.dynamic_slice_in_dim(x, last, 1, axis=1))[:, 0], cache
 
 
-def decode(config, params, tokens, cache, position):
+def decode(config: Config, params: Any, tokens: Any, cache: Any, position: Any) -> tuple[Any, Any]:
     """Run one token of each sequence.
 
     Args:
@@ -85,13 +91,14 @@ def decode(config, params, tokens, cache, position):
     return head(config, params, x)[:, 0], cache
 
 
-def make_cache(config, batch, positions, dtype=jnp.float32):
+def make_cache(config: Config, batch: int, positions: int, dtype: Any = jnp.float32) -> Any:
     """Return an empty cache."""
     cache = {}
     for end, layers in config.cached.items():
         one, count = config.view(layers[0]), len(layers)
         if one.mixer == "delta":
             d = one.delta
+            assert d is not None
             state = count, batch, d.values, d.key_size, d.value_size
             cache["state"] = jnp.zeros(state, jnp.float32)  # sums over all positions
             cache["conv"] = jnp.zeros((count, batch, d.taps - 1, d.width), dtype)
@@ -101,13 +108,13 @@ def make_cache(config, batch, positions, dtype=jnp.float32):
     return cache
 
 
-def embed(config, params, tokens):
+def embed(config: Config, params: Any, tokens: Any) -> Any:
     """Return ``[batch, length, width]`` for int ``[batch, length]``."""
     x = params["embed"][tokens]
     return x * jnp.asarray(config.width**0.5, x.dtype) if config.gemma else x
 
 
-def head(config, params, x):
+def head(config: Config, params: Any, x: Any) -> Any:
     """Return the logits of ``[batch, length, width]``, float32."""
     x = norm(config, params["norm"], x)
     with jax.named_scope("head"):
@@ -116,7 +123,9 @@ def head(config, params, x):
     return softcapped(out, config.final_softcap)
 
 
-def run(config, params, tokens, where, cache=None, remat=False):
+def run(
+    config: Config, params: Any, tokens: Any, where: Where, cache: Any = None, remat: bool = False
+) -> Any:
     """Run all layers on int ``[batch, length]``.
 
     Args:
@@ -137,7 +146,17 @@ def run(config, params, tokens, where, cache=None, remat=False):
     return x, cache
 
 
-def run_segment(config, stacks, params, x, where, cache=None, shared=(), inputs=None, remat=False):
+def run_segment(
+    config: Config,
+    stacks: Any,
+    params: Any,
+    x: Any,
+    where: Where,
+    cache: Any = None,
+    shared: Any = (),
+    inputs: Any = None,
+    remat: bool = False,
+) -> Any:
     """Run the layers of stacks in turn, as ``run`` does.
 
     Args:
@@ -155,10 +174,10 @@ def run_segment(config, stacks, params, x, where, cache=None, shared=(), inputs=
         for stack in stacks
     ]
 
-    def layer(carry, given):
+    def layer(carry: Any, given: Any) -> Any:
         for view, turn, one in zip(views, turns, given, strict=True):
 
-            def run(carry, one, view=view, turn=turn):
+            def run(carry: Any, one: Any, view: Any = view, turn: Any = turn) -> Any:
                 return layer_of(view, one, turn, where, *carry)
 
             carry = (jax.checkpoint(run) if remat else run)(carry, one)
@@ -167,7 +186,7 @@ def run_segment(config, stacks, params, x, where, cache=None, shared=(), inputs=
     return lax.scan(layer, (x, cache, shared), given)[0]
 
 
-def facts(config, layers):
+def facts(config: Config, layers: Sequence[int]) -> dict[str, Any]:
     """Return what differs between layers that are alike, each int ``[layers]``.
 
     These are the window, the place of the rotary positions, and the place in the cache.
@@ -180,7 +199,9 @@ def facts(config, layers):
     }
 
 
-def layer_of(config, given, turns, where, x, cache, shared):
+def layer_of(
+    config: Config, given: Any, turns: Any, where: Where, x: Any, cache: Any, shared: Any
+) -> Any:
     """Return what a layer makes of ``[batch, length, width]``, the cache and ``shared``."""
     p = given["p"]
     with jax.named_scope("attention"):
@@ -211,7 +232,7 @@ def layer_of(config, given, turns, where, x, cache, shared):
     return (x * p["layer_scale"] if config.layer_scales else x), cache, shared
 
 
-def layer_inputs(config, params, tokens, x):
+def layer_inputs(config: Config, params: Any, tokens: Any, x: Any) -> Any:
     """Return what each layer gets of the tokens, ``[layers, batch, length, layer_input]``, or None.
 
     Args:
@@ -227,7 +248,7 @@ def layer_inputs(config, params, tokens, x):
     return jnp.moveaxis((own + rest) * 2**-0.5, 2, 0).astype(x.dtype)
 
 
-def empty_shared(config, x):
+def empty_shared(config: Config, x: Any) -> Any:
     """Return ``{local: (k, v)}``, of layers with and without windows, for those without their own.
 
     Layers that have keys replace those of before, and the others attend to the last ones.
@@ -241,14 +262,16 @@ def empty_shared(config, x):
     return shared
 
 
-def places_in(documents):
+def places_in(documents: Any) -> Any:
     """Return the position of each token in its document, int ``[batch, length]``."""
     at = jnp.broadcast_to(jnp.arange(documents.shape[1]), documents.shape)
     before = jnp.pad(documents[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     return at - lax.cummax(jnp.where(documents != before, at, 0), axis=1)
 
 
-def attention(config, p, x, turns, where, given, cache, shared):
+def attention(
+    config: Config, p: Any, x: Any, turns: Any, where: Where, given: Any, cache: Any, shared: Any
+) -> Any:
     """Return what attention adds to ``[batch, length, width]``, the cache and ``shared``."""
     batch, length, _ = x.shape
     heads, size = config.heads, config.head_size
@@ -296,7 +319,7 @@ def attention(config, p, x, turns, where, given, cache, shared):
     return dense(p, "out", mixed.reshape(batch, length, heads * size)), cache, shared
 
 
-def turned(config, p, name, x, turns, rope):
+def turned(config: Config, p: Any, name: str, x: Any, turns: Any, rope: Any) -> Any:
     """Return queries or keys with their norms, turned by their positions."""
     x = norm(config, p[f"{name}_norm"], x) if config.head_norms else x
     x = rotate(config, x, turns[rope])
@@ -304,7 +327,7 @@ def turned(config, p, name, x, turns, rope):
     return jnp.where(stands(config)[rope], x, unit(config, x)) if config.unit_norms else x
 
 
-def tempered(config, q, where, rope):
+def tempered(config: Config, q: Any, where: Where, rope: Any) -> Any:
     """Return queries, those without positions scaled by how far they are from the first one."""
     if config.tempering is None:
         return q
@@ -314,12 +337,14 @@ def tempered(config, q, where, rope):
     return q * scale[..., None, None]
 
 
-def stands(config):
+def stands(config: Config) -> Any:
     """Return for each of the rotary positions whether nothing turns, bool ``[bases]``."""
     return jnp.asarray([np.isinf(rope.factor) for rope in config.ropes])
 
 
-def seen(config, position, queries, keys, window, documents=None):
+def seen(
+    config: Config, position: Any, queries: Any, keys: Any, window: Any, documents: Any = None
+) -> Any:
     """Return bool ``[batch or 1, 1, queries, keys]``: which positions a query sees."""
     at, query = jnp.arange(keys), position + jnp.arange(queries)[:, None]
     mask = at <= query
@@ -335,7 +360,7 @@ def seen(config, position, queries, keys, window, documents=None):
     return mask[None, None] if documents is None else mask[:, None]
 
 
-def attend(config, p, q, k, v, mask):
+def attend(config: Config, p: Any, q: Any, k: Any, v: Any, mask: Any) -> Any:
     """Attend with ``[batch, length, heads, size]`` to ``[batch, kv_heads, positions, size]``.
 
     Queries that share keys are the rows of one matmul, and nothing of the cache is transposed.
@@ -356,12 +381,12 @@ def attend(config, p, q, k, v, mask):
     return mixed.reshape(rows.shape).transpose(0, 3, 1, 2, 4).reshape(batch, length, heads, size)
 
 
-def mlp(config, p, x, which=""):
+def mlp(config: Config, p: Any, x: Any, which: str = "") -> Any:
     """Return what the MLP adds to ``[batch, length, width]``; the one beside the experts too."""
     return dense(p, f"{which}down", gated(config, dense(p, f"{which}gate_up", x)))
 
 
-def shared_expert(config, p, x):
+def shared_expert(config: Config, p: Any, x: Any) -> Any:
     """Return what the MLP that all tokens go through adds to that of their experts."""
     y = mlp(config, p, x, "shared_")
     if not config.gated_shared:
@@ -370,7 +395,7 @@ def shared_expert(config, p, x):
         return y * jax.nn.sigmoid(x @ p["shared_router"])
 
 
-def routed(config, p, x):
+def routed(config: Config, p: Any, x: Any) -> Any:
     """Return the weights of each row's experts, float32 ``[rows, experts of a token]``, and them.
 
     Args:
@@ -387,7 +412,7 @@ def routed(config, p, x):
     return (weights * p["expert_scale"][chosen] if config.parallel else weights), chosen
 
 
-def experts(config, p, x, scored):
+def experts(config: Config, p: Any, x: Any, scored: Any) -> Any:
     """Return the sum of each token's experts: its rows are sorted by expert, and multiplied so.
 
     Args:
@@ -410,18 +435,18 @@ def experts(config, p, x, scored):
     return jnp.zeros_like(rows).at[token].add(out).reshape(x.shape)
 
 
-def dense(p, name, x):
+def dense(p: Any, name: str, x: Any) -> Any:
     """Return x times the kernel of a name, in a scope of that name, plus its bias if it has one."""
     with jax.named_scope(name):
         return biased(p, name, x @ p[name])
 
 
-def biased(p, name, y, of=slice(None)):
+def biased(p: Any, name: str, y: Any, of: Any = slice(None)) -> Any:
     """Return y plus the bias that a projection may have, of the experts that rows have."""
     return y + p[f"{name}_bias"][of] if f"{name}_bias" in p else y
 
 
-def gated(config, x):
+def gated(config: Config, x: Any) -> Any:
     """Return what gates let through, of gates and values side by side; gpt-oss's take turns."""
     if config.limit:
         gate, up = x[..., ::2], x[..., 1::2]
@@ -431,29 +456,29 @@ def gated(config, x):
     return (gelu(gate) if config.gemma else jax.nn.silu(gate)) * up
 
 
-def gelu(x):
+def gelu(x: Any) -> Any:
     """Return gelu as Gemma has it, by tanh."""
     return jax.nn.gelu(x, approximate=True)
 
 
-def norm(config, scale, x):
+def norm(config: Config, scale: Any, x: Any) -> Any:
     """Return x with a root mean square of 1 along the last axis, times the scale."""
     return (unit(config, x.astype(jnp.float32)) * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def unit(config, x):
+def unit(config: Config, x: Any) -> Any:
     """Return x with a root mean square of 1 along the last axis."""
     wide = x.astype(jnp.float32)
     wide = wide * lax.rsqrt(jnp.square(wide).mean(-1, keepdims=True) + config.epsilon)
     return wide.astype(x.dtype)
 
 
-def softcapped(x, cap):
+def softcapped(x: Any, cap: Any) -> Any:
     """Return x drawn between -cap and cap by tanh; x itself for a cap of 0."""
     return jnp.tanh(x / cap) * cap if cap else x
 
 
-def reach(where, x, cache):
+def reach(where: Where, x: Any, cache: Any) -> Any:
     """Return how many positions there may be: an int, or ``[batch, length]`` of documents.
 
     A cache says so before it is filled: keys that turned by other frequencies than those beside
@@ -469,7 +494,7 @@ def reach(where, x, cache):
     return where.places + lax.cummin(last, axis=1, reverse=True) - at + 1
 
 
-def rotations(config, positions, dtype, reach):
+def rotations(config: Config, positions: Any, dtype: Any, reach: Any) -> Any:
     """Return cosines and sines of each base, ``[bases, 2, ..., 1, pairs]``.
 
     Args:
@@ -496,7 +521,7 @@ def rotations(config, positions, dtype, reach):
     return turns.astype(dtype)
 
 
-def rotate(config, x, turns):
+def rotate(config: Config, x: Any, turns: Any) -> Any:
     """Turn pairs of ``[batch, length, heads, size]``: of the two halves, or of neighbours.
 
     What is behind the pairs that turn stays as it is.

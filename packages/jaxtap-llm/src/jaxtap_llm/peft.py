@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -12,11 +13,16 @@ import numpy as np
 
 from provider_xla.file_formats import atomic_write
 
-from . import adapters, checkpoint
+from . import adapters, beside, checkpoint
 from .fields import read_config
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+
+
+_WITH_ENCODER = ("gemma3", "gemma4", "mistral3")
+"""Models that ``AutoModelForCausalLM`` opens with their encoder of images. Of others that have one
+it opens the decoder alone, whatever names the tensors have in the files."""
 
 
 def modules(config: Any, tuned: adapters.Tuned) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -50,8 +56,12 @@ def export(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
     tuned, config = adapters.read(folder), read_config(folder, quantized=True)
     tensors, names = {}, set()
+    is_beside = beside.json_of(folder, beside.CONFIG).get("model_type") in _WITH_ENCODER
+    if is_beside:
+        config = dataclasses.replace(config, prefix="model.language_model.")
     for module, a, b in modules(config, tuned):
-        names.add(module.rpartition(".")[2])
+        # An encoder has modules of the same ends, which PEFT would adapt, too.
+        names.add(module if is_beside else module.rpartition(".")[2])
         tensors[f"{_PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a)
         tensors[f"{_PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b)
     fields = {

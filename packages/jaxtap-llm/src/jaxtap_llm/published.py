@@ -1,9 +1,12 @@
 """A folder that somebody else quantized, as it was published: its quantized values are kept."""
 
+from __future__ import annotations
+
 import dataclasses
 import re
 import warnings
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +16,7 @@ import provider_xla as xla
 import quant_numerics as qn
 
 from . import checkpoint
-from .config import LlmError
+from .config import Config, LlmError
 from .fields import read_config, read_fields
 from .rules import rules_for
 
@@ -24,18 +27,18 @@ IGNORED = re.compile(
 """Ranges of activations and caches, which are float here."""
 
 
-def _about(folder):
+def _about(folder: Any) -> Any:
     """Return what a folder's config says of its quantization, or None."""
     fields = read_fields(folder)
     return next((fields[key] for key in KEYS if isinstance(fields, dict) and fields.get(key)), None)
 
 
-def is_published(folder):
+def is_published(folder: Any) -> bool:
     """Return whether a folder's config says that its tensors are quantized."""
     return _about(folder) is not None
 
 
-def read(folder, dtype="float32"):
+def read(folder: Any, dtype: str = "float32") -> tuple[Config, list[Any], Any]:
     """Return the config, the rules and the stored parameters of such a folder.
 
     A parameter whose tensors have several formats is dequantized, and a warning names it.
@@ -72,7 +75,7 @@ def read(folder, dtype="float32"):
     return config, [*rules_for(config, None), *xla.rules_of(params, _act_qtype(about))], params
 
 
-def opened(folder):
+def opened(folder: Any) -> tuple[Config, checkpoint.Get]:
     """Return the config of such a folder, and what returns a parameter: see ``checkpoint.Get``."""
     folder = Path(folder)
     config, files = read_config(folder, quantized=True), checkpoint.find_files(folder)
@@ -80,7 +83,7 @@ def opened(folder):
     _check_names(folder, config, files)
     shapes = checkpoint.shapes(config)
 
-    def get(name, layer):
+    def get(name: str, layer: int | None) -> Any:
         stack = None if layer is None else dataclasses.replace(
             config.place(layer)[0], layers=(layer,)
         )  # fmt: skip
@@ -95,13 +98,14 @@ def opened(folder):
     return config, get
 
 
-def _source(config, name, stack, dtype, mixed):
+def _source(config: Config, name: str, stack: Any, dtype: Any, mixed: Any) -> Any:
     """Return what a parameter is read from: of the layers of a stack, or around them."""
     each = [None] if stack is None else stack.layers
     tensors = [checkpoint.tensor_names(config, i)[name] for i in each]
     count, config = len(tensors[0]), config if stack is None else config.view(stack)
 
-    def transform(*found):
+    def transform(*given: Any) -> Any:
+        found = list(given)
         if any(isinstance(one, qn.QArray) for one in found):
             if checkpoint.is_whole(config, name) and found[0].ndim > 2:  # [experts, out, in]
                 found = [_folded(one.swapaxes(-1, -2)) for one in found]
@@ -121,7 +125,7 @@ def _source(config, name, stack, dtype, mixed):
     return xla.Source(*(one for names in tensors for one in names), transform=transform)
 
 
-def _joined(config, name, tensors, count, stack):
+def _joined(config: Config, name: str, tensors: Any, count: int, stack: Any) -> Any:
     """Return a parameter of QArrays; None where they have several formats."""
     if not all(isinstance(one, qn.QArray) for one in tensors):
         return None
@@ -142,12 +146,12 @@ def _joined(config, name, tensors, count, stack):
         return None
 
 
-def _tile(q):
+def _tile(q: Any) -> int:
     """Return how many numbers of a row share a scale."""
     return q.shape[-1] // q.scale.shape[-1]
 
 
-def _folded(q):
+def _folded(q: Any) -> Any:
     """Return nvfp4, whose tensors each have a scale of their scales, with scales in float32."""
     if not isinstance(q, qn.QArray) or q.global_scale is None:
         return q
@@ -155,7 +159,7 @@ def _folded(q):
     return qn.qarray(q.qvalue, scale, "float4_e2m1fn", q.dtype)
 
 
-def _by_rows(q):
+def _by_rows(q: Any) -> Any:
     """Return a weight in blocks of several rows with a scale for each row, which is the same.
 
     Rows of several tensors then lie side by side, wherever their blocks end.
@@ -166,7 +170,7 @@ def _by_rows(q):
     rows = tiles.get(-2, q.shape[-2] // q.scale.shape[-2])
     along = {axis: size for axis, size in tiles.items() if axis == -1}
 
-    def repeated(array):
+    def repeated(array: Any) -> Any:
         return jnp.repeat(array, rows, -2)[..., : q.shape[-2], :]
 
     return dataclasses.replace(
@@ -177,14 +181,14 @@ def _by_rows(q):
     )
 
 
-def _numbers(tensor):
+def _numbers(tensor: Any) -> Any:
     """Return a tensor's numbers, float32 in NumPy."""
     # Not rounded to the dtype that it stands for.
     tensor = qn.dequantize(tensor.astype("float32")) if isinstance(tensor, qn.QArray) else tensor
     return np.asarray(tensor, np.float32)
 
 
-def _act_qtype(about):
+def _act_qtype(about: Any) -> Any:
     """Return what activations are quantized to row by row: int8, or None for floats."""
     groups = about.get("config_groups") or {}
     found = [group.get("input_activations") or {} for group in groups.values()]
@@ -192,7 +196,7 @@ def _act_qtype(about):
     return "int8" if kinds == {("int", 8)} else None
 
 
-def _check_names(folder, config, files):
+def _check_names(folder: Any, config: Config, files: list[Path]) -> None:
     """Check that tensors which no parameter is made of say nothing.
 
     Raises:

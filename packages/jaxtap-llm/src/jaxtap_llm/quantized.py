@@ -5,6 +5,8 @@ is read, quantized and written before the next one. A part's file appears when i
 that a run which was interrupted goes on where it was.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import json
@@ -23,7 +25,7 @@ import provider_xla as xla
 from provider_xla.file_formats import atomic_write
 
 from . import beside, checkpoint, gguf_source, model
-from .config import LlmError
+from .config import Config, LlmError
 from .fields import read_config, read_fields
 from .rules import FORMATS, read_rules
 from .tokenizer import read_tokenizer
@@ -32,23 +34,23 @@ ENDS = "ends.safetensors"
 SOURCE = "source.json"
 
 
-def whole_plan(config, rules, dtype=jnp.float32):
+def whole_plan(config: Config, rules: Any, dtype: Any = jnp.float32) -> Any:
     """Return the plan of the whole model, with parameters and activations of a dtype."""
     fn = functools.partial(model.logits, config)
     example = jax.ShapeDtypeStruct((1, 32), jnp.int32)
     return xla.PtqProvider(rules).plan(fn, checkpoint.shapes(config, dtype), example)
 
 
-def part_plans(config, rules):
+def part_plans(config: Config, rules: Any) -> Any:
     """Return the plan of what is around the layers, and that of one layer of each stack by name."""
     shapes, provider = checkpoint.shapes(config), xla.PtqProvider(rules)
     where = model.Where(jnp.arange(32))
 
-    def ends(params, tokens):
+    def ends(params: Any, tokens: Any) -> Any:
         x = model.embed(config, params, tokens)
         return model.head(config, params, x), model.layer_inputs(config, params, tokens, x)
 
-    def layer(stack, params, x):
+    def layer(stack: Any, params: Any, x: Any) -> Any:
         inputs = jnp.zeros((config.layers, *x.shape[:2], config.layer_input), x.dtype)
         inputs = inputs if config.layer_input else None
         shared = model.empty_shared(config, x)
@@ -108,7 +110,7 @@ def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given:
     return plan
 
 
-def write(out, config, rules, stored):
+def write(out: Any, config: Config, rules: Any, stored: Any) -> None:
     """Write stored parameters of a whole model into a folder that was begun, a layer to a file.
 
     Args:
@@ -127,7 +129,7 @@ def write(out, config, rules, stored):
             xla.save(out / _layer(i), {stack.name: one}, plans[stack.name], overwrite=True)
 
 
-def check(folder, given):
+def check(folder: Any, given: Any) -> Any:
     """Return the config, the files, the rules and the plan of a folder that can be quantized.
 
     Raises:
@@ -157,13 +159,13 @@ def check(folder, given):
     return config, files, rules, plan
 
 
-def facts_of(folder, files):
+def facts_of(folder: Any, files: list[Path]) -> Any:
     """Return what tells a folder from others: the fields of its config, and sizes of its files."""
     sizes = {file.name: file.stat().st_size for file in files}
     return {"files": sizes, "config": read_fields(folder)}
 
 
-def begin(folder, out, name, facts):
+def begin(folder: Any, out: Any, name: str, facts: Any) -> None:
     """Make a folder with a model's config and tokenizer, or check that it was begun with the same.
 
     Args:
@@ -193,12 +195,12 @@ def begin(folder, out, name, facts):
     beside.copy(folder, out, (beside.CONFIG, *beside.AROUND))
 
 
-def is_quantized(folder):
+def is_quantized(folder: Any) -> bool:
     """Return whether ``quantize`` wrote a folder, or began to."""
     return (Path(folder) / SOURCE).is_file()
 
 
-def read(out, dtype="float32"):
+def read(out: Any, dtype: str = "float32") -> tuple[Config, list[Any], Any]:
     """Return the config, the rules and the stored parameters of a folder that ``quantize`` wrote.
 
     Args:
@@ -220,7 +222,7 @@ def read(out, dtype="float32"):
     return config, rules, params
 
 
-def opened(out):
+def opened(out: Any) -> tuple[Config, checkpoint.Get]:
     """Return the config of such a folder, and what returns a parameter: see ``checkpoint.Get``.
 
     The file of one layer is in memory, and no more.
@@ -230,13 +232,13 @@ def opened(out):
     ends, plans = part_plans(config, rules)
 
     @functools.lru_cache(maxsize=1)
-    def part(layer):
+    def part(layer: int | None) -> Any:
         if layer is None:
             return xla.load(out / ENDS, plan=ends, prepack=False)
         name = config.place(layer)[0].name
         return xla.load(out / _layer(layer), plan=plans[name], prepack=False)[name]
 
-    def get(name, layer):
+    def get(name: str, layer: int | None) -> Any:
         found = part(layer)[name]
         array = np.asarray(found.restore() if hasattr(found, "restore") else found, np.float32)
         return array if layer is None else array[0]
@@ -244,7 +246,7 @@ def opened(out):
     return config, get
 
 
-def _facts(out):
+def _facts(out: Any) -> Any:
     """Return the config and the rules of a folder that ``quantize`` wrote, and that is whole."""
     config = read_config(out)
     missing = [name for name in _parts(config) if not (out / name).is_file()]
@@ -253,14 +255,14 @@ def _facts(out):
     return config, xla.read_manifest(out / ENDS).rules()
 
 
-def size_of(out):
+def size_of(out: Any) -> int:
     """Return the bytes of the files of a quantized folder."""
     return sum(path.stat().st_size for path in Path(out).glob("*.safetensors"))
 
 
-def _parts(config):
+def _parts(config: Config) -> list[str]:
     return [ENDS, *map(_layer, range(config.layers))]
 
 
-def _layer(i):
+def _layer(i: int) -> str:
     return f"layer-{i:05}.safetensors"

@@ -4,6 +4,8 @@ Scores and the mixing of values have no weight, and stay float. So does the rout
 is small, and whose choices a rounding turns over.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 
 from provider_xla import QuantizationRule
 
-from .config import LlmError
+from .config import Config, LlmError
 
 FORMATS = {
     "float": None,
@@ -37,7 +39,7 @@ DEVICE: dict[str, dict[str, Any]] = {
 """Fields of ``provider_odml.OdmlRule`` for all weights, by the name that ``device`` takes."""
 
 
-def rules_for(config, preset):
+def rules_for(config: Config, preset: str | None) -> list[QuantizationRule]:
     """Return the rules of a model whose weights all have the same format.
 
     Args:
@@ -64,7 +66,7 @@ def rules_for(config, preset):
     return [*rules, replace(rule, weights_only=True)]
 
 
-def read_rules(config, given):
+def read_rules(config: Config, given: Any) -> list[QuantizationRule]:
     """Return the rules of a format, or of a JSON file with a list of fields.
 
     Raises:

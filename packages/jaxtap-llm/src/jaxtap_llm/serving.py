@@ -4,11 +4,14 @@ Nothing is traced, planned or packed at the start: the programs are lowered alre
 are mapped into memory, and a compilation cache has the machine code.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +20,7 @@ import numpy as np
 import provider_xla as xla
 
 from . import beside, model
-from .config import LlmError
+from .config import Config, LlmError
 from .fields import read_config
 from .generate import GREEDY, STEPS, Generator, first, following, sample
 
@@ -27,12 +30,14 @@ PROGRAMS = ("prefill", "decode", "step")
 COPIED = ("config.json", "tokenizer.json", "generation_config.json")
 
 
-def greedy(config, params, token, cache, position):
+def greedy(config: Config, params: Any, token: Any, cache: Any, position: Any) -> Any:
     """Decode ``STEPS`` of the likeliest tokens: see ``generate.following``."""
     return following(config, params, token, cache, position, None, GREEDY, STEPS)
 
 
-def export(folder, out, generator, plan, prompt=128, positions=1024):
+def export(
+    folder: Any, out: Any, generator: Any, plan: Any, prompt: int = 128, positions: int = 1024
+) -> None:
     """Write a folder of programs and packed parameters, for one sequence at once.
 
     Args:
@@ -80,7 +85,7 @@ def export(folder, out, generator, plan, prompt=128, positions=1024):
         shutil.rmtree(part, ignore_errors=True)
 
 
-def is_exported(folder):
+def is_exported(folder: Any) -> bool:
     """Return whether ``export`` wrote a folder."""
     return (Path(folder) / FACTS).is_file()
 
@@ -95,7 +100,7 @@ class Exported(Generator):
         LlmError: something in it is missing or damaged.
     """
 
-    def __init__(self, folder):
+    def __init__(self, folder: Any) -> None:
         folder = Path(folder)
         self.config = read_config(folder, quantized=True)
         try:
@@ -115,7 +120,7 @@ class Exported(Generator):
         )
         self._sample = jax.jit(sample, static_argnums=0)
 
-    def make_cache(self, batch, positions):
+    def make_cache(self, batch: int, positions: int) -> Any:
         """Return an empty cache for its programs.
 
         Raises:
@@ -128,7 +133,9 @@ class Exported(Generator):
             )
         return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype)), self._cache)
 
-    def _decode(self, params, token, cache, start, key, sampling, steps):
+    def _decode(
+        self, params: Any, token: Any, cache: Any, start: Any, key: Any, sampling: Any, steps: int
+    ) -> Any:
         assert steps == STEPS, "The program was exported for as many."
         if sampling.temperature == 0:
             return self._greedy(params, token, cache, np.int32(start))
@@ -139,13 +146,13 @@ class Exported(Generator):
             found.append(token)
         return jnp.stack(found, axis=1), cache
 
-    def _room(self, wanted):
+    def _room(self, wanted: Any) -> Any:
         return self.positions
 
-    def _filled(self, length, positions):
+    def _filled(self, length: int, positions: int) -> Any:
         return self._prompt
 
-    def _check(self, prompts, count, positions):
+    def _check(self, prompts: Any, count: int, positions: int) -> None:
         length = prompts.shape[1]
         if length > self._prompt:
             raise LlmError(
@@ -160,14 +167,14 @@ class Exported(Generator):
             )
         super()._check(prompts, count, positions)
 
-    def _arguments(self, name):
+    def _arguments(self, name: str) -> Any:
         """Return the types of a program's arguments."""
         exported = self._exported[name]
         types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in exported.in_avals]
         return jax.tree.unflatten(exported.in_tree, types)[0]
 
 
-def _mapped(folder, types):
+def _mapped(folder: Any, types: Any) -> Any:
     """Return parameters whose bytes stay in their files until they are read."""
     leaves, tree = jax.tree.flatten(types)
     arrays = []

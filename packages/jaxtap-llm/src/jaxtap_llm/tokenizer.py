@@ -1,6 +1,9 @@
 """From text to tokens and back."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +16,16 @@ from .token_kinds import BYTES
 class ByteTokenizer:
     """Takes the bytes of UTF-8 as tokens."""
 
-    def encode(self, text, is_begin=True):
+    def encode(self, text: str, is_begin: bool = True) -> list[int]:
         """Return the ids of a text; nothing begins one."""
         return list(text.encode())
 
-    def decode(self, ids):
+    def decode(self, ids: Any) -> str:
         """Return the text of ids; bytes that are not UTF-8 as replacement characters."""
         return bytes(ids).decode(errors="replace")
 
 
-def byte_level():
+def byte_level() -> Any:
     """Return a ``tokenizers.Tokenizer`` that takes bytes as tokens, as ``ByteTokenizer`` does."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -50,7 +53,7 @@ class FileTokenizer:
         LlmError: it can't be read, or has more tokens than the model.
     """
 
-    def __init__(self, text: str, path: Path, vocabulary: int):
+    def __init__(self, text: str, path: Path, vocabulary: int) -> None:
         from tokenizers import Tokenizer
 
         try:
@@ -64,11 +67,11 @@ class FileTokenizer:
                 "belongs to another model."
             )
 
-    def encode(self, text, is_begin=True):
+    def encode(self, text: str, is_begin: bool = True) -> list[int]:
         """Return the ids of a text, with the tokens that begin one unless it goes on."""
         return self._tokenizer.encode(text, add_special_tokens=is_begin).ids
 
-    def decode(self, ids):
+    def decode(self, ids: Any) -> str:
         """Return the text of ids."""
         return self._tokenizer.decode(ids)
 
@@ -103,7 +106,7 @@ def read_stops(folder: Any) -> tuple[int, ...]:
     return ()
 
 
-def stream_text(tokenizer, ids):
+def stream_text(tokenizer: Any, ids: Any) -> Iterator[Any]:
     """Yield the text of tokens as they come, in whole characters."""
     seen, shown = [], ""
     for one in ids:

@@ -65,7 +65,7 @@ class Recipe:
     dtype: str = "float32"
     every: int = 20
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("rank", "batch", "accumulate", "every"):
             if getattr(self, name) < 1:
                 raise LlmError(f"{name} must be 1 or more, got {getattr(self, name)}.")
@@ -190,7 +190,9 @@ class Trainer:
         path: of the checkpoint; what is there is gone on with.
     """
 
-    def __init__(self, config: Any, plan: Any, params: Any, recipe: Recipe, rows: Rows, path: Path):
+    def __init__(
+        self, config: Any, plan: Any, params: Any, recipe: Recipe, rows: Rows, path: Path
+    ) -> None:
         self.recipe, self.rows, self.path = recipe, rows, path
         self._plan, self._params = plan, params
         self._run = plan.apply(functools.partial(counted_nats, config))
