@@ -365,7 +365,7 @@ def test_the_call_that_made_an_operand():
     def handler(call, x, w):
         made = call.made_by(x)
         seen.append(None if made is None else (made.name, [one.shape for one in made.operands]))
-        return by_kernel_of(KERNELS[0])(call, x, w)
+        return KERNELS[0](x, w)
 
     def fn(x, w, b):
         y = jnp.dot(x, w) + b  # used once
@@ -373,6 +373,6 @@ def test_the_call_that_made_an_operand():
         z = jnp.dot(y, w) + jax.jit(lambda y: jnp.dot(y, w))(y)
         return jnp.dot(jnp.sin(z), w)
 
-    Interceptor({DOT: handler}, engine=TraceEngine()).tap(fn)(X.reshape(6, 4), W, B)
+    TraceEngine().wrap(fn, Interceptor({DOT: handler}))(X.reshape(6, 4), W, B)
     shapes = [(6, 4), (4, 4), (4,)]
     assert seen == [None, ("kernel", shapes), None, None, None]
