@@ -373,6 +373,6 @@ def test_the_call_that_made_an_operand():
         z = jnp.dot(y, w) + jax.jit(lambda y: jnp.dot(y, w))(y)
         return jnp.dot(jnp.sin(z), w)
 
-    TraceEngine().wrap(fn, Interceptor({DOT: handler}))(X.reshape(6, 4), W, B)
+    jax.jit(TraceEngine().wrap(fn, Interceptor({DOT: handler})))(X.reshape(6, 4), W, B)
     shapes = [(6, 4), (4, 4), (4,)]
     assert seen == [None, ("kernel", shapes), None, None, None]
