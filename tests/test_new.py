@@ -1,9 +1,11 @@
 """``jaxtap new``: what it writes is built, installed and green, and its tests can fail."""
 
+import json
 import os
 import re
 import shutil
 import subprocess
+from importlib import metadata
 
 import pytest
 
@@ -150,6 +152,60 @@ def test_texts_are_whole(kind, tmp_path, capsys):
         if path.suffix == ".py":
             compile(text, str(path), "exec")
     assert list(tmp_path.iterdir()) == [folder]
+
+
+def direct_url(name, text):
+    """Return a distribution that is installed from a URL; None for an index."""
+
+    class Installed(metadata.Distribution):
+        def read_text(self, filename):
+            if filename == "METADATA":
+                return f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n"
+            return text if filename == "direct_url.json" else None
+
+        def locate_file(self, path):
+            raise NotImplementedError
+
+    return Installed()
+
+
+@pytest.mark.parametrize(
+    ("found", "place"),
+    [
+        (None, None),
+        ({"url": "HERE", "dir_info": {"editable": True}}, "-e 'HERE'"),
+        ({"url": "HERE", "dir_info": {}}, "'HERE'"),
+        ({"url": "HERE", "archive_info": {}}, "'HERE'"),
+        ({"url": "HERE/gone", "dir_info": {}}, None),
+        (
+            {
+                "url": "https://example.org/x",
+                "vcs_info": {"vcs": "git", "commit_id": "abc"},
+                "subdirectory": "packages/core",
+            },
+            "'interception-core @ git+https://example.org/x@abc#subdirectory=packages/core'",
+        ),
+        (
+            {"url": "https://example.org/x.whl", "archive_info": {}},
+            "'interception-core @ https://example.org/x.whl'",
+        ),
+    ],
+)
+def test_the_install_line_names_what_no_index_has(tmp_path, capsys, monkeypatch, found, place):
+    folder = tmp_path / "a checkout"
+    folder.mkdir()
+    text = None if found is None else json.dumps(found).replace("HERE", folder.as_uri())
+
+    def distribution(name):
+        if name != "interception-core":
+            raise metadata.PackageNotFoundError(name)
+        return direct_url(name, text)
+
+    monkeypatch.setattr("importlib.metadata.distribution", distribution)
+    assert main(["new", "bridge", "acme-bridge", "--dir", str(tmp_path / "new")]) == 0
+    (line,) = re.findall("uv pip install.*", capsys.readouterr().out)
+    named = [] if place is None else [place.replace("HERE", str(folder))]
+    assert line == " ".join(["uv pip install", *named, "-e '.[test]'"])
 
 
 @pytest.mark.parametrize(

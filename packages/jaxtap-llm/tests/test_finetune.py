@@ -13,7 +13,16 @@ import pytest
 from safetensors.numpy import load_file
 
 from interception_core import JaxtapError
-from jaxtap_llm import adapters, checkpoint, folders, merged, model, training, vocabulary
+from jaxtap_llm import (
+    adapters,
+    checkpoint,
+    folders,
+    merged,
+    model,
+    token_kinds,
+    training,
+    vocabulary,
+)
 from jaxtap_llm.config import LlmError
 from jaxtap_llm.documents import pack, read_documents
 from jaxtap_llm.fields import parse_config
@@ -427,7 +436,7 @@ def test_a_tokenizer_of_bytes_and_merges(tmp_path):
 
     config = parse_config(fields_of("llama") | {"vocab_size": 260})
     level = functools.partial(pre_tokenizers.ByteLevel, add_prefix_space=False)
-    patterns = {name: pattern for pattern, name in vocabulary._SPLITS.items()}
+    patterns = {name: pattern for pattern, name in token_kinds.SPLITS.items()}
     for pre, name in (
         (level(), "gpt-2"),
         (pre_tokenizers.Sequence([pre_tokenizers.Digits(True), level()]), "smollm"),

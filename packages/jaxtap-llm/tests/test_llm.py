@@ -340,7 +340,7 @@ def spoiled(folder, what):
         "more layers": {"num_hidden_layers": 4},
         "fewer layers": {"num_hidden_layers": 2},
         "vocabulary": {"vocab_size": 300},
-        "rope": {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+        "rope": {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
         "activation": {"hidden_act": "relu"},
         "width": {"hidden_size": 32},
     }.get(what, {})
@@ -352,10 +352,10 @@ def spoiled(folder, what):
         "more layers": "lack model.layers.3.input_layernorm.weight, .* and 5 more",
         "fewer layers": "have unknown tensors: model.layers.2",
         "vocabulary": r"model.embed_tokens.weight must be \[300, 64\], got \[256, 64\]",
-        "rope": "rope_type must be default, linear, llama3, yarn .*, got longrope",
+        "rope": "rope_type must be default, linear, llama3, yarn .*, got dynamic",
         "activation": "hidden_act must be silu for llama, got relu",
         "field": "must have num_attention_heads",
-        "json": "must be JSON",
+        "json": "must be an object in JSON",
         "width": r"lm_head.weight must be|model.embed_tokens.weight must be \[256, 32\]",
     }[what]
 

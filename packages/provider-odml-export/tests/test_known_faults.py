@@ -134,6 +134,55 @@ def test_half_precision_becomes_float32(monkeypatch):
     fails(fn, params, x)
 
 
+HALF = jnp.bfloat16
+READ_AS_BITS = {
+    # What the file has in float32 is computed in half precision where the program means its bits.
+    "bits to a number": lambda w, x: x @ w + lax.bitcast_convert_type(np.uint16(0x3FC0), HALF),
+    "a number to bits": lambda w, x: (
+        x @ w + (lax.bitcast_convert_type(w[0], jnp.uint16) >> 8).astype(HALF)
+    ),
+    "the next number": lambda w, x: x @ w * 0 + jnp.nextafter(HALF(1), HALF(2)),
+    # Programs among an equation's parameters are for float32, too.
+    "a reduction": lambda w, x: lax.reduce(x @ w, HALF(0), lambda a, b: a + b * HALF(1), (1,)),
+    "a solver": lambda w, x: lax.custom_linear_solve(
+        lambda v: v * HALF(2), x @ w, lambda _, b: b * HALF(0.5), symmetric=True
+    ),
+}
+
+
+def test_half_precision_is_exact_where_it_is_read_as_bits():
+    def fn(w, x):
+        return {name: one(w, x) for name, one in READ_AS_BITS.items()}
+
+    params, x = normal(8, 8).astype(HALF), X.astype(HALF)
+    art = odml.export(fn, params, None, [odml.OdmlRule()], x, strict=False)
+    found = art.run(x=np.asarray(x, np.float32))
+    for name, expected in fn(params, x).items():
+        ours, expected = found[name.replace(" ", "_")], np.asarray(expected, np.float32)
+        # bfloat16 has 8 binary digits, of sums of 8 products.
+        most = np.abs(expected).max()
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=2.0**-7 * most, err_msg=name)
+    assert found["the_next_number"].flat[0] == 1 + 2.0**-7
+
+
+def test_convolutions_that_litert_lacks_are_written_with_float_kernels():
+    def fn(w, x):
+        y = lax.conv_general_dilated(
+            x, w[0], (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=8
+        )
+        return lax.conv_general_dilated(y, w[1], (1, 1), "SAME", dimension_numbers=LAYOUT)
+
+    params, x = [normal(3, 3, 1, 8), normal(1, 1, 8, 4, seed=2)], normal(1, 6, 6, 8, seed=1)
+    dynamic = odml.OdmlRule(weight_qtype="int4", input_qtype="int8")
+    art = odml.export(fn, params, None, [dynamic], x)
+    assert art.report.bytes_by_dtype["int4"] == (9 * 8 + 8 * 4) // 2
+    assert "20 times" in str(art.report)
+    assert "20 times" in art.report.to_html()
+    art = exported(fn, params, x, rule=odml.OdmlRule(weight_qtype="int2", output_qtype="int8"))
+    assert art.report.float_ops == 2
+    assert art.report.bytes_by_dtype["int2"] == (9 * 8 + 8 * 4) // 4
+
+
 @pytest.mark.slow
 def test_resize_is_one_operation(monkeypatch):
     def fn(w, x):

@@ -6,6 +6,8 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 
 import provider_odml as odml
 from interception_core.cli import main
@@ -26,7 +28,8 @@ def model(params, x):
 def printed(rule):
     """Return the cells of the table, by operation, and the footer."""
     plan = odml.qat(model, [rule]).plan(PARAMS, X)
-    head, line, *body, footer = str(plan).splitlines()
+    lines = str(plan).splitlines()
+    head, line, *body, footer = lines[: len(lines) - len(plan.notes)]
     starts = [0, *(m.end() for m in re.finditer(r"-+ +(?=-)", line))]
     cut = [slice(a, b) for a, b in zip(starts, [*starts[1:], None], strict=True)]
     names = [head[one].strip() for one in cut]
@@ -104,3 +107,57 @@ def test_the_plan_as_json(tmp_path, capsys):
     )  # fmt: skip
     assert (op["bytes_before"], op["bytes_after"]) == (128, 32)
     assert [site["key"] for site in found["sites"]] == ["args[1]", "dot_general:0"]
+
+
+LAYOUT = ("NHWC", "HWIO", "NHWC")
+KERNELS = {"depth": np.ones((3, 3, 1, 8), np.float32), "point": np.ones((1, 1, 8, 4), np.float32)}
+IMAGE = np.ones((1, 6, 6, 8), np.float32)
+
+
+def separable(params, x):
+    y = lax.conv_general_dilated(
+        x, params["depth"], (1, 1), "SAME", dimension_numbers=LAYOUT, feature_group_count=8
+    )
+    return lax.conv_general_dilated(y, params["point"], (1, 1), "SAME", dimension_numbers=LAYOUT)
+
+
+def plan_of(*rules, fn=separable, params=KERNELS, x=IMAGE):
+    return odml.qat(fn, [odml.OdmlRule(**rule) for rule in rules]).plan(params, x)
+
+
+DYNAMIC = {"weight_qtype": "int8", "input_qtype": "int8"}
+
+
+def test_a_plan_says_which_kernels_are_slow():
+    """Measured in LiteRT, docs/benchmarks/odml.md."""
+    plan = plan_of(DYNAMIC)
+    (note,) = plan.notes
+    assert note.startswith("1 operation (conv_general_dilated:0): depthwise convolutions with a ")
+    assert f"slow in LiteRT: {note}" in str(plan)
+    assert plan.as_json()["notes"] == [note]
+    (note,) = plan_of({"weight_qtype": "int8", "output_qtype": "int16"}).notes
+    assert note.startswith("2 operations (conv_general_dilated:0, ...): int16 activations")
+    (note,) = plan_of({"weight_qtype": "int4"}).notes
+    assert "weight_qtype='int8' is fast" in note
+    (note,) = plan_of({"weight_qtype": "int4"}, fn=lambda w, x: x @ w, params=X.T, x=X).notes
+    assert "input_qtype='int8' is fast" in note
+    for fast in ({"weight_qtype": "int8", "output_qtype": "int8"}, {"weight_qtype": "int8"}, {}):
+        assert plan_of(fast).notes == ()
+
+
+def test_the_advice_about_depthwise_convolutions_can_be_followed():
+    plan = plan_of({"op_names": ["depthwise_conv"], "weight_qtype": "int8"}, DYNAMIC)
+    assert plan.notes == plan.problems == ()
+    kernels = [op["kernel"] for op in plan.as_json()["ops"]]
+    assert kernels == ["float, integer weight", "integer"]
+
+
+@pytest.mark.parametrize("qtype", ["int4", "int2"])
+def test_convolutions_without_a_kernel_multiply_floats(qtype):
+    """The converter takes no int2 parameter in one, LiteRT no int4 one in a depthwise."""
+    (depth, point) = plan_of({**DYNAMIC, "weight_qtype": qtype}).as_json()["ops"]
+    assert depth["kernel"] == "float, integer weight"
+    assert f"no depthwise convolution of {qtype}" in depth["reason"] or qtype == "int2"
+    assert point["kernel"] == ("integer" if qtype == "int4" else "float, integer weight")
+    static = plan_of({"weight_qtype": qtype, "output_qtype": "int8"}).as_json()["ops"]
+    assert [op["kernel"] for op in static] == ["integer" if qtype == "int4" else "float"] * 2

@@ -8,6 +8,7 @@ import pytest
 import provider_xla as xla
 from jaxtap_testkit.cached_decoders import DECODERS, VOCAB, B, D, keep, parameters, rounded
 from jaxtap_testkit.numbers import normal
+from provider_xla.features import Rules, replanned
 
 # Each compiles a decoder or two.
 pytestmark = pytest.mark.sample(2)
@@ -378,6 +379,22 @@ def test_types_for_lowering():
     held = plan.quantize_cache(types)
     assert held["k"].qvalue == jax.ShapeDtypeStruct(cache["k"].shape, jnp.int8)
     jax.jit(plan.apply(step)).lower(params, tokens(0), held, 0)
+
+
+def test_a_plan_by_other_rules_carries_the_same_caches():
+    """As ``plan.allocate`` makes one: nothing of the caches is in the rules that it changes."""
+    step, cache = DECODERS["carry"](keep)
+    args = (tokens(0), cache, 0)
+    with pytest.warns(xla.QuantizationWarning, match="no array matches"):
+        plan = provider(xla.CacheRule("cache"), xla.CacheRule("none")).plan(
+            step, parameters(), *args
+        )
+    rules = Rules((xla.QuantizationRule(weight_qtype="int8"),), plan.rules.params)
+    again = replanned(plan, rules, parameters(), args)
+    assert again.weights
+    assert not plan.weights
+    assert again.caches == plan.caches
+    assert [one for one in again.problems if "no array matches" in one]
 
 
 def test_by_keyword_and_by_path():

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.bridge_nets import (
     TOKENS,
@@ -43,6 +45,33 @@ def ptq(rule=QLORA):
 
 def cross_entropy(logits):
     return optax.softmax_cross_entropy_with_integer_labels(logits, LABELS).mean()
+
+
+def test_adapters_have_the_sharding_metadata_of_their_parameter():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            init = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("in", "out"))
+            self.up = nnx.Linear(8, 16, kernel_init=init, rngs=rngs)
+            self.down = nnx.Linear(16, 8, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.up(x))
+
+    def specs(make):
+        with jax.set_mesh(mesh):
+            net = make()
+        model = quantize_model(net, ptq(), normal(4, 8))
+        return nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.LoRAParam)))
+
+    def make():
+        return Net(nnx.Rngs(0))
+
+    mesh = jax.make_mesh((1, 1), ("in", "out"), axis_types=(AxisType.Auto,) * 2)
+
+    wanted = {"kernel_lora_a": P("in", None), "kernel_lora_b": P(None, "out")}
+    plain = {"kernel_lora_a": P(), "kernel_lora_b": P()}
+    assert specs(make) == {"up": wanted, "down": plain}
+    assert specs(lambda: nnx.eval_shape(make)) == {"up": wanted, "down": plain}
 
 
 @pytest.mark.slow

@@ -146,6 +146,7 @@ SAID = {
     "rolled": lambda p, x, c, i: lax.scan(
         lambda w, _: (jnp.roll(w, 1, 0), x @ w), p["live"], length=2
     )[1],
+    "decaying": lambda p, x, c, i: lax.scan(lambda w, _: (w / 2, x @ w), p["live"], length=2)[1],
     "written": lambda p, x, c, i: x @ lax.dynamic_update_slice(p["live"], p["ema"][:2], (i, 0)),
     "all_gather": gathered,
     "a factor": lambda p, x, c, i: x @ (p["live"] * jnp.where(c, 1.0, 2.0)),
@@ -227,13 +228,6 @@ def noise(key, p):
     return 0.1 * jax.random.normal(key, p.shape)
 
 
-def decaying(p, x):
-    def step(_, c):
-        return c[0] @ c[1], c[1] / 2
-
-    return lax.fori_loop(0, 2, step, (x, p))[0]
-
-
 # What a program computes with a square parameter p, an activation of its shape and a random key.
 JOINED = {
     "dropout": lambda p, x, key: x @ (p * dropped(key, p)),
@@ -244,7 +238,6 @@ JOINED = {
     "merged": lambda p, x, key: (
         x @ (jnp.stack([p, p.T]) * jax.random.uniform(key, (2, 1, 1))).sum(0)
     ),
-    "decaying": lambda p, x, key: decaying(p, x),
     "style": lambda p, x, key: x @ (p * x[0][:, None]),
     "temperature": lambda p, x, key: x @ (p * x[0, 0]),
     "normalized": lambda p, x, key: x @ (p / jnp.linalg.norm(x)),

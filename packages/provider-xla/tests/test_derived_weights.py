@@ -140,6 +140,28 @@ def test_two_parameters_are_a_part_of_a_weight():
     assert plan.absorbed == {"args[0]['w']", "args[0]['a']", "args[0]['b']"}
 
 
+def test_what_the_program_does_not_use_is_stored_for_others():
+    other = draw(8, 4, seed=5)
+    params = {"w": W, "gain": jnp.float32(2), "other": other}
+
+    def fn(p, x):
+        return x @ (p["w"] * p["gain"])
+
+    def another(p, x):
+        return x @ p["other"]
+
+    plan = plan_of(fn, params, RULES["weights"])
+    assert plan.absorbed == {"args[0]['w']", "args[0]['gain']"}
+    assert "no matmul, convolution or gather uses it" in plan.explain("other")
+    stored = plan.quantize(params)
+    np.testing.assert_array_equal(stored["other"], other)
+
+    scales = np.abs(np.asarray(other, np.float64)).max(0) / 127
+    rounded = np.round(np.asarray(other, np.float64) / scales) * scales
+    y = jax.jit(plan.apply(another))(stored, X)
+    np.testing.assert_allclose(y, np.asarray(X, np.float64) @ rounded, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_what_is_closed_over_is_not_a_parameter(rule):
     """Contractions of two values that both come from parameters are parts of one, and no fault."""

@@ -135,6 +135,56 @@ def test_devices_gather_quantized_weights(way, rule, mesh):
         np.testing.assert_allclose(ours, theirs, rtol=2e-5, atol=2e-5 * np.abs(theirs).max())
 
 
+def rounded(w):
+    """Return an int8 weight with a scale for each column, in float64."""
+    scale = np.abs(w).max(0, keepdims=True) / 127
+    return np.round(w / scale) * scale
+
+
+# What devices make of the rows that they have, and the weight that it is.
+COMPUTED = {
+    "scaled": (lambda w: 2 * lax.all_gather(w, "data", tiled=True), lambda w: 2 * w),
+    "summed": (
+        lambda w: (lambda whole: whole + whole[::-1])(lax.all_gather(w, "data", tiled=True)),
+        lambda w: w + w[::-1],
+    ),
+    "sums of devices": (
+        lambda w: lax.psum(jnp.tile(w, (2, 1)), "data"),
+        lambda w: np.tile(w.reshape(2, K // 2, N).sum(0), (2, 1)),
+    ),
+    "passed on": (
+        lambda w: 3 * lax.all_gather(lax.ppermute(w, "data", [(0, 1), (1, 0)]), "data", tiled=True),
+        lambda w: 3 * np.roll(w, K // 2, 0),
+    ),
+    "a device's factor": (
+        lambda w: lax.all_gather(
+            w * (1 + lax.axis_index("data")).astype(w.dtype), "data", tiled=True
+        ),
+        lambda w: w * np.repeat([1, 2], K // 2)[:, None],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_weights_that_are_computed_of_what_devices_exchange(name, mesh):
+    compute, wanted = COMPUTED[name]
+
+    def one(w, x):
+        return x @ compute(w)
+
+    fn = jax.shard_map(one, mesh=mesh, in_specs=(P("data"), P()), out_specs=P(), check_vma=False)
+    (w,), (x,) = draw((K, N)), draw((ROWS, K), seed=1)
+    y = jax.jit(xla.QtProvider(xla.QtRule(weight_qtype="int8")).apply(fn))(w, x)
+    reference = np.asarray(x, np.float64) @ rounded(wanted(np.asarray(w, np.float64)))
+    # The float product, whose weight is not rounded, is hundreds of times as far away.
+    np.testing.assert_allclose(y, reference, rtol=2e-5, atol=2e-5 * np.abs(reference).max())
+    # Before it runs nobody knows such a weight, so that it can't be stored.
+    with pytest.warns(xla.QuantizationWarning):
+        plan = xla.PtqProvider(xla.QuantizationRule(weight_qtype="int8")).plan(fn, w, x)
+    assert not plan.weights
+    assert any("can't be stored" in problem for problem in plan.problems)
+
+
 @pytest.mark.parametrize(
     ("axis", "shape", "rule"),
     [

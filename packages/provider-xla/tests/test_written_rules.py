@@ -285,3 +285,15 @@ def test_a_weight_that_the_function_closes_over_is_noted():
     plan = xla.PtqProvider("int8").plan(lambda p, x: x @ w + p["b"], {"b": jnp.zeros(32)}, x)
     assert plan.problems == ()
     assert any("no parameter is stored: matmul:0 multiplies" in note for note in plan.notes)
+
+
+def test_explain_says_what_lookups_and_integers_are():
+    params = {"table": jnp.ones((16, 8)), "w": jnp.ones((8, 4)), "order": jnp.arange(3)}
+
+    def model(p, x):
+        return p["table"][x[p["order"]]] @ p["w"]
+
+    plan = xla.PtqProvider("int8").plan(model, params, jnp.arange(3))
+    lookup = plan.explain("take:1").splitlines()
+    assert "no rule names lookups here, as one with ops=['take'] does" in lookup
+    assert "it stays int32: " in plan.explain("order")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec as P
 
 from hijax_trace import TraceEngine
 from interception_core import Interceptor
@@ -388,7 +389,7 @@ def test_proxies_that_cannot_follow_a_choice():
     params = {"a": coded(8, 6, axes=(1,)), "b": coded(8, 6, axes=(1,), seed=1)}
     for name, fn in CARRIED.items():
         found = expressions(fn, restored(params), X)
-        assert found[-1].is_dynamic(is_parameter), name
+        assert not found[-1].is_known(is_parameter), name
         assert found[-1].kind(is_parameter) in ("view", "derived"), name
         assert all(one is not True for one in proxies(fn, params, jnp.asarray(X))), name
 
@@ -825,6 +826,138 @@ def test_results_of_shard_map_are_derived():
     assert one.kind(is_parameter) == "derived"
     assert one.key == again.key
     np.testing.assert_allclose(one.evaluate({"args[0]": W}), 2 * W + 1, rtol=1e-6)
+
+
+def in_shards(weight, *, cut=True):
+    """Return a program whose devices compute a weight of their parts, or of the whole."""
+
+    def one(p, x):
+        return x @ weight(p, x)
+
+    def fn(p, x):
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+        specs = {"in_specs": (P("i") if cut else P(), P()), "out_specs": P(), "check_vma": False}
+        return jax.shard_map(one, mesh=mesh, **specs)(p, x)
+
+    return fn
+
+
+def gathered(p):
+    return lax.all_gather(p, "i", tiled=True)
+
+
+@jax.custom_vjp
+def straight_through(w):
+    return jnp.round(8 * w) / 8
+
+
+straight_through.defvjp(lambda w: (straight_through(w), None), lambda _, g: (g,))
+
+
+def rows_of_device(p, count):
+    return lax.dynamic_slice_in_dim(p, lax.axis_index("i") * count, count)
+
+
+def looked_up(table, x):
+    """Rows of a table that devices hold in parts, as of a vocabulary."""
+    own = jnp.argmax(x, 1).repeat(2) - lax.axis_index("i") * len(table)
+    is_here = (own >= 0) & (own < len(table))
+    rows = table[jnp.clip(own, 0, len(table) - 1)]
+    return lax.psum(jnp.where(is_here[:, None], rows, 0), "i")
+
+
+# By name: a program, and the kind of its weight. The first are what only a run knows, and what no
+# activation decides.
+OF_DEVICES = {
+    "gathered": (in_shards(lambda p, x: gathered(p)), "view"),
+    "scaled": (in_shards(lambda p, x: gathered(p) * 2), "derived"),
+    "cast": (in_shards(lambda p, x: gathered(p).astype(jnp.bfloat16).astype(p.dtype)), "view"),
+    "sums": (in_shards(lambda p, x: gathered(p) + gathered(p)[::-1]), "derived"),
+    "scaled before": (in_shards(lambda p, x: gathered(2 * p)), "derived"),
+    "sums of devices": (in_shards(lambda p, x: lax.psum(jnp.tile(p, (2, 1)), "i")), "derived"),
+    "means": (in_shards(lambda p, x: lax.pmean(p, "i"), cut=False), "derived"),
+    "maxima": (in_shards(lambda p, x: lax.pmax(p, "i"), cut=False), "derived"),
+    "scattered sums": (
+        in_shards(lambda p, x: gathered(lax.psum_scatter(p, "i", tiled=True)), cut=False),
+        "derived",
+    ),
+    "passed on": (
+        in_shards(lambda p, x: 2 * lax.ppermute(p, "i", [(0, 1), (1, 0)]), cut=False),
+        "derived",
+    ),
+    "a device's rows": (
+        in_shards(lambda p, x: 2 * gathered(rows_of_device(p, 4)), cut=False),
+        "derived",
+    ),
+    "a device's factor": (
+        in_shards(lambda p, x: gathered(p * lax.axis_index("i").astype(p.dtype))),
+        "derived",
+    ),
+    "jit": (in_shards(lambda p, x: jax.jit(gathered)(p) * 2), "derived"),
+    "checkpoint": (
+        in_shards(lambda p, x: jax.checkpoint(lambda p: gathered(p) * 2)(p)),
+        "derived",
+    ),
+    "custom_vjp": (in_shards(lambda p, x: straight_through(gathered(p))), "derived"),
+    "a scan": (
+        in_shards(
+            lambda p, x: lax.scan(
+                lambda c, _: (gathered(p) + c, None), 0 * gathered(p), None, length=2
+            )[0]
+        ),
+        "derived",
+    ),
+    "branches": (
+        in_shards(
+            lambda p, x: 3 * lax.cond(p.sum() > 0, lambda: gathered(p), lambda: gathered(-p))
+        ),
+        "derived",
+    ),
+    "a carry": (
+        lambda p, x: lax.scan(lambda c, _: (c / 2, x @ c), p, length=2)[1],
+        "derived",
+    ),
+    "a carry that is moved": (
+        lambda p, x: lax.scan(lambda c, _: (c[::-1], x @ (2 * c)), p, length=2)[1],
+        "derived",
+    ),
+    "a sum that is carried": (
+        lambda p, x: lax.scan(lambda c, _: (c + p, x @ c), jnp.zeros_like(p), length=2)[1],
+        "derived",
+    ),
+    "of an activation": (in_shards(lambda p, x: gathered(p) * x.sum()), "activation"),
+    "sums of an activation": (
+        in_shards(lambda p, x: lax.psum(p.T @ p * x.sum(), "i").repeat(2, 0)[:8]),
+        "activation",
+    ),
+    "looked up": (in_shards(lambda p, x: looked_up(p, x)), "activation"),
+    "looked up in what is gathered": (
+        in_shards(lambda p, x: 2 * gathered(p)[jnp.argmax(x, 1).repeat(2)]),
+        "activation",
+    ),
+    "a carry of an activation": (
+        lambda p, x: lax.scan(lambda c, _: (c * x.sum(), x @ c), p, length=2)[1],
+        "activation",
+    ),
+    "a carry that activations move": (
+        lambda p, x: lax.scan(
+            lambda c, _: (jnp.roll(c, jnp.argmax(x[0]), 0), x @ (2 * c)), p, length=2
+        )[1],
+        "activation",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_DEVICES)
+def test_kinds_of_what_only_a_run_knows(name):
+    fn, kind = OF_DEVICES[name]
+    (*_, found) = expressions(fn, W, X)
+    assert found.kind(is_parameter) == kind, str(found)
+    assert not found.is_known(is_parameter)
+    assert found.base(is_parameter) is None
+    if kind != "activation":
+        with pytest.raises(ValueError, match="must be known before the program runs"):
+            found.evaluate({"args[0]": W})
 
 
 @pytest.mark.slow

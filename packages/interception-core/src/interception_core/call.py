@@ -48,7 +48,9 @@ class ValueKind(NamedTuple):
             activation that handlers have made of parameters and constants alone.
         closes_over: whether the value also depends on an array that the program closes over, such
             as a mask.
-        is_known: false for the state that a loop's steps compute of parameters alone.
+        is_known: false for what only a run knows, though nothing that the program is given at a
+            call decides it: what steps of a loop compute or move of parameters alone, and what
+            devices of a ``shard_map`` exchange of them.
     """
 
     kind: Literal["view", "derived", "activation", "constant"]
@@ -212,7 +214,7 @@ class OpCall(abc.ABC):
         Returns:
             The expression; None if the engine does not know it. ``expression.kind(is_parameter)``,
             with a predicate of pytree paths, is a kind as in ``ValueKind``.
-            ``expression.is_dynamic(is_parameter)`` is whether the program computes an index of it.
+            ``expression.is_known(is_parameter)`` is whether that is known before the program runs.
             Its ``str`` is for messages.
         """
         return None

@@ -191,8 +191,10 @@ def read(folder: Any) -> Tuned:
         raise LlmError(f"{folder} has no adapters yet. Run finetune with it again.")
     arrays, step = read_state(folder / STATE)
     base = folder / facts["base"]["folder"]
-    if not base.is_dir():
-        raise LlmError(f"{base} must be the base of {folder}, got no folder. Put it there again.")
+    if not base.exists():
+        raise LlmError(
+            f"{base} must be the base of {folder}, got nothing there. Put it there again."
+        )
     lora, of = xla.Lora(**facts["adapters"]), facts["training"]["steps"]
     return Tuned(base, facts["base"]["name"], lora, step, of, adapters_in(arrays))
 

@@ -5,11 +5,11 @@ Written by LiteRT-LM's own builder, https://ai.google.dev/edge/litert-lm/file_bu
 
 import importlib
 import itertools
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from . import beside
 from .config import LlmError
 from .tokenizer import byte_level, read_stops
 
@@ -41,8 +41,8 @@ class Bundle:
     """
 
     def __init__(self, folder, positions):
-        path = Path(folder) / "tokenizer.json"
-        self._tokenizer = path.read_text() if path.is_file() else byte_level().to_str()
+        text = beside.text_of(folder, beside.TOKENIZER)
+        self._tokenizer = byte_level().to_str() if text is None else text
         self._metadata = _metadata(Path(folder), self._tokenizer, positions)
 
     def write(self, path, model):
@@ -101,15 +101,10 @@ def _metadata(folder, tokenizer, positions):
 
 def _template(folder):
     """Return the chat template of a folder, where Hugging Face has it, or None."""
-    alone, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
-    if alone.is_file():
-        return alone.read_text()
-    if not config.is_file():
-        return None
-    try:
-        found = json.loads(config.read_text()).get("chat_template")
-    except (ValueError, AttributeError) as error:
-        raise LlmError(f"{config} must be an object in JSON, got: {error}.") from error
+    alone = beside.text_of(folder, "chat_template.jinja")
+    if alone is not None:
+        return alone
+    found = beside.json_of(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(found, list):  # several, by name
         found = {one["name"]: one["template"] for one in found}.get("default")
     return found

@@ -1,24 +1,28 @@
-"""From a float folder and a text to a quantized folder: bits where they matter, and GPTQ.
+"""From a float folder and a text to a quantized one: bits where they matter, GPTQ, fitted scales.
 
 Unlike ``quantized.quantize`` this has the whole model in memory, in float, and runs it on the text.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
-import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
+from tqdm import tqdm
 
 import provider_xla as xla
+import quant_numerics as qn
 
-from . import checkpoint, model, quantized
+from . import checkpoint, floats, model, quantized
 from .config import Config, LlmError
 from .rules import FORMATS
 from .tokenizer import read_tokenizer
@@ -29,8 +33,10 @@ AT_ONCE = 512
 """Tokens of a batch, at least, if there are as many."""
 MEASURED = 2048
 """Tokens on which formats are measured: each parameter in each format is run once."""
-QTYPES = ("int2", "int3", "int4", "int5", "int6", "int8")
+QTYPES = ("int2", "int3", "int4", "nf4", "int5", "int6", "int8")
 TILES = (32, 64, 128)
+EPOCHS, RATE = 2, 2e-3
+"""How often scales see the text to be fitted, and by how much the first step changes them."""
 LEAST_BITS, MOST_BITS = 2.2, 8.5
 
 
@@ -79,7 +85,7 @@ def quantize(
         "text": [hashlib.sha256(text.encode()).hexdigest(), window],
     }
     quantized.begin(folder, out, quantized.SOURCE, facts)
-    _, params = checkpoint.read(folder)
+    params = checkpoint.gathered(config, floats.opened(folder).get)
     params = jax.tree.map(jnp.asarray, params)
     plan, stored = optimized(config, params, batches, rules, bits)
     # Those that a narrower rule has left nothing to decide would be reported at each start.
@@ -129,31 +135,80 @@ def optimized(
         rows = np.concatenate(batches)[::each]
         asked = {"qtypes": QTYPES, "tile_size": TILES, "error": divergence, "errors": errors}
         plan = plan.allocate(params, rows, budget_bits=bits, **asked)
-    # Which is better depends on the format: Ranges clips, and Gptq moves later channels beyond what
-    # is left, which costs 3 bits and more something, and 2 bits less than their wide steps.
-    gptq = xla.Gptq(sequential=config.layers)
-    data = [(one,) for one in batches]
-    found = [
-        plan.optimize(params, data, passes, prepack=False)
-        for passes in ([gptq], [xla.Ranges(), gptq])
-    ]
-    return plan, _least(*found)
+    passes = [xla.Gptq(sequential=config.layers)]
+    found = plan.optimize(params, [(one,) for one in batches], passes, prepack=False)
+    return plan, fitted(config, params, found.params, batches)
 
 
-def _least(first: Any, second: Any) -> Any:
-    """Return the parameters of two results of passes, of which each has the least error."""
-    pairs = zip(first.report, second.report, strict=True)
-    better = {
-        one.path
-        for one, other in pairs
-        if other.after.get("Gptq", math.inf) < one.after.get("Gptq", math.inf)
-    }
+def fitted(config: Config, params: Any, stored: Any, batches: Any) -> Any:
+    """Return stored parameters with the scales that predict most like the float model.
 
-    def chosen(path: Any, one: Any, other: Any) -> Any:
-        return other if f"args[0]{jax.tree_util.keystr(path)}" in better else one
+    ``Gptq`` sees a matrix at a time. What all roundings do together to the predictions is made less
+    here: each scale, and each number that stays float, has a factor, which Adam fits to the
+    divergence of the predictions. Quantized values stay (the second phase of EfficientQAT, Chen et
+    al. 2024, arXiv:2407.11062, with the float model to learn from).
 
-    is_leaf = lambda x: hasattr(x, "qtype")  # noqa: E731
-    return jax.tree_util.tree_map_with_path(chosen, first.params, second.params, is_leaf=is_leaf)
+    Args:
+        params: float.
+        stored: the same, quantized and packed for no kernel.
+        batches: int32 tokens ``[batch, length]``, each.
+    """
+    leaves, tree = jax.tree.flatten(stored, is_leaf=_is_quantized)
+    # Unpacked once: a step would take bits apart again.
+    values = [leaf.unpacked() if _is_quantized(leaf) else leaf for leaf in leaves]
+    multiplied = [x.scale if _is_quantized(x) else x for x in leaves]
+    factors: Any = [jnp.ones(x.shape, jnp.float32) if _is_fitted(x) else None for x in multiplied]
+    optimizer = optax.adam(optax.cosine_decay_schedule(RATE, EPOCHS * len(batches)))
+
+    def loss(factors: Any, values: Any, params: Any, tokens: Any) -> jax.Array:
+        # In float32, whatever scales have: their gradients would vanish in float16.
+        now = [_restored(_multiplied(x, f)) for x, f in zip(values, factors, strict=True)]
+        actual = model.logits(config, jax.tree.unflatten(tree, now), tokens, remat=True)
+        return divergence(model.logits(config, params, tokens), actual)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(factors: Any, state: Any, values: Any, params: Any, tokens: Any) -> tuple[Any, Any]:
+        grads = jax.grad(loss)(factors, values, params, tokens)
+        updates, state = optimizer.update(grads, state)
+        return optax.apply_updates(factors, updates), state
+
+    state = optimizer.init(factors)
+    rng = np.random.default_rng(0)
+    order = np.concatenate([rng.permutation(len(batches)) for _ in range(EPOCHS)])
+    for i in tqdm(order, desc="fitting scales", unit="step", disable=not sys.stderr.isatty()):
+        factors, state = step(factors, state, values, params, batches[i])
+    found = [_with_dtype(_multiplied(leaf, f), leaf)
+             for leaf, f in zip(leaves, factors, strict=True)]  # fmt: skip
+    return jax.tree.unflatten(tree, found)
+
+
+def _is_quantized(x: Any) -> bool:
+    return isinstance(x, qn.QArray | qn.PackedQArray)
+
+
+def _is_fitted(x: Any) -> bool:
+    """Return whether numbers are fine enough for a factor: scales of a byte are a format's own."""
+    return jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1
+
+
+def _multiplied(x: Any, factor: Any) -> Any:
+    """Return a parameter with its scales, or what stays float, times a factor, in float32."""
+    if factor is None:
+        return x
+    if not _is_quantized(x):
+        return x.astype(jnp.float32) * factor
+    return dataclasses.replace(x, scale=x.scale.astype(jnp.float32) * factor)
+
+
+def _with_dtype(x: Any, like: Any) -> Any:
+    """Return a parameter as it was stored."""
+    if not _is_quantized(x):
+        return x.astype(like.dtype)
+    return dataclasses.replace(x, scale=x.scale.astype(like.scale.dtype))
+
+
+def _restored(x: Any) -> Any:
+    return qn.dequantize(x) if _is_quantized(x) else x
 
 
 def divergence(expected: jax.Array, actual: jax.Array) -> jax.Array:

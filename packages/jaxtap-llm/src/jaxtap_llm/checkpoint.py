@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ BESIDE = re.compile(
 )
 """Begins the names of encoders of images and sounds, and of drafts of further tokens."""
 BESIDE_OF = frozenset(NESTED.values())
+Get = Callable[[str, int | None], np.ndarray]
+"""Returns a parameter by its name, float32: of a layer, or around the layers for None."""
 
 
 def shapes(config, dtype=jnp.float32):
@@ -450,7 +453,7 @@ def check_tensors(config, files):
 
 
 def opened(folder):
-    """Return the config of a float folder, and what returns a parameter: see ``floats.Get``."""
+    """Return the config of a float folder, and what returns a parameter: see ``Get``."""
     from safetensors import safe_open
 
     config, files = read_config(folder), find_files(folder)
@@ -470,13 +473,18 @@ def opened(folder):
 def read(folder):
     """Return the config and the float parameters of a folder, float32 in NumPy."""
     config, get = opened(folder)
+    return config, gathered(config, get)
+
+
+def gathered(config, get):
+    """Return the tree of parameters that are got one by one; ``get`` is a ``Get``."""
     params: dict = {name: get(name, None) for name in tensor_names(config)}
     for stack in config.stacks:
         params[stack.name] = {
             name: np.stack([get(name, i) for i in stack.layers])
             for name in tensor_names(config, stack.layers[0])
         }
-    return config, params
+    return params
 
 
 def write(folder, fields, config, params, shards=1):
@@ -497,7 +505,7 @@ def write_each(folder, fields, config, get, dtype, shards=None):
         folder: that is made, or is empty.
         fields: of config.json.
         config: of the model.
-        get: what returns a parameter: see ``floats.Get``.
+        get: what returns a parameter: see ``Get``.
         dtype: of all tensors.
         shards: how many files there are, at most; None for files of 5 GB.
     """

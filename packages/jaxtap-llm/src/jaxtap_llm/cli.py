@@ -20,6 +20,7 @@ jaxtap llm quantize FOLDER OUT --preset int4
 jaxtap llm quantize FOLDER OUT --bits 3.5 --calibrate book.txt
 jaxtap llm generate OUT --prompt "Once upon a time"
 jaxtap llm generate Qwen2.5-0.5B-Instruct-GPTQ-Int4 --prompt "Hello"
+jaxtap llm generate Phi-4-mini-instruct-Q4_K_M.gguf --prompt "Hello"
 jaxtap llm export OUT PROGRAMS
 jaxtap llm device FOLDER model.tflite --text book.txt
 """
@@ -95,7 +96,8 @@ def _quantize(commands):
             print(plan)
 
     parser = _command(commands, "quantize", run, "Quantize a Hugging Face folder.")
-    parser.add_argument("folder", help="with config.json, safetensors files, tokenizer.json")
+    text = "with config.json, safetensors files, tokenizer.json; or a float .gguf file"
+    parser.add_argument("folder", help=text)
     parser.add_argument("out", help="folder to write; a run that was interrupted goes on in it")
     rules = _rules(parser, "int4")
     text = "of a weight on average, as 3.5: each kind of matrix gets a format (with --calibrate)"
@@ -137,7 +139,9 @@ def _generate(commands):
         print()
 
     parser = _command(commands, "generate", run, "Continue a prompt.")
-    parser.add_argument("out", help="what quantize or export wrote, or a quantized folder")
+    parser.add_argument(
+        "out", help="what quantize or export wrote, a folder of Hugging Face, or a .gguf file"
+    )
     parser.add_argument("--prompt", required=True)
     parser.add_argument("--count", type=_count, default=128, help="tokens (default 128)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest (default)")
@@ -164,7 +168,9 @@ def _perplexity(commands):
         print(f"perplexity {found:.4f} of {len(tokens)} tokens in windows of {args.window}")
 
     parser = _command(commands, "perplexity", run, "Measure how well a model expects a text.")
-    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
+    parser.add_argument(
+        "out", help="what quantize wrote, a folder of Hugging Face, or a .gguf file"
+    )
     parser.add_argument("text", help="a file of text")
     parser.add_argument("--window", type=_count, default=512, help="tokens (default 512)")
     _forms(parser, "decode token by token from such a cache (default: none, all at once)")
@@ -182,7 +188,9 @@ def _bench(commands):
             print(f"{name:16} {middle:10.1f} {best:10.1f}", flush=True)
 
     parser = _command(commands, "bench", run, "Time prefill and decoding.")
-    parser.add_argument("out", help="what quantize wrote, or a quantized folder")
+    parser.add_argument(
+        "out", help="what quantize wrote, a folder of Hugging Face, or a .gguf file"
+    )
     parser.add_argument("--prompts", type=_count, nargs="*", default=[128, 512])
     parser.add_argument("--contexts", type=_count, nargs="*", default=[128, 1024])
     parser.add_argument("--steps", type=_count, default=64)
@@ -206,7 +214,9 @@ def _finetune(commands):
 
     text = "Train adapters beside a quantized model, on a text (QLoRA)."
     parser = _command(commands, "finetune", run, text)
-    parser.add_argument("folder", help="of Hugging Face, float or quantized; or quantize's")
+    parser.add_argument(
+        "folder", help="of Hugging Face, float or quantized; quantize's; or a .gguf file"
+    )
     parser.add_argument(
         "data", help="a text; or .jsonl, with a text, or a prompt and a completion, in each line"
     )
@@ -264,7 +274,9 @@ def _export(commands):
 
     text = "Write lowered programs, from which generate starts quickly; or files for others."
     parser = _command(commands, "export", run, text)
-    parser.add_argument("out", help="what quantize or finetune wrote, or a folder of Hugging Face")
+    parser.add_argument(
+        "out", help="what quantize or finetune wrote, a folder of Hugging Face, or a .gguf file"
+    )
     parser.add_argument("programs", metavar="to", help="folder or file to write")
     kinds = parser.add_mutually_exclusive_group()
     kinds.add_argument("--adapter", action="store_true", help="the adapters, for PEFT")
@@ -283,12 +295,15 @@ def _export(commands):
 
 def _device(commands):
     def run(args):
-        from . import checkpoint, device
+        from . import checkpoint, device, floats, folders
         from .tokenizer import read_tokenizer
 
         if not args.out.parent.is_dir():
             raise LlmError(f"{args.out} must be in a folder that is there. Make it first.")
-        config, params = checkpoint.read(args.folder)
+        if Path(args.folder).exists() and not folders.is_float(args.folder):
+            raise LlmError(f"{args.folder} must have a float model, got a quantized one.")
+        read = floats.opened(args.folder)
+        config, params = read.config, checkpoint.gathered(read.config, read.get)
         tokens = None
         if args.text is not None:
             tokens = read_tokenizer(args.folder, config).encode(_read(args.text))

@@ -6,9 +6,9 @@ import dataclasses
 import json
 import math
 import os
-from pathlib import Path
 from typing import Any
 
+from . import beside
 from .config import Config, Delta, LlmError
 from .kinds import Kind
 from .ropes import Rope
@@ -116,24 +116,19 @@ def read_config(folder: str | os.PathLike[str], quantized: bool = False) -> Conf
     Raises:
         LlmError: config.json is missing, or is of another family or form.
     """
-    return parse_config(read_fields(folder), Path(folder) / "config.json", quantized)
+    return parse_config(read_fields(folder), beside.path_of(folder, beside.CONFIG), quantized)
 
 
-def read_fields(folder):
-    """Return what a folder's config.json has.
+def read_fields(folder: Any) -> dict[str, Any]:
+    """Return what a folder's config.json has, or a file of llama.cpp instead.
 
     Raises:
         LlmError: there is none, or it is not JSON.
     """
-    path = Path(folder) / "config.json"
-    try:
-        return text_fields(json.loads(path.read_text()))
-    except OSError as error:
-        raise LlmError(
-            f"{folder} must have a config.json, as Hugging Face's folders do."
-        ) from error
-    except ValueError as error:
-        raise LlmError(f"{path} must be JSON, got: {error}.") from error
+    found = beside.json_of(folder, beside.CONFIG)
+    if not found:
+        raise LlmError(f"{folder} must have a config.json, as Hugging Face's folders do.")
+    return text_fields(found)
 
 
 def text_fields(fields: Any) -> Any:
@@ -177,7 +172,7 @@ def parse_config(fields, path="config.json", quantized=False):
         return _parse(family, fields, path)
     except KeyError as error:
         raise LlmError(f"{path} must have {error.args[0]}, as {family}'s files do.") from error
-    except (AttributeError, TypeError, ValueError) as error:
+    except (AttributeError, TypeError, ValueError, ArithmeticError) as error:
         raise LlmError(f"{path} must be as {family}'s files are, got: {error}.") from error
 
 
@@ -499,15 +494,17 @@ def _of_layers(family, fields, path):
 
     def number(name):
         value = chosen[name]
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not _is_above_0(value):
             raise LlmError(f"{path}: {name} of {kind} must be a number above 0, got {value!r}.")
         return value
 
     if kind == "proportional":
         factor = number("factor") if "factor" in chosen else 1.0
         return Rope(theta, factor, share=share, proportional=True), local
+    if kind in LONGROPE:
+        return _longrope(family, fields, path, chosen, Rope(theta, share=share)), local
     if share != 1:
-        raise LlmError(f"{path}: rope_type must be default for {family}, got {kind}.")
+        raise LlmError(f"{path}: rope_type must be default or longrope for {family}, got {kind}.")
     if kind == "linear":
         return Rope(theta, number("factor")), local
     if kind == "llama3":
@@ -533,9 +530,59 @@ def _of_layers(family, fields, path):
         yarn = fast, slow, length, bool(chosen.get("truncate", True))
         return Rope(theta, factor, yarn=yarn, scale=scale), local
     raise LlmError(
-        f"{path}: rope_type must be default, linear, llama3, yarn (without mscale) or "
+        f"{path}: rope_type must be default, linear, llama3, yarn (without mscale), longrope or "
         f"proportional, got {kind}. Positions would be wrong without it."
     )
+
+
+LONGROPE = ("longrope", "su")
+"""What files call LongRoPE: the second before it was published."""
+
+
+def _longrope(family: str, fields: Any, path: Any, chosen: Any, rope: Rope) -> Rope:
+    """Return rotary positions with LongRoPE's factors.
+
+    Args:
+        family: of the model.
+        fields: of the file, with sizes and lengths.
+        path: of the file.
+        chosen: what it says of these positions.
+        rope: without factors.
+    """
+    size = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
+    pairs, factors = len(rope.frequencies(size)), []
+    for name in ("short_factor", "long_factor"):
+        found = chosen[name]
+        if not isinstance(found, list) or len(found) != pairs or not all(map(_is_above_0, found)):
+            raise LlmError(
+                f"{path}: {name} of longrope must be a list of {pairs} numbers above 0, one for "
+                "each pair of a head that turns."
+            )
+        factors.append(tuple(map(float, found)))
+    name = "original_max_position_embeddings"
+    length = chosen.get(name, fields.get(name, 4096 if family == "phi3" else None))
+    factor = chosen.get("factor")
+    if factor is None and _is_above_0(length):
+        factor = fields["max_position_embeddings"] / length
+    for one, value, least in ((name, length, 1), ("factor", factor, 0)):
+        if not _is_above_0(value) or value <= least:
+            raise LlmError(
+                f"{path}: {one} of longrope must be a number above {least}, got {value!r}."
+            )
+    scale = chosen.get("attention_factor")
+    if scale is None:  # as the paper has it
+        scale = math.sqrt(1 + math.log(factor) / math.log(length)) if factor > 1 else 1.0
+    if not _is_above_0(scale):
+        raise LlmError(f"{path}: attention_factor must be a number above 0, got {scale!r}.")
+    return dataclasses.replace(
+        rope, longrope=(factors[0], factors[1], int(length)), scale=float(scale)
+    )
+
+
+def _is_above_0(value: Any) -> bool:
+    """Return whether a field is a number above 0."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 < value < math.inf
 
 
 LINEAR = "linear_attention"
@@ -554,7 +601,8 @@ def _windows(family, fields, path):
         every = {"gemma2": 2, "gemma3_text": fields.get("sliding_window_pattern", 6), "gpt_oss": 2}
         every = (every | {"gemma4_text": 6}).get(family)
         if family in ("mistral", "mixtral", "phi3"):
-            local = [window > 0] * layers
+            # One that no position is behind is none, as Phi-3.5's.
+            local = [0 < window < fields.get("max_position_embeddings", math.inf)] * layers
         elif family == "llama4_text":  # those with positions
             interval = fields["no_rope_layer_interval"]
             turns = fields.get("no_rope_layers") or [(i + 1) % interval for i in range(layers)]

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from . import adapters, checkpoint, published, quantized
+from . import adapters, beside, checkpoint, gguf_source, published, quantized
 from .config import Config
 from .fields import read_fields
-
-Get = Callable[[str, int | None], np.ndarray]
-"""Returns a parameter by its name, float32: of a layer, or around the layers for None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +26,7 @@ class Floats:
 
     config: Config
     fields: dict[str, Any]
-    get: Get
+    get: checkpoint.Get
 
 
 def opened(folder: Any) -> Floats:
@@ -54,8 +50,10 @@ def opened(folder: Any) -> Floats:
     return Floats(config, fields, functools.partial(_added, config, tuned, get))
 
 
-def _of_base(folder: Path) -> tuple[Config, Get]:
+def _of_base(folder: Path) -> tuple[Config, checkpoint.Get]:
     """Return the config of a folder without adapters, and what returns its parameters."""
+    if beside.is_gguf(folder):
+        return gguf_source.opened(folder)
     if quantized.is_quantized(folder):
         return quantized.opened(folder)
     if published.is_published(folder):
@@ -64,7 +62,7 @@ def _of_base(folder: Path) -> tuple[Config, Get]:
 
 
 def _added(
-    config: Config, tuned: adapters.Tuned, get: Get, name: str, layer: int | None
+    config: Config, tuned: adapters.Tuned, get: checkpoint.Get, name: str, layer: int | None
 ) -> np.ndarray:
     """Return a parameter with its adapter added, in float32."""
     array = get(name, layer)

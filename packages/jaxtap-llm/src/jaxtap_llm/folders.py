@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from . import adapters, checkpoint, published, quantized
+from . import adapters, beside, checkpoint, gguf_source, published, quantized
 from .config import Config
 from .rules import rules_for
 
@@ -52,12 +52,16 @@ def load_base(folder: Any, dtype: str, lora: Any = None) -> tuple[Config, Any, A
 
 def is_float(folder: Any) -> bool:
     """Return whether a folder has a float model."""
+    if beside.is_gguf(folder):
+        return gguf_source.is_float(folder)
     return not quantized.is_quantized(folder) and not published.is_published(folder)
 
 
 def read(folder: Any, dtype: str) -> tuple[Config, list[Any], Any]:
     """Return the config, the rules and the stored parameters, which are packed for no kernel."""
     folder = Path(folder)
+    if beside.is_gguf(folder):
+        return gguf_source.read(folder, dtype)
     if quantized.is_quantized(folder):
         return quantized.read(folder, dtype)
     if published.is_published(folder):

@@ -6,7 +6,6 @@ import math
 import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,30 +14,10 @@ import numpy as np
 import provider_xla as xla
 import quant_numerics as qn
 
-from . import adapters, checkpoint, floats, gguf_families, vocabulary
+from . import adapters, checkpoint, floats, gguf_families, gguf_layout, vocabulary
 from .config import Config, LlmError
 from .fields import read_config
 
-ARCHITECTURES = {
-    "llama": "llama",
-    "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "qwen3_moe": "qwen3moe",
-    "gemma2": "gemma2",
-    "gemma3_text": "gemma3",
-    "mixtral": "llama",
-    "phi3": "phi3",
-    "smollm3": "smollm3",
-    "gpt_oss": "gpt-oss",
-    "llama4_text": "llama4",
-    "gemma4_text": "gemma4",
-    "qwen3_5_text": "qwen35",
-    "qwen3_5_moe_text": "qwen35moe",
-}
-"""What llama.cpp calls the families that are written."""
-INTERLEAVED = ("llama", "smollm3")
-"""Architectures whose rotary pairs are neighbours: the halves of a head are interleaved."""
 _WINDOWED = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2, "llama4_text": 4}
 """Every so many layers one has no window, where the others have one."""
 _FLOAT = re.compile(r"ffn_gate_inp|ssm_(conv1d|alpha|beta)")
@@ -56,7 +35,7 @@ def architecture(config: Config) -> str:
     """
     for problem in _problems(config):
         raise LlmError(f"{problem}: llama.cpp computes {config.family} so.")
-    return ARCHITECTURES[config.family]
+    return gguf_layout.ARCHITECTURES[config.family]
 
 
 def _problems(config: Config) -> Iterator[str]:
@@ -78,33 +57,10 @@ def _problems(config: Config) -> Iterator[str]:
     yield from gguf_families.problems(config)
 
 
-def parts(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a parameter of one layer is in a file: names, and arrays ``[..., out, in]``.
-
-    Args:
-        config: of the layer, as ``config.view`` returns it.
-        name: of the parameter.
-        array: float, ``[..., in, out]``; or the second factor of its adapter.
-    """
-    size = config.head_size
-    array = gguf_families.reordered(config, name, np.asarray(array))
-    for part, one in gguf_families.split(config, name, array):
-        one = one.swapaxes(-1, -2) if one.ndim > 1 and not part.endswith("bias") else one
-        if ARCHITECTURES[config.family] in INTERLEAVED and part.startswith(("attn_q.", "attn_k.")):
-            one = one.reshape(-1, 2, size // 2, *one.shape[1:]).swapaxes(1, 2).reshape(one.shape)
-        yield part, one
-
-
-def tensors(config: Config, get: floats.Get) -> Iterator[tuple[str, np.ndarray]]:
+def tensors(config: Config, get: checkpoint.Get) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the tensors of a file with their names, in float32."""
-    yield "token_embd.weight", get("embed", None)
-    yield "output_norm.weight", get("norm", None)
-    if not config.tied:
-        yield "output.weight", get("head", None).T
-    if config.layer_input:
-        yield "per_layer_token_embd.weight", get("input_embed", None)
-        yield "per_layer_model_proj.weight", get("input_project", None).T
-        yield "per_layer_proj_norm.weight", get("input_norm", None)
+    for name in checkpoint.tensor_names(config):
+        yield from gguf_layout.parts(config, name, get(name, None))
     first = config.ropes[0]
     if first.llama3 is not None or first.proportional:
         whole = [i for i, window in enumerate(config.windows) if not window] or [0]
@@ -113,9 +69,12 @@ def tensors(config: Config, get: floats.Get) -> Iterator[tuple[str, np.ndarray]]
         # What stands still is slowed down by as much as llama.cpp's own files have.
         slower = np.divide(plain, turns, out=np.full(len(turns), 1e30), where=turns > 0)
         yield "rope_freqs.weight", slower.astype(np.float32)
+    if first.longrope is not None:
+        for name, factors in zip(("short", "long"), first.longrope, strict=False):
+            yield f"rope_factors_{name}.weight", np.asarray(factors, np.float32)
     for i in range(config.layers):
         for name in checkpoint.tensor_names(config, i):
-            for part, array in parts(config.view(i), name, get(name, i)):
+            for part, array in gguf_layout.parts(config.view(i), name, get(name, i)):
                 yield f"blk.{i}.{part}", array
 
 
@@ -151,45 +110,20 @@ def _q4_0(array: np.ndarray) -> qn.QArray:
 
 
 def metadata(config: Config, fields: dict[str, Any], form: str) -> dict[str, Any]:
-    """Return what a file says of a model, but for its tokens."""
-    name = architecture(config)
-    found: dict[str, Any] = {
-        "context_length": int(fields.get("max_position_embeddings", 4096)),
-        "embedding_length": config.width,
-        "block_count": config.layers,
-        "feed_forward_length": config.inner,
-        "attention.head_count": config.heads,
-        "attention.head_count_kv": config.kv_heads,
-        "attention.key_length": config.head_size,
-        "attention.value_length": config.head_size,
-        "attention.layer_norm_rms_epsilon": float(config.epsilon),
-        "rope.dimension_count": config.head_size,
-        "rope.freq_base": float(config.ropes[0].theta),
-    }
-    first = config.ropes[0]
-    if first.yarn is not None:
-        found |= gguf_families.yarn(first)
-    elif first.llama3 is None and first.factor != 1:
-        found["rope.scaling.type"] = "linear"
-        found["rope.scaling.factor"] = float(first.factor)
-    if any(config.windows) and not config.chunked:
-        found["attention.sliding_window"] = max(config.windows)
-    if config.softcap:
-        found["attn_logit_softcapping"] = float(config.softcap)
-    if config.final_softcap:
-        found["final_logit_softcapping"] = float(config.final_softcap)
-    if config.experts:
-        found |= {
-            "expert_count": config.experts,
-            "expert_used_count": config.experts_per_token,
-            "expert_feed_forward_length": config.inner,
-        }
-    found |= gguf_families.metadata(config)
-    general = {"general.architecture": name, "general.file_type": _FILE_TYPES[form]}
-    return general | {f"{name}.{key}": value for key, value in found.items()}
+    """Return what a file says of a model, but for its tokens.
+
+    Raises:
+        LlmError: the config has what llama.cpp does not compute for it.
+    """
+    general = {"general.architecture": architecture(config)}
+    return (
+        general
+        | {"general.file_type": _FILE_TYPES[form]}
+        | gguf_layout.architecture_keys(config, fields)
+    )
 
 
-def write(path: Any, config: Config, get: floats.Get, about: dict[str, Any], form: str) -> None:
+def write(path: Any, config: Config, get: checkpoint.Get, about: dict[str, Any], form: str) -> None:
     """Write a file of a model.
 
     Args:
@@ -222,7 +156,7 @@ def export(
         raise LlmError(f"--format must be one of {', '.join(FORMATS)} with --gguf, got {form}.")
     config = read_config(folder, quantized=True)
     architecture(config)
-    tokens = vocabulary.metadata(Path(folder), config)
+    tokens = vocabulary.metadata(folder, config)
     model = floats.opened(folder)
     write(path, config, model.get, metadata(config, model.fields, form) | tokens, form)
 
@@ -250,7 +184,7 @@ def export_adapter(folder: str | os.PathLike[str], path: str | os.PathLike[str])
         for name, (a, b) in adapters.of_layer(config, tuned.arrays, i).items():
             one = config.view(i)
             a = gguf_families.reordered_inputs(one, name, np.asarray(a))
-            for part, array in parts(one, name, b):
+            for part, array in gguf_layout.parts(one, name, b):
                 tree[f"blk.{i}.{part}.lora_a"] = np.ascontiguousarray(a.T)
                 tree[f"blk.{i}.{part}.lora_b"] = np.ascontiguousarray(array)
     xla.save_gguf(path, tree, metadata=about)

@@ -57,6 +57,14 @@ OF_DELTA = {
     "delta_decay": ["ssm_a"],
     "out": ["ssm_out"],
 }
+AROUND = {
+    "embed": ["token_embd"],
+    "norm": ["output_norm"],
+    "head": ["output"],
+    "input_embed": ["per_layer_token_embd"],
+    "input_project": ["per_layer_model_proj"],
+    "input_norm": ["per_layer_proj_norm"],
+}
 ENDS = {"router_scale": ".scale", "expert_scale": ".scale", "delta_decay": ""}
 """Ends of names of tensors, where they are neither weights nor biases."""
 AFTER_ATTENTION = ("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text")
@@ -64,7 +72,15 @@ AFTER_ATTENTION = ("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def names_of(config: Config, name: str) -> list[str]:
+    """Return the names of the tensors of a parameter, behind those of its layer."""
+    end = ENDS.get(name, ".bias" if name.endswith("bias") else ".weight")
+    return [f"{one}{end}" for one in _stems(config, name)]
+
+
+def _stems(config: Config, name: str) -> list[str]:
     """Return the names of the tensors of a parameter, without their ends."""
+    if name in AROUND:
+        return AROUND[name]
     names = dict(NAMES)
     if config.experts:
         names |= OF_EXPERTS
@@ -82,56 +98,76 @@ def names_of(config: Config, name: str) -> list[str]:
     return found[: len(config.projected_heads)] if name == "qkv" else found
 
 
+def columns(config: Config, name: str, width: int) -> list[int]:
+    """Return how many columns of a parameter each of its tensors has."""
+    count = len(names_of(config, name))
+    if name.startswith("qkv") and count > 1:
+        return [n * config.head_size for n in config.projected_heads]
+    if name == "delta_in":
+        assert config.delta is not None
+        return [config.delta.width, width - config.delta.width]
+    return [width // count] * count
+
+
+def takes_turns(config: Config, name: str) -> bool:
+    """Return whether gates and values of a parameter take turns, as gpt-oss's."""
+    return bool(config.limit) and name.startswith("gate_up")
+
+
 def split(config: Config, name: str, array: Any) -> Iterator[tuple[str, Any]]:
     """Yield the tensors of a parameter: names, and arrays ``[..., in, out]``."""
     names = names_of(config, name)
-    ends: list[int] = []
-    if name.startswith("qkv") and len(names) > 1:
-        ends = np.cumsum([n * config.head_size for n in config.projected_heads])[:-1].tolist()
-    elif name == "delta_in":
-        assert config.delta is not None
-        ends = [config.delta.width]
-    elif len(names) > 1:
-        ends = [array.shape[-1] // 2]
-    if config.limit and name.startswith("gate_up"):  # gates and values take turns
+    if takes_turns(config, name):
         parts = [array[..., ::2], array[..., 1::2]]
     else:
-        parts = np.split(array, ends, axis=-1) if len(names) > 1 else [array]
+        ends = np.cumsum(columns(config, name, array.shape[-1]))[:-1].tolist()
+        parts = np.split(array, ends, axis=-1)
     for part, one in zip(names, parts, strict=True):
-        one = one[:, 0] if name == "shared_router" else one
-        yield part + ENDS.get(name, ".bias" if name.endswith("bias") else ".weight"), one
+        yield part, one[:, 0] if name == "shared_router" else one
 
 
 def reordered(config: Config, name: str, array: Any) -> Any:
     """Return a parameter with the heads of values as llama.cpp has them: those of a key apart."""
-    d = config.delta
-    if d is None or config.mixer != "delta":
-        return array
     if name == "delta_decay":
         array = -np.exp(array)
     if name == "delta_conv":
         array = array[:, 0].T  # as the others, [taps, numbers]
-    if name == "out" and array.shape[-2] == d.values * d.value_size:
-        return reordered_inputs(config, name, array)
+    rows = row_order(config, name)
+    if rows is not None:
+        # The second factor of an adapter has no inputs of the layer's.
+        return array[rows] if array.shape[-2] == len(rows) else array
+    order = column_order(config, name, array.shape[-1])
+    return array if order is None else array[..., order]
+
+
+def column_order(config: Config, name: str, width: int) -> Any:
+    """Return where llama.cpp takes each column of a parameter from; None for their order here."""
+    d = config.delta
+    if d is None or config.mixer != "delta":
+        return None
     size, first = d.value_size, 0
     if name in ("delta_in", "delta_conv"):
         first = 2 * d.keys * d.key_size
     elif name in ("delta_gates", "delta_bias", "delta_decay"):
         size = 1
     else:
-        return array
-    parts = [array[..., :first]] if first else []
-    step = d.values * size
-    for start in range(first, array.shape[-1], step):
-        parts.append(array[..., start : start + step][..., _order(config, size)])
-    return np.concatenate(parts, axis=-1)
+        return None
+    parts, step = [np.arange(first)], d.values * size
+    parts += [start + _order(config, size) for start in range(first, width, step)]
+    return np.concatenate(parts)
+
+
+def row_order(config: Config, name: str) -> Any:
+    """Return where llama.cpp takes each input of a parameter from; None for their order here."""
+    if config.delta is None or config.mixer != "delta" or name != "out":
+        return None
+    return _order(config, config.delta.value_size)
 
 
 def reordered_inputs(config: Config, name: str, array: Any) -> Any:
     """Return a kernel, or the first factor of its adapter, with its inputs in that order."""
-    if config.delta is None or config.mixer != "delta" or name != "out":
-        return array
-    return array[_order(config, config.delta.value_size)]
+    order = row_order(config, name)
+    return array if order is None else array[order]
 
 
 def _order(config: Config, size: int) -> Any:
@@ -155,6 +191,16 @@ def yarn(rope: Rope) -> dict[str, Any]:
     }
 
 
+def longrope(rope: Rope) -> dict[str, Any]:
+    """Return what a file says of LongRoPE, whose factors are tensors."""
+    assert rope.longrope is not None
+    return {
+        "rope.scaling.type": "longrope",
+        "rope.scaling.original_context_length": rope.longrope[2],
+        "rope.scaling.attn_factor": float(rope.scale),
+    }
+
+
 def problems(config: Config) -> Iterator[str]:
     """Yield what llama.cpp does not read from a file of a family, and computes in another way."""
     first, family = config.ropes[0], config.family
@@ -164,6 +210,8 @@ def problems(config: Config) -> Iterator[str]:
         # gpt-oss says otherwise, and llama.cpp takes whole bounds for it all the same.
         if not first.yarn[3] and family != "gpt_oss":
             yield "truncate of yarn must be true for GGUF, got false"
+    if first.longrope is not None and family not in ("llama", "mistral", "mixtral", "phi3"):
+        yield f"rope_type must not be longrope for GGUF of {family}"
     if family == "gemma3_text" and any(x.theta != 1e4 or x.factor != 1 for x in config.ropes[1:]):
         yield "rope_local_base_freq must be 10000 for GGUF"
     if family == "smollm3" and config.rope_of != tuple(_every(config, 4)):

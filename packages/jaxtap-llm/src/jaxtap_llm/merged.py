@@ -14,7 +14,7 @@ import numpy as np
 import provider_xla as xla
 from provider_xla.file_formats import atomic_write
 
-from . import checkpoint, floats, quantized
+from . import beside, checkpoint, floats, quantized
 from .config import LlmError
 from .rules import FORMATS, rules_for
 
@@ -69,10 +69,10 @@ def export(
             )
         else:
             checkpoint.write_each(new, fields, config, model.get, kind)
-        quantized.copy_around(folder, new)
+        beside.copy(folder, new)
 
 
-def _stored(config: Any, get: floats.Get, rules: list[Any]) -> Any:
+def _stored(config: Any, get: checkpoint.Get, rules: list[Any]) -> Any:
     """Return quantized parameters, made of the floats of one layer at a time."""
     ends, plans = quantized.part_plans(config, rules)
     params = ends.quantize(

@@ -148,7 +148,7 @@ def run_segment(config, stacks, params, x, where, cache=None, shared=(), inputs=
         x, the cache and ``shared``.
     """
     views = [config.view(stack) for stack in stacks]
-    turns = [rotations(view, where.places, x.dtype) for view in views]
+    turns = [rotations(view, where.places, x.dtype, reach(where, x, cache)) for view in views]
     given = [
         {"p": params[stack.name], **facts(config, stack.layers)}
         | ({} if inputs is None else {"input": inputs[jnp.asarray(stack.layers)]})
@@ -453,14 +453,41 @@ def softcapped(x, cap):
     return jnp.tanh(x / cap) * cap if cap else x
 
 
-def rotations(config, positions, dtype):
+def reach(where, x, cache):
+    """Return how many positions there may be: an int, or ``[batch, length]`` of documents.
+
+    A cache says so before it is filled: keys that turned by other frequencies than those beside
+    them would be wrong. llama.cpp and vLLM do the same.
+    """
+    if cache is not None:
+        return max((array.shape[3] for name, array in cache.items() if name[0] == "k"), default=0)
+    if where.documents is None:
+        return x.shape[1]
+    at = jnp.arange(x.shape[1])
+    behind = jnp.pad(where.documents[:, 1:], ((0, 0), (0, 1)), constant_values=-1)
+    last = jnp.where(where.documents != behind, at, x.shape[1])
+    return where.places + lax.cummin(last, axis=1, reverse=True) - at + 1
+
+
+def rotations(config, positions, dtype, reach):
     """Return cosines and sines of each base, ``[bases, 2, ..., 1, pairs]``.
 
     Args:
         positions: int ``[length]``, or ``[batch, length]``.
+        dtype: of what is returned.
+        reach: see the function of that name.
     """
-    table = np.stack([rope.frequencies(config.head_size) for rope in config.ropes])
-    table = table.reshape(len(table), *[1] * (positions.ndim + 1), -1)
+    size, ones = config.head_size, [1] * (positions.ndim + 1)
+    near, far = (
+        np.stack([rope.frequencies(size, is_long) for rope in config.ropes]).reshape(
+            len(config.ropes), *ones, -1
+        )
+        for is_long in (False, True)
+    )
+    table = near
+    if any(rope.longrope for rope in config.ropes):
+        lengths = np.asarray([rope.length for rope in config.ropes]).reshape(-1, *ones, 1)
+        table = jnp.where(jnp.asarray(reach)[..., None, None] > lengths, far, near)
     angles = positions.astype(jnp.float32)[..., None, None] * table
     turns = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=1)
     if any(rope.scale != 1 for rope in config.ropes):

@@ -73,7 +73,7 @@ def read(folder, dtype="float32"):
 
 
 def opened(folder):
-    """Return the config of such a folder, and what returns a parameter: see ``floats.Get``."""
+    """Return the config of such a folder, and what returns a parameter: see ``checkpoint.Get``."""
     folder = Path(folder)
     config, files = read_config(folder, quantized=True), checkpoint.find_files(folder)
     config = checkpoint.located(config, files)

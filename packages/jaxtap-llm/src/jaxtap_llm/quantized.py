@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import os
-import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -23,7 +22,7 @@ from tqdm import tqdm
 import provider_xla as xla
 from provider_xla.file_formats import atomic_write
 
-from . import checkpoint, model
+from . import beside, checkpoint, gguf_source, model
 from .config import LlmError
 from .fields import read_config, read_fields
 from .rules import FORMATS, read_rules
@@ -31,7 +30,6 @@ from .tokenizer import read_tokenizer
 
 ENDS = "ends.safetensors"
 SOURCE = "source.json"
-AROUND = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 
 
 def whole_plan(config, rules, dtype=jnp.float32):
@@ -96,7 +94,15 @@ def quantize(folder: str | os.PathLike[str], out: str | os.PathLike[str], given:
     parts = [(ENDS, ends, None)]
     parts += [(_layer(i), layers[config.place(i)[0].name], i) for i in range(config.layers)]
     for name, part, i in tqdm(parts, "quantizing", disable=not sys.stderr.isatty()):
-        if not (out / name).exists():
+        if (out / name).exists():
+            continue
+        if beside.is_gguf(folder):
+            _, get = gguf_source.opened(folder)
+            params = {one: get(one, i) for one in checkpoint.tensor_names(config, i)}
+            if i is not None:
+                params = {config.place(i)[0].name: {one: x[None] for one, x in params.items()}}
+            xla.save(out / name, part.quantize(params, prepack=False), part)
+        else:
             names = checkpoint.sources(config, i)
             xla.quantize_file(part, files, out / name, names=names)
     return plan
@@ -128,9 +134,17 @@ def check(folder, given):
         LlmError: something in the folder or in a file of rules can't be used.
     """
     config = read_config(folder)
-    files = checkpoint.find_files(folder)
-    config = checkpoint.located(config, files)
-    checkpoint.check_tensors(config, files)
+    if beside.is_gguf(folder):
+        files = gguf_source.opened_model(folder).file.files
+        if not gguf_source.is_float(folder):
+            raise LlmError(
+                f"{folder} must have float tensors to be quantized, got quantized ones. Run "
+                "generate, finetune or export on it as it is."
+            )
+    else:
+        files = checkpoint.find_files(folder)
+        config = checkpoint.located(config, files)
+        checkpoint.check_tensors(config, files)
     read_tokenizer(folder, config)
     rules = read_rules(config, given)
     is_own = given not in FORMATS  # the user's rules: what they name must be there
@@ -176,15 +190,7 @@ def begin(folder, out, name, facts):
     out.mkdir(parents=True, exist_ok=True)
     with atomic_write(out / name, overwrite=True) as new:
         new.write_text(json.dumps(facts, indent=1))
-    shutil.copy(folder / "config.json", out / "config.json")
-    copy_around(folder, out)
-
-
-def copy_around(folder, out):
-    """Copy what a folder has beside its tensors and their config."""
-    for name in AROUND:
-        if (folder / name).is_file():
-            shutil.copy(folder / name, out / name)
+    beside.copy(folder, out, (beside.CONFIG, *beside.AROUND))
 
 
 def is_quantized(folder):
@@ -215,7 +221,7 @@ def read(out, dtype="float32"):
 
 
 def opened(out):
-    """Return the config of such a folder, and what returns a parameter: see ``floats.Get``.
+    """Return the config of such a folder, and what returns a parameter: see ``checkpoint.Get``.
 
     The file of one layer is in memory, and no more.
     """

@@ -20,6 +20,8 @@ class Rope:
             above stay, those below are stretched, and between them it is a mixture.
         yarn: None, or YaRN's (Peng et al. 2023, arXiv:2309.00071; beta_fast, beta_slow, trained
             length, whether bounds are whole): the same by how often a frequency turns.
+        longrope: None, or LongRoPE's (Ding et al. 2024, arXiv:2402.13753): by how much each
+            frequency is divided up to the trained length, and beyond it, and that length.
         scale: of cosines and sines.
         share: of a head that turns: its first numbers, as a head of that size.
         proportional: whether the first pairs of that share turn as those of a whole head instead,
@@ -30,12 +32,23 @@ class Rope:
     factor: float = 1.0
     llama3: tuple[float, float, float] | None = None
     yarn: tuple[float, float, float, bool] | None = None
+    longrope: tuple[tuple[float, ...], tuple[float, ...], int] | None = None
     scale: float = 1.0
     share: float = 1.0
     proportional: bool = False
 
-    def frequencies(self, size: int) -> Any:
-        """Return float32 ``[pairs]``, in radians per position, for heads of a size."""
+    @property
+    def length(self) -> float:
+        """Positions beyond which the frequencies are others; infinite where they stay the same."""
+        return math.inf if self.longrope is None else self.longrope[2]
+
+    def frequencies(self, size: int, is_long: bool = False) -> Any:
+        """Return float32 ``[pairs]``, in radians per position, for heads of a size.
+
+        Args:
+            size: of a head.
+            is_long: whether there may be more positions than ``length``.
+        """
         turning = int(size * self.share)
         if self.proportional:
             plain = self.theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
@@ -54,6 +67,8 @@ class Rope:
             low, high = max(low, 0), min(high, size - 1)
             stretched = np.clip((np.arange(size // 2) - low) / max(high - low, 1e-3), 0, 1)
             return (plain * (1 - stretched + stretched / self.factor)).astype(np.float32)
+        if self.longrope is not None:
+            return (plain / np.asarray(self.longrope[is_long])).astype(np.float32)
         if self.llama3 is None:
             return (plain / self.factor).astype(np.float32)
         low, high, length = self.llama3

@@ -16,7 +16,7 @@ import numpy as np
 
 import provider_xla as xla
 
-from . import model
+from . import beside, model
 from .config import LlmError
 from .fields import read_config
 from .generate import GREEDY, STEPS, Generator, first, following, sample
@@ -74,9 +74,7 @@ def export(folder, out, generator, plan, prompt=128, positions=1024):
             np.save(part / PARAMETERS / f"{i:05}.npy", array.view(f"V{array.itemsize}"))
         facts = {"prompt": prompt, "positions": positions}
         (part / FACTS).write_text(json.dumps(facts))
-        for name in COPIED:
-            if (folder / name).is_file():
-                shutil.copy(folder / name, part / name)
+        beside.copy(folder, part, COPIED)
         os.rename(part, out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -1,13 +1,13 @@
 """From text to tokens and back."""
 
-import json
 import os
 from pathlib import Path
+from typing import Any
 
+from . import beside
 from .config import Config, LlmError
 from .fields import text_fields
-
-BYTES = 256
+from .token_kinds import BYTES
 
 
 class ByteTokenizer:
@@ -41,15 +41,20 @@ def byte_level():
 class FileTokenizer:
     """A ``tokenizer.json``.
 
+    Args:
+        text: of the file.
+        path: of the file, for errors.
+        vocabulary: tokens of the model.
+
     Raises:
         LlmError: it can't be read, or has more tokens than the model.
     """
 
-    def __init__(self, path, vocabulary):
+    def __init__(self, text: str, path: Path, vocabulary: int):
         from tokenizers import Tokenizer
 
         try:
-            self._tokenizer = Tokenizer.from_file(str(path))
+            self._tokenizer = Tokenizer.from_str(text)
         except Exception as error:  # the library raises Exception itself
             raise LlmError(f"{path} must be a tokenizer.json: {error}.") from error
         size = self._tokenizer.get_vocab_size()
@@ -74,9 +79,10 @@ def read_tokenizer(folder: str | os.PathLike[str], config: Config) -> ByteTokeni
     Raises:
         LlmError: there is none, or it does not fit.
     """
-    path = Path(folder) / "tokenizer.json"
-    if path.is_file():
-        return FileTokenizer(path, config.vocabulary)
+    text = beside.text_of(folder, beside.TOKENIZER)
+    if text is not None:
+        path = beside.path_of(folder, beside.TOKENIZER)
+        return FileTokenizer(text, path, config.vocabulary)
     if config.vocabulary == BYTES:
         return ByteTokenizer()
     raise LlmError(
@@ -84,19 +90,14 @@ def read_tokenizer(folder: str | os.PathLike[str], config: Config) -> ByteTokeni
     )
 
 
-def read_stops(folder):
+def read_stops(folder: Any) -> tuple[int, ...]:
     """Return the tokens that end a text, by the folder's files: a tuple, empty for none.
 
     Raises:
         LlmError: a file is damaged.
     """
     for name in ("generation_config.json", "config.json"):
-        path = Path(folder) / name
-        try:
-            fields = text_fields(json.loads(path.read_text())) if path.is_file() else {}
-            found = fields.get("eos_token_id")
-        except (ValueError, AttributeError) as error:
-            raise LlmError(f"{path} must be an object in JSON, got: {error}.") from error
+        found = text_fields(beside.json_of(folder, name)).get("eos_token_id")
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 import provider_xla as xla
 
-from . import adapters, curves, folders, quantized
+from . import adapters, beside, curves, folders, quantized
 from .config import LlmError
 from .documents import Rows, order, pack, read_documents
 from .fields import read_config, read_fields
@@ -131,7 +131,8 @@ def finetune(
         raise LlmError(f"--preset must be left out, as {folder} is quantized already.")
     config = read_config(folder, quantized=not is_float)
     rows = _rows(folder, config, data, recipe)
-    files, loaded = sorted(folder.glob("*.safetensors")), None
+    files = [folder] if beside.is_gguf(folder) else sorted(folder.glob("*.safetensors"))
+    loaded = None
     if is_float and preset != "float":
         preset = "nf4" if preset is None else preset
         _, files, rules, _ = quantized.check(folder, preset)

@@ -8,35 +8,39 @@ from typing import Any
 
 import numpy as np
 
+from . import beside
 from .config import Config, LlmError
-from .tokenizer import BYTES, read_tokenizer
-
-_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = range(1, 7)
-"""llama.cpp's types of tokens (``gguf.TokenType``)."""
-_SPACE = "\u2581"
-_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+from .token_kinds import (
+    BYTE,
+    BYTES,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    SPLITS,
+    UNKNOWN,
+    UNUSED,
+    USER,
 )
-_SPLITS = {_WORDS % "{1,3}": "llama-bpe", _WORDS % "": "qwen2"}
-"""What llama.cpp calls the patterns that text is cut by before its bytes are merged."""
+from .tokenizer import read_tokenizer
 
 
-def metadata(folder: Path, config: Config) -> dict[str, Any]:
+def metadata(folder: Any, config: Config) -> dict[str, Any]:
     """Return the keys of a file that say what the tokens are.
 
     Args:
-        folder: of the model, with its tokenizer.
+        folder: of the model, with its tokenizer; or a file of llama.cpp.
         config: of the model.
 
     Raises:
         LlmError: llama.cpp does not have such a tokenizer, or there is none.
     """
+    from tokenizers import Tokenizer
+
     read_tokenizer(folder, config)
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        return of_bytes()
-    fields = json.loads(path.read_text())
+    path, text = beside.path_of(folder, beside.TOKENIZER), beside.text_of(folder, beside.TOKENIZER)
+    if text is None:
+        return of_bytes() | _ends(folder, [])
+    fields = json.loads(text)
     model = fields["model"]
     if model.get("type", "BPE") != "BPE":
         raise LlmError(f"{path} must be a BPE tokenizer for GGUF, got {model.get('type')}.")
@@ -47,13 +51,15 @@ def metadata(folder: Path, config: Config) -> dict[str, Any]:
         about |= _of_pieces(fields, tokens, merges)
     else:
         about |= {"model": "gpt2", "pre": _split(fields, path), "merges": merges}
-    return {f"tokenizer.ggml.{key}": value for key, value in about.items()} | _ends(folder, fields)
+    return {f"tokenizer.ggml.{key}": value for key, value in about.items()} | _ends(
+        folder, Tokenizer.from_str(text).encode("").ids
+    )
 
 
 def of_bytes() -> dict[str, Any]:
     """Return the keys for tokens that are the bytes of text."""
-    tokens, kinds = [f"<0x{i:02X}>" for i in range(BYTES)], [_BYTE] * BYTES
-    tokens[ord(" ")], kinds[ord(" ")] = _SPACE, _NORMAL  # what llama.cpp makes of a space
+    tokens, kinds = [f"<0x{i:02X}>" for i in range(BYTES)], [BYTE] * BYTES
+    tokens[ord(" ")], kinds[ord(" ")] = SPACE, NORMAL  # what llama.cpp makes of a space
     found = {
         "model": "llama",
         "tokens": tokens,
@@ -71,17 +77,17 @@ def of_bytes() -> dict[str, Any]:
 def _tokens(fields: dict[str, Any], count: int) -> tuple[list[str], list[int]]:
     """Return the text of each token of a model, and its type."""
     tokens = [f"[PAD{i}]" for i in range(count)]
-    kinds = [_UNUSED] * count
+    kinds = [UNUSED] * count
     unknown = fields["model"].get("unk_token")
     for text, i in fields["model"]["vocab"].items():
         is_byte = len(text) == 6 and text.startswith("<0x") and text.endswith(">")
         is_byte = is_byte and bool(fields["model"].get("byte_fallback"))
         tokens[i] = text
-        kinds[i] = _UNKNOWN if text == unknown else _BYTE if is_byte else _NORMAL
+        kinds[i] = UNKNOWN if text == unknown else BYTE if is_byte else NORMAL
     for one in fields.get("added_tokens") or []:
         tokens[one["id"]] = one["content"]
-        if kinds[one["id"]] != _UNKNOWN:
-            kinds[one["id"]] = _CONTROL if one.get("special") else _USER
+        if kinds[one["id"]] != UNKNOWN:
+            kinds[one["id"]] = CONTROL if one.get("special") else USER
     return tokens, kinds
 
 
@@ -98,7 +104,7 @@ def _has_prefix(fields: dict[str, Any]) -> bool:
     """Return whether a space is put before a text."""
     steps = [one for name in ("normalizer", "pre_tokenizer") for one in _flat(fields.get(name))]
     return any(
-        (step["type"] == "Prepend" and step.get("prepend") == _SPACE)
+        (step["type"] == "Prepend" and step.get("prepend") == SPACE)
         or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for step in steps
     )
@@ -119,7 +125,7 @@ def _split(fields: dict[str, Any], path: Path) -> str:
     steps = _flat(fields.get("pre_tokenizer"))
     kinds = [step["type"] for step in steps]
     if kinds == ["Split", "ByteLevel"]:
-        found = _SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
+        found = SPLITS.get(steps[0].get("pattern", {}).get("Regex"))
         if found is not None:
             return found
     if kinds == ["ByteLevel"] and steps[0].get("use_regex", True):
@@ -127,35 +133,35 @@ def _split(fields: dict[str, Any], path: Path) -> str:
     if kinds == ["Digits", "ByteLevel"] and steps[0].get("individual_digits"):
         return "smollm"
     raise LlmError(
-        f"The pre_tokenizer of {path} must be that of Llama 3, Qwen 2, GPT-2 or SmolLM for GGUF, "
-        f"got {', '.join(kinds) or 'none'} of another pattern. Export without --gguf, and convert "
-        "that by llama.cpp's convert_hf_to_gguf.py."
+        f"The pre_tokenizer of {path} must be that of Llama 3, Qwen 2 or 3.5, GPT-2, GPT-4o, "
+        f"Tekken or SmolLM for GGUF, got {', '.join(kinds) or 'none'} of another pattern. "
+        "Export without --gguf, and convert that by llama.cpp's convert_hf_to_gguf.py."
     )
 
 
-def _ends(folder: Path, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys of what begins and ends texts, and of the chat template."""
-    from tokenizers import Tokenizer
+def _ends(folder: Any, around: list[int]) -> dict[str, Any]:
+    """Return the keys of what begins and ends texts, and of the chat template.
 
+    Args:
+        folder: of the model.
+        around: the tokens that the tokenizer puts around a text.
+    """
     found: dict[str, Any] = {}
     config: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
-        if (folder / name).is_file():
-            given = json.loads((folder / name).read_text())
-            config |= {key: value for key, value in given.items() if value is not None}
+        given = beside.json_of(folder, name).items()
+        config |= {key: value for key, value in given if value is not None}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
         value = value[0] if isinstance(value, list) else value
         if value is not None:
             name = {"pad_token_id": "padding_token_id"}.get(key, key)
             found[f"tokenizer.ggml.{name}"] = int(value)
-    around = Tokenizer.from_str(json.dumps(fields)).encode("").ids
     for key, at in (("bos", 0), ("eos", -1)):
         end = found.get(f"tokenizer.ggml.{key}_token_id")
         is_added = end is not None and bool(around) and around[at] == end
         found[f"tokenizer.ggml.add_{key}_token"] = is_added
-    path = folder / "tokenizer_config.json"
-    template = json.loads(path.read_text()).get("chat_template") if path.is_file() else None
+    template = beside.json_of(folder, "tokenizer_config.json").get("chat_template")
     if isinstance(template, str):
         found["tokenizer.chat_template"] = template
     return found

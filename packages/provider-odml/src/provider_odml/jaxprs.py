@@ -24,19 +24,27 @@ def equations_in(*values: Any) -> Iterator[Any]:
             yield from equations_in(*value)
         for eqn in getattr(value, "eqns", ()):
             yield eqn
-            yield from equations_in(*eqn.params.values())
+            yield from equations_in(*eqn.params.values(), _deferred_by(eqn))
 
 
 def program_of(eqn: Any) -> Any:
     """Return the jaxpr of an equation that is a call of one; None for other equations."""
     key = _CALLS.get(eqn.primitive.name)
-    return None if key is None else eqn.params.get(key)
+    return _deferred_by(eqn) if key is None else eqn.params.get(key)
+
+
+def _deferred_by(eqn: Any) -> Any:
+    """Return the program of what a handler made of a linear operation; None for other equations.
+
+    It is hijax-trace's, which transposes the derivative of it.
+    """
+    return eqn.params["function"].jaxpr if eqn.primitive.name == "deferred" else None
 
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "custom_jvp_call":
           "call_jaxpr", "custom_vjp_call": "call_jaxpr", "checkpoint": "jaxpr", "remat2":
-          "jaxpr", "core_call": "call_jaxpr", "transposable": "jaxpr"}  # fmt: skip
-"""By primitive, the parameter that is the called program; ``transposable`` is hijax-trace's."""
+          "jaxpr", "core_call": "call_jaxpr"}  # fmt: skip
+"""By primitive, the parameter that is the called program."""
 
 
 class Interpreter:
@@ -84,7 +92,7 @@ class Interpreter:
         program = program_of(eqn)
         if program is not None:
             return self.run(program, operands)
-        again = _HOLDERS.get(eqn.primitive.name)
+        again = HOLDERS.get(eqn.primitive.name)
         return bind_again(eqn, operands) if again is None else again(eqn, operands, self.run)
 
 
@@ -178,5 +186,5 @@ def scan_again(eqn: Any, operands: Sequence[Any], run: Run) -> list[Any]:
     return [*carry, *ys]
 
 
-_HOLDERS = {"cond": cond_again, "scan": scan_again, "while": while_again}
+HOLDERS = {"cond": cond_again, "scan": scan_again, "while": while_again}
 """By primitive, how an equation that holds programs is made again."""

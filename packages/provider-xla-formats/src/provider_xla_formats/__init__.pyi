@@ -1,6 +1,7 @@
 """The public names, and the modules that they are from."""
 
 from .affine import AffineWeight as AffineWeight
+from .gguf import GgufFile as GgufFile
 from .gguf import load_gguf as load_gguf
 from .gguf import read_gguf_metadata as read_gguf_metadata
 from .gguf import save_gguf as save_gguf

@@ -43,18 +43,6 @@ class AffineWeight(AroundStored):
         """Return the bytes of all its arrays."""
         return self.inner.nbytes + self.minimum.size * self.minimum.dtype.itemsize
 
-    @property
-    def T(self) -> AffineWeight:
-        """The transpose, with its axes in reverse."""
-        return self.transpose()
-
-    def transpose(self, *axes: Any) -> AffineWeight:
-        """Permute the axes (reverse them without arguments), as NumPy's method."""
-        given = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
-        order = [axis % self.ndim for axis in given or ()] or list(reversed(range(self.ndim)))
-        (found,) = self.moved("transpose", {"permutation": tuple(order)}, [self])
-        return found
-
     def restore(self) -> jax.Array:
         """Return the parameter, dequantized."""
         return _restored(self)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import glob
 import os
 import re
 import struct
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,28 +67,15 @@ def load_gguf(
             integers).
         MissingExtraError: gguf is not installed: ``provider-xla[gguf]``.
     """
-    found = {
-        tensor.name: (part.path, tensor, part.is_swapped)
-        for part in _parts(Path(path))
-        for tensor in part.reader.tensors
-    }
-
-    dequantized: list[str] = []
+    file = GgufFile(path)
+    read: list[str] = []
 
     def tensor(name: str) -> Any:
-        if found[name][1].tensor_type.name in blocks.DEQUANTIZED:
-            dequantized.append(name)
-        return _read(*found[name], dtype)
+        read.append(name)
+        return file.read(name, dtype)
 
-    tree = load_tree(str(path), found, tensor, like, names)
-    if dequantized:
-        warnings.warn(
-            f"{len(dequantized)} tensors of {path} are float now, {dequantized[0]} first: no "
-            f"QArray has vectors from a table ({', '.join(blocks.DEQUANTIZED)}). Quantize them by "
-            "a rule.",
-            QuantizationWarning,
-            stacklevel=2,
-        )
+    tree = load_tree(str(path), file.shapes, tensor, like, names)
+    file.warn_of_tables(read)
     return tree
 
 
@@ -102,17 +90,91 @@ def read_gguf_metadata(path: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         StoreError, MissingExtraError: as ``load_gguf``.
     """
-    found = {}
-    for key, field in _parts(Path(path))[0].reader.fields.items():
-        if key.startswith(("GGUF.", _SPLIT)):
-            continue
-        kind, value = field.types[-1].name.lower(), field.contents()
-        is_list = field.types[0].name == "ARRAY"
-        if kind in ("string", "bool"):
-            found[key] = value
-        else:
-            found[key] = np.asarray(value, kind) if is_list else np.dtype(kind).type(value)
-    return found
+    return GgufFile(path).metadata()
+
+
+class GgufFile:
+    """A GGUF file, whole or split, whose tensors are read one at a time.
+
+    Args:
+        path: of the file; of a split one, that of any part.
+
+    Attributes:
+        path: of the file.
+        shapes: of the tensors by name, as PyTorch has them: ``[out, in]`` for a matrix.
+        types: of the tensors by name, as GGML calls them.
+
+    Raises:
+        StoreError, MissingExtraError: as ``load_gguf``.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = Path(path)
+        self._parts = _parts(self.path)
+        self._tensors = {
+            tensor.name: (part.path, tensor, part.is_swapped)
+            for part in self._parts
+            for tensor in part.reader.tensors
+        }
+        found = self._tensors.items()
+        self.shapes = {name: _shape(tensor) for name, (_, tensor, _) in found}
+        self.types = {name: str(tensor.tensor_type.name) for name, (_, tensor, _) in found}
+
+    @property
+    def files(self) -> list[Path]:
+        """All parts of it; itself if it isn't split."""
+        return [part.path for part in self._parts]
+
+    def metadata(self) -> dict[str, Any]:
+        """Return what the file says beside its tensors: see ``read_gguf_metadata``.
+
+        Raises:
+            StoreError: a text is not UTF-8.
+        """
+        found = {}
+        for key, field in self._parts[0].reader.fields.items():
+            if key.startswith(("GGUF.", _SPLIT)):
+                continue
+            try:
+                kind, value = field.types[-1].name.lower(), field.contents()
+            except (ValueError, IndexError) as error:
+                raise StoreError(
+                    f"{key} of {self.path} can't be read: {error}. Take another copy."
+                ) from error
+            is_list = field.types[0].name == "ARRAY"
+            if kind in ("string", "bool"):
+                found[key] = value
+            else:
+                found[key] = np.asarray(value, kind) if is_list else np.dtype(kind).type(value)
+        return found
+
+    def is_quantized(self, name: str) -> bool:
+        """Return whether a tensor is not of floats or integers."""
+        return self.types[name] not in _PLAIN.values()
+
+    def read(self, name: str, dtype: Any = "float32") -> Any:
+        """Return a tensor in the form that ``load_gguf`` gives it, not packed.
+
+        Args:
+            name: of the tensor.
+            dtype: the float dtype that quantized numbers stand for.
+
+        Raises:
+            StoreError: the file's type is not read, or its bytes can't be of that type.
+        """
+        return _read(*self._tensors[name], dtype)
+
+    def warn_of_tables(self, names: Iterable[str]) -> None:
+        """Warn of tensors that ``read`` has dequantized, since no form has their type."""
+        names = [name for name in names if self.types[name] in blocks.DEQUANTIZED]
+        if names:
+            warnings.warn(
+                f"{len(names)} tensors of {self.path} are float now, {names[0]} first: no "
+                f"QArray has vectors from a table ({', '.join(blocks.DEQUANTIZED)}). Quantize "
+                "them by a rule.",
+                QuantizationWarning,
+                stacklevel=3,
+            )
 
 
 def save_gguf(
@@ -245,7 +307,7 @@ def _reader(path: Path) -> Any:
         hint = f" Give {parts[0].name}, the first part of a split file." if parts else ""
         raise StoreError(f"{path} must be a GGUF file, got none there.{hint}")
     try:
-        return library.GGUFReader(path)
+        return _checked(library.GGUFReader)(path)
     except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
         raise StoreError(
             f"{path} must be a whole GGUF file, got one that can't be read ({error}). Take another "
@@ -253,10 +315,33 @@ def _reader(path: Path) -> Any:
         ) from error
 
 
+@functools.cache
+def _checked(base: Any) -> Any:
+    """Return a class of the reader that raises where a file ends too early.
+
+    The reader itself gets nothing there, and goes on: a spoiled length of a list would fill the
+    memory with parts of no bytes.
+    """
+
+    class Checked(base):
+        def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
+            found = super()._get(offset, dtype, count, *args, **kwargs)
+            if len(found) < int(count):
+                raise ValueError(f"it ends at byte {len(self.data)}, in the middle of a value")
+            return found
+
+    return Checked
+
+
+def _shape(tensor: Any) -> tuple[int, ...]:
+    """Return the shape of a tensor, slowest axis first."""
+    return tuple(int(n) for n in reversed(tensor.shape))
+
+
 def _read(path: Path, tensor: Any, is_swapped: bool, dtype: Any) -> Any:
     """Return a tensor: a QArray, an AffineWeight or a NumPy array."""
     name, kind = tensor.name, tensor.tensor_type.name
-    shape = tuple(int(n) for n in reversed(tensor.shape))
+    shape = _shape(tensor)
     data = np.asarray(tensor.data)
     # The reader knows the byte order of NumPy's types. Of others it returns bytes, which gguf and
     # llama.cpp write in different orders to a big-endian file.

@@ -64,6 +64,15 @@ class LoraForm(AdapterForm):
         }
 
     @property
+    # pyrefly: ignore [bad-override]
+    def axes(self) -> dict[str, tuple[int | None, ...]]:
+        """The axes of the parameter that A and B have."""
+        return {
+            "a": (*self.lead, *self.contracted, None),
+            "b": (*self.lead, None, *self.kept),
+        }
+
+    @property
     def label(self) -> str:
         """What plans call it."""
         return f"rank {self.rank}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -125,7 +126,7 @@ def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
     part: dict[str, Layout] = {}
     total = 0
     for path, layout in seen.items():
-        size = 4 * layout.k**2 * max(1, _contraction(layout.steps))
+        size = 4 * layout.k**2 * math.prod(layout.steps)
         if part and total + size > GRAM_BYTES:
             yield part
             part, total = {}, 0
@@ -133,13 +134,6 @@ def _parts(seen: Mapping[str, Layout]) -> Iterator[dict[str, Layout]]:
         total += size
     if part:
         yield part
-
-
-def _contraction(sizes: Sequence[int]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
 
 
 class _Model(NamedTuple):

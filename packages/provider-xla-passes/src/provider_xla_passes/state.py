@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import quant_numerics as qn
 from provider_xla import WeightPlan
@@ -211,13 +210,10 @@ def _spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
     if q.global_scale is not None:
         scale = scale * q.global_scale
 
-    tiles = q.slices.tiles
+    cut = q.slices
+    split = cut.split(q.qvalue).shape
 
     def full(x: jax.Array) -> jax.Array:
-        for axis, (have, want) in enumerate(zip(x.shape, q.shape, strict=True)):
-            if have != want:
-                x = jnp.repeat(x, tiles.get(axis, want), axis=axis)
-                x = lax.slice_in_dim(x, 0, want, axis=axis)  # the last tile may be shorter
-        return x
+        return cut.join(jnp.broadcast_to(cut.split(x), split))
 
     return full(scale), None if q.zero_point is None else full(q.zero_point)

@@ -4,6 +4,7 @@ from provider_xla_cache import CacheArray as CacheArray
 from provider_xla_cache import CachePlan as CachePlan
 from provider_xla_cache import CacheRule as CacheRule
 from provider_xla_formats import AffineWeight as AffineWeight
+from provider_xla_formats import GgufFile as GgufFile
 from provider_xla_formats import Target as Target
 from provider_xla_formats import load_gguf as load_gguf
 from provider_xla_formats import load_huggingface as load_huggingface

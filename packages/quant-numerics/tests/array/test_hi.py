@@ -142,7 +142,7 @@ def test_vmap(jit):
     np.testing.assert_array_equal(jit(f)(hi(X)), dequantize(quantized(X)))
     made = jit(jax.vmap(lambda x: as_hi(quantize(x, "int8")), out_axes=LeadingAxis()))(X)
     assert jax.typeof(made).shape == X.shape
-    assert jax.typeof(made).scale.shape == (4, 1, 1)
+    assert jax.typeof(made).lo.scale.shape == (4, 1, 1)
     inside = jit(jax.vmap(lambda x: dequantize(as_hi(quantize(x, "int8")))))(X)
     np.testing.assert_array_equal(inside, dequantize(as_lo(made)))
     shared = jit(

@@ -244,6 +244,12 @@ def test_methods_say_what_is_wrong():
         q[0, 0, 0]
     with pytest.raises(ValueError, match=r"scales must be one, .* after \[.*, got others"):
         of_groups((8,), (2,))[1:6]
+    # An axis out of range does not wrap around.
+    for wrong in (lambda: q.transpose(3, 0), lambda: concatenate([q, q], 2)):
+        with pytest.raises(ValueError, match=r"an axis of shape .* must be from -2 to 1, got [23]"):
+            wrong()
+    with pytest.raises(IndexError):
+        q.swapaxes(0, 2)
 
 
 def test_moves_under_jit_and_vmap():

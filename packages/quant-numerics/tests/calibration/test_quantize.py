@@ -242,6 +242,18 @@ def test_quantize_for_dot_scales_all_that_is_not_contracted():
     assert scale_shape((), "int8") == (2, 8, 3, 6)
 
 
+@pytest.mark.parametrize(
+    ("qtype", "tiles"),
+    [("int8", {0: 4}), ("int4", {0: 3, 1: 5}), ("mxfp8", {0: 32}), ("nvfp4", {0: 16})],
+)
+def test_an_axis_of_one_element_may_have_tiles(qtype, tiles):
+    x = np.asarray([[1.5, -0.25, 3.0, 0.5, 2.0, -1.0]], np.float32)
+    q = quantize(x, qtype, tile_axes=tiles)
+    assert (q.shape, q.scale.shape) == (x.shape, (1, 2 if 1 in tiles else 1))
+    limit = {"int8": 0.012, "int4": 0.22, "mxfp8": 0.1, "nvfp4": 0.26}[qtype]
+    np.testing.assert_allclose(dequantize(q), x, atol=limit)
+
+
 def test_quantize_for_dot_needs_an_axis_to_tile():
     with pytest.raises(ValueError, match=r"tile_size must be None where no axis .* got 4"):
         quantize_for_dot(jnp.ones((2, 4)), (), "int8", 4)

@@ -76,6 +76,20 @@ def test_gradients_of_all_kinds_of_convolutions(name, backward):
     np.testing.assert_array_equal(out, jax.jit(ptq)(x, w))
 
 
+def test_gradients_without_examples():
+    x, w = jnp.ones((0, 5, 5, 3)), jnp.ones((3, 3, 3, 4))
+    how = HowToQuantize("int8")
+
+    def loss(x, w):
+        options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC"), "lhs_how": how, "rhs_how": how}
+        out = train_conv_general_dilated(x, w, (1, 1), "SAME", backward=Backward("int8"), **options)
+        return out.sum()
+
+    gx, gw = jax.jit(jax.grad(loss, (0, 1)))(x, w)
+    assert gx.shape == x.shape
+    np.testing.assert_array_equal(gw, np.zeros(w.shape))
+
+
 @pytest.mark.slow
 def test_gradients_are_products_of_qvalue():
     x, w, g, exact, train = problem("nhwc same")

@@ -458,10 +458,16 @@ def test_operands_must_be_float_or_quantized():
         dot_general(q, q, MATMUL, preferred_element_type=jnp.int32)
 
 
+WRONG_DIMS = [
+    (((1,), (1,)), ((), ())),
+    (((2,), (0,)), ((), ())),
+    (((0,), (0, 1)), ((), ())),
+    (((-1,), (0,)), ((), ())),  # contracted axes that count as free would add an axis
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "dims", [(((1,), (1,)), ((), ())), (((2,), (0,)), ((), ())), (((0,), (0, 1)), ((), ()))]
-)
+@pytest.mark.parametrize("dims", WRONG_DIMS)
 def test_lax_checks_shapes(dims):
     lhs, rhs = quantize(normal(2, 3), "int8"), quantize(normal(3, 2), "int8")
     with pytest.raises(TypeError, match="dot_general requires"):

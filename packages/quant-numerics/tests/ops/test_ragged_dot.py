@@ -60,6 +60,43 @@ def run(lhs, rhs, sizes=SIZES, **options):
     return jax.jit(functools.partial(ragged_dot, **options))(lhs, rhs, sizes)
 
 
+@pytest.mark.parametrize("tile", [None, 2])
+def test_rows_of_no_group_are_zero_whatever_they_hold(tile):
+    rng = np.random.default_rng(0)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((9, 4), (4, 4, 3)))
+    x[7:], finite = [[np.nan], [np.inf]], jnp.asarray(w)
+    w[3, 0, 0] = np.inf  # of a group without rows; lax multiplies a float one by zeros
+    sizes = np.array([3, 0, 4, 0], np.int32)
+    lhs, rhs = quantize_for_dot(x, (1,), "int8", tile), quantize_for_dot(w, (1,), "int8", tile)
+    with np.errstate(invalid="ignore"):
+        want = reference(lhs, rhs, sizes)
+    for left, right in ((lhs, rhs), (lhs, finite), (jnp.asarray(x), rhs)):
+        out = run(left, right, sizes)
+        np.testing.assert_array_equal(out[7:], 0)
+        np.testing.assert_allclose(out[:7], want[:7], atol=0.1)
+
+
+def test_rows_of_no_group_move_no_gradient():
+    rng = np.random.default_rng(0)
+    x, w, g = (rng.normal(size=n).astype(np.float32) for n in ((9, 4), (3, 4, 3), (9, 3)))
+    sizes = np.array([3, 0, 4], np.int32)
+    how = HowToQuantize("int8")
+
+    @jax.jit
+    def grads(x, w, g):
+        train = functools.partial(
+            train_ragged_dot, lhs_how=how, rhs_how=how, backward=Backward("int8", channelwise=False)
+        )
+        return jax.vjp(lambda x, w: train(x, w, sizes), x, w)[1](g)
+
+    # As if padding were zeros: it has no share in the range of the cotangent.
+    x[7:] = g[7:] = 0
+    want = grads(x, w, g)
+    x[7:], g[7:] = [[np.nan], [1e6]], 1e6
+    for ours, expected in zip(grads(x, w, g), want, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+
+
 @pytest.mark.slow
 @examples(25)
 @given(

@@ -113,3 +113,5 @@ def test_what_is_refused():
         take(q, IDS, 2)
     with pytest.raises(ValueError, match="'fill' or 'clip', got 'wrap'"):
         take(q, IDS, mode="wrap")
+    with pytest.raises(IndexError, match=r"must have elements, got axis 0 of shape \(0, 4\)"):
+        take(quantize(jnp.ones((0, 4)), "int8", channel_axes=(0,)), IDS)

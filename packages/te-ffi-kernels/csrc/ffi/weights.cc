@@ -49,7 +49,7 @@ void WarmMatmul(const typename Op::Config& config) {
   layout.k = 64;
   layout.group = layout.table().parts == 1 ? 0 : 64;
   MultiplyOnce(layout, DType::F32, 1, kPlanes<Op>, selected_isa());
-  if (kPlanes<Op> == 0 && selected_isa() == Isa::kAmx) {
+  if (kPlanes<Op> == 0 && float_kernels_of(selected_isa()) != nullptr) {
     MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes<Op>, selected_isa());
   }
 }

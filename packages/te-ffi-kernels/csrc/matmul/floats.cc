@@ -10,13 +10,25 @@
 namespace jaxtap {
 namespace {
 
+constexpr int64_t kNever = INT64_MAX;  // of rows
+// Rows of K in a group up to which rescaling takes a good part of an integer matmul.
+constexpr int64_t kOftenRescaled = 64;
+
 // Rows from which dequantizing the weight pays. Fewer take the time of reading it, and it is
 // smaller as it lies. Without groups integer matmuls have little to rescale.
-int64_t least_rows(const PanelLayout& layout) {
+int64_t least_rows_amx(const PanelLayout& layout) {
   return layout.bits == 4 ? 16 : layout.group != 0 ? 64 : kManyRows;
 }
 
-// The same where x is rounded to int8 by groups.
+// The same with AVX512-BF16, which multiplies as many pairs of bfloat16 as of int16: what pays is that
+// nothing is rescaled, and that tables of two parts are multiplied once. Else integers are as fast, and
+// equal on all instruction sets.
+int64_t least_rows_avx512(const PanelLayout& layout) {
+  const bool rescales = layout.bits == 4 && layout.group != 0 && layout.group <= kOftenRescaled;
+  return rescales || layout.table().parts == 2 ? 16 : kNever;
+}
+
+// The same on AMX where x is rounded to int8 by groups.
 constexpr int64_t kLeastRounded = 64;
 
 // Rows of x that are multiplied with all weights of a task before the next ones are, by blocks of
@@ -60,7 +72,7 @@ class FloatMatmul {
       x_ = Arena<RowsTag>::get_array<uint16_t>(blocks_of(rows_, kRowTile) * kRowTile * row_bytes / 2);
       from_ = static_cast<const uint8_t*>(args_.x) + begin_ * 2 * layout_.k;
       if (args_.planes == 1) round_rows();
-      tile_all_rows();
+      arrange_all_rows();
       multiply();
     }
   }
@@ -71,7 +83,7 @@ class FloatMatmul {
 
   // The rows of x from a row on, a multiple of kChunkRows, in the steps from a step on, a multiple
   // of kBlockSteps.
-  uint16_t* tiles_at(int64_t row, int64_t step) const {
+  uint16_t* rows_from(int64_t row, int64_t step) const {
     const int64_t tiles = blocks_of(rows_at(row), kRowTile);
     return x_ + (row / kRowTile * steps_ + tiles * step) * kTileNumbers;
   }
@@ -93,19 +105,19 @@ class FloatMatmul {
     from_ = reinterpret_cast<const uint8_t*>(out);
   }
 
-  void tile_all_rows() {
+  void arrange_all_rows() {
     const int64_t steps = blocks_of(steps_, kBlockSteps);
     parallel_.ranges(blocks_of(rows_, kChunkRows) * steps, 1, [&](int64_t from, int64_t to) {
       for (int64_t i = from; i < to; ++i) {
         const int64_t row = i / steps * kChunkRows, step = i % steps * kBlockSteps;
-        TileRows t;
+        ArrangeRows t;
         t.x_stride = 2 * layout_.k;
         t.x = from_ + row * t.x_stride + 2 * kStep * step;
         t.rows = rows_at(row);
         t.k = layout_.k - kStep * step;
         t.steps = steps_at(step);
-        t.out = tiles_at(row, step);
-        kernels_.tile_rows(t);
+        t.out = rows_from(row, step);
+        kernels_.arrange_rows(t);
       }
     });
   }
@@ -164,7 +176,7 @@ class FloatMatmul {
     for (; row < end; row += kChunkRows) {
       t.rows = rows_at(row);
       for (int64_t step = 0; step < steps_; step += kBlockSteps) {
-        t.x = tiles_at(row, step);
+        t.x = rows_from(row, step);
         t.w = weights + step * kTileNumbers;
         t.steps = steps_at(step);
         t.first = step == 0;
@@ -172,7 +184,7 @@ class FloatMatmul {
       }
       finish(t, row, panel * columns, layout_.group == 0 ? rests : nullptr);
     }
-    kernels_.release();
+    if (kernels_.release != nullptr) kernels_.release();
     return keys;
   }
 
@@ -202,19 +214,31 @@ class FloatMatmul {
 
 }  // namespace
 
-bool floats_suit(const Matmul& args, Isa isa) {
-  if (isa != Isa::kAmx || args.x_dtype != DType::BF16) return false;
-  if (args.rotation.block != 0 || args.x_scale != nullptr) return false;
-  const PanelLayout& layout = args.weights.layout;
-  if (args.planes == 1) return layout.group != 0 && args.m >= kLeastRounded;
-  return args.planes == 0 && args.m >= least_rows(layout);
+const FloatKernels* float_kernels_of([[maybe_unused]] Isa isa) {
+#if defined(__x86_64__)
+  if (isa == Isa::kAmx) return &amx_float_kernels();
+  // Processors with AVX512-BF16 have no instruction set of their own: it is these few functions.
+  if (isa == Isa::kAvx512 && __builtin_cpu_supports("avx512bf16")) return &avx512_float_kernels();
+#endif
+  return nullptr;
 }
 
-void multiply_floats([[maybe_unused]] const Matmul& args,
-                     [[maybe_unused]] const Parallel& parallel) {
-#if defined(__x86_64__)
-  FloatMatmul(args, parallel, amx_float_kernels()).run();
-#endif
+const FloatKernels* floats_suit(const Matmul& args, Isa isa) {
+  const FloatKernels* kernels = float_kernels_of(isa);
+  if (kernels == nullptr || args.x_dtype != DType::BF16) return nullptr;
+  if (args.rotation.block != 0 || args.x_scale != nullptr) return nullptr;
+  const PanelLayout& layout = args.weights.layout;
+  bool suits = false;
+  if (args.planes == 0) {
+    suits = args.m >= (isa == Isa::kAmx ? least_rows_amx(layout) : least_rows_avx512(layout));
+  } else if (args.planes == 1) {
+    suits = kernels->round_row != nullptr && layout.group != 0 && args.m >= kLeastRounded;
+  }
+  return suits ? kernels : nullptr;
+}
+
+void multiply_floats(const Matmul& args, const Parallel& parallel, const FloatKernels& kernels) {
+  FloatMatmul(args, parallel, kernels).run();
 }
 
 }  // namespace jaxtap

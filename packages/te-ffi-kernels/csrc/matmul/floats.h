@@ -30,9 +30,9 @@ struct RoundRow {
   uint16_t* out;  // [k]
 };
 
-// Of x, rows to tiles: [row tiles][steps][16][32]. What lies beyond k is zero, and beyond `rows`
-// undefined.
-struct TileRows {
+// Rows of x as `multiply` reads them: tiles [row tiles][steps][16][32] on AMX, else [rows][steps][32].
+// What lies beyond k is zero, and beyond `rows` undefined.
+struct ArrangeRows {
   const uint8_t* x;  // bfloat16, unaligned
   int64_t x_stride;  // bytes
   int64_t rows;
@@ -53,7 +53,7 @@ struct Dequantize {
 };
 
 struct FloatTile {
-  const uint16_t* x;  // as `TileRows` gives them
+  const uint16_t* x;  // as `ArrangeRows` gives them
   int64_t rows;
   const uint16_t* w;  // as `Dequantize` gives them
   int64_t w_stride;
@@ -65,25 +65,29 @@ struct FloatTile {
 };
 
 struct FloatKernels {
-  void (*round_row)(const RoundRow&);
-  void (*tile_rows)(const TileRows&);
+  void (*round_row)(const RoundRow&) = nullptr;  // null where rows in int8 are faster as integers
+  void (*arrange_rows)(const ArrangeRows&);
   void (*dequantize)(const Dequantize&);
   void (*multiply)(const FloatTile&);
   void (*finish)(const Finish&);
-  void (*release)();  // at the end of a task
+  void (*release)() = nullptr;  // at the end of a task, or null
 };
 
 #if defined(__x86_64__)
 const FloatKernels& amx_float_kernels();
+const FloatKernels& avx512_float_kernels();
 #endif
+
+// Of an instruction set, on this processor; null where it multiplies no bfloat16.
+const FloatKernels* float_kernels_of(Isa isa);
 
 // Rows from which every weight is multiplied so.
 constexpr int64_t kManyRows = 256;
 
-// Whether a matmul is computed here: on AMX, with many rows of bfloat16, as they are or in int8 by
-// groups.
-bool floats_suit(const Matmul& args, Isa isa);
+// The kernels for a matmul that is computed here: one with many rows of bfloat16, as they are or, on
+// AMX, in int8 by groups. Null for all others.
+const FloatKernels* floats_suit(const Matmul& args, Isa isa);
 
-void multiply_floats(const Matmul& args, const Parallel& parallel);
+void multiply_floats(const Matmul& args, const Parallel& parallel, const FloatKernels& kernels);
 
 }  // namespace jaxtap

@@ -89,7 +89,9 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   check(args);
   if (args.m == 0 || w.n == 0) return;
   if (layout.k == 0) return finish_zeros(args);
-  if (floats_suit(args, isa)) return multiply_floats(args, parallel);
+  if (const FloatKernels* floats = floats_suit(args, isa)) {
+    return multiply_floats(args, parallel, *floats);
+  }
   const int planes = args.planes == 0 ? default_planes(args.m, layout) : args.planes;
   const Kernels& kernels = kernels_of(isa, args.m * planes);
   const int64_t threads = parallel.threads();

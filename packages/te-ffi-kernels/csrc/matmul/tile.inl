@@ -148,6 +148,7 @@ void scaled_block(const Tile& t, const Rows<R * kPlanesOf<kOf>>& rows, int64_t r
 
 // R rows of x by all panels: P at a time, and fewer in the end.
 struct Exact {
+  using Operands = Tile;
   static constexpr int kPlanes = 1, kMostRows = kTileRows;
 
   template <int R, int P>
@@ -158,6 +159,7 @@ struct Exact {
 
 template <Of kOf>
 struct Scaled {
+  using Operands = Tile;
   static constexpr int kPlanes = kPlanesOf<kOf>;
   static constexpr int kMostRows = kTileRows > kPlanes ? kTileRows / kPlanes : 1;
 
@@ -167,34 +169,7 @@ struct Scaled {
   }
 };
 
-template <class How, int R, int P>
-JAXTAP_INLINE void rows_by_panels(const Tile& t, const Rows<R * How::kPlanes>& rows, int64_t r,
-                                  int64_t p) {
-  for (; t.panels - p >= P; p += P) How::template block<R, P>(t, rows, r, p);
-  if constexpr (P > 1) {
-    if (p < t.panels) rows_by_panels<How, R, P - 1>(t, rows, r, p);
-  }
-}
-
-template <class How, int R, int P>
-void rows_by_all(const Tile& t, int64_t r, int64_t count) {
-  if constexpr (R > 1) {
-    if (count < R) return rows_by_all<How, R - 1, P>(t, r, count);
-  }
-  rows_by_panels<How, R, P>(t, rows_of<R * How::kPlanes>(t, r * How::kPlanes), r, 0);
-}
-
-// All rows, in blocks of nearly equal size.
-template <class How, int P>
-void all_blocks(const Tile& t) {
-  const int64_t rows = t.rows / How::kPlanes;
-  const int64_t blocks = (rows + How::kMostRows - 1) / How::kMostRows;
-  for (int64_t b = 0, r = 0; b < blocks; ++b) {
-    const int64_t count = rows / blocks + (b < rows % blocks);
-    rows_by_all<How, How::kMostRows, P>(t, r, count);
-    r += count;
-  }
-}
+#include "matmul/blocks.inl"
 
 void exact8(const Tile& t) { all_blocks<Exact, kTilePanels>(t); }
 

@@ -83,6 +83,7 @@ from .jaxpr import (
     forgettable,
     has_effects,
     has_high_values,
+    has_only_axes,
     holds_jaxprs,
     inputs_of,
     is_array_type,
@@ -187,4 +188,3 @@ from .traced_prims import (
     rule_values,
     undifferentiated,
 )
-from .transposable import transposable_p

@@ -101,9 +101,21 @@ def differentiated(jaxpr: Any, nonzero: Sequence[int]) -> list[int]:
     return [i for i, one in enumerate(found) if one]
 
 
+def _is_high(*avals: Any, function: Any) -> bool:
+    # What handlers made stays in the program that is lowered, and may hold HiPrims, as JAX 0.12
+    # makes of ``custom_jvp`` functions with its flag. Nothing transposes it then.
+    return function.program.is_from_handler and function.program.jaxpr.is_high
+
+
+deferred_p.is_high = _is_high
+
+
 @deferred_p.def_impl
 def _run(*values: Any, function: Any) -> list[Any]:
     return function(*values)
+
+
+deferred_p.to_lojax = _run
 
 
 @deferred_p.def_effectful_abstract_eval

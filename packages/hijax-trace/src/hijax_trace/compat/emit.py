@@ -101,7 +101,11 @@ def _tracers(trace: Any, values: Sequence[Any], info: Any) -> list[Any]:
 
 def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     """Append an equation for which ``can_append`` holds, on values of equal types."""
-    tracers = _tracers(trace, values, info)
+    tracers = list(values)
+    for value in tracers:
+        if type(value) is not pe.DynamicJaxprTracer or value._trace is not trace:
+            tracers = _tracers(trace, values, info)
+            break
     if eqn.primitive in pe.const_fold_rules:
         avals = [var.aval for var in eqn.outvars]
         folded = pe.try_constant_folding(eqn.primitive, tracers, eqn.params, avals)
@@ -111,11 +115,12 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
     frame = trace.frame
     variables = [frame.newvar(var.aval) for var in eqn.outvars]
-    if not frame.is_high and holds_jaxprs(eqn):
+    if not frame.is_high:
         params, is_shared = eqn.params, type(eqn.params) is SharedParams
         found = params.is_high if is_shared else None
         if found is None:  # of equal calls only the first asks
-            found = eqn.primitive.is_high(*(tracer.aval for tracer in tracers), **params)
+            avals = (tracer.aval for tracer in tracers)
+            found = holds_jaxprs(eqn) and eqn.primitive.is_high(*avals, **params)
             if is_shared:
                 params.is_high = found
         frame.is_high = found  # else nothing would expand a HiPrim in it

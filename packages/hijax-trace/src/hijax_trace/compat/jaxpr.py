@@ -206,6 +206,11 @@ def holds_jaxprs(eqn: Any) -> bool:
     return held
 
 
+def has_only_axes(effects: Any) -> bool:
+    """Return whether effects are those of collectives, and there are any."""
+    return bool(effects) and all(isinstance(one, core.NamedAxisEffect) for one in effects)
+
+
 def has_effects(params: dict[str, Any]) -> bool:
     """Return whether a jaxpr among an equation's parameters has effects."""
     return any(

@@ -19,6 +19,8 @@ from .nodes import (
     Choice,
     Constant,
     Counter,
+    Device,
+    Exchanged,
     Held,
     Operation,
     Part,
@@ -132,12 +134,11 @@ class Dataflow:
         # A handler replaced this equation, so its program need not be looked into.
         if self._from_handler and all(var in self._from_handler for var in eqn.outvars):
             return [_from_handler(var.aval, operands) for var in eqn.outvars]
-        opaque = f"a result of {eqn.primitive.name}" if eqn.effects else None
-        if eqn.primitive.name == "axis_index":  # no constant: each device has another
-            opaque = "the index of a device"
-        if eqn.primitive.name in COLLECTIVES:
-            own = eqn.primitive.name, operands, operands
-            return [Carried(var.aval, *own) for var in eqn.outvars]
+        if eqn.primitive.name == "axis_index":
+            return [Device(var.aval) for var in eqn.outvars]
+        is_exchanged = eqn.primitive.name in COLLECTIVES or compat.has_only_axes(eqn.effects)
+        kind = Exchanged if is_exchanged else Operation
+        opaque = f"a result of {eqn.primitive.name}" if eqn.effects and not is_exchanged else None
         inside = _through(eqn, operands)
         return [
             _from_handler(var.aval, operands)
@@ -146,7 +147,7 @@ class Dataflow:
             if i in inside
             else _opaque(var.aval, opaque, operands)
             if opaque is not None
-            else Operation(var.aval, eqn.primitive, eqn.params, operands, i)
+            else kind(var.aval, eqn.primitive, eqn.params, operands, i)
             for i, var in enumerate(eqn.outvars)
         ]
 
@@ -226,14 +227,15 @@ def expression_inside(
         return whole
     chosen = chosen_outside(body, index) if kind == CHANGES else None
     everything = [operands(i) for i in range(count)]
+    behind = carry_behind(body, index) if kind == CHANGES else None
     if chosen is not None:
-        sources = [everything[k] for k in chosen[0]]
-        how = "what a loop carries"
-        return Carried(aval, how, sources, everything, chosen[1])
+        numbers, is_mixed = chosen
+        others = sorted((behind.inputs if behind else {*range(count)}) - {*numbers})
+        sources = [everything[k] for k in numbers]
+        return Carried(aval, sources, [everything[k] for k in others], everything, is_mixed)
     # A changing carry may come from any of the loop's operands.
     if operand is not None and is_counter(body, index):
         return Counter(aval, everything[operand], everything)
-    behind = carry_behind(body, index) if kind == CHANGES else None
     if operand is None or behind is None:
         return Unknown(aval, "a loop's carry", everything)
     kind_of_carry = State if behind.contracted else Carry

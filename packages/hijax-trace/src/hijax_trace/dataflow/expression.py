@@ -100,9 +100,14 @@ class Expression:
         """
         return self.judged(is_parameter).kind
 
-    def is_dynamic(self, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether the program computes an index of the value."""
-        return self.judged(is_parameter).is_dynamic
+    def is_known(self, is_parameter: Callable[[str], bool]) -> bool:
+        """Return whether the value can be computed from parameters before the program runs.
+
+        An activation can't, nor can a value of which the program computes an index, which a loop
+        carries from step to step, or which devices of a ``shard_map`` exchange.
+        """
+        judged = self.judged(is_parameter)
+        return judged.kind != "activation" and judged.is_known and not judged.is_dynamic
 
     def judged(self, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return the kind and the parameters behind it; see ``kind``."""
@@ -165,18 +170,19 @@ class Expression:
         """Return the part of a value that is known before the run.
 
         That is the value to which the first dynamic index is applied: ``w.T`` for ``w.T[i]``.
-        Without a dynamic index it is the value itself.
+        Of a known value it is the value itself.
 
         Args:
             is_parameter: see ``kind``.
 
         Returns:
-            The part; None for other kinds, and if several parts with dynamic indices are joined.
+            The part; None for other kinds, if several parts with dynamic indices are joined, and
+            for what devices exchange.
         """
         if self.kind(is_parameter) not in ("view", "derived"):
             return None
         node = self
-        while node.is_dynamic(is_parameter):
+        while not node.is_known(is_parameter):
             if node.moved is None or len(node.moved) != 1:
                 return None
             node = node.operands[node.moved[0]]

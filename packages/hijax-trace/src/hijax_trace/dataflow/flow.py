@@ -118,9 +118,9 @@ AXES: dict[str, AxesOf] = {
 """By primitive: where the axes of operand ``k``, or of operand 0, are in its result ``k``."""
 
 
-Source = tuple[int, Axes | None]
-"""The number of the input of a jaxpr that a value is a move of, and where the input's axes are in
-the value; None if its type has no axes."""
+Source = tuple[int, Sequence[Axes | None]]
+"""The number of the input of a jaxpr that a value is a move of, and the steps of the move, the last
+one first: where the axes before a step are after it. None for types that have no axes."""
 
 
 class Origin(NamedTuple):
@@ -134,9 +134,9 @@ class Origin(NamedTuple):
     path: str
     axes: Axes | None
 
-    def moved(self, axes: Axes | None) -> Origin:
-        """Return the origin of the value after another move."""
-        return Origin(self.path, moved_by(self.axes, [axes]))
+    def moved(self, *steps: Axes | None) -> Origin:
+        """Return the origin of the value after more moves, the last one first."""
+        return Origin(self.path, moved_by(self.axes, steps))
 
 
 class Flow:
@@ -163,7 +163,7 @@ class Flow:
         return Counter(x for x in atoms if type(x) is not compat.Literal)
 
     def source(self, atom: Any, replaced: Set[Any] = frozenset()) -> Source | None:
-        """Return the input that a variable or literal is a move of, and the axes.
+        """Return the input that a variable or literal is a move of, and the steps.
 
         Args:
             atom: the variable or literal.
@@ -173,7 +173,7 @@ class Flow:
         while not isinstance(atom, compat.Literal) and atom not in replaced:
             index = self.inputs.get(atom)
             if index is not None:
-                return index, moved_by(_identity(atom.aval), steps)
+                return index, steps
             if (step := self._step(atom)) is None:
                 break
             atom, axes = step
@@ -254,11 +254,11 @@ def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None]
     source = flow_of(body.jaxpr).source(compat.open_of(body.jaxpr).outvars[result])
     if source is None:
         return None
-    index, axes = source
+    index, steps = source
     operand, kind = body.inputs[index], body.kinds[index]
     if operand is None or kind == CHANGES:
         return None
-    return operand, moved_by(axes_inside(kind, ins[operand]), [axes])
+    return operand, moved_by(axes_inside(kind, ins[operand]), steps)
 
 
 def forwarded(eqn: Any) -> list[tuple[int, int]]:

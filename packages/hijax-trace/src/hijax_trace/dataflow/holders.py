@@ -268,7 +268,8 @@ HOLDERS: dict[Any, Holder] = {
 
 _DEFERRED = Holder(
     lambda params, n: [_all_same(params["function"].jaxpr, 0)],
-    lambda params, jaxprs, extra: params,  # never used: ``deriving`` makes it
+    # Only of what a handler made: ``deriving`` makes the others.
+    lambda params, jaxprs, extra: {"function": params["function"].again(jaxprs[0])},
     lambda params: [-1],
 )
 

@@ -16,6 +16,7 @@ from .. import compat
 from ..proxy.moves import SAME_ELEMENTS, VIEWS, data_in, rounds
 from ..proxy.updates import WRITTEN
 from .expression import Expression, Kind, Leaf, maps_of, united
+from .sources import COLLECTIVES
 
 
 class Constant(Expression):
@@ -91,11 +92,27 @@ class Unknown(Expression):
         return self.why
 
 
+class Device(Unknown):
+    """The number of a device along axes of a mesh, inside of ``shard_map``.
+
+    It is a constant of the program that each device has another value of: what is computed from it
+    and from a parameter is a weight.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, aval: Any):
+        super().__init__(aval, "the index of a device", ())
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        return ValueKind("constant", is_known=False)
+
+
 class Carry(Unknown):
     """A value that each step of a loop computes from that of the step before.
 
     Its first operand is its value before the first step, the others are what steps compute it
-    from, too.
+    from, too. If these are parameters and constants alone, it is a weight of each step.
     """
 
     __slots__ = ()
@@ -104,6 +121,12 @@ class Carry(Unknown):
         operands = start, *others
         super().__init__(aval, "a loop's carry", operands)
         self.operands = operands
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        made = _made_of("derived", found, True)
+        if not made.paths or any(one.kind == "activation" or _is_chosen(one) for one in found):
+            return ValueKind("activation")
+        return made._replace(is_known=False)
 
 
 class State(Carry):
@@ -117,9 +140,7 @@ class State(Carry):
     __slots__ = ()
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        if not found[0].paths or any(one.kind == "activation" or one.is_dynamic for one in found):
-            return ValueKind("activation")
-        return _made_of("derived", found, True)._replace(is_known=False)
+        return super()._judge(found, is_parameter) if found[0].paths else ValueKind("activation")
 
 
 OTHER_TRACE = "a value of another trace"
@@ -216,7 +237,9 @@ def is_counted(expression: Expression) -> bool:
         if isinstance(node, Counter):
             if not is_counted(node.start):
                 return False
-        elif isinstance(node, Leaf | Unknown | Carried) or getattr(node, "is_mapped", False):
+        elif isinstance(node, Leaf | Unknown | Carried | Exchanged) or getattr(
+            node, "is_mapped", False
+        ):
             return False
     return True
 
@@ -266,16 +289,16 @@ class Operation(Expression):
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
         moved, kinds = self.moved, {one.kind for one in found}
-        is_known = not any(one.is_dynamic or one.kind == "activation" for one in found)
+        is_known = all(one.is_known and not _is_at_calls(one) for one in found)
         if self.primitive.name == "select_n" and is_known and found[0].kind != "constant":
             moved = None  # a mask of parameters makes another value, which is stored as it is
         if moved is not None:
             return _judge_moved(found, moved)
         # What is computed of a state alone is one, too.
-        if "activation" in kinds or any(one.is_dynamic and one.is_known for one in found):
+        if any(map(_is_at_calls, found)):
             # The program may compute where it writes parts of parameters to others.
             written = [found[i] for i in WRITTEN.get(self.primitive.name, ())]
-            known = _judge_carried(written, is_mixed=True)
+            known = _judge_carried(written, is_mixed=True, is_chosen=True)
             return _made_at_calls(found) if known.kind == "activation" else known
         is_state = any(one.is_dynamic for one in found)
         return _made_of("constant" if kinds <= {"constant"} else "derived", found, is_state)
@@ -299,10 +322,24 @@ class Operation(Expression):
         return f"{self.primitive.name}({', '.join(operands)})"
 
 
+def _is_chosen(one: ValueKind) -> bool:
+    """Return whether the program computes which part of parameters a value is.
+
+    Not so for what devices exchange or loops carry: only a run knows these, too, but whatever it is
+    given they are the same parts.
+    """
+    return one.is_dynamic and one.is_known
+
+
+def _is_at_calls(one: ValueKind) -> bool:
+    """Return whether what a program is given at a call decides a value."""
+    return one.kind == "activation" or _is_chosen(one)
+
+
 def _made_at_calls(parts: Sequence[ValueKind]) -> ValueKind:
     """Return an activation, with its parameters if it is made of these and constants alone."""
     known = all(one.paths or one.kind == "constant" for one in parts)
-    if not known or any(one.is_dynamic and one.is_known for one in parts):
+    if not known or any(map(_is_chosen, parts)):
         return ValueKind("activation")
     return ValueKind("activation", paths=frozenset[str]().union(*(one.paths for one in parts)))
 
@@ -311,7 +348,9 @@ def _made_of(kind: Kind, parts: Sequence[ValueKind], is_dynamic: bool = False) -
     """Return the kind of a value that is made of others."""
     paths = frozenset[str]().union(*(one.paths for one in parts))
     closes_over = any(one.closes_over for one in parts)
-    return ValueKind(kind, is_dynamic, paths, closes_over, all(one.is_known for one in parts))
+    # A row of a table that devices gather is chosen by the program, whatever else it is made of.
+    is_known = any(map(_is_chosen, parts)) or all(one.is_known for one in parts)
+    return ValueKind(kind, is_dynamic, paths, closes_over, is_known)
 
 
 def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
@@ -320,15 +359,17 @@ def _judge_moved(found: Sequence[ValueKind], moved: Sequence[int]) -> ValueKind:
     # The other operands are indices, masks and padding.
     indices = [one for i, one in enumerate(found) if i not in moved]
     kinds = {one.kind for one in data}
-    by_program = any(one.kind == "activation" or one.is_dynamic for one in indices)
+    by_program = any(map(_is_at_calls, indices))
     if "activation" in kinds:
         return _made_at_calls(found)
     if by_program and kinds == {"constant"}:
         return ValueKind("activation")
     if kinds == {"constant"} and all(one.kind == "constant" for one in indices):
         return _made_of("constant", found)
-    is_dynamic = by_program or any(one.is_dynamic for one in data)
-    return _made_of("view" if kinds == {"view"} else "derived", data, is_dynamic)
+    is_dynamic = by_program or any(one.is_dynamic for one in found)
+    made = _made_of("view" if kinds == {"view"} else "derived", data, is_dynamic)
+    is_known = by_program or (made.is_known and all(one.is_known for one in indices))
+    return made._replace(is_known=is_known)
 
 
 class Choice(Expression):
@@ -364,43 +405,84 @@ class Choice(Expression):
         return f"one of {', '.join(operands[1:])}"
 
 
-class Carried(Expression):
-    """One of several values, moved as only the running program knows."""
+class Exchanged(Operation):
+    """What devices of a ``shard_map`` send to each other, or compute of each other's values.
 
-    __slots__ = ("how", "is_mixed")
+    It is made of the same parameters as its operands, and only a run knows it.
+    """
+
+    __slots__ = ()
+
+    @property
+    def moved(self) -> None:
+        """None: its elements are those of other devices, too, and no array proxy follows them."""
+        return
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        is_moved = self.primitive.name in COLLECTIVES
+        known = (
+            _judge_moved(found, range(len(found)))
+            if is_moved
+            else super()._judge(found, is_parameter)
+        )
+        return known if _is_at_calls(known) else known._replace(is_known=False)
+
+    def compute(self, operands: Sequence[Any], inputs: Mapping[str, Any], results: dict) -> Any:
+        """Raise ValueError: there are no other devices before the program runs."""
+        return Expression.compute(self, operands, inputs, results)
+
+
+class Carried(Expression):
+    """One of several values that a loop carries, moved as only the running program knows.
+
+    Attributes:
+        sources: these values, its first operands. The others decide how steps move them.
+        is_mixed: whether it may be a constant of the loop, too.
+    """
+
+    __slots__ = ("is_mixed", "sources")
 
     def __init__(
         self,
         aval: Any,
-        how: str,
-        operands: Sequence[Expression],
+        sources: Sequence[Expression],
+        others: Sequence[Expression],
         behind: Sequence[Expression],
-        is_mixed: bool = False,
+        is_mixed: bool,
     ):
-        super().__init__(aval, operands)
-        self.how = how
+        super().__init__(aval, [*sources, *others])
+        self.sources = sources
         self.is_mixed = is_mixed
         self.is_constant = False
         self.inputs = united(behind)
-        self.maps = maps_of(operands) if self.inputs is not None else -1
+        self.maps = maps_of(sources) if self.inputs is not None else -1
 
     def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return _judge_carried(found, self.is_mixed)
+        count = len(self.sources)
+        is_chosen = any(map(_is_at_calls, found[count:]))
+        return _judge_carried(found[:count], self.is_mixed, is_chosen)
 
     def _described(self) -> tuple:
-        return "carried", self.how, self.is_mixed
+        return "carried", self.is_mixed
 
     def text(self, operands: Sequence[str]) -> str:
         """Return what it is chosen from."""
-        return f"{self.how} of {', '.join(operands)}"
+        return f"what a loop carries of {', '.join(operands[: len(self.sources)])}"
 
 
-def _judge_carried(found: Sequence[ValueKind], is_mixed: bool) -> ValueKind:
-    """Return the kind of a value that a loop moves, from the kinds of what it moves."""
+def _judge_carried(found: Sequence[ValueKind], is_mixed: bool, is_chosen: bool) -> ValueKind:
+    """Return the kind of a value that is moved as only a run knows.
+
+    Args:
+        found: the kinds of the values that it has elements of.
+        is_mixed: whether it may have others.
+        is_chosen: whether what the program is given at a call decides which elements it has.
+    """
     kinds = {one.kind for one in found}
     if "activation" in kinds or kinds <= {"constant"}:
         return ValueKind("activation")
-    return _made_of("view" if kinds == {"view"} and not is_mixed else "derived", found, True)
+    made = _made_of("view" if kinds == {"view"} and not is_mixed else "derived", found, True)
+    return made._replace(is_known=is_chosen or any(map(_is_chosen, found)))
 
 
 class Held(Operation):
@@ -434,7 +516,8 @@ class Held(Operation):
         if known.kind != "activation":
             return known
         kinds = {id(node): one for node, one in zip(self.operands, found, strict=True)}
-        return _judge_carried([kinds[id(node)] for node in self.sources], self.is_mixed)
+        sources = [kinds[id(node)] for node in self.sources]
+        return _judge_carried(sources, self.is_mixed, is_chosen=True)
 
 
 def is_zero(expression: Expression) -> bool:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from ..proxy.updates import WRITTEN
 from .expression import Expression, Leaf
-from .nodes import Carried, Choice, Held, Operation, Part, Shard, State, Unknown
+from .nodes import Carried, Choice, Device, Exchanged, Held, Operation, Part, Shard, State, Unknown
 from .sources import contracts
 
 _SCALES = frozenset(("clamp", "convert_element_type", "div", "max", "min", "mul", "neg"))
@@ -78,11 +78,11 @@ def scaled_inputs(
 
 def _elements(node: Expression, is_activation: _Activations) -> Sequence[Expression]:
     """Return the operands whose elements a value has, up to factors and noise."""
-    if isinstance(node, Carried | Part | Shard):
+    if isinstance(node, Exchanged | Part | Shard):
         return node.operands
     if isinstance(node, Choice):
         return [node.operands[i] for i in node.moved]
-    if isinstance(node, Held):
+    if isinstance(node, Carried | Held):
         return node.sources
     if not isinstance(node, Operation):
         return ()
@@ -162,7 +162,7 @@ class _Activations:
                 isinstance(one, Operation) and contracts(one.primitive, one.params)
             ):
                 return True
-            if isinstance(one, Unknown) and not one.operands:
+            if isinstance(one, Unknown) and not one.operands and not isinstance(one, Device):
                 return True
             if isinstance(one, Leaf) and self._is_given(one) and (given or one.path in self._known):
                 return True

@@ -102,11 +102,11 @@ class Answers:
         frame, trace = run.frame, run.trace
         if frame.untapped or frame.metadata:
             return None
+        if frame.has_linear and any(map(frame.is_linear, eqn.invars)):
+            return None  # its result is one equation that JAX can transpose
         for atom in eqn.invars:
             if type(atom) is compat.Literal or atom in run.changed:
                 return None
-            if frame.is_linear(atom):
-                return None  # its result is one equation that JAX can transpose
             proxy = frame.proxies.get(atom)
             if proxy is None:
                 if not compat.is_staged_in(run.values[atom], trace):

@@ -10,6 +10,7 @@ from interception_core import TargetError
 
 from .. import compat
 from ..staging.deferred import Staged, can_defer
+from ..staging.functions import Program
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .call import TraceCall
@@ -156,7 +157,9 @@ def _ask(
         if call.is_own(answer) or not can_defer(staged):
             results = compat.as_function(staged.jaxpr)(*staged.more, *own)
         else:
-            results = compat.transposable_p.bind(*staged.more, *own, jaxpr=staged.jaxpr)
+            # It may round, and have a derivative that does not: only that is linear.
+            function = Program(staged.jaxpr, is_from_handler=True)
+            results = compat.deferred_p.bind(*staged.more, *own, function=function)
     _replace(run, call, task.eqn, results, call.is_own(answer))
     return True
 

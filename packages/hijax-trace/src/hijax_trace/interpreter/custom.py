@@ -8,6 +8,7 @@ Box, the rule is staged with the function, and the values become operands of the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,13 +19,13 @@ from .. import compat
 from ..dataflow.holders import SAME, Body, custom_body
 from ..staging.deferred import Staged
 from ..staging.marker import hoisted
-from ..staging.packed import Packed, stage_packed
-from .bodies import proxies_of_body, tap_body, untrained
+from ..staging.packed import stage_packed
+from .bodies import proxies_of_body, stage_again, tap_body, untrained
 from .entering import Rebuilt, emit, share
-from .frames import Operands, Place
+from .frames import FromOperands, Operands, Place
 from .hi_prims import refuse
 from .one_pass import Pass
-from .rules import CustomRule, prim_rule, tap_rule, tapped_rule
+from .rules import prim_rule
 from .session import Session
 from .tasks import Task
 
@@ -44,45 +45,33 @@ def rebuild_custom(
     operands: Operands,
 ) -> Rebuilt:
     """Return a call with custom derivative rules, with all of it tapped."""
-    if "_prim" in params:
-        return _rebuild_prim(session, place, params["_prim"], values, operands)
-    new = dict(params)
-    name = "jvp_jaxpr_fun" if "jvp_jaxpr_fun" in params else "fwd_jaxpr_thunk"
-    first, count = params["num_consts"], len(values)
-    custom = CustomRule(params[name], place, operands, first, session.numbers.copy())
-    body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
+    kind = _HiPrim if "_prim" in params else _Primitive
+    call = kind(session, place, params, operands)
+    body = call.body
     taken = proxies_of_body(body, untrained(operands.proxies))
     tapped = tap_body(session, place, body, operands, taken)
-    new["call_jaxpr"] = tapped.jaxpr
+    jaxpr = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
-    if "bwd" in params and place.frame.is_derived:
-        tap = functools.partial(_backward, session, place, operands, params["call_jaxpr"])
-        new["bwd"] = compat.rule_like(params["bwd"], tap)
+    backward = None
+    if place.frame.is_derived:
+        backward = functools.partial(_backward, session, place, operands, body.jaxpr)
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
-    if tapped.extra and not params["symbolic_zeros"] and not place.frame.is_rule:
-        staged = _staged(session, custom, [name == "fwd_jaxpr_thunk"] * (count - first))
+    if tapped.extra and not call.symbolic_zeros and not place.frame.is_rule:
+        with contextlib.suppress(Exception):  # what it raises matters where it is used
+            staged = call.stage()
     if staged is not None and staged.more:
-        both = [tapped.jaxpr, staged.jaxpr]
-        (new["call_jaxpr"], rule), leading = share(both, [leading, staged.more])
-        staged, hidden = staged._replace(jaxpr=rule), (len(leading), first)
-        avals = list(map(compat.typeof, [*leading, *values]))
-        # The rule gets these operands too, so that they must not count as constants.
-        new["num_consts"] = 0
-        if name == "jvp_jaxpr_fun":
-            new["symbolic_zeros"] = True  # a reference has no array of zeros
-            rule = _jvp_of(staged, hidden, avals)
-        else:
-            new["bwd"] = compat.with_zeros(new["bwd"], avals[: sum(hidden)])
-            rule = _fwd_of(staged, hidden, avals)
+        (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.more])
+        staged = staged._replace(jaxpr=rule)
     else:
-        new["num_consts"] = first + len(leading)
-        rule = tapped_rule(session, custom)
-    new[name] = compat.wrap_fun(rule, params[name].debug_info)
-    if leading and "out_trees" in params:
-        new["out_trees"] = functools.partial(_shifted, params["out_trees"], len(leading))
-    return Rebuilt(new, [*leading, *values], tapped.outcome)
+        staged = None
+    made = call.made(jaxpr, leading, backward, staged)
+    return Rebuilt(made, [*leading, *values], tapped.outcome)
+
+
+Backward = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""Returns a backward rule, tapped."""
 
 
 def _backward(
@@ -108,73 +97,132 @@ def _backward(
     return lambda *args: tapped(rule, -1, args, 0)
 
 
-def _staged(session: Session, custom: CustomRule, flags: Sequence[bool]) -> Staged | None:
-    """Stage a rule with its function. Return None if it raises, which matters where it is used."""
-    try:
-        jaxpr, consts, *rest = tap_rule(session, custom, flags, is_later=False)
-    except Exception:
-        return None
-    jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
-    return Staged(jaxpr, extra, rest)
+class _Primitive:
+    """A call that is an equation of ``custom_jvp_call`` or ``custom_vjp_call``.
+
+    Attributes:
+        body: the function.
+        symbolic_zeros: whether its rule is told which tangents are zero.
+    """
+
+    def __init__(self, session: Session, place: Place, params: dict[str, Any], operands: Operands):
+        self._session, self._place, self._params, self._operands = session, place, params, operands
+        self._is_jvp = "jvp_jaxpr_fun" in params
+        self._name = "jvp_jaxpr_fun" if self._is_jvp else "fwd_jaxpr_thunk"
+        # The rule is not given the call's constants, its first operands.
+        self._first, count = params["num_consts"], len(operands.avals)
+        self._numbers = session.numbers.copy()  # the rule's operations count from where these do
+        self.body = Body(params["call_jaxpr"], tuple(range(count)), (SAME,) * count)
+        self.symbolic_zeros = params["symbolic_zeros"]
+
+    def stage(self) -> Staged:
+        """Stage the rule with the function."""
+        flags = [not self._is_jvp] * (len(self._operands.avals) - self._first)
+        jaxpr, consts, *rest = self._tapped(flags, is_later=False)
+        jaxpr, extra = hoisted(compat.open_of(jaxpr), list(consts))
+        return Staged(jaxpr, extra, rest)
+
+    def _tapped(self, flags: Sequence[bool], is_later: bool) -> tuple:
+        """Return what the rule returns, with its operations tapped.
+
+        JAX calls a rule with a bool for each operand but the constants. It returns a jaxpr, the
+        values of its constants, and more.
+        """
+        session, first, operands = self._session, self._first, self._operands
+        jaxpr, consts, *rest = self._params[self._name].call_wrapped(*flags)
+        if not session.tapping.tasks.wants(jaxpr):
+            return (jaxpr, consts, *rest)
+        opened = compat.open_of(jaxpr)
+        # Since 0.11 constants without values are the first arguments.
+        before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
+        places = [i - before + first for i in range(len(opened.invars))]
+        known = [k if first <= k < len(operands.avals) else None for k in places]
+        # Its tangents come last.
+        linear = frozenset(i for i, k in enumerate(places) if k >= len(operands.avals))
+        given = FromOperands(operands, known, [var.aval for var in opened.invars], linear)
+        how = {"consts": consts, "is_rule": True, "is_later": is_later}
+        inner = self._place.inside(opened, given, **how)
+        counting = session.counting(self._numbers.copy())
+        return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
+
+    def made(
+        self,
+        jaxpr: Any,
+        leading: Sequence[Any],
+        backward: Backward | None,
+        staged: Staged | None,
+    ) -> dict[str, Any]:
+        """Return the parameters of the call of ``jaxpr``, which has more leading operands.
+
+        Without a staged rule the rule is tapped when JAX needs it.
+        """
+        new, name = {**self._params, "call_jaxpr": jaxpr}, self._name
+        if backward is not None and "bwd" in new:
+            new["bwd"] = compat.rule_like(new["bwd"], backward)
+        if staged is None:
+            rule = functools.cache(lambda *flags: self._tapped(flags, is_later=True))
+            new["num_consts"] = self._first + len(leading)
+        else:
+            hidden = len(leading), self._first
+            avals = [*map(compat.typeof, leading), *self._operands.avals]
+            rule = (_jvp_of if self._is_jvp else _fwd_of)(staged, hidden, avals)
+            # The rule gets these operands too, so that they must not count as constants.
+            new["num_consts"] = 0
+            if self._is_jvp:
+                new["symbolic_zeros"] = True  # a reference has no array of zeros
+            else:
+                new["bwd"] = compat.with_zeros(new["bwd"], avals[: sum(hidden)])
+        new[name] = compat.wrap_fun(rule, new[name].debug_info)
+        if leading and "out_trees" in new:
+            new["out_trees"] = functools.partial(_shifted, new["out_trees"], len(leading))
+        return new
 
 
-def _rebuild_prim(
-    session: Session, place: Place, prim: Any, values: Sequence[Any], operands: Operands
-) -> Rebuilt:
-    """Return the same for a call that is a HiPrim."""
-    numbers = session.numbers.copy()
-    body = custom_body(compat.call_hi_primitive_p, {"_prim": prim}, len(values))
-    assert body is not None
-    taken = proxies_of_body(body, untrained(operands.proxies))
-    tapped = tap_body(session, place, body, operands, taken)
-    jaxpr = tapped.jaxpr
-    leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
+class _HiPrim:
+    """The same of a call that is a HiPrim."""
 
-    def run(args: tuple, is_later: bool) -> Any:
-        rule, fn = prim_rule(session, place, operands, numbers, is_later), compat.prim_rule_of(prim)
-        if compat.is_jvp_prim(prim):
-            return rule(fn, 0, args, len(jax.tree.leaves(args[1])))
-        return rule(fn, len(operands.avals), args, 0)
+    def __init__(self, session: Session, place: Place, params: dict[str, Any], operands: Operands):
+        self._prim, self._count = params["_prim"], len(operands.avals)
+        self._rule = functools.partial(prim_rule, session, place, operands, session.numbers.copy())
+        body = custom_body(compat.call_hi_primitive_p, params, self._count)
+        assert body is not None
+        self.body, self.symbolic_zeros = body, self._prim.symbolic_zeros
 
-    def call(extra: Sequence[Any], args: tuple) -> Any:
-        return run(args, is_later=True)
-
-    # As for other calls: see ``rebuild_custom``.
-    if tapped.extra and not prim.symbolic_zeros and not place.frame.is_rule:
-        staged = _staged_prim(prim, functools.partial(run, is_later=False))
-        if staged is not None and staged.more:
-            (jaxpr, rule), leading = share([jaxpr, staged.jaxpr], [leading, staged.more])
-            call = _given(prim, compat.as_function(rule), *staged.results)
-    hidden = list(map(compat.typeof, leading))
-    bwd = None
-    if place.frame.is_derived and not compat.is_jvp_prim(prim):
-        bwd = _backward(session, place, operands, body.jaxpr, prim.bwd)
-    made = compat.custom_with(prim, jaxpr, hidden, call, refuse, bwd)
-    return Rebuilt({"_prim": made}, [*leading, *values], tapped.outcome)
-
-
-def _staged_prim(prim: Any, run: Callable[[tuple], Any]) -> Staged | None:
-    """Stage the rule of a HiPrim with its function. Return None if it raises."""
-    try:
+    def stage(self) -> Staged:
+        """Stage the rule with the function."""
+        prim = self._prim
         jaxpr, consts, result = stage_packed(
             "rule",
-            lambda values: run(compat.rule_arguments(prim, values)),
+            lambda values: self._run(compat.rule_arguments(prim, values), is_later=False),
             compat.rule_types(prim),
         )
-    except Exception:
-        return None
-    return Staged(*hoisted(jaxpr, consts), [result])
+        return Staged(*hoisted(jaxpr, consts), result)
 
+    def _run(self, args: tuple, is_later: bool) -> Any:
+        """Run the rule with its operations tapped."""
+        rule, fn = self._rule(is_later), compat.prim_rule_of(self._prim)
+        if compat.is_jvp_prim(self._prim):
+            return rule(fn, 0, args, len(jax.tree.leaves(args[1])))
+        return rule(fn, self._count, args, 0)
 
-def _given(
-    prim: Any, rule: Callable[..., list[Any]], result: Packed
-) -> Callable[[Sequence[Any], tuple], Any]:
-    """Return the rule that was staged as ``rule``, of the handlers' values and its arguments."""
+    def made(
+        self,
+        jaxpr: Any,
+        leading: Sequence[Any],
+        backward: Backward | None,
+        staged: Staged | None,
+    ) -> dict[str, Any]:
+        """Return the parameters of the call; see ``_Primitive.made``."""
+        prim, types = self._prim, list(map(compat.typeof, leading))
 
-    def call(extra: Sequence[Any], args: tuple) -> Any:
-        return result.build(rule(*extra, *compat.rule_values(prim, args)))
+        def rule(extra: Sequence[Any], args: tuple) -> Any:
+            if staged is None:
+                return self._run(args, is_later=True)
+            found = compat.as_function(staged.jaxpr)(*extra, *compat.rule_values(prim, args))
+            return staged.results.build(found)
 
-    return call
+        bwd = None if backward is None or compat.is_jvp_prim(prim) else backward(prim.bwd)
+        return {"_prim": compat.custom_with(prim, jaxpr, types, rule, refuse, bwd)}
 
 
 Hidden = tuple[int, int]

@@ -247,7 +247,7 @@ class Early:
         base = self.tracers.base()
         if base is None:
             return
-        eqns = compat.staged_in(base)
-        for eqn in eqns[self._looked_at :]:
+        new = compat.staged_in(base, self._looked_at)
+        for eqn in new:
             self._numbers.add(self._session.tapping.tasks.counted(eqn))
-        self._looked_at = len(eqns)
+        self._looked_at += len(new)

@@ -243,12 +243,12 @@ class Frame:
         source = self._values.flow.source(atom, self.replaced)
         if source is None:
             return None
-        index, axes = source
+        index, steps = source
         question = ORIGIN, index
         if question not in self.asked:
             self.asked[question] = self._inputs.origin(index)
         origin = self.asked[question]
-        return None if origin is None else origin.moved(axes)
+        return origin.moved(*steps) if steps and origin is not None else origin
 
     def metadata_of(self, atom: Any) -> Metadata:
         """Return what handlers attached to a variable or literal."""
@@ -274,6 +274,11 @@ class Frame:
         if type(atom) is not compat.Literal and atom in self.proxies:
             return False  # most likely a parameter
         return self._values.is_activation(atom, is_parameter)
+
+    @property
+    def has_linear(self) -> bool:
+        """Whether the program must be linear in any variable."""
+        return bool(self._linear)
 
     def is_linear(self, atom: Any) -> bool:
         """Return whether the program must be linear in a variable or literal."""

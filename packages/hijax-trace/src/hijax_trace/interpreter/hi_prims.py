@@ -21,7 +21,6 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
-from ..staging.packed import Packed, stage_packed
 from .op_ids import Numbers
 from .questions import Outcome
 
@@ -268,18 +267,3 @@ class _Program:
     def __init__(self, jaxpr: Any, rule: Rule):
         self.jaxpr = jaxpr
         self.rule = rule
-
-
-def staged_rule(
-    fn: Callable[..., Any], args: tuple, run: Run
-) -> tuple[Packed, Packed, Any, list[Any]]:
-    """Stage a rule.
-
-    Returns:
-        Its arguments and its result, both packed, and the jaxpr and constants between them.
-    """
-    packed = Packed(args, ())
-    name, types = getattr(fn, "__name__", "rule"), list(map(compat.typeof, packed.arrays))
-    run_packed = lambda arrays: run(fn, packed.build(arrays))  # noqa: E731
-    jaxpr, consts, result = stage_packed(name, run_packed, types)
-    return packed, result, jaxpr, consts

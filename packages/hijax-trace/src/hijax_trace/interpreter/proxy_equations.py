@@ -145,8 +145,9 @@ def carry(frame: Frame, eqn: Any) -> None:
         frame.note(EXPRESSION)
         expression = frame.expression(var)
         key, own = expression.key, proxy_of(frame.proxies.pop(var, None))
-        kind = expression.judged(carriers[0].is_parameter)
-        if kind.kind in ("view", "derived") and not kind.is_dynamic:
+        is_parameter = carriers[0].is_parameter
+        is_weight = expression.kind(is_parameter) in ("view", "derived")
+        if is_weight and expression.is_known(is_parameter):
             frame.proxies[var] = carriers[0].at(carriers[1:], key, var.aval, own)
         elif own is not None:
             frame.proxies[var] = own

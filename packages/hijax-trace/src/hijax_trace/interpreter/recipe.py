@@ -11,18 +11,20 @@ from .. import compat
 class Recipe(NamedTuple):
     """What was made of some values of a staging trace.
 
-    Values have numbers: first those that it was made of, then the results of the equations.
-    Literals have negative ones.
+    Values have numbers: first those that it was made of, then the scalars that the equations use,
+    and the results of these.
 
     Attributes:
         count: how many values it is made of.
-        literals: the scalars that it uses, as tracers.
+        used: the numbers of those that it uses.
+        literals: the scalars, as tracers.
         equations: the equations, each with the numbers of its operands, and its name stack within
             that of the whole.
         results: the numbers of the results.
     """
 
     count: int
+    used: Sequence[int]
     literals: Sequence[Any]
     equations: Sequence[tuple[Any, Sequence[int], Any]]
     results: Sequence[int]
@@ -69,7 +71,17 @@ class Recipe(NamedTuple):
         found = numbers(results)
         if any(None in given for given in (found, *(given for _, given, _ in equations))):
             return None
-        return cls(len(values), literals, equations, found)
+
+        count, more = len(values), len(literals)
+
+        def numbered(given: Sequence[int]) -> list[int]:
+            return [count - 1 - i if i < 0 else i + more if i >= count else i for i in given]
+
+        equations = [(eqn, numbered(given), inner) for eqn, given, inner in equations]
+        found = numbered(found)
+        every = {*found, *(i for _, given, _ in equations for i in given)}
+        used = sorted(i for i in every if i < count)
+        return cls(count, used, literals, equations, found)
 
     def make(self, trace: Any, value: Callable[[int], Any], info: Any) -> list[Any]:
         """Make the same of other values. Return the results.
@@ -80,14 +92,10 @@ class Recipe(NamedTuple):
                 that are used.
             info: the source of the whole.
         """
-        found = {-1 - i: literal for i, literal in enumerate(self.literals)}
-        last = self.count
-
-        def values(numbers: Sequence[int]) -> list[Any]:
-            return [found[i] if i in found else value(i) for i in numbers]
-
+        known = [*(None,) * self.count, *self.literals]
+        for i in self.used:
+            known[i] = value(i)
         for eqn, numbers, inner in self.equations:
             source = info if inner is None else info.replace(name_stack=info.name_stack + inner)
-            for one in compat.append(trace, eqn, values(numbers), source):
-                found[last], last = one, last + 1
-        return values(self.results)
+            known += compat.append(trace, eqn, [known[i] for i in numbers], source)
+        return [known[i] for i in self.results]

@@ -1,67 +1,18 @@
-"""Rules: derivative rules of functions and HiPrims, with their operations tapped."""
+"""Rules: derivative rules of HiPrims, with their operations tapped."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from .. import compat
-from .bodies import stage_again
+from ..staging.packed import Packed, stage_packed
 from .frames import FromOperands, Operands, Place
-from .hi_prims import Applied, Asked, Rule, TappedPrim, staged_rule
+from .hi_prims import Applied, Asked, Rule, TappedPrim
 from .op_ids import Numbers
 from .session import Session
-
-
-class CustomRule(NamedTuple):
-    """A derivative rule of a function.
-
-    Attributes:
-        rule: the rule, as JAX keeps it. Called with a bool for each operand but the constants, it
-            returns a jaxpr, the values of its constants, and more.
-        place: where the function's call is.
-        operands: what is known of the call's operands.
-        first: how many of those the rule is not given: the call's constants.
-        numbers: the numbers from which the rule's operations count.
-    """
-
-    rule: Any
-    place: Place
-    operands: Operands
-    first: int
-    numbers: Numbers
-
-
-def tapped_rule(session: Session, custom: CustomRule) -> Callable[..., tuple]:
-    """Return a derivative rule of a function with its operations tapped when JAX needs it."""
-
-    @functools.cache
-    def tapped(*flags: Any) -> tuple:
-        return tap_rule(session, custom, flags, is_later=True)
-
-    return tapped
-
-
-def tap_rule(session: Session, custom: CustomRule, flags: Sequence[bool], is_later: bool) -> tuple:
-    """Return what a derivative rule of a function returns, with its operations tapped."""
-    jaxpr, consts, *rest = custom.rule.call_wrapped(*flags)
-    if not session.tapping.tasks.wants(jaxpr):
-        return (jaxpr, consts, *rest)
-    opened, first = compat.open_of(jaxpr), custom.first
-    # Since 0.11 constants without values are the first arguments.
-    before = len(consts) - (len(compat.inputs_of(opened)) - len(opened.invars))
-    places = [i - before + first for i in range(len(opened.invars))]
-    known = [k if first <= k < len(custom.operands.avals) else None for k in places]
-    # Its tangents come last.
-    linear = frozenset(i for i, k in enumerate(places) if k >= len(custom.operands.avals))
-    avals = [var.aval for var in opened.invars]
-    given = FromOperands(custom.operands, known, avals, linear)
-    inner = custom.place.inside(opened, given, consts=consts, is_rule=True, is_later=is_later)
-    counting = session.counting(custom.numbers.copy())
-    return (*stage_again(counting, inner, jaxpr, consts)[:2], *rest)
 
 
 def prim_rule(
@@ -93,7 +44,11 @@ def prim_rule(
         tapped: TappedPrim | None = None,
         extra: tuple[Any, ...] = (),
     ) -> Any:
-        packed, result, jaxpr, consts = staged_rule(fn, args, session.tapping.run)
+        packed, run = Packed(args, ()), session.tapping.run
+        name, types = getattr(fn, "__name__", "rule"), list(map(compat.typeof, packed.arrays))
+        jaxpr, consts, result = stage_packed(
+            name, lambda arrays: run(fn, packed.build(arrays)), types
+        )
         if not session.tapping.tasks.wants(jaxpr):
             return fn(*args)
         leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]

@@ -229,7 +229,10 @@ class Tasks:
         primitive, params, marker = eqn.primitive, eqn.params, None
         simple, inlined = compat.can_append(eqn), compat.is_inlined(primitive, params)
         if primitive is compat.deferred_p:
-            do = Do.RESTORE if is_restoring(primitive, params) else Do.DEFERRED
+            if params["function"].program.is_from_handler:  # of an engine inside this one
+                do = Do.ENTER if self.enters(primitive, params, len(eqn.invars)) else Do.PASS
+            else:
+                do = Do.RESTORE if is_restoring(primitive, params) else Do.DEFERRED
         elif primitive not in self._asked and not compat.holds_jaxprs(eqn):
             do, inlined = Do.PASS, False
         elif (marker := marker_of(eqn)) is not None:

@@ -99,10 +99,10 @@ class Tracers:
         source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
         if source is None:
             return None
-        index, axes = source
+        index, steps = source
         if (origin := self._inputs.origin(index)) is None:
             return None
-        origin = origin.moved(axes)
+        origin = origin.moved(*steps)
         for one, axis in reversed(outer):
             if axis is not None:
                 origin = origin.moved(dropped(axis, one.ndim + 1))

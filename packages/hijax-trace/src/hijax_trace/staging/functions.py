@@ -181,6 +181,10 @@ class Function:
         """Return the function of all examples."""
         return Batched(self, axis, axes)
 
+    def again(self, jaxpr: Any) -> Program:
+        """Return the function with another closed jaxpr."""
+        return Program(jaxpr, self.program.is_differentiated, self.program.is_from_handler)
+
 
 class Program(Function):
     """The function of a jaxpr.
@@ -189,14 +193,17 @@ class Program(Function):
         jaxpr: the closed jaxpr. It has no effects if it is derived.
         is_differentiated: whether it was staged under a derivative or transpose, so that there are
             functions made of this one.
+        is_from_handler: whether a handler made it of an operation in which the program is linear,
+            so that its derivative is linear and it may not be.
     """
 
-    def __init__(self, jaxpr: Any, is_differentiated: bool = False):
+    def __init__(self, jaxpr: Any, is_differentiated: bool = False, is_from_handler: bool = False):
         opened = compat.open_of(jaxpr)
         super().__init__([v.aval for v in opened.invars], [v.aval for v in opened.outvars])
         self.jaxpr, self.effects = jaxpr, frozenset(opened.effects)
         self.places = list(range(len(self.in_avals)))
         self.is_differentiated = is_differentiated
+        self.is_from_handler = is_from_handler
 
     @property
     def program(self) -> Program:  # type: ignore[override]
@@ -446,8 +453,13 @@ class Transposed(Function):
             found = self._inner.run(run, [whole[i] for i in range(len(whole))], held)
             return [found[i] for i in self._given]
 
-        types = [self._inner.in_avals[i] for i in self._linear]
-        return list(jax.linear_transpose(fn, *types)(list(values[len(known) :])))
+        types, cotangents = [self._inner.in_avals[i] for i in self._linear], values[len(known) :]
+        if self.program.is_from_handler:
+            # The derivative of a linear function is the same everywhere.
+            pull = jax.vjp(fn, *map(compat.zeros_like_aval, types))[1]
+        else:
+            pull = jax.linear_transpose(fn, *types)
+        return list(pull(list(cotangents)))
 
     def __repr__(self) -> str:
         return f"Transposed({self._inner!r}, {self._linear}, {self._given})"

@@ -18,6 +18,9 @@ NUMPY: tuple[type, ...] = (np.ndarray, np.generic)
 NUMBERS: tuple[type, ...] = (bool, int, float, complex)
 
 
+_ONE = jax.tree.structure(0)
+
+
 class Packed:
     """A pytree taken apart into arrays, each once, and the other leaves.
 
@@ -75,6 +78,8 @@ class Packed:
 
     def build(self, arrays: Sequence[Any]) -> Any:
         """Return the pytree with other arrays."""
+        if self.treedef == _ONE and not self.rest:  # as most results are
+            return arrays[0]
         rest = iter(self.rest)
         leaves = [next(rest) if place is None else arrays[place] for place in self._places]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -69,7 +69,8 @@ def again(key: Hashable, values: Sequence[Any]) -> Any:
     if known is None:
         return None
     eqn, structure = known
-    return jax.tree.unflatten(structure, compat.append(trace, eqn, values, compat.current_source()))
+    results = compat.append(trace, eqn, values, compat.current_source())
+    return results if structure is None else jax.tree.unflatten(structure, results)
 
 
 def keep(key: Hashable, values: Sequence[Any], results: Any) -> None:
@@ -77,7 +78,8 @@ def keep(key: Hashable, values: Sequence[Any], results: Any) -> None:
     trace = compat.current_trace()
     made = _TRACES.of(trace) if _keeps(trace) else None
     if made is not None and key not in made:
-        leaves, structure = jax.tree.flatten(results)
+        is_flat = type(results) is list and all(map(_is_array, results))
+        leaves, structure = (results, None) if is_flat else jax.tree.flatten(results)
         eqn = compat.call_of(trace, values, leaves)
         made[key] = None if eqn is None else (eqn, structure)
 

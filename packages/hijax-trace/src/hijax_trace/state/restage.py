@@ -74,7 +74,7 @@ class Restaging:
 
         for eqn in jaxpr.eqns:
             if by_position:
-                self.starts.append(len(compat.staged_in(trace)))
+                self.starts.append(compat.staged_count(trace))
             operands = list(map(read, eqn.invars))
             stack = eqn.source_info.name_stack
             if len(outer):

@@ -164,12 +164,12 @@ def _holds(jaxpr: Any) -> bool:
 
 def _holds_in(eqn: Any) -> bool:
     """Return whether an equation is such a loop, or holds one that can be reached."""
-    if _pairs(eqn):
-        return True
-    if (called := _called(eqn)) is not None:
-        return _holds(called)
+    if eqn.primitive is compat.jit_p:
+        return (called := _called(eqn)) is not None and _holds(called)
     if eqn.primitive not in loops.RULES or eqn.effects:
         return False
+    if _pairs(eqn):
+        return True
     names = ("jaxpr", "cond_jaxpr", "body_jaxpr")
     bodies = [eqn.params[name] for name in names if name in eqn.params]
     return any(map(_holds, (*bodies, *eqn.params.get("branches", ()))))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import keyword
 import re
+import shlex
 import shutil
 import string
 import tempfile
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Sequence
+from importlib import metadata
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from ..errors import JaxtapError
 from ..plugins.hookspecs import API_VERSION
@@ -71,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     """
     folder = create(args.kind, args.name, args.dir or Path(args.name))
     print(f"Wrote {folder}. Next:\n")
-    print(f"  cd {folder}\n  uv pip install -e '.[test]'\n  pytest")
+    print(f"  cd {folder}\n  {_install_line(folder)}\n  pytest")
     return 0
 
 
@@ -126,6 +132,56 @@ def create(kind: str, name: str, folder: Path) -> Path:
             f"The folder must be writable, got {folder}: {error}. Name another one with --dir."
         ) from error
     return folder
+
+
+def _install_line(folder: Path) -> str:
+    """Return the line that installs a distribution with its tests.
+
+    What it needs may be installed from a checkout or from wheels, as before a release. Then the
+    line names these, so that it also works in another environment: no index has them.
+    """
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["test"]]
+    places = [place for found in _installed(wanted) if (place := _place(found)) is not None]
+    return " ".join(["uv pip install", *places, "-e '.[test]'"])
+
+
+def _installed(requirements: Sequence[str]) -> list[metadata.Distribution]:
+    """Return what is installed of some requirements, and of what those need."""
+    found: dict[str, metadata.Distribution] = {}
+    left = list(requirements)
+    while left:
+        name = re.split(r"[^\w.-]", left.pop(0), maxsplit=1)[0]
+        try:
+            one = metadata.distribution(name)
+        except metadata.PackageNotFoundError:
+            continue
+        if name not in found:
+            found[name] = one
+            left += [text for text in one.requires or () if "extra ==" not in text]
+    return list(found.values())
+
+
+def _place(found: metadata.Distribution) -> str | None:
+    """Return what pip installs a distribution again from; None for an index (PEP 610)."""
+    text = found.read_text("direct_url.json")
+    if text is None:
+        return None
+    source = json.loads(text)
+    url, folder = source["url"], source.get("subdirectory")
+    if "vcs_info" in source:
+        vcs = source["vcs_info"]
+        below = "" if folder is None else f"#subdirectory={folder}"
+        where = f"{found.name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}{below}"
+    elif url.startswith("file:"):
+        path = Path(url2pathname(urlsplit(url).path))
+        if not path.exists():
+            return None
+        where = str(path)
+    else:
+        where = f"{found.name} @ {url}"
+    is_editable = source.get("dir_info", {}).get("editable", False)
+    return f"-e {shlex.quote(where)}" if is_editable else shlex.quote(where)
 
 
 def _files(kind: str) -> Iterator[tuple[str, str]]:

@@ -15,14 +15,16 @@ from typing import Any
 
 import jax
 
+_OF_ARRAYS = jax.core.ShapedArray
 _FIXED = (tuple, list, str, bytes, bytearray, memoryview)
 
 
 def settled_call(args: tuple, kwargs: dict, takes_arrays: bool) -> tuple[tuple, dict]:
     """Return the arguments of a call, each settled; see ``settle``."""
-    named = {name: settle(value, takes_arrays) for name, value in kwargs.items()}
-    same = not named or _are_same(named.values(), kwargs.values())
-    return settle(args, takes_arrays), kwargs if same else named
+    if kwargs:
+        named = {name: settle(value, takes_arrays) for name, value in kwargs.items()}
+        kwargs = kwargs if _are_same(named.values(), kwargs.values()) else named
+    return settle(args, takes_arrays), kwargs
 
 
 def settle(value: Any, takes_arrays: bool = False) -> Any:
@@ -41,8 +43,10 @@ def settle(value: Any, takes_arrays: bool = False) -> Any:
         named = {name: settle(part) for name, part in value.items()}
         return value if _are_same(named.values(), value.values()) else named
     may_have_array, is_read_once, is_unusual = _traits(kind)
-    # Tracers have the attribute, too: it is None unless their type has an array.
-    if takes_arrays and may_have_array and (array := value.__jax_array__) is not None:
+    # Tracers have the attribute, too: it is None unless their type has an array, as those of arrays
+    # have not.
+    asks = takes_arrays and may_have_array and type(getattr(value, "aval", None)) is not _OF_ARRAYS
+    if asks and (array := value.__jax_array__) is not None:
         return array()
     if not is_read_once and not (is_unusual and jax.tree_util.all_leaves([value])):
         return value

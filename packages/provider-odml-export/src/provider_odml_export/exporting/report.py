@@ -83,6 +83,7 @@ class Report:
             "converter", with JAX in float for any other.
         sqnr_floor: the signal to noise that outputs were held to, in decibels; None for none.
         warnings: ranges that cost far more than those of their neighbours.
+        notes: operations that are slower than in float, see ``Plan.notes``.
     """
 
     sites: tuple[SiteResult, ...]
@@ -97,6 +98,7 @@ class Report:
     backend: str = "converter"
     sqnr_floor: float | None = None
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -142,6 +144,8 @@ class Report:
             backend,
             sqnr_floor,
             tuple(bad_ranges(sites)),
+            # Signatures of one program have the same.
+            tuple(dict.fromkeys(note for plan in plans for note in plan.notes)),
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -206,6 +210,7 @@ class Report:
         rows = [(o.signature, o.name, f"{o.error:.2%}", f"{o.sqnr:.1f}") for o in self.outputs]
         parts.append(tabulate(rows, headers=("signature", "output", "error", "SQNR dB")))
         parts += [f"warning: {one}" for one in self.warnings]
+        parts += [f"slow in LiteRT: {one}" for one in self.notes]
         sizes = ", ".join(f"{k} {v}" for k, v in sorted(self.bytes_by_dtype.items()))
         count = sum(self.ops.values())
         islands = sum(site.is_float for site in self.sites)

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -95,16 +94,12 @@ class Op:
         inputs: indices of tensors in the subgraph, -1 for one left out.
         outputs: indices of tensors in the subgraph.
         fused_activation: such as "RELU", or "NONE".
-        composite: the name of the composite that it is, or "".
-        options: other options of interest, by their names in the schema.
     """
 
     name: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     fused_activation: str = "NONE"
-    composite: str = ""
-    options: dict[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True, eq=False)

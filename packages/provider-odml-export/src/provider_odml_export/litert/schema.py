@@ -33,8 +33,9 @@ def names_of(enum: str) -> dict[int, str]:
 
 
 def op_name(code: Any) -> str:
-    """Return the name of an ``OperatorCodeT``'s builtin operation, such as "CONV_2D"."""
-    return names_of("BuiltinOperator")[max(code.builtinCode, code.deprecatedBuiltinCode)]
+    """Return the name of an ``OperatorCodeT``: such as "CONV_2D", or a custom operation's."""
+    name = names_of("BuiltinOperator")[max(code.builtinCode, code.deprecatedBuiltinCode)]
+    return (code.customCode or b"CUSTOM").decode() if name == "CUSTOM" else name
 
 
 def root(model: bytes) -> Any:

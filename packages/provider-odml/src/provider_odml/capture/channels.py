@@ -10,18 +10,25 @@ from .ops import Op
 _CONV_3D = {"float": "LiteRT has no integer kernel for convolutions along three axes"}
 
 
-def channels_of(op: Op, params: Mapping[str, Any]) -> dict[str, Any]:
+def channels_of(op: Op, params: Mapping[str, Any], shape: Sequence[int]) -> dict[str, Any]:
     """Return what finds the channel axes of a contraction's operands.
 
     An operand with batch axes has one scale for all: LiteRT's batched contractions know no other.
+
+    Args:
+        op: the operation.
+        params: the primitive's.
+        shape: of the first operand.
     """
     if op.target == "primitive:dot_general":
         contracted, batch = params["dimension_numbers"]
         return {"contracted": tuple(map(tuple, contracted)), "batched": bool(batch[0])}
     if op.target == "primitive:conv_general_dilated":
-        numbers = params["dimension_numbers"]
+        numbers, groups = params["dimension_numbers"], params["feature_group_count"]
         return {
             "features": (None, numbers.rhs_spec[0]),
+            # The converter writes these as DEPTHWISE_CONV_2D, which has other kernels.
+            "depthwise": 1 < groups == shape[numbers.lhs_spec[1]],
             "lhs_batch": numbers.lhs_spec[0],
             "out_feature": numbers.out_spec[1],
         } | (_CONV_3D if len(numbers.lhs_spec) > 4 else {})

@@ -235,11 +235,14 @@ _POOLS = [
     Op("max_pool", Scales.PICK, "flax.linen.max_pool", operands=(0, "inputs")),
 ]
 
+DEPTHWISE = "depthwise_conv"
+"""What rules call a convolution with as many groups as input channels, beside its other name."""
+
 OP_NAMES = frozenset(
     op.name
     for op in (*_PRIMITIVES, *_FUNCTIONS, *_MARKED)
     if op.kind not in (Passage.VIEW, NoKernel.UNKNOWN, Passage.BEGIN)
-)
+) | {DEPTHWISE}
 """The operations that rules can name."""
 
 

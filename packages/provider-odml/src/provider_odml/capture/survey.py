@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from ..trees import is_array, split
 from .channels import channels_of, output_channels
 from .graph import ACTIVATION, CONSTANT, INSIDE, WEIGHT, Fact, Graph, Node, Use
 from .module_calls import bracketed, model_output
-from .ops import MARKS, RANDOM, Op, Passage, Scales, is_float, methods, ops
+from .ops import DEPTHWISE, MARKS, RANDOM, Op, Passage, Scales, is_float, methods, ops
 from .vmapped import lifted
 
 NOTE = "odml"
@@ -146,19 +146,19 @@ class _Visitor:
                 _attach(call, out, Fact(ACTIVATION, active.tensor, None, channels, None, part))
         else:
             begin = None
+            params = channels_of(op, call.params, operands[0][2].shape if operands else ())
             if inside is not None:
                 begin, active = inside.begin, Fact(ACTIVATION, inside.tensor, None, inside.channels)
                 operands = [(slot, active, value) for slot, _, value in operands]
             channels: tuple[int, ...] = ()
             if op.kind is Scales.CONTRACTION:
                 weights = [fact is None or fact.role != ACTIVATION for _, fact, _ in operands]
-                found = channels_of(op, call.params)
                 if sum(weights) == 1 and len(operands) == 2:
                     ndims = [value.ndim for _, _, value in operands]
-                    channels = output_channels(found, ndims, weights.index(True))
+                    channels = output_channels(params, ndims, weights.index(True))
             elif op.kind in (Scales.ARITHMETIC, Scales.NORM) and active is not None:
                 channels = active.channels
-            self._add(op, call, operands, first, begin, channels)
+            self._add(op, call, operands, params, first, begin, channels)
             name = call.op_id if is_float(first) else None
             _attach(call, out, Fact(ACTIVATION, name, channels=channels))
 
@@ -167,21 +167,25 @@ class _Visitor:
         op: Op,
         call: OpCall,
         operands: list[Operand],
+        params: Mapping[str, Any],
         first: Any,
         begin: str | None,
         channels: tuple[int, ...],
     ) -> None:
+        names = {op.name, *(name.rpartition(".")[2] for name in call.within)}
+        if params.get("depthwise"):
+            names.add(DEPTHWISE)
         self._graph.add(
             Node(
                 call.op_id,
                 "/".join(filter(None, (call.module_path, call.label, call.op_name))),
                 op,
-                tuple({op.name, *(name.rpartition(".")[2] for name in call.within)}),
+                tuple(names),
                 call.module_path,
                 tuple(_use(*each) for each in operands),
                 tuple(first.shape),
                 str(first.dtype),
-                channels_of(op, call.params),
+                params,
                 begin,
                 channels,
                 self._loops(call),

@@ -10,7 +10,7 @@ from ..capture.ops import NoKernel, Passage, Scales
 from .decision import ConstantUse, Decision, Quantize, SiteUse, WeightUse
 from .fusion import Fusion, Ruled
 from .inputs import Inputs, others
-from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks
+from .limits import INT16_FLOAT, MASK, NO_INT16, why_no_blocks, why_no_product
 from .outputs import Outputs
 from .placed import Placed
 from .plan import Plan
@@ -142,9 +142,10 @@ class _Decider:
             return Decision(node, index, is_float=True, reason=rule.reason)
         inputs = self._inputs.weights(node, rule)
         self._check_blocks(node, rule, others(node))
-        if inputs and rule.is_dynamic:
-            inputs |= self._inputs.dynamic(node)
         reason = None if inputs else rule.reason
+        if inputs and rule.is_dynamic:
+            reason = why_no_product(node, rule)
+            inputs |= {} if reason else self._inputs.dynamic(node)
         return Decision(node, index, inputs, is_float=not inputs, reason=reason)
 
     def _picked(self, node: Node, index: int | None, rule: OdmlRule | None) -> Decision:

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..capture.graph import Node
-from .rules import OdmlRule
 
 
 @dataclass(frozen=True)
@@ -146,29 +145,3 @@ class Decision:
     def is_active(self) -> bool:
         """Whether anything is done."""
         return bool(self.inputs) or self.output is not None
-
-
-@dataclass(frozen=True)
-class Decisions:
-    """What is decided about a program: the data of a ``Plan``, and what its table reads.
-
-    Attributes: see ``Plan``.
-    """
-
-    decisions: Mapping[str, Decision]
-    sites: Mapping[str, Site]
-    rules: tuple[OdmlRule, ...]
-    functions: frozenset[str]
-    refused: tuple[str, ...] = ()
-
-    @property
-    def idle(self) -> tuple[str, ...]:
-        """That rules have no effect: which matters where no other program has the rules."""
-        used = {decision.rule for decision in self.decisions.values()}
-        rules = enumerate(self.rules)
-        return tuple(f"rule {i} has no effect: {one!r}" for i, one in rules if i not in used)
-
-    @property
-    def problems(self) -> tuple[str, ...]:
-        """Where rules can't be followed."""
-        return (*self.refused, *self.idle)

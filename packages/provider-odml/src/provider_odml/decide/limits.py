@@ -6,11 +6,12 @@ Found by converting and running each operation (litert-converter 0.5, ai-edge-li
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from ..capture.channels import matrix_axes
 from ..capture.graph import ACTIVATION, Node, Use
-from ..capture.ops import Scales
+from ..capture.ops import DEPTHWISE, Scales
+from .decision import DynamicUse, Quantize, WeightUse
 from .rules import OdmlRule
 
 FUSED_ACTIVATIONS = {"int8": ("relu", "relu6", "max"), "int16": ("relu", "max")}
@@ -58,7 +59,7 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         weights = [use for use in node.uses if use.role != ACTIVATION]
         if weights and rule.weight_qtype is None:
             return "its rule leaves the parameter float"
-        return node.params.get("float")
+        return why_no_product(node, rule) or node.params.get("float")
     if name == "truediv":
         divisor = next((u for u in node.uses if u.slot == 1), None)
         if divisor is None or divisor.role == ACTIVATION:
@@ -67,6 +68,67 @@ def why_float(node: Node, rule: OdmlRule, fused: Callable[[Node], bool]) -> str 
         shapes = {use.shape for use in node.uses}
         if len(shapes) > 1 and not fused(node):
             return "LiteRT adds no int16 of different shapes"
+    return None
+
+
+def why_no_product(node: Node, rule: OdmlRule) -> str | None:
+    """Return why LiteRT multiplies a contraction's parameter as floats alone, or None.
+
+    The converter or the runtime fails at such a file, so that a plan must not have one.
+
+    Args:
+        node: the contraction.
+        rule: its rule, with a static or a dynamic range.
+    """
+    if "features" not in node.params or all(use.role == ACTIVATION for use in node.uses):
+        return None
+    if rule.weight_qtype == "int2":
+        return "LiteRT has no convolution of integers with int2 parameters"
+    if node.params["depthwise"] and rule.weight_qtype == "int4" and rule.is_dynamic:
+        return "LiteRT has no depthwise convolution of int4 parameters with a dynamic range"
+    return None
+
+
+def why_slow(node: Node, inputs: Mapping[int | str, Quantize], rule: OdmlRule) -> str | None:
+    """Return what makes an operation slower than in float on a CPU, and what to do; or None.
+
+    XNNPACK has no kernel for these, and LiteRT's own are written to be read. Measured in LiteRT
+    with two threads: docs/benchmarks/odml.md.
+
+    Args:
+        node: the operation.
+        inputs: how its operands are quantized.
+        rule: its rule.
+    """
+    weight = next((use for use in inputs.values() if isinstance(use, WeightUse)), None)
+    if node.op.kind is not Scales.CONTRACTION or weight is None:
+        return None
+    is_conv, is_short = "features" in node.params, weight.qtype != "int8"
+    if rule.output_qtype == "int16":
+        return "int16 activations take 5 to 100 times as long as float. int8 ones are fast"
+    if rule.is_static and is_conv and is_short:
+        return (
+            f"convolutions of {weight.qtype} parameters take 2 to 4 times as long as in float. "
+            "weight_qtype='int8' is fast"
+        )
+    if any(isinstance(use, DynamicUse) for use in inputs.values()):
+        if is_conv and is_short:
+            return (
+                f"convolutions of {weight.qtype} parameters with a dynamic range take about 20 "
+                "times as long as in float. weight_qtype='int8' is fast"
+            )
+        if node.params.get("depthwise"):
+            return (
+                "depthwise convolutions with a dynamic range take 3 to 8 times as long as in "
+                f"float. A rule for op_names=[{DEPTHWISE!r}] before the others, without "
+                "input_qtype, keeps their parameters in int8 and takes as long as float"
+            )
+    elif not rule.is_static and is_short:
+        fast = "weight_qtype='int8'" if is_conv else "input_qtype='int8'"
+        return (
+            f"{weight.qtype} parameters without a range are made floats in each run, 4 times the "
+            f"time of a convolution or of a matmul of many rows. {fast} is fast"
+        )
     return None
 
 

@@ -28,10 +28,11 @@ from ..decide.decision import Quantize as Quantize
 from ..decide.decision import Site as Site
 from ..decide.decision import SiteUse as SiteUse
 from ..decide.decision import WeightUse as WeightUse
+from ..decide.plan import stored_bytes as stored_bytes
+from ..decide.plan import why as why
 from ..decide.rules import INT8 as INT8
-from ..decide.table import stored_bytes as stored_bytes
-from ..decide.table import why as why
 from ..files import save as save
+from ..jaxprs import HOLDERS as HOLDERS
 from ..jaxprs import Interpreter as Interpreter
 from ..jaxprs import equations_in as equations_in
 from ..jaxprs import program_of as program_of

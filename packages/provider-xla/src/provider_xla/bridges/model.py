@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import inspect
-import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from interception_core import Provider, ProviderPlan, find_bridge, hides_frames
 
-from ..errors import QuantizationError, QuantizationWarning
+from ..errors import QuantizationError
 from ..extras import feature
 from ..forms.adapted import restored
-from ..program.arrays import as_batch, is_array
-from ..program.sites import short
+from ..program.arrays import as_batch
 from ..providers.given import provider_of
-from .bridge import Quantized, holds_kept, keeps_floats, path_of
+from ..run.static.statistics import read
+from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 
 
 @hides_frames
@@ -66,7 +65,9 @@ def quantize_model(
         prepack: whether to pack parameters for the kernels of this machine that run their
             contractions; False for quantized values and scales, to be saved and used anywhere.
         statistics: the ranges of activations whose rules have ``act_static_scale``: what
-            ``calibrate_model`` returns.
+            ``calibrate_model`` returns. None takes those of a model that was quantized for
+            training. With a ``QtProvider`` a model without any collects them: each call adds its
+            own, as in ``QtProvider.apply``. Ranges that are given stay as they are.
         adapter_key: random key that adapters begin with; None is ``jax.random.key(0)``.
         kwargs: more of the example inputs.
 
@@ -82,8 +83,7 @@ def quantize_model(
             ``PtqProvider.plan``.
 
     Warns:
-        QuantizationWarning: what ``PtqProvider.plan`` warns about, and weights that can't be
-            followed to where they are used. Errors with ``strict=True``.
+        QuantizationWarning: what ``PtqProvider.plan`` warns about. Errors with ``strict=True``.
     """
     provider = provider_of(provider)
     bridge, plan, held = planned(model, provider, args, methods, kwargs)
@@ -106,17 +106,35 @@ def quantize_model(
             stored = feature("plan-put-adapters")(plan, stored, adapters)
     else:
         stored = parameters
-    ranges = getattr(plan, "ranges", ())
+    ranges = {**getattr(plan, "ranges", {})}
+    if keeps_floats(provider):
+        ranges |= getattr(plan, "trained_ranges", {})
     # A model without values is to be loaded, with its ranges.
     if ranges and statistics is None and _has_values(parameters):
-        raise QuantizationError(
-            f"{len(ranges)} activations have a static range (act_static_scale=True), and "
-            "there are no statistics. Measure them: statistics = calibrate_model(model, "
-            "provider, batches), and pass statistics=statistics."
-        )
+        statistics = _collected(bridge, model, provider, plan)
+        if statistics is None:
+            raise QuantizationError(
+                f"{len(ranges)} activations have a static range (act_static_scale=True), and "
+                "there are no statistics. Measure them: statistics = calibrate_model(model, "
+                "provider, batches), and pass statistics=statistics."
+            )
     quantized = Quantized(provider, plan, tuple(methods), statistics)
     made = bridge.rebuild(model, stored, quantized)
     return feature("model-put-caches")(bridge, made, plan, held) if held else made
+
+
+def _collected(
+    bridge: Bridge, model: Any, provider: Provider, plan: Any
+) -> Mapping[str, Any] | None:
+    """Return the statistics that a model collects, or that it has collected; None without."""
+    before = bridge.quantized(model)
+    found = None if before is None else before.statistics
+    if not keeps_floats(provider):
+        # As they are now: training may go on, and inference must not follow.
+        return None if found is None else read(found)
+    if found is None and hasattr(plan, "empty_statistics"):
+        return plan.empty_statistics()
+    return found
 
 
 def _is_abstract(parameters: Any) -> bool:
@@ -301,40 +319,4 @@ def planned(
         fn, held = feature("model-with-caches")(bridge, model, method, provider, kwargs)
     else:
         fn = bridge.function(model, method)
-    plan = make_plan(fn, parameters, *args, **kwargs, **held)
-    lost = list(_lost(plan, provider, parameters))
-    if lost:
-        text = (
-            "Weights can't be followed to where they are used, as in a derivative that a "
-            "checkpointed, scanned or jitted part of the model takes: put the derivative around "
-            "the part. They stay float:\n" + "\n".join(lost)
-        )
-        if getattr(provider, "strict", False):
-            raise QuantizationError(f"{text}\n(strict=True)")
-        warnings.warn(text, QuantizationWarning, stacklevel=4)
-    return bridge, plan, held
-
-
-def _lost(plan: Any, provider: Any, parameters: Any) -> Iterator[str]:
-    """Yield parameters with a rule whose module uses values derived from them."""
-    leaves = {
-        keys: leaf
-        for keys, leaf in jax.tree_util.tree_flatten_with_path(parameters)[0]
-        if is_array(leaf) and "args[0]" + jax.tree_util.keystr(keys) not in plan.weights
-    }
-    for op in getattr(plan, "ops", ()):
-        if op.paths or op.rule is None:
-            continue
-        rule = provider.rules[op.rule]
-        if rule.weight_qtype is None or rule.weights_only:
-            continue
-        module = [part for part in op.op_id.split("/")[:-1] if "(" not in part]
-        for keys, leaf in leaves.items():
-            owner = path_of(keys).split("/")[:-1]
-            # Linen's paths begin with a class, and those of its parameters with a collection.
-            if module and (module == owner or module[1:] == owner[1:] != []):
-                ends = tuple(
-                    short(jax.ShapeDtypeStruct(leaf.shape[i:], leaf.dtype)) for i in (0, 1)
-                )
-                if set(ends) & set(op.operands):
-                    yield f"- {path_of(keys)} in {op.op_id} (rule {op.rule})"
+    return bridge, make_plan(fn, parameters, *args, **kwargs, **held), held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -110,10 +110,24 @@ def _add_adapters(model: nnx.Module, parameters: Any) -> None:
             for name, value in vars(module).items()
             if value is nodes[path] and (module, name) != places[0]
         ]
+        own = nodes[path].get_metadata()
         for name, value in leaf.arrays.items():
-            variable = nnx.LoRAParam(value, **{_FORM: leaf.form})
+            given = {_FORM: leaf.form} | _sharding_of(own, leaf.form.named_axes, name)
+            variable = nnx.LoRAParam(value, **given)
             for module, stem in places:
                 setattr(module, f"{stem}_{leaf.form.kind}_{name}", variable)
+
+
+def _sharding_of(
+    own: Mapping[str, Any], named: Callable[[str, Any], Any], name: str
+) -> dict[str, Any]:
+    """Return the sharding metadata of an adapter's array, from those of its parameter."""
+    names = named(name, own.get("out_sharding"))
+    if names is None:
+        return {}
+    kept = {key: own[key] for key in ("mesh", "sharding_rules") if own.get(key) is not None}
+    # NNX would place it here and now, for which the mesh must be that of the context.
+    return kept | {"out_sharding": names, "eager_sharding": False}
 
 
 def _is_plain_module(node: Any) -> bool:

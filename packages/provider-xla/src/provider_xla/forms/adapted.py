@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 import jax
 import jax.export
+from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 import quant_numerics as qn
@@ -47,6 +48,23 @@ class AdapterForm(abc.ABC):
     def label(self) -> str:
         """What plans call it, such as ``"rank 8"``."""
         return self.kind
+
+    @property
+    def axes(self) -> Mapping[str, tuple[int | None, ...]]:
+        """By name of an array, the axis of the parameter that each of its axes is; None for others.
+
+        In models, these axes have the sharding metadata of the parameter's. Arrays without an entry
+        have none.
+        """
+        return {}
+
+    def named_axes(self, name: str, names: Any) -> tuple[Any, ...] | None:
+        """Return the names of an array's axes for those of the parameter; None without names."""
+        axes = self.axes.get(name)
+        if axes is None or not isinstance(names, tuple | PartitionSpec):
+            return None
+        whole = (*names, *(None,) * (len(self.shape) - len(names)))
+        return tuple(None if axis is None else whole[axis] for axis in axes)
 
     @abc.abstractmethod
     def init(self, key: jax.Array, dtype: Any) -> dict[str, jax.Array]:

@@ -213,58 +213,50 @@ def product(
     The arguments are those of ``StoredForm.contract``, a rotation of ``x``, and what a chain of
     convolutions has in int8.
     """
-    given = contraction, how, calibration, x, weight, side, extras, rotation, added, between
+    if not isinstance(x, jax.Array) or _is_explicit(x):
+        return NotImplemented
+    symmetric = how is not None and calibration is not None and calibration.lower is None
+    scale = qn.scale_of(calibration, how.qtype)[0].reshape(()) if symmetric else None  # type: ignore[arg-type, union-attr]
+    has_zero_point = calibration is not None and scale is None
+    given = contraction, how, scale, x, weight, side
     try:
-        return multiply(*given)
+        dtype = check_dtypes(contraction, x, weight.dtype)
+        if isinstance(contraction, RaggedMatmul):
+            if between.y_scale is not None:
+                return NotImplemented  # int8 results of rows in groups
+            return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
+        if weight.lead or weight.pieces:
+            return NotImplemented  # a stack, or packed in pieces for shard_map
+        if isinstance(contraction, Convolution):
+            is_matmul = contraction.is_pointwise(weight.shape)
+            try:
+                if (weight.windows or not is_matmul) and rotation is None and not has_zero_point:
+                    return convolve(*given, dtype, added, between)  # type: ignore[arg-type]
+            except NoKernel:  # of a program that the plan is not for
+                if not is_matmul:
+                    raise
+        if between.y_scale is not None:
+            return NotImplemented  # int8 results of a matmul
+        return _multiply(*given, dtype, rotation, added)
     except NoKernel:
         return NotImplemented
 
 
-def multiply(
+def _multiply(
     contraction: Contraction,
     how: qn.HowToQuantize | None,
-    range_: qn.Calibration | None,
+    scale: jax.Array | None,
     x: jax.Array,
     weight: Any,
     side: int,
-    extras: Sequence[jax.Array] = (),
-    rotation: Rotation | None = None,
-    added: Added = NOTHING,
-    between: Between = ALONE,
+    dtype: np.dtype,
+    rotation: Rotation | None,
+    added: Added,
 ) -> jax.Array:
-    """Return a contraction with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
+    """Return a contraction with a ``PrepackedWeight``, read as a matmul, or raise NoKernel.
 
-    ``x`` is a float activation, quantized by ``how`` if given, in the static range if that is
-    given.
+    ``x`` is a float activation, quantized by ``how`` if given, by a static ``scale`` if given.
     """
-    if not isinstance(x, jax.Array):
-        raise NoKernel("both operands are stored")
-    if isinstance(contraction, RaggedMatmul):
-        if between.y_scale is not None:
-            raise NoKernel("int8 results of rows in groups")
-        y = _multiply_groups(contraction, how, range_, x, weight, side, *extras)
-        return added.to(y)
-    dtype = check_dtypes(contraction, x, weight.dtype)
-    if weight.lead:
-        raise NoKernel("a stack of weights")
-    if weight.pieces:
-        raise NoKernel("it is packed in pieces for shard_map")
-    if _is_explicit(x):
-        raise NoKernel("explicit sharding")
-    scale = _scale_of(how, range_)
-    if isinstance(contraction, Convolution):
-        is_matmul = contraction.is_pointwise(weight.shape)
-        try:
-            if weight.windows or not is_matmul:
-                if rotation is not None or (range_ is not None and scale is None):
-                    raise NoKernel("a convolution of rotated activations, or with a zero point")
-                given = contraction, how, scale, x, weight, side, dtype, added, between
-                return convolve(*given)
-        except NoKernel:  # of a program that the plan is not for
-            if not is_matmul:
-                raise
-    if between.y_scale is not None:
-        raise NoKernel("int8 results of a matmul")
     layout = layout_of(contraction, side, x.shape, weight.shape)
     rank = len(weight.k_sizes)
     places = {part: axis for axis, part in enumerate(weight.order)}
@@ -310,13 +302,6 @@ def can_add(weight: Any) -> bool:
     return plain and getattr(weight.packed, "adds", False)
 
 
-def _scale_of(how: qn.HowToQuantize | None, range_: qn.Calibration | None) -> jax.Array | None:
-    """Return the scale of an activation with a static range; None without one."""
-    if how is None or range_ is None or range_.lower is not None:
-        return None
-    return qn.scale_of(range_, how.qtype)[0].reshape(())
-
-
 def _check_rotation(rotation: Rotation, weight: Any) -> None:
     """Raise NoKernel unless a weight was packed as it was rotated, for kernels that rotate rows."""
     if weight.platform not in getattr(weight.packed, "rotates", ()):
@@ -329,22 +314,19 @@ def _check_rotation(rotation: Rotation, weight: Any) -> None:
 def _multiply_groups(
     contraction: RaggedMatmul,
     how: qn.HowToQuantize | None,
-    range_: qn.Calibration | None,
+    scale: jax.Array | None,
     x: jax.Array,
     weight: Any,
     side: int,
+    dtype: np.dtype,
     sizes: jax.Array,
 ) -> jax.Array:
     """Return ``lax.ragged_dot`` with one packed weight per group of rows."""
     check_groups(contraction, side)
-    dtype = check_dtypes(contraction, x, weight.dtype)
     if len(weight.lead) != 1 or weight.axes() != [0, 1, 2] or weight.order != (0, 1):
         raise NoKernel("groups along another axis than the first")
     if weight.misses or weight.gone or weight.pieces:
         raise NoKernel("groups that a program looks up or maps")
-    if _is_explicit(x):
-        raise NoKernel("explicit sharding")
-    scale = _scale_of(how, range_)
     op = op_of(how, scale is not None, weight.packed, weight.group, weight.k_sizes)
     options = {} if scale is None else {"x_scale": scale}
     options |= {"index": weight.index, "group_sizes": sizes}

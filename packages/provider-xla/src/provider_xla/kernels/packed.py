@@ -108,9 +108,9 @@ class PrepackedWeight(qn.StoredForm):
         if len(shape) < self.inner:
             raise QuantizationError(
                 f"A packed parameter of {self.qtype} with rows {self.k_sizes} and columns "
-                f"{self.n_sizes} was taken apart along a column axis, as by a scan over "
-                "rows. Make the plan for this function, or use plan.quantize(params, "
-                "prepack=False)."
+                f"{self.n_sizes} was taken apart along a column axis, as by a scan over rows, or "
+                "by a vmap around the function of the plan. Make the plan for this function, or "
+                "use plan.quantize(params, prepack=False)."
             )
         return shape[: len(shape) - self.inner]
 
@@ -457,9 +457,9 @@ def _restored(weight: PrepackedWeight) -> jax.Array:
 def _unpacked(weight: PrepackedWeight) -> qn.QArray:
     index, misses = weight.index, weight.misses
     weight = weight.gathered()
-    qvalue, scale, *columns = weight.packed.unpack()
     lead, k_sizes, n_sizes = weight.lead, weight.k_sizes, weight.n_sizes
     count = len(lead)
+    qvalue, scale, *columns = weight.packed.unpack()
     if misses:
         missed = jnp.expand_dims(index < 0, (count, count + 1))
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)

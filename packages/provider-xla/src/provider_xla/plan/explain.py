@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import quant_numerics as qn
 from interception_core import matches_path
 
 from ..errors import QuantizationError
@@ -101,7 +102,9 @@ def _rules(plan: Any, op: OpRecord, indent: str = "") -> Iterator[str]:
     for i, rule in enumerate(plan.rules.rules[:last]):
         verdict = "decides" if i == op.rule else "does not match"
         yield f"{indent}rule {i} ({_given(rule) or 'no fields'}) {verdict}"
-    if op.rule is None:
+    if op.rule is None and op.op_name == "take":
+        yield f"{indent}no rule names lookups here, as one with ops=['take'] does"
+    elif op.rule is None:
         yield f"{indent}no rule matches {op.module_path or 'the top level'}"
 
 
@@ -130,7 +133,9 @@ def _float(plan: Any, path: str) -> str:
     if path in plan.absorbed:
         return "nothing is stored for it itself, since only derived weights use it"
     why = {one: reason for one, _, reason in plan.floats}
-    return f"it stays float: {why.get(path, 'no rule matches its operations')}"
+    dtype = plan.leaves[path].dtype
+    kept = "float" if dtype in qn.FLOAT_DTYPES else str(dtype)
+    return f"it stays {kept}: {why.get(path, 'no rule matches its operations')}"
 
 
 _SHOWN = 5

@@ -168,7 +168,7 @@ def _kept_for_adapters(plan: Plan) -> set[str]:
 
 
 def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
-    """Return the parameters that are unused once derived weights are stored."""
+    """Return the parameters that nothing but derived weights uses."""
     # Trace the program with the derived weights given, and see which parameters it still reads.
     derived = {
         weight.path: jax.eval_shape(
@@ -192,7 +192,9 @@ def absorbed_by(plan: Plan, args: tuple, kwargs: Mapping[str, Any]) -> frozenset
     used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
     # The first arguments are the parameters, in the order of their paths.
     names = sorted(plan.leaves)
-    return frozenset(path for path, one in zip(names, used, strict=False) if not one)
+    unused = {path for path, one in zip(names, used, strict=False) if not one}
+    # What this program never uses is stored: another one, such as another method, may.
+    return plan.derived_from & unused
 
 
 def in_float(site: Site) -> Any:
@@ -437,13 +439,16 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         batch: the other arguments of a call.
 
     Returns:
-        The plan, with kernels if ``plan`` has some.
+        The plan, with kernels if ``plan`` has some, and with its caches, which no rule of ``rules``
+        is about.
 
     Raises:
         QuantizationError: tiles do not fit a parameter.
     """
     kernels = any(op.kernels for op in plan.ops if op.quantized)
-    return make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    of_caches = (one for one in plan.faults if one.code in (Code.NO_CACHE, Code.CACHE_FLOAT))
+    return dataclasses.replace(made, caches=plan.caches, faults=(*made.faults, *of_caches))
 
 
 class _Trial(Survey):

@@ -20,7 +20,7 @@ from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
 from ..forms.adapted import restored
 from ..forms.tree import is_stored
-from ..program.arrays import takes_any
+from ..program.arrays import by_position, takes_any
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, Decided, OpRecord, Report
@@ -488,7 +488,7 @@ class Plan:
         applied = adapted or call
         if self.caches:
             applied = feature("plan-with-caches")(self, fn, applied)
-        return hides_frames(applied)
+        return by_position(applied, fn, self.argnum)
 
     @functools.cached_property
     def _inference(self) -> Sites:

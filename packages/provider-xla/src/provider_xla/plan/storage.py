@@ -138,7 +138,7 @@ class Storage:
         """Return how a derived weight is stored: its base, else the view."""
         whole = view.base(self.rules.is_parameter)
         for base in (root, whole):
-            if base is None or base.is_dynamic(self.rules.is_parameter):
+            if base is None or not base.is_known(self.rules.is_parameter):
                 continue
             full: Any = base.aval
             if full.dtype not in qn.FLOAT_DTYPES:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from interception_core import followed_spec
+from interception_core import followed_spec, hides_frames
 
 from ..errors import QuantizationError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def is_array(leaf: Any) -> bool:
@@ -121,6 +125,45 @@ def parameters_of(fn: Callable[..., Any]) -> list[str]:
         return []
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return [one.name for one in found if one.kind in kinds]
+
+
+def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Callable[P, R]:
+    """Return ``run`` for calls of ``fn`` that give the arguments up to ``argnum`` by name, too.
+
+    Parameters are known by the pytree path of their argument. By name they would have another
+    path, and no rule would take them for parameters.
+
+    Raises:
+        QuantizationError: at a call that names arguments, and does not tell which are those.
+    """
+    names = parameters_of(fn)[: argnum + 1]
+    hides_them = len(names) <= argnum and _takes_any_name(fn)
+
+    @hides_frames
+    @functools.wraps(fn, updated=())
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > argnum or not kwargs:
+            return run(*args, **kwargs)
+        if hides_them:
+            raise QuantizationError(
+                f"The parameters must be argument {argnum} of the function by position, got "
+                f"{len(args)} by position, and {', '.join(kwargs)} by name. Pass them by position."
+            )
+        missing = names[len(args) :]
+        if len(names) <= argnum or not kwargs.keys() >= {*missing}:
+            return run(*args, **kwargs)  # it has no parameters, or says itself what it lacks
+        return run(*args, *map(kwargs.pop, missing), **kwargs)
+
+    return call
+
+
+def _takes_any_name(fn: Callable[..., Any]) -> bool:
+    """Return whether a function takes keyword arguments of any name."""
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return True
+    return any(one.kind is one.VAR_KEYWORD for one in found)
 
 
 def takes_any(fn: Callable[..., Any], names: Set[str]) -> bool:

@@ -92,7 +92,8 @@ class Code(enum.Enum):
     QUANTIZED_AT_CALLS = (
         "{op_id}: its weight {weight} can't be stored (rule {rule}): the loops that it is computed "
         "in step through several parameters, or the program joins, masks or carries parts of "
-        "parameters that it chooses while it runs. It is made of {paths} and quantized at each call"
+        "parameters that it chooses while it runs, or devices exchange parts. It is made of "
+        "{paths} and quantized at each call"
     )
     SEVERAL_FORMS = (
         "{op_id}: its weight {weight} is chosen among {paths:, }, which are stored in several "

@@ -198,6 +198,11 @@ class Rules:
         same = dict.fromkeys(dataclasses.replace(rule, weight_path=None) for rule in left)
         return path in self.adapted, tuple(same)
 
+    @property
+    def argnum(self) -> int:
+        """Return the position of the argument that holds the parameters."""
+        return int(self.params.removeprefix("args[").removesuffix("]"))
+
     def weights(self, call: OpCall, operands: Sequence[Any]) -> Weights:
         """Return which operands of an operation are weights."""
         return weights_among(call, operands, self.is_parameter, self.adapted)

@@ -18,7 +18,7 @@ from quant_numerics import Contraction
 
 from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
-from .arrays import is_array
+from .arrays import by_position, is_array
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
@@ -184,7 +184,7 @@ class Sites:
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
         """Return a function whose operations are asked about."""
-        return self.engine.wrap(fn, self.interceptor)
+        return by_position(self.engine.wrap(fn, self.interceptor), fn, self._rules.argnum)
 
     def _handle(self, op: TappedOp, call: OpCall, *args: Any, **kwargs: Any) -> Any:
         # lax.dot_general consists of lax.dot alone: the same operation, asked a second time.

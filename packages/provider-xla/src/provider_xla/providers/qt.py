@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+import quant_numerics as qn
 from hijax_trace import repeated
 from interception_core import JaxtapError, hides_frames
 
@@ -77,8 +78,9 @@ class QtProvider(XlaProvider):
         return call
 
     def apply_measured(self, fn: Callable[..., Any], statistics: Any) -> Callable[..., Any]:
-        """Return ``apply(fn, statistics, update=False)``."""
-        return self.apply(fn, statistics, update=False)
+        """Return ``apply(fn, statistics)``, which adds to statistics, but not to ranges."""
+        update = any(isinstance(one, qn.Statistics) for one in statistics.values())
+        return self.apply(fn, statistics, update=update)
 
     @property
     def call_options(self) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -99,16 +99,11 @@ def save(
         return
     with appearing(path, overwrite) as new:
         if kind == "orbax":
-            values: dict[int, Mapping[str, Any]] = {}
-            arrays = {}
-            for name, (form, part) in tensors.items():
-                if id(form) not in values:
-                    values[id(form)] = form.arrays()  # type: ignore[misc]
-                arrays[name] = values[id(form)][part]
-            orbax.write(new, manifest, arrays)
+            orbax.write(new, manifest, dict(arrays_of(tensors)))
         else:
             with Writer(new, manifest) as writer:
-                write_forms(writer, manifest, tensors)
+                for name, array in arrays_of(tensors):
+                    writer.write(name, array)
                 writer.finish()
 
 
@@ -136,12 +131,7 @@ def _write_shards(
     process, count = jax.process_index(), jax.process_count()
     with appearing_in_all(path, overwrite) as folder:
         # Not in a step: unpacking may be a computation that all processes must take part in.
-        arrays: dict[str, Any] = {}
-        values: dict[int, Mapping[str, Any]] = {}
-        for name, (form, part) in tensors.items():
-            if id(form) not in values:
-                values[id(form)] = form.arrays()  # type: ignore[misc]
-            arrays[name] = values[id(form)][part]
+        arrays = dict(arrays_of(tensors))
 
         def write() -> Any:
             pieces = {name: own_pieces(x, process == 0) for name, x in arrays.items()}
@@ -183,14 +173,15 @@ def check_plan(manifest: Manifest, plan: Plan | StorablePlan, what: str) -> None
         raise StoreMismatchError(f"{what}.\n{diff}", diff)
 
 
-def write_forms(
-    writer: Writer, manifest: Manifest, tensors: Mapping[str, tuple[Form, str]]
-) -> None:
-    """Write the arrays of forms, one form after the other."""
+def arrays_of(tensors: Mapping[str, tuple[Form, str]]) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the array of each tensor, those of one form after the other.
+
+    Some forms compute their arrays, all at once: a writer that keeps none holds those of one form.
+    """
     by_form: dict[int, tuple[Form, dict[str, str]]] = {}
     for name, (form, part) in tensors.items():
         by_form.setdefault(id(form), (form, {}))[1][part] = name
     for form, names in by_form.values():
         assert form.arrays is not None
         for part, array in form.arrays().items():
-            writer.write(names[part], array)
+            yield names[part], array

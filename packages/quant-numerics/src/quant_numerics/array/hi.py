@@ -17,15 +17,7 @@ import numpy as np
 import hijax_trace as ht
 from quant_numerics.array.operand import dequantize, register_operand
 from quant_numerics.array.qarray import QArray
-from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.dtypes import FLOAT_DTYPES
-
-_NAMES = ("qvalue", "scale", "zero_point", "global_scale")
-
-
-def _static_of(q: Any) -> dict[str, Any]:
-    """Return the static fields of a QArray or a hi type."""
-    return {"qtype": q.qtype, "dtype": q.dtype, "ragged_tiles": q.ragged_tiles}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,37 +29,55 @@ class LeadingAxis(ht.MappingSpec):
     """
 
 
-@dataclasses.dataclass(frozen=True)
-class QArrayTy(ht.HiType):
-    """The JAX type of a quantized array that is one value.
+class _OfQArray:
+    """What a hi value and its type have of the QArray of arrays, or of types."""
 
-    Attributes:
-      qvalue: type of the quantized values.
-      scale: type of the scales.
-      zero_point: type of the zero points, or None.
-      global_scale: type of the global scale, or None.
-      qtype: name of the quantized type.
-      dtype: logical dtype.
-      ragged_tiles: as in ``QArray``.
-    """
-
-    qvalue: Any
-    scale: Any
-    zero_point: Any
-    global_scale: Any
-    qtype: str
-    dtype: np.dtype
-    ragged_tiles: RaggedTiles = ()
+    lo: QArray
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Return the shape of the array that a value stands for."""
-        return self.qvalue.shape
+        """Return the shape of the array that it stands for."""
+        return self.lo.shape
 
     @property
     def ndim(self) -> int:
         """Return the number of axes."""
         return len(self.shape)
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the logical dtype."""
+        return self.lo.dtype
+
+    @property
+    def qtype(self) -> str:
+        """Return the name of the quantized type."""
+        return self.lo.qtype
+
+
+@dataclasses.dataclass(frozen=True)
+class QArrayTy(_OfQArray, ht.HiType):
+    """The JAX type of a quantized array that is one value.
+
+    Attributes:
+      types: types of the QArray's arrays, which it is lowered to.
+      tree: the QArray's tree. It compares and hashes the static fields, too.
+    """
+
+    types: tuple[Any, ...]
+    tree: Any
+
+    @classmethod
+    def of(cls, q: QArray) -> QArrayTy:
+        """Return the type of a QArray as one value."""
+        leaves, tree = jax.tree.flatten(q)
+        return cls(tuple(map(jax.typeof, leaves)), tree)
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def lo(self) -> QArray:
+        """Return the QArray of types that it is lowered to."""
+        return jax.tree.unflatten(self.tree, self.types)
 
     def str_short(self, short_dtypes: bool = False, **_: Any) -> str:
         shape = ",".join(map(str, self.shape))
@@ -76,35 +86,28 @@ class QArrayTy(ht.HiType):
     __str__ = __repr__ = str_short  # type: ignore[assignment]
 
     def lo_ty(self) -> list[Any]:
-        return [ty for ty in map(self.__getattribute__, _NAMES) if ty is not None]
+        return list(self.types)
 
     def lower_val(self, hi_val: HiQArray, /) -> list[Any]:
-        return [x for x in map(hi_val.__getattribute__, _NAMES) if x is not None]
+        return jax.tree.leaves(hi_val.lo)
 
     def raise_val(self, *lo_vals: Any) -> HiQArray:
-        return HiQArray(*self._filled(lo_vals), **_static_of(self))
-
-    def _filled(self, values: Any) -> list[Any]:
-        """Return one value per field, None for a field without an array."""
-        rest = iter(values)
-        return [None if getattr(self, name) is None else next(rest) for name in _NAMES]
+        return HiQArray(jax.tree.unflatten(self.tree, lo_vals))
 
     def _each(self, function: Any) -> QArrayTy:
-        parts = {name: getattr(self, name) for name in _NAMES}
-        new = {name: None if ty is None else function(ty) for name, ty in parts.items()}
-        return dataclasses.replace(self, **new)
+        return dataclasses.replace(self, types=tuple(map(function, self.types)))
 
     def to_tangent_aval(self) -> Any:
-        return self.qvalue.update(dtype=self.dtype, weak_type=False)
+        return self.types[0].update(dtype=self.dtype, weak_type=False)  # that of the values
 
     def dec_rank(self, size: int | None, spec: Any) -> QArrayTy:
-        for name in ("scale", "zero_point", "global_scale"):
-            ty = getattr(self, name)
-            if ty is not None and ty.shape[:1] != self.shape[:1]:
+        for path, ty in jax.tree_util.tree_flatten_with_path(self.lo)[0]:
+            if ty.shape[:1] != self.shape[:1]:
                 raise ValueError(
                     "axis 0 of a QArray must be a channel axis where vmap and scan map it, got "
-                    f"{name} of shape {ty.shape} for shape {self.shape}. Quantize with "
-                    "channel_axes=(0, ...), or example by example under vmap."
+                    f"{jax.tree_util.keystr(path, simple=True)} of shape {ty.shape} for shape "
+                    f"{self.shape}. Quantize with channel_axes=(0, ...), or example by example "
+                    "under vmap."
                 )
         return self._each(lambda ty: ty.dec_rank(size, 0))
 
@@ -116,38 +119,17 @@ class QArrayTy(ht.HiType):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class HiQArray:
+class HiQArray(_OfQArray):
     """A value of a ``QArrayTy`` outside of transformations.
 
-    It has the attributes of a ``QArray``, but is not a pytree: ``as_lo`` returns its arrays.
+    It is not a pytree: ``as_lo`` returns its arrays.
     """
 
-    qvalue: Any
-    scale: Any
-    zero_point: Any
-    global_scale: Any
-    qtype: str
-    dtype: np.dtype
-    ragged_tiles: RaggedTiles = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the array that this stands for."""
-        return self.qvalue.shape
-
-    @property
-    def ndim(self) -> int:
-        """Return the number of axes."""
-        return self.qvalue.ndim
+    # pyrefly: ignore [bad-override]
+    lo: QArray
 
 
-def _type_of(q: Any) -> QArrayTy:
-    leaves = {name: getattr(q, name) for name in _NAMES}
-    parts: dict[str, Any] = {n: None if x is None else jax.typeof(x) for n, x in leaves.items()}
-    return QArrayTy(**parts, **_static_of(q))
-
-
-ht.register_hitype(HiQArray, _type_of)
+ht.register_hitype(HiQArray, lambda h: QArrayTy.of(h.lo))
 
 
 def as_hi(q: QArray) -> Any:
@@ -164,8 +146,7 @@ def as_hi(q: QArray) -> Any:
     Args:
       q: any QArray.
     """
-    leaves = [x for x in map(q.__getattribute__, _NAMES) if x is not None]
-    return _AsHi(_type_of(q))(*leaves)
+    return _AsHi(QArrayTy.of(q))(*jax.tree.leaves(q))
 
 
 def as_lo(h: Any) -> QArray:
@@ -176,9 +157,8 @@ def as_lo(h: Any) -> QArray:
     Args:
       h: a value of type ``QArrayTy``.
     """
-    leaves = _AsLo(jax.typeof(h))(h)
     ty = jax.typeof(h)
-    return QArray(*ty._filled(leaves), **_static_of(ty))
+    return jax.tree.unflatten(ty.tree, _AsLo(ty)(h))
 
 
 def from_hi(h: Any) -> jax.Array:
@@ -212,7 +192,7 @@ class _AsHi(ht.HiPrim):
             parts = list(leaves)
             for i, value in zip(floats, values, strict=True):
                 parts[i] = value
-            return dequantize(QArray(*ty._filled(parts), **_static_of(ty)))
+            return dequantize(jax.tree.unflatten(ty.tree, parts))
 
         return restore, floats
 
@@ -239,8 +219,8 @@ class _AsHi(ht.HiPrim):
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
         moved = ht.bdims_at_front(axis_data, tuple(args), tuple(dims))
-        parts = zip(_NAMES, self.out_aval._filled([jax.typeof(x) for x in moved]), strict=True)
-        return _AsHi(dataclasses.replace(self.out_aval, **dict(parts)))(*moved), LeadingAxis()
+        types = tuple(map(jax.typeof, moved))
+        return _AsHi(dataclasses.replace(self.out_aval, types=types))(*moved), LeadingAxis()
 
 
 class _AsLo(ht.HiPrim):
@@ -277,9 +257,7 @@ class _FromHi(ht.HiPrim):
         super().__init__()
 
     def expand(self, h: HiQArray) -> jax.Array:
-        ty = self.in_avals[0]
-        leaves = ty._filled(ty.lower_val(h))
-        return dequantize(QArray(*leaves, **_static_of(ty)))
+        return dequantize(h.lo)
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
         return _FromHi(*self.in_avals)(*primals), tangents[0]

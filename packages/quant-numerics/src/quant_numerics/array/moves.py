@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from hijax_trace import Move, MoveError
-from quant_numerics.array.tiles import ragged_tiles
+from quant_numerics.array.tiles import canonical_axes, ragged_tiles
 
 Shape = tuple[int, ...]
 
@@ -58,11 +58,11 @@ def concatenate(qs: Sequence[Any], axis: int) -> Any:
     """Join QArrays of one format along an axis, like ``lax.concatenate``.
 
     Raises:
-      ValueError: arrays of other formats, or of other tiles along the axis.
+      ValueError: arrays of other formats, or of other tiles along the axis; an axis out of range.
     """
     first = qs[0]
-    params = {"dimension": operator.index(axis) % max(first.ndim, 1)}
-    (result,) = first.moved("concatenate", params, list(qs))
+    (axis,) = canonical_axes(first.shape, [axis])
+    (result,) = first.moved("concatenate", {"dimension": axis}, list(qs))
     return result
 
 

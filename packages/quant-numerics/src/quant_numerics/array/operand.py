@@ -14,29 +14,25 @@ Operand: TypeAlias = Any
 """What ops take: a QArray, another StoredForm, or a float array."""
 
 
-_FORMS: dict[type, Callable[[Any], QArray]] = {}
-_RESTORED: dict[type, Callable[[Any], jax.Array]] = {}
+_OTHERS: dict[type, tuple[Callable[[Any], QArray], Callable[[Any], jax.Array]]] = {}
 
 
 def register_operand(
-    form: type,
-    to_qarray: Callable[[Any], QArray],
-    restore: Callable[[Any], jax.Array] | None = None,
+    form: type, to_qarray: Callable[[Any], QArray], restore: Callable[[Any], jax.Array]
 ) -> None:
     """Let ops and ``dequantize`` take values of a class or JAX type that is no ``StoredForm``.
 
     Args:
       form: the class of values, or of the types of traced values.
       to_qarray: makes QArrays of them.
-      restore: dequantizes them; by default they are dequantized as QArrays.
+      restore: dequantizes them.
     """
-    _FORMS[form] = to_qarray
-    if restore is not None:
-        _RESTORED[form] = restore
+    _OTHERS[form] = to_qarray, restore
 
 
-def _form(x: Any) -> type:
-    return type(jax.typeof(x)) if isinstance(x, jax.core.Tracer) else type(x)
+def _other(x: Any) -> Any:
+    """Return how a value of a registered class becomes a QArray and an array; None for others."""
+    return _OTHERS.get(type(jax.typeof(x)) if isinstance(x, jax.core.Tracer) else type(x))
 
 
 def dequantize(q: Operand) -> jax.Array:
@@ -54,10 +50,8 @@ def dequantize(q: Operand) -> jax.Array:
     """
     if is_form(q):
         return q.restore()
-    if (restore := _RESTORED.get(_form(q))) is not None:
-        return restore(q)
-    if (to_qarray := _FORMS.get(_form(q))) is not None:
-        return to_qarray(q).restore()
+    if (other := _other(q)) is not None:
+        return other[1](q)
     raise TypeError(
         f"what dequantize takes must be a QArray, got {type(q).__name__}. Use arrays as they are."
     )
@@ -67,8 +61,8 @@ def as_operand(x: Any, what: str) -> QArray | jax.Array:
     """Return `x` as a QArray or a float array, or raise TypeError, with its name."""
     if is_form(x):
         return found if isinstance(found := x.unpacked(), QArray) else x.restore()
-    if (to_qarray := _FORMS.get(_form(x))) is not None:
-        return to_qarray(x)
+    if (other := _other(x)) is not None:
+        return other[0](x)
     x = jnp.asarray(x)
     float_dtype(x.dtype, f"{what}, where not a QArray,")
     return x

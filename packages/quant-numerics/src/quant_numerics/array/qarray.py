@@ -170,17 +170,6 @@ class QArray(ScaledForm):
             raise MoveError("concatenate of arrays that each have a global scale")
         return super().move(primitive, params, operands)
 
-    @property
-    def T(self) -> "QArray":
-        """Return the transpose: all axes in reverse order."""
-        return self.transpose()
-
-    def transpose(self, *axes: int | Sequence[int]) -> "QArray":
-        """Permute the axes (reverse them without arguments), as NumPy's method."""
-        given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
-        order = tuple(a % self.ndim for a in given or ()) or tuple(reversed(range(self.ndim)))
-        return moves.view(self, "transpose", permutation=order)
-
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
         """Exchange two axes."""
         order = list(range(self.ndim))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import jax
 
 from hijax_trace import ArrayProxy
+from quant_numerics.array.tiles import canonical_axes
 
 
 class Parts(NamedTuple):
@@ -75,6 +76,22 @@ class StoredForm(ArrayProxy):
     def with_values(self, change: Callable[[Any], Any]) -> Any:
         """Return it with the form that holds its quantized values changed."""
         return change(self)
+
+    @property
+    def T(self) -> Any:
+        """Return the transpose: all axes in reverse order."""
+        return self.transpose()
+
+    def transpose(self, *axes: int | Sequence[int]) -> Any:
+        """Permute the axes (reverse them without arguments), as NumPy's method.
+
+        Raises:
+          ValueError: an axis out of range.
+        """
+        given: Any = axes[0] if len(axes) == 1 and not hasattr(axes[0], "__index__") else axes
+        order = canonical_axes(self.shape, given or ()) or reversed(range(self.ndim))
+        (found,) = self.moved("transpose", {"permutation": tuple(order)}, [self])
+        return found
 
     def unpacked(self) -> StoredForm:
         """Return it with a ``QArray`` for quantized values in any other layout."""

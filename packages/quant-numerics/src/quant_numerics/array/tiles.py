@@ -39,16 +39,15 @@ class Slices:
         """
         if not self.tiles:
             return x
-        tiles = {
-            a: 1 if x.shape[a] == self.scale_shape[a] or x.shape[a] == 1 else t
-            for a, t in self.tiles.items()
-        }
+        # A scale has an index per tile. An array of one index has it, too, and is not filled up.
+        tiles = {a: 1 if x.shape[a] in (1, self.scale_shape[a]) else t
+                 for a, t in self.tiles.items()}  # fmt: skip
         return split_axes(x, tiles)[0]
 
     def join(self, x: jax.Array) -> jax.Array:
         """Undo ``split`` for an array of this shape."""
-        whole = tuple(-(-n // self.tiles.get(a, 1)) * self.tiles.get(a, 1)
-                      for a, n in enumerate(self.shape))  # fmt: skip
+        tiles = [1 if n == 1 else self.tiles.get(a, 1) for a, n in enumerate(self.shape)]
+        whole = tuple(-(-n // t) * t for n, t in zip(self.shape, tiles, strict=True))
         x = x.reshape(whole)
         return x if whole == self.shape else lax.slice(x, (0,) * x.ndim, self.shape)
 

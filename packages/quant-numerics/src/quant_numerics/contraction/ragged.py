@@ -18,7 +18,13 @@ from quant_numerics.contraction.options import Backwards, Hows, float_operands
 from quant_numerics.contraction.training import Residual
 from quant_numerics.formats.dtypes import compute_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers
-from quant_numerics.ops.ragged_dot import RAGGED_DOT, group_of_rows, ragged_dot_general, window
+from quant_numerics.ops.ragged_dot import (
+    RAGGED_DOT,
+    group_of_rows,
+    in_groups,
+    ragged_dot_general,
+    window,
+)
 
 # lhs gradient (m, k): rows of the cotangent (m, n) by (g, k, n), over n.
 _LHS_GRADIENT = lax.RaggedDotDimensionNumbers(
@@ -101,6 +107,9 @@ class RaggedMatmul(Contraction):
                 g = g.astype(dtype) * scale.astype(dtype)
             else:
                 other = to.requantize(y.value, kept, contracted)
+        # Rows of no group would have a share in what others are rounded to.
+        inside = lax.expand_dims(in_groups(sizes, g.shape[0]), (1,))
+        g = lax.select(jnp.broadcast_to(inside, g.shape), g, lax.full_like(g, 0))
         quantized = to.quantize(g, (side,), ((1,), ())[side])
         if side == 0:
             pair, numbers = (quantized, other), _LHS_GRADIENT

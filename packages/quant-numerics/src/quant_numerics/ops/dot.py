@@ -94,6 +94,8 @@ def dot_general(
     lhs, rhs = as_operand(lhs, "lhs"), as_operand(rhs, "rhs")
     (lc, rc), (lb, rb) = dimension_numbers
     dims = ((tuple(lc), tuple(rc)), (tuple(lb), tuple(rb)))
+    if any(axis < 0 for axis in (*lc, *rc, *lb, *rb)):
+        _output_shape(lhs, rhs, dims)  # lax raises: it takes no negative axes
     dtype = output_dtype(lhs, rhs, preferred_element_type)
     if 0 in lhs.shape and any(lhs.shape[a] == 0 for a in dims[0][0]):
         return jnp.zeros(_output_shape(lhs, rhs, dims), dtype, device=out_sharding)

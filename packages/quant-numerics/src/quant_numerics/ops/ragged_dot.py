@@ -330,7 +330,22 @@ def _ragged_dot(
             acc = acc * layout.in_output(scale, 1, acc.ndim)
         total = acc if total is None else total + acc
     assert total is not None
+    if layout.group is not None:
+        # A row of no group is zero, whatever its scale is: padding may be infinite or NaN.
+        place = layout.outputs[0][layout.ragged]
+        inside = in_groups(group_sizes, lhs.shape[layout.ragged])
+        before, after = place + 1 - inside.ndim, total.ndim - place - 1
+        shape = (1,) * before + inside.shape + (1,) * after
+        total = lax.select(
+            jnp.broadcast_to(inside.reshape(shape), total.shape), total, lax.full_like(total, 0)
+        )
     return total.astype(dtype)
+
+
+def in_groups(group_sizes: jax.Array, count: int) -> jax.Array:
+    """Return which of so many rows are in a group, bool [..., count]."""
+    ends = jnp.sum(group_sizes, -1, keepdims=True, dtype=jnp.int32)
+    return lax.broadcasted_iota(jnp.int32, (*ends.shape[:-1], count), ends.ndim - 1) < ends
 
 
 def group_of_rows(group_sizes: jax.Array, count: int) -> jax.Array:

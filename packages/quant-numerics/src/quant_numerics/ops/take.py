@@ -43,6 +43,7 @@ def take(
     Raises:
       TypeError: indices that are not integers, or a `q` that is none of these.
       ValueError: `axis` is out of range, or another mode.
+      IndexError: an axis without elements.
     """
     indices = jnp.asarray(indices)
     if not jnp.issubdtype(indices.dtype, jnp.integer):
@@ -51,10 +52,16 @@ def take(
         )
     if mode not in ("fill", "clip"):
         raise ValueError(f"mode must be 'fill' or 'clip', got {mode!r}. Choose one of them.")
-    ndim = jnp.ndim(q) if not hasattr(q, "ndim") else q.ndim
+    q = q if hasattr(q, "shape") else jnp.asarray(q)
+    ndim = q.ndim
     if not -ndim <= operator.index(axis) < ndim:
         raise ValueError(f"axis must be from {-ndim} to {ndim - 1}, got {axis}. Choose another.")
     axis = operator.index(axis) % ndim
+    if q.shape[axis] == 0:
+        raise IndexError(
+            f"the axis to take from must have elements, got axis {axis} of shape {q.shape}. "
+            "Choose another."
+        )
     if not (isinstance(q, PackedQArray) and axis < ndim - 1):
         q = as_operand(q, "the array to take from")
     run = functools.partial(_taken, axis, mode, dequantize)
