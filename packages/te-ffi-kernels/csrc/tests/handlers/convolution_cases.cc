@@ -73,7 +73,6 @@ Case convolution(const char* target) {
           {{operand(0, kF32, {kImages, kChannels}), "x must have 3 to 5 axes"},
            {operand(0, kS32, {kImages, kHeight, kWidth, kChannels}), "x must be of: float32"},
            {result(0, kS8, y), "y must be of: float32"},
-           {set("int8_of", int64_t{4}), "int8_of must be 0, or 1, 2 or 3"},
            {operand(1, kU8, {2, 64}), "packed weight: k = 18"},
            {operand(2, kF32, {1}), "x_scale must have the shape []"},
            {operand(3, kF32, {kN + 1}), "bias must have the shape [20]"},
@@ -114,8 +113,9 @@ CASE(convolution_to_int8) {
             });
           },
           {{operand(3, kF32, {1}), "y_scale must have the shape []"},
+           {set("int8_of", int64_t{4}), "int8_of must be 0, or 1, 2 or 3"},
            {result(0, kF32, shape), "y must be of: int8"}},
-          {"scale_kind", "rotation", "x_scale"}};
+          {"scale_kind", "rotation", "x_scale", "int8_of"}};
 }
 
 CASE(convolution_of_int4) { return convolution<4>("te_ffi_kernels.conv_w4a8"); }
