@@ -264,7 +264,7 @@ class OpCall(abc.ABC):
     def made_by(self, value: Any) -> Made | None:
         """Return the call that made a value, if nothing but this operation ever uses it.
 
-        A handler may then have what it needs made in place of the value, such as quantized values:
+        A handler may then have what it needs made instead of the value, such as quantized values:
         the program does not compute what nothing uses.
 
         Args:

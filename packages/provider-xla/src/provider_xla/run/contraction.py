@@ -85,7 +85,7 @@ def _rounded(
     added: Added,
     between: Between,
 ) -> jax.Array:
-    """Return int8 results, which are no function to differentiate: see ``_in_int8``."""
+    """Return int8 results, which have no derivative: see ``_in_int8``."""
     given = jax.lax.stop_gradient((lhs, rhs, extras, calibrations, added, between))
     lhs, rhs, extras, calibrations, added, between = given
     how = {"how": call.hows[0], "calibration": calibrations[0], "extras": extras, "added": added}

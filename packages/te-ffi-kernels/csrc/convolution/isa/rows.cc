@@ -100,17 +100,27 @@ JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
 #endif
 }
 
-template <class Where>
-JAXTAP_INLINE void write_rounded(int8_t* to, Floats x, Scale scale, Where where) {
-  const Floats ratio = cut(x * scale.reciprocal);
-  Floats near = whole(ratio);
-  if (__builtin_expect(any_beyond(ratio - near, kSafeRounding), 0)) near = divided(x, scale.divisor);
-  write_bytes(to, near, where);
+// The quantized values of several vectors: what is asked of one of them is asked of all.
+template <int kCount>
+JAXTAP_INLINE void quantize(Floats (&x)[kCount], Scale scale) {
+  Floats near[kCount];
+  bool beyond = false;
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    const Floats ratio = cut(x[i] * scale.reciprocal);
+    near[i] = whole(ratio);
+    beyond |= any_beyond(ratio - near[i], kSafeRounding);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = __builtin_expect(beyond, 0) ? divided(x[i], scale.divisor) : near[i];
+  }
 }
 
-template <class Format, bool kToInt8, class Where>
-JAXTAP_INLINE void put(const Depthwise& d, int64_t pixel, int64_t channel, Floats sum,
-                       Where where) {
+// A sum, rescaled, with what is added to it.
+template <class Format, class Where>
+JAXTAP_INLINE Floats finished(const Depthwise& d, int64_t pixel, int64_t channel, Floats sum,
+                              Where where) {
   using Type = typename Format::Type;
   const Output& out = d.out;
   const auto at = [&](const uint8_t* from) {
@@ -126,11 +136,7 @@ JAXTAP_INLINE void put(const Depthwise& d, int64_t pixel, int64_t channel, Float
     y = y < out.least ? all(out.least) : y;
     y = y > out.most ? all(out.most) : y;
   }
-  if constexpr (kToInt8) {
-    int8_t* to = d.qvalues + pixel * out.columns + channel;
-    return write_rounded(to, rounded<Format>(y), d.y_scale, where);
-  }
-  store<Format>(const_cast<Type*>(at(out.y)), y, where);
+  return y;
 }
 
 // Pixels whose sums are in registers at once: each weight is loaded once for all.
@@ -149,7 +155,21 @@ JAXTAP_INLINE void pixels(const Depthwise& d, int64_t pixel, int64_t channel, Wh
     }
   }
 #pragma GCC unroll 8
-  for (int i = 0; i < kCount; ++i) put<Format, kToInt8>(d, pixel + i, channel, sums[i], where);
+  for (int i = 0; i < kCount; ++i) {
+    sums[i] = finished<Format>(d, pixel + i, channel, sums[i], where);
+    if constexpr (kToInt8) {
+      sums[i] = rounded<Format>(sums[i]);
+    } else {
+      uint8_t* y = d.out.y + (pixel + i) * d.out.stride;
+      store<Format>(reinterpret_cast<typename Format::Type*>(y) + channel, sums[i], where);
+    }
+  }
+  if constexpr (kToInt8) {
+    quantize(sums, d.y_scale);
+    int8_t* to = d.qvalues + pixel * d.out.columns + channel;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) write_bytes(to + i * d.out.columns, sums[i], where);
+  }
 }
 
 template <class Format, bool kToInt8>
@@ -199,8 +219,19 @@ void round_rows(const Rounded& r) {
     const auto* from =
         reinterpret_cast<const typename Format::Type*>(r.from + row * r.from_stride);
     int8_t* to = r.to + row * r.to_stride;
-    over(r.columns, [&](int64_t i, auto where) {
-      write_rounded(to + i, load<Format>(from + i, where), r.scale, where);
+    int64_t i = 0;
+    for (; i + 4 * kLanes <= r.columns; i += 4 * kLanes) {
+      Floats x[4];
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) x[j] = load<Format>(from + i + j * kLanes);
+      quantize(x, r.scale);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) write_bytes(to + i + j * kLanes, x[j], Whole());
+    }
+    over(r.columns - i, [&](int64_t rest, auto where) {
+      Floats x[1] = {load<Format>(from + i + rest, where)};
+      quantize(x, r.scale);
+      write_bytes(to + i + rest, x[0], where);
     });
   }
 }

@@ -71,7 +71,8 @@ Case convolution(const char* target) {
             expect_close(p.results[0], "y", [&](int64_t i) { return convolution_at(p, w, i); });
           },
           {{operand(0, kF32, {kImages, kChannels}), "x must have 3 to 5 axes"},
-           {operand(0, kS8, {kImages, kHeight, kWidth, kChannels}), "x must be of: float32"},
+           {operand(0, kS32, {kImages, kHeight, kWidth, kChannels}), "x must be of: float32"},
+           {result(0, kS8, y), "y must be of: float32"},
            {operand(1, kU8, {2, 64}), "packed weight: k = 18"},
            {operand(2, kF32, {1}), "x_scale must have the shape []"},
            {operand(3, kF32, {kN + 1}), "bias must have the shape [20]"},
@@ -88,6 +89,35 @@ Case convolution(const char* target) {
 }
 
 CASE(convolution_of_int8) { return convolution<8>("te_ffi_kernels.conv_w8a8"); }
+// int8 to int8, by a scale that is twice that of x.
+CASE(convolution_to_int8) {
+  const std::vector<int64_t> shape = {kImages, kHeight, kWidth - 2, kN};
+  Case floats = convolution<8>("te_ffi_kernels.conv_w8a8");
+  Program& p = floats.program;
+  Tensor x(kS8, {kImages, kHeight, kWidth, kChannels});
+  for (int64_t i = 0; i < x.size(); ++i) set_number(x, i, static_cast<double>(i * 37 % 9 - 4));
+  p.operands[0] = x;
+  p.operands.insert(p.operands.begin() + 3, filled(kF32, {}, 1.0 / 64));
+  p.results = {Tensor(kS8, shape)};
+  p.attributes.insert({"int8_of", int64_t{1}});
+  const Weights& w = weight_of(8);
+  return {p,
+          [&w](const Program& p) {
+            Program floats = p;  // as the function above has it
+            floats.operands.erase(floats.operands.begin() + 3);
+            Tensor x(kF32, {kImages, kHeight, kWidth, kChannels});
+            for (int64_t i = 0; i < x.size(); ++i) set_number(x, i, 0.5 * number(p.operands[0], i));
+            floats.operands[0] = x;
+            expect_close(p.results[0], "y", [&](int64_t i) {
+              return std::nearbyint(64 * convolution_at(floats, w, i));
+            });
+          },
+          {{operand(3, kF32, {1}), "y_scale must have the shape []"},
+           {set("int8_of", int64_t{4}), "int8_of must be 0, or 1, 2 or 3"},
+           {result(0, kF32, shape), "y must be of: int8"}},
+          {"scale_kind", "rotation", "x_scale", "int8_of"}};
+}
+
 CASE(convolution_of_int4) { return convolution<4>("te_ffi_kernels.conv_w4a8"); }
 
 }  // namespace
