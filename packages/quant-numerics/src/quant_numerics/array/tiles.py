@@ -55,9 +55,11 @@ class Slices:
     def repeated(self, x: jax.Array, axes: Sequence[int] | None = None) -> jax.Array:
         """Repeat scales, so that there is one for each index of some axes (None: of all)."""
         for axis in range(len(self.shape)) if axes is None else axes:
-            if 1 < x.shape[axis] < (size := self.shape[axis]):
+            # Sizes may be symbolic, which are equal or not, but neither more nor less.
+            if axis in self.tiles and x.shape[axis] not in (1, self.shape[axis]):
                 x = jnp.repeat(x, self.tiles[axis], axis)
-                x = lax.slice_in_dim(x, 0, size, axis=axis)  # the last tile may be shorter
+                # The last tile may be shorter.
+                x = lax.slice_in_dim(x, 0, self.shape[axis], axis=axis)
         return x
 
     @property
