@@ -483,8 +483,8 @@ def test_a_tokenizer_of_pieces(tmp_path):
     made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 1]}))
-    template = {"chat_template": "{{ messages }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(template))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
     config = parse_config(fields_of("llama") | {"vocab_size": len(words)})
     found = vocabulary.metadata(tmp_path, config)
     assert found.pop("tokenizer.chat_template") == "{{ messages }}"
@@ -495,7 +495,7 @@ def test_a_tokenizer_of_pieces(tmp_path):
     assert scores["ab"] > scores["▁ab"] > scores["a"]
     assert found["add_space_prefix"]
     assert (found["add_bos_token"], found["add_eos_token"]) == (True, False)
-    assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
+    assert (found["bos_token_id"], found["eos_token_id"], found["eot_token_id"]) == (1, 2, 1)
 
 
 def test_the_command(tuned, tmp_path, capsys, monkeypatch):

@@ -68,7 +68,7 @@ WRITABLE = {
 
 def written(tmp_path, family, form="f32", **more):
     """Write a model as a folder and as a file. Returns its fields, config, parameters and file."""
-    common = {"num_hidden_layers": 6, "max_position_embeddings": 4096, "eos_token_id": 7}
+    common = {"num_hidden_layers": 6, "max_position_embeddings": 4096, "eos_token_id": [7, 9]}
     fields = fields_of(family) | common | WRITABLE[family] | more
     config = parse_config(fields)
     params = varied(checkpoint.init(config))
@@ -102,7 +102,7 @@ def test_what_is_written_is_read(tmp_path, family):
             wanted = np.asarray(checkpoint.parameter(config, params, name, layer)[1])
             # The decay is written as its exponential.
             np.testing.assert_allclose(get(name, layer), wanted, atol=2e-7, err_msg=name)
-    assert read_stops(path) == (7,)
+    assert read_stops(path) == (7, 9)
 
 
 def rewritten(path, out, change=lambda metadata: metadata, tensors=lambda found: found):
