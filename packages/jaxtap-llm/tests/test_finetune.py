@@ -415,8 +415,9 @@ def test_what_llama_cpp_does_not_have(tuned, tmp_path):
     assert not out.exists()
     with pytest.raises(JaxtapError, match=r"already exists"):
         run_llm("export", tuned / "out", tuned, "--adapter")
-    with pytest.raises(LlmError, match=r"must be what finetune wrote"):
-        run_llm("export", tuned / "float", out, "--adapter")
+    for base in (tuned / "float", tuned / "float" / "config.json"):  # a folder, a file
+        with pytest.raises(LlmError, match=r"must have adapters: give a folder that finetune wr"):
+            run_llm("export", base, out, "--adapter")
 
 
 def byte_level(path, pre, **more):
