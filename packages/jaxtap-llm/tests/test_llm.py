@@ -431,6 +431,7 @@ def test_configs_that_can_not_be():
         ({"layer_types": ["full_attention"]}, "for each of 3 layers, got 1"),
         ({"layer_types": ["chunked_attention"] * 3}, "got 3, chunked_attention"),
         ({"layer_types": ["sliding_attention"] * 3}, "must have sliding_window"),
+        ({"sliding_window": 3.5}, "sliding_window must be a whole number, 0 or more, got 3.5"),
     ):
         with pytest.raises(LlmError, match=re.escape(message)):
             parse_config(fields_of("llama") | change)

@@ -113,10 +113,10 @@ COUNTS = {
 }
 NUMBERS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
 NUMBERS |= {"swiglu_limit", "floor_scale", "attn_scale"}
-CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 WHOLE_CAPS = {
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
-    "attention_chunk_size",
+    *("attention_chunk_size", "sliding_window"),
 }
 
 
@@ -462,6 +462,9 @@ def _longrope(family: str, fields: Any, path: Any, chosen: Any, rope: Rope) -> R
                 "each pair of a head that turns."
             )
         factors.append(tuple(map(float, found)))
+    for name in ("short_mscale", "long_mscale"):
+        if name in chosen:
+            raise LlmError(f"{path}: longrope must have no {name}: {family} has attention_factor.")
     name = "original_max_position_embeddings"
     length = chosen.get(name, fields.get(name, 4096 if family == "phi3" else None))
     factor = chosen.get("factor")
