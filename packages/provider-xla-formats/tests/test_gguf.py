@@ -435,7 +435,7 @@ def test_lists_of_nothing_and_of_lists(tmp_path):
         xla.read_gguf_metadata(file(of(9, deep, 1)))
 
 
-def test_tensors_have_bytes_of_their_own(tmp_path):
+def test_tensors_share_no_bytes(tmp_path):
     def file(*offsets):
         header = b"GGUF" + struct.pack("<IQQ", 3, len(offsets), 0)
         for i, offset in enumerate(offsets):

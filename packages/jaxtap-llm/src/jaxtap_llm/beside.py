@@ -67,7 +67,7 @@ def json_of(model: Any, name: str) -> dict[str, Any]:
 
 
 def template_of(model: Any) -> str | None:
-    """Return the chat template, or None: transformers 5 has it in a file of its own.
+    """Return the chat template, or None: transformers 5 has it in a separate file.
 
     Raises:
         LlmError: a file is damaged.

@@ -349,7 +349,7 @@ def _checked(base: Any) -> Any:
 
 
 def _check_places(reader: Any) -> None:
-    """Check that each tensor has bytes of its own, behind the header.
+    """Check that tensors are behind the header, and share no bytes.
 
     Raises:
         ValueError: one begins in the header, or in another tensor.
