@@ -165,4 +165,9 @@ def test_what_is_refused(folder, tmp_path):
         run_llm(*words, "--preset", "float", "--calibrate", str(text))
     with pytest.raises(LlmError, match="must be a file of text"):
         run_llm(*words, "--calibrate", str(tmp_path / "nothing"))
+    text.write_text("long enough " * 9)
+    with pytest.raises(
+        xla.QuantizationError, match=r"budget_bits=2\.2 is too few: .* it takes 2\.\d+ bits"
+    ):
+        run_llm(*words, "--bits", "2.2", "--calibrate", str(text))
     assert not out.exists()

@@ -415,8 +415,9 @@ def test_what_llama_cpp_does_not_have(tuned, tmp_path):
     assert not out.exists()
     with pytest.raises(JaxtapError, match=r"already exists"):
         run_llm("export", tuned / "out", tuned, "--adapter")
-    with pytest.raises(LlmError, match=r"must be what finetune wrote"):
-        run_llm("export", tuned / "float", out, "--adapter")
+    for base in (tuned / "float", tuned / "float" / "config.json"):  # a folder, a file
+        with pytest.raises(LlmError, match=r"must have adapters: give a folder that finetune wr"):
+            run_llm("export", base, out, "--adapter")
 
 
 def byte_level(path, pre, **more):
@@ -483,8 +484,8 @@ def test_a_tokenizer_of_pieces(tmp_path):
     made.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": [2, 1]}))
-    template = {"chat_template": "{{ messages }}"}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(template))
+    (tmp_path / "chat_template.jinja").write_text("{{ messages }}")
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
     config = parse_config(fields_of("llama") | {"vocab_size": len(words)})
     found = vocabulary.metadata(tmp_path, config)
     assert found.pop("tokenizer.chat_template") == "{{ messages }}"
@@ -495,7 +496,7 @@ def test_a_tokenizer_of_pieces(tmp_path):
     assert scores["ab"] > scores["▁ab"] > scores["a"]
     assert found["add_space_prefix"]
     assert (found["add_bos_token"], found["add_eos_token"]) == (True, False)
-    assert (found["bos_token_id"], found["eos_token_id"]) == (1, 2)
+    assert (found["bos_token_id"], found["eos_token_id"], found["eot_token_id"]) == (1, 2, 1)
 
 
 def test_the_command(tuned, tmp_path, capsys, monkeypatch):

@@ -14,7 +14,16 @@ from safetensors.numpy import load_file
 
 import provider_xla as xla
 from interception_core import JaxtapError
-from jaxtap_llm import beside, checkpoint, floats, folders, gguf_source, model, token_kinds
+from jaxtap_llm import (
+    beside,
+    checkpoint,
+    floats,
+    folders,
+    gguf_source,
+    gguf_texts,
+    model,
+    token_kinds,
+)
 from jaxtap_llm.config import LlmError
 from jaxtap_llm.fields import parse_config, read_config
 from jaxtap_llm.generate import Generator
@@ -59,7 +68,7 @@ WRITABLE = {
 
 def written(tmp_path, family, form="f32", **more):
     """Write a model as a folder and as a file. Returns its fields, config, parameters and file."""
-    common = {"num_hidden_layers": 6, "max_position_embeddings": 4096, "eos_token_id": 7}
+    common = {"num_hidden_layers": 6, "max_position_embeddings": 4096, "eos_token_id": [7, 9]}
     fields = fields_of(family) | common | WRITABLE[family] | more
     config = parse_config(fields)
     params = varied(checkpoint.init(config))
@@ -93,7 +102,7 @@ def test_what_is_written_is_read(tmp_path, family):
             wanted = np.asarray(checkpoint.parameter(config, params, name, layer)[1])
             # The decay is written as its exponential.
             np.testing.assert_allclose(get(name, layer), wanted, atol=2e-7, err_msg=name)
-    assert read_stops(path) == (7,)
+    assert read_stops(path) == (7, 9)
 
 
 def rewritten(path, out, change=lambda metadata: metadata, tensors=lambda found: found):
@@ -372,9 +381,9 @@ def test_tokens_are_those_of_the_tokenizer_that_was_written(tmp_path, name):
     assert beside.json_of(tmp_path / "model.gguf", "tokenizer_config.json") == template
 
 
-def test_what_can_not_be_honoured_is_refused_by_its_name(tmp_path):
+def test_what_can_not_be_honoured_is_refused_by_its_name(tmp_path, monkeypatch):
     *_, path = written(tmp_path, "llama", num_hidden_layers=1)
-    out = tmp_path / "out.gguf"
+    out, known = tmp_path / "out.gguf", xla.read_gguf_metadata(path)
     for key, value, message in (
         ("general.architecture", "mamba", "general.architecture must be one of llama, .*'mamba'"),
         ("llama.rope.scaling.type", "dynamic", "llama.rope.scaling.type must be none, linear"),
@@ -383,28 +392,40 @@ def test_what_can_not_be_honoured_is_refused_by_its_name(tmp_path):
         ("llama.attention.sliding_window", np.uint32(64), "sliding_window is unknown, got"),
         ("llama.expert_weights_scale", np.float32(2.5), "expert_weights_scale is unknown, got"),
         ("llama.block_count", np.uint32(2), "lacks tensors: blk.1.attn_k.weight, .* 5 more"),
-        ("llama.block_count", np.uint32(0), "block_count must be 1 or more, got 0"),
+        ("llama.block_count", np.uint32(0), "block_count must be a whole number from 1 to 4096"),
+        ("llama.attention.key_length", np.uint32(2**31), "whole number from 1 to 65536, got 2147"),
+        ("llama.attention.value_length", ["a"], "value_length must be 16 for llama, got .'a'."),
+        ("llama.attention.value_length", np.zeros(0, np.int32), r"must be 16 for llama, got \[\]"),
+        ("llama.expert_count", np.zeros(0, np.int32), r"expert_count must be a whole number.*\[\]"),
+        ("llama.rope.freq_base", np.float32(0), "freq_base must be a number above 0, got 0"),
+        ("llama.rope.scaling.type", np.zeros(0, np.int32), "scaling.type must be text, got"),
+        ("general.architecture", None, "general.architecture must be one of .* got nothing"),
+        ("general.type", "adapter", "must have a model, got an adapter"),
         ("llama.embedding_length", np.uint32(32), r"must be \[.*32.*as its metadata says, got"),
-        ("llama.attention.head_count", "four", "head_count must be a whole number, got 'four'"),
+        ("llama.attention.head_count", "four", "head_count must be a whole number .* got 'four'"),
         ("llama.attention.layer_norm_rms_epsilon", np.float32(np.nan), "must be a number, got nan"),
         ("tokenizer.ggml.model", "bert", "tokenizer.ggml.model must be gpt2 .* got 'bert'"),
         ("tokenizer.ggml.precompiled_charsmap", [1], "precompiled_charsmap is unknown"),
         ("tokenizer.ggml.tokens", ["a"] * 256, "tokens must be different from each other"),
-        ("tokenizer.ggml.tokens", ["a", "b"], "token_type must be 2 numbers, got"),
+        ("tokenizer.ggml.tokens", ["a", "b"], "token_type must be a number for each of 2 tokens"),
+        ("tokenizer.ggml.token_type", [1.5] * 256, "token_type must be a number .* got 'float64"),
+        ("tokenizer.ggml.model", None, "tokenizer.ggml.model must be gpt2 .* got nothing"),
         ("tokenizer.ggml.eos_token_id", np.uint32(999), "eos_token_id must be below 256, got"),
     ):
-        out.unlink(missing_ok=True)
-        rewritten(path, out, lambda found, key=key, value=value: found | {key: value})
+        found = {key: value for key, value in (known | {key: value}).items() if value is not None}
+        monkeypatch.setattr(xla.GgufFile, "metadata", lambda _, found=found: found)
+        gguf_texts._said.cache_clear()
         with pytest.raises(LlmError, match=message) as raised:
-            folders.load(out)
+            folders.load(path)
         assert "\n" not in str(raised.value)
+    monkeypatch.undo()
     spoiled = {"rope_freqs.weight": np.zeros(8, np.float32)}
     for change, message in (
         ({"blk.0.attn_q.bias": np.zeros(64, np.float32)}, "has unknown tensors: blk.0.attn_q.bias"),
         ({"blk.0.ffn_norm.weight": np.zeros(9, np.float32)}, r"must be \[64\], as its metadata"),
         (spoiled, "rope_freqs.weight of .* must be of numbers above 0"),
     ):
-        out.unlink()
+        out.unlink(missing_ok=True)
         rewritten(path, out, tensors=lambda found, change=change: found | change)
         with pytest.raises(LlmError, match=message):
             folders.load(out)

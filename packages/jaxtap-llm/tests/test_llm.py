@@ -412,6 +412,10 @@ def test_configs_that_can_not_be():
         ({"rope_scaling": ["linear"]}, "must be as llama's files are"),
         ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of linear must be a number"),
         ({"rope_scaling": LLAMA3 | {"factor": 0}}, "factor of llama3 must be a number above 0"),
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_theta": -1.0}},
+            "rope_theta must be a number above 0, got -1",
+        ),
         ({"rope_scaling": LLAMA3 | {"low_freq_factor": 4}}, "must be below high_freq_factor"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1 for llama, got 0.5"),
         (
@@ -427,6 +431,7 @@ def test_configs_that_can_not_be():
         ({"layer_types": ["full_attention"]}, "for each of 3 layers, got 1"),
         ({"layer_types": ["chunked_attention"] * 3}, "got 3, chunked_attention"),
         ({"layer_types": ["sliding_attention"] * 3}, "must have sliding_window"),
+        ({"sliding_window": 3.5}, "sliding_window must be a whole number, 0 or more, got 3.5"),
     ):
         with pytest.raises(LlmError, match=re.escape(message)):
             parse_config(fields_of("llama") | change)

@@ -382,6 +382,7 @@ def test_what_longrope_says():
         ({"short_factor": [1.0] * 7}, "short_factor of longrope must be a list of 8 numbers"),
         ({"long_factor": [0.0] * 8}, "long_factor of longrope must be a list of 8 numbers above 0"),
         ({"factor": -1}, "factor of longrope must be a number above 0, got -1"),
+        ({"short_mscale": 1.2}, "longrope must have no short_mscale: phi3 has attention_factor"),
         ({"original_max_position_embeddings": 1}, "must be a number above 1, got 1"),
         ({"attention_factor": "x"}, "attention_factor must be a number above 0, got 'x'"),
     ):

@@ -141,6 +141,10 @@ def test_a_plan_says_which_kernels_are_slow():
     assert "weight_qtype='int8' is fast" in note
     (note,) = plan_of({"weight_qtype": "int4"}, fn=lambda w, x: x @ w, params=X.T, x=X).notes
     assert "input_qtype='int8' is fast" in note
+    # int8 with the rule's dynamic range would be slow, too.
+    depthwise, _ = plan_of({"weight_qtype": "int4", "input_qtype": "int8"}).notes
+    assert "multiplied as floats" in depthwise
+    assert "op_names=['depthwise_conv'] before the others, with weight_qtype='int8'" in depthwise
     for fast in ({"weight_qtype": "int8", "output_qtype": "int8"}, {"weight_qtype": "int8"}, {}):
         assert plan_of(fast).notes == ()
 

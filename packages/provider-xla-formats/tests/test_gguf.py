@@ -1,5 +1,7 @@
 """GGUF files: compared with the gguf package's own numbers and bytes."""
 
+import struct
+
 import gguf
 import jax
 import jax.numpy as jnp
@@ -405,3 +407,51 @@ def test_keys_of_a_part_are_not_written(tmp_path):
         with pytest.raises(xla.StoreError, match=f"no keys of a part of a split file, got {key}"):
             xla.save_gguf(tmp_path / "a.gguf", {"w": W}, metadata={key: 1})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_lists_of_nothing_and_of_lists(tmp_path):
+    def text(name):
+        return struct.pack("<Q", len(name)) + name
+
+    def file(*values):
+        keys = [text(f"key{i}".encode()) + value for i, value in enumerate(values)]
+        header = b"GGUF" + struct.pack("<IQQ", 3, 0, len(keys))
+        (tmp_path / "a.gguf").write_bytes(header + b"".join(keys))
+        return tmp_path / "a.gguf"
+
+    def of(kind, items, count):
+        return struct.pack("<IIQ", 9, kind, count) + items
+
+    found = xla.read_gguf_metadata(file(of(8, b"", 0), of(6, b"", 0), of(8, text(b"a"), 1)))
+    assert found["key0"] == []
+    assert found["key2"] == ["a"]
+    assert found["key1"].dtype == np.float32
+    assert found["key1"].shape == (0,)
+    for inner in (struct.pack("<IQ", 4, 0), struct.pack("<IQI", 4, 1, 7)):
+        with pytest.raises(xla.StoreError, match=r"key0 of .* can't be read: a list of lists"):
+            xla.read_gguf_metadata(file(of(9, inner * 2, 2)))
+    deep = struct.pack("<IQ", 9, 1) * 20000
+    with pytest.raises(xla.StoreError, match="must be a whole GGUF file"):
+        xla.read_gguf_metadata(file(of(9, deep, 1)))
+
+
+def test_tensors_share_no_bytes(tmp_path):
+    def file(*offsets):
+        header = b"GGUF" + struct.pack("<IQQ", 3, len(offsets), 0)
+        for i, offset in enumerate(offsets):
+            header += struct.pack("<Q1sIQIQ", 1, b"abc"[i : i + 1], 1, 8, 0, offset)
+        data = np.arange(32, dtype=np.float32).tobytes()
+        (tmp_path / "a.gguf").write_bytes(header + b"\0" * (-len(header) % 32) + data)
+        return tmp_path / "a.gguf"
+
+    found = xla.load_gguf(file(64, 0))
+    np.testing.assert_array_equal(found["a"], np.arange(16, 24))
+    np.testing.assert_array_equal(found["b"], np.arange(8))
+    for offsets, message in (
+        ((0, 16), "tensor b begins at byte .*, inside a"),
+        # Offsets are of 64 bits: this one wraps around to the header's last bytes.
+        ((2**64 - 4, 64), "tensor a begins at byte .*, inside the header"),
+        ((0, 2**40), "it ends at byte"),
+    ):
+        with pytest.raises(xla.StoreError, match=message):
+            xla.load_gguf(file(*offsets))

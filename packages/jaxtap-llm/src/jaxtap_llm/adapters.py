@@ -184,8 +184,11 @@ def read(folder: Any) -> Tuned:
     """Return what a fine-tuned folder says.
 
     Raises:
-        LlmError: no step is stored yet, or a file is damaged, or the base is not where it was.
+        LlmError: the folder has no adapters, or no step is stored yet, or a file is damaged, or the
+            base is not where it was.
     """
+    if not is_finetuned(folder):
+        raise LlmError(f"{folder} must have adapters: give a folder that finetune wrote.")
     folder, facts = Path(folder), read_facts(folder)
     if not (folder / STATE).is_file():
         raise LlmError(f"{folder} has no adapters yet. Run finetune with it again.")

@@ -11,7 +11,8 @@ from typing import Any
 from .config import LlmError
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
-AROUND = (TOKENIZER, "tokenizer_config.json", "generation_config.json")
+TOKENIZER_CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+AROUND = (TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, "generation_config.json")
 """What is copied with a model, if it is there."""
 
 
@@ -63,6 +64,22 @@ def json_of(model: Any, name: str) -> dict[str, Any]:
             f"{path_of(model, name)} must be an object in JSON, got: {error}."
         ) from error
     return found
+
+
+def template_of(model: Any) -> str | None:
+    """Return the chat template, or None: transformers 5 has it in a separate file.
+
+    Raises:
+        LlmError: a file is damaged.
+    """
+    alone = text_of(model, TEMPLATE)
+    if alone is not None:
+        return alone
+    found = json_of(model, TOKENIZER_CONFIG).get("chat_template")
+    if isinstance(found, list):  # several, by name
+        named = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
+        found = named[0].get("template") if named else None
+    return found if isinstance(found, str) else None
 
 
 def copy(model: Any, out: Path, names: Iterable[str] = AROUND) -> None:

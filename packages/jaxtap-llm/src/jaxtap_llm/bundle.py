@@ -95,18 +95,7 @@ def _metadata(folder: Any, tokenizer: Any, positions: int) -> Any:
         found.start_token.token_ids.ids.extend(begin)
     for one in stops:
         found.stop_tokens.add().token_ids.ids.append(one)
-    template = _template(folder)
+    template = beside.template_of(folder)
     if template is not None:
         found.jinja_prompt_template = template
-    return found
-
-
-def _template(folder: Any) -> Any:
-    """Return the chat template of a folder, where Hugging Face has it, or None."""
-    alone = beside.text_of(folder, "chat_template.jinja")
-    if alone is not None:
-        return alone
-    found = beside.json_of(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several, by name
-        found = {one["name"]: one["template"] for one in found}.get("default")
     return found

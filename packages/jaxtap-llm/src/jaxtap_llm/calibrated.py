@@ -63,8 +63,9 @@ def quantize(
 
     Raises:
         LlmError: something in the folder or in a file of rules can't be used, or the text is too
-            short, before anything is written; or ``out`` is a file, or of another model, of other
-            rules or another text.
+            short; or ``out`` is a file, or of another model, of other rules or another text.
+            Nothing is written then.
+        provider_xla.QuantizationError: no formats are within ``bits``. Nothing is written.
     """
     folder, out = Path(folder), Path(out)
     if out.exists() and not out.is_dir():
@@ -84,10 +85,12 @@ def quantize(
         "rules": [f"{bits} bits"] if bits is not None else [repr(rule) for rule in rules],
         "text": [hashlib.sha256(text.encode()).hexdigest(), window],
     }
-    quantized.begin(folder, out, quantized.SOURCE, facts)
+    quantized.check_begun(out, quantized.SOURCE, facts)
     params = checkpoint.gathered(config, floats.opened(folder).get)
     params = jax.tree.map(jnp.asarray, params)
     plan, stored = optimized(config, params, batches, rules, bits)
+    # Only now: a size that no format has would leave a folder that is begun for it.
+    quantized.begin(folder, out, quantized.SOURCE, facts)
     # Those that a narrower rule has left nothing to decide would be reported at each start.
     used = sorted({record.rule for record in plan.ops if record.rule is not None})
     quantized.write(out, config, [plan.rules.rules[i] for i in used], stored)

@@ -173,3 +173,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
 }
 """By ``model_type``."""
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4096),
+    **dict.fromkeys(("num_experts", "num_local_experts", "head_dim", "global_head_dim"), 65536),
+}
+"""Bounds of what is gone through one by one: a file may say anything."""

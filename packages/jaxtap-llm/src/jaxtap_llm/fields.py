@@ -11,7 +11,7 @@ from typing import Any
 
 from . import beside
 from .config import Config, Delta, LlmError
-from .families import FAMILIES, Family
+from .families import FAMILIES, MOST, Family
 from .kinds import Kind
 from .ropes import Rope
 
@@ -113,18 +113,11 @@ COUNTS = {
 }
 NUMBERS = {"rms_norm_eps", "rope_theta", "rope_local_base_freq", "query_pre_attn_scalar"}
 NUMBERS |= {"swiglu_limit", "floor_scale", "attn_scale"}
-CAPS = {"attn_logit_softcapping", "final_logit_softcapping", "sliding_window"}
+CAPS = {"attn_logit_softcapping", "final_logit_softcapping"}
 WHOLE_CAPS = {
     *("hidden_size_per_layer_input", "vocab_size_per_layer_input", "num_kv_shared_layers"),
-    "attention_chunk_size",
+    *("attention_chunk_size", "sliding_window"),
 }
-
-
-MOST = {
-    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "linear_num_value_heads"), 4096),
-    **dict.fromkeys(("num_experts", "num_local_experts", "head_dim", "global_head_dim"), 65536),
-}
-"""Bounds of what is gone through one by one: a file may say anything."""
 
 
 def _check_numbers(fields: Any, path: Any) -> None:
@@ -371,7 +364,7 @@ def _of_layers(about: Family, family: str, fields: Any, path: Any) -> tuple[Rope
     if family == "gemma4_text" and not by_layer:
         raise LlmError(f"{path}: rope_parameters must have full_attention, and sliding_attention.")
     chosen = {name: value for name, value in chosen.items() if value is not None}
-    theta = float(chosen.get("rope_theta") or fields.get("rope_theta") or 1e4)
+    theta = _base(chosen, "rope_theta", fields.get("rope_theta") or 1e4, path)
     kind = chosen.get("rope_type", chosen.get("type", "default"))
     local, share, small = None, 1.0, {}
     if about.share is not None:
@@ -385,7 +378,7 @@ def _of_layers(about: Family, family: str, fields: Any, path: Any) -> tuple[Rope
         )
     if about.local_ropes:
         small = given.get("sliding_attention", {}) if by_layer else fields
-        local = Rope(float(small.get("rope_theta" if by_layer else "rope_local_base_freq", 1e4)))
+        local = Rope(_base(small, "rope_theta" if by_layer else "rope_local_base_freq", 1e4, path))
     if small.get("rope_type", "default") != "default":
         raise LlmError(
             f"{path}: rope_type of sliding_attention must be default, got {small['rope_type']}."
@@ -436,6 +429,15 @@ def _of_layers(about: Family, family: str, fields: Any, path: Any) -> tuple[Rope
     )
 
 
+def _base(chosen: Any, name: str, default: float, path: Any) -> float:
+    """Return what powers of turn positions: a field with a number above 0."""
+    found = chosen.get(name)
+    found = default if found is None else found
+    if not _is_above_0(found):
+        raise LlmError(f"{path}: {name} must be a number above 0, got {found!r}.")
+    return float(found)
+
+
 LONGROPE = ("longrope", "su")
 """What files call LongRoPE: the second before it was published."""
 
@@ -460,6 +462,9 @@ def _longrope(family: str, fields: Any, path: Any, chosen: Any, rope: Rope) -> R
                 "each pair of a head that turns."
             )
         factors.append(tuple(map(float, found)))
+    for name in ("short_mscale", "long_mscale"):
+        if name in chosen:
+            raise LlmError(f"{path}: longrope must have no {name}: {family} has attention_factor.")
     name = "original_max_position_embeddings"
     length = chosen.get(name, fields.get(name, 4096 if family == "phi3" else None))
     factor = chosen.get("factor")

@@ -7,12 +7,14 @@ A file says less than a folder: much is fixed for an architecture. So what was r
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from .config import Config, LlmError
+from .families import MOST
 from .ropes import Rope
 
 _LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -38,6 +40,12 @@ _STILL = 1e6
 """Frequencies that are divided by more stand still: llama.cpp's files have 1e30."""
 
 
+def shown(found: Any) -> str:
+    """Return the value of a key for an error: the beginning of a long one."""
+    found = found.tolist() if isinstance(found, np.generic | np.ndarray) else found
+    return "nothing" if found is None else reprlib.repr(found)
+
+
 class Keys:
     """The keys of an architecture in a file.
 
@@ -46,6 +54,9 @@ class Keys:
         where: the file, for errors.
         shapes: of its tensors, by name.
         tensor: returns a float tensor by its name.
+
+    Raises:
+        LlmError: the file has an adapter.
     """
 
     def __init__(
@@ -55,6 +66,8 @@ class Keys:
         shapes: Mapping[str, tuple[int, ...]],
         tensor: Callable[[str], np.ndarray],
     ) -> None:
+        if metadata.get("general.type") == "adapter":
+            raise LlmError(f"{where} must have a model, got an adapter. Take its model's file.")
         self.architecture = metadata.get("general.architecture")
         self.where, self.shapes, self.tensor = where, shapes, tensor
         start = f"{self.architecture}."
@@ -63,15 +76,25 @@ class Keys:
 
     def error(self, key: str, wanted: str, found: Any) -> LlmError:
         """Return an error that names a key."""
-        found = found.item() if isinstance(found, np.generic) else found
-        return LlmError(f"{self.where}: {self.architecture}.{key} must be {wanted}, got {found!r}.")
+        start = f"{self.where}: {self.architecture}.{key}"
+        return LlmError(f"{start} must be {wanted}, got {shown(found)}.")
 
-    def whole(self, key: str, default: int | None = None) -> int:
-        """Return a whole number."""
+    def whole(
+        self, key: str, default: int | None = None, least: int = 0, most: int = 2**31 - 1
+    ) -> int:
+        """Return a whole number within bounds."""
         found = self.own.get(key, default)
-        if isinstance(found, bool) or not isinstance(found, int | np.integer) or found < 0:
-            raise self.error(key, "a whole number", found)
+        is_whole = isinstance(found, int | np.integer) and not isinstance(found, bool)
+        if not is_whole or not least <= found <= most:
+            raise self.error(key, f"a whole number from {least} to {most}", found)
         return int(found)
+
+    def text(self, key: str, default: str) -> str:
+        """Return a text."""
+        found = self.own.get(key, default)
+        if not isinstance(found, str):
+            raise self.error(key, "text", found)
+        return found
 
     def number(self, key: str, default: float | None = None) -> float:
         """Return a number."""
@@ -81,6 +104,13 @@ class Keys:
             raise self.error(key, "a number", found)
         # As it was written: 0.1 is a float32 that is not 0.1.
         return float(str(found))
+
+    def base(self, key: str, default: float) -> float:
+        """Return what powers of turn positions: a number above 0."""
+        found = self.number(key, default)
+        if found <= 0:
+            raise self.error(key, "a number above 0", found)
+        return found
 
     def each(self, key: str, layers: int, default: int | None = None) -> list[int]:
         """Return a whole number for each layer, of which a file may say one."""
@@ -102,7 +132,7 @@ def fields_of(keys: Keys) -> dict[str, Any]:
     if found is None:
         raise LlmError(
             f"{keys.where}: general.architecture must be one of {', '.join(_READERS)}, got "
-            f"{keys.architecture!r}. Only these families are written in jaxtap_llm/model.py."
+            f"{shown(keys.architecture)}. Only these families are written in jaxtap_llm/model.py."
         )
     family, more = found
     fields = {"model_type": family} | _common(keys)
@@ -122,32 +152,43 @@ def check(keys: Keys, config: Config, written: Mapping[str, Any]) -> None:
     """
     for key, found in keys.own.items():
         wanted: Any = written.get(key)
-        if key in written and np.ndim(wanted) != np.ndim(found):  # one for all layers
-            found, wanted = np.broadcast_arrays(np.asarray(found), np.asarray(wanted))
-        if key in written and np.shape(wanted) == np.shape(found):
-            is_text = isinstance(wanted, str) or isinstance(found, str)
-            close = found == wanted if is_text else np.allclose(found, wanted, rtol=1e-5, atol=0)
-            if close:
-                continue
+        if key in written and _is_same(found, wanted):
+            continue
         if key in _FIXED and np.ndim(found) == 0 and found in _FIXED[key]:
             continue
         if key in _HARMLESS and key not in _FIXED:
             continue
         if key in written:
-            raise keys.error(key, f"{np.asarray(wanted).tolist()} for {config.family}", found)
+            raise keys.error(key, f"{shown(wanted)} for {config.family}", found)
         raise LlmError(
-            f"{keys.where}: {keys.architecture}.{key} is unknown, got {found!r}: what it says "
+            f"{keys.where}: {keys.architecture}.{key} is unknown, got {shown(found)}: what it says "
             f"can't be honoured for {config.family}."
         )
 
 
+def _is_same(found: Any, wanted: Any) -> bool:
+    """Return whether two values of a key say the same; one may be a number for all layers."""
+    ours, theirs = np.asarray(wanted), np.asarray(found)
+    if ours.dtype.kind not in "biuf" or theirs.dtype.kind not in "biuf":
+        return ours.shape == theirs.shape and bool((ours == theirs).all())
+    if not theirs.size or (ours.ndim == theirs.ndim and ours.shape != theirs.shape):
+        return False
+    return np.allclose(theirs, ours, rtol=1e-5, atol=0)
+
+
 def _common(keys: Keys) -> dict[str, Any]:
     """Return the fields that all families have."""
-    layers, width = keys.whole("block_count"), keys.whole("embedding_length")
-    heads = keys.whole("attention.head_count")
-    if not heads or not layers:
-        raise keys.error("attention.head_count" if layers else "block_count", "1 or more", 0)
-    groups = keys.each("attention.head_count_kv", min(layers, 4096), heads)
+    # Bounded before they are counted through: config.json's bounds.
+    layers, heads = (
+        keys.whole(key, least=1, most=MOST[field])
+        for key, field in (
+            ("block_count", "num_hidden_layers"),
+            ("attention.head_count", "num_attention_heads"),
+        )
+    )
+    width = keys.whole("embedding_length")
+    size = keys.whole("attention.key_length", width // heads, least=1, most=MOST["head_dim"])
+    groups = keys.each("attention.head_count_kv", layers, heads)
     table = keys.shapes.get("token_embd.weight")
     if table is None or len(table) != 2:
         raise LlmError(f"{keys.where} must have a matrix token_embd.weight, got {table}.")
@@ -157,20 +198,20 @@ def _common(keys: Keys) -> dict[str, Any]:
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": groups[0],
-        "head_dim": keys.whole("attention.key_length", width // heads),
-        "intermediate_size": max(keys.each("feed_forward_length", min(layers, 4096), 0)),
+        "head_dim": size,
+        "intermediate_size": max(keys.each("feed_forward_length", layers, 0)),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 1e4),
+        "rope_theta": keys.base("rope.freq_base", 1e4),
         "max_position_embeddings": keys.whole("context_length"),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
     }
-    scaling = _scaling(keys, fields["head_dim"], fields["rope_theta"])
+    scaling = _scaling(keys, size, fields["rope_theta"])
     return fields | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(keys: Keys, size: int, theta: float) -> dict[str, Any]:
     """Return what stretches positions; empty for nothing."""
-    kind, length = keys.own.get("rope.scaling.type", "none"), "original_max_position_embeddings"
+    kind, length = keys.text("rope.scaling.type", "none"), "original_max_position_embeddings"
     trained = "rope.scaling.original_context_length"
     if kind == "linear":
         return {"rope_type": "linear", "factor": keys.number("rope.scaling.factor")}
@@ -198,7 +239,7 @@ def _scaling(keys: Keys, size: int, theta: float) -> dict[str, Any]:
 def _divided(keys: Keys, factors: np.ndarray, size: int, theta: float) -> dict[str, Any]:
     """Return what divides frequencies by these factors: Llama 3's rule, or LongRoPE's lists."""
     plain = Rope(theta).frequencies(size)
-    lengths = {keys.whole("rope.scaling.original_context_length", 8192), 8192}
+    lengths = {keys.whole("rope.scaling.original_context_length", 8192, least=1), 8192}
     for length in lengths:
         rope = Rope(theta, float(factors.max()), (1.0, 4.0, length))
         turns = rope.frequencies(size)
@@ -226,7 +267,7 @@ def _experts(keys: Keys) -> dict[str, Any]:
 
 def _llama(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     """Llama and Mistral are one architecture, and so is Mixtral, which has experts."""
-    if not keys.own.get("expert_count"):
+    if not keys.whole("expert_count", 0):
         return {}
     inner = keys.whole("expert_feed_forward_length", fields["intermediate_size"])
     found = _experts(keys)
@@ -266,8 +307,8 @@ def _gemma2(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _gemma3(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
     return _gemma(62)(keys, fields) | {
-        "rope_theta": keys.number("rope.freq_base", 1e6),
-        "rope_local_base_freq": keys.number("rope.freq_base_swa", 1e4),
+        "rope_theta": keys.base("rope.freq_base", 1e6),
+        "rope_local_base_freq": keys.base("rope.freq_base_swa", 1e4),
     }
 
 
@@ -340,12 +381,12 @@ def _gemma4(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": {
             "sliding_attention": {
                 "rope_type": "default",
-                "rope_theta": keys.number("rope.freq_base_swa", 1e4),
+                "rope_theta": keys.base("rope.freq_base_swa", 1e4),
             },
             "full_attention": _proportional(keys, global_size, fields["rope_theta"]),
         },
     }
-    if keys.own.get("expert_count"):
+    if keys.whole("expert_count", 0):
         experts = _experts(keys)
         found |= {
             "enable_moe_block": True,
@@ -389,10 +430,10 @@ def _qwen3_5(keys: Keys, fields: dict[str, Any]) -> dict[str, Any]:
         "rope_parameters": {
             "rope_type": "default",
             "rope_theta": fields["rope_theta"],
-            "partial_rotary_factor": turning / (fields["head_dim"] or 1),
+            "partial_rotary_factor": turning / fields["head_dim"],
         },
     }
-    if not keys.own.get("expert_count"):
+    if not keys.whole("expert_count", 0):
         return found
     return found | _experts(keys) | {
         "moe_intermediate_size": keys.whole("expert_feed_forward_length"),

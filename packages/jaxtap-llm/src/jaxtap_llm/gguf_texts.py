@@ -52,8 +52,9 @@ def _said(path: Path, changed: int, size: int) -> Said:
     file = xla.GgufFile(path)
     metadata = file.metadata()
     keys = gguf_fields.Keys(metadata, str(path), file.shapes, functools.partial(_floats, file))
+    fields = gguf_fields.fields_of(keys)  # first: a file of something else may have no tokens
     tokens = gguf_tokens.Tokens(metadata, str(path))
-    fields = gguf_fields.fields_of(keys) | tokens.ends()
+    fields |= tokens.ends()
     texts = {"config.json": json.dumps(fields, indent=1), "tokenizer.json": tokens.written()}
     if tokens.template() is not None:
         template = {"chat_template": tokens.template()}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from .config import LlmError
+from .gguf_fields import shown
 from .token_kinds import BYTES, CONTROL, NORMAL, SPACE, SPLITS, UNKNOWN, UNUSED, USER
 
 _PATTERNS = {name: pattern for pattern, name in SPLITS.items()}
@@ -47,21 +49,37 @@ class Tokens:
         for key in self._own.keys() - _KNOWN:
             raise LlmError(f"{where}: {start}{key} is unknown: what it says can't be honoured.")
         self.model = self._own.get("model")
-        if self.model not in ("gpt2", "llama"):
+        if not isinstance(self.model, str) or self.model not in ("gpt2", "llama"):
             raise self._error("model", "gpt2 (BPE of bytes) or llama (SentencePiece's)", self.model)
         texts = self._own.get("tokens")
         if not isinstance(texts, list) or not texts or not isinstance(texts[0], str):
-            raise self._error("tokens", "a list of text", type(texts).__name__)
+            raise self._error("tokens", "a list of text", texts)
         self.texts: list[str] = texts
         if len(set(self.texts)) < len(self.texts):
-            raise self._error("tokens", "different from each other", "a text twice")
-        kinds = np.asarray(self._own.get("token_type", [NORMAL] * len(self.texts)))
-        if kinds.shape != (len(self.texts),):
-            raise self._error("token_type", f"{len(self.texts)} numbers", kinds.shape)
-        self.kinds = kinds.tolist()
+            again, _ = Counter(self.texts).most_common(1)[0]
+            raise self._error("tokens", "different from each other", again)
+        self.kinds = self._numbers("token_type", [NORMAL] * len(self.texts), "iu").tolist()
 
     def _error(self, key: str, wanted: str, found: Any) -> LlmError:
-        return LlmError(f"{self._where}: tokenizer.ggml.{key} must be {wanted}, got {found!r}.")
+        start = f"{self._where}: tokenizer.ggml.{key}"
+        return LlmError(f"{start} must be {wanted}, got {shown(found)}.")
+
+    def _numbers(self, key: str, default: Any, kinds: str) -> np.ndarray:
+        """Return a number for each token, of a NumPy type that is of some kinds."""
+        found = self._own.get(key, default)
+        numbers = np.asarray(found)
+        if numbers.shape != (len(self.texts),) or numbers.dtype.kind not in kinds:
+            got = f"{numbers.dtype} {list(numbers.shape)}"
+            raise self._error(key, f"a number for each of {len(self.texts)} tokens", got)
+        if not np.isfinite(numbers).all():
+            raise self._error(key, "numbers", "NaN or infinity")
+        return numbers
+
+    def _flag(self, key: str, default: bool) -> bool:
+        found = self._own.get(key, default)
+        if not isinstance(found, bool | np.bool_):
+            raise self._error(key, "a bool", found)
+        return bool(found)
 
     def _id(self, name: str) -> int | None:
         """Return the place of a token with a use, or None."""
@@ -127,10 +145,7 @@ class Tokens:
         used = {}
         for name, default in (("bos", begun), ("eos", False)):
             key = f"add_{name}_token"
-            is_added = self._own.get(key, default)
-            if not isinstance(is_added, bool | np.bool_):
-                raise self._error(key, "a bool", is_added)
-            at = self._id(name)
+            is_added, at = self._flag(key, default), self._id(name)
             if not is_added or (at is None and key not in self._own):
                 continue
             if at is None:
@@ -164,8 +179,8 @@ class Tokens:
     def _of_bytes(self) -> dict[str, Any]:
         """Return what differs for a BPE of bytes."""
         pre, merges = self._pre(), self._own.get("merges")
-        if not isinstance(merges, list):
-            raise self._error("merges", "a list of text", type(merges).__name__)
+        if not isinstance(merges, list) or not all(isinstance(one, str) for one in merges):
+            raise self._error("merges", "a list of text", merges)
         level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
         split: list[dict[str, Any]] = []
         if pre in _PATTERNS:
@@ -186,16 +201,15 @@ class Tokens:
 
     def _of_pieces(self) -> dict[str, Any]:
         """Return what differs for pieces with scores, of which bytes are what no piece has."""
-        scores = np.asarray(self._own.get("scores", []), np.float32)
-        if scores.shape != (len(self.texts),):
-            raise self._error("scores", f"{len(self.texts)} numbers", scores.shape)
+        scores = self._numbers("scores", [], "f").astype(np.float32)
         missing = [i for i in range(BYTES) if f"<0x{i:02X}>" not in self.texts]
         if missing:
-            raise self._error("tokens", f"with a byte <0x{missing[0]:02X}> to fall back on", "none")
+            wanted = f"with the byte <0x{missing[0]:02X}> to fall back on"
+            raise self._error("tokens", wanted, None)
         unknown = next(
             (t for t, k in zip(self.texts, self.kinds, strict=True) if k == UNKNOWN), None
         )
-        prefix = self._own.get("add_space_prefix", True)
+        prefix = self._flag("add_space_prefix", True)
         before = [{"type": "Prepend", "prepend": SPACE}] if prefix else []
         spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
         back = {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}

@@ -175,6 +175,19 @@ def begin(folder: Any, out: Any, name: str, facts: Any) -> None:
         facts: what the same means, by what it is called; as JSON has it.
 
     Raises:
+        LlmError: as ``check_begun``.
+    """
+    check_begun(out, name, facts)
+    out.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out / name, overwrite=True) as new:
+        new.write_text(json.dumps(facts, indent=1))
+    beside.copy(folder, out, (beside.CONFIG, *beside.AROUND))
+
+
+def check_begun(out: Any, name: str, facts: Any) -> None:
+    """Check that a folder is empty or not there, or was begun with the same facts: see ``begin``.
+
+    Raises:
         LlmError: the folder was begun with other facts, which the error names, or has other files.
     """
     if out.exists() and any(out.iterdir()):
@@ -189,10 +202,6 @@ def begin(folder: Any, out: Any, name: str, facts: Any) -> None:
                 f"{out} must be empty, or begun with the same {' and '.join(keys)}, {what}. "
                 "Remove it, or name another folder."
             )
-    out.mkdir(parents=True, exist_ok=True)
-    with atomic_write(out / name, overwrite=True) as new:
-        new.write_text(json.dumps(facts, indent=1))
-    beside.copy(folder, out, (beside.CONFIG, *beside.AROUND))
 
 
 def is_quantized(folder: Any) -> bool:

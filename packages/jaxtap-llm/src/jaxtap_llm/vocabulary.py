@@ -10,6 +10,7 @@ import numpy as np
 
 from . import beside
 from .config import Config, LlmError
+from .fields import text_fields
 from .token_kinds import (
     BYTE,
     BYTES,
@@ -139,6 +140,10 @@ def _split(fields: dict[str, Any], path: Path) -> str:
     )
 
 
+_USES = {"bos_token_id": "bos", "pad_token_id": "padding"}
+"""What llama.cpp calls uses of tokens."""
+
+
 def _ends(folder: Any, around: list[int]) -> dict[str, Any]:
     """Return the keys of what begins and ends texts, and of the chat template.
 
@@ -149,19 +154,21 @@ def _ends(folder: Any, around: list[int]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     config: dict[str, Any] = {}
     for name in ("config.json", "generation_config.json"):
-        given = beside.json_of(folder, name).items()
+        given = text_fields(beside.json_of(folder, name)).items()
         config |= {key: value for key, value in given if value is not None}
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = config.get(key)
-        value = value[0] if isinstance(value, list) else value
-        if value is not None:
-            name = {"pad_token_id": "padding_token_id"}.get(key, key)
-            found[f"tokenizer.ggml.{name}"] = int(value)
+        values = value if isinstance(value, list) else [value]
+        # Several ends: llama.cpp stops at the end of a turn and of a message, too.
+        names = ("eos", "eot", "eom") if key == "eos_token_id" else (_USES[key],)
+        for name, one in zip(names, values, strict=False):
+            if one is not None:
+                found[f"tokenizer.ggml.{name}_token_id"] = int(one)
     for key, at in (("bos", 0), ("eos", -1)):
         end = found.get(f"tokenizer.ggml.{key}_token_id")
         is_added = end is not None and bool(around) and around[at] == end
         found[f"tokenizer.ggml.add_{key}_token"] = is_added
-    template = beside.json_of(folder, "tokenizer_config.json").get("chat_template")
-    if isinstance(template, str):
+    template = beside.template_of(folder)
+    if template is not None:
         found["tokenizer.chat_template"] = template
     return found

@@ -129,14 +129,14 @@ class GgufFile:
         """Return what the file says beside its tensors: see ``read_gguf_metadata``.
 
         Raises:
-            StoreError: a text is not UTF-8.
+            StoreError: a text is not UTF-8, or a list has lists.
         """
         found = {}
         for key, field in self._parts[0].reader.fields.items():
             if key.startswith(("GGUF.", _SPLIT)):
                 continue
             try:
-                kind, value = field.types[-1].name.lower(), field.contents()
+                kind, value = _kind(field), field.contents()
             except (ValueError, IndexError) as error:
                 raise StoreError(
                     f"{key} of {self.path} can't be read: {error}. Take another copy."
@@ -239,6 +239,17 @@ def save_gguf(
             writer.close()
 
 
+def _kind(field: Any) -> str:
+    """Return the type of a key's value, or of what is in its list, which may be empty."""
+    first = field.types[0]
+    if first.name == "ARRAY":
+        # Behind the length and the text of the key, and the type of its value.
+        first = type(first)(int(field.parts[3][0]))
+        if first.name == "ARRAY":
+            raise ValueError("a list of lists, which GGML does not read")
+    return str(first.name.lower())
+
+
 class _Part(NamedTuple):
     """A file, whole or a part of a split one."""
 
@@ -307,8 +318,12 @@ def _reader(path: Path) -> Any:
         hint = f" Give {parts[0].name}, the first part of a split file." if parts else ""
         raise StoreError(f"{path} must be a GGUF file, got none there.{hint}")
     try:
-        return _checked(library.GGUFReader)(path)
-    except (ValueError, IndexError, KeyError, TypeError, OverflowError, OSError) as error:
+        # Offsets are numbers of 64 bits, which a spoiled one wraps around.
+        with np.errstate(over="ignore"):
+            reader = _checked(library.GGUFReader)(path)
+        _check_places(reader)
+        return reader
+    except (ValueError, LookupError, TypeError, OverflowError, OSError, RecursionError) as error:
         raise StoreError(
             f"{path} must be a whole GGUF file, got one that can't be read ({error}). Take another "
             "copy."
@@ -325,12 +340,26 @@ def _checked(base: Any) -> Any:
 
     class Checked(base):
         def _get(self, offset: Any, dtype: Any, count: Any = 1, *args: Any, **kwargs: Any) -> Any:
-            found = super()._get(offset, dtype, count, *args, **kwargs)
-            if len(found) < int(count):
+            end = int(offset) + np.dtype(dtype).itemsize * int(count)
+            if end > len(self.data):
                 raise ValueError(f"it ends at byte {len(self.data)}, in the middle of a value")
-            return found
+            return super()._get(offset, dtype, count, *args, **kwargs)
 
     return Checked
+
+
+def _check_places(reader: Any) -> None:
+    """Check that tensors are behind the header, and share no bytes.
+
+    Raises:
+        ValueError: one begins in the header, or in another tensor.
+    """
+    end, before = int(reader.data_offset), "the header"
+    for tensor in sorted(reader.tensors, key=lambda one: int(one.data_offset)):
+        start = int(tensor.data_offset)
+        if start < end:
+            raise ValueError(f"tensor {tensor.name} begins at byte {start}, inside {before}")
+        end, before = start + int(tensor.n_bytes), tensor.name
 
 
 def _shape(tensor: Any) -> tuple[int, ...]:

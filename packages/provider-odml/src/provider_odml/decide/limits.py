@@ -89,6 +89,13 @@ def why_no_product(node: Node, rule: OdmlRule) -> str | None:
     return None
 
 
+_STORED = (
+    f"A rule for op_names=[{DEPTHWISE!r}] before the others, with weight_qtype='int8' and without "
+    "input_qtype, takes as long as float"
+)
+"""What to do about depthwise convolutions with a dynamic range, whatever their parameters have."""
+
+
 def why_slow(node: Node, inputs: Mapping[int | str, Quantize], rule: OdmlRule) -> str | None:
     """Return what makes an operation slower than in float on a CPU, and what to do; or None.
 
@@ -120,14 +127,15 @@ def why_slow(node: Node, inputs: Mapping[int | str, Quantize], rule: OdmlRule) -
         if node.params.get("depthwise"):
             return (
                 "depthwise convolutions with a dynamic range take 3 to 8 times as long as in "
-                f"float. A rule for op_names=[{DEPTHWISE!r}] before the others, without "
-                "input_qtype, keeps their parameters in int8 and takes as long as float"
+                f"float. {_STORED}"
             )
     elif not rule.is_static and is_short:
-        fast = "weight_qtype='int8'" if is_conv else "input_qtype='int8'"
+        fast = f"{'weight' if is_conv else 'input'}_qtype='int8' is fast"
+        # With the rule's range that of int8 would be slow, too.
+        fast = _STORED if rule.is_dynamic and node.params.get("depthwise") else fast
         return (
-            f"{weight.qtype} parameters without a range are made floats in each run, 4 times the "
-            f"time of a convolution or of a matmul of many rows. {fast} is fast"
+            f"{weight.qtype} parameters that are multiplied as floats are made floats in each run, "
+            f"4 times the time of a convolution or of a matmul of many rows. {fast}"
         )
     return None
 
