@@ -55,6 +55,17 @@ def test_so_they_do_at_a_later_position(make):
     check(fn(params=PARAMS, x=X))
 
 
+@pytest.mark.parametrize("make", [PtqProvider, QtProvider])
+def test_so_they_do_after_arguments_that_a_call_leaves_out(make):
+    def fn(x, kind="dense", params=None):
+        assert kind == "dense"
+        return dense(params, x)
+
+    run = make(INT8, params_argnum=2).apply(fn)
+    check(run(X, params=PARAMS))
+    check(jax.jit(run)(x=X, params=PARAMS))
+
+
 def test_plans_run_on_stored_ones_and_warn_about_floats():
     plan = PtqProvider(INT8).plan(dense, PARAMS, X)
     with warnings.catch_warnings():

@@ -117,6 +117,29 @@ def test_a_function_in_shard_map_takes_statistics_as_an_argument():
     np.testing.assert_allclose(one.calibration().upper, np.abs(x).max(1).mean(), rtol=1e-6)
 
 
+def test_ranges_are_an_argument_of_a_function_in_shard_map():
+    (w,), (x,) = draw((8, 8)), draw((8, 8), seed=1)
+    plan, ranges = measured(layers, w[None], [x])
+    stored = plan.quantize(w[None])
+    given = jax.shard_map(
+        lambda w, x, ranges: plan.apply(layers, ranges)(w, x),
+        mesh=line(size=4),
+        in_specs=(P(), P("d"), P()),
+        out_specs=P("d"),
+    )
+    (range_,) = largest(ranges)
+    scale, scales = range_.astype(np.float64) / 127, np.abs(np.asarray(w, np.float64)).max(0) / 127
+    exact = np.clip(np.round(x / scale), -127, 127) * scale @ (np.round(w / scales) * scales)
+    np.testing.assert_allclose(jax.jit(given)(stored, x, ranges), np.tanh(exact), atol=1e-5)
+
+    # Where no batch was seen, each device has the range of its own activation.
+    unseen = jax.tree.map(jnp.zeros_like, ranges)
+    parts = np.asarray(x, np.float64).reshape(4, 2, 8)
+    scale = np.abs(parts).max((1, 2), keepdims=True) / 127
+    exact = (np.round(parts / scale) * scale).reshape(8, 8) @ (np.round(w / scales) * scales)
+    np.testing.assert_allclose(jax.jit(given)(stored, x, unseen), np.tanh(exact), atol=1e-5)
+
+
 def test_statistics_on_another_device():
     _, split, w, x = sample("examples", 4)
     provider = xla.QtProvider(RULE)

@@ -305,6 +305,21 @@ def test_int8_in_and_out(bits, dtype):
             np.testing.assert_array_equal(rounded, values, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_int8_results_without_a_kernel_are_of_rounded_sums(dtype):
+    """XLA would keep bits of sums that nothing stores."""
+    x, (_, _, packed) = images(2, 9, 9, 32, dtype=dtype), weight((3, 3), 16, 16)
+    bias, y_scale = jnp.linspace(-1, 1, 16, dtype=dtype), np.float32(0.024)
+
+    @jax.jit
+    def run(x, **how):
+        return te.conv_w8a8(x, packed, (3, 3), groups=2, bias=bias, x_scale=np.float32(0.02), **how)
+
+    with chosen_kernel("conv_w8a8", "cpu", None):
+        y, rounded = run(x), run(x, y_scale=y_scale)
+    np.testing.assert_array_equal(rounded, quantized(y, y_scale)[0])
+
+
 def test_int8_results_have_no_derivative_and_are_mapped():
     _, _, packed = weight((3, 3), 6, 21)
     x, bias = images(4, 7, 7, 6), jnp.linspace(-1, 1, 21)

@@ -137,6 +137,7 @@ def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Cal
         QuantizationError: at a call that names arguments, and does not tell which are those.
     """
     names = parameters_of(fn)[: argnum + 1]
+    defaults = _defaults_of(fn)
     hides_them = len(names) <= argnum and _takes_any_name(fn)
 
     @hides_frames
@@ -150,11 +151,26 @@ def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Cal
                 f"{len(args)} by position, and {', '.join(kwargs)} by name. Pass them by position."
             )
         missing = names[len(args) :]
-        if len(names) <= argnum or not kwargs.keys() >= {*missing}:
+        if (
+            len(names) <= argnum
+            or names[argnum] not in kwargs
+            or not kwargs.keys() | defaults.keys() >= {*missing}
+        ):
             return run(*args, **kwargs)  # it has no parameters, or says itself what it lacks
-        return run(*args, *map(kwargs.pop, missing), **kwargs)
+        # Those before the parameters that the call leaves out have a position, too.
+        given = [kwargs.pop(n) if n in kwargs else defaults[n] for n in missing]
+        return run(*args, *given, **kwargs)
 
     return call
+
+
+def _defaults_of(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Return the defaults of a function's arguments, by name."""
+    try:
+        found = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return {}
+    return {one.name: one.default for one in found if one.default is not one.empty}
 
 
 def _takes_any_name(fn: Callable[..., Any]) -> bool:

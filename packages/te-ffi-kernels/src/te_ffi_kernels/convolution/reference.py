@@ -73,7 +73,11 @@ def finish(
     for array in added:
         y = y + (_of_channels(array, y.ndim) if array.ndim == 1 else array)
     y = clamped(y, form.clamp)
-    return quantize_rows(y, given[-1])[0] if form.to_int8 else y
+    if not form.to_int8:
+        return y
+    # XLA may keep more bits of a sum than its dtype has, where nothing stores it.
+    kept = jnp.finfo(form.dtype)
+    return quantize_rows(lax.reduce_precision(y, kept.nexp, kept.nmant), given[-1])[0]
 
 
 def _of_channels(array: jax.Array, ndim: int) -> jax.Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -225,8 +225,13 @@ def _of_devices(x: jax.Array, reduce: Callable[..., jax.Array], axes: Sequence[s
     """Return ``x``, reduced over the devices along mesh axes of a ``shard_map``."""
     if not axes:
         return x
+    return reduce(varying_over(x, axes), tuple(axes))
+
+
+def varying_over(x: jax.Array, axes: Iterable[str]) -> jax.Array:
+    """Return ``x`` as a value that devices along mesh axes may have others of."""
     missing = tuple(sorted(set(axes) - varying_axes(x)))
-    return reduce(lax.pcast(x, missing, to="varying") if missing else x, tuple(axes))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:

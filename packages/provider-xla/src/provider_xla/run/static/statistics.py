@@ -17,7 +17,15 @@ from interception_core import JaxtapError
 
 from ...errors import QuantizationError, QuantizationWarning
 from ...program.sites import SIDES, Site
-from .ranges import activation_of, extremes, gradient_key, has_range, transforming
+from .ranges import (
+    activation_of,
+    extremes,
+    gradient_key,
+    has_range,
+    transforming,
+    varying_axes,
+    varying_over,
+)
 
 
 class Place(NamedTuple):
@@ -199,11 +207,23 @@ def _or_own(bounds: qn.Calibration, site: Site, side: int) -> qn.Calibration:
     if not site.operands[side].size:
         return bounds
 
+    # In shard_map devices share a range that is an argument, and each has its own activation:
+    # branches must return what varies over the same devices.
+    arrays = site.operands[side], *jax.tree.leaves(bounds)
+    axes = frozenset[str]().union(*map(varying_axes, arrays))
+
     def own() -> qn.Calibration:
         found = extremes(site, side, activation_of(site, side), ())
-        return jax.tree.map(lambda x, like: x.astype(like.dtype).reshape(like.shape), found, bounds)
+        return jax.tree.map(
+            lambda one, like: varying_over(one.astype(like.dtype).reshape(like.shape), axes),
+            found,
+            bounds,
+        )
 
-    return lax.cond(is_unseen(bounds).all(), own, lambda: bounds)
+    def given() -> qn.Calibration:
+        return jax.tree.map(lambda bound: varying_over(bound, axes), bounds)
+
+    return lax.cond(is_unseen(bounds).all(), own, given)
 
 
 def _tell_unseen(site: Site, what: str) -> None:
