@@ -1,5 +1,6 @@
 """Parameters that a call gives by name are those that it could give by position."""
 
+import functools
 import warnings
 
 import jax
@@ -85,9 +86,19 @@ def test_a_function_that_hides_its_names_is_an_error():
     check(fn(PARAMS, x=X))
 
 
-def test_a_function_without_parameters_runs():
-    rule = QuantizationRule(weight_qtype="int8")
-    y = PtqProvider(rule).apply(lambda *, x: x @ W)(x=X)
-    np.testing.assert_allclose(y, np.asarray(X @ W), rtol=1e-6)
+@pytest.mark.parametrize(
+    "fn",
+    [
+        functools.partial(lambda x, params: dense(params, x), x=X),
+        lambda *, params: dense(params, X),
+    ],
+)
+def test_a_function_that_has_no_position_for_them_is_an_error(fn):
+    with pytest.raises(QuantizationError, match=r"wrap it in one that has: lambda params, x: "):
+        PtqProvider(INT8).apply(fn)(params=PARAMS)
+    check(PtqProvider(INT8).apply(lambda params: fn(params=params))(params=PARAMS))
+
+
+def test_what_a_call_lacks_the_function_says():
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'params'"):
         PtqProvider(INT8).apply(dense)(x=X)

@@ -138,25 +138,24 @@ def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Cal
     """
     names = parameters_of(fn)[: argnum + 1]
     defaults = _defaults_of(fn)
-    hides_them = len(names) <= argnum and _takes_any_name(fn)
+    # As of `partial(fn, x=x)`, where all that follow `x` are given by name alone.
+    has_no_position = len(names) <= argnum
 
     @hides_frames
     @functools.wraps(fn, updated=())
     def call(*args: Any, **kwargs: Any) -> Any:
         if len(args) > argnum or not kwargs:
             return run(*args, **kwargs)
-        if hides_them:
+        if has_no_position:
             raise QuantizationError(
                 f"The parameters must be argument {argnum} of the function by position, got "
-                f"{len(args)} by position, and {', '.join(kwargs)} by name. Pass them by position."
+                f"{len(args)} by position, and {', '.join(kwargs)} by name. Pass them by position; "
+                "if the function has no such position (as a partial that gives an argument before "
+                "them by name), wrap it in one that has: lambda params, x: fn(x=x, params=params)."
             )
         missing = names[len(args) :]
-        if (
-            len(names) <= argnum
-            or names[argnum] not in kwargs
-            or not kwargs.keys() | defaults.keys() >= {*missing}
-        ):
-            return run(*args, **kwargs)  # it has no parameters, or says itself what it lacks
+        if names[argnum] not in kwargs or not kwargs.keys() | defaults.keys() >= {*missing}:
+            return run(*args, **kwargs)  # the function says itself what it lacks
         # Those before the parameters that the call leaves out have a position, too.
         given = [kwargs.pop(n) if n in kwargs else defaults[n] for n in missing]
         return run(*args, *given, **kwargs)
@@ -171,15 +170,6 @@ def _defaults_of(fn: Callable[..., Any]) -> dict[str, Any]:
     except (TypeError, ValueError):
         return {}
     return {one.name: one.default for one in found if one.default is not one.empty}
-
-
-def _takes_any_name(fn: Callable[..., Any]) -> bool:
-    """Return whether a function takes keyword arguments of any name."""
-    try:
-        found = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return True
-    return any(one.kind is one.VAR_KEYWORD for one in found)
 
 
 def takes_any(fn: Callable[..., Any], names: Set[str]) -> bool:
