@@ -602,6 +602,10 @@ class Variable:
     def __jax_array__(self):
         return self._value
 
+    @property
+    def aval(self):
+        return jax.typeof(self._value)  # Flax's variables have all attributes of their arrays
+
     def tree_flatten(self):
         return (self._value,), None
 

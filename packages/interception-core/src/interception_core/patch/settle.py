@@ -42,12 +42,13 @@ def settle(value: Any, takes_arrays: bool = False) -> Any:
     if kind is dict:
         named = {name: settle(part) for name, part in value.items()}
         return value if _are_same(named.values(), value.values()) else named
-    may_have_array, is_read_once, is_unusual = _traits(kind)
+    may_have_array, is_tracer, is_read_once, is_unusual = _traits(kind)
     # Tracers have the attribute, too: it is None unless their type has an array, as those of arrays
-    # have not.
-    asks = takes_arrays and may_have_array and type(getattr(value, "aval", None)) is not _OF_ARRAYS
-    if asks and (array := value.__jax_array__) is not None:
-        return array()
+    # have not. Variables of NNX have the type of their array, and have one.
+    if takes_arrays and may_have_array and not (is_tracer and type(value.aval) is _OF_ARRAYS):
+        array = value.__jax_array__
+        if array is not None:
+            return array()
     if not is_read_once and not (is_unusual and jax.tree_util.all_leaves([value])):
         return value
     return tuple(map(settle, value))
@@ -59,10 +60,11 @@ def _are_same(found: Any, given: Any) -> bool:
 
 # By type, because asking an abstract base class costs more than the rest of a tapped call's look.
 @functools.lru_cache(maxsize=512)
-def _traits(kind: type) -> tuple[bool, bool, bool]:
-    """Return whether a type may have an array, is read once, and is an unusual sequence.
+def _traits(kind: type) -> tuple[bool, bool, bool, bool]:
+    """Return whether a type may have an array, is a tracer, is read once, is an unusual sequence.
 
     Neither JAX nor a key of calls knows an unusual one.
     """
     is_unusual = issubclass(kind, Sequence | MappingView) and not issubclass(kind, _FIXED)
-    return hasattr(kind, "__jax_array__"), issubclass(kind, Iterator), is_unusual
+    is_tracer = issubclass(kind, jax.core.Tracer)
+    return hasattr(kind, "__jax_array__"), is_tracer, issubclass(kind, Iterator), is_unusual
