@@ -71,6 +71,7 @@ def test_bits_and_data(folder, few_formats, tmp_path, capsys):
         run_llm(*words, "--bits", "5")
 
 
+@pytest.mark.slow
 def test_a_preset_is_rounded_for_a_text(folder, tmp_path):
     plain, text, out = tmp_path / "plain", tmp_path / "text", tmp_path / "out"
     text.write_text(TEXT)
