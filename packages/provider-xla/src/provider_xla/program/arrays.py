@@ -119,12 +119,17 @@ def of_arrays(
 
 def parameters_of(fn: Callable[..., Any]) -> list[str]:
     """Return the names of a function's parameters that have a position."""
+    return [*_positions_of(fn)]
+
+
+def _positions_of(fn: Callable[..., Any]) -> dict[str, Any]:
+    """Return them with their defaults, or ``inspect.Parameter.empty``."""
     try:
         found = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
-        return []
+        return {}
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return [one.name for one in found if one.kind in kinds]
+    return {one.name: one.default for one in found if one.kind in kinds}
 
 
 def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Callable[P, R]:
@@ -136,8 +141,9 @@ def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Cal
     Raises:
         QuantizationError: at a call that names arguments, and does not tell which are those.
     """
-    names = parameters_of(fn)[: argnum + 1]
-    defaults = _defaults_of(fn)
+    parameters = _positions_of(fn)
+    names = [*parameters][: argnum + 1]
+    defaults = {n: parameters[n] for n in names if parameters[n] is not inspect.Parameter.empty}
     # As of `partial(fn, x=x)`, where all that follow `x` are given by name alone.
     has_no_position = len(names) <= argnum
 
@@ -161,15 +167,6 @@ def by_position(run: Callable[..., Any], fn: Callable[P, R], argnum: int) -> Cal
         return run(*args, *given, **kwargs)
 
     return call
-
-
-def _defaults_of(fn: Callable[..., Any]) -> dict[str, Any]:
-    """Return the defaults of a function's arguments, by name."""
-    try:
-        found = inspect.signature(fn).parameters.values()
-    except (TypeError, ValueError):
-        return {}
-    return {one.name: one.default for one in found if one.default is not one.empty}
 
 
 def takes_any(fn: Callable[..., Any], names: Set[str]) -> bool:
