@@ -65,7 +65,8 @@ def test_workers_tell_what_tests_cost(run, pytester):
     result.assert_outcomes(passed=13)
     found = json.loads((pytester.path / "cpu.json").read_text())
     assert len(found["tests"]) == 13
-    assert 0.49 < found["tests"]["test_it.py::test_slow"] < 5
+    # The system counts a process in ticks of 10 ms, and the file has two decimals.
+    assert 0.45 < found["tests"]["test_it.py::test_slow"] < 5
     assert found["starting"] > 0.2  # both import JAX
     assert 0.05 < found["pace"] < 20
     result.stdout.fnmatch_lines(["CPU seconds: * to start, test_it.py *"])
