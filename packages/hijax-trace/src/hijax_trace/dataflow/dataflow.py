@@ -173,7 +173,7 @@ def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """Return the expressions of results that an equation's programs tell."""
-    told = told_by(eqn.primitive, eqn.params, len(operands), len(eqn.outvars))
+    told = told_by(eqn)
     if told is None or any(None in body.inputs for body in told[0]):
         return {}
     bodies, results = told

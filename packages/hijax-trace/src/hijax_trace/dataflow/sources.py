@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import VIEWS, data_in, rounds
-from .holders import Body, holder_of, told_by
+from .holders import Body, told_by
 
 COLLECTIVES = frozenset(
     ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "ppermute")
@@ -62,13 +62,21 @@ def sources_through(
         return None
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
-    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    columns = _by_program(eqn, own)
+    return list(map(_united, zip(*columns, strict=True))) if columns else None
+
+
+def _by_program(eqn: Any, own: Callable[[int], Sources | None]) -> list[list[Sources | None]]:
+    """Return the sources of an equation's results as each of its programs has them.
+
+    There are none if its programs do not tell its results. Of a loop, the step tells all of them.
+    """
+    told = told_by(eqn)
     if told is None:
-        return None
+        return []
     bodies, results = told
     if results != "carry":
-        columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
-        return [_united(column) for column in columns]
+        return [_outside(body, sources_of(body.jaxpr), own) for body in bodies]
     # The last body makes the step. The condition of a while loop comes before it.
     body = bodies[-1]
     carried = carried_sources(body)
@@ -76,7 +84,7 @@ def sources_through(
         carried[body.carry[i]] if i < len(body.carry) else _through_carry(one, carried)
         for i, one in enumerate(sources_of(body.jaxpr))
     ]
-    return _outside(body, inside, own)
+    return [_outside(body, inside, own)]
 
 
 @compat.once_per_jaxpr
@@ -235,23 +243,21 @@ def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
     """
     if not compat.holds_jaxprs(eqn):
         return []
-    columns = [sources_through(eqn) or ()]
-    if eqn.primitive is compat.cond_p:
-        bodies = _bodies_of(eqn)
-        columns = [_outside(body, sources_of(body.jaxpr), _own) for body in bodies]
     found = {
         i
-        for column in columns
+        for column in _by_program(eqn, _own)
         for i, one in enumerate(column)
         if one and any(k >= 0 and held[k] for k in one)
     }
     return sorted(found)
 
 
+def views_in_all(bodies: Sequence[Body], held: Container[int]) -> list[int]:
+    """Return which results are views of some of the operands in all branches, by number."""
+    columns = [_outside(body, sources_of(body.jaxpr), _own) for body in bodies]
+    united = enumerate(map(_united, zip(*columns, strict=True)))
+    return [i for i, one in united if one and all(k in held for k in one)]
+
+
 def _own(operand: int) -> Sources:
     return frozenset([operand])
-
-
-def _bodies_of(eqn: Any) -> Sequence[Body]:
-    holder = holder_of(eqn.primitive, eqn.params)
-    return () if holder is None else holder.bodies(eqn.params, len(eqn.invars))

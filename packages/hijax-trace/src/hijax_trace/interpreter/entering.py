@@ -14,9 +14,9 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.flow import forwarded, passed_by
 from ..dataflow.holders import Body, holder_of
-from ..dataflow.sources import returned_views, sources_of
+from ..dataflow.sources import returned_views, views_in_all
 from ..proxy.array_proxy import ArrayProxy
-from ..staging.marker import Marker, MarkerName
+from ..staging.marker import MarkerName
 from .bodies import (
     NO_PROXIES,
     BodyProxies,
@@ -126,14 +126,10 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         return
     place, operands = run.place(task), run.operands(eqn)
     new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
-    again = Marker(
-        marker.owner,
-        marker.op_name,
-        marker.site,
-        run.session.tapping.rewrap(marker.function),
-        marker.packed,
-        marker.results,
-        marker.extra + len(new.values) - len(values),
+    again = dataclasses.replace(
+        marker,
+        function=run.session.tapping.rewrap(marker.function),
+        extra=marker.extra + len(new.values) - len(values),
     )
     name = MarkerName.of(again, new.params["jaxpr"])
     emit(run, task, eqn, new._replace(params={**new.params, "name": name}), info)
@@ -305,19 +301,10 @@ def _returned_by_branches(
     bodies: Sequence[Body], proxies: Mapping[int, ArrayProxy]
 ) -> tuple[int, ...]:
     """Return the results that are views of operands with array proxies in all branches."""
-    found: set[int] | None = None
-    for body in bodies:
-        sources = enumerate(sources_of(body.jaxpr))
-        # Branches that return one operand as it is need no care: see ``forwarded``.
-        views = {
-            i
-            for i, one in sources
-            if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
-        }
-        found = views if found is None else found & views
+    # Branches that return one operand as it is need no care: see ``forwarded``.
     columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
     same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
-    return tuple(sorted((found or set()) - same))
+    return tuple(i for i in views_in_all(bodies, proxies) if i not in same)
 
 
 def _agreed(

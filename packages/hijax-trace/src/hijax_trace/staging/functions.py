@@ -18,44 +18,28 @@ Call = Callable[[list[Any]], list[Any]]
 """A linear function of a list of values. It is a pytree of residuals."""
 
 
-def pushed(linear: Callable[..., list[Any]]) -> Call:
-    """Return the function of ``jax.linearize`` as one of a list of tangents."""
-    return Partial(_pushed, linear)
-
-
 def _pushed(linear: Callable[..., list[Any]], tangents: list[Any]) -> list[Any]:
+    """Call the function of ``jax.linearize`` with a list of tangents."""
     return linear(*tangents)
 
 
-def pulled(pullback: Callable[[list[Any]], Any]) -> Call:
-    """Return ``jax.vjp``'s function as one that returns a list."""
-    return Partial(_pulled, pullback)
-
-
 def _pulled(pullback: Callable[[list[Any]], Any], cotangents: list[Any]) -> list[Any]:
+    """Call the function of ``jax.vjp``, and return a list."""
     return list(pullback(cotangents))
-
-
-def summed(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
-    """Return the function of all tangents from two, each of the tangents at its ``places``."""
-    return Partial(functools.partial(_summed, places), first, second)
 
 
 def _summed(
     places: Sequence[Sequence[int]], first: Call, second: Call, tangents: list[Any]
 ) -> list[Any]:
+    """Add the results of two functions, each of the tangents at its ``places``."""
     some = [[tangents[i] for i in part] for part in places]
     return [a + b for a, b in zip(first(some[0]), second(some[1]), strict=True)]
-
-
-def merged(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
-    """Return the function with all results from two, each with the results at its ``places``."""
-    return Partial(functools.partial(_merged, places), first, second)
 
 
 def _merged(
     places: Sequence[Sequence[int]], first: Call, second: Call, cotangents: list[Any]
 ) -> list[Any]:
+    """Return all results from two functions, each with the results at its ``places``."""
     found = dict(zip(places[0], first(cotangents), strict=True))
     found.update(zip(places[1], second(cotangents), strict=True))
     return [found[i] for i in range(len(found))]
@@ -384,10 +368,10 @@ class Tangent(Derivative):
         self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
     ) -> tuple[list[Any], Call]:
         _, linear, results = jax.linearize(fn, *given, has_aux=True)
-        return results, pushed(linear)
+        return results, Partial(_pushed, linear)
 
     def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
-        return summed(first, second, places)
+        return Partial(functools.partial(_summed, places), first, second)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
         """Return its transpose; by all tangents, that is the ``Cotangent``."""
@@ -416,10 +400,10 @@ class Cotangent(Derivative):
         self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
     ) -> tuple[list[Any], Call]:
         _, pullback, results = jax.vjp(fn, *given, has_aux=True)
-        return results, pulled(pullback)
+        return results, Partial(_pulled, pullback)
 
     def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
-        return merged(first, second, places)
+        return Partial(functools.partial(_merged, places), first, second)
 
 
 class Transposed(Function):

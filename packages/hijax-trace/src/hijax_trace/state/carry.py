@@ -164,7 +164,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
-    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    told = told_by(eqn)
     if told is None or eqn.primitive is compat.deferred_p:
         return None
     body, *others = told[0]

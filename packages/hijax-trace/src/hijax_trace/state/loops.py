@@ -13,6 +13,7 @@ import jax
 from jax import lax
 
 from .. import compat
+from ..dataflow.holders import HOLDERS, programs_in
 from ..proxy.array_proxy import Lost, form_of, is_proxy
 from .restage import stage_restoring
 
@@ -36,12 +37,9 @@ def labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
     staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
     made = next((compat.producer(leaf)[1] for leaf in staged), None)
     if made is not None and made.primitive is eqn.primitive:
-        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
-            if name in eqn.params:
-                made.params[name] = compat.labelled(made.params[name], eqn.params[name])
-        if "branches" in eqn.params:
-            pairs = zip(made.params["branches"], eqn.params["branches"], strict=True)
-            made.params["branches"] = tuple(compat.labelled(*pair) for pair in pairs)
+        again = list(map(compat.labelled, programs_in(made), programs_in(eqn)))
+        rebuild = HOLDERS[eqn.primitive].rebuild
+        made.params.update(rebuild(made.params, again, [0] * len(again)))
     return list(results)
 
 
