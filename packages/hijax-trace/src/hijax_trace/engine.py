@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from interception_core import Interceptor, TargetError, hide_frames, hides_frames
-from interception_core.engine_api import Taps
+from interception_core.engine_api import Taps, check_wrapped
 from interception_core.log import logger
 
 from . import compat
@@ -90,17 +90,7 @@ class TraceEngine:
                 be tapped or is named twice, and for a handler whose result differs from the
                 original's in structure, shapes or dtypes.
         """
-        if not callable(fn):
-            raise TargetError(
-                f"TraceEngine.wrap's first argument must be a callable, got {fn!r}. Pass the "
-                "function to tap."
-            )
-        if not isinstance(interceptor, Interceptor):
-            raise TargetError(
-                "TraceEngine.wrap's second argument must be an Interceptor, got "
-                f"{type(interceptor).__name__}. Build one with "
-                "Interceptor({'jax.numpy.dot': handler})."
-            )
+        check_wrapped(self, fn, interceptor)
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             raise TargetError(
                 f"TraceEngine.wrap's function must not be asynchronous, got {fn!r}, which can't be "
