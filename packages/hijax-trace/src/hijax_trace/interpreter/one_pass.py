@@ -122,6 +122,4 @@ def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
 def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Outcome) -> None:
     """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
-        frame.replaced.update(eqn.outvars)
-    if inner.from_handler:
-        frame.from_handler.update(eqn.outvars)
+        frame.replace(eqn.outvars, is_own=not inner.from_handler)

@@ -96,7 +96,7 @@ def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
         results = computed(frame, eqn, values, values)
     if results is None:
         return False
-    frame.replaced.update(eqn.outvars)
+    frame.replace(eqn.outvars, is_own=True)
     run.write(eqn.outvars, results)
     return True
 

@@ -87,15 +87,11 @@ class Watcher:
         return self.early.call(handler, call, args, kwargs)
 
     def _stage(self, context: Hashable, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self.session.tapping.markers.stage(
-            context,
-            call.op_name,
-            call.site,
-            call.function,
-            self._kept(call),
-            args,
-            kwargs,
-        )
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.defer_inlining(compat.current_trace())
+            return call.let_run(*args, **kwargs)
+
+        return self.session.tapping.markers.stage(context, call, body, args, kwargs)
 
     def _staged(self, context: Hashable, call: Any, packed: Packed) -> Staged:
         """Stage a function's call as a separate jaxpr."""
@@ -114,13 +110,6 @@ class Watcher:
             if key is not None and not found.more:
                 self.session.tapping.mapped[key] = found
         return found
-
-    def _kept(self, call: Any) -> Callable[..., Any]:
-        def body(*args: Any, **kwargs: Any) -> Any:
-            self.defer_inlining(compat.current_trace())
-            return call.let_run(*args, **kwargs)
-
-        return body
 
     @property
     def stages(self) -> bool:

@@ -360,8 +360,8 @@ class Tangent(Derivative):
 
     def __init__(self, inner: Function, nonzero: Sequence[int]):
         results = inner.differentiated(nonzero)
-        tangents = [compat.tangent_type(inner.in_avals[i]) for i in nonzero]
-        outs = [compat.tangent_type(inner.out_avals[i]) for i in results]
+        tangents = [inner.in_avals[i].to_tangent_aval() for i in nonzero]
+        outs = [inner.out_avals[i].to_tangent_aval() for i in results]
         super().__init__(inner, nonzero, results, tangents, outs)
 
     def _derived(
@@ -392,8 +392,8 @@ class Cotangent(Derivative):
 
     def __init__(self, tangent: Tangent, given: Sequence[int]):
         inner, results = tangent.inner, [tangent.results[i] for i in given]
-        cotangents = [compat.cotangent_type(inner.out_avals[i]) for i in results]
-        outs = [compat.cotangent_type(inner.in_avals[i]) for i in tangent.nonzero]
+        cotangents = [inner.out_avals[i].to_ct_aval() for i in results]
+        outs = [inner.in_avals[i].to_ct_aval() for i in tangent.nonzero]
         super().__init__(inner, tangent.nonzero, results, cotangents, outs)
 
     def _derived(
@@ -416,8 +416,8 @@ class Transposed(Function):
 
     def __init__(self, inner: Function, linear: Sequence[int], given: Sequence[int]):
         known = [i for i in range(len(inner.in_avals)) if i not in linear]
-        cotangents = [compat.cotangent_type(inner.out_avals[i]) for i in given]
-        outs = [compat.cotangent_type(inner.in_avals[i]) for i in linear]
+        cotangents = [inner.out_avals[i].to_ct_aval() for i in given]
+        outs = [inner.in_avals[i].to_ct_aval() for i in linear]
         super().__init__([*(inner.in_avals[i] for i in known), *cotangents], outs)
         self._inner, self._known, self.first_linear = inner, known, len(known)
         self._linear, self._given = tuple(linear), tuple(given)
