@@ -88,11 +88,9 @@ class Operands(Inputs):
         linear: frozenset[int] = frozenset(),
     ):
         # These two now: a handler may attach more, and a value's proxy may be dropped.
-        notes = ((i, known.metadata_of(value)) for i, value in enumerate(values))
-        held = ((i, known.proxy(value)) for i, value in enumerate(values))
         super().__init__(
-            {i: note for i, note in notes if note},
-            {i: proxy for i, proxy in held if proxy is not None},
+            {i: note for i, value in enumerate(values) if (note := known.metadata_of(value))},
+            {i: held for i, value in enumerate(values) if (held := known.proxy(value)) is not None},
             linear,
         )
         self.avals = avals

@@ -107,7 +107,9 @@ class Pass:
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""
-        return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
+        # Most programs need not be linear in anything.
+        numbers = enumerate(atoms) if self.frame.has_linear else ()
+        return frozenset([i for i, atom in numbers if self.frame.is_linear(atom)])
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
