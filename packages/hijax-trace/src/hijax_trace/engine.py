@@ -150,14 +150,11 @@ class _Tapped:
         # a stack of them then.
         if carried := _carried(packed, held):
             made = carry(jaxpr, consts, carried)
-            session.move(made.starts)
-            jaxpr, consts = made.jaxpr, made.consts
+            jaxpr, consts = session.restaged(made)
             build = _chain(made.results, build)
             held = {i: proxy for i, proxy in held.items() if i not in carried}
-        made = stacked(jaxpr, consts) if session.tapping.carries_stacks else None
-        if made is not None:
-            session.move(made.starts)
-            jaxpr, consts = made.jaxpr, made.consts
+        if session.tapping.carries_stacks and (made := stacked(jaxpr, consts)) is not None:
+            jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
         inputs = _Arguments(own, avals, first, held)

@@ -15,6 +15,7 @@ from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
 from .frames import Frame
 from .hi_prims import Expansions
@@ -144,16 +145,14 @@ class Session:
             _, key, number = self.asked.pop(0)
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
 
-    def move(self, starts: Sequence[int]) -> None:
-        """Follow the equations of the program, which was staged again with others.
-
-        Args:
-            starts: for each old equation, how many new ones are before its replacement.
-        """
+    def restaged(self, made: Restaged) -> tuple[Any, list[Any]]:
+        """Follow the equations of the program, which was staged again. Return it."""
+        starts = made.starts
         self.asked = [
             (starts[place] if place < len(starts) else sys.maxsize, key, number)
             for place, key, number in self.asked
         ]
+        return made.jaxpr, made.consts
 
     def counting(self, numbers: Numbers) -> Session:
         """Return a session with other numbers, for a derivative rule."""
