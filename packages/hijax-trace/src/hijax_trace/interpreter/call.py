@@ -9,7 +9,7 @@ from typing import Any
 from interception_core import Made, OpCall, Operand, Step, ValueKind
 
 from .. import compat
-from ..dataflow.expression import Expression
+from ..dataflow.expression import Expression, numbers_in
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
@@ -168,8 +168,7 @@ class TraceCall(OpCall):
         expression = self.expression(value)
         if expression is None or expression.inputs is None:
             return None
-        numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
-        found = map(self._session.origin, numbers)
+        found = map(self._session.origin, numbers_in(expression.inputs))
         return frozenset(origin.path for origin in found if origin is not None)
 
     @property

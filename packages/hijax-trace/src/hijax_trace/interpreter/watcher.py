@@ -84,7 +84,7 @@ class Watcher:
         # JAX transposes what is made of a tangent, so that a handler can't be asked early.
         if any(compat.unknown_ahead(leaf) or compat.is_tangent(leaf) for leaf in leaves):
             return NotImplemented
-        return self.early.call(handler, call, args, kwargs)
+        return self.early.call(handler, call, args, kwargs, leaves)
 
     def _stage(self, context: Hashable, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         def body(*args: Any, **kwargs: Any) -> Any:

@@ -45,20 +45,19 @@ def _merged(
     return [found[i] for i in range(len(found))]
 
 
-def mapped_call(
-    call: Call, axis: Any, axes: Callable[[Any], list[Any]], ins: list[Any], outs: list[Any]
-) -> Call:
+def mapped_call(call: Call, axis: Any, axes: Any, ins: list[Any], outs: list[Any]) -> Call:
     """Return the linear function of all examples of a ``vmap``.
 
     Args:
         call: the linear function of one example, with the residuals of all.
         axis: the axis, as JAX has it.
-        axes: returns the mapped axis of each residual, or None, from their treedef.
+        axes: the mapped axis of each residual, or None, as a pytree; None if none is mapped.
         ins: the mapped axis of each argument, or None.
         outs: the same of each result.
     """
     held, treedef = jax.tree.flatten(call)
-    return Partial(functools.partial(_over_all, axis, treedef, axes(treedef), ins, outs), held)
+    axes = [None] * len(held) if axes is None else treedef.flatten_up_to(axes)
+    return Partial(functools.partial(_over_all, axis, treedef, axes, ins, outs), held)
 
 
 def _over_all(
@@ -265,9 +264,9 @@ class Batched(Function):
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
         """Return the results of ``base``, and the linear function of what follows."""
         count, (axis, ins, outs) = len(values), self._level
+        found = None
         if not _maps(ins[:count]):
             results, call = self._inner.split(run, values, proxies)
-            axes_of = lambda treedef: [None] * treedef.num_leaves  # noqa: E731
         else:
             leaves, mapped_axes, inside = _stepped(self._level, proxies)
 
@@ -277,8 +276,7 @@ class Batched(Function):
             given = (list(ins[:count]), mapped_axes)
             mapped = compat.vmap_rule(axis, one, given, (self._base_axes or 0, compat.INFERRED))
             (results, call), (_, found) = mapped(list(values), leaves)
-            axes_of = lambda treedef: treedef.flatten_up_to(found)  # noqa: E731
-        return results, mapped_call(call, axis, axes_of, list(ins[count:]), list(outs))
+        return results, mapped_call(call, axis, found, list(ins[count:]), list(outs))
 
     def __repr__(self) -> str:
         return f"Batched({self._inner!r}, {self._level.axis.size}, {self._level.ins})"
