@@ -18,7 +18,8 @@ from interception_core.log import logger
 
 from . import compat
 from .dataflow.expression import Expression, Leaf
-from .dataflow.flow import Origin, identity
+from .dataflow.flow import Origin, axes_inside
+from .dataflow.holders import SAME
 from .dataflow.nodes import Unknown
 from .interpreter.early import Restage
 from .interpreter.frames import Frame, Inputs
@@ -285,8 +286,7 @@ class _Arguments(Inputs):
         number = index - self._first
         if not 0 <= number < len(self._paths):
             return None
-        shape = getattr(self._avals[number], "shape", None)
-        return Origin(self._paths[number], None if shape is None else identity(len(shape)))
+        return Origin(self._paths[number], axes_inside(SAME, self._avals[number]))
 
     def expression(self, index: int) -> Expression:
         """Return how an input is computed: an argument is, of itself."""

@@ -203,11 +203,6 @@ def moved_by(axes: Axes | None, steps: Sequence[Axes | None]) -> Axes | None:
     return axes
 
 
-def _identity(aval: Any) -> Axes | None:
-    shape = getattr(aval, "shape", None)
-    return None if shape is None else identity(len(shape))
-
-
 @compat.once_per_jaxpr
 def flow_of(jaxpr: Any) -> Flow:
     """Return the flow of a jaxpr."""
@@ -246,7 +241,7 @@ def move_of(eqn: Any, result: int) -> tuple[int, Axes | None] | None:
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         operand = bodies[-1].unchanged().get(result)
-        return None if operand is None else (operand, _identity(eqn.invars[operand].aval))
+        return None if operand is None else (operand, axes_inside(SAME, eqn.invars[operand].aval))
     found = {_through(body, eqn.invars, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
 

@@ -123,7 +123,8 @@ class Early:
         if where is None or entry is None:
             return NotImplemented
         arrays, name, jaxpr = values[marker.extra :], marker.op_name, compat.open_of(closed)
-        what = *marker.packed.build(arrays), where, _NO_FUNCTIONS, arrays, marker.function
+        args, kwargs = marker.packed.build(arrays)
+        what = args, kwargs, where, _NO_FUNCTIONS, arrays, marker.function
         with compat.set_current_trace(trace), settled():
             call, result = self._ask(entry[1], name, "function", *what)
             if result is not NotImplemented:

@@ -150,7 +150,8 @@ class Function:
 
     def differentiated(self, nonzero: Sequence[int]) -> list[int]:
         """Return the results that may have tangents, by the arguments that have."""
-        return [i for i, aval in enumerate(self.out_avals) if _is_inexact(aval)]
+        avals = enumerate(self.out_avals)
+        return [i for i, aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
         """Return its derivative along some of its arguments."""
@@ -491,7 +492,3 @@ def _stepped(
 
 def _maps(axes: Sequence[int | None]) -> bool:
     return any(axis is not None for axis in axes)
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)

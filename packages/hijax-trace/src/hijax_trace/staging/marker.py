@@ -180,13 +180,10 @@ def _is_pure(subject: Any, packed: Packed) -> bool:
     They do if JAX defines or jits the function and no argument is a function. Other functions may
     depend on what they close over or are bound to.
     """
-    if not isinstance(subject, compat.PjitFunction) and not _is_jaxs(subject):
+    module = getattr(subject, "__globals__", {}).get("__name__", "")
+    if not isinstance(subject, compat.PjitFunction) and module.split(".")[0] != "jax":
         return False
     return not any(callable(leaf) and not isinstance(leaf, type) for leaf in packed.rest)
-
-
-def _is_jaxs(subject: Any) -> bool:
-    return getattr(subject, "__globals__", {}).get("__name__", "").split(".")[0] == "jax"
 
 
 def hoisted(
