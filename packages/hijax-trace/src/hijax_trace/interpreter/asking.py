@@ -179,8 +179,7 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
     eqn = task.eqn.replace(params=params)
     tasks = run.session.tapping.tasks
     if tasks.enters(eqn.primitive, params, len(values)):
-        place, operands = run.place(task, untapped=True), run.operands(task.eqn)
-        new = rebuild(run.session, place, eqn.primitive, params, values, operands)
+        new = rebuild(run.around(task, untapped=True), eqn.primitive, params, values)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
     own = [None if type(x) is compat.Literal else run.values.get(x) for x in eqn.invars]

@@ -26,7 +26,7 @@ from .custom import rebuild_custom
 from .entering import rebuild
 from .frames import Frame, Inputs, Operands, Place
 from .op_ids import OURS, WITHIN, Numbers, join_path
-from .session import Session
+from .session import Around, Session
 from .tracers import Tracers
 
 _NO_FUNCTIONS: frozenset[str] = frozenset()
@@ -213,12 +213,11 @@ class Early:
         self, place: Place, primitive: Any, params: dict[str, Any], values: list[Any]
     ) -> Any:
         with self._counting():
-            operands = self._operands(values)
-            where = self._session, place
+            around = Around(self._session, place, self._operands(values))
             if custom_body(primitive, params, len(values)) is not None:
-                new = rebuild_custom(*where, params, values, operands)
+                new = rebuild_custom(around, params, values)
             else:
-                new = rebuild(*where, primitive, params, values, operands)
+                new = rebuild(around, primitive, params, values)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
         results = result if primitive.multiple_results else [result]
         for value in results if new.outcome.replaced else ():

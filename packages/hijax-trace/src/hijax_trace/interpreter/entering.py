@@ -27,12 +27,12 @@ from .bodies import (
     untrained,
     unused_in,
 )
-from .frames import Frame, Operands, Place
+from .frames import Frame
 from .hi_prims import Asked, TappedPrim
 from .one_pass import Pass, later_array, mark_replaced
 from .questions import Outcome
 from .rules import prim_rule
-from .session import Session
+from .session import Around
 from .tasks import Task
 
 
@@ -101,8 +101,7 @@ def enter(
         new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
         emit(run, task, eqn, new, info)
         return
-    place, operands = run.place(task, within), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
+    new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
     emit(run, task, eqn, new, info)
 
 
@@ -124,8 +123,7 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     if not run.session.tapping.tasks.wants(eqn.params["jaxpr"]):
         run.write(eqn.outvars, compat.rebind(eqn, values, info))
         return
-    place, operands = run.place(task), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
+    new = rebuild(run.around(task), eqn.primitive, eqn.params, values)
     again = dataclasses.replace(
         marker,
         function=run.session.tapping.rewrap(marker.function),
@@ -183,12 +181,7 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(
-    session: Session,
-    place: Place,
-    primitive: Any,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    operands: Operands,
+    around: Around, primitive: Any, params: dict[str, Any], values: Sequence[Any]
 ) -> Rebuilt:
     """Return an equation with the programs that it holds tapped: ``primitive`` has a ``Holder``.
 
@@ -196,6 +189,7 @@ def rebuild(
         JaxtapError: a handler used a value from around a primitive that can't take more operands,
             or a Box that is not on the mesh of a ``shard_map``.
     """
+    session, _, operands = around
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
     before = session.numbers.copy()  # from which a HiPrim's rules count, as its expansion does
@@ -214,7 +208,7 @@ def rebuild(
     returns = _returned_by_branches(bodies, proxies) if holder.results == "branches" else ()
     with holder.context(params):
         tapped = [
-            tap_body(session, place, body, operands, part, shared, holder.hoists, returns)
+            tap_body(around, body, part, shared, holder.hoists, returns)
             for body, part in zip(bodies, taken, strict=True)
         ]
     kept, results = None, ()
@@ -266,7 +260,7 @@ def rebuild(
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
         asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(session, place, operands, before, asked=asked)
+        rule = prim_rule(around, before, asked=asked)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:

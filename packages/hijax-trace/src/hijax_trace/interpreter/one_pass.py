@@ -10,7 +10,7 @@ from ..proxy.array_proxy import ArrayProxy
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
 from .questions import Outcome
-from .session import Session
+from .session import Around, Session
 from .tasks import Task
 
 
@@ -95,6 +95,12 @@ class Pass:
         within = (frame.within if within is None else within) | task.within
         untapped = self.is_untapped(task) if untapped is None else untapped
         return Place(frame, task.scopes, within, untapped)
+
+    def around(
+        self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
+    ) -> Around:
+        """Return what is around the programs of an equation; see ``place``."""
+        return Around(self.session, self.place(task, within, untapped), self.operands(task.eqn))
 
     def is_untapped(self, task: Task) -> bool:
         """Return whether no handler is asked about an equation."""

@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
@@ -17,7 +17,7 @@ from ..staging.deferred import Staged
 from ..staging.marker import Markers
 from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
-from .frames import Frame
+from .frames import Frame, Operands, Place
 from .hi_prims import Expansions
 from .op_ids import Key, Numbers
 from .questions import Keys, Memo
@@ -165,3 +165,17 @@ class Session:
         """End the call."""
         self.finished = True
         self.made.clear()
+
+
+class Around(NamedTuple):
+    """What is around the programs that an equation holds.
+
+    Attributes:
+        session: the call of the wrapped function.
+        place: where the equation is.
+        operands: what is known of its operands.
+    """
+
+    session: Session
+    place: Place
+    operands: Operands
