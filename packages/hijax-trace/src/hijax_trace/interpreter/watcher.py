@@ -111,11 +111,6 @@ class Watcher:
                 self.session.tapping.mapped[key] = found
         return found
 
-    @property
-    def stages(self) -> bool:
-        """Whether it asks no handler in traces of nested functions, but only stages them."""
-        return not self.session.tapping.by_path
-
     def defer_inlining(self, trace: Any) -> None:
         """Let a trace keep jitted calls that JAX would inline.
 
@@ -249,7 +244,8 @@ def _infer_shapes(original: Callable, args: tuple, kwargs: dict[str, Any]) -> An
 
 
 def _only_stages(observer: Observer) -> bool:
-    return isinstance(observer, Watcher) and observer.stages
+    """Return whether an observer asks no handler in traces of nested functions."""
+    return isinstance(observer, Watcher) and not observer.session.tapping.by_path
 
 
 PATCHES: tuple[Patch, ...] = (
