@@ -172,7 +172,7 @@ class Counter(Unknown):
 
 
 class _Piece(Expression):
-    """A part of its only operand, of which it is what that is."""
+    """A part of its only operand, and of the same kind."""
 
     __slots__ = ()
 
