@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from hijax_trace import Expression
 
-from .softmax import Logits
-from .values import Labels, arranged
+from .softmax import Labels, Logits, arranged
 
 RESULT = "result"
 """Pytree path of the leaf that stands for the second contraction's result."""

@@ -25,8 +25,7 @@ from hijax_trace import (
 
 from .attention import RESULT, Attention
 from .read import NotAttention, finish, start
-from .softmax import Tracked, follow
-from .values import VIEWS
+from .softmax import VIEWS, Tracked, follow
 
 _MANY = 2
 """More contractions than an equation of a pattern may hold."""

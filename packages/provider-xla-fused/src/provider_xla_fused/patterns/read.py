@@ -12,8 +12,7 @@ import numpy as np
 from hijax_trace import Expression
 
 from .attention import Attention, Beside
-from .softmax import Logits, Step, Tracked
-from .values import Labels, compact, constant, evaluated
+from .softmax import Labels, Logits, Step, Tracked, compact, constant, evaluated
 
 _MASKED = -1e4
 """The largest masked score: the exponential of it is zero in any float."""
