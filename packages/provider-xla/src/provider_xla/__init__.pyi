@@ -36,17 +36,17 @@ from provider_xla_serve import model_parameters as model_parameters
 
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
-from .bridges.files import load_model as load_model
-from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
+from .bridges.model import load_model as load_model
 from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan
 from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
+from .bridges.model import save_model as save_model
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
-from .forms.adapted import AdaptedWeight as AdaptedWeight
-from .forms.adapted import adapter_mask as adapter_mask
+from .forms import AdaptedWeight as AdaptedWeight
+from .forms import adapter_mask as adapter_mask
 from .kernels.packed import PrepackedWeight as PrepackedWeight
 from .plan.plan import Plan as Plan
 from .plan.quantize import quantize_params as quantize_params
@@ -56,7 +56,7 @@ from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
 from .providers.given import Presets as Presets
 from .providers.given import presets as presets
-from .providers.ptq import PtqProvider as PtqProvider
+from .providers.provider import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule

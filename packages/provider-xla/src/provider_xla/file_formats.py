@@ -1,7 +1,7 @@
 """What packages need that read and write files of other libraries: public, as `Source` is."""
 
 from .extras import require as require_extra
-from .forms.tree import is_stored as is_stored
+from .program.arrays import is_stored as is_stored
 from .store.carriers import NAMES as DTYPES
 from .store.errors import StoreError as StoreError
 from .store.errors import damaged as damaged

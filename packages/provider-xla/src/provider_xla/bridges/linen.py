@@ -20,7 +20,7 @@ from jax.tree_util import DictKey
 from hijax_trace import OutsideError
 from interception_core import hides_frames
 
-from ..forms.adapted import is_adapted, is_kept
+from ..forms import is_adapted, is_kept
 from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 

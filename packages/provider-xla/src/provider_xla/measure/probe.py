@@ -22,9 +22,8 @@ from interception_core import OpCall, explicit_mesh, with_auto_axes
 from quant_numerics import Contraction
 
 from ..errors import QuantizationError
-from ..forms.tree import is_stored, unpacked_leaf
 from ..plan.weight import WeightPlan
-from ..program.arrays import by_path, map_params, of_arrays
+from ..program.arrays import by_path, is_stored, map_params, of_arrays, unpacked_leaf
 from ..program.matching import follows_values
 from ..program.record import lookup_id
 from ..program.sites import Site

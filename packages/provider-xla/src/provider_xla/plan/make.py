@@ -23,8 +23,7 @@ from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
-from ..rules.rule import is_fused
-from ..rules.sparsity import Sparsity, parse_sparsity
+from ..rules.rule import Sparsity, is_fused, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import MatrixUse, choose
 from .explain import why_unused

@@ -18,9 +18,8 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
-from ..forms.adapted import restored
-from ..forms.tree import is_stored
-from ..program.arrays import by_position, takes_any
+from ..forms import restored
+from ..program.arrays import by_position, is_stored, takes_any
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, Decided, OpRecord, Report

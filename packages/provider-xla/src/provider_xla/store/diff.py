@@ -12,8 +12,7 @@ import quant_numerics as qn
 from hijax_trace import Carrier
 
 from .errors import PlanDiff
-from .forms import take_apart
-from .rules import of_today, rule_json
+from .forms import of_today, rule_json, take_apart
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:

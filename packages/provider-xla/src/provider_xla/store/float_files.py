@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..extras import require
-from ..forms.tree import is_stored
+from ..program.arrays import is_stored
 from .carriers import NAMES, header, layout, raw
 from .errors import StoreError
 

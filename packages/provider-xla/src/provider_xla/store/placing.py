@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from ..program.arrays import followed
 from .errors import StoreError
 from .forms import CARRIER, part_of
-from .manifest_schema import StoredLeaf
+from .schema import StoredLeaf
 from .tree import Leaf, describe, is_whole
 
 Shardings = Callable[[StoredLeaf, str, Sequence[int]], Sharding | None]

@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 
 from quant_numerics.array.qarray import QArray, qtype_of
-from quant_numerics.formats.dtypes import compute_dtype, float_dtype, promote_floats
 from quant_numerics.formats.encoding import decode
+from quant_numerics.formats.qtypes import compute_dtype, float_dtype, promote_floats
 
 INT32_MAX = 2**31 - 1
 _MIXED = {jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)}
