@@ -266,7 +266,8 @@ def adapter_mask(tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not is_adapted(leaf):
             return False
-        return AdaptedWeight(False, dict.fromkeys(leaf.arrays, True), leaf.form)
+        arrays = jax.tree.map(lambda _: True, leaf.arrays)  # some frameworks box them
+        return AdaptedWeight(False, arrays, leaf.form)
 
     return jax.tree.map(one, tree, is_leaf=is_adapted)
 

@@ -107,8 +107,8 @@ def make_plan(
             fn,
             types_of(params),
             types_of(args),
-            types_of(kwargs),
-            kernels,
+            kwargs=types_of(kwargs),
+            kernels=kernels,
         ),
         adapters=adapters,
         remarks=tuple(survey.notes),
@@ -411,14 +411,16 @@ def tried(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> dict[s
         plan: the plan.
         rules: the other rules.
         params: the parameters, arrays or types.
-        batch: the other arguments of a call.
+        batch: the other arguments of a call. What it lacks of those by name is the plan's.
 
     Returns:
         By path, those that the rules can store: a weight with an operation that has no quantized
         form is left out, and raises no error.
     """
     survey = _Trial(rules, plan.leaves)
-    run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    run_survey(
+        survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), plan.keywords(batch)
+    )
     found = weights_of(survey)
     kept = [path for path, weight in plan.weights.items() if not weight.ops]
     return {
@@ -435,7 +437,7 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         plan: the plan.
         rules: the other rules.
         params: the parameters, arrays or types.
-        batch: the other arguments of a call.
+        batch: the other arguments of a call. What it lacks of those by name is the plan's.
 
     Returns:
         The plan, with kernels if ``plan`` has some, and with its caches, which no rule of ``rules``
@@ -445,7 +447,8 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         QuantizationError: tiles do not fit a parameter.
     """
     kernels = any(op.kernels for op in plan.ops if op.quantized)
-    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    engine, argnum, fn, kwargs = plan.engine, plan.argnum, plan.fn, plan.keywords(batch)
+    made = make_plan(rules, engine, argnum, fn, params, tuple(batch), kwargs, kernels)
     of_caches = (one for one in plan.faults if one.code in (Code.NO_CACHE, Code.CACHE_FLOAT))
     return dataclasses.replace(made, caches=plan.caches, faults=(*made.faults, *of_caches))
 
