@@ -10,7 +10,11 @@ import jax.export
 
 from interception_core import find_bridge, platform_of
 from provider_xla import Bridge, QuantizationError
-from provider_xla.features import is_array, is_kept, path_of
+from provider_xla.features import (
+    is_array,
+    is_kept,
+    path_of,
+)
 
 from .kernels import export_checks
 from .program import ExportedProgram

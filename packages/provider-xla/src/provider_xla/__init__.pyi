@@ -43,8 +43,11 @@ from .bridges.model import model_plan as model_plan
 from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
 from .bridges.model import save_model as save_model
+from .errors import PlanDiff as PlanDiff
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
+from .errors import StoreError as StoreError
+from .errors import StoreMismatchError as StoreMismatchError
 from .forms import AdaptedWeight as AdaptedWeight
 from .forms import adapter_mask as adapter_mask
 from .kernels.packed import PrepackedWeight as PrepackedWeight
@@ -60,9 +63,6 @@ from .providers.provider import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
-from .store.errors import PlanDiff as PlanDiff
-from .store.errors import StoreError as StoreError
-from .store.errors import StoreMismatchError as StoreMismatchError
 from .store.float_files import Source as Source
 from .store.load import load as load
 from .store.load import load_extra as load_extra

@@ -1,6 +1,6 @@
 """The public names, and the modules that they are from."""
 
-from quant_numerics.array.serialization import register_state as register_state
+from quant_numerics.array.stored import register_state as register_state
 from quant_numerics.ops.conv import is_pointwise as is_pointwise
 
 from .array.hi import HiQArray as HiQArray
@@ -16,12 +16,12 @@ from .array.packed import unpack as unpack
 from .array.qarray import QArray as QArray
 from .array.qarray import dequantize as dequantize
 from .array.qarray import qarray as qarray
-from .array.serialization import register_serialization as register_serialization
 from .array.stored import Parts as Parts
 from .array.stored import StoredForm as StoredForm
 from .array.stored import is_form as is_form
+from .array.stored import register_serialization as register_serialization
 from .array.tiles import contraction_tiles as contraction_tiles
-from .autodiff.straight_through import straight_through as straight_through
+from .autodiff.linear import straight_through as straight_through
 from .calibration.average import AmaxHistory as AmaxHistory
 from .calibration.average import AverageState as AverageState
 from .calibration.average import HistoryState as HistoryState
@@ -49,11 +49,11 @@ from .contraction.options import Backward as Backward
 from .contraction.options import HowToQuantize as HowToQuantize
 from .contraction.ragged import RaggedMatmul as RaggedMatmul
 from .contraction.ragged import train_ragged_dot as train_ragged_dot
+from .formats.encoding import StochasticRounding as StochasticRounding
 from .formats.qtypes import FLOAT_DTYPES as FLOAT_DTYPES
 from .formats.qtypes import QTYPES as QTYPES
 from .formats.qtypes import QType as QType
 from .formats.qtypes import get_qtype as get_qtype
-from .formats.rounding import StochasticRounding as StochasticRounding
 from .ops.conv import conv_general_dilated as conv_general_dilated
 from .ops.dot import dot_general as dot_general
 from .ops.einsum import dot as dot

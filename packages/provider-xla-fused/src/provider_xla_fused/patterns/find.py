@@ -23,8 +23,7 @@ from hijax_trace import (
     holds_programs,
 )
 
-from .attention import RESULT, Attention
-from .read import NotAttention, finish, start
+from .attention import RESULT, Attention, NotAttention, finish, start
 from .softmax import VIEWS, Tracked, follow
 
 _MANY = 2

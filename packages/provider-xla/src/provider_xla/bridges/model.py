@@ -12,13 +12,12 @@ import jax
 
 from interception_core import Provider, ProviderPlan, StorablePlan, find_bridge, hides_frames
 
-from ..errors import QuantizationError
+from ..errors import QuantizationError, StoreError
 from ..extras import feature
 from ..forms import restored
 from ..program.arrays import as_batch
 from ..providers.given import provider_of
 from ..run.static.statistics import read
-from ..store.errors import StoreError
 from ..store.load import load, load_extra
 from ..store.manifest import is_ours
 from ..store.save import Format, save

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from .errors import PlanDiff
+from ..errors import PlanDiff
 from .forms import of_today, rule_json, take_apart
 from .tree import Leaf, describe
 

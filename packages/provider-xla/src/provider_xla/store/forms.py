@@ -15,13 +15,13 @@ import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core import FormSpec, declared_specs, get_form
 
+from ..errors import StoreError
 from ..extras import feature
 from ..program.granularity import Granularity
 from ..program.matching import Under
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from .carriers import is_storable
-from .errors import StoreError
 
 CARRIER = "carrier"
 """The kind of a parameter with derived weights beside it."""

@@ -11,12 +11,11 @@ import jax
 
 from interception_core import StorablePlan
 
-from ..errors import QuantizationWarning
+from ..errors import QuantizationWarning, StoreError, StoreMismatchError
 from ..forms import AdaptedWeight
 from ..plan.quantize import prepacked
 from . import orbax, safetensors, shards
 from .diff import compare_template
-from .errors import StoreError, StoreMismatchError
 from .forms import put_together
 from .manifest import Manifest, Opened, check_storable, is_ours
 from .placing import find_placements, shardings_of

@@ -16,12 +16,12 @@ import msgspec
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
+from ..errors import PlanDiff, StoreError, damaged
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..tables import table
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
-from .errors import PlanDiff, StoreError, damaged
 from .forms import CARRIER, Form, is_quantized, rule_json, rule_of
 from .placing import Placement
 from .schema import (

@@ -21,7 +21,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from msgspec import field
 
-from .errors import StoreError, damaged
+from ..errors import StoreError, damaged
 from .files import appearing
 from .manifest import Manifest, Opened, read_sealed
 from .placing import Placement

@@ -10,9 +10,9 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
+from ..errors import StoreError
 from ..forms import is_adapted
 from ..program.arrays import is_stored
-from .errors import StoreError
 
 
 class Leaf(NamedTuple):

@@ -14,8 +14,7 @@ from hijax_trace import Move, MoveError, Part
 from interception_core import hide_frames
 from quant_numerics.array import moves
 from quant_numerics.array.explicit import sharded_like
-from quant_numerics.array.serialization import register_serialization
-from quant_numerics.array.stored import Parts, StoredForm, is_form
+from quant_numerics.array.stored import Parts, StoredForm, is_form, register_serialization
 from quant_numerics.array.tiles import RaggedTiles, Slices, ragged_tiles, slices_of
 from quant_numerics.formats.encoding import decode, whole_scale
 from quant_numerics.formats.qtypes import QType, compute_dtype, float_dtype, get_qtype

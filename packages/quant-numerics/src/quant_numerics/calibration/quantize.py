@@ -26,9 +26,8 @@ from quant_numerics.calibration.calibrate import (
     parse_calibration_method,
     scale_of,
 )
-from quant_numerics.formats.encoding import encode, whole_scale
+from quant_numerics.formats.encoding import StochasticRounding, encode, whole_scale
 from quant_numerics.formats.qtypes import compute_dtype, float_dtype, get_qtype
-from quant_numerics.formats.rounding import StochasticRounding
 
 
 def quantize(

@@ -20,11 +20,11 @@ from quant_numerics.formats.qtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import (
     Arithmetic,
     arithmetic,
+    contracted_tiles,
     has_zero_point_left,
     numbers,
     output_dtype,
 )
-from quant_numerics.ops.dot_sides import contracted_tiles
 from quant_numerics.ops.take import take
 
 MOST_PIECES = 32
