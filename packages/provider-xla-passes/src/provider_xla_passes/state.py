@@ -35,6 +35,7 @@ class Grid(NamedTuple):
     keep: jax.Array | None
 
 
+@dataclasses.dataclass(eq=False)
 class Weight:
     """A parameter with statistics of its activations. Passes change it in place.
 
@@ -55,29 +56,22 @@ class Weight:
             rounded.
     """
 
-    def __init__(
-        self,
-        path: str,
-        below: str,
-        plan: WeightPlan,
-        layout: Layout,
-        w: jax.Array,
-        gram: jax.Array,
-    ):
-        self.path = path
-        self.below = below
-        self.plan = plan
-        self.layout = layout
-        self.w = w
-        self.gram = gram
-        self.peaks: jax.Array | None = None
-        self.steps: list[Step] = []
-        self.keep: jax.Array | None = None
-        self.ranges: qn.Calibration | None = None
-        self.chosen: dict[int, jax.Array] = {}
-        self._grid: Grid | None = None
+    path: str
+    below: str
+    plan: WeightPlan
+    layout: Layout
+    w: jax.Array
+    gram: jax.Array
+    peaks: jax.Array | None = None
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    keep: jax.Array | None = None
+    ranges: qn.Calibration | None = None
+    chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    _grid: Grid | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self):
         # The squared norm of the results, which no map changes: errors are relative to it.
-        self._size = output_squares(w, gram).sum()
+        self._size = output_squares(self.w, self.gram).sum()
 
     def transform(self, step: Step) -> None:
         """Transform the parameter, and its activations with it."""

@@ -254,13 +254,8 @@ def quantized_contraction(
                 sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
         return added.to(contraction.run(*sides, *extras))
 
-    def in_float(
-        operands: Operands,
-        extras: tuple[Any, ...],
-        calibrations: tuple[Any, Any],
-        between: Between,
-        added: Added,
-    ) -> jax.Array:
+    def in_float(operands: Operands, extras: tuple[Any, ...], *others: Any) -> jax.Array:
+        *_, added = others
         return added.to(contraction.run(*plain(operands), *extras))
 
     # What a form does beside the contraction of its quantized values, such as a map of the
