@@ -15,12 +15,14 @@ from hijax_trace import is_cut, mapped_axes, mapped_rows
 from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
-from ..kernels.convolution import Window, conv_op_of, window_of
 from ..kernels.matmul import (
+    Window,
     check_dtypes,
     check_groups,
+    conv_op_of,
     layout_of,
     op_of,
+    window_of,
 )
 from ..kernels.packed import INTEGERS, packed_bits, packed_table
 from ..kernels.packing import Packing
