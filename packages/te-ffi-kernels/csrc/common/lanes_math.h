@@ -10,6 +10,8 @@ namespace {
 JAXTAP_INLINE Floats max(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_max_ps(a, b);
 #else
   return a > b ? a : b;
 #endif
@@ -18,6 +20,8 @@ JAXTAP_INLINE Floats max(Floats a, Floats b) {
 JAXTAP_INLINE Floats min(Floats a, Floats b) {
 #if defined(__AVX512F__)
   return _mm512_min_ps(a, b);
+#elif defined(__AVX2__)
+  return _mm256_min_ps(a, b);
 #else
   return a < b ? a : b;
 #endif
