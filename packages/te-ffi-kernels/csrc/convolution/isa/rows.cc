@@ -1,5 +1,6 @@
-// Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers that
-// float32 holds, so a fused multiply-add gives the same bits as two operations.
+// Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers: in int32
+// with instructions for int8, else in float32, which holds them, so that a fused multiply-add gives
+// the same bits as two operations.
 
 #include "common/lanes.h"
 #include "convolution/table.h"
@@ -9,30 +10,90 @@ namespace {
 
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
-JAXTAP_INLINE Floats signed_numbers(Bytes x) {
-#if defined(__AVX512F__)
-  return same_bits<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(same_bits<__m128i>(x))));
-#elif defined(__AVX2__)
-  const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
-  return same_bits<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)));
+// What a word of an image and of a weight has, and how both are multiplied.
+#if defined(__AVX512VNNI__)
+
+constexpr int kTaps = 4;
+using Sums = Ints;
+
+// A word for each `kStep` values of `next()`, which gives those of a pixel after the other, `count`
+// in all. What neighbours share is put together once.
+template <int kStep, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  const auto value = [&] { return same_bits<Words>(widen(next())); };
+  const auto pair = [](Words low, Words high) { return low | (high << 8); };
+  const auto word = [](Words low, Words high) { return (low | (high << 16)) ^ 0x80808080u; };
+  if constexpr (kStep == 1) {
+    const Words one = value(), two = value();
+    Words last = value(), first = pair(one, two), second = pair(two, last);
+    for (int64_t i = 0; i < count; ++i) {
+      const Words more = value(), third = pair(last, more);
+      store(i, word(first, third));
+      first = second;
+      second = third;
+      last = more;
+    }
+  } else {
+    Words first{};
+    if (kStep == 2) {
+      const Words low = value();
+      first = pair(low, value());
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (kStep == 4) {
+        const Words low = value();
+        first = pair(low, value());
+      }
+      const Words low = value(), second = pair(low, value());
+      store(i, word(first, second));
+      first = second;
+    }
+  }
+}
+
+// As assembly, since gcc 12 copies sums from register to register around the intrinsic.
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+}
+
+JAXTAP_INLINE Floats to_floats(Sums x) {
+  return same_bits<Floats>(_mm512_cvtepi32_ps(same_bits<__m512i>(x)));
+}
+
 #else
-  Floats wide{};
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(static_cast<int8_t>(x[i]));
-  return wide;
+
+constexpr int kTaps = 1;
+using Sums = Floats;
+
+template <int kStep, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  static_assert(kStep == 1, "each pixel has a word");
+  for (int64_t i = 0; i < count; ++i) {
+    const Bytes x = next();
+#if defined(__AVX2__)
+    const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
+    store(i, same_bits<Words>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low))));
+#else
+    Floats wide{};
+    for (int j = 0; j < kLanes; ++j) wide[j] = static_cast<float>(static_cast<int8_t>(x[j]));
+    store(i, same_bits<Words>(wide));
+#endif
+  }
+}
+
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  const auto a = same_bits<Floats>(x), b = same_bits<Floats>(weight);
+#if defined(__AVX2__)
+  sum = same_bits<Floats>(
+      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
+#else
+  sum = a * b + sum;
 #endif
 }
 
-JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
-  return same_bits<Floats>(
-      _mm512_fmadd_ps(same_bits<__m512>(a), same_bits<__m512>(b), same_bits<__m512>(sum)));
-#elif defined(__AVX2__)
-  return same_bits<Floats>(
-      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
-#else
-  return a * b + sum;
+JAXTAP_INLINE Floats to_floats(Sums x) { return x; }
+
 #endif
-}
 
 template <class Format>
 JAXTAP_INLINE Floats rounded(Floats x) {
@@ -58,19 +119,29 @@ JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
 #endif
 }
 
-// What is beyond 127 saturates; a NaN stays.
-JAXTAP_INLINE Floats cut(Floats x) {
-#if defined(__AVX512F__)  // the second operand where one is NaN
-  const __m512 below = _mm512_min_ps(_mm512_set1_ps(127.0f), same_bits<__m512>(x));
-  return same_bits<Floats>(_mm512_max_ps(_mm512_set1_ps(-127.0f), below));
+// The larger, or smaller, of a bound and a number; the number where both are equal or it is NaN.
+JAXTAP_INLINE Floats at_least(float least, Floats y) {
+#if defined(__AVX512F__)
+  return same_bits<Floats>(_mm512_max_ps(_mm512_set1_ps(least), same_bits<__m512>(y)));
 #elif defined(__AVX2__)
-  const __m256 below = _mm256_min_ps(_mm256_set1_ps(127.0f), same_bits<__m256>(x));
-  return same_bits<Floats>(_mm256_max_ps(_mm256_set1_ps(-127.0f), below));
+  return same_bits<Floats>(_mm256_max_ps(_mm256_set1_ps(least), same_bits<__m256>(y)));
 #else
-  x = x < -127.0f ? all(-127.0f) : x;
-  return x > 127.0f ? all(127.0f) : x;
+  return y < least ? all(least) : y;
 #endif
 }
+
+JAXTAP_INLINE Floats at_most(float most, Floats y) {
+#if defined(__AVX512F__)
+  return same_bits<Floats>(_mm512_min_ps(_mm512_set1_ps(most), same_bits<__m512>(y)));
+#elif defined(__AVX2__)
+  return same_bits<Floats>(_mm256_min_ps(_mm256_set1_ps(most), same_bits<__m256>(y)));
+#else
+  return y > most ? all(most) : y;
+#endif
+}
+
+// What is beyond 127 saturates; a NaN stays.
+JAXTAP_INLINE Floats cut(Floats x) { return at_least(-127.0f, at_most(127.0f, x)); }
 
 // To the nearest whole number, half to even, of magnitudes up to 127.
 JAXTAP_INLINE Floats whole(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
@@ -133,8 +204,7 @@ JAXTAP_INLINE Floats finished(const Depthwise& d, int64_t pixel, int64_t channel
   }
   if (out.residual != nullptr) y = rounded<Format>(y) + load<Format>(at(out.residual), where);
   if (out.clamps) {
-    y = y < out.least ? all(out.least) : y;
-    y = y > out.most ? all(out.most) : y;
+    y = at_most(out.most, at_least(out.least, y));
   }
   return y;
 }
@@ -142,21 +212,22 @@ JAXTAP_INLINE Floats finished(const Depthwise& d, int64_t pixel, int64_t channel
 // Pixels whose sums are in registers at once: each weight is loaded once for all.
 template <class Format, bool kToInt8, int kCount, class Where>
 JAXTAP_INLINE void pixels(const Depthwise& d, int64_t pixel, int64_t channel, Where where) {
-  Floats sums[kCount] = {};
+  Sums acc[kCount];
+  const Sums start = kTaps == 1 ? Sums{} : read<Sums>(d.starts + channel, where);
+  for (Sums& one : acc) one = start;
   const int64_t step = d.stride * kLanes;
-  const float* x = d.x + channel * d.line + pixel * step;
-  const float* weights = d.weights + channel;
-  for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.out.columns) {
-    const Floats weight = read<Floats>(weights, where);
-    const float* at = x + d.taps[tap] * kLanes;
+  const uint32_t* x = d.x + channel * d.line + pixel * step;
+  const uint32_t* weights = d.weights + channel;
+  for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.n) {
+    const Words weight = read<Words>(weights, where);
+    const uint32_t* at = x + d.taps[tap] * kLanes;
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) {
-      sums[i] = add_product(read<Floats>(at + i * step), weight, sums[i]);
-    }
+    for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, acc[i]);
   }
+  Floats sums[kCount];
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    sums[i] = finished<Format>(d, pixel + i, channel, sums[i], where);
+    sums[i] = finished<Format>(d, pixel + i, channel, to_floats(acc[i]), where);
     if constexpr (kToInt8) {
       sums[i] = rounded<Format>(sums[i]);
     } else {
@@ -166,9 +237,9 @@ JAXTAP_INLINE void pixels(const Depthwise& d, int64_t pixel, int64_t channel, Wh
   }
   if constexpr (kToInt8) {
     quantize(sums, d.y_scale);
-    int8_t* to = d.qvalues + pixel * d.out.columns + channel;
+    int8_t* to = d.qvalues + pixel * d.n + channel;
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) write_bytes(to + i * d.out.columns, sums[i], where);
+    for (int i = 0; i < kCount; ++i) write_bytes(to + i * d.n, sums[i], where);
   }
 }
 
@@ -176,6 +247,11 @@ template <class Format, bool kToInt8>
 void depthwise_row(const Depthwise& d) {
   over(d.out.columns, [&](int64_t channel, auto where) {
     int64_t pixel = 0;
+    // Lines of images are often 7 times a power of two.
+    if (d.pixels % 7 == 0 && d.pixels % 8 != 0) {
+      for (; pixel < d.pixels; pixel += 7) pixels<Format, kToInt8, 7>(d, pixel, channel, where);
+      return;
+    }
     for (; pixel + 8 <= d.pixels; pixel += 8) pixels<Format, kToInt8, 8>(d, pixel, channel, where);
     if (pixel + 4 <= d.pixels) {
       pixels<Format, kToInt8, 4>(d, pixel, channel, where);
@@ -189,13 +265,35 @@ void depthwise_row(const Depthwise& d) {
   });
 }
 
-void spread(const int8_t* x, int64_t pixels, int64_t channels, float* line, int64_t line_pixels) {
-  over(channels, [&](int64_t channel, auto where) {
-    float* out = line + channel * line_pixels;
-    for (int64_t i = 0; i < pixels; ++i) {
-      write(out + i * kLanes, signed_numbers(read<Bytes>(x + i * channels + channel, where)));
+template <int kStep>
+void spread_by(const Spread s) {
+  static constexpr int8_t kZeros[kLanes] = {};
+  const int64_t dilation = kTaps == 1 ? 1 : s.dilation;
+  over(s.channels, [&](int64_t channel, auto where) {
+    // Pixels of one word are `dilation` apart, as it is from the word that begins with the second.
+    for (int64_t i = 0; i < dilation; ++i) {
+      int64_t place = i - s.first;
+      const int8_t* x = s.x + channel;
+      const auto next = [&] {
+        const bool is_inside = static_cast<uint64_t>(place) < static_cast<uint64_t>(s.inside);
+        const int8_t* from = is_inside ? x + place * s.stride : kZeros;
+        place += dilation;
+        return read<Bytes>(from, where);
+      };
+      uint32_t* line = s.line + channel * s.pixels + i * kLanes;
+      words_of<kStep>((s.pixels - i + dilation - 1) / dilation, next, [&](int64_t at, Words word) {
+        write(line + at * dilation * kLanes, word);
+      });
     }
   });
+}
+
+void spread(const Spread& s) {
+  if constexpr (kTaps == 4) {
+    if (s.step == 2) return spread_by<2>(s);
+    if (s.step == 4) return spread_by<4>(s);
+  }
+  spread_by<1>(s);
 }
 
 template <class Format>
@@ -300,19 +398,26 @@ void sum(const int8_t* x, int64_t count, int64_t size, int32_t zero_point, int32
   }
 }
 
-void unpack(const uint8_t* line, int shift, int32_t mask, int32_t zero_point, int64_t columns,
-            float* to) {
-  over(columns, [&](int64_t i, auto where) {
+void unpack(const Unpack& u) {
+  over(u.columns, [&](int64_t i, auto where) {
     // Lines are of 16 or 32 columns: whole vectors can be read.
-    const Ints found = (same_bits<Ints>(read<Words>(line + 4 * i) >> shift) & mask) - zero_point;
-    write(to + i, __builtin_convertvector(found, Floats), where);
+    const Ints value =
+        (same_bits<Ints>(read<Words>(u.line + 4 * i) >> u.shift) & u.mask) - u.zero_point;
+    if constexpr (kTaps == 1) {
+      write(u.words + i, __builtin_convertvector(value, Floats), where);
+    } else {
+      Words word = {};
+      if (u.place > 0) word = read<Words>(u.words + i, where);
+      write(u.words + i, word | (same_bits<Words>(value & 255) << (8 * u.place)), where);
+      write(u.starts + i, read<Ints>(u.starts + i, where) - value * 128, where);
+    }
   });
 }
 
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, spread, depthwise, round, sum, unpack};
+  static const Table table{kLanes, kTaps, spread, depthwise, round, sum, unpack};
   return table;
 }
 
