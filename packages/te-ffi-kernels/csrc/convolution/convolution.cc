@@ -28,8 +28,8 @@ constexpr int64_t kSlack = 64;
 constexpr int64_t kLinePixels = 128, kFewPixels = 256;
 // Of lines that a depthwise convolution holds: what a first cache has room for.
 constexpr int64_t kHeldBytes = 24 << 10;
-// Results that are floats, in the first cache, before they are int8: a multiple of what kernels
-// multiply at once.
+// Pixels whose sums are in the first cache before they are int8: a multiple of what kernels multiply
+// at once.
 constexpr int64_t kRoundedRows = 48;
 
 struct ImageTag {};
@@ -42,7 +42,7 @@ struct ScalesTag {};
 struct StartsTag {};
 struct ExpandedTag {};
 struct ExpandedScalesTag {};
-struct RoundedTag {};
+struct SumsTag {};
 struct RunsTag {};
 struct LineTag {};
 struct LinesTag {};
@@ -446,31 +446,39 @@ class Convolver {
       t.x = m.image + start_of(row) + group * of_group_;
       t.offsets = is_signed ? nullptr : m.offsets + (row * args_.groups + group) * w.out;
       f.out = output_of(m.index, row, column, columns);
-      args_.y_scale == nullptr ? kernels_.exact8(t) : multiply_and_round(m, row, column, t, f);
+      args_.y_scale == nullptr ? kernels_.exact8(t) : multiply_and_round(m, row, column, t, f.out);
     }
   }
 
-  // A row of results as int8, some pixels after the others.
-  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, Finish f) const {
-    const int64_t pixels = t.rows, n = args_.weights.n, bytes = n * y_bytes_;
-    // Floats lie as far apart as what is added to them.
-    const bool apart = f.out.residual != nullptr;
-    const int64_t stride = apart ? bytes : 16 * t.panels * y_bytes_;
-    auto* floats = Arena<RoundedTag>::get_array<uint8_t>(kRoundedRows * stride);
-    t.finish = &f;
-    f.out.y = floats;
-    f.out.stride = stride;
-    Rounded r{floats, stride, args_.y_dtype, 0, f.out.columns, y_scale_,
-              qvalues_at(m.index, row) + column, n};
-    for (int64_t pixel = 0; pixel < pixels; pixel += kRoundedRows) {
-      t.rows = f.rows = r.rows = std::min(kRoundedRows, pixels - pixel);
+  // A row of results as int8, some pixels after the others: their sums stay in the first cache.
+  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, const Output& out) const {
+    t.finish = nullptr;
+    t.sums_stride = 16 * t.panels;
+    t.sums = Arena<SumsTag>::get_array<int32_t>(kRoundedRows * t.sums_stride);
+    Finished f{t.sums, t.sums_stride, results_of(m, row, column, out)};
+    f.to.scales = t.scales;
+    f.to.scales_stride = t.scales_stride;
+    for (int64_t pixel = 0, all = t.rows; pixel < all; pixel += kRoundedRows) {
+      t.rows = f.to.pixels = std::min(kRoundedRows, all - pixel);
       kernels_.exact8(t);
-      table_.round(r);
+      table_.finish(f);
       t.x += t.rows * t.x_stride;
       if (t.offsets != nullptr) t.offsets += t.rows;
-      if (apart) f.out.residual += t.rows * stride;
-      r.to += t.rows * n;
+      if (f.to.out.residual != nullptr) f.to.out.residual += t.rows * out.stride;
+      f.to.qvalues += t.rows * f.to.n;
     }
+  }
+
+  // Where a row of sums goes, but for the scales.
+  Results results_of(const Memory& m, int64_t row, int64_t column, const Output& out) const {
+    Results to{};
+    to.pixels = args_.axes[2].out;
+    to.n = args_.weights.n;
+    to.x_scale = m.scale;
+    to.out = out;
+    if (args_.y_scale != nullptr) to.qvalues = qvalues_at(m.index, row) + column;
+    to.y_scale = y_scale_;
+    return to;
   }
 
   // Where a row of results goes as int8.
@@ -613,7 +621,7 @@ class Convolver {
     int64_t* taps = places + count;
     std::fill_n(places, count, -1);
     const auto [inside_first, inside_last] = inside(w, padded_[2]);
-    const int64_t n = args_.weights.n, inside_w = inside_last - inside_first;
+    const int64_t inside_w = inside_last - inside_first;
     int8_t* qvalues = nullptr;
     if (!is_int8_) qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
     Spread s{};
@@ -639,11 +647,6 @@ class Convolver {
     one.tap_count = words();
     one.weights = weights_ + part.first;
     one.starts = starts_ + part.first;
-    one.n = n;
-    one.pixels = w.out;
-    one.x_scale = m.scale;
-    one.scales = scales_ + part.first;
-    one.y_scale = y_scale_;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t z = row / h.out * d.stride, y = row % h.out * h.stride;
       int64_t tap = 0;
@@ -659,8 +662,10 @@ class Convolver {
           }
         }
       }
-      one.out = output_of(m.index, row, part.first, part.channels);
-      one.qvalues = args_.y_scale == nullptr ? nullptr : qvalues_at(m.index, row) + part.first;
+      const Output out = output_of(m.index, row, part.first, part.channels);
+      one.to = results_of(m, row, part.first, out);
+      one.to.scales = reinterpret_cast<const uint8_t*>(scales_ + part.first);
+      one.to.scales_stride = 64;
       table_.depthwise(one);
     }
   }

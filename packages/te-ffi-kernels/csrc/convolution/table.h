@@ -44,7 +44,19 @@ struct Unpack {
   int32_t* starts;   // [columns], what sums begin with: less by what 128 adds to each value
 };
 
-// A row of results of a depthwise convolution: channels times pixels.
+// Where sums go: results of some channels of pixels that follow each other.
+struct Results {
+  int64_t pixels;
+  int64_t n;  // channels of a pixel, of which `out.columns` are written
+  float x_scale;
+  const uint8_t* scales;  // float32[16] of each 16 channels, so many bytes after the one before
+  int64_t scales_stride;
+  Output out;       // a row for each pixel
+  int8_t* qvalues;  // where results go as int8, [pixels, n], instead of out.y; or null
+  Scale y_scale;    // of these
+};
+
+// Results of a line of a depthwise convolution.
 struct Depthwise {
   const uint32_t* x;
   int64_t line;    // words of a block of one
@@ -53,24 +65,14 @@ struct Depthwise {
   int64_t tap_count;
   const uint32_t* weights;  // [tap_count, n]
   const int32_t* starts;    // [n]
-  int64_t n;                // channels of the image
-  int64_t pixels;           // of the result
-  float x_scale;
-  const float* scales;  // [n]
-  Output out;           // a row for each pixel, out.columns of channels
-  int8_t* qvalues;      // where results go as int8, [pixels, n], instead of out.y; or null
-  Scale y_scale;        // of these
+  Results to;
 };
 
-// Rows of floats to int8.
-struct Rounded {
-  const uint8_t* from;  // [rows, columns] of dtype
-  int64_t from_stride;  // in bytes
-  DType dtype;
-  int64_t rows, columns;
-  Scale scale;
-  int8_t* to;
-  int64_t to_stride;
+// Results of sums that are known.
+struct Finished {
+  const int32_t* sums;  // [pixels, stride]
+  int64_t stride;
+  Results to;
 };
 
 struct Table {
@@ -78,7 +80,7 @@ struct Table {
   int64_t taps;   // elements of a line of a window that a word has: 1 or 4
   void (*spread)(const Spread& s);
   void (*depthwise)(const Depthwise& d);
-  void (*round)(const Rounded& r);
+  void (*finish)(const Finished& f);
   // zero_point times the sum of each `size` of count * size quantized values.
   void (*sum)(const int8_t* x, int64_t count, int64_t size, int32_t zero_point, int32_t* sums);
   void (*unpack)(const Unpack& u);

@@ -2,6 +2,10 @@
 // with instructions for int8, else in float32, which holds them, so that a fused multiply-add gives
 // the same bits as two operations.
 
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
 #include "common/lanes.h"
 #include "convolution/table.h"
 
@@ -56,10 +60,6 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
 }
 
-JAXTAP_INLINE Floats to_floats(Sums x) {
-  return same_bits<Floats>(_mm512_cvtepi32_ps(same_bits<__m512i>(x)));
-}
-
 #else
 
 constexpr int kTaps = 1;
@@ -91,9 +91,13 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
 #endif
 }
 
-JAXTAP_INLINE Floats to_floats(Sums x) { return x; }
-
 #endif
+
+JAXTAP_INLINE Floats to_floats(Floats x) { return x; }
+JAXTAP_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+template <class Format>
+constexpr int kBitsOf = 8 * sizeof(typename Format::Type);
 
 template <class Format>
 JAXTAP_INLINE Floats rounded(Floats x) {
@@ -104,17 +108,29 @@ JAXTAP_INLINE Floats rounded(Floats x) {
 // reciprocal, as in matmul/rows.inl.
 constexpr float kSafeRounding = 0.49997f;
 
-// Whether any magnitude is not up to a bound: a NaN isn't.
-JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
+// The larger of two magnitudes, as their bits, of which those of a NaN are the largest.
+JAXTAP_INLINE Words larger(Words most, Floats x) {
+  const Words bits = same_bits<Words>(x) & 0x7fffffffu;
 #if defined(__AVX512F__)
-  const __m512 magnitude = _mm512_abs_ps(same_bits<__m512>(x));
-  return _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
+  return same_bits<Words>(_mm512_max_epu32(same_bits<__m512i>(most), same_bits<__m512i>(bits)));
 #elif defined(__AVX2__)
-  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), same_bits<__m256>(x));
-  return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
+  return same_bits<Words>(_mm256_max_epu32(same_bits<__m256i>(most), same_bits<__m256i>(bits)));
+#else
+  return bits > most ? bits : most;
+#endif
+}
+
+// Whether any magnitude is beyond a bound.
+JAXTAP_INLINE bool any_beyond(Words most, float bound) {
+  const auto end = same_bits<int32_t>(bound);
+#if defined(__AVX512F__)
+  return _mm512_cmpgt_epi32_mask(same_bits<__m512i>(most), _mm512_set1_epi32(end)) != 0;
+#elif defined(__AVX2__)
+  const __m256i holds = _mm256_cmpgt_epi32(same_bits<__m256i>(most), _mm256_set1_epi32(end));
+  return _mm256_movemask_epi8(holds) != 0;
 #else
   bool found = false;
-  for (int i = 0; i < kLanes; ++i) found |= !(x[i] <= bound && x[i] >= -bound);
+  for (int i = 0; i < kLanes; ++i) found |= static_cast<int32_t>(most[i]) > end;
   return found;
 #endif
 }
@@ -143,125 +159,193 @@ JAXTAP_INLINE Floats at_most(float most, Floats y) {
 // What is beyond 127 saturates; a NaN stays.
 JAXTAP_INLINE Floats cut(Floats x) { return at_least(-127.0f, at_most(127.0f, x)); }
 
-// To the nearest whole number, half to even, of magnitudes up to 127.
-JAXTAP_INLINE Floats whole(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+// The nearest whole number, half to even, of magnitudes up to 128.
+JAXTAP_INLINE Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+  return same_bits<Ints>(_mm512_cvtps_epi32(same_bits<__m512>(x)));
+#elif defined(__AVX2__)
+  return same_bits<Ints>(_mm256_cvtps_epi32(same_bits<__m256>(x)));
+#else
+  return __builtin_convertvector((x + 0x1.8p23f) - 0x1.8p23f, Ints);
+#endif
+}
 
 // Quotients instead of products, and 0 for a NaN.
-__attribute__((noinline, cold)) Floats divided(const Floats& x, float divisor) {
-  const Floats ratio = x / divisor;
-  return whole(cut(ratio == ratio ? ratio : all(0.0f)));
+__attribute__((noinline, cold)) void divide(const Floats* x, int count, float divisor, Ints* to) {
+  for (int i = 0; i < count; ++i) {
+    const Floats ratio = x[i] / divisor;
+    to[i] = nearest(cut(ratio == ratio ? ratio : all(0.0f)));
+  }
 }
 
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
-JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
+JAXTAP_INLINE void write_bytes(int8_t* to, Ints x, Where where) {
 #if defined(__AVX512F__)
-  const __m512i wide = _mm512_cvtps_epi32(same_bits<__m512>(x));
-  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(wide)), where);
+  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(same_bits<__m512i>(x))), where);
 #elif defined(__AVX2__)
-  const __m256i wide = _mm256_cvtps_epi32(same_bits<__m256>(x));
+  const __m256i wide = same_bits<__m256i>(x);
   const __m128i words =
       _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
   const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
   write(to, same_bits<Bytes>(bytes), where);
 #else
   Bytes bytes{};
-  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(x[i]));
+  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(x[i]);
   write(to, bytes, where);
 #endif
 }
 
-// The quantized values of several vectors: what is asked of one of them is asked of all.
-template <int kCount>
-JAXTAP_INLINE void quantize(Floats (&x)[kCount], Scale scale) {
-  Floats near[kCount];
-  bool beyond = false;
+// The quantized values of several vectors: what is asked of one of them is asked of all. kCuts: there
+// may be some beyond 127.
+template <bool kCuts, int kCount>
+JAXTAP_INLINE void quantize(const Floats (&x)[kCount], Scale scale, Ints (&near)[kCount]) {
+  Words most{};
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    const Floats ratio = cut(x[i] * scale.reciprocal);
-    near[i] = whole(ratio);
-    beyond |= any_beyond(ratio - near[i], kSafeRounding);
+    Floats ratio = x[i] * scale.reciprocal;
+    if (kCuts) ratio = cut(ratio);
+    near[i] = nearest(ratio);
+    most = larger(most, ratio - to_floats(near[i]));
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kCount; ++i) {
-    x[i] = __builtin_expect(beyond, 0) ? divided(x[i], scale.divisor) : near[i];
+  if (__builtin_expect(any_beyond(most, kSafeRounding), 0)) {
+    Floats ratios[kCount];  // what is in memory here alone stays in registers elsewhere
+    Ints found[kCount];
+    std::copy_n(x, kCount, ratios);
+    divide(ratios, kCount, scale.divisor, found);
+    std::copy_n(found, kCount, near);
   }
 }
 
-// A sum, rescaled, with what is added to it.
-template <class Format, class Where>
-JAXTAP_INLINE Floats finished(const Depthwise& d, int64_t pixel, int64_t channel, Floats sum,
-                              Where where) {
-  using Type = typename Format::Type;
-  const Output& out = d.out;
-  const auto at = [&](const uint8_t* from) {
-    return reinterpret_cast<const Type*>(from + pixel * out.stride) + channel;
-  };
-  Floats y = sum * d.x_scale * read<Floats>(d.scales + channel, where);
+// What the results of a vector of channels have in common. Where they go as int8, what is not there
+// is 0, or without end, and bounds are those of int8 too: beyond 127.4 the nearest value is 127.
+struct Channels {
+  Floats scale, bias;
+  float least, most;
+};
+
+template <class Format, bool kToInt8, class Where>
+JAXTAP_INLINE Channels channels_of(const Results& to, int64_t channel, Where where) {
+  const Output& out = to.out;
+  // Vectors have at most the 16 channels that scales are together for.
+  const uint8_t* scales = to.scales + channel / 16 * to.scales_stride + channel % 16 * 4;
+  Channels of{read<Floats>(reinterpret_cast<const float*>(scales), where), Floats{}, out.least,
+              out.most};
   if (out.bias != nullptr) {
-    y = rounded<Format>(y) +
-        load<Format>(reinterpret_cast<const Type*>(out.bias) + channel, where);
+    const auto* bias = reinterpret_cast<const typename Format::Type*>(out.bias);
+    of.bias = load<Format>(bias + channel, where);
   }
-  if (out.residual != nullptr) y = rounded<Format>(y) + load<Format>(at(out.residual), where);
-  if (out.clamps) {
-    y = at_most(out.most, at_least(out.least, y));
+  if (kToInt8) {
+    // What rounding to a format of fewer bits makes of a bound may be beyond it.
+    constexpr bool kCuts = kBitsOf<Format> == 32;
+    const float end = kCuts ? 127.4f * to.y_scale.divisor : std::numeric_limits<float>::infinity();
+    of.least = out.clamps ? std::max(-end, std::min(out.least, end)) : -end;
+    of.most = out.clamps ? std::max(-end, std::min(out.most, end)) : end;
   }
-  return y;
+  return of;
 }
 
-// Pixels whose sums are in registers at once: each weight is loaded once for all.
-template <class Format, bool kToInt8, int kCount, class Where>
-JAXTAP_INLINE void pixels(const Depthwise& d, int64_t pixel, int64_t channel, Where where) {
-  Sums acc[kCount];
-  const Sums start = kTaps == 1 ? Sums{} : read<Sums>(d.starts + channel, where);
-  for (Sums& one : acc) one = start;
-  const int64_t step = d.stride * kLanes;
-  const uint32_t* x = d.x + channel * d.line + pixel * step;
-  const uint32_t* weights = d.weights + channel;
-  for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.n) {
-    const Words weight = read<Words>(weights, where);
-    const uint32_t* at = x + d.taps[tap] * kLanes;
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, acc[i]);
-  }
-  Floats sums[kCount];
+// Results of sums, of pixels that follow each other.
+template <class Format, bool kToInt8, class Sum, int kCount, class Where>
+JAXTAP_INLINE void put(const Results& to, const Channels& of, int64_t pixel, int64_t channel,
+                       const Sum (&sums)[kCount], Where where) {
+  using Type = typename Format::Type;
+  const Output& out = to.out;
+  Floats y[kCount];
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    sums[i] = finished<Format>(d, pixel + i, channel, to_floats(acc[i]), where);
-    if constexpr (kToInt8) {
-      sums[i] = rounded<Format>(sums[i]);
-    } else {
-      uint8_t* y = d.out.y + (pixel + i) * d.out.stride;
-      store<Format>(reinterpret_cast<typename Format::Type*>(y) + channel, sums[i], where);
+    y[i] = to_floats(sums[i]) * to.x_scale * of.scale;
+    if (kToInt8 || out.bias != nullptr) y[i] = rounded<Format>(y[i]) + of.bias;
+  }
+  if (out.residual != nullptr) {
+    const uint8_t* from = out.residual + pixel * out.stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i, from += out.stride) {
+      y[i] = rounded<Format>(y[i]) +
+             load<Format>(reinterpret_cast<const Type*>(from) + channel, where);
     }
   }
-  if constexpr (kToInt8) {
-    quantize(sums, d.y_scale);
-    int8_t* to = d.qvalues + pixel * d.n + channel;
+  if (kToInt8 || out.clamps) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) write_bytes(to + i * d.n, sums[i], where);
+    for (int i = 0; i < kCount; ++i) y[i] = at_most(of.most, at_least(of.least, y[i]));
   }
+  if constexpr (kToInt8) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) y[i] = rounded<Format>(y[i]);
+    Ints near[kCount];
+    quantize<kBitsOf<Format> != 32>(y, to.y_scale, near);
+    int8_t* bytes = to.qvalues + pixel * to.n + channel;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) write_bytes(bytes + i * to.n, near[i], where);
+  } else {
+    uint8_t* row = out.y + pixel * out.stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i, row += out.stride) {
+      store<Format>(reinterpret_cast<Type*>(row) + channel, y[i], where);
+    }
+  }
+}
+
+// All pixels, as many at once as registers hold: calls body(pixel, std::integral_constant).
+template <class Body>
+JAXTAP_INLINE void over_pixels(int64_t pixels, const Body& body) {
+  int64_t pixel = 0;
+  // Lines of images are often 7 times a power of two.
+  if (pixels % 7 == 0 && pixels % 8 != 0) {
+    for (; pixel < pixels; pixel += 7) body(pixel, std::integral_constant<int, 7>());
+    return;
+  }
+  for (; pixel + 8 <= pixels; pixel += 8) body(pixel, std::integral_constant<int, 8>());
+  if (pixel + 4 <= pixels) {
+    body(pixel, std::integral_constant<int, 4>());
+    pixel += 4;
+  }
+  if (pixel + 2 <= pixels) {
+    body(pixel, std::integral_constant<int, 2>());
+    pixel += 2;
+  }
+  if (pixel < pixels) body(pixel, std::integral_constant<int, 1>());
 }
 
 template <class Format, bool kToInt8>
-void depthwise_row(const Depthwise& d) {
-  over(d.out.columns, [&](int64_t channel, auto where) {
-    int64_t pixel = 0;
-    // Lines of images are often 7 times a power of two.
-    if (d.pixels % 7 == 0 && d.pixels % 8 != 0) {
-      for (; pixel < d.pixels; pixel += 7) pixels<Format, kToInt8, 7>(d, pixel, channel, where);
-      return;
-    }
-    for (; pixel + 8 <= d.pixels; pixel += 8) pixels<Format, kToInt8, 8>(d, pixel, channel, where);
-    if (pixel + 4 <= d.pixels) {
-      pixels<Format, kToInt8, 4>(d, pixel, channel, where);
-      pixel += 4;
-    }
-    if (pixel + 2 <= d.pixels) {
-      pixels<Format, kToInt8, 2>(d, pixel, channel, where);
-      pixel += 2;
-    }
-    if (pixel < d.pixels) pixels<Format, kToInt8, 1>(d, pixel, channel, where);
+void put_rows(const Depthwise& given) {
+  const Depthwise d = given;  // a copy: nothing to read again after results are stored
+  const int64_t step = d.stride * kLanes;
+  over(d.to.out.columns, [&](int64_t channel, auto where) {
+    const Channels of = channels_of<Format, kToInt8>(d.to, channel, where);
+    const Sums start = kTaps == 1 ? Sums{} : read<Sums>(d.starts + channel, where);
+    over_pixels(d.to.pixels, [&](int64_t pixel, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      Sums sums[kCount];
+      for (Sums& one : sums) one = start;
+      const uint32_t* x = d.x + channel * d.line + pixel * step;
+      const uint32_t* weights = d.weights + channel;
+      // Each word of the weight is loaded once for all pixels.
+      for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.to.n) {
+        const Words weight = read<Words>(weights, where);
+        const uint32_t* at = x + d.taps[tap] * kLanes;
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, sums[i]);
+      }
+      put<Format, kToInt8>(d.to, of, pixel, channel, sums, where);
+    });
+  });
+}
+
+template <class Format, bool kToInt8>
+void put_rows(const Finished& given) {
+  const Finished f = given;
+  over(f.to.out.columns, [&](int64_t channel, auto where) {
+    const Channels of = channels_of<Format, kToInt8>(f.to, channel, where);
+    over_pixels(f.to.pixels, [&](int64_t pixel, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      Ints sums[kCount];
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i) {
+        sums[i] = read<Ints>(f.sums + (pixel + i) * f.stride + channel);  // lines are of 16 columns
+      }
+      put<Format, kToInt8>(f.to, of, pixel, channel, sums, where);
+    });
   });
 }
 
@@ -296,53 +380,23 @@ void spread(const Spread& s) {
   spread_by<1>(s);
 }
 
-template <class Format>
-void depthwise_of(const Depthwise& d) {
-  d.qvalues == nullptr ? depthwise_row<Format, false>(d) : depthwise_row<Format, true>(d);
-}
-
-void depthwise(const Depthwise& d) {
-  if (d.out.dtype == DType::F32) {
-    depthwise_of<F32>(d);
-  } else if (d.out.dtype == DType::BF16) {
-    depthwise_of<BF16>(d);
+template <class Operands>
+void put_all(const Operands& given) {
+  const auto of = [&](auto format) {
+    using Format = decltype(format);
+    given.to.qvalues == nullptr ? put_rows<Format, false>(given) : put_rows<Format, true>(given);
+  };
+  if (given.to.out.dtype == DType::F32) {
+    of(F32());
+  } else if (given.to.out.dtype == DType::BF16) {
+    of(BF16());
   } else {
-    depthwise_of<F16>(d);
+    of(F16());
   }
 }
 
-template <class Format>
-void round_rows(const Rounded& r) {
-  for (int64_t row = 0; row < r.rows; ++row) {
-    const auto* from =
-        reinterpret_cast<const typename Format::Type*>(r.from + row * r.from_stride);
-    int8_t* to = r.to + row * r.to_stride;
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= r.columns; i += 4 * kLanes) {
-      Floats x[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) x[j] = load<Format>(from + i + j * kLanes);
-      quantize(x, r.scale);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) write_bytes(to + i + j * kLanes, x[j], Whole());
-    }
-    over(r.columns - i, [&](int64_t rest, auto where) {
-      Floats x[1] = {load<Format>(from + i + rest, where)};
-      quantize(x, r.scale);
-      write_bytes(to + i + rest, x[0], where);
-    });
-  }
-}
-
-void round(const Rounded& r) {
-  if (r.dtype == DType::F32) {
-    round_rows<F32>(r);
-  } else if (r.dtype == DType::BF16) {
-    round_rows<BF16>(r);
-  } else {
-    round_rows<F16>(r);
-  }
-}
+void depthwise(const Depthwise& d) { put_all(d); }
+void finish(const Finished& f) { put_all(f); }
 
 #if defined(__AVX512F__)
 // Sums of four bytes each, in 16 lanes.
@@ -417,7 +471,7 @@ void unpack(const Unpack& u) {
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, kTaps, spread, depthwise, round, sum, unpack};
+  static const Table table{kLanes, kTaps, spread, depthwise, finish, sum, unpack};
   return table;
 }
 
