@@ -26,8 +26,9 @@ constexpr int64_t kSlack = 64;
 // Pixels of a line of results where windows have one element, at most; and of an image, which are few
 // for a task.
 constexpr int64_t kLinePixels = 128, kFewPixels = 256;
-// Of lines that a depthwise convolution holds: what a first cache has room for.
-constexpr int64_t kHeldBytes = 24 << 10;
+// Of lines that a depthwise convolution holds: they fit every second cache, and what a task does for
+// each row is little beside the row.
+constexpr int64_t kHeldBytes = 96 << 10;
 // Pixels whose sums are in the first cache before they are int8: a multiple of what kernels multiply
 // at once.
 constexpr int64_t kRoundedRows = 48;
@@ -255,20 +256,20 @@ class Convolver {
   }
 
   // What x has of a padded line, or null: pixels from the first that is `inside` on.
-  const uint8_t* line_at(const Memory& m, int64_t index) const {
+  const uint8_t* line_at(const Memory& m, int64_t plane, int64_t index) const {
     const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
     const auto [first, last] = inside(w, padded_[2]);
-    const int64_t z = index / padded_[1] - d.low, y = index % padded_[1] - h.low;
+    const int64_t z = plane - d.low, y = index - h.low;
     if (z < 0 || z >= d.size || y < 0 || y >= h.size || first == last) return nullptr;
     const int64_t at = ((z * h.size + y) * w.size + first - w.low) * args_.channels;
     return image_at(m.index) + at * x_bytes_;
   }
 
-  // Quantizes what x has of a padded line, to pixels from the first on. Returns whether there is any.
+  // Quantizes what x has of a padded line, from line_at, to pixels from the first on. Returns whether
+  // there is any.
   // `sums`: zero point * sum of each group of channels, or null.
-  bool quantize_line(const Memory& m, int64_t index, int8_t* out, int32_t* sums) const {
+  bool quantize_line(const Memory& m, const uint8_t* x, int8_t* out, int32_t* sums) const {
     const auto [first, last] = inside(args_.axes[2], padded_[2]);
-    const uint8_t* x = line_at(m, index);
     if (x == nullptr) return false;
     if (is_int8_) {
       std::memcpy(out, x, static_cast<size_t>((last - first) * pixel_));
@@ -321,7 +322,8 @@ class Convolver {
         std::memset(out + begin * pixel_, 0, static_cast<size_t>((end - begin) * pixel_));
         std::fill(sums + begin * groups, sums + end * groups, 0);
       };
-      if (!quantize_line(m, index, out + first * pixel_, sums + first * groups)) {
+      const uint8_t* x = line_at(m, index / padded_[1], index % padded_[1]);
+      if (!quantize_line(m, x, out + first * pixel_, sums + first * groups)) {
         return clear(0, padded_[2]);
       }
       clear(0, first);
@@ -451,7 +453,8 @@ class Convolver {
   }
 
   // A row of results as int8, some pixels after the others: their sums stay in the first cache.
-  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, const Output& out) const {
+  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t,
+                          const Output& out) const {
     t.finish = nullptr;
     t.sums_stride = 16 * t.panels;
     t.sums = Arena<SumsTag>::get_array<int32_t>(kRoundedRows * t.sums_stride);
@@ -583,16 +586,17 @@ class Convolver {
     part.line = divide_up(padded_[2], part.step);
     const int64_t blocks = divide_up(args_.channels, table_.lanes);
     const int64_t held = planes * lines * part.line * table_.lanes * 4;
-    // As many blocks at once as are a line of the cache in int8, or several of them.
-    const int64_t whole = 64 / table_.lanes;
+    // As many blocks at once as are a line of the cache in int8, or several of them. Threads share
+    // out channels, and only then rows: neighbours of rows would each read the lines between them.
+    const int64_t whole = 64 / table_.lanes, threads = parallel.threads();
     const int64_t fits = std::max<int64_t>(1, kHeldBytes / held / whole) * whole;
-    part.blocks = is_int8_ ? std::min(blocks, fits) : blocks;
+    const int64_t share = threads == 1 ? blocks : divide_up(blocks, 4 * threads * whole) * whole;
+    part.blocks = is_int8_ ? std::min({blocks, fits, share}) : blocks;
     const int64_t parts = divide_up(blocks, part.blocks);
     const int64_t steps = w.out * part.blocks * table_.lanes * (words() + 8);
     const int64_t grain = divide_up(4 * kSerialBelow, steps + 1);
-    const int64_t wanted = parallel.threads() == 1 ? 1 : 4 * parallel.threads();
-    const int64_t ranges =
-        std::max<int64_t>(1, std::min(divide_up(wanted, parts), rows_ / std::max<int64_t>(1, grain)));
+    const int64_t wanted = threads == 1 || parts >= 2 * threads ? 1 : divide_up(4 * threads, parts);
+    const int64_t ranges = std::max<int64_t>(1, std::min(wanted, rows_ / grain));
     const int64_t size = divide_up(rows_, ranges);
     parallel.run(divide_up(rows_, size) * parts, [&](int64_t task) {
       DepthwisePart one = part;
@@ -622,8 +626,11 @@ class Convolver {
     std::fill_n(places, count, -1);
     const auto [inside_first, inside_last] = inside(w, padded_[2]);
     const int64_t inside_w = inside_last - inside_first;
+    const int64_t apart = table_.taps * w.dilation / part.step;  // words of a window's line
     int8_t* qvalues = nullptr;
-    if (!is_int8_) qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
+    if (!is_int8_) {
+      qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
+    }
     Spread s{};
     s.stride = pixel_;
     s.channels = part.channels;
@@ -631,10 +638,10 @@ class Convolver {
     s.dilation = w.dilation;
     s.pixels = part.line;
     s.step = part.step;
-    const auto hold = [&](int64_t index, uint32_t* to) {
-      const uint8_t* x = line_at(m, index);
+    const auto hold = [&](int64_t plane, int64_t index, uint32_t* to) {
+      const uint8_t* x = line_at(m, plane, index);
       s.x = is_int8_ ? reinterpret_cast<const int8_t*>(x) + part.first : qvalues;
-      if (!is_int8_) quantize_line(m, index, qvalues, nullptr);
+      if (!is_int8_) quantize_line(m, x, qvalues, nullptr);
       s.inside = x == nullptr ? 0 : inside_w;
       s.line = to;
       table_.spread(s);
@@ -649,16 +656,20 @@ class Convolver {
     one.starts = starts_ + part.first;
     for (int64_t row = begin; row < end; ++row) {
       const int64_t z = row / h.out * d.stride, y = row % h.out * h.stride;
+      // The next plane and line take the place of the first, which no window reaches any more.
+      const int64_t turn_z = z % part.planes, turn_y = y % part.lines;
       int64_t tap = 0;
       for (int64_t i = 0; i < d.window; ++i) {
         for (int64_t j = 0; j < h.window; ++j) {
           const int64_t plane = z + i * d.dilation, at = y + j * h.dilation;
-          const int64_t place = plane % part.planes * part.lines + at % part.lines;
+          const int64_t p = turn_z + i * d.dilation, l = turn_y + j * h.dilation;
+          const int64_t place = (p < part.planes ? p : p - part.planes) * part.lines +
+                                (l < part.lines ? l : l - part.lines);
           const int64_t index = plane * padded_[1] + at;
-          if (places[place] != index) hold(index, held + place * size);
+          if (places[place] != index) hold(plane, at, held + place * size);
           places[place] = index;
-          for (int64_t l = 0; l < words_of_line(); ++l) {
-            taps[tap++] = place * part.blocks * part.line + l * table_.taps * w.dilation / part.step;
+          for (int64_t word = 0; word < words_of_line(); ++word) {
+            taps[tap++] = place * part.blocks * part.line + word * apart;
           }
         }
       }
