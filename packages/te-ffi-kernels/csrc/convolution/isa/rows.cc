@@ -16,9 +16,7 @@ JAXTAP_INLINE Floats signed_numbers(Bytes x) {
   const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
   return same_bits<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)));
 #else
-  Floats wide{};
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(static_cast<int8_t>(x[i]));
-  return wide;
+  return __builtin_convertvector((widen(x) << 24) >> 24, Floats);
 #endif
 }
 
@@ -29,6 +27,9 @@ JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
 #elif defined(__AVX2__)
   return same_bits<Floats>(
       _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
+#elif defined(JAXTAP_NEON)
+  return same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
+                                     same_bits<float32x4_t>(b)));
 #else
   return a * b + sum;
 #endif
@@ -51,6 +52,9 @@ JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
 #elif defined(__AVX2__)
   const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), same_bits<__m256>(x));
   return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
+#elif defined(JAXTAP_NEON)
+  const float32x4_t magnitude = vabsq_f32(same_bits<float32x4_t>(x));
+  return vminvq_u32(vcleq_f32(magnitude, vdupq_n_f32(bound))) == 0;
 #else
   bool found = false;
   for (int i = 0; i < kLanes; ++i) found |= !(x[i] <= bound && x[i] >= -bound);
@@ -84,20 +88,7 @@ __attribute__((noinline, cold)) Floats divided(const Floats& x, float divisor) {
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
 JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
-#if defined(__AVX512F__)
-  const __m512i wide = _mm512_cvtps_epi32(same_bits<__m512>(x));
-  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(wide)), where);
-#elif defined(__AVX2__)
-  const __m256i wide = _mm256_cvtps_epi32(same_bits<__m256>(x));
-  const __m128i words =
-      _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  write(to, same_bits<Bytes>(bytes), where);
-#else
-  Bytes bytes{};
-  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(x[i]));
-  write(to, bytes, where);
-#endif
+  write(to, low_bytes(__builtin_convertvector(x, Ints)), where);
 }
 
 // The quantized values of several vectors: what is asked of one of them is asked of all.
