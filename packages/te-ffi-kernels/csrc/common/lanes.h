@@ -153,7 +153,8 @@ JAXTAP_INLINE Vector read_part(const T* from, int64_t count) {
   } else {
     return same_bits<Vector>(_mm_maskz_loadu_epi8(mask, from));
   }
-#elif defined(JAXTAP_NEON)  // up to three, by copies of known sizes, which need no call
+#elif defined(JAXTAP_NEON)  // by copies of known sizes, which need no call
+  if (count == kLanes) return read<Vector>(from);
   T x[kLanes] = {};
   if ((count & 2) != 0) std::memcpy(x, from, 2 * sizeof(T));
   if ((count & 1) != 0) std::memcpy(x + (count & 2), from + (count & 2), sizeof(T));
@@ -177,6 +178,7 @@ JAXTAP_INLINE void write_part(T* to, Vector x, int64_t count) {
     _mm_mask_storeu_epi8(to, mask, same_bits<__m128i>(x));
   }
 #elif defined(JAXTAP_NEON)
+  if (count == kLanes) return write(to, x);
   T lanes[kLanes];
   write(lanes, x);
   if ((count & 2) != 0) std::memcpy(to, lanes, 2 * sizeof(T));

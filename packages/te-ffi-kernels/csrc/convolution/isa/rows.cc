@@ -16,7 +16,9 @@ JAXTAP_INLINE Floats signed_numbers(Bytes x) {
   const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
   return same_bits<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)));
 #else
-  return __builtin_convertvector((widen(x) << 24) >> 24, Floats);
+  Floats wide{};
+  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(static_cast<int8_t>(x[i]));
+  return wide;
 #endif
 }
 
@@ -27,9 +29,6 @@ JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
 #elif defined(__AVX2__)
   return same_bits<Floats>(
       _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
-#elif defined(JAXTAP_NEON)
-  return same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
-                                     same_bits<float32x4_t>(b)));
 #else
   return a * b + sum;
 #endif

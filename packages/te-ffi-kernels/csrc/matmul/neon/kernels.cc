@@ -26,7 +26,13 @@ using Eight = int16x8_t;
 JAXTAP_INLINE Eight eight_of(int8x8_t x) { return vmovl_s8(x); }
 
 // The 16 columns of each of four rows of K.
-JAXTAP_INLINE uint8x16x4_t load_lines(const uint8_t* from) { return vld4q_u8(from); }
+struct Lines {
+  uint8x16x4_t all;
+
+  uint8x16_t at(int line) const { return all.val[line]; }
+};
+
+JAXTAP_INLINE Lines lines_at(const uint8_t* from) { return {vld4q_u8(from)}; }
 
 template <int kLine, bool kLast>
 JAXTAP_INLINE void add_line(Sums& sums, uint8x16_t bytes, const Eight& x) {

@@ -4,6 +4,11 @@ using Eight = int8x8_t;
 
 JAXTAP_INLINE Eight eight_of(int8x8_t x) { return x; }
 
-JAXTAP_INLINE uint8x16x4_t load_lines(const uint8_t* from) {
-  return {{vld1q_u8(from), vld1q_u8(from + 16), vld1q_u8(from + 32), vld1q_u8(from + 48)}};
-}
+// Each is read where it is multiplied: four at once would leave no registers.
+struct Lines {
+  const uint8_t* from;
+
+  uint8x16_t at(int line) const { return vld1q_u8(from + 16 * line); }
+};
+
+JAXTAP_INLINE Lines lines_at(const uint8_t* from) { return {from}; }

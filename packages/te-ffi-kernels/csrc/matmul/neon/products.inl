@@ -3,7 +3,8 @@
 //
 //   struct Eight;  eight numbers of a row of x, as they are multiplied
 //   Eight eight_of(int8x8_t);
-//   uint8x16x4_t load_lines(const uint8_t*);  64 bytes: 16 columns of four rows of K
+//   struct Lines;  64 bytes, 16 columns of four rows of K: uint8x16_t at(int line)
+//   Lines lines_at(const uint8_t*);
 //   // Adds products of the bytes of line kLine with the first four numbers, or the last.
 //   template <int kLine, bool kLast>
 //   void add_line(Sums&, uint8x16_t bytes, const Eight&);
@@ -24,10 +25,10 @@ JAXTAP_INLINE void each_line(const Body& body) {
 template <bool kLast, int R>
 JAXTAP_INLINE void add_lines([[maybe_unused]] const Rows<R>& rows, const uint8_t* qvalues,
                              const Eight (&x)[R], Sums (&acc)[R][1]) {
-  const uint8x16x4_t lines = load_lines(qvalues);
+  const Lines lines = lines_at(qvalues);
   each_line([&](auto line) __attribute__((always_inline)) {
     constexpr int kLine = decltype(line)::value;
-    uint8x16_t bytes = lines.val[kLine];
+    uint8x16_t bytes = lines.at(kLine);
     if constexpr (kSignedSums) bytes = veorq_u8(bytes, rows.flip);
 #pragma GCC unroll 6
     for (int r = 0; r < R; ++r) add_line<kLine, kLast>(acc[r][0], bytes, x[r]);
@@ -76,11 +77,11 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
       Eight eight[kRows];
 #pragma GCC unroll 6
       for (int r = 0; r < kRows; ++r) eight[r] = eight_of(vld1_s8(x + r * x_stride + i));
-      const uint8x16x4_t lines = load_lines(from);
+      const Lines lines = lines_at(from);
       each_line([&](auto line) __attribute__((always_inline)) {
         constexpr int kLine = decltype(line)::value;
-        const uint8x16_t lower = vandq_u8(lines.val[kLine], mask);
-        const uint8x16_t upper = vshrq_n_u8(lines.val[kLine], 4);
+        const uint8x16_t both = lines.at(kLine);
+        const uint8x16_t lower = vandq_u8(both, mask), upper = vshrq_n_u8(both, 4);
         const uint8x16_t low = kTable ? vqtbl1q_u8(bytes, lower) : lower;
         const uint8x16_t high = kTable ? vqtbl1q_u8(bytes, upper) : upper;
 #pragma GCC unroll 6

@@ -18,7 +18,7 @@ namespace {
 #include "matmul/rotate.inl"
 #include "matmul/neon/vectors.inl"
 
-constexpr int kTileRows = 6, kTilePanels = 1, kScaledPanels = 1;  // 24 of 32 registers hold sums
+constexpr int kTileRows = 5, kTilePanels = 1, kScaledPanels = 1;  // 20 of 32 registers hold sums
 constexpr bool kSignedSums = true;
 
 // Plane rows as they lie, and what makes quantized values signed: nothing, where they are.
