@@ -26,6 +26,9 @@ constexpr int kRows = 8;    // of a tile
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 constexpr int kRows = 6;
+#elif defined(JAXTAP_NEON)
+constexpr int kWidth = 4;
+constexpr int kRows = 8;
 #else
 constexpr int kWidth = 4;
 constexpr int kRows = 4;
