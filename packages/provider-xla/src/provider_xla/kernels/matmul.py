@@ -205,7 +205,7 @@ def product(
     given = contraction, how, scale, x, weight, side
     try:
         dtype = check_dtypes(contraction, x, weight.dtype)
-        if isinstance(contraction, RaggedMatmul):
+        if isinstance(contraction, RaggedMatmul) and weight.phases is None:
             if between.y_scale is not None:
                 return NotImplemented  # int8 results of rows in groups
             return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
@@ -219,6 +219,8 @@ def product(
             except NoKernel:  # of a program that the plan is not for
                 if not is_matmul:
                     raise
+        if weight.phases is not None:
+            return NotImplemented  # packed for a transposed convolution
         if between.y_scale is not None:
             return NotImplemented  # int8 results of a matmul
         return _multiply(*given, dtype, rotation, added)

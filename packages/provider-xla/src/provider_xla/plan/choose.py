@@ -331,7 +331,8 @@ def _packing(
         group = _some_rows(weight.shape[k_axes[-1]])
     pieces = use.cuts[k_axes[0]] if use.cuts else 1
     pieces = pieces if pieces > 1 else 0
-    how = {"table": table, "repeats": repeats}
+    phases = None if use.window is None else use.window.phases(use.local(weight.shape))
+    how = {"table": table, "repeats": repeats, "phases": phases}
     packing = Packing(lead, k_axes, tuple(n_axes), group, bits, platform, pieces, **how)
     if 0 in weight.shape:
         raise NoKernel("nothing is in it")
