@@ -154,7 +154,10 @@ def window_of(
 def conv_op_of(how: qn.HowToQuantize | None, is_static: bool, packed: Any) -> str:
     """Return the op for a convolution with a weight that is packed, or raise NoKernel."""
     if how is None:
-        raise NoKernel("a convolution of float activations")
+        op = getattr(packed, "float_conv_op", None)
+        if op is None:
+            raise NoKernel("a convolution of float activations")
+        return op
     if how.qtype != "int8":
         raise NoKernel(f"activations in {how.qtype}")
     if is_static and not qn.parse_calibration_method(how.method).is_symmetric:

@@ -50,7 +50,8 @@ class PrepackedWeight(qn.StoredForm):
             ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
             ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``; if a true ``rounds``, its
-            op of convolutions takes int8 activations and ``y_scale=``.
+            op of convolutions takes int8 activations and ``y_scale=``. ``conv_op`` is that op, for
+            int8 activations, and ``float_conv_op`` the one for floats; None for none.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: sizes of the contracted axes, in the order in which they make K (static).

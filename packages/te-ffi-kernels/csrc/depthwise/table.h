@@ -1,0 +1,39 @@
+// What one instruction set offers to depthwise convolutions of floats.
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+#include "common/isa.h"
+#include "matmul/kernels.h"
+
+namespace jaxtap::depthwise {
+
+// What a window reads of one line of an image.
+struct Line {
+  const uint8_t* x;      // [size, channels], the whole line, of any alignment
+  const float* weights;  // [window, channels]
+};
+
+// A row of results: pixels times channels.
+struct Row {
+  const Line* lines;  // those that the image has
+  int64_t line_count;
+  DType x_dtype;
+  int64_t channels;
+  // Along the line, as in convolution::Axis.
+  int64_t size, window, stride, dilation, low;
+  int64_t pixels;
+  const float* scales;  // [channels]
+  Output out;           // a row for each pixel
+};
+
+struct Table {
+  void (*row)(const Row& r);
+};
+
+// That of an instruction set, and of the one that selected_isa() names, which throws as that.
+const Table& table(Isa isa);
+const Table& table();
+
+}  // namespace jaxtap::depthwise
