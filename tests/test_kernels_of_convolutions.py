@@ -378,6 +378,31 @@ def test_derivatives_of_windows(case):
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", ["depthwise", "depthwise NCHW", "transposed depthwise"])
+def test_depthwise_windows_of_float_activations(case, bits):
+    conv, w, x = windowed(case)
+    last = case != "depthwise NCHW"
+    bias = jnp.linspace(-1, 1, D)
+
+    def fn(w, x):
+        y = conv(w, x)
+        return jax.nn.relu6(y + bias) if last else jax.nn.relu6(y)
+
+    plan = PtqProvider(QuantizationRule(weight_qtype=f"int{bits}")).plan(fn, w, x)
+    assert plan.ops[0].kernel == f"te_ffi_kernels.conv_w{bits}a16", plan.ops[0].kernel_reason
+    packed, run = plan.quantize(w), jax.jit(plan.apply(fn))
+    assert targets(run, packed, x) == [f"conv_w{bits}a16"]
+    assert cuts_in(run, packed, x) == []
+    restored = plan.quantize(w, prepack=False).restore()
+    wanted = jax.jit(fn)(restored, x)
+    np.testing.assert_allclose(run(packed, x), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    ct = jnp.asarray(np.random.default_rng(2).normal(size=wanted.shape), jnp.float32)
+    found = jax.jit(jax.grad(lambda x: (ct * run(packed, x)).sum()))(x)
+    (wanted,) = jax.vjp(functools.partial(fn, restored), x)[1](ct)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def in_scan(fn):
     return lambda *args: lax.scan(lambda y, _: (fn(*args), None), fn(*args), None, 1)[0]
 

@@ -57,7 +57,7 @@ struct Weights {
 };
 
 // In the calling thread's memory.
-Weights unpacked(const PackedWeights& w) {
+Weights unpacked(const PackedWeights& w, const Table& kernels) {
   const PanelLayout& layout = w.layout;
   const uint64_t key = check_headers(w, 0, w.panels);
   check_payloads(panel_at(w, 0), layout, 0, w.panels, key, Parallel());
@@ -72,12 +72,9 @@ Weights unpacked(const PackedWeights& w) {
       found.scales[column + c] = panel_scale(panel, layout, 0, c);
     }
     for (int64_t tap = 0; tap < layout.k; ++tap) {
-      const uint8_t* from = panel + layout.qvalues_at(tap) + tap % 4;
-      const int shift = layout.high(tap) ? 4 : 0;
-      float* to = found.values + tap * w.n + column;
-      for (int c = 0; c < columns; ++c) {
-        to[c] = static_cast<float>(((from[4 * c] >> shift) & mask) - zero_point);
-      }
+      const int shift = static_cast<int>(8 * (tap % 4)) + (layout.high(tap) ? 4 : 0);
+      kernels.unpack(panel + layout.qvalues_at(tap), shift, mask, zero_point, columns,
+                     found.values + tap * w.n + column);
     }
   }
   return found;
@@ -91,7 +88,7 @@ void convolve(const Args& args, const Parallel& parallel, Isa isa) {
   const int64_t rows_of_image = d.out * h.out, rows = args.images * rows_of_image;
   if (rows * w.out == 0) return;
   const Table& kernels = table(isa);
-  const Weights weights = unpacked(args.weights);
+  const Weights weights = unpacked(args.weights, kernels);
   const auto x_bytes = static_cast<int64_t>(byte_size(args.x_dtype));
   const auto y_bytes = static_cast<int64_t>(byte_size(args.y_dtype));
   const int64_t n = args.channels, line_bytes = w.size * n * x_bytes;

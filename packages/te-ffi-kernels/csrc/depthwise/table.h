@@ -30,6 +30,10 @@ struct Row {
 
 struct Table {
   void (*row)(const Row& r);
+  // Columns of a row of a packed weight, from a line of four rows: bits from `shift` on of every
+  // fourth byte, less the zero point.
+  void (*unpack)(const uint8_t* line, int shift, int32_t mask, int32_t zero_point, int64_t columns,
+                 float* to);
 };
 
 // That of an instruction set, and of the one that selected_isa() names, which throws as that.

@@ -132,9 +132,42 @@ JAXTAP_INLINE void near_window(const Row& r, int64_t pixel, int64_t channel, Whe
 }
 
 template <class Format, int kCount>
-void any_pixels(const Row& r, int64_t pixel, Elements e) {
+void any_pixels(const Row& r, int64_t pixel) {
   over(r.channels, [&](int64_t channel, auto where) {
-    any_window<Format, kCount>(r, pixel, e, channel, where);
+    any_window<Format, kCount>(r, pixel, {0, r.window}, channel, where);
+  });
+}
+
+// One pixel, for some elements of the window. Several vectors of channels at once, since the
+// products of one vector wait for each other.
+template <class Format>
+void one_pixel(const Row& r, int64_t pixel, Elements e) {
+  using Type = typename Format::Type;
+  constexpr int kVectors = 4;
+  const int64_t apart = r.dilation * r.channels;
+  const int64_t start = (pixel * r.stride - r.low + e.first * r.dilation) * r.channels;
+  int64_t channel = 0;
+  for (; channel + kVectors * kLanes <= r.channels; channel += kVectors * kLanes) {
+    Floats sums[kVectors] = {};
+    for (int64_t i = 0; i < r.line_count; ++i) {
+      const float* weights = r.lines[i].weights + e.first * r.channels + channel;
+      const Type* x = reinterpret_cast<const Type*>(r.lines[i].x) + start + channel;
+      for (int64_t l = e.first; l < e.last; ++l, x += apart, weights += r.channels) {
+#pragma GCC unroll 4
+        for (int v = 0; v < kVectors; ++v) {
+          sums[v] = add_product(load<Format>(x + v * kLanes), read<Floats>(weights + v * kLanes),
+                                sums[v]);
+        }
+      }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats one[1] = {sums[v]};
+      finish(r, pixel, channel + v * kLanes, one, Whole());
+    }
+  }
+  over(r.channels - channel, [&](int64_t rest, auto where) {
+    any_window<Format, 1>(r, pixel, e, channel + rest, where);
   });
 }
 
@@ -157,7 +190,7 @@ void whole_pixels(const Row& r, int64_t pixel) {
   } else if (r.dilation == 1 && r.stride == 2 && r.window == 5) {
     near_pixels<Format, 5, 2, kCount>(r, pixel);
   } else {
-    any_pixels<Format, kCount>(r, pixel, {0, r.window});
+    any_pixels<Format, kCount>(r, pixel);
   }
 }
 
@@ -174,7 +207,7 @@ void row_of(const Row& r) {
     const int64_t left = r.pixels - pixel;
     // Windows between two whole ones are whole.
     if (!is_whole(pixel)) {
-      any_pixels<Format, 1>(r, pixel, Elements::of(r, pixel));
+      one_pixel<Format>(r, pixel, Elements::of(r, pixel));
       pixel += 1;
     } else if (left >= 8 && is_whole(pixel + 7)) {
       whole_pixels<Format, 8>(r, pixel);
@@ -186,7 +219,7 @@ void row_of(const Row& r) {
       whole_pixels<Format, 2>(r, pixel);
       pixel += 2;
     } else {
-      any_pixels<Format, 1>(r, pixel, {0, r.window});
+      one_pixel<Format>(r, pixel, {0, r.window});
       pixel += 1;
     }
   }
@@ -202,10 +235,19 @@ void row(const Row& r) {
   }
 }
 
+void unpack(const uint8_t* line, int shift, int32_t mask, int32_t zero_point, int64_t columns,
+            float* to) {
+  over(columns, [&](int64_t i, auto where) {
+    // Lines are of 16 or 32 columns: whole vectors can be read.
+    const Ints found = (same_bits<Ints>(read<Words>(line + 4 * i) >> shift) & mask) - zero_point;
+    write(to + i, __builtin_convertvector(found, Floats), where);
+  });
+}
+
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{row};
+  static const Table table{row, unpack};
   return table;
 }
 
