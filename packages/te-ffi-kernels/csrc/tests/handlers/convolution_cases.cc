@@ -131,8 +131,8 @@ Case depthwise(const char* target) {
   const std::vector<int64_t> y = {kImages, kHeight, kWidth - 2, kN};
   Dictionary given = attributes();
   given.erase("x_scale");
-  given["k"] = kTaps;
-  given["groups"] = kN;
+  given.at("k") = kTaps;
+  given.at("groups") = kN;
   return {{target,
            {normal({kImages, kHeight, kWidth, kN}), buffer_of(*w), filled(kF32, {kN}, 0.25),
             normal(y)},
