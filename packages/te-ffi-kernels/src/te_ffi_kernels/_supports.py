@@ -101,29 +101,55 @@ def convolution(call: KernelCall) -> bool | str:
     x, kernel = call.operands
     if x.dtype not in (*_FLOATS, "int8"):
         return f"x is {x.dtype}"
+    if (why := _unfit_window(call)) is not None:
+        return why
+    *window, channels, n = kernel.shape
+    taps, groups = math.prod(window), call.param("groups", 1)
+    if taps * channels > MOST_PRODUCTS or (_is_depthwise(call) and taps > MOST_TAPS):
+        return f"its sums have {taps * channels} products"
+    columns = 16 if call.op.startswith("conv_w8") else 32
+    if groups > 1 and not _is_depthwise(call) and n // groups % columns:
+        return f"its {groups} groups are not of whole panels of {columns} output channels"
+    isa = instruction_set()
+    if isa == "generic":
+        return "XLA is faster on generic at convolutions"
+    least = _PRODUCTS_WIDENED if isa in _WIDENING else _PRODUCTS
+    if not _is_depthwise(call) and taps * channels < least:
+        return f"XLA is faster on {isa} at convolutions with sums of fewer than {least} products"
+    return True
+
+
+def float_convolution(call: KernelCall) -> bool | str:
+    """Tell the same where images stay floats."""
+    x, _ = call.operands
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if (why := _unfit_window(call)) is not None:
+        return why
+    if not _is_depthwise(call):
+        return "a convolution of float activations that is not depthwise"
+    if instruction_set() == "generic":
+        return "XLA is faster on generic at convolutions"
+    return True
+
+
+def _is_depthwise(call: KernelCall) -> bool:
+    channels, n = call.operands[1].shape[-2:]
+    return channels == 1 and n == call.param("groups", 1) > 1
+
+
+def _unfit_window(call: KernelCall) -> str | None:
+    """Return why no kernel convolves such shapes, or None."""
+    x, kernel = call.operands
     if not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)):
         return f"an operand has the symbolic shape {x} or {kernel}"
     if not 3 <= len(x.shape) <= 2 + len("DHW"):
         return f"images have {len(x.shape) - 2} axes"
     if call.param("group", 0):
         return "the weight has groups of rows"
-    *window, channels, n = kernel.shape
-    taps, groups = math.prod(window), call.param("groups", 1)
-    if not channels * taps:
+    if not math.prod(kernel.shape[:-1]):
         return "nothing is contracted"
-    is_depthwise = groups > 1 and channels == 1 and n == groups
-    if taps * channels > MOST_PRODUCTS or (is_depthwise and taps > MOST_TAPS):
-        return f"its sums have {taps * channels} products"
-    columns = 16 if call.op.startswith("conv_w8") else 32
-    if groups > 1 and not is_depthwise and n // groups % columns:
-        return f"its {groups} groups are not of whole panels of {columns} output channels"
-    isa = instruction_set()
-    if isa == "generic":
-        return "XLA is faster on generic at convolutions"
-    least = _PRODUCTS_WIDENED if isa in _WIDENING else _PRODUCTS
-    if not is_depthwise and taps * channels < least:
-        return f"XLA is faster on {isa} at convolutions with sums of fewer than {least} products"
-    return True
+    return None
 
 
 def attention(call: KernelCall) -> bool | str:
