@@ -69,7 +69,8 @@ class Outputs:
         if found is None or node.op.fixed is not None or node.op.kind is Scales.JOIN:
             return None
         reader, _, theirs = found
-        if reader.op.kind not in (Scales.JOIN, Scales.CLAMP) or reader.op.name == "select_n":
+        kind = reader.op.kind
+        if kind not in (Scales.JOIN, Scales.CLAMP, Scales.AVERAGE) or reader.op.name == "select_n":
             return None
         if (
             theirs.output_qtype != rule.output_qtype
@@ -78,4 +79,7 @@ class Outputs:
             return None
         if self.fusion.reader(reader) is not None:
             return None
-        return reader.op_id if self._reader_scale(reader, theirs) is None else None
+        # Of what is resized and then concatenated, too: else it would be requantized there.
+        further = self._reader_scale(reader, theirs)
+        own = None if kind is Scales.AVERAGE else reader.op_id
+        return own if further is None else further
