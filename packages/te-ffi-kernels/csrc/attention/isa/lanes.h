@@ -9,8 +9,6 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
-#elif defined(JAXTAP_NEON)
-#include <arm_neon.h>
 #endif
 
 #include <cstdint>

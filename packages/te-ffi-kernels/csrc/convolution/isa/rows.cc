@@ -51,9 +51,6 @@ JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
 #elif defined(__AVX2__)
   const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), same_bits<__m256>(x));
   return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
-#elif defined(JAXTAP_NEON)
-  const float32x4_t magnitude = vabsq_f32(same_bits<float32x4_t>(x));
-  return vminvq_u32(vcleq_f32(magnitude, vdupq_n_f32(bound))) == 0;
 #else
   bool found = false;
   for (int i = 0; i < kLanes; ++i) found |= !(x[i] <= bound && x[i] >= -bound);
@@ -87,7 +84,20 @@ __attribute__((noinline, cold)) Floats divided(const Floats& x, float divisor) {
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
 JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
-  write(to, low_bytes(__builtin_convertvector(x, Ints)), where);
+#if defined(__AVX512F__)
+  const __m512i wide = _mm512_cvtps_epi32(same_bits<__m512>(x));
+  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(wide)), where);
+#elif defined(__AVX2__)
+  const __m256i wide = _mm256_cvtps_epi32(same_bits<__m256>(x));
+  const __m128i words =
+      _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
+  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
+  write(to, same_bits<Bytes>(bytes), where);
+#else
+  Bytes bytes{};
+  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(x[i]));
+  write(to, bytes, where);
+#endif
 }
 
 // The quantized values of several vectors: what is asked of one of them is asked of all.
