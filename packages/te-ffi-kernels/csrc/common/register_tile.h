@@ -13,6 +13,10 @@
 // before all includes.
 #pragma once
 
+#if defined(JAXTAP_NEON)
+#include <arm_neon.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
