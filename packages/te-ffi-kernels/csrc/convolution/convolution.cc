@@ -139,6 +139,7 @@ class Convolver {
         is_int8_(args.x_dtype == DType::S8),
         x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
         y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))),
+        x_scale_(args.x_scale == nullptr ? Scale() : Scale::of(*args.x_scale)),
         y_scale_(args.y_scale == nullptr ? Scale() : Scale::of(*args.y_scale)) {
     for (int i = 0; i < kDims; ++i) {
       const Axis& axis = args.axes[i];
@@ -229,7 +230,6 @@ class Convolver {
   void find_scale(Memory* m, int64_t size, const Parallel& parallel) const {
     if (args_.x_scale != nullptr) {
       m->scale = *args_.x_scale;
-      m->bounded = false;
     } else {
       const int64_t parts = divide_up(size, kSerialBelow);
       auto* most = Arena<PartsTag>::get_array<int32_t>(parts);
@@ -273,7 +273,13 @@ class Convolver {
     if (x == nullptr) return false;
     if (is_int8_) {
       std::memcpy(out, x, static_cast<size_t>((last - first) * pixel_));
-      if (sums != nullptr) sum_line(x, last - first, sums);
+      if (sums != nullptr) sum_line(out, last - first, sums);
+      return true;
+    }
+    if (args_.x_scale != nullptr) {
+      const int64_t pixels = last - first;
+      table_.quantize(x, args_.x_dtype, pixels * pixel_, x_scale_, out);
+      if (sums != nullptr) sum_line(out, pixels, sums);
       return true;
     }
     Quantize q{};
@@ -297,14 +303,13 @@ class Convolver {
 
   int32_t zero_point() const { return layout_.bits == 8 ? 128 : 8; }
 
-  void sum_line(const uint8_t* x, int64_t pixels, int32_t* sums) const {
-    table_.sum(reinterpret_cast<const int8_t*>(x), pixels * args_.groups, of_group_, zero_point(),
-               sums);
+  void sum_line(const int8_t* x, int64_t pixels, int32_t* sums) const {
+    table_.sum(x, pixels * args_.groups, of_group_, zero_point(), sums);
   }
 
   // Of an image that is not copied.
   void sum_pixels(const Memory& m, const Parallel& parallel) const {
-    const uint8_t* x = image_at(m.index);
+    const auto* x = reinterpret_cast<const int8_t*>(image_at(m.index));
     parallel.ranges(image_ / pixel_, divide_up(4 * kSerialBelow, pixel_),
                     [&](int64_t begin, int64_t end) {
                       sum_line(x + begin * pixel_, end - begin, m.pixel_sums + begin);
@@ -691,7 +696,7 @@ class Convolver {
   const bool pointwise_;  // sums are over the channels of a pixel
   const bool is_int8_;    // x
   const int64_t x_bytes_, y_bytes_;
-  const Scale y_scale_;
+  const Scale x_scale_, y_scale_;  // that are given
   bool in_place_;  // x is multiplied where it lies
   int64_t padded_[kDims];  // elements that windows reach
   int64_t pixel_, line_, plane_, image_;  // bytes of an image's parts

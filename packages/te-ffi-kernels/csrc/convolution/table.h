@@ -81,6 +81,8 @@ struct Table {
   void (*spread)(const Spread& s);
   void (*depthwise)(const Depthwise& d);
   void (*finish)(const Finished& f);
+  // Floats of a static range, at any address, to int8.
+  void (*quantize)(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to);
   // zero_point times the sum of each `size` of count * size quantized values.
   void (*sum)(const int8_t* x, int64_t count, int64_t size, int32_t zero_point, int32_t* sums);
   void (*unpack)(const Unpack& u);

@@ -20,36 +20,59 @@ using namespace lanes::JAXTAP_ISA_NAMESPACE;
 constexpr int kTaps = 4;
 using Sums = Ints;
 
-// A word for each `kStep` values of `next()`, which gives those of a pixel after the other, `count`
-// in all. What neighbours share is put together once.
-template <int kStep, class Next, class Store>
+constexpr int kSpreadBlocks = 4;  // of channels at once: what a line of the cache has
+
+// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
+// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
+// together once.
+template <int kStep, int kBlocks, class Next, class Store>
 JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
-  const auto value = [&] { return same_bits<Words>(widen(next())); };
-  const auto pair = [](Words low, Words high) { return low | (high << 8); };
-  const auto word = [](Words low, Words high) { return (low | (high << 16)) ^ 0x80808080u; };
+  struct Several {
+    Words of[kBlocks];
+  };
+  const auto values = [&]() __attribute__((always_inline)) {
+    Several made;
+    const auto where = next();
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = same_bits<Words>(widen(where(b)));
+    return made;
+  };
+  const auto pairs = [](const Several& low, const Several& high) __attribute__((always_inline)) {
+    Several made;
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = low.of[b] | (high.of[b] << 8);
+    return made;
+  };
+  const auto put = [&](int64_t i, const Several& low, const Several& high)
+      __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      store(i, b, (low.of[b] | (high.of[b] << 16)) ^ 0x80808080u);
+    }
+  };
   if constexpr (kStep == 1) {
-    const Words one = value(), two = value();
-    Words last = value(), first = pair(one, two), second = pair(two, last);
+    const Several one = values(), two = values();
+    Several last = values(), first = pairs(one, two), second = pairs(two, last);
     for (int64_t i = 0; i < count; ++i) {
-      const Words more = value(), third = pair(last, more);
-      store(i, word(first, third));
+      const Several more = values(), third = pairs(last, more);
+      put(i, first, third);
       first = second;
       second = third;
       last = more;
     }
   } else {
-    Words first{};
+    Several first{};
     if (kStep == 2) {
-      const Words low = value();
-      first = pair(low, value());
+      const Several low = values();
+      first = pairs(low, values());
     }
     for (int64_t i = 0; i < count; ++i) {
       if (kStep == 4) {
-        const Words low = value();
-        first = pair(low, value());
+        const Several low = values();
+        first = pairs(low, values());
       }
-      const Words low = value(), second = pair(low, value());
-      store(i, word(first, second));
+      const Several low = values(), second = pairs(low, values());
+      put(i, first, second);
       first = second;
     }
   }
@@ -65,18 +88,20 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
 constexpr int kTaps = 1;
 using Sums = Floats;
 
-template <int kStep, class Next, class Store>
+constexpr int kSpreadBlocks = 1;
+
+template <int kStep, int kBlocks, class Next, class Store>
 JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
-  static_assert(kStep == 1, "each pixel has a word");
+  static_assert(kStep == 1 && kBlocks == 1, "each pixel has a word");
   for (int64_t i = 0; i < count; ++i) {
-    const Bytes x = next();
+    const Bytes x = next()(0);
 #if defined(__AVX2__)
     const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
-    store(i, same_bits<Words>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low))));
+    store(i, 0, same_bits<Words>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low))));
 #else
     Floats wide{};
     for (int j = 0; j < kLanes; ++j) wide[j] = static_cast<float>(static_cast<int8_t>(x[j]));
-    store(i, same_bits<Words>(wide));
+    store(i, 0, same_bits<Words>(wide));
 #endif
   }
 }
@@ -341,26 +366,46 @@ void put_rows(const Finished& given) {
   });
 }
 
-template <int kStep>
-void spread_by(const Spread s) {
-  static constexpr int8_t kZeros[kLanes] = {};
+// Some blocks of channels from one on.
+template <int kStep, int kBlocks, class Where>
+JAXTAP_INLINE void spread_blocks(const Spread& s, int64_t channel, Where where) {
+  static constexpr int8_t kZeros[kBlocks * kLanes] = {};
   const int64_t dilation = kTaps == 1 ? 1 : s.dilation;
-  over(s.channels, [&](int64_t channel, auto where) {
-    // Pixels of one word are `dilation` apart, as it is from the word that begins with the second.
-    for (int64_t i = 0; i < dilation; ++i) {
-      int64_t place = i - s.first;
-      const int8_t* x = s.x + channel;
-      const auto next = [&] {
-        const bool is_inside = static_cast<uint64_t>(place) < static_cast<uint64_t>(s.inside);
-        const int8_t* from = is_inside ? x + place * s.stride : kZeros;
-        place += dilation;
-        return read<Bytes>(from, where);
+  // Pixels of one word are `dilation` apart, as it is from the word that begins with the second.
+  for (int64_t i = 0; i < dilation; ++i) {
+    int64_t place = i - s.first;
+    const int8_t* x = s.x + channel;
+    const auto next = [&]() __attribute__((always_inline)) {
+      const bool is_inside = static_cast<uint64_t>(place) < static_cast<uint64_t>(s.inside);
+      const int8_t* from = is_inside ? x + place * s.stride : kZeros;
+      place += dilation;
+      return [from, where](int block) __attribute__((always_inline)) {
+        return read<Bytes>(from + block * kLanes, where);
       };
-      uint32_t* line = s.line + channel * s.pixels + i * kLanes;
-      words_of<kStep>((s.pixels - i + dilation - 1) / dilation, next, [&](int64_t at, Words word) {
-        write(line + at * dilation * kLanes, word);
-      });
+    };
+    uint32_t* line = s.line + channel * s.pixels + i * kLanes;
+    const auto store = [&](int64_t at, int block, Words word) __attribute__((always_inline)) {
+      write(line + (block * s.pixels + at * dilation) * kLanes, word);
+    };
+    words_of<kStep, kBlocks>((s.pixels - i + dilation - 1) / dilation, next, store);
+  }
+}
+
+template <int kStep>
+void spread_by(const Spread& given) {
+  const Spread s = given;  // a copy: nothing to read again after words are stored
+  int64_t first = 0;
+  for (; first + kSpreadBlocks * kLanes <= s.channels; first += kSpreadBlocks * kLanes) {
+    spread_blocks<kStep, kSpreadBlocks>(s, first, Whole());
+  }
+  if constexpr (kSpreadBlocks == 4) {
+    if (first + 2 * kLanes <= s.channels) {
+      spread_blocks<kStep, 2>(s, first, Whole());
+      first += 2 * kLanes;
     }
+  }
+  over(s.channels - first, [&](int64_t channel, auto where) {
+    spread_blocks<kStep, 1>(s, first + channel, where);
   });
 }
 
@@ -389,6 +434,37 @@ void put_all(const Operands& given) {
 
 void depthwise(const Depthwise& d) { put_all(d); }
 void finish(const Finished& f) { put_all(f); }
+
+template <class Format>
+void quantize_numbers(const void* x, int64_t count, Scale scale, int8_t* to) {
+  const auto* from = static_cast<const typename Format::Type*>(x);
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    Floats values[4];
+    Ints near[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) values[j] = load<Format>(from + i + j * kLanes);
+    quantize<true>(values, scale, near);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) write_bytes(to + i + j * kLanes, near[j], Whole());
+  }
+  over(count - i, [&](int64_t rest, auto where) {
+    const Floats values[1] = {load<Format>(from + i + rest, where)};
+    Ints near[1];
+    quantize<true>(values, scale, near);
+    write_bytes(to + i + rest, near[0], where);
+  });
+}
+
+void quantize_floats(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to) {
+  if (dtype == DType::F32) {
+    quantize_numbers<F32>(x, count, scale, to);
+  } else if (dtype == DType::BF16) {
+    quantize_numbers<BF16>(x, count, scale, to);
+  } else {
+    quantize_numbers<F16>(x, count, scale, to);
+  }
+}
 
 #if defined(__AVX512F__)
 // Sums of four bytes each, in 16 lanes.
@@ -463,7 +539,7 @@ void unpack(const Unpack& u) {
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, kTaps, spread, depthwise, finish, sum, unpack};
+  static const Table table{kLanes, kTaps, spread, depthwise, finish, quantize_floats, sum, unpack};
   return table;
 }
 
