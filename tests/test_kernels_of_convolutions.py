@@ -284,6 +284,14 @@ WINDOWS = {
         (2, 4, 3, 128), (3, 3, 128, D),
         {"dimension_numbers": NHWC, "padding": ((2, 1), (1, 2)), "lhs_dilation": (2, 2)},
     ),
+    "transposed, windows apart": (
+        (2, 4, 3, 512), (2, 3, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 1), (2, 2)), "lhs_dilation": (2, 3)},
+    ),
+    "transposed, windows apart and cut": (
+        (2, 4, 3, 512), (2, 1, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 0), (0, 0)), "lhs_dilation": (2, 1)},
+    ),
     # Of three phases along the first axis one has no elements.
     "transposed NCHW": (
         (2, 256, 4, 5), (D, 256, 2, 3),
