@@ -18,7 +18,7 @@ from interception_core import get_op
 from quant_numerics import Convolution
 
 from .phases import Axis, Phases, axis_of, interleaved, phases_of
-from .products import NOTHING, Added, Between, NoKernel
+from .products import NOTHING, Added, Between, NoKernel, check_activations
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +158,7 @@ def conv_op_of(how: qn.HowToQuantize | None, is_static: bool, packed: Any) -> st
         if op is None:
             raise NoKernel("a convolution of float activations")
         return op
-    if how.qtype != "int8":
-        raise NoKernel(f"activations in {how.qtype}")
-    if is_static and not qn.parse_calibration_method(how.method).is_symmetric:
-        raise NoKernel("activations with a static range that has a zero point")
-    if not is_static and (how.method != "absmax" or not how.channelwise):
-        raise NoKernel("activations with another range than the largest of each image")
+    check_activations(how, is_static, "image")
     op = getattr(packed, "conv_op", None)
     if op is None:
         raise NoKernel("its package has no convolutions")

@@ -18,7 +18,15 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .products import ALONE, NOTHING, Added, Between, NoKernel, mapped_contraction
+from .products import (
+    ALONE,
+    NOTHING,
+    Added,
+    Between,
+    NoKernel,
+    check_activations,
+    mapped_contraction,
+)
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -137,13 +145,7 @@ def op_of(
     """
     if how is None:
         return packed.matmul_op(quantizes=False)
-    if how.qtype != "int8":
-        raise NoKernel(f"activations in {how.qtype}")
-    if is_static:
-        if not qn.parse_calibration_method(how.method).is_symmetric:
-            raise NoKernel("activations with a static range that has a zero point")
-    elif how.method != "absmax" or not how.channelwise:
-        raise NoKernel("activations with another range than the largest of each row")
+    check_activations(how, is_static, "row")
     op = packed.matmul_op(quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")

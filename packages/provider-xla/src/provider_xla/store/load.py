@@ -11,16 +11,15 @@ import jax
 
 from interception_core import StorablePlan
 
-from ..errors import QuantizationWarning
-from ..forms.adapted import AdaptedWeight
+from ..errors import QuantizationWarning, StoreError, StoreMismatchError
+from ..forms import AdaptedWeight
 from ..plan.quantize import prepacked
 from . import orbax, safetensors, shards
 from .diff import compare_template
-from .errors import StoreError, StoreMismatchError
 from .forms import put_together
 from .manifest import Manifest, Opened, check_storable, is_ours
-from .manifest_schema import Tree
 from .placing import find_placements, shardings_of
+from .schema import Tree
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:

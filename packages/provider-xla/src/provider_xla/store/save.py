@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 
+from ..errors import StoreError, StoreMismatchError
 from ..program.granularity import Granularity
 from . import orbax
-from .errors import StoreError, StoreMismatchError
 from .files import appearing
 from .forms import Form, take_apart
 from .manifest import Manifest, build, check_storable, is_ours

@@ -12,12 +12,12 @@ from jax import lax
 
 from quant_numerics.array.qarray import QArray, effective_scale, qtype_of
 from quant_numerics.array.tiles import whole_tiles
+from quant_numerics.calibration.calibrate import Calibration, scale_of
 from quant_numerics.calibration.quantize import quantize_with
-from quant_numerics.calibration.scale import Calibration, scale_of
 from quant_numerics.contraction.in_kernel import product, quantize_scaled
 from quant_numerics.contraction.options import Backward, HowToQuantize
+from quant_numerics.formats.encoding import StochasticRounding
 from quant_numerics.formats.qtypes import QType, get_qtype
-from quant_numerics.formats.rounding import StochasticRounding
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,12 +14,11 @@ from jax.typing import DTypeLike
 from interception_core import explicit_mesh, get_op, select_kernel
 from interception_core.log import logger
 from quant_numerics.array.qarray import QArray
-from quant_numerics.autodiff.straight_through import straight_through
-from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.autodiff.linear import straight_through
+from quant_numerics.calibration.calibrate import parse_calibration_method
 from quant_numerics.calibration.quantize import quantize
-from quant_numerics.formats.dtypes import compute_dtype
-from quant_numerics.formats.qtypes import get_qtype
-from quant_numerics.formats.rounding import StochasticRounding, key_words
+from quant_numerics.formats.encoding import StochasticRounding, key_words
+from quant_numerics.formats.qtypes import compute_dtype, get_qtype
 from quant_numerics.ops.cpu_dot import may_be_cut
 
 _log = logger("quant-numerics")

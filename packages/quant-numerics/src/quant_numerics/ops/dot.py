@@ -13,21 +13,22 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from quant_numerics.array.explicit import sharded_as
-from quant_numerics.array.operand import Operand, as_operand, dequantize
-from quant_numerics.array.qarray import QArray
-from quant_numerics.formats.dtypes import compute_dtype, promote_floats
-from quant_numerics.ops.arithmetic import Arithmetic, arithmetic, output_dtype
-from quant_numerics.ops.block_dot import block_dot, is_block_dot
-from quant_numerics.ops.cpu_dot import dot_in_kernel, int_dot_general
-from quant_numerics.ops.dot_sides import (
+from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize
+from quant_numerics.formats.qtypes import compute_dtype, promote_floats
+from quant_numerics.ops.arithmetic import (
+    Arithmetic,
     Side,
+    arithmetic,
     chunked,
     contracted_tiles,
     evenly_tiled,
     in_output,
+    output_dtype,
     side_of,
     value_sums,
 )
+from quant_numerics.ops.block_dot import block_dot, is_block_dot
+from quant_numerics.ops.cpu_dot import dot_in_kernel, int_dot_general
 
 DotDimensionNumbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]

@@ -1,4 +1,4 @@
-"""Adapters: floats that are trained beside a parameter, as a leaf of parameters."""
+"""Stored parameters that hold another form, and adapters: floats trained beside a parameter."""
 
 from __future__ import annotations
 
@@ -7,21 +7,101 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
 import jax.export
+import numpy as np
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey
 
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from ..errors import QuantizationError
-from ..extras import feature
-from ..program.arrays import map_params
-from .tree import is_stored
+from .errors import QuantizationError
+from .extras import feature
+from .program.arrays import is_stored, map_params
+from .program.matching import Under
+
+
+def _encoded(is_parameter: Any) -> str:
+    """Return which inputs are parameters, as text."""
+    if not isinstance(is_parameter, Under):
+        raise QuantizationError(
+            "A parameter with derived weights must be one that plan.quantize returned to be "
+            f"exported, got one with is_parameter={is_parameter!r}. Quantize it by a plan."
+        )
+    return is_parameter.prefix
+
+
+qn.register_serialization(Carrier, _encoded, Under)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AroundStored(qn.StoredForm):
+    """Base of stored parameters that hold a form, ``inner``, and more.
+
+    Attributes:
+        inner: a QArray, PackedQArray or PrepackedWeight.
+    """
+
+    inner: Any
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        return self.inner.shape
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def dtype(self) -> np.dtype:
+        """Float dtype of the parameter."""
+        return self.inner.dtype
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def qtype(self) -> str:
+        """Name of the quantized type."""
+        return self.inner.qtype
+
+    @property
+    # pyrefly: ignore [bad-override]
+    def platform(self) -> str | None:
+        """Return the platform whose kernels alone read its quantized values, or None."""
+        return self.inner.platform
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Return the shape of the scales of ``inner``."""
+        return self.inner.scale_shape
+
+    @property
+    def values(self) -> qn.StoredForm:
+        """Return the form that holds the quantized values."""
+        return self.inner.values
+
+    def with_values(self, change: Callable[[Any], Any]) -> Self:
+        """Return it around another form."""
+        return dataclasses.replace(self, inner=self.inner.with_values(change))
+
+    def unpacked(self) -> Self:
+        """Return it around a QArray."""
+        return dataclasses.replace(self, inner=self.inner.unpacked())
+
+    def portable(self, scale_shape: Sequence[int] | None = None) -> Self:
+        """Return it around a form in no kernel's layout; see ``StoredForm``."""
+        return dataclasses.replace(self, inner=self.inner.portable(scale_shape))
+
+    def takes(self, contraction: qn.Contraction, side: int, x_shape: Sequence[int] | None) -> bool:
+        """Return whether it can be an operand: the other one must be an array."""
+        return x_shape is not None and self.inner.takes(contraction, side, x_shape)
+
+    @property
+    def can_add(self) -> bool:
+        """Return whether a kernel of ``inner`` may add to the result."""
+        return self.inner.can_add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +266,8 @@ def adapter_mask(tree: Any) -> Any:
     def one(leaf: Any) -> Any:
         if not is_adapted(leaf):
             return False
-        return AdaptedWeight(False, dict.fromkeys(leaf.arrays, True), leaf.form)
+        arrays = jax.tree.map(lambda _: True, leaf.arrays)  # some frameworks box them
+        return AdaptedWeight(False, arrays, leaf.form)
 
     return jax.tree.map(one, tree, is_leaf=is_adapted)
 
