@@ -284,6 +284,14 @@ WINDOWS = {
         (2, 4, 3, 128), (3, 3, 128, D),
         {"dimension_numbers": NHWC, "padding": ((2, 1), (1, 2)), "lhs_dilation": (2, 2)},
     ),
+    "transposed, windows apart": (
+        (2, 4, 3, 512), (2, 3, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 1), (2, 2)), "lhs_dilation": (2, 3)},
+    ),
+    "transposed, windows apart and cut": (
+        (2, 4, 3, 512), (2, 1, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 0), (0, 0)), "lhs_dilation": (2, 1)},
+    ),
     # Of three phases along the first axis one has no elements.
     "transposed NCHW": (
         (2, 256, 4, 5), (D, 256, 2, 3),
@@ -496,6 +504,18 @@ def test_the_weight_of_a_transposed_convolution_is_for_no_other():
         near(found, wanted, times=4)
 
 
+def test_output_channels_of_a_transposed_convolution_stay_shared_out(mesh):
+    """Its phases are columns of all panels, which devices can't cut."""
+    conv, w, x = windowed("transposed")
+    axis = mesh.axis_names[0]
+    placed = jax.device_put(w, NamedSharding(mesh, P(None, None, None, axis)))
+    plan, run, stored, portable = prepared("w8a8", conv, placed, x)
+    wanted = "it is sharded along output channels of a transposed convolution"
+    assert plan.ops[0].kernel_reason == wanted
+    assert stored.qvalue.sharding.spec[-1] == axis
+    near(jax.jit(run)(stored, x), jax.jit(run)(portable, x))
+
+
 class Block(nn.Module):
     """A residual block, and one of MobileNet."""
 
@@ -646,10 +666,11 @@ def test_devices_convolve_their_images(placed, mesh):
     np.testing.assert_array_equal(run(packed, x), wanted)
 
 
-def test_any_number_of_images_is_exported():
-    fn, w, x = windowed("NHWC")
+@pytest.mark.parametrize("case", ["NHWC", "transposed"])
+def test_any_number_of_images_is_exported(case):
+    fn, w, x = windowed(case)
     _, run, packed, _ = prepared("w8a8", fn, w, x)
-    sizes = jax.export.symbolic_shape(f"b, 7, 6, {C}")
+    sizes = jax.export.symbolic_shape("b, {}, {}, {}".format(*x.shape[1:]))
     exported = jax.export.export(jax.jit(run), disabled_checks=te.export_checks())(
         packed, jax.ShapeDtypeStruct(sizes, x.dtype)
     )

@@ -105,16 +105,17 @@ def convolution(call: KernelCall) -> bool | str:
         return why
     *window, channels, n = kernel.shape
     taps, groups = math.prod(window), call.param("groups", 1)
-    if taps * channels > MOST_PRODUCTS or (_is_depthwise(call) and taps > MOST_TAPS):
+    is_depthwise = _is_depthwise(call)
+    if taps * channels > MOST_PRODUCTS or (is_depthwise and taps > MOST_TAPS):
         return f"its sums have {taps * channels} products"
     columns = 16 if call.op.startswith("conv_w8") else 32
-    if groups > 1 and not _is_depthwise(call) and n // groups % columns:
+    if groups > 1 and not is_depthwise and n // groups % columns:
         return f"its {groups} groups are not of whole panels of {columns} output channels"
     isa = instruction_set()
     if isa == "generic":
         return "XLA is faster on generic at convolutions"
     least = _PRODUCTS_WIDENED if isa in _WIDENING else _PRODUCTS
-    if not _is_depthwise(call) and taps * channels < least:
+    if not is_depthwise and taps * channels < least:
         return f"XLA is faster on {isa} at convolutions with sums of fewer than {least} products"
     return True
 

@@ -64,6 +64,13 @@ class Window:
     def _is_depthwise(self, w_shape: Sequence[int]) -> bool:
         return w_shape[self.rows[-1]] == 1 and w_shape[self.columns] == self.groups > 1
 
+    def _copies(self, w_shape: Sequence[int]) -> int:
+        """Return how many times the convolution of all phases has the channels of the input."""
+        phases = self.phases(w_shape)
+        if phases is None or not self._is_depthwise(w_shape):
+            return 1
+        return math.prod(phases.counts)
+
     def of_phases(
         self, x_shape: Sequence[int], w_shape: Sequence[int]
     ) -> tuple[Window, list[Axis]]:
@@ -79,12 +86,11 @@ class Window:
         counts = (1,) * len(sizes) if phases is None else phases.counts
         given = x_shape[1:-1], sizes, self.steps, self.dilation, self.padding, counts
         axes = [axis_of(*one) for one in zip(*given, strict=True)]
-        several = math.prod(counts) if self._is_depthwise(w_shape) else 1
         window = dataclasses.replace(
             self,
             padding=tuple(axis.padding for axis in axes),
             dilation=tuple(axis.dilation for axis in axes),
-            groups=self.groups * several,
+            groups=self.groups * self._copies(w_shape),
             steps=(1,) * len(sizes),
         )
         return window, axes
@@ -101,14 +107,13 @@ class Window:
     def asked(self, x: Any, w_shape: Sequence[int]) -> tuple[tuple[Any, Any], dict[str, int]]:
         """Return the operands and parameters that kernels are asked about."""
         images = tuple(x.shape[axis] for axis in self.images)
-        rows, n, groups = tuple(w_shape[axis] for axis in self.rows), w_shape[self.columns], 0
-        phases = self.phases(w_shape)
+        rows, n = tuple(w_shape[axis] for axis in self.rows), w_shape[self.columns]
+        copies, phases = self._copies(w_shape), self.phases(w_shape)
         if phases is not None:
-            groups = self.of_phases(images, w_shape)[0].groups
-            images = (*images[:-1], images[-1] * groups // self.groups)
+            images = (*images[:-1], images[-1] * copies)
             rows, n = phases.rows(rows), phases.matrix(rows, n)[1]
         asked = jax.ShapeDtypeStruct(images, x.dtype), jax.ShapeDtypeStruct((*rows, n), jnp.int8)
-        return asked, {"groups": groups or self.groups}
+        return asked, {"groups": self.groups * copies}
 
 
 def window_of(
@@ -131,9 +136,9 @@ def window_of(
     padding = contraction.padding
     if isinstance(padding, str):
         reach = [(w_shape[a] - 1) * step + 1 for a, step in zip(window, dilation, strict=True)]
-        # As lax, which pads the input with its zeros.
+        # As lax, which pads the input with the zeros between its places. A size may be a symbol.
         apart = zip((x_shape[axis] for axis in places), steps, strict=True)
-        sizes = [0 if size == 0 else (size - 1) * step + 1 for size, step in apart]
+        sizes = [size if step == 1 or size == 0 else (size - 1) * step + 1 for size, step in apart]
         padding = lax.padtype_to_pads(sizes, reach, contraction.window_strides, padding)
     # The result's axes in the order of its spec are images, channels and sizes.
     in_order = [0, len(places) + 1, *range(1, len(places) + 1)]
@@ -248,16 +253,12 @@ def _transposed(
     has_empty = any(place is None for axis in axes for place in axis.places)
     if has_empty and between.y_scale is not None:
         raise NoKernel("some results of a transposed convolution are their bias, a float")
-    empty = None
-    if has_empty:
-        empty = inside.to(jnp.zeros(math.prod(weight.n_sizes), dtype))
-    elif inside.clamp is not None and not getattr(weight.packed, "clamps", False):
-        inside, after = dataclasses.replace(inside, clamp=None), Added(clamp=inside.clamp)
+    empty = inside.to(jnp.zeros(math.prod(weight.n_sizes), dtype)) if has_empty else None
     bias = None if inside.bias is None else phases.columns(inside.bias)
     given = dataclasses.replace(inside, bias=bias)
-    channels = images.shape[-1] * one.groups // window.groups
-    if channels != images.shape[-1]:  # depthwise: each phase has the channels
-        images = jnp.concatenate([images] * (channels // images.shape[-1]), -1)
+    copies = one.groups // window.groups
+    if copies > 1:  # depthwise: each phase has the channels
+        images = jnp.concatenate([images] * copies, -1)
     sums = call(
         images,
         weight.packed,

@@ -1,4 +1,4 @@
-"""Kernels: choose and call the op for a packed parameter's matmul or convolution."""
+"""Kernels: choose and call the op for a packed parameter's contraction."""
 
 from __future__ import annotations
 
