@@ -185,7 +185,8 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
     own = [None if type(x) is compat.Literal else run.values.get(x) for x in eqn.invars]
     results = computed(run.frame, eqn, values, own) if run.frame.proxies else None
     if results is None:
-        results = compat.rebind(eqn, values, here)
+        called = run.called(task.eqn, params, values)
+        results = compat.rebind(eqn if called is task.eqn else called, values, here)
     return list(results) if eqn.primitive.multiple_results else results[0]
 
 

@@ -56,6 +56,8 @@ def inline(
     """
     eqn, frame, jaxpr = task.eqn, run.frame, compat.open_of(closed)
     inner = inner_frame(run, task, closed, within)
+    if compat.traced_for(run.trace) == "grad" and task.inlined and _does_no_more(eqn, closed):
+        inner.call = eqn
     results = run.session.reinterpret(inner, jaxpr, compat.consts_of(closed) + values, info)
     for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
         if type(atom) is compat.Literal:
@@ -67,6 +69,15 @@ def inline(
     mark_replaced(frame, eqn, inner)
     run.write(eqn.outvars, results)
     return inner
+
+
+def _does_no_more(eqn: Any, closed: Any) -> bool:
+    """Return whether a call is one equation of its operands, as that of ``jnp.add`` is."""
+    jaxpr = compat.open_of(closed)
+    if compat.consts_of(closed) or len(jaxpr.eqns) != 1 or eqn.primitive is not compat.jit_p:
+        return False
+    (inner,) = jaxpr.eqns
+    return inner.invars == jaxpr.invars and inner.outvars == jaxpr.outvars
 
 
 def inner_frame(
@@ -90,6 +101,9 @@ def enter(
 ) -> None:
     """Make an equation with the programs that it holds tapped."""
     eqn = task.eqn
+    if run.is_untapped(task) and _may_stay(run, eqn):
+        run.again(task, eqn, values, info)
+        return
     # JAX would keep it where it is differentiated or mapped, once for equal calls. Here calls are
     # not equal, if handlers act in them.
     is_inlined = task.inlined and compat.staging_trace(run.trace) is not None
@@ -103,6 +117,16 @@ def enter(
         return
     new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
     emit(run, task, eqn, new, info)
+
+
+def _may_stay(run: Pass, eqn: Any) -> bool:
+    """Return whether a call in which no handler is asked is best made as it is.
+
+    Where JAX differentiates it: it keeps the derivative of a call, as ``Pass.called`` says.
+    """
+    if compat.traced_for(run.trace) != "grad" or eqn.primitive is not compat.jit_p:
+        return False
+    return not run.frame.proxies and run.session.tapping.tasks.only_asks(eqn.params["jaxpr"])
 
 
 def _returns_proxy(run: Pass, eqn: Any) -> bool:

@@ -174,6 +174,7 @@ class Frame:
         asked: the questions that handlers asked; see ``questions``. Of origins of inputs, with the
             answer.
         applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
+        call: the call that its only equation does all of, where the call may be made instead.
     """
 
     def __init__(
@@ -215,6 +216,7 @@ class Frame:
         self.from_handler: set[Any] = set()
         self.asked: dict[Question, Any] = {}
         self.applied: Applied | None = None
+        self.call: Any = None
         self.values: Any = None
         if jaxpr is not None:
             self.values = Dataflow(jaxpr, inputs.expression, consts, self.from_handler)

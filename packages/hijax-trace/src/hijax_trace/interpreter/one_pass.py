@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import compat
@@ -78,9 +78,31 @@ class Pass:
             make = compat.append if task.simple else compat.inline if task.inlined else None
         changed = self.changed
         if make is None or (changed and any(x in changed for x in _variables(eqn.invars))):
-            self.write(eqn.outvars, compat.rebind(eqn, values, info))
+            called = self.called(eqn, eqn.params, values)
+            self.write(eqn.outvars, compat.rebind(called, values, info))
         else:
             self.values.update(zip(eqn.outvars, make(self.trace, eqn, values, info), strict=True))
+
+    def called(self, eqn: Any, params: Mapping[str, Any], values: Sequence[Any]) -> Any:
+        """Return what to bind for an equation: itself, or the call that it does all of.
+
+        JAX keeps the derivative of a call, which equal calls share, and finds that of an equation
+        each time: ``x + y`` of many layers takes twice as long to differentiate as an equation.
+
+        Args:
+            eqn: the equation.
+            params: those that it is made with.
+            values: its operands.
+        """
+        call = self.frame.call
+        if call is None or eqn is not self.jaxpr.eqns[0]:
+            return eqn
+        own = params is eqn.params or all(params[key] is eqn.params[key] for key in eqn.params)
+        alike = all(
+            compat.typeof(value) == atom.aval
+            for value, atom in zip(values, call.invars, strict=True)
+        )
+        return call if own and alike else eqn
 
     def number(self, task: Task, name: str) -> int:
         """Count an operation. Return its number among those of its key."""
