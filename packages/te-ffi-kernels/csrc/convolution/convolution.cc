@@ -517,10 +517,12 @@ class Convolver {
     }
     if (run_rows_ == run_k_) return;
     // Runs begin within a line of four rows: copied, with zeros after each. These bytes are not
-    // quantized values, but add nothing to sums, whatever x has there.
+    // quantized values, but add nothing to sums, whatever x has there; where the zero point is taken
+    // from them first, they are this.
+    const int none = kernels_.signed_sums && layout_.bits == 8 ? zero_point() : 0;
     const int64_t bytes = 16 * run_k_ * run_count_;
     auto* values = Arena<WeightsTag>::get_array<uint8_t>(t->panels * bytes);
-    std::memset(values, 0, static_cast<size_t>(t->panels * bytes));
+    std::memset(values, none, static_cast<size_t>(t->panels * bytes));
     for (int64_t p = 0; p < t->panels; ++p) {
       const uint8_t* from = t->qvalues + p * t->qvalues_stride;
       uint8_t* to = values + p * bytes;

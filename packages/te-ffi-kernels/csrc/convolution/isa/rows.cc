@@ -140,6 +140,8 @@ JAXTAP_INLINE Words larger(Words most, Floats x) {
   return same_bits<Words>(_mm512_max_epu32(same_bits<__m512i>(most), same_bits<__m512i>(bits)));
 #elif defined(__AVX2__)
   return same_bits<Words>(_mm256_max_epu32(same_bits<__m256i>(most), same_bits<__m256i>(bits)));
+#elif defined(JAXTAP_NEON)
+  return same_bits<Words>(vmaxq_u32(same_bits<uint32x4_t>(most), same_bits<uint32x4_t>(bits)));
 #else
   return bits > most ? bits : most;
 #endif
@@ -153,6 +155,8 @@ JAXTAP_INLINE bool any_beyond(Words most, float bound) {
 #elif defined(__AVX2__)
   const __m256i holds = _mm256_cmpgt_epi32(same_bits<__m256i>(most), _mm256_set1_epi32(end));
   return _mm256_movemask_epi8(holds) != 0;
+#elif defined(JAXTAP_NEON)
+  return vmaxvq_s32(same_bits<int32x4_t>(most)) > end;
 #else
   bool found = false;
   for (int i = 0; i < kLanes; ++i) found |= static_cast<int32_t>(most[i]) > end;
@@ -206,19 +210,7 @@ __attribute__((noinline, cold)) void divide(const Floats* x, int count, float di
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
 JAXTAP_INLINE void write_bytes(int8_t* to, Ints x, Where where) {
-#if defined(__AVX512F__)
-  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(same_bits<__m512i>(x))), where);
-#elif defined(__AVX2__)
-  const __m256i wide = same_bits<__m256i>(x);
-  const __m128i words =
-      _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  write(to, same_bits<Bytes>(bytes), where);
-#else
-  Bytes bytes{};
-  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(x[i]);
-  write(to, bytes, where);
-#endif
+  write(to, low_bytes(x), where);
 }
 
 // The quantized values of several vectors: what is asked of one of them is asked of all. kCuts: there
