@@ -94,7 +94,9 @@ def _slower_convolution(call: KernelCall) -> str | None:
         return "XLA is faster on generic at convolutions"
     if weight.shape[0] < _FEATURES:
         return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
-    if isa != "avx2" and call.op.endswith("a8") and weight.shape[1] <= _FEW_OUTPUTS:
+    # That kernel takes weights with one scale for each output feature, and no tables.
+    fits = not call.param("group", 0) and call.param("table", "int4") == "int4"
+    if fits and isa != "avx2" and call.op.endswith("a8") and weight.shape[1] <= _FEW_OUTPUTS:
         return f"conv_{call.op.rpartition('_')[2]} is faster up to {_FEW_OUTPUTS} output features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
     if isa in _WIDENING and not few and not call.op.endswith("a8"):
