@@ -74,11 +74,15 @@ def test_convolutions_that_are_slower_are_refused(monkeypatch):
                     assert found is True
     # Windows have a kernel of int8 that is faster there, for weights without groups or tables.
     for isa in ("avx_vnni", "avx512", "amx"):
-        assert asked("gemm_w8a8", 1, 64, isa, 64) == "conv_w8a8 is faster up to 64 output features"
-        assert asked("gemm_w4a8", 1, 64, isa, 64, group=32) is True
-        assert asked("gemm_w4a8", 1, 64, isa, 64, table="nf4") is True
-        assert asked("gemm_w8a16", 1, 64, isa, 64) is True
-    assert asked("gemm_w8a8", 1, 64, "avx2", 64) is True
+        assert "conv_w8a8 is faster at 2048 places" in asked("gemm_w8a8", 2048, 64, isa, 64)
+        assert "conv_w4a8 is faster at 2048 places" in asked("gemm_w4a8", 4000, 64, isa, 8)
+        for places in (2047, rows):
+            assert asked("gemm_w8a8", places, 64, isa, 64) is True
+        assert asked("gemm_w8a8", 2048, 64, isa, 65) is True
+        assert asked("gemm_w4a8", 2048, 64, isa, 64, group=32) is True
+        assert asked("gemm_w4a8", 2048, 64, isa, 64, table="nf4") is True
+        assert asked("gemm_w8a16", 2048, 64, isa, 64) is True
+    assert asked("gemm_w8a8", 2048, 64, "avx2", 64) is True
 
 
 def test_other_instruction_sets_say_nothing(measured):

@@ -17,10 +17,10 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _FEATURES = 64
 """Input features from which a convolution was measured to be faster than XLA's in float32. Fewer
 take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
-_FEW_OUTPUTS = 64
-"""Output features up to which the kernel for windows was measured to be faster than a matmul, which
-quantizes each place by itself, and has little to multiply it with. That kernel is for instructions
-for int8."""
+_FEW_OUTPUTS, _MANY_PLACES = 64, 2048
+"""Output features up to which, and places from which, the kernel for windows was measured to be
+faster than a matmul, which quantizes each place by itself and has little to multiply it with. That
+kernel is for instructions for int8."""
 _PLACES = 128
 """Places up to which one with float activations was, without instructions for int8."""
 _PRODUCTS, _PRODUCTS_WIDENED = 16, 512
@@ -96,8 +96,11 @@ def _slower_convolution(call: KernelCall) -> str | None:
         return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
     # That kernel takes weights with one scale for each output feature, and no tables.
     fits = not call.param("group", 0) and call.param("table", "int4") == "int4"
-    if fits and isa != "avx2" and call.op.endswith("a8") and weight.shape[1] <= _FEW_OUTPUTS:
-        return f"conv_{call.op.rpartition('_')[2]} is faster up to {_FEW_OUTPUTS} output features"
+    many = isinstance(x.shape[0], int) and x.shape[0] >= _MANY_PLACES
+    few_outputs = weight.shape[1] <= _FEW_OUTPUTS
+    if fits and many and few_outputs and isa != "avx2" and call.op.endswith("a8"):
+        form = call.op.rpartition("_")[2]
+        return f"conv_{form} is faster at {_MANY_PLACES} places or more to few output features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
     if isa in _WIDENING and not few and not call.op.endswith("a8"):
         return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
