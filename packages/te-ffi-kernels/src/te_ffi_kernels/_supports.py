@@ -19,7 +19,7 @@ _FEATURES = 64
 take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
 _FEW_OUTPUTS, _MANY_PLACES = 64, 2048
 """Output features up to which, and places from which, the kernel for windows was measured to be
-faster than a matmul, which quantizes each place by itself and has little to multiply it with. That
+faster than a matmul, which quantizes each place alone and has little to multiply it with. That
 kernel is for instructions for int8."""
 _PLACES = 128
 """Places up to which one with float activations was, without instructions for int8."""
