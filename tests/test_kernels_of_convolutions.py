@@ -99,6 +99,26 @@ def test_equal_matmuls_at_the_places(case, rule):
     np.testing.assert_allclose(y, wanted, rtol=0, atol=near * np.abs(wanted).max())
 
 
+def test_few_outputs_at_many_places_are_a_window():
+    """To quantize each place by its own scale would take longer than to multiply it."""
+    layouts = CASES["NHWC"][0]
+    w, x = made(layouts, (48, 43), batch=1)
+    fn = program(layouts, (1, 1), "SAME")
+    plan = PtqProvider(RULES["w8a8"]).plan(fn, w, x)
+    stored, run = plan.quantize(w), jax.jit(plan.apply(fn))
+    restored = plan.quantize(w, prepack=False).restore()
+    if te.isa() == "avx2":  # where windows need instructions for int8
+        assert targets(run, stored, x) == ["gemm_w8a8"]
+        wanted = reference(restored, x, layouts, (1, 1), K)
+    else:
+        assert targets(run, stored, x) == ["conv_w8a8"]
+        assert plan.ops[0].kernel == "te_ffi_kernels.conv_w8a8"
+        scale = np.abs(x).max() * np.float32(1 / 127)
+        rounded = np.round(np.asarray(x) / scale) * np.float64(scale)
+        wanted = reference(restored, rounded, layouts, (1, 1))
+    np.testing.assert_allclose(run(stored, x), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
 def test_biases_and_residuals_are_added_by_the_kernel():
     layouts, sizes, strides, padding = CASES["NHWC"]
     w, x = made(layouts, sizes)

@@ -49,13 +49,14 @@ def test_a_matmul_that_is_slower_is_refused(measured):
 def test_convolutions_that_are_slower_are_refused(monkeypatch):
     """Of few input features; and where integers have no instructions, of floats at many places."""
 
-    def asked(op, rows, k, isa):
+    def asked(op, rows, k, isa, n=65, **how):
         monkeypatch.setattr(_supports, "instruction_set", lambda: isa)
         operands = [
             jax.ShapeDtypeStruct((rows, k), "float32"),
-            jax.ShapeDtypeStruct((k, 8), "int8"),
+            jax.ShapeDtypeStruct((k, n), "int8"),
         ]
-        one = functools.partial(KernelCall.of, op, "cpu", operands, group=0, bits=8)
+        how = {"group": 0, "bits": 8} | how
+        one = functools.partial(KernelCall.of, op, "cpu", operands, **how)
         assert _supports.matmul(one()) is True
         return _supports.matmul(one(convolves=True))
 
@@ -71,6 +72,17 @@ def test_convolutions_that_are_slower_are_refused(monkeypatch):
                     assert f"faster on {isa} at convolutions of floats at more than 128" in found
                 else:
                     assert found is True
+    # Windows have a kernel of int8 that is faster there, for weights without groups or tables.
+    for isa in ("avx_vnni", "avx512", "amx"):
+        assert "conv_w8a8 is faster at 2048 places" in asked("gemm_w8a8", 2048, 64, isa, 64)
+        assert "conv_w4a8 is faster at 2048 places" in asked("gemm_w4a8", 4000, 64, isa, 8)
+        for places in (2047, rows):
+            assert asked("gemm_w8a8", places, 64, isa, 64) is True
+        assert asked("gemm_w8a8", 2048, 64, isa, 65) is True
+        assert asked("gemm_w4a8", 2048, 64, isa, 64, group=32) is True
+        assert asked("gemm_w4a8", 2048, 64, isa, 64, table="nf4") is True
+        assert asked("gemm_w8a16", 2048, 64, isa, 64) is True
+    assert asked("gemm_w8a8", 2048, 64, "avx2", 64) is True
 
 
 def test_other_instruction_sets_say_nothing(measured):

@@ -17,6 +17,10 @@ _FLOATS = ("float32", "bfloat16", "float16")
 _FEATURES = 64
 """Input features from which a convolution was measured to be faster than XLA's in float32. Fewer
 take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
+_FEW_OUTPUTS, _MANY_PLACES = 64, 2048
+"""Output features up to which, and places from which, the kernel for windows was measured to be
+faster than a matmul, which quantizes each place alone and has little to multiply it with. That
+kernel is for instructions for int8."""
 _PLACES = 128
 """Places up to which one with float activations was, without instructions for int8."""
 _PRODUCTS, _PRODUCTS_WIDENED = 16, 512
@@ -90,6 +94,13 @@ def _slower_convolution(call: KernelCall) -> str | None:
         return "XLA is faster on generic at convolutions"
     if weight.shape[0] < _FEATURES:
         return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
+    # That kernel takes weights with one scale for each output feature, and no tables.
+    fits = not call.param("group", 0) and call.param("table", "int4") == "int4"
+    many = isinstance(x.shape[0], int) and x.shape[0] >= _MANY_PLACES
+    few_outputs = weight.shape[1] <= _FEW_OUTPUTS
+    if fits and many and few_outputs and isa != "avx2" and call.op.endswith("a8"):
+        form = call.op.rpartition("_")[2]
+        return f"conv_{form} is faster at {_MANY_PLACES} places or more to few output features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
     if isa in _WIDENING and not few and not call.op.endswith("a8"):
         return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
