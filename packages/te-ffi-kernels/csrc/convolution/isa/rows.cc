@@ -99,9 +99,8 @@ JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store)
     const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
     store(i, 0, same_bits<Words>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low))));
 #else
-    Floats wide{};
-    for (int j = 0; j < kLanes; ++j) wide[j] = static_cast<float>(static_cast<int8_t>(x[j]));
-    store(i, 0, same_bits<Words>(wide));
+    const Ints wide = (widen(x) << 24) >> 24;  // with their signs
+    store(i, 0, same_bits<Words>(__builtin_convertvector(wide, Floats)));
 #endif
   }
 }
@@ -111,6 +110,9 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
 #if defined(__AVX2__)
   sum = same_bits<Floats>(
       _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
+#elif defined(JAXTAP_NEON)
+  sum = same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
+                                    same_bits<float32x4_t>(b)));
 #else
   sum = a * b + sum;
 #endif

@@ -18,6 +18,9 @@ JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
 #elif defined(__AVX2__)
   return same_bits<Floats>(
       _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
+#elif defined(JAXTAP_NEON)
+  return same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
+                                     same_bits<float32x4_t>(b)));
 #else
   for (int i = 0; i < kLanes; ++i) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
   return sum;
