@@ -64,11 +64,11 @@ from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
 from .store.float_files import Source as Source
-from .store.load import load as load
-from .store.load import load_extra as load_extra
-from .store.load import read_manifest as read_manifest
 from .store.manifest import Manifest as Manifest
 from .store.quantize_file import quantize_file as quantize_file
+from .store.save import load as load
+from .store.save import load_extra as load_extra
+from .store.save import read_manifest as read_manifest
 from .store.save import save as save
 
 __version__: str

@@ -18,9 +18,8 @@ from ..forms import restored
 from ..program.arrays import as_batch
 from ..providers.given import provider_of
 from ..run.static.statistics import read
-from ..store.load import load, load_extra
 from ..store.manifest import is_ours
-from ..store.save import Format, save
+from ..store.save import Format, load, load_extra, save
 from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 
 

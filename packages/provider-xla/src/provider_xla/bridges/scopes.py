@@ -160,7 +160,7 @@ def reduced(cls: type, new: Callable[[type], Any]) -> Callable[[Any, Any], Any]:
 def _pickled(kind: type, subclasses: Subclasses) -> type:
     """Return a metaclass whose classes are pickled as subclasses of the originals."""
     own = type(kind.__name__, (kind,), {})
-    copyreg.pickle(own, lambda cls: (_of, (subclasses._new, vars(cls)[MARK])))  # type: ignore[arg-type]
+    copyreg.pickle(own, lambda cls: (_of, (subclasses.new, vars(cls)[MARK])))  # type: ignore[arg-type]
     return own
 
 

@@ -22,8 +22,7 @@ from quant_numerics.calibration.calibrate import (
     scale_of,
 )
 from quant_numerics.calibration.quantize import quantize_with
-from quant_numerics.contraction.cotangent import Cotangent, without_infinities
-from quant_numerics.contraction.in_kernel import quantize_scaled
+from quant_numerics.contraction.cotangent import Cotangent, quantize_scaled, without_infinities
 from quant_numerics.contraction.options import Backward, Backwards, Hows, HowToQuantize
 
 
