@@ -63,6 +63,12 @@ def convolved(rng, scaled):
     te.conv_w8a8(normal(rng, 2, 5, 6, 4), _bench._packed(8, 36, 16), (3, 3), **given)
 
 
+def convolved_floats(rng):
+    given = {"bias": normal(rng, 16), "residual": normal(rng, 2, 3, 4, 16), "clamp": (-1.0, 1.0)}
+    weight = _bench._packed(8, 9, 16)
+    te.conv_w8a16(normal(rng, 2, 5, 6, 16), weight, (3, 3), groups=16, **given)
+
+
 def rows_of_experts(rng):
     stack = jax.tree.map(lambda one: jnp.stack([one] * 3), _bench._packed(8, K, N))
     index, sizes = (jnp.asarray(rng.permutation(x), jnp.int32) for x in ([0, 2], [3, 5]))
@@ -139,6 +145,7 @@ MORE = {
     "scaled": scaled,
     "convolved": functools.partial(convolved, scaled=False),
     "convolved, scaled": functools.partial(convolved, scaled=True),
+    "convolved floats": convolved_floats,
     "rows of experts": rows_of_experts,
     "looked up rows": looked_up_rows,
     **{
