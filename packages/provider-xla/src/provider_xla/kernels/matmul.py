@@ -1,10 +1,10 @@
-"""Kernels: choose and call the op for a packed parameter's matmul or convolution."""
+"""Kernels: choose and call the op for a packed parameter's contraction."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,7 +17,16 @@ from interception_core import get_op
 from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
-from .products import ALONE, NOTHING, Added, Between, NoKernel, mapped_contraction
+from .convolution import convolve
+from .products import (
+    ALONE,
+    NOTHING,
+    Added,
+    Between,
+    NoKernel,
+    check_activations,
+    mapped_contraction,
+)
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -136,7 +145,7 @@ def op_of(
     """
     if how is None:
         return packed.matmul_op(quantizes=False)
-    _check_activations(how, is_static, "row")
+    check_activations(how, is_static, "row")
     op = packed.matmul_op(quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
@@ -149,17 +158,6 @@ def op_of(
     if (0 if tile == k else tile) != group:
         raise NoKernel("activations and weights in different tiles")
     return op
-
-
-def _check_activations(how: qn.HowToQuantize, is_static: bool, part: str) -> None:
-    """Raise NoKernel unless kernels quantize activations so, each ``part`` of them apart."""
-    if how.qtype != "int8":
-        raise NoKernel(f"activations in {how.qtype}")
-    if is_static:
-        if not qn.parse_calibration_method(how.method).is_symmetric:
-            raise NoKernel("activations with a static range that has a zero point")
-    elif how.method != "absmax" or not how.channelwise:
-        raise NoKernel(f"activations with another range than the largest of each {part}")
 
 
 def check_groups(contraction: RaggedMatmul, side: int) -> None:
@@ -209,7 +207,7 @@ def product(
     given = contraction, how, scale, x, weight, side
     try:
         dtype = check_dtypes(contraction, x, weight.dtype)
-        if isinstance(contraction, RaggedMatmul):
+        if isinstance(contraction, RaggedMatmul) and weight.phases is None:
             if between.y_scale is not None:
                 return NotImplemented  # int8 results of rows in groups
             return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
@@ -223,6 +221,8 @@ def product(
             except NoKernel:  # of a program that the plan is not for
                 if not is_matmul:
                     raise
+        if weight.phases is not None:
+            return NotImplemented  # packed for a transposed convolution
         if between.y_scale is not None:
             return NotImplemented  # int8 results of a matmul
         return _multiply(*given, dtype, rotation, added)
@@ -324,150 +324,3 @@ def _multiply_groups(
 def _is_explicit(x: jax.Array) -> bool:
     sharding = getattr(jax.typeof(x), "sharding", None)
     return sharding is not None and any(part is not None for part in sharding.spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """How a convolution is one of images [images, *sizes, channels]. Hashable.
-
-    Attributes:
-        images: the axes of the activation, in that order.
-        rows: the axes of the weight that make K: those of the window, then input channels.
-        columns: the axis of the weight that has output channels.
-        result: for each axis of the convolution's result, its place in [images, *sizes, channels].
-        strides: of windows, like the others one for each axis of sizes.
-        padding: before and after each axis.
-        dilation: of a window's elements.
-        groups: of channels.
-    """
-
-    images: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: int
-    result: tuple[int, ...]
-    strides: tuple[int, ...]
-    padding: tuple[tuple[int, int], ...]
-    dilation: tuple[int, ...]
-    groups: int
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Return what ops are told."""
-        names = "strides", "padding", "dilation", "groups"
-        return {name: getattr(self, name) for name in names}
-
-    def of_stored(self, places: Mapping[int, int]) -> Window:
-        """Return it for a weight whose axes are at these places of what is stored."""
-        rows = tuple(places[axis] for axis in self.rows)
-        return dataclasses.replace(self, rows=rows, columns=places[self.columns])
-
-    def sizes(self, w_shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the sizes of the window for the shape of the weight."""
-        return tuple(w_shape[axis] for axis in self.rows[:-1])
-
-    def asked(self, x: Any, w_shape: Sequence[int]) -> tuple[tuple[Any, Any], dict[str, int]]:
-        """Return the operands and parameters that kernels are asked about."""
-        images = jax.ShapeDtypeStruct(tuple(x.shape[axis] for axis in self.images), x.dtype)
-        kernel = tuple(w_shape[axis] for axis in (*self.rows, self.columns))
-        return (images, jax.ShapeDtypeStruct(kernel, jnp.int8)), {"groups": self.groups}
-
-
-def window_of(
-    contraction: Convolution, side: int, x_shape: Sequence[int], w_shape: Sequence[int]
-) -> Window:
-    """Return how a convolution with a weight at ``side`` is read, or raise NoKernel."""
-    if side != 1:
-        raise NoKernel("the input of a convolution")
-    if contraction.out_sharding is not None:
-        raise NoKernel("out_sharding is given")
-    if contraction.batch_group_count > 1:
-        raise NoKernel("a convolution with groups of images")
-    if any(step > 1 for step in contraction.lhs_dilation or ()):
-        raise NoKernel("a transposed convolution")
-    numbers = contraction.numbers
-    batch, feature, *places = numbers.lhs_spec
-    out, features, *window = numbers.rhs_spec
-    dilation = tuple(contraction.rhs_dilation or (1 for _ in places))
-    padding = contraction.padding
-    if isinstance(padding, str):
-        reach = [(w_shape[a] - 1) * step + 1 for a, step in zip(window, dilation, strict=True)]
-        sizes = [x_shape[axis] for axis in places]
-        padding = lax.padtype_to_pads(sizes, reach, contraction.window_strides, padding)
-    # The result's axes in the order of its spec are images, channels and sizes.
-    in_order = [0, len(places) + 1, *range(1, len(places) + 1)]
-    became = dict(zip(numbers.out_spec, in_order, strict=True))
-    return Window(
-        (batch, *places, feature),
-        (*window, features),
-        out,
-        tuple(became[axis] for axis in range(len(in_order))),
-        tuple(contraction.window_strides),
-        tuple((int(low), int(high)) for low, high in padding),
-        dilation,
-        contraction.feature_group_count,
-    )
-
-
-def conv_op_of(how: qn.HowToQuantize | None, is_static: bool, packed: Any) -> str:
-    """Return the op for a convolution with a weight that is packed, or raise NoKernel."""
-    if how is None:
-        raise NoKernel("a convolution of float activations")
-    _check_activations(how, is_static, "image")
-    op = getattr(packed, "conv_op", None)
-    if op is None:
-        raise NoKernel("its package has no convolutions")
-    return op
-
-
-def convolve(
-    contraction: Convolution,
-    how: qn.HowToQuantize | None,
-    scale: jax.Array | None,
-    x: jax.Array,
-    weight: Any,
-    side: int,
-    dtype: np.dtype,
-    added: Added,
-    between: Between,
-) -> jax.Array:
-    """Return a convolution with a ``PrepackedWeight``, by a kernel's op, or raise NoKernel.
-
-    ``scale`` is the static scale of ``x``, None if it has none. Results are int8 if ``between`` has
-    a scale for them.
-    """
-    window = window_of(contraction, side, x.shape, weight.shape)
-    if weight.gone:
-        raise NoKernel("a convolution whose output channels a program maps")
-    rank = len(weight.k_sizes)
-    order = [weight.order.index(part) for part in range(rank)]
-    if tuple(order) != window.rows or weight.group:
-        raise NoKernel("its weight was packed for another operation")
-    if not all(isinstance(x.shape[axis], int) for axis in window.images[1:]):
-        raise NoKernel("a size that is a symbol")
-    op = conv_op_of(how, scale is not None, weight.packed)
-    stacked = weight.gathered()
-    options = {} if scale is None else {"x_scale": scale}
-    if between.quantized is not None and scale is not None:
-        x = between.quantized
-    # What is added has the axes of the result, in their order; bounds have none.
-    adds = window.result == tuple(range(x.ndim)) or (added.bias is None and added.residual is None)
-    if between.y_scale is not None:
-        clamps = added.clamp is None or getattr(weight.packed, "clamps", False)
-        if not adds or not clamps or weight.misses:
-            raise NoKernel("something is done to its results that a kernel doesn't do")
-        options |= {"y_scale": between.y_scale}
-    y = get_op(op)(
-        x.transpose(window.images),
-        stacked.packed,
-        window.sizes(weight.shape),
-        out_dtype=dtype,
-        **window.options,
-        **options,
-        **(added.options(weight.packed) if adds else {}),
-    )
-    if weight.misses:
-        y = jnp.where(weight.index < 0, jnp.asarray(jnp.nan, y.dtype), y)
-    y = y.transpose(window.result)
-    if between.y_scale is not None:
-        return y
-    return (added.rest(weight.packed) if adds else added).to(y)
