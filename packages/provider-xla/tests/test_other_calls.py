@@ -274,7 +274,7 @@ def test_a_plan_by_other_rules_keeps_arguments_by_name():
         return x @ params["w"] * scale @ (params["mix"] if mixes else params["b"])
 
     params = {**PARAMS, "mix": draw(8, 8, seed=2)}
-    plan = PtqProvider(RULES["weights"]).plan(fn, params, X, scale=np.ones(8), mixes=True)
+    plan = PtqProvider(RULES["weights"]).plan(fn, params, X, scale=draw(8), mixes=True)
     rules = Rules((RULES["int4"],), plan.rules.params)
     again = replanned(plan, rules, params, (X,))
     assert plan.weights.keys() == again.weights.keys() == {"args[0]['w']", "args[0]['mix']"}

@@ -511,6 +511,7 @@ def test_any_name_has_the_facts_of_a_plain_one(key):
     assert sorted(paths == (path,) for paths in found.allocation.errors) == [False, True]
 
 
+@pytest.mark.slow
 def test_the_function_is_called_with_the_names_of_the_plan(model):
     def fn(params, x, *, also=False):
         return mlp(params, x) * 2 if also else x @ params["first"]
@@ -523,6 +524,8 @@ def test_the_function_is_called_with_the_names_of_the_plan(model):
     assert made.weights == same.allocate(params, x, budget_bits=6, qtypes=QTYPES).weights
     of_half = planned(params, x).allocate(params, x, budget_bits=6, qtypes=QTYPES)
     assert made.allocation.measured == pytest.approx(of_half.allocation.measured)
+    plan = PtqProvider(W8).plan(mlp, params, x=x)
+    assert plan.allocate(params, x, budget_bits=6, qtypes=QTYPES).weights
 
 
 def test_arrays_by_name_have_no_values_to_measure_with(model):
@@ -530,5 +533,3 @@ def test_arrays_by_name_have_no_values_to_measure_with(model):
     plan = PtqProvider(W8).plan(lambda params, *, x: mlp(params, x), params, x=x)
     with pytest.raises(QuantizationError, match=r"a call with x by name\. Pass them by"):
         plan.allocate(params, budget_bits=6, qtypes=QTYPES)
-    plan = PtqProvider(W8).plan(mlp, params, x=x)
-    assert plan.allocate(params, x, budget_bits=6, qtypes=QTYPES).weights

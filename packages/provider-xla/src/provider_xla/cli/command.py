@@ -11,7 +11,7 @@ from typing import Any
 from interception_core import JaxtapError
 
 from ..extras import require
-from .options import check_folders, check_has, configure, make_plan, told, write_whole, written
+from . import check_folders, check_has, configure, make_plan, told, write_whole, written
 
 
 def configure_plan(parser: argparse.ArgumentParser) -> None:
