@@ -53,6 +53,16 @@ struct F16 {
   }
 };
 
+// Calls run(format) for the format of a dtype, which is known when a kernel is launched.
+template <class Run>
+void by_float(te::Float dtype, Run&& run) {
+  switch (dtype) {
+    case te::Float::kF32: return run(F32());
+    case te::Float::kBF16: return run(BF16());
+    case te::Float::kF16: return run(F16());
+  }
+}
+
 // Numbers in 16 bytes.
 template <class Format>
 constexpr int kWide = 16 / static_cast<int>(sizeof(typename Format::Type));

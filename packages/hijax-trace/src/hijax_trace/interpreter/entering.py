@@ -14,9 +14,9 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.flow import forwarded, passed_by
 from ..dataflow.holders import Body, holder_of
-from ..dataflow.sources import returned_views, sources_of
+from ..dataflow.sources import returned_views, views_in_all
 from ..proxy.array_proxy import ArrayProxy
-from ..staging.marker import Marker, MarkerName
+from ..staging.marker import MarkerName
 from .bodies import (
     NO_PROXIES,
     BodyProxies,
@@ -27,12 +27,12 @@ from .bodies import (
     untrained,
     unused_in,
 )
-from .frames import Frame, Operands, Place
+from .frames import Frame
 from .hi_prims import Asked, TappedPrim
 from .one_pass import Pass, later_array, mark_replaced
 from .questions import Outcome
 from .rules import prim_rule
-from .session import Session
+from .session import Around
 from .tasks import Task
 
 
@@ -115,8 +115,7 @@ def enter(
         new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
         emit(run, task, eqn, new, info)
         return
-    place, operands = run.place(task, within), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
+    new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
     emit(run, task, eqn, new, info)
 
 
@@ -148,16 +147,11 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     if not run.session.tapping.tasks.wants(eqn.params["jaxpr"]):
         run.write(eqn.outvars, compat.rebind(eqn, values, info))
         return
-    place, operands = run.place(task), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
-    again = Marker(
-        marker.owner,
-        marker.op_name,
-        marker.site,
-        run.session.tapping.rewrap(marker.function),
-        marker.packed,
-        marker.results,
-        marker.extra + len(new.values) - len(values),
+    new = rebuild(run.around(task), eqn.primitive, eqn.params, values)
+    again = dataclasses.replace(
+        marker,
+        function=run.session.tapping.rewrap(marker.function),
+        extra=marker.extra + len(new.values) - len(values),
     )
     name = MarkerName.of(again, new.params["jaxpr"])
     emit(run, task, eqn, new._replace(params={**new.params, "name": name}), info)
@@ -211,12 +205,7 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(
-    session: Session,
-    place: Place,
-    primitive: Any,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    operands: Operands,
+    around: Around, primitive: Any, params: dict[str, Any], values: Sequence[Any]
 ) -> Rebuilt:
     """Return an equation with the programs that it holds tapped: ``primitive`` has a ``Holder``.
 
@@ -224,6 +213,7 @@ def rebuild(
         JaxtapError: a handler used a value from around a primitive that can't take more operands,
             or a Box that is not on the mesh of a ``shard_map``.
     """
+    session, _, operands = around
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
     before = session.numbers.copy()  # from which a HiPrim's rules count, as its expansion does
@@ -242,7 +232,7 @@ def rebuild(
     returns = _returned_by_branches(bodies, proxies) if holder.results == "branches" else ()
     with holder.context(params):
         tapped = [
-            tap_body(session, place, body, operands, part, shared, holder.hoists, returns)
+            tap_body(around, body, part, shared, holder.hoists, returns)
             for body, part in zip(bodies, taken, strict=True)
         ]
     kept, results = None, ()
@@ -294,7 +284,7 @@ def rebuild(
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
         asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(session, place, operands, before, asked=asked)
+        rule = prim_rule(around, before, asked=asked)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:
@@ -329,19 +319,10 @@ def _returned_by_branches(
     bodies: Sequence[Body], proxies: Mapping[int, ArrayProxy]
 ) -> tuple[int, ...]:
     """Return the results that are views of operands with array proxies in all branches."""
-    found: set[int] | None = None
-    for body in bodies:
-        sources = enumerate(sources_of(body.jaxpr))
-        # Branches that return one operand as it is need no care: see ``forwarded``.
-        views = {
-            i
-            for i, one in sources
-            if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
-        }
-        found = views if found is None else found & views
+    # Branches that return one operand as it is need no care: see ``forwarded``.
     columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
     same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
-    return tuple(sorted((found or set()) - same))
+    return tuple(i for i in views_in_all(bodies, proxies) if i not in same)
 
 
 def _agreed(

@@ -10,7 +10,7 @@ from ..proxy.array_proxy import ArrayProxy
 from .frames import Frame, Operands, Place
 from .lazy import LazyArray, Values
 from .questions import Outcome
-from .session import Session
+from .session import Around, Session
 from .tasks import Task
 
 
@@ -118,6 +118,12 @@ class Pass:
         untapped = self.is_untapped(task) if untapped is None else untapped
         return Place(frame, task.scopes, within, untapped)
 
+    def around(
+        self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None
+    ) -> Around:
+        """Return what is around the programs of an equation; see ``place``."""
+        return Around(self.session, self.place(task, within, untapped), self.operands(task.eqn))
+
     def is_untapped(self, task: Task) -> bool:
         """Return whether no handler is asked about an equation."""
         return self.frame.untapped or task.unused
@@ -129,7 +135,9 @@ class Pass:
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""
-        return frozenset(i for i, atom in enumerate(atoms) if self.frame.is_linear(atom))
+        # Most programs need not be linear in anything.
+        numbers = enumerate(atoms) if self.frame.has_linear else ()
+        return frozenset([i for i, atom in numbers if self.frame.is_linear(atom)])
 
 
 def _variables(atoms: Sequence[Any]) -> list[Any]:
@@ -144,6 +152,4 @@ def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
 def mark_replaced(frame: Frame, eqn: Any, inner: Frame | Outcome) -> None:
     """Mark an equation's results as replaced if anything inside of it was."""
     if inner.replaced:
-        frame.replaced.update(eqn.outvars)
-    if inner.from_handler:
-        frame.from_handler.update(eqn.outvars)
+        frame.replace(eqn.outvars, is_own=not inner.from_handler)

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .. import compat
+from ..dataflow.holders import programs_in
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging
@@ -69,11 +70,12 @@ class _Layer:
     @functools.cached_property
     def array(self) -> Any:
         """The state of this layer, cut out."""
-        shape = self._stack.shape
+        # XLA would join the cut with the write before it, read the stack from before that write,
+        # and so copy the whole stack at each step to have both.
+        stack = lax.optimization_barrier(self._stack)
+        shape = stack.shape
         starts = [self._index, *np.zeros(len(shape) - 1, np.int32)]
-        found = lax.dynamic_slice(
-            self._stack, starts, (1, *shape[1:]), allow_negative_indices=False
-        )
+        found = lax.dynamic_slice(stack, starts, (1, *shape[1:]), allow_negative_indices=False)
         return lax.squeeze(found, (0,))
 
     def written(self, update: Any, *starts: Any) -> _Layer:
@@ -170,9 +172,7 @@ def _holds_in(eqn: Any) -> bool:
         return False
     if _pairs(eqn):
         return True
-    names = ("jaxpr", "cond_jaxpr", "body_jaxpr")
-    bodies = [eqn.params[name] for name in names if name in eqn.params]
-    return any(map(_holds, (*bodies, *eqn.params.get("branches", ()))))
+    return any(map(_holds, programs_in(eqn)))
 
 
 def _called(eqn: Any) -> Any:

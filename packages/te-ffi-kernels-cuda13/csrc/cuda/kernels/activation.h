@@ -25,11 +25,8 @@ struct Activation {
 void activation_forward(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_backward(const Activation& args, const Quantize& outputs, Stream stream);
 
-// The kernels.
+// The kernels of numbers.
 void activation_float(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_quantized(const Activation& args, const Quantize& outputs, Stream stream);
 void activation_gradient_float(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_gradient_quantized(const Activation& args, const Quantize& outputs, Stream stream);
-void activation_gradient_sums(const Activation& args, const Quantize& outputs, Stream stream);
 
 }  // namespace jaxtap::cuda

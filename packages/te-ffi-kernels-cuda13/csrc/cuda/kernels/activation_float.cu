@@ -39,11 +39,7 @@ void run(const Activation& given, const Quantize& outputs, Stream stream) {
 }  // namespace
 
 void activation_float(const Activation& args, const Quantize& outputs, Stream stream) {
-  switch (args.dtype) {
-    case te::Float::kF32: return run<F32>(args, outputs, stream);
-    case te::Float::kBF16: return run<BF16>(args, outputs, stream);
-    case te::Float::kF16: return run<F16>(args, outputs, stream);
-  }
+  by_float(args.dtype, [&](auto of) { run<decltype(of)>(args, outputs, stream); });
 }
 
 }  // namespace jaxtap::cuda

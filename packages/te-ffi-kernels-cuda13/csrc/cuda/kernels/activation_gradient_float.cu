@@ -59,11 +59,7 @@ void run_of(const Activation& given, const Quantize& outputs, Stream stream) {
 }  // namespace
 
 void activation_gradient_float(const Activation& args, const Quantize& outputs, Stream stream) {
-  switch (args.dtype) {
-    case te::Float::kF32: return run_of<F32>(args, outputs, stream);
-    case te::Float::kBF16: return run_of<BF16>(args, outputs, stream);
-    case te::Float::kF16: return run_of<F16>(args, outputs, stream);
-  }
+  by_float(args.dtype, [&](auto of) { run_of<decltype(of)>(args, outputs, stream); });
 }
 
 }  // namespace jaxtap::cuda

@@ -95,11 +95,7 @@ void dequantize(const Dequantize& given, Stream stream) {
                      given.cols,
                      given.qtype,
                      aligned(16, given.qvalues, static_cast<uint8_t*>(given.out))};
-  switch (given.dtype) {
-    case te::Float::kF32: return run<F32>(args, given, stream);
-    case te::Float::kBF16: return run<BF16>(args, given, stream);
-    case te::Float::kF16: return run<F16>(args, given, stream);
-  }
+  by_float(given.dtype, [&](auto of) { run<decltype(of)>(args, given, stream); });
 }
 
 }  // namespace jaxtap::cuda

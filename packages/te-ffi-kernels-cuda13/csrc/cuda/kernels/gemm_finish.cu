@@ -78,11 +78,9 @@ void gemm_finish(const GemmFinish& given, Stream stream) {
                             static_cast<const char*>(given.out));
   args.wide = wide;
   const int64_t blocks = ceil_of(given.m * args.parts, kThreads);
-  switch (given.dtype) {
-    case te::Float::kF32: return launch(gemm_finish_kernel<F32>, blocks, kThreads, stream, args);
-    case te::Float::kBF16: return launch(gemm_finish_kernel<BF16>, blocks, kThreads, stream, args);
-    case te::Float::kF16: return launch(gemm_finish_kernel<F16>, blocks, kThreads, stream, args);
-  }
+  by_float(given.dtype, [&](auto of) {
+    launch(gemm_finish_kernel<decltype(of)>, blocks, kThreads, stream, args);
+  });
 }
 
 }  // namespace jaxtap::cuda

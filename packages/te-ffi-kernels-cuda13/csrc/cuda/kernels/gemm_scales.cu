@@ -1,4 +1,6 @@
-// A thread has the four scales of a lane in a tile, which are beside each other in the result.
+// The scales of a matmul, as cuBLASLt takes them.
+#include <limits>
+
 #include "cuda/device.h"
 #include "cuda/kernels/gemm.h"
 
@@ -12,6 +14,7 @@ struct Args {
   int64_t lanes, tiles_across;  // padded lanes; tiles along the blocks
 };
 
+// A thread has the four scales of a lane in a tile, which are beside each other in the result.
 __global__ void gemm_scales_kernel(Args args) {
   const GemmScales& given = args.given;
   const int64_t at = thread_number();
@@ -34,6 +37,13 @@ __global__ void gemm_scales_kernel(Args args) {
   out[tile * kScaleLanes + in_tile % 32 * 4 + in_tile / 32] = four;
 }
 
+__global__ void gemm_factors_kernel(GemmFactors args) {
+  const float scale = args.lhs_scale == nullptr ? 1.0f : *args.lhs_scale * *args.rhs_scale;
+  args.out[0] =
+      *args.beta == 0.0f ? *args.alpha * scale : std::numeric_limits<float>::quiet_NaN();
+  args.out[1] = 0.0f;
+}
+
 }  // namespace
 
 void gemm_scales(const GemmScales& given, Stream stream) {
@@ -41,6 +51,10 @@ void gemm_scales(const GemmScales& given, Stream stream) {
                      ceil_of(given.blocks, kScaleBlocks)};
   launch(gemm_scales_kernel, ceil_of(args.lanes * args.tiles_across, kThreads), kThreads, stream,
          args);
+}
+
+void gemm_factors(const GemmFactors& args, Stream stream) {
+  launch(gemm_factors_kernel, 1, 1, stream, args);
 }
 
 }  // namespace jaxtap::cuda

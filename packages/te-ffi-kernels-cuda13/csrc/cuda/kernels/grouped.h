@@ -35,9 +35,7 @@ struct GroupedQuantize {
 // by column aren't whole blocks, every byte of the results is 0xff: scales and magnitudes are NaN.
 void grouped_quantize(const GroupedQuantize& args, Stream stream);
 
-// The kernels.
-void grouped_absmax(const GroupedQuantize& args, Stream stream);
-void grouped_values(const GroupedQuantize& args, Stream stream);
+// What no group has.
 void grouped_rest(const GroupedQuantize& args, Stream stream);
 
 }  // namespace jaxtap::cuda

@@ -29,7 +29,6 @@ constexpr int64_t kNormOfWarp = 1024, kNormOfBlock = 8192;
 
 // Means and inverse roots; where `outputs` isn't quantized, the numbers as well.
 void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream);
-void norm_values(const Norm& norm, const Quantize& outputs, Stream stream);
 void norm_gradient_rows(const NormGradient& args, Stream stream);
 void norm_gradient_weights(const NormGradient& args, Stream stream);
 

@@ -77,14 +77,14 @@ void norm_gradient_rows(const NormGradient& given, Stream stream) {
   args.wide = given.cols % kRun == 0 && args.gamma.wide(kRun) &&
               aligned(16, static_cast<const char*>(given.dz), static_cast<const char*>(given.x),
                       static_cast<char*>(given.dx));
-  switch (given.dtype) {
-    case te::Float::kF32:
-      return launch_rows<Kernel<F32>>(args, kNormOfWarp, kNormOfBlock, stream);
-    case te::Float::kBF16:
-      return launch_rows<Kernel<BF16>>(args, kNormOfWarp, kNormOfBlock, stream);
-    case te::Float::kF16:
-      return launch_rows<Kernel<F16>>(args, kNormOfWarp, kNormOfBlock, stream);
-  }
+  by_float(given.dtype, [&](auto of) {
+    launch_rows<Kernel<decltype(of)>>(args, kNormOfWarp, kNormOfBlock, stream);
+  });
+}
+
+void norm_backward(const NormGradient& args, Stream stream) {
+  norm_gradient_rows(args, stream);
+  norm_gradient_weights(args, stream);
 }
 
 }  // namespace jaxtap::cuda

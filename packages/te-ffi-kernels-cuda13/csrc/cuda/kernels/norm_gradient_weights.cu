@@ -40,11 +40,7 @@ void run(const NormGradient& given, Stream stream) {
 }  // namespace
 
 void norm_gradient_weights(const NormGradient& given, Stream stream) {
-  switch (given.dtype) {
-    case te::Float::kF32: return run<F32>(given, stream);
-    case te::Float::kBF16: return run<BF16>(given, stream);
-    case te::Float::kF16: return run<F16>(given, stream);
-  }
+  by_float(given.dtype, [&](auto of) { run<decltype(of)>(given, stream); });
 }
 
 }  // namespace jaxtap::cuda

@@ -124,14 +124,9 @@ void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream) {
   args.epsilon = norm.epsilon;
   args.wide = norm.cols % kRun == 0 && args.gamma.wide(kRun) && args.beta.wide(kRun) &&
               aligned(16, static_cast<const char*>(norm.x), static_cast<char*>(outputs.out));
-  switch (norm.dtype) {
-    case te::Float::kF32:
-      return launch_rows<Kernel<F32>>(args, kNormOfWarp, kNormOfBlock, stream);
-    case te::Float::kBF16:
-      return launch_rows<Kernel<BF16>>(args, kNormOfWarp, kNormOfBlock, stream);
-    case te::Float::kF16:
-      return launch_rows<Kernel<F16>>(args, kNormOfWarp, kNormOfBlock, stream);
-  }
+  by_float(norm.dtype, [&](auto of) {
+    launch_rows<Kernel<decltype(of)>>(args, kNormOfWarp, kNormOfBlock, stream);
+  });
 }
 
 }  // namespace jaxtap::cuda

@@ -42,7 +42,7 @@ struct Normalized {
 };
 
 template <class Of>
-void run(const Norm& norm, const Quantize& outputs, Stream stream) {
+void values_of_norm(const Norm& norm, const Quantize& outputs, Stream stream) {
   Normalized<Of> source = {};
   source.x = static_cast<const typename Of::Type*>(norm.x);
   source.gamma = gamma_of(norm);
@@ -56,12 +56,12 @@ void run(const Norm& norm, const Quantize& outputs, Stream stream) {
 
 }  // namespace
 
-void norm_values(const Norm& norm, const Quantize& outputs, Stream stream) {
-  switch (norm.dtype) {
-    case te::Float::kF32: return run<F32>(norm, outputs, stream);
-    case te::Float::kBF16: return run<BF16>(norm, outputs, stream);
-    case te::Float::kF16: return run<F16>(norm, outputs, stream);
-  }
+void norm_forward(const Norm& norm, const Quantize& outputs, Stream stream) {
+  const bool quantizes = outputs.scaling != te::Scaling::kNone;
+  if (!quantizes) quantize_numbers(outputs, stream);
+  norm_rows(norm, outputs, stream);
+  if (!quantizes) return;
+  by_float(norm.dtype, [&](auto of) { values_of_norm<decltype(of)>(norm, outputs, stream); });
 }
 
 }  // namespace jaxtap::cuda

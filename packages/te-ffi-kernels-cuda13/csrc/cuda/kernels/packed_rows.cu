@@ -113,11 +113,7 @@ void packed_rows(const PackedRows& given, Stream stream) {
     args.segments = given.k / given.group;
     args.length = args.padded = given.group;
   }
-  switch (given.x_dtype) {
-    case te::Float::kF32: return run<F32>(args, stream);
-    case te::Float::kBF16: return run<BF16>(args, stream);
-    case te::Float::kF16: return run<F16>(args, stream);
-  }
+  by_float(given.x_dtype, [&](auto of) { run<decltype(of)>(args, stream); });
 }
 
 }  // namespace jaxtap::cuda

@@ -85,11 +85,7 @@ void unpermute(const Unpermute& given, Stream stream) {
   const auto with = [&](auto kernel) {
     launch(kernel, args.map.tokens, kThreads, stream, args);
   };
-  switch (args.dtype) {
-    case te::Float::kF32: return with(unpermute_kernel<F32>);
-    case te::Float::kBF16: return with(unpermute_kernel<BF16>);
-    case te::Float::kF16: return with(unpermute_kernel<F16>);
-  }
+  by_float(args.dtype, [&](auto of) { with(unpermute_kernel<decltype(of)>); });
 }
 
 void unpermute_gradient(const UnpermuteGradient& given, Stream stream) {
@@ -99,11 +95,7 @@ void unpermute_gradient(const UnpermuteGradient& given, Stream stream) {
   const auto with = [&](auto kernel) {
     launch(kernel, args.map.tokens, kThreads, stream, args);
   };
-  switch (args.dtype) {
-    case te::Float::kF32: return with(unpermute_gradient_kernel<F32>);
-    case te::Float::kBF16: return with(unpermute_gradient_kernel<BF16>);
-    case te::Float::kF16: return with(unpermute_gradient_kernel<F16>);
-  }
+  by_float(args.dtype, [&](auto of) { with(unpermute_gradient_kernel<decltype(of)>); });
 }
 
 }  // namespace jaxtap::cuda

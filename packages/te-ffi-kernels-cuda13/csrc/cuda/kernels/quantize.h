@@ -37,10 +37,7 @@ void quantize(const Quantize& args, Stream stream);
 // The kernels. What a slice's quantized values are made with is passed on as the bits of its
 // largest magnitude, in the place where its scale will be: there is no memory beside the results.
 void quantize_numbers(const Quantize& args, Stream stream);
-void quantize_absmax(const Quantize& args, Stream stream);
-void quantize_values(const Quantize& args, Stream stream);
 void quantize_scales(const Quantize& args, Stream stream);
-void quantize_sums(const Quantize& args, Stream stream);
 
 // Current scaling, of what is computed: the scale that goes with the largest magnitude, which
 // updates amax, in the place of its bits; and the inverse of the scale, where it's a result.

@@ -96,11 +96,9 @@ struct Stored {
 // Calls run(source) for the numbers of the array x.
 template <class Run>
 void of_array(const Quantize& given, Run&& run) {
-  switch (given.dtype) {
-    case te::Float::kF32: return run(Stored<F32>{static_cast<const float*>(given.x)});
-    case te::Float::kBF16: return run(Stored<BF16>{static_cast<const uint16_t*>(given.x)});
-    case te::Float::kF16: return run(Stored<F16>{static_cast<const uint16_t*>(given.x)});
-  }
+  by_float(given.dtype, [&](auto of) {
+    run(Stored<decltype(of)>{static_cast<const typename decltype(of)::Type*>(given.x)});
+  });
 }
 
 // What a slice of this largest magnitude is multiplied with, as the CPU's channel_scale.

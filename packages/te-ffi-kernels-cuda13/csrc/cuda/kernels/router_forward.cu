@@ -109,11 +109,7 @@ void run(const RouterForward& args, Stream stream) {
 }  // namespace
 
 void router_forward(const RouterForward& args, Stream stream) {
-  switch (args.dtype) {
-    case te::Float::kF32: return run<F32>(args, stream);
-    case te::Float::kBF16: return run<BF16>(args, stream);
-    case te::Float::kF16: return run<F16>(args, stream);
-  }
+  by_float(args.dtype, [&](auto of) { run<decltype(of)>(args, stream); });
 }
 
 }  // namespace jaxtap::cuda

@@ -141,20 +141,12 @@ void router_loss(const RouterLoss& given, float coefficient, const void* probs, 
     args.part = given.tokens * given.experts;
     args.parts_each = 1;
   }
-  switch (given.dtype) {
-    case te::Float::kF32: return run<F32>(args, stream);
-    case te::Float::kBF16: return run<BF16>(args, stream);
-    case te::Float::kF16: return run<F16>(args, stream);
-  }
+  by_float(given.dtype, [&](auto of) { run<decltype(of)>(args, stream); });
 }
 
 void router_loss_gradient(const RouterLoss& given, const void* grad, void* out, Stream stream) {
   const Args args = args_of(given, grad, out);
-  switch (given.dtype) {
-    case te::Float::kF32: return run_gradient<F32>(args, stream);
-    case te::Float::kBF16: return run_gradient<BF16>(args, stream);
-    case te::Float::kF16: return run_gradient<F16>(args, stream);
-  }
+  by_float(given.dtype, [&](auto of) { run_gradient<decltype(of)>(args, stream); });
 }
 
 }  // namespace jaxtap::cuda

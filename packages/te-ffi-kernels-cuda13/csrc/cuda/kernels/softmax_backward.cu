@@ -74,17 +74,15 @@ __global__ void __launch_bounds__(kBlockThreads) softmax_backward_block_kernel(S
   }
 }
 
-template <class Format>
-struct Run {
-  static void run(const SoftmaxBackward& given, Stream stream) {
+}  // namespace
+
+void softmax_backward(const SoftmaxBackward& given, Stream stream) {
+  by_float(given.shape.dtype, [&](auto of) {
+    using Format = decltype(of);
     run_rows(softmax_args(given), softmax_backward_warp_kernel<Format, 8>,
              softmax_backward_warp_kernel<Format, 32>, softmax_backward_block_kernel<Format>,
              stream);
-  }
-};
-
-}  // namespace
-
-void softmax_backward(const SoftmaxBackward& args, Stream stream) { by_dtype<Run>(args, stream); }
+  });
+}
 
 }  // namespace jaxtap::cuda

@@ -102,17 +102,15 @@ __global__ void __launch_bounds__(kBlockThreads) softmax_forward_block_kernel(So
   }
 }
 
-template <class Format>
-struct Run {
-  static void run(const SoftmaxForward& given, Stream stream) {
+}  // namespace
+
+void softmax_forward(const SoftmaxForward& given, Stream stream) {
+  by_float(given.shape.dtype, [&](auto of) {
+    using Format = decltype(of);
     run_rows(softmax_args(given), softmax_forward_warp_kernel<Format, 8>,
              softmax_forward_warp_kernel<Format, 32>, softmax_forward_block_kernel<Format>,
              stream);
-  }
-};
-
-}  // namespace
-
-void softmax_forward(const SoftmaxForward& args, Stream stream) { by_dtype<Run>(args, stream); }
+  });
+}
 
 }  // namespace jaxtap::cuda

@@ -102,14 +102,5 @@ inline void run_rows(const SoftmaxArgs& args, void (*few)(SoftmaxArgs), void (*s
   launch(args.k <= 8 * kWarp ? few : some, blocks, kWarpThreads, stream, args);
 }
 
-template <template <class> class Run, class Given>
-void by_dtype(const Given& given, Stream stream) {
-  switch (given.shape.dtype) {
-    case te::Float::kF32: return Run<F32>::run(given, stream);
-    case te::Float::kBF16: return Run<BF16>::run(given, stream);
-    case te::Float::kF16: return Run<F16>::run(given, stream);
-  }
-}
-
 }  // namespace
 }  // namespace jaxtap::cuda

@@ -106,11 +106,7 @@ void topk(const TopK& args, Stream stream) {
     throw invalid_argument("k_value must be at most ", kMostTopK, ", got ", args.k);
   }
   const auto with = [&](auto kernel) { launch(kernel, args.rows, kThreads, stream, args); };
-  switch (args.dtype) {
-    case te::Float::kF32: return with(topk_kernel<F32>);
-    case te::Float::kBF16: return with(topk_kernel<BF16>);
-    case te::Float::kF16: return with(topk_kernel<F16>);
-  }
+  by_float(args.dtype, [&](auto of) { with(topk_kernel<decltype(of)>); });
 }
 
 }  // namespace jaxtap::cuda

@@ -90,14 +90,20 @@ TEST(cuda_sums_of_what_is_quantized) {
   each_case([&](const SumsCase& c) {
     Buffer x = numbers(c.rows * c.cols, c.dtype, true, 1.0f, random);
     Buffer sums(c.cols * bytes_of(c.dtype), 0), parts = memory_of(c, 1);
-    cuda::Quantize args;
+    Buffer scale(4, 4), amax(4, 4), updated(4, 4);
+    set_element(scale.get(), DType::F32, 0, 1.0f);
+    set_element(amax.get(), DType::F32, 0, 0.0f);
+    cuda::Quantize args;  // sums alone: no quantized values are wanted
+    args.scale = floats(scale);
+    args.amax = floats(amax);
+    args.updated_amax = floats(updated);
     args.x = x.get();
     args.dtype = te::float_of(c.dtype);
     args.rows = c.rows;
     args.cols = c.cols;
     args.sums = sums.get();
     args.parts = floats(parts);
-    cuda::quantize_sums(args, nullptr);
+    cuda::quantize(args, nullptr);
     CHECK_THAT(are_sums(sums, c, c.dtype,
                         [&](int64_t i, int64_t j) {
                           return element(x.get(), c.dtype, i * c.cols + j);
@@ -105,7 +111,7 @@ TEST(cuda_sums_of_what_is_quantized) {
                text_of(c));
     if (parts.size() != 0) {
       args.parts = nullptr;
-      CHECK(throws<Error>([&] { cuda::quantize_sums(args, nullptr); }, "parts have no memory"));
+      CHECK(throws<Error>([&] { cuda::quantize(args, nullptr); }, "parts have no memory"));
     }
   });
 }
@@ -162,6 +168,8 @@ TEST(cuda_sums_of_gradients_of_activations) {
       Buffer x = numbers(c.rows * c.cols, c.dtype, true, 1.0f, random);
       Buffer dz = numbers(c.rows * n, c.dtype, true, 1.0f, random);
       Buffer sums(c.cols * bytes_of(c.dtype), 0), parts = memory_of(c, 1);
+      Buffer dx(c.rows * c.cols * bytes_of(c.dtype), 0), amax(4, 4), updated(4, 4);
+      set_element(amax.get(), DType::F32, 0, 0.0f);
       cuda::Activation args;
       args.function = activations::Function::kRelu;
       args.gated = gated;
@@ -177,7 +185,10 @@ TEST(cuda_sums_of_gradients_of_activations) {
       outputs.scaling = te::Scaling::kNone;
       outputs.sums = sums.get();
       outputs.parts = floats(parts);
-      cuda::activation_gradient_sums(args, outputs, nullptr);
+      outputs.out = dx.get();
+      outputs.amax = floats(amax);
+      outputs.updated_amax = floats(updated);
+      cuda::activation_backward(args, outputs, nullptr);
       const auto number = [&](int64_t i, int64_t j) {
         const double slope = element(dz.get(), c.dtype, i * n + j % n);
         const double first = element(x.get(), c.dtype, i * c.cols + j % n);

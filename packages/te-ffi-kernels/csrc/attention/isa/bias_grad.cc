@@ -10,31 +10,38 @@ namespace {
 
 int64_t rounded_keys(const Problem& p) { return (p.most_keys + kBlock - 1) / kBlock * kBlock; }
 
+struct BiasGradMemory {
+  BiasGradMemory(const Problem& p, Scratch& scratch)
+      : block(p, scratch),
+        by_query(scratch.take(kCols * most(most(block.qk_width, block.v_width), kBlock))),
+        scores(scratch.take(kBlock * kCols)),
+        grads(scratch.take(kBlock * kCols)),
+        other(scratch.take(kBlock * kCols)),
+        known(take_known(block.qk_width, block.v_width, scratch)),
+        queries(scratch.take(block.qk_width * kCols)),
+        out_grads(scratch.take(block.v_width * kCols)),
+        sums(scratch.take(rounded_keys(p) * kCols)) {}
+
+  FloatBlock block;
+  float *by_query, *scores, *grads, *other;
+  Known known;
+  float *queries, *out_grads, *sums;
+};
+
 int64_t scratch_of(const Problem& p) {
-  const int64_t qk_width = padded(p.qk_size), v_width = padded(p.v_size);
-  const int64_t widest = most(most(qk_width, v_width), kBlock);
-  const int64_t blocks = kBlock * (qk_width + v_width) + kCols * widest;
-  const int64_t panel = known_scratch(p) + (qk_width + v_width) * kCols;
-  return blocks + 3 * kBlock * kCols + panel + rounded_keys(p) * kCols + 16 * 16;
+  Scratch counted(nullptr);
+  const BiasGradMemory memory(p, counted);
+  return counted.taken();
 }
 
 void bias_grad(const Problem& p, const Gradients& gradients, int64_t batch, int64_t head,
-               int64_t begin, float* memory) {
-  const int64_t qk = p.qk_size, v = p.v_size, qk_width = padded(qk), v_width = padded(v);
+               int64_t begin, float* data) {
   const int64_t group = p.q_heads / p.kv_heads;
-
-  Scratch scratch(memory);
-  float* keys = scratch.take(kBlock * qk_width);
-  float* values = scratch.take(kBlock * v_width);
-  float* by_query = scratch.take(kCols * most(most(qk_width, v_width), kBlock));
-  float* scores = scratch.take(kBlock * kCols);
-  float* grads = scratch.take(kBlock * kCols);
-  float* other = scratch.take(kBlock * kCols);
-  const Known known = take_known(p, scratch);
-  float* queries = scratch.take(qk_width * kCols);
-  float* out_grads = scratch.take(v_width * kCols);
-  float* sums = scratch.take(rounded_keys(p) * kCols);
-  std::memset(sums, 0, static_cast<size_t>(rounded_keys(p) * kCols) * sizeof(float));
+  Scratch scratch(data);
+  const BiasGradMemory memory(p, scratch);
+  float *by_query = memory.by_query, *scores = memory.scores, *grads = memory.grads;
+  float *other = memory.other, *sums = memory.sums;
+  zero(sums, rounded_keys(p) * kCols);
 
   const int64_t end = p.bias_batches == 1 ? p.segments : batch + 1;
   for (int64_t s = batch; s < end; ++s) {
@@ -45,17 +52,18 @@ void bias_grad(const Problem& p, const Gradients& gradients, int64_t batch, int6
       const Rows rows{h, 1};
       Panel panel;
       set_panel(p, segment, rows, begin, segment.q_length, panel);
-      know(p, gradients, segment, rows, panel, known, queries, out_grads, by_query);
+      know_floats(p, gradients, segment, rows, panel, memory.known, memory.queries,
+                  memory.out_grads, by_query);
       for (int64_t key = panel.first_low / kBlock * kBlock; key <= panel.last_high; key += kBlock) {
-        const Range range = seen(panel, key, least(kBlock, segment.kv_length - key));
-        if (range.count() <= 0) continue;
-        const int64_t from = key + range.first;
-        load_block(p, p.k, segment, h / group, from, range.count(), qk, keys, qk_width);
-        load_block(p, p.v, segment, h / group, from, range.count(), v, values, v_width);
-        score_grads(p, segment, rows, panel, known, from, range.count(), keys, values, scores,
-                    grads, by_query, other);
+        const Range range = seen<1>(panel, key, least(kBlock, segment.kv_length - key));
+        const int64_t count = range.count(), from = key + range.first;
+        if (count <= 0) continue;
+        memory.block.load(p, segment, h / group, from, count);
+        score_floats(memory.block, {0, count}, panel, memory.known, scores, grads);
+        add_bias(p, segment, rows, panel, from, count, scores, by_query, other);
+        differentiate(p, segment, rows, panel, memory.known, from, count, scores, grads, other);
         float* sum = sums + from * kCols;
-        for (int64_t i = 0; i < range.count(); ++i) {
+        for (int64_t i = 0; i < count; ++i) {
           for (int64_t c = 0; c < panel.columns; c += kWidth) {
             write(sum + i * kCols + c, read(sum + i * kCols + c) + read(grads + i * kCols + c));
           }

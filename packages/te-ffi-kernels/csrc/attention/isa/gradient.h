@@ -18,12 +18,8 @@ struct Known {
   float* delta;
 };
 
-inline int64_t known_scratch(const Problem& p) {
-  return (padded(p.qk_size) + padded(p.v_size) + 3) * kCols;
-}
-
-inline Known take_known(const Problem& p, Scratch& scratch) {
-  return {scratch.take(padded(p.qk_size) * kCols), scratch.take(padded(p.v_size) * kCols),
+inline Known take_known(int64_t query_lines, int64_t grad_lines, Scratch& scratch) {
+  return {scratch.take(query_lines * kCols), scratch.take(grad_lines * kCols),
           scratch.take(kCols), scratch.take(kCols), scratch.take(kCols)};
 }
 
@@ -78,9 +74,9 @@ inline void know_delta(const float* results, int64_t width, const Known& known) 
 
 // Reads it. `queries` and `grads` get the same as rows, [kCols][padded size]; `lines` is memory
 // for a panel's rows.
-inline void know(const Problem& p, const Gradients& gradients, const Segment& segment,
-                 const Rows& rows, const Panel& panel, const Known& known, float* queries,
-                 float* grads, float* lines) {
+inline void know_floats(const Problem& p, const Gradients& gradients, const Segment& segment,
+                        const Rows& rows, const Panel& panel, const Known& known, float* queries,
+                        float* grads, float* lines) {
   const int64_t qk_width = padded(p.qk_size), v_width = padded(p.v_size);
   load_panel(p, p.q, segment, rows, panel, p.qk_size, queries, qk_width);
   transpose(queries, qk_width, kCols, qk_width, known.queries, kCols);
@@ -159,18 +155,15 @@ inline void differentiate(const Problem& p, const Segment& segment, const Rows& 
   }
 }
 
-// The same of `count` keys from `key` on, whose keys and values are given.
-inline void score_grads(const Problem& p, const Segment& segment, const Rows& rows,
-                        const Panel& panel, const Known& known, int64_t key, int64_t count,
-                        const float* keys, const float* values, float* scores, float* grads,
-                        float* by_query, float* other) {
-  tile::multiply<tile::Left::kByRow>(count, panel.columns, p.qk_size, keys, padded(p.qk_size),
+// The scores of a range of a block in float32, and the gradients of their probabilities.
+inline void score_floats(const FloatBlock& block, const Range& range, const Panel& panel,
+                         const Known& known, float* scores, float* grads) {
+  tile::multiply<tile::Left::kByRow>(range.count(), panel.columns, block.qk,
+                                     block.keys + range.first * block.qk_width, block.qk_width,
                                      known.queries, kCols, scores, kCols, false);
-  const bool has_bias = p.bias_type != Bias::kNone;
-  if (has_bias) add_bias(p, segment, rows, panel, key, count, scores, by_query, other);
-  tile::multiply<tile::Left::kByRow>(count, panel.columns, p.v_size, values, padded(p.v_size),
+  tile::multiply<tile::Left::kByRow>(range.count(), panel.columns, block.v,
+                                     block.values + range.first * block.v_width, block.v_width,
                                      known.grads, kCols, grads, kCols, false);
-  differentiate(p, segment, rows, panel, known, key, count, scores, grads, other);
 }
 
 }  // namespace

@@ -7,20 +7,18 @@
 #pragma GCC optimize("fp-contract=fast")
 #endif
 
-#if defined(__AVX2__)
-#include <immintrin.h>
-#endif
-
-#include <cstdint>
-#include <cstring>
-
-#include "common/convert.h"
 #include "common/dtype.h"
+#include "common/lanes_math.h"
 #include "common/register_tile.h"
 
 namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE {
 namespace {
 
+using lanes::JAXTAP_ISA_NAMESPACE::all;
+using lanes::JAXTAP_ISA_NAMESPACE::load;
+using lanes::JAXTAP_ISA_NAMESPACE::max;
+using lanes::JAXTAP_ISA_NAMESPACE::over;
+using lanes::JAXTAP_ISA_NAMESPACE::store;
 using tile::Ints;
 using tile::kWidth;
 using tile::read;
@@ -38,19 +36,7 @@ constexpr double kLog2E = 1.44269504088896341;
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-JAXTAP_TILE Vector all(float x) { return Vector{} + x; }
 JAXTAP_TILE Ints all(int32_t x) { return Ints{} + x; }
-
-// The greater one; b where one is NaN.
-JAXTAP_TILE Vector greater(Vector a, Vector b) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_max_ps((__m512)a, (__m512)b);
-#elif defined(__AVX2__)
-  return (Vector)_mm256_max_ps((__m256)a, (__m256)b);
-#else
-  return a > b ? a : b;
-#endif
-}
 
 constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: a sum with it is rounded to whole numbers
 constexpr float kLeastExponent = -126.0f;
@@ -128,6 +114,22 @@ inline void transpose_tile(const float* in, int64_t in_stride, float* out, int64
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * out_stride, a[i]);
+#elif defined(JAXTAP_NEON)
+  float64x2_t pairs[2][2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const float32x4_t first = vld1q_f32(in + 2 * i * in_stride);
+    const float32x4_t second = vld1q_f32(in + (2 * i + 1) * in_stride);
+    pairs[i][0] = vreinterpretq_f64_f32(vtrn1q_f32(first, second));
+    pairs[i][1] = vreinterpretq_f64_f32(vtrn2q_f32(first, second));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const float64x2_t upper = vtrn1q_f64(pairs[0][i], pairs[1][i]);
+    const float64x2_t lower = vtrn2q_f64(pairs[0][i], pairs[1][i]);
+    vst1q_f32(out + i * out_stride, vreinterpretq_f32_f64(upper));
+    vst1q_f32(out + (i + 2) * out_stride, vreinterpretq_f32_f64(lower));
+  }
 #else
   for (int r = 0; r < kWidth; ++r) {
     for (int c = 0; c < kWidth; ++c) out[c * out_stride + r] = in[r * in_stride + c];
@@ -156,52 +158,36 @@ inline char* at(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * (dtype == DType::F32 ? 4 : 2);
 }
 
-// Reads `count` numbers as float32, and zeros after them up to `width`.
+// Calls run(format) for the format of a dtype.
+template <class Run>
+JAXTAP_TILE void by_format(DType dtype, const Run& run) {
+  if (dtype == DType::F32) return run(lanes::JAXTAP_ISA_NAMESPACE::F32());
+  if (dtype == DType::BF16) return run(lanes::JAXTAP_ISA_NAMESPACE::BF16());
+  run(lanes::JAXTAP_ISA_NAMESPACE::F16());
+}
+
+// Reads `count` numbers as float32, and zeros after them up to `width`, a multiple of kWidth.
 //
 // Neither this nor store_numbers is inlined: they are called for a row each, from many places, and
 // each copy takes a compiler as long as all the rest of a file.
 __attribute__((noinline, unused)) void load_numbers(DType dtype, const void* from, int64_t count,
-                                                    float* __restrict to, int64_t width) {
-  int64_t i = 0;
-  if (dtype == DType::F32) {
-    const auto* in = static_cast<const float*>(from);
-    for (; i + kWidth <= count; i += kWidth) write(to + i, read(in + i));
-    for (; i < count; ++i) to[i] = in[i];
-  } else if (dtype == DType::BF16) {
-    const auto* __restrict in = static_cast<const uint16_t*>(from);
-    for (; i < count; ++i) to[i] = bf16_to_f32(in[i]);
-  } else {
-    const auto* __restrict in = static_cast<const uint16_t*>(from);
-#if defined(__AVX2__)
-    for (; i + 8 <= count; i += 8) {
-      const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i));
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(halves));
-    }
-#endif
-    for (; i < count; ++i) to[i] = f16_to_f32(in[i]);
-  }
-  for (; i < width; ++i) to[i] = 0.0f;
+                                                    float* to, int64_t width) {
+  by_format(dtype, [&](auto format) {
+    using Format = decltype(format);
+    const auto* in = static_cast<const typename Format::Type*>(from);
+    over(count, [&](int64_t i, auto part) { write(to + i, load<Format>(in + i, part)); });
+  });
+  for (int64_t i = padded(count); i < width; i += kWidth) write(to + i, Vector{});
 }
 
-// Writes float32 as `dtype`, rounding half to even.
-__attribute__((noinline, unused)) void store_numbers(DType dtype, const float* __restrict from,
-                                                     int64_t count, void* to) {
-  int64_t i = 0;
-  if (dtype == DType::F32) {
-    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(float));
-  } else if (dtype == DType::BF16) {
-    auto* __restrict out = static_cast<uint16_t*>(to);
-    for (; i < count; ++i) out[i] = f32_to_bf16(from[i]);
-  } else {
-    auto* __restrict out = static_cast<uint16_t*>(to);
-#if defined(__AVX2__)
-    for (; i + 8 <= count; i += 8) {
-      const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT);
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i), halves);
-    }
-#endif
-    for (; i < count; ++i) out[i] = f32_to_f16(from[i]);
-  }
+// Writes float32, which go on to whole vectors, as `dtype`, rounding half to even.
+__attribute__((noinline, unused)) void store_numbers(DType dtype, const float* from, int64_t count,
+                                                     void* to) {
+  by_format(dtype, [&](auto format) {
+    using Format = decltype(format);
+    auto* out = static_cast<typename Format::Type*>(to);
+    over(count, [&](int64_t i, auto part) { store<Format>(out + i, read(from + i), part); });
+  });
 }
 
 }  // namespace

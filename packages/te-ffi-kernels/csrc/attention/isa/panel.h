@@ -14,19 +14,25 @@ static_assert(kBlock % kWidth == 0 && kBlock % 4 == 0, "blocks have whole regist
 constexpr int64_t kForwardRows = 1024;  // of a part
 constexpr int64_t kBackwardRows = 512;
 
-// Hands out scratch memory.
+// Hands out scratch memory, of which there may be none: then it only counts.
 class Scratch {
  public:
-  explicit Scratch(float* data) : next_(data) {}
+  explicit Scratch(float* data) : data_(data) {}
   float* take(int64_t count) {
-    float* taken = next_;
-    next_ += (count + 15) / 16 * 16;
-    return taken;
+    float* const found = data_ == nullptr ? nullptr : data_ + taken_;
+    taken_ += (count + 15) / 16 * 16;
+    return found;
   }
+  int64_t taken() const { return taken_; }
 
  private:
-  float* next_;
+  float* data_;
+  int64_t taken_ = 0;
 };
+
+inline void zero(float* to, int64_t count) {
+  std::memset(to, 0, static_cast<size_t>(count) * sizeof(float));
+}
 
 struct Panel {
   int64_t begin, rows;   // of the part's rows
@@ -81,12 +87,16 @@ inline void set_panel(const Problem& p, const Segment& segment, const Rows& rows
   panel.last_high = panel.high[kCols - 1];
 }
 
-// The panels of [begin, end); returns their number.
+// The panels of [begin, end); returns their number. What multiplies keys in steps of more than one
+// computes all columns.
+template <int64_t kStep>
 inline int64_t set_panels(const Problem& p, const Segment& segment, const Rows& rows, int64_t begin,
                           int64_t end, Panel* panels) {
   int64_t count = 0;
   for (int64_t row = begin; row < end; row += kCols) {
-    set_panel(p, segment, rows, row, end, panels[count++]);
+    Panel& panel = panels[count++];
+    set_panel(p, segment, rows, row, end, panel);
+    if (kStep > 1) panel.columns = kCols;
   }
   return count;
 }
@@ -113,8 +123,7 @@ inline void load_panel(const Problem& p, const Tokens& tokens, const Segment& se
     const int64_t index = index_of(tokens, rows.token(segment, row), rows.head_of(row));
     load_numbers(p.dtype, at(tokens.data, p.dtype, index), size, to + r * width, width);
   }
-  std::memset(to + panel.rows * width, 0,
-              static_cast<size_t>((kCols - panel.rows) * width) * sizeof(float));
+  zero(to + panel.rows * width, (kCols - panel.rows) * width);
 }
 
 // Keys or values [key, key + count) as [count][width].
@@ -171,9 +180,20 @@ struct Range {
   int64_t count() const { return last - first; }
 };
 
+// As many more as make steps; those that there aren't are masked.
+template <int64_t kStep>
 inline Range seen(const Panel& panel, int64_t key, int64_t count) {
   // Four keys share the random words of dropout.
-  return {most(0, panel.first_low - key) / 4 * 4, least(count, panel.last_high + 1 - key)};
+  const Range range = {most(0, panel.first_low - key) / 4 * 4,
+                       least(count, panel.last_high + 1 - key)};
+  if (kStep == 1 || range.count() <= 0) return range;
+  return {range.first / kStep * kStep, (range.last + kStep - 1) / kStep * kStep};
+}
+
+// Whether queries are scaled, and not their scores: the order of these would not be that of the
+// scaled ones.
+inline bool scales_queries(const Problem& p) {
+  return p.bias_type == Bias::kNone && !(p.scale > 0);
 }
 
 // scores[count][kCols] of the bias of keys from `key` on: (pre-scale: (scores + bias) * scale;
@@ -190,7 +210,7 @@ inline void add_bias(const Problem& p, const Segment& segment, const Rows& rows,
                  by_query + r * kBlock, width);
   }
   for (int64_t r = panel.rows; r < panel.columns; ++r) {
-    std::memset(by_query + r * kBlock, 0, static_cast<size_t>(width) * sizeof(float));
+    zero(by_query + r * kBlock, width);
   }
   transpose(by_query, kBlock, panel.columns, width, by_key, kCols);
   const float before = p.bias_type == Bias::kPreScale ? p.scale : 1.0f;
@@ -264,6 +284,30 @@ inline void store_panel(const Problem& p, const Tokens& tokens, const Segment& s
     store_numbers(p.dtype, by_query + r * width, size, at(tokens.data, p.dtype, index));
   }
 }
+
+// Keys [kBlock][qk_width] and values [kBlock][v_width] of a block in float32: what ways to multiply
+// that convert to float32 have in common.
+struct FloatBlock {
+  struct Scope {};
+  static constexpr int64_t kStep = 1;
+
+  FloatBlock(const Problem& p, Scratch& scratch)
+      : qk(p.qk_size),
+        v(p.v_size),
+        qk_width(padded(qk)),
+        v_width(padded(v)),
+        keys(scratch.take(kBlock * qk_width)),
+        values(scratch.take(kBlock * v_width)) {}
+
+  void load(const Problem& p, const Segment& segment, int64_t kv_head, int64_t key,
+            int64_t count) const {
+    load_block(p, p.k, segment, kv_head, key, count, qk, keys, qk_width);
+    load_block(p, p.v, segment, kv_head, key, count, v, values, v_width);
+  }
+
+  int64_t qk, v, qk_width, v_width;
+  float *keys, *values;
+};
 
 }  // namespace
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

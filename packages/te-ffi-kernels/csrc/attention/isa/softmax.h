@@ -18,13 +18,15 @@ struct State {
 };
 
 inline State take_state(int64_t query_lines, int64_t sum_lines, Scratch& scratch) {
-  const State state{scratch.take(query_lines * kCols), scratch.take(sum_lines * kCols),
-                    scratch.take(kCols), scratch.take(kCols), false};
+  return {scratch.take(query_lines * kCols), scratch.take(sum_lines * kCols), scratch.take(kCols),
+          scratch.take(kCols), false};
+}
+
+inline void begin_state(State& state) {
   for (int64_t c = 0; c < kCols; ++c) {
     state.largest[c] = -kInfinity;
     state.total[c] = 0;
   }
-  return state;
 }
 
 // Scores become probabilities to the base of the largest score so far: 2^((score - largest) *
@@ -38,11 +40,11 @@ inline void soften(float* scores, int64_t count, int64_t v_size, Two factor, con
     int64_t i = 0;
     for (; i + 4 <= count; i += 4) {
 #pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) top[j] = greater(read(scores + (i + j) * kCols + c), top[j]);
+      for (int j = 0; j < 4; ++j) top[j] = max(read(scores + (i + j) * kCols + c), top[j]);
     }
-    for (; i < count; ++i) top[0] = greater(read(scores + i * kCols + c), top[0]);
+    for (; i < count; ++i) top[0] = max(read(scores + i * kCols + c), top[0]);
     const Vector before = read(state.largest + c);
-    const Vector now = greater(greater(greater(top[0], top[1]), greater(top[2], top[3])), before);
+    const Vector now = max(max(max(top[0], top[1]), max(top[2], top[3])), before);
     // Without any key so far there is nothing to subtract.
     const Vector base = now == all(-kInfinity) ? Vector{} : now;
     const Vector less = exp2_of(before - base, factor);

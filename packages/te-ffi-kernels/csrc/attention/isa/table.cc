@@ -9,10 +9,7 @@ const Table& make_table() {
     set_backward(made);
     set_bias_grad(made);
 #if defined(__AVX512F__)
-    if (__builtin_cpu_supports("avx512bf16")) {
-      set_forward_bf16(made);
-      set_backward_bf16(made);
-    }
+    if (__builtin_cpu_supports("avx512bf16")) set_bf16(made);
 #endif
     return made;
   }();

@@ -9,8 +9,7 @@ void set_forward(Table& table);
 void set_backward(Table& table);
 void set_bias_grad(Table& table);
 
-// For processors with AVX512-BF16, and for those with AMX.
-void set_forward_bf16(Table& table);
-void set_backward_bf16(Table& table);
+// For processors with AVX512-BF16.
+void set_bf16(Table& table);
 
 }  // namespace jaxtap::attention::JAXTAP_ISA_NAMESPACE

@@ -20,9 +20,8 @@ constexpr int kRows = 6;
 #endif
 
 void matmul(int64_t k, const float* a, const float* b, float* c, int64_t stride, bool first) {
-  tile::multiply_tile<kRows, tile::kVectors, tile::Left::kByColumn, false>(k, a, kRows, b,
-                                                                           tile::kCols, c, stride,
-                                                                           !first);
+  tile::multiply_tile<tile::Products, kRows, tile::kVectors, tile::Left::kByColumn, false>(
+      k, a, kRows, b, tile::kCols, c, stride, !first);
 }
 
 }  // namespace

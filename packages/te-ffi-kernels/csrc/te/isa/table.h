@@ -5,9 +5,6 @@
 
 namespace jaxtap::te::JAXTAP_ISA_NAMESPACE {
 
-void set_conversions(Table& table);
-void set_encoders(Table& table);
-void set_rows(Table& table);
 void set_transpose(Table& table);
 void set_matmul(Table& table);
 
