@@ -146,6 +146,33 @@ def test_a_skip_connection_is_requantized_in_integers_where_its_scale_is_another
     assert decibels(found, np.asarray(fn(params, x))) > 30
 
 
+def test_a_batch_norm_in_training_mode():
+    """It can't be folded: what it makes of a convolution depends on the batch."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(conv(x, 6, 3))
+            return nn.Dense(3)(nn.relu(x).mean((1, 2)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 8, 3)) + 1, jnp.float32)
+    params = jax.jit(Net().init)(jax.random.key(0), x)
+
+    def fn(params, x):
+        return Net().apply(params, x, mutable=["batch_stats"])[0]
+
+    static = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
+    with pytest.raises(odml.OdmlError, match=r"on each example alone at export, got .*batch_norm"):
+        exported(fn, params, x, rule=static)
+    apart = odml.qat(fn, [odml.OdmlRule(op_names=["batch_norm_op"]), static])
+    art = apart.export(params, apart.calibrate(params, [(x,)]), x)
+    dynamic = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
+    for one in (art, exported(fn, params, x, rule=dynamic)):
+        given = dict.fromkeys(one.report.signatures[0].inputs, np.asarray(x))
+        (found,) = one.run(**given).values()
+        assert decibels(found, np.asarray(fn(params, x))) > 35
+
+
 def test_dynamic_ranges():
     rule = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
     fn, params, args = together(cases())
