@@ -121,6 +121,58 @@ def test_static_ranges(qtype, least):
     assert {row.place.partition("/")[0] for row in art.report.sites if row.is_float} <= {"crnn"}
 
 
+@pytest.mark.parametrize(("factor", "quantizes"), [(0.1, 1), (10, 2)])
+def test_a_skip_connection_is_requantized_in_integers_where_its_scale_is_another(factor, quantizes):
+    """What is concatenated has one scale. A skip connection has that of its other reader."""
+    rng = np.random.default_rng(0)
+    shapes = {"first": (6, 8), "second": (8, 8), "last": (16, 3)}
+    params = {k: jnp.asarray(rng.normal(size=v), jnp.float32) for k, v in shapes.items()}
+    params["second"] *= factor
+
+    def fn(params, x):
+        kept = nn.relu(x @ params["first"])
+        deep = nn.relu(kept @ params["second"])
+        return jnp.concatenate([kept, deep], -1) @ params["last"]
+
+    x = jnp.asarray(rng.normal(size=(16, 6)), jnp.float32)
+    model = odml.qat(fn, odml.OdmlRule(weight_qtype="int8", output_qtype="int8"))
+    art = model.export(params, model.calibrate(params, [(x,)]), x)
+    assert art.report.ops["QUANTIZE"] == quantizes
+    assert art.report.ops["DEQUANTIZE"] == 1
+    assert max(site.lsb for site in art.report.sites) < 1.01
+    (found,) = art.run(
+        **dict(zip(art.report.signatures[0].inputs, [np.asarray(x)], strict=True))
+    ).values()
+    assert decibels(found, np.asarray(fn(params, x))) > 30
+
+
+def test_a_batch_norm_in_training_mode():
+    """It can't be folded: what it makes of a convolution depends on the batch."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.BatchNorm(use_running_average=False)(conv(x, 6, 3))
+            return nn.Dense(3)(nn.relu(x).mean((1, 2)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 8, 3)) + 1, jnp.float32)
+    params = jax.jit(Net().init)(jax.random.key(0), x)
+
+    def fn(params, x):
+        return Net().apply(params, x, mutable=["batch_stats"])[0]
+
+    static = odml.OdmlRule(weight_qtype="int8", output_qtype="int8")
+    with pytest.raises(odml.OdmlError, match=r"on each example alone at export, got .*batch_norm"):
+        exported(fn, params, x, rule=static)
+    apart = odml.qat(fn, [odml.OdmlRule(op_names=["batch_norm_op"]), static])
+    art = apart.export(params, apart.calibrate(params, [(x,)]), x)
+    dynamic = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
+    for one in (art, exported(fn, params, x, rule=dynamic)):
+        given = dict.fromkeys(one.report.signatures[0].inputs, np.asarray(x))
+        (found,) = one.run(**given).values()
+        assert decibels(found, np.asarray(fn(params, x))) > 35
+
+
 def test_dynamic_ranges():
     rule = odml.OdmlRule(weight_qtype="int8", input_qtype="int8")
     fn, params, args = together(cases())

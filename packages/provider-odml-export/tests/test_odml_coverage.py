@@ -18,6 +18,8 @@ def test_a_model_is_exported_as_it_was_trained(name):
     assert found.lsb is None or found.lsb <= 1.01
     assert found.trained > 35
     assert found.exact > (10 if name == CUT_OFF else 35)
+    for kind in ("quantize", "dequantize"):
+        assert found.counts[kind] <= case.expected.get(kind, found.counts[kind])
     if "float" in case.expected:
         assert found.counts["float"] <= MORE.get(name, case.expected["float"])
     if "integer" in case.expected:

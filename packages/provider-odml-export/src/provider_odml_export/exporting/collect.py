@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from hijax_trace import Box
 from interception_core import OpCall
+from provider_odml import OdmlError
 from provider_odml.features import (
     ConstantUse,
     Decision,
@@ -62,23 +64,11 @@ def collect(program: WrittenOut, grids: Mapping[str, Grid], arrays: Sequence[Any
                 read = next(u for u in decision.node.uses if u.slot == slot)
                 uses[f"{op_id}#{slot}"] = use
                 boxes[f"{op_id}#{slot}"] = Box(jnp.zeros(read.shape, read.dtype))
-    _run(program, _Keep(boxes, {}, None), arrays)
+    handler = Replay(plan, _Keep(boxes, {}, None))
+    run = jax.jit(lambda arrays: jax.tree.leaves(program.run(handler, arrays)))
+    jax.block_until_ready(run(list(arrays)))
     values = {where: np.asarray(box.get()) for where, box in boxes.items()}
-    chains = plan.chains()
-    ends = {end: head for head, end in chains.items()}
-    seen = {}
-    for at in (0.0, _FAR) if ends else ():
-        kept = {
-            end: Box(jnp.zeros(plan.decisions[end].node.shape, plan.decisions[end].node.dtype))
-            for end in ends
-        }
-        _run(program, _Keep({}, kept, at, frozenset(chains)), arrays)
-        seen[at] = {ends[end]: np.asarray(box.get(), np.float64) for end, box in kept.items()}
-    folds = {}
-    for head in chains:
-        node = plan.decisions[chains[head]].node
-        offset, far = (_channels(seen[at][head], node) for at in (0.0, _FAR))
-        folds[head] = Fold((far - offset) / _FAR, offset)
+    folds = _folds(program, arrays, is_used=bool(grids))
     emitted = {}
     for where, use in uses.items():
         if isinstance(use, ConstantUse):
@@ -95,6 +85,55 @@ def collect(program: WrittenOut, grids: Mapping[str, Grid], arrays: Sequence[Any
                 scale,
             )  # fmt: skip
     return Collected(emitted, folds)
+
+
+def _folds(program: WrittenOut, arrays: Sequence[Any], is_used: bool) -> dict[str, Fold]:
+    """Return what is folded into each contraction, by its op id.
+
+    Found from what follows a contraction makes of zeros and of numbers far from zero.
+
+    Args:
+        program: the program.
+        arrays: those among its arguments.
+        is_used: whether the file is made with them: what can't be folded is refused then.
+
+    Raises:
+        OdmlError: what follows depends on the other examples, as a BatchNorm in training does.
+    """
+    plan = program.plan
+    chains = plan.chains()
+    if not chains:
+        return {}
+    ends = [plan.decisions[end].node for end in chains.values()]
+    boxes = {node.op_id: Box(jnp.zeros(node.shape, node.dtype)) for node in ends}
+
+    @jax.jit
+    def run(arrays: list[Any], at: jax.Array, spread: jax.Array) -> list[jax.Array]:
+        keep = _Keep({}, boxes, (at, spread), frozenset(chains))
+        return jax.tree.leaves(program.run(Replay(plan, keep), arrays))
+
+    def seen(at: float, spread: float) -> dict[str, np.ndarray]:
+        jax.block_until_ready(run(list(arrays), jnp.float32(at), jnp.float32(spread)))
+        return {op_id: np.asarray(box.get(), np.float64) for op_id, box in boxes.items()}
+
+    zeros, far, once, twice = (seen(*one) for one in ((0, 0), (_FAR, 0), (0, 1), (0, 2)))
+    found = {}
+    for head, node in zip(chains, ends, strict=True):
+        op_id = node.op_id
+        # Of numbers that differ: averages of a batch would make the same of all that are equal.
+        change = twice[op_id] - zeros[op_id]
+        apart = np.abs(change - 2 * (once[op_id] - zeros[op_id])).max(initial=0.0)
+        near = 1e-3 if node.dtype == "float32" else 0.1
+        if is_used and apart > near * np.abs(change).max(initial=0.0):
+            raise OdmlError(
+                f"What is folded into {head} must act on each example alone at export, got "
+                f"{op_id}, which is another thing for other batches. Export the function as it is "
+                "for inference, where a BatchNorm has its running averages, or give it a rule for "
+                "op_names=['batch_norm_op'] without qtypes."
+            )
+        offset, most = (_channels(one[op_id], node) for one in (zeros, far))
+        found[head] = Fold((most - offset) / _FAR, offset)
+    return found
 
 
 def _scale_of(
@@ -114,20 +153,22 @@ def _channels(values: np.ndarray, node: Node) -> np.ndarray:
     return values.transpose([*others, *node.channels])[(0,) * len(others)].reshape(-1)
 
 
-def _run(program: WrittenOut, runtime: Runtime, arrays: Sequence[Any]) -> None:
-    handler = Replay(program.plan, runtime)
-    run = jax.jit(lambda arrays: jax.tree.leaves(program.run(handler, arrays)))
-    jax.block_until_ready(run(list(arrays)))
-
-
 class _Keep(Runtime):
-    """Keeps constants, and what contractions become."""
+    """Keeps constants, and what contractions become.
+
+    Args:
+        boxes: for constants, by place.
+        ends: for what is made of contractions, by op id.
+        at: what contractions are given out as: numbers around this, and how far from it; None for
+            what they are.
+        heads: their op ids.
+    """
 
     def __init__(
         self,
         boxes: Mapping[str, Box],
         ends: Mapping[str, Box],
-        at: float | None,
+        at: tuple[jax.Array, jax.Array] | None,
         heads: frozenset[str] = frozenset(),
     ):
         self._boxes = boxes
@@ -149,7 +190,10 @@ class _Keep(Runtime):
     def run(self, decision: Decision, call: OpCall, args: tuple, kwargs: Mapping[str, Any]) -> Any:
         op_id = decision.node.op_id
         if self._at is not None and op_id in self._heads:
-            return jnp.full(decision.node.shape, self._at, decision.node.dtype)
+            at, spread = self._at
+            node = decision.node
+            waves = jnp.sin(jnp.arange(math.prod(node.shape), dtype=jnp.float32))
+            return (at + spread * waves).reshape(node.shape).astype(node.dtype)
         out = call.proceed(*args, **kwargs)
         box = self._ends.get(op_id)
         if box is not None:

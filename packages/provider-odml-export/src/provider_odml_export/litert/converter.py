@@ -17,7 +17,7 @@ from typing import Any
 
 from ..errors import ConversionError
 from .faults import repair
-from .io import deduplicate
+from .io import deduplicate, requantized
 
 WORKER = Path(__file__).with_name("worker.py")
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GLOG_minloglevel": "3", "TF_ENABLE_ONEDNN_OPTS": "0"}
@@ -75,7 +75,7 @@ def convert(programs: Sequence[Program], *, timeout: float = 600.0, strict: bool
         model = folder / "model.tflite"
         if status != 0 or not model.exists():
             raise ConversionError(_crash(status, log), log)
-        return deduplicate(repair(model.read_bytes()))
+        return deduplicate(requantized(repair(model.read_bytes())))
 
 
 def _check(programs: Sequence[Program]) -> None:

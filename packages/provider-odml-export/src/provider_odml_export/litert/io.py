@@ -1,4 +1,5 @@
-"""Rewrites of a whole .tflite: integer inputs and outputs, more outputs, constants stored once."""
+"""Rewrites of a whole .tflite: integers requantized at once, integer inputs and outputs, more
+outputs, constants stored once."""
 
 from __future__ import annotations
 
@@ -58,6 +59,47 @@ def compact(model: Any) -> None:
         entry.buffer = place[entry.buffer]
     if model.metadataBuffer is not None:
         model.metadataBuffer = [place[int(index)] for index in model.metadataBuffer]
+
+
+def requantized(model: bytes) -> bytes:
+    """Requantize int8 tensors in one operation: a DEQUANTIZE and the QUANTIZE that reads it.
+
+    The converter is told of both, since it gives a tensor that is read at two scales one of them.
+
+    Args:
+        model: a .tflite.
+
+    Returns:
+        The .tflite, or the same bytes where nothing is requantized.
+
+    Raises:
+        OdmlError: this is no .tflite.
+    """
+    found = unpack(model)
+    codes = list(map(op_name, found.operatorCodes))
+    changed = [_requantize(graph, codes) for graph in found.subgraphs]
+    return pack(found) if any(changed) else model
+
+
+def _requantize(graph: Any, codes: list[str]) -> bool:
+    """Let each QUANTIZE of a subgraph read the int8 tensor behind its DEQUANTIZE, if it has one."""
+    ops = list(graph.operators if graph.operators is not None else ())
+    makers = {int(place): op for op in ops for place in op.outputs}
+    dequantizes = [op for op in ops if codes[op.opcodeIndex] == "DEQUANTIZE"]
+    changed = False
+    for op in ops:
+        before = makers.get(int(op.inputs[0])) if len(op.inputs) else None
+        if before is None or codes[op.opcodeIndex] != "QUANTIZE" or before not in dequantizes:
+            continue
+        source = int(before.inputs[0])
+        # Not from int8 to int16, at which LiteRT's kernel is 32766 steps off; and not a constant.
+        ends = graph.tensors[source], graph.tensors[int(op.outputs[0])]
+        if source in makers and all(end.type == schema().TensorType.INT8 for end in ends):
+            op.inputs, changed = np.array([source], np.int32), True
+    if changed:
+        read = {int(place) for op in ops for place in op.inputs} | set(map(int, graph.outputs))
+        graph.operators = [op for op in ops if op not in dequantizes or int(op.outputs[0]) in read]
+    return changed
 
 
 def integer_io(model: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import numpy as np
 from jax import lax
@@ -28,14 +30,14 @@ class Seen:
 
     def __init__(self, stats: QuantStats, count: int):
         nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (count, 1))
-        self._table: jax.Array | np.ndarray = nothing
+        self._table: Any = nothing
         self._began_in = get_opaque_trace_state()
         self._in_bodies = stats.box.beside(nothing)
         # A compiled program has the same Box each time.
         self._in_bodies.set(nothing)
         self._is_behind = False
 
-    def get(self, wanted: bool = True) -> jax.Array | np.ndarray:
+    def get(self, wanted: bool = True) -> jax.Array:
         """Return the table, float32[rows, 2]; not finite at sites that have seen nothing.
 
         Args:
@@ -59,7 +61,7 @@ class Seen:
             self._is_behind = True
 
 
-def _union(one: jax.Array | np.ndarray, other: jax.Array | np.ndarray) -> jax.Array:
+def _union(one: jax.Array, other: jax.Array) -> jax.Array:
     """Return bounds that hold those of both tables."""
     lower = lax.min(one[:, :1], other[:, :1])
     return lax.concatenate([lower, lax.max(one[:, 1:], other[:, 1:])], 1)
