@@ -276,7 +276,7 @@ class Convolver {
     q.x = x;
     q.x_dtype = args_.x_dtype;
     q.k = q.padded_k = (last - first) * pixel_;
-    q.planes = 1;
+    q.digits = 1;
     q.out = out;
     q.out_stride = q.k;
     int32_t unused;
@@ -431,13 +431,13 @@ class Convolver {
     t.x_runs = runs_;
     t.first = true;
     read_panels(panel, count, &t);
-    Finish f{};
+    Epilogue f{};
     f.rows = t.rows;
-    f.planes = 1;
+    f.digits = 1;
     f.row_scales = m.row_scales;
     f.scales = t.scales;
     f.scales_stride = t.scales_stride;
-    t.finish = &f;
+    t.epilogue = &f;
     const bool is_signed = layout_.bits == 4 && kernels_.expands_signed;
     for (int64_t row = begin; row < end; ++row) {
       t.x = m.image + start_of(row) + group * of_group_;
@@ -448,13 +448,13 @@ class Convolver {
   }
 
   // A row of results as int8, some pixels after the others.
-  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, Finish f) const {
+  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, Epilogue f) const {
     const int64_t pixels = t.rows, n = args_.weights.n, bytes = n * y_bytes_;
     // Floats lie as far apart as what is added to them.
     const bool apart = f.out.residual != nullptr;
     const int64_t stride = apart ? bytes : 16 * t.panels * y_bytes_;
     auto* floats = Arena<RoundedTag>::get_array<uint8_t>(kRoundedRows * stride);
-    t.finish = &f;
+    t.epilogue = &f;
     f.out.y = floats;
     f.out.stride = stride;
     Rounded r{floats, stride, args_.y_dtype, 0, f.out.columns, y_scale_,
