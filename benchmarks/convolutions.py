@@ -1,6 +1,7 @@
 """Convolutions with stored weights, in kernels and in XLA, layer by layer and as whole networks.
 
-uv run --python 3.12 python benchmarks/convolutions.py [--rounds 9] [--networks] [--cpu]
+uv run --python 3.12 python benchmarks/convolutions.py [--rounds 9] [--cpu]
+    [--networks | --transposed | --weights]
 
 Prints a table in Markdown. *Speed* is in multiples of XLA's float32, *gain* in multiples of the
 same quantized operation without kernels. Sides run in turn.
@@ -45,10 +46,23 @@ LAYERS = [
     (7, 1152, 192, 1, 1, 1),
     (7, 320, 1280, 1, 1, 1),
 ]
+# Side of the input, its channels, outputs, side of the window, step: of U-Nets and decoders.
+TRANSPOSED = [
+    (14, 512, 256, 2, 2),
+    (28, 256, 128, 2, 2),
+    (56, 128, 64, 2, 2),
+    (28, 256, 128, 3, 2),
+    (56, 128, 64, 3, 2),
+    (14, 512, 256, 4, 2),
+    (56, 64, 64, 4, 2),
+    (16, 256, 256, 8, 4),
+]
 RULES = {
     "int8": {"weight_qtype": "int8", "act_qtype": "int8"},
     "int4": {"weight_qtype": "int4", "act_qtype": "int8"},
 }
+# Float activations: layers are the depthwise ones.
+OF_WEIGHTS = {"int8": {"weight_qtype": "int8"}, "int4": {"weight_qtype": "int4"}}
 FLOAT32 = "float32"
 
 
@@ -69,6 +83,16 @@ def layer(images, size, channels, outputs, window, stride, groups):
     x = jnp.asarray(rng.normal(size=(images, size, size, channels)), jnp.float32)
     w = rng.normal(size=(window, window, channels // groups, outputs))
     return lambda w, x: conv(w, x, stride, groups), jnp.asarray(w, jnp.float32), x
+
+
+def transposed(images, size, channels, outputs, window, step):
+    """Return a transposed convolution, its weight and its input."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(images, size, size, channels)), jnp.float32)
+    w = jnp.asarray(rng.normal(size=(window, window, channels, outputs)), jnp.float32)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    steps = (step, step)
+    return lambda w, x: lax.conv_transpose(x, w, steps, "SAME", dimension_numbers=numbers), w, x
 
 
 class Weights:
@@ -149,18 +173,27 @@ def sides(fn, params, x, rule):
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--networks", action="store_true", help="whole networks")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--networks", action="store_true", help="whole networks")
+    which.add_argument("--transposed", action="store_true", help="transposed convolutions")
+    which.add_argument("--weights", action="store_true", help="depthwise, of float activations")
     parser.add_argument("--cpu", action="store_true", help="CPU seconds instead of those by clock")
     options = parser.parse_args()
     clock = time.process_time if options.cpu else time.perf_counter
-    named = (resnet_50, mobilenet_v2) if options.networks else LAYERS
-    head = ["network"] if options.networks else ["input", "outputs", "window", "stride", "groups"]
+    named, make, head = LAYERS, layer, ["input", "outputs", "window", "stride", "groups"]
+    rules = OF_WEIGHTS if options.weights else RULES
+    if options.networks:
+        named, make, head = (resnet_50, mobilenet_v2), network, ["network"]
+    elif options.transposed:
+        named, make, head = TRANSPOSED, transposed, ["input", "outputs", "window", "step"]
+    elif options.weights:
+        named = [one for one in LAYERS if one[-1] > 1]
     head += ["batch", "weights", "kernel", "float32, ms", "int8, ms", "in XLA, ms", "speed", "gain"]
     print(f"| {' | '.join(head)} |\n|{' --- |' * len(head)}")
     for one in named:
         for images in (1, 8):
-            for name, rule in RULES.items():
-                made = network(one, images) if options.networks else layer(images, *one)
+            for name, rule in rules.items():
+                made = make(one, images) if options.networks else make(images, *one)
                 found, kernels = sides(*made, rule)
                 plain, ours, before = in_turn(found, options.rounds, clock).values()
                 what = [one.__name__] if options.networks else [f"{one[0]}x{one[0]}x{one[1]}"]

@@ -23,8 +23,8 @@ from flax import linen
 from paired import in_turn
 
 import provider_xla as xla
-from quant_numerics.contraction import in_kernel
-from quant_numerics.formats import rounding
+from quant_numerics.contraction import cotangent
+from quant_numerics.formats import encoding
 from quant_numerics.ops import cpu_dot
 
 try:
@@ -102,7 +102,7 @@ def of_qwix(kind, params, x):
 
 def sides(loss, params, x):
     """Return the compiled step of each side, by name."""
-    kept = in_kernel._LEAST_SIZE, rounding.random_bits
+    kept = cotangent._LEAST_SIZE, encoding.random_bits
     least_dot = cpu_dot._KERNEL_PRODUCTS
     found = {}
     for name, rule, least, bits in (
@@ -112,14 +112,14 @@ def sides(loss, params, x):
         ("random", RANDOM, *kept),
         ("random in XLA", RANDOM, float("inf"), jax.random.bits),
     ):
-        in_kernel._LEAST_SIZE, rounding.random_bits = least, bits
+        cotangent._LEAST_SIZE, encoding.random_bits = least, bits
         cpu_dot._KERNEL_PRODUCTS = least_dot if least == kept[0] else least
         jax.clear_caches()  # traces of the other sides
         fn = loss if rule is None else xla.QtProvider(rule).apply(loss)
         given = {} if rule is not RANDOM else {"quant_key": jax.random.key(0)}
         step = jax.jit(jax.value_and_grad(fn)).lower(params, x, **given).compile()
         found[name] = functools.partial(step, params, x, **given)
-    in_kernel._LEAST_SIZE, rounding.random_bits = kept
+    cotangent._LEAST_SIZE, encoding.random_bits = kept
     cpu_dot._KERNEL_PRODUCTS = least_dot
     return found
 

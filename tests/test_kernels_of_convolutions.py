@@ -280,6 +280,47 @@ WINDOWS = {
         (2, 5, 6, 2 * C), (3, 3, C, 64),
         {"dimension_numbers": NHWC, "padding": "SAME", "feature_group_count": 2},
     ),
+    "transposed": (
+        (2, 4, 3, 128), (3, 3, 128, D),
+        {"dimension_numbers": NHWC, "padding": ((2, 1), (1, 2)), "lhs_dilation": (2, 2)},
+    ),
+    "transposed, windows apart": (
+        (2, 4, 3, 512), (2, 3, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 1), (2, 2)), "lhs_dilation": (2, 3)},
+    ),
+    "transposed, windows apart and cut": (
+        (2, 4, 3, 512), (2, 1, 512, D),
+        {"dimension_numbers": NHWC, "padding": ((1, 0), (0, 0)), "lhs_dilation": (2, 1)},
+    ),
+    # Of three phases along the first axis one has no elements.
+    "transposed NCHW": (
+        (2, 256, 4, 5), (D, 256, 2, 3),
+        {"padding": ((1, 2), (-1, 3)), "lhs_dilation": (3, 2)},
+    ),
+    "transposed, dilated": (
+        (1, 4, 5, 128), (4, 3, 128, D),
+        {"dimension_numbers": NHWC, "padding": ((3, 9), (5, 2)), "lhs_dilation": (2, 6),
+         "rhs_dilation": (3, 4)},
+    ),
+    "transposed, one axis": (
+        (2, 9, 256), (8, 256, D),
+        {"dimension_numbers": ("NWC", "WIO", "NWC"), "padding": ((5, 6),), "lhs_dilation": (4,)},
+    ),
+    "transposed, three axes": (
+        (1, 2, 3, 2, 512), (2, 2, 3, 512, D),
+        {"dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"), "padding": ((1, 1), (0, 1), (1, 1)),
+         "lhs_dilation": (2, 3, 1)},
+    ),
+    "transposed groups": (
+        (2, 3, 4, 256), (3, 3, 128, 64),
+        {"dimension_numbers": NHWC, "padding": ((2, 1), (2, 1)), "lhs_dilation": (2, 2),
+         "feature_group_count": 2},
+    ),
+    "transposed depthwise": (
+        (2, 5, 4, D), (4, 3, 1, D),
+        {"dimension_numbers": NHWC, "padding": ((2, 2), (1, 2)), "lhs_dilation": (2, 2),
+         "feature_group_count": D},
+    ),
     "a window of one, with padding": (
         (2, 4, 5, 512), (1, 1, 512, D),
         {"dimension_numbers": NHWC, "padding": ((1, 0), (0, 2))},
@@ -332,7 +373,9 @@ def test_windows_run_in_kernels(case, rule):
     assert off < (0.2 if rule == "w4a8" else 0.03)
 
 
-@pytest.mark.parametrize("case", ["NHWC", "NCHW", "depthwise", "groups"])
+@pytest.mark.parametrize(
+    "case", ["NHWC", "NCHW", "depthwise", "groups", "transposed", "transposed NCHW"]
+)
 @pytest.mark.sample(1)
 def test_derivatives_of_windows(case):
     fn, w, x = windowed(case)
@@ -340,6 +383,31 @@ def test_derivatives_of_windows(case):
     ct = jnp.asarray(np.random.default_rng(2).normal(size=fn(w, x).shape), jnp.float32)
     found = jax.jit(jax.grad(lambda x: (ct * run(packed, x)).sum()))(x)
     (wanted,) = jax.vjp(functools.partial(fn, portable.restore()), x)[1](ct)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("case", ["depthwise", "depthwise NCHW", "transposed depthwise"])
+def test_depthwise_windows_of_float_activations(case, bits):
+    conv, w, x = windowed(case)
+    last = case != "depthwise NCHW"
+    bias = jnp.linspace(-1, 1, D)
+
+    def fn(w, x):
+        y = conv(w, x)
+        return jax.nn.relu6(y + bias) if last else jax.nn.relu6(y)
+
+    plan = PtqProvider(QuantizationRule(weight_qtype=f"int{bits}")).plan(fn, w, x)
+    assert plan.ops[0].kernel == f"te_ffi_kernels.conv_w{bits}a16", plan.ops[0].kernel_reason
+    packed, run = plan.quantize(w), jax.jit(plan.apply(fn))
+    assert targets(run, packed, x) == [f"conv_w{bits}a16"]
+    assert cuts_in(run, packed, x) == []
+    restored = plan.quantize(w, prepack=False).restore()
+    wanted = jax.jit(fn)(restored, x)
+    np.testing.assert_allclose(run(packed, x), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
+    ct = jnp.asarray(np.random.default_rng(2).normal(size=wanted.shape), jnp.float32)
+    found = jax.jit(jax.grad(lambda x: (ct * run(packed, x)).sum()))(x)
+    (wanted,) = jax.vjp(functools.partial(fn, restored), x)[1](ct)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
 
 
@@ -399,6 +467,55 @@ def test_a_cut_needs_no_layout():
     near(jax.jit(run)(packed, x), jax.jit(run)(portable, x))
 
 
+@pytest.mark.parametrize("name", CUTS)
+@pytest.mark.parametrize("case", ["transposed", "transposed, three axes"])
+@pytest.mark.sample(2)
+def test_what_follows_a_transposed_convolution(case, name):
+    after, _ = CUTS[name]
+    conv, w, x = windowed(case)
+    rng = np.random.default_rng(1)
+    params = {"w": w / 24, "b": jnp.asarray(rng.normal(size=D), jnp.float32)}
+    r = jnp.asarray(rng.normal(size=conv(w, x).shape), jnp.float32)
+
+    def fn(p, x):
+        return after(conv(p["w"], x), p["b"], r)
+
+    for rule in ("w8a8", "static"):
+        _, run, packed, portable = prepared(rule, fn, params, x)
+        assert len(targets(jax.jit(run), packed, x)) == 1
+        if name in ("relu", "clip") and rule == "w8a8":
+            # Results of phases without elements are their biases, which XLA cuts.
+            left = {"relu": 1, "clip": 2}[name] if case == "transposed, three axes" else 0
+            assert len(cuts_in(run, packed, x)) == left
+        near(jax.jit(run)(packed, x), jax.jit(run)(portable, x), times=4)
+
+
+def test_the_weight_of_a_transposed_convolution_is_for_no_other():
+    """A program that reads it otherwise than the plan's gets its quantized values."""
+    conv, w, x = windowed("transposed")
+    plan, _, packed, portable = prepared("w8a8", conv, w, x)
+
+    def other(w, x):
+        y = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=NHWC)
+        return y, w[1, 2], (x @ w[0, 0])
+
+    run = plan.apply(other)
+    for found, wanted in zip(run(packed, x), run(portable, x), strict=True):
+        near(found, wanted, times=4)
+
+
+def test_output_channels_of_a_transposed_convolution_stay_shared_out(mesh):
+    """Its phases are columns of all panels, which devices can't cut."""
+    conv, w, x = windowed("transposed")
+    axis = mesh.axis_names[0]
+    placed = jax.device_put(w, NamedSharding(mesh, P(None, None, None, axis)))
+    plan, run, stored, portable = prepared("w8a8", conv, placed, x)
+    wanted = "it is sharded along output channels of a transposed convolution"
+    assert plan.ops[0].kernel_reason == wanted
+    assert stored.qvalue.sharding.spec[-1] == axis
+    near(jax.jit(run)(stored, x), jax.jit(run)(portable, x))
+
+
 class Block(nn.Module):
     """A residual block, and one of MobileNet."""
 
@@ -413,6 +530,23 @@ class Block(nn.Module):
 def of_linen():
     model, x = Block(), jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 7, C)), jnp.float32)
     return model.apply, model.init(jax.random.key(0), x), x, ["conv_w8a8"] * 4, 0
+
+
+class UNet(nn.Module):
+    """One step down, one up, and the first features beside those that came up."""
+
+    @nn.compact
+    def __call__(self, x):
+        first = nn.relu(nn.Conv(C, (3, 3))(x))
+        y = nn.relu(nn.Conv(2 * C, (3, 3))(nn.max_pool(first, (2, 2), (2, 2))))
+        y = nn.relu(nn.ConvTranspose(C, (3, 3), strides=(2, 2))(y))
+        return nn.Conv(D, (3, 3))(jnp.concatenate([first, y], -1))
+
+
+def of_a_unet():
+    model, x = UNet(), jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 8, C)), jnp.float32)
+    # The maximum of the pool is the one that is left.
+    return model.apply, model.init(jax.random.key(0), x), x, ["conv_w8a8"] * 4, 1
 
 
 def of_nnx():
@@ -442,7 +576,7 @@ def of_equinox():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("made", [of_linen, of_nnx, of_equinox])
+@pytest.mark.parametrize("made", [of_linen, of_a_unet, of_nnx, of_equinox])
 @pytest.mark.sample(2)
 def test_layers_of_frameworks(made):
     fn, params, x, kernels, left = made()
@@ -456,7 +590,7 @@ def test_layers_of_frameworks(made):
     assert off < 0.03
 
 
-@pytest.mark.parametrize("case", ["NHWC", "NCHW", "depthwise"])
+@pytest.mark.parametrize("case", ["NHWC", "NCHW", "depthwise", "transposed NCHW"])
 @pytest.mark.parametrize("how", MAPS)
 @pytest.mark.sample(2)
 def test_maps_of_windows(how, case):
@@ -491,7 +625,9 @@ def test_layers_in_a_loop(case):
     near(jax.jit(run)(packed, x), jax.jit(run)(portable, x), times=4)
 
 
-@pytest.mark.parametrize("case", ["NHWC", "NCHW", "depthwise"])
+@pytest.mark.parametrize(
+    "case", ["NHWC", "NCHW", "depthwise", "transposed NCHW", "transposed groups"]
+)
 @pytest.mark.parametrize("rule", ["w8a8", "w4a8"])
 @pytest.mark.sample(2)
 def test_packed_windows_convert_and_are_saved(case, rule, tmp_path):
@@ -530,10 +666,11 @@ def test_devices_convolve_their_images(placed, mesh):
     np.testing.assert_array_equal(run(packed, x), wanted)
 
 
-def test_any_number_of_images_is_exported():
-    fn, w, x = windowed("NHWC")
+@pytest.mark.parametrize("case", ["NHWC", "transposed"])
+def test_any_number_of_images_is_exported(case):
+    fn, w, x = windowed(case)
     _, run, packed, _ = prepared("w8a8", fn, w, x)
-    sizes = jax.export.symbolic_shape(f"b, 7, 6, {C}")
+    sizes = jax.export.symbolic_shape("b, {}, {}, {}".format(*x.shape[1:]))
     exported = jax.export.export(jax.jit(run), disabled_checks=te.export_checks())(
         packed, jax.ShapeDtypeStruct(sizes, x.dtype)
     )
@@ -547,7 +684,10 @@ OTHERS = {
     "float activations": (
         (3, 3, C, D), {}, {"act_qtype": None}, "a convolution of float activations"
     ),
-    "input dilation": ((3, 3, C, D), {"lhs_dilation": (2, 1)}, {}, "a transposed convolution"),
+    "results left out": (
+        (3, 3, C, D), {"lhs_dilation": (2, 1), "window_strides": (3, 1)}, {},
+        "a transposed convolution that leaves results out",
+    ),
     "small groups": (
         (3, 3, C // 8, C), {"feature_group_count": 8}, {},
         "its 8 groups are not of whole panels of 16 output channels",
@@ -573,9 +713,10 @@ def test_other_convolutions_stay_in_xla(other):
     x = jnp.asarray(rng.normal(size=(2, 5, 6, channels)), jnp.float32)
     w = jnp.asarray(rng.normal(size=shape), jnp.float32)
     options = {"dimension_numbers": NHWC, "padding": ((1, 0), (0, 1)), **options}
+    options = {"window_strides": (1, 1), **options}
 
     def fn(w, x):
-        return lax.conv_general_dilated(x, w, (1, 1), **options)
+        return lax.conv_general_dilated(x, w, **options)
 
     given = {"weight_qtype": "int8", "act_qtype": "int8", **of_rule}
     plan = PtqProvider(QuantizationRule(**given)).plan(fn, w, x)

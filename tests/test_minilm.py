@@ -19,7 +19,7 @@ from jaxtap_testkit import examples
 from jaxtap_testkit.processes import run_python
 from provider_xla import PtqProvider, QuantizationRule, TransformedWeight, quantize_file
 from provider_xla import load as load_stored
-from provider_xla.rules.presets import PRESETS
+from provider_xla.rules.written import PRESETS
 
 ROOT = Path(__file__).parent.parent
 GROUP = "of the dependency group minilm (uv run --group minilm pytest)"

@@ -14,7 +14,7 @@ from interception_core import KernelSpec, declared_specs
 from interception_core.kernels.select import chosen_kernel
 from jaxtap_testkit.meshes import line
 from jaxtap_testkit.te.calls import calls
-from quant_numerics.contraction import in_kernel
+from quant_numerics.contraction import cotangent
 from quant_numerics.ops import cpu_dot
 
 INT8 = qn.HowToQuantize("int8")
@@ -36,10 +36,10 @@ def either(monkeypatch):
     def compiled(fn, *args):
         found = []
         for least in (1, float("inf")):
-            monkeypatch.setattr(in_kernel, "_LEAST_SIZE", least)
+            monkeypatch.setattr(cotangent, "_LEAST_SIZE", least)
             monkeypatch.setattr(cpu_dot, "_KERNEL_PRODUCTS", least)
             monkeypatch.setattr(cpu_dot, "_KERNEL_LENGTH", 1)
-            for module in (in_kernel, cpu_dot):
+            for module in (cotangent, cpu_dot):
                 monkeypatch.setattr(module, "may_be_cut", lambda: False)
             jax.clear_caches()
             # XLA is faster on processors without instructions for int8.
@@ -120,7 +120,7 @@ def test_which_arrays_the_kernel_takes(either):
             by = None if factors is None else 1 + 0.5 * jnp.abs(normal(*factors, seed=4))
             rounding = None if axes is None else qn.StochasticRounding(key, "uniform", axes)
             given = {"channel_axes": channels, "rounding": rounding}
-            found.append(in_kernel.quantize_scaled(x, "int8", by, **given))
+            found.append(cotangent.quantize_scaled(x, "int8", by, **given))
         return found
 
     ours, theirs = either(run, x, key)
@@ -138,7 +138,7 @@ def test_other_formats_and_sizes_stay_in_xla(either, caplog):
 
     def run(x):
         return [
-            in_kernel.quantize_scaled(x, qtype, channel_axes=(0,), **options)
+            cotangent.quantize_scaled(x, qtype, channel_axes=(0,), **options)
             for qtype, options in cases
         ]
 
@@ -153,7 +153,7 @@ def test_other_formats_and_sizes_stay_in_xla(either, caplog):
     with caplog.at_level("DEBUG", "jaxtap.quant-numerics"):
         (n,) = jax.export.symbolic_shape("n")
         x = jax.ShapeDtypeStruct((n, 16), jnp.float32)
-        jax.export.export(jax.jit(lambda x: in_kernel.quantize_scaled(x, "int8").qvalue))(x)
+        jax.export.export(jax.jit(lambda x: cotangent.quantize_scaled(x, "int8").qvalue))(x)
     assert caplog.messages[-1].endswith("its size is symbolic")
 
 
@@ -248,7 +248,7 @@ def test_what_is_summed_in_xla(rows, scales, reason, caplog, monkeypatch):
 
 def test_programs_for_other_platforms_are_as_before(either):
     x = jax.ShapeDtypeStruct((128, 256), jnp.float32)
-    fn = lambda x: in_kernel.quantize_scaled(x, "int8", channel_axes=(0,)).qvalue  # noqa: E731
+    fn = lambda x: cotangent.quantize_scaled(x, "int8", channel_axes=(0,)).qvalue  # noqa: E731
     plain = lambda x: qn.quantize(x, "int8", channel_axes=(0,)).qvalue  # noqa: E731
     either(fn, x)  # the process may be cut into devices no more
     texts = [

@@ -68,6 +68,51 @@ def test_ranges_are_those_of_each_step():
     np.testing.assert_allclose(jnp.stack([own.lower, own.upper], 1), seen, rtol=1e-5)
 
 
+@pytest.mark.parametrize("first", ["loop", "outside"])
+def test_a_range_that_a_call_has_seen_is_read_in_loops_and_outside(first):
+    """The input is observed by what reads it first; what reads it later rounds to that range."""
+    is_first = first == "loop"
+    # Products alone: the sums of a loop and those written out are not fused alike.
+    rule = odml.OdmlRule(op_names=("dot_general",), weight_qtype="int8", output_qtype="int8")
+
+    def fn(loop, w, x):
+        outside = 0 if is_first else x @ w[1]
+        total = loop(lambda c, _: (c + x @ w[0], None), jnp.zeros_like(x), length=2)[0]
+        return total + (x @ w[1] if is_first else outside)
+
+    def steps(body, c, *, length):
+        for _ in range(length):
+            c, _ = body(c, None)
+        return c, None
+
+    def trained(loop):
+        quantized = odml.qat(lambda w, x: fn(loop, w, x), rule)
+        stats = quantized.init(W, X)
+
+        @jax.jit
+        def step(w, state, x):
+            def loss(w):
+                out, new = quantized.with_state(stats, state, w, x)
+                return jnp.sum(out**2), new
+
+            return jax.value_and_grad(loss, has_aux=True)(w)
+
+        (value, state), slope = step(W, stats.state, X)
+        (_, state), _ = step(W, state, 3 * X)
+        return value, slope, stats.with_state(state)
+
+    (value, slope, stats), (own, own_slope, _) = trained(lax.scan), trained(steps)
+    np.testing.assert_allclose(value, own, rtol=1e-5)
+    np.testing.assert_allclose(slope, own_slope, rtol=1e-4, atol=1e-4 * float(jnp.abs(slope).max()))
+    rows = np.asarray(X, np.float64).reshape(len(X), -1)
+    found = stats["args[1]"]
+    assert int(found.count) == 2
+    # The mean over the batch, and over the two steps.
+    np.testing.assert_allclose(
+        found.calibration().upper, 2 * np.maximum(rows.max(1), 0).mean(), rtol=1e-5
+    )
+
+
 def test_joined_ranges_are_those_of_the_largest_step():
     """Of each call, and then their mean: not the mean over steps, which cuts off."""
     fn = next(forms("scan"))

@@ -261,6 +261,21 @@ def test_a_concatenated_tensor_with_another_reader_keeps_its_scale():
     assert {"reduce_sum:0", "concatenate:0"} <= set(plan.sites)
 
 
+def test_what_is_resized_and_concatenated_has_one_scale():
+    """Its range is that of what is resized, too: averages are nearer to each other."""
+
+    def fn(p, x, y):
+        up = jax.image.resize(jnp.abs(x), (2, 8, 8, 3), "bilinear")
+        return jnp.concatenate([up, jnp.square(y)], -1)
+
+    plan = plan_of(fn, {}, draw(2, 4, 4, 3), draw(2, 8, 8, 3))
+    assert decided(plan, "abs").output == SiteUse("concatenate:0", observe=True)
+    assert decided(plan, "resize").output == SiteUse("concatenate:0", device_only=True)
+    assert decided(plan, "square").output == SiteUse("concatenate:0", device_only=True)
+    assert set(plan.sites) == {"args[1]", "args[2]", "concatenate:0"}
+    assert plan.sites["concatenate:0"].is_joined
+
+
 @pytest.mark.parametrize(
     ("fn", "name"),
     [

@@ -11,7 +11,7 @@ import provider_xla as xla
 import quant_numerics as qn
 from jaxtap_testkit.huggingface_samples import FLOAT4, packed, write_folder
 from jaxtap_testkit.store_samples import same
-from provider_xla_formats.huggingface import int32
+from provider_xla_formats.huggingface.method import pack_words, unpack_words
 
 N, K = 24, 64
 
@@ -22,11 +22,11 @@ def test_words(bits):
     low = -(2 ** (bits - 1))
     for n in (1, 7, 31, 32, 33, 100):
         values = rng.integers(low, -low, (3, n)).astype(np.int8)
-        found = int32.pack(values, bits)
+        found = pack_words(values, bits)
         np.testing.assert_array_equal(found, packed(values, bits))
-        np.testing.assert_array_equal(int32.unpack(found, bits, n), values)
+        np.testing.assert_array_equal(unpack_words(found, bits, n), values)
         with pytest.raises(ValueError, match="words, got"):
-            int32.unpack(found, bits, n + 32)
+            unpack_words(found, bits, n + 32)
 
 
 def checkpoint(folder, tensors, groups, form, parts=1, **config):

@@ -32,6 +32,7 @@ from provider_xla import (
 )
 
 nnx = pytest.importorskip("flax.nnx")
+linen = pytest.importorskip("flax.linen")
 eqx = pytest.importorskip("equinox")
 traverse_util = pytest.importorskip("flax.traverse_util")
 
@@ -72,6 +73,39 @@ def test_adapters_have_the_sharding_metadata_of_their_parameter():
     plain = {"kernel_lora_a": P(), "kernel_lora_b": P()}
     assert specs(make) == {"up": wanted, "down": plain}
     assert specs(lambda: nnx.eval_shape(make)) == {"up": wanted, "down": plain}
+
+
+@pytest.mark.parametrize("partitioning", ["with_partitioning", "with_logical_partitioning"])
+def test_adapters_of_linen_have_it_too(partitioning):
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            init = getattr(linen, partitioning)(linen.initializers.lecun_normal(), ("in", "out"))
+            return linen.Dense(8, name="down")(linen.Dense(16, kernel_init=init, name="up")(x))
+
+    x, net = normal(4, 8), Net()
+    variables = net.init(jax.random.key(0), x)
+    model = quantize_model(net.bind(variables), ptq(), x)
+    module, stored = model.unbind()
+    adapters = linen.get_partition_spec(stored["lora"])
+    up, down = (adapters[name]["kernel"].arrays for name in ("up", "down"))
+    assert (up, down) == ({"a": P("in", None), "b": P(None, "out")}, {"a": P(), "b": P()})
+    b = normal(2, 16)
+    boxed = stored["lora"]["up"]["kernel"]
+    mask = adapter_mask(stored)["lora"]["up"]["kernel"].arrays
+    assert jax.tree.structure(mask) == jax.tree.structure(boxed.arrays)
+    lora = AdaptedWeight(
+        None, {**boxed.arrays, "b": boxed.arrays["b"].replace(value=b)}, boxed.form
+    )
+    trained = {**stored, "lora": {**stored["lora"], "up": {"kernel": lora}}}
+    merged = merge_model(module.bind(trained))
+    kernel = merged.variables["params"]["up"]["kernel"]
+    assert kernel.names == ("in", "out")
+    a = np.float64(boxed.arrays["a"].value)
+    w = np.float64(stored["params"]["up"]["kernel"].value.restore())
+    wanted = w + QLORA.alpha / QLORA.rank * a @ np.float64(b)
+    np.testing.assert_allclose(kernel.value, wanted, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(module.apply(trained, x), merged(x), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 import provider_xla as xla
 from jaxtap_testkit.bridge_nets import TOKENS, equinox_net, linen_net, nnx_net
 from jaxtap_testkit.store_samples import same
-from provider_xla.forms import adapted
+from provider_xla import forms
 from provider_xla.store import manifest
 
 nnx = pytest.importorskip("flax.nnx")
@@ -130,5 +130,5 @@ def test_a_program_of_the_first_version():
     )
     form = plan.adapters["args[0]"].form
     text = json.dumps({"form": {"other": dataclasses.asdict(form)}}).encode()
-    assert adapted._read(text) == (form, "a", "b")
-    assert adapted._read(adapted._written((form, "a", "b"))) == (form, "a", "b")
+    assert forms._read(text) == (form, "a", "b")
+    assert forms._read(forms._written((form, "a", "b"))) == (form, "a", "b")

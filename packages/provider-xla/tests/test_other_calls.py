@@ -16,6 +16,7 @@ from provider_xla import (
     load,
     save,
 )
+from provider_xla.features import Rules, replanned, tried
 
 RULES = {
     "weights": QuantizationRule(weight_qtype="int8"),
@@ -266,3 +267,16 @@ def test_a_weight_of_another_parameter_is_quantized_at_the_call():
     scale = np.abs(w).max(0) / 127
     expected = np.asarray(X, np.float64) @ (np.round(w / scale) * scale)
     np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_plan_by_other_rules_keeps_arguments_by_name():
+    def fn(params, x, *, scale, mixes=False):
+        return x @ params["w"] * scale @ (params["mix"] if mixes else params["b"])
+
+    params = {**PARAMS, "mix": draw(8, 8, seed=2)}
+    plan = PtqProvider(RULES["weights"]).plan(fn, params, X, scale=np.ones(8), mixes=True)
+    rules = Rules((RULES["int4"],), plan.rules.params)
+    again = replanned(plan, rules, params, (X,))
+    assert plan.weights.keys() == again.weights.keys() == {"args[0]['w']", "args[0]['mix']"}
+    assert {weight.qtype for weight in again.weights.values()} == {"int4"}
+    assert tried(plan, rules, params, (X,)).keys() == again.weights.keys()

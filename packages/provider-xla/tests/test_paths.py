@@ -5,7 +5,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from provider_xla import QuantizationRule
-from provider_xla.rules.paths import PathKeys
+from provider_xla.program.matching import PathKeys
 
 PATTERNS = (
     ".*",

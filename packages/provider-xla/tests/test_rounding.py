@@ -9,8 +9,8 @@ from jax import lax
 import quant_numerics as qn
 from jaxtap_testkit.xla_samples import draw
 from provider_xla import PtqProvider, QuantizationRule
-from provider_xla.plan import rounding
-from provider_xla.plan.rounding import How, fits_float16, in_chunks, in_one
+from provider_xla.plan import weight
+from provider_xla.plan.weight import How, fits_float16, in_chunks, in_one
 
 # Format, method, channels, tiles, dtype and shape.
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_bits_are_those_of_quantize(name, monkeypatch):
-    monkeypatch.setattr(rounding, "CHUNK", 256)  # several chunks
+    monkeypatch.setattr(weight, "CHUNK", 256)  # several chunks
     qtype, method, channels, tiles, dtype, shape = CASES[name]
     x = draw(shape)[0].astype(dtype)
     found = in_chunks(x, How(qtype, channels, tiles, method))

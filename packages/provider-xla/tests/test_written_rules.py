@@ -12,7 +12,7 @@ import pytest
 
 import provider_xla as xla
 from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static, tables
-from provider_xla.rules.presets import PRESETS, as_rules, installed
+from provider_xla.rules.written import PRESETS, as_rules, installed
 
 SAME = {
     "nothing": (Rule("head"), QuantizationRule(module_path="head")),

@@ -103,11 +103,11 @@ def test_a_bad_instruction_set_is_an_error_of_the_program():
 try:
     jax.block_until_ready(te.gemm_w8a8(x, w))
 except Exception as error:
-    print(type(error).__name__, "neon" in str(error), "generic" in str(error))
+    print(type(error).__name__, "sve" in str(error), "generic" in str(error))
 print(len(jax.devices()))
 """
     head = HEAD.replace("w = te.pack_w8", "w = te.reference.pack_w8")
-    said = run_python("-c", head + code, JAXTAP_ISA="neon").stdout
+    said = run_python("-c", head + code, JAXTAP_ISA="sve").stdout
     assert said.split() == ["JaxRuntimeError", "True", "True", "1"]
 
 

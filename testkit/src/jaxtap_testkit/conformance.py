@@ -77,11 +77,11 @@ class ConformanceWithFlags:
         self.whole.test_transformed_inside(transformation)
         self.whole.test_nothing_changes_where_handlers_let_everything_run(transformation)
 
-    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_plain_first))
-    @pytest.mark.parametrize("mode", cases(EngineConformance.test_isolation_plain_first, "mode"))
+    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_in_every_order))
+    @pytest.mark.parametrize("mode", cases(EngineConformance.test_isolation_in_every_order, "mode"))
     def test_isolation(self, form, mode):
-        self.whole.test_isolation_plain_first(form, mode)
-        self.whole.test_isolation_one_interceptor_then_another(form, mode)
+        for order in ("plain first", "one interceptor then another"):
+            self.whole.test_isolation_in_every_order(order, form, mode)
 
     @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_of_gradients))
     def test_gradients(self, form):
@@ -90,7 +90,7 @@ class ConformanceWithFlags:
             self.whole.test_a_primitive_below_a_gradient(form)
 
     @pytest.mark.parametrize("mode", ["eager", "outer jit", "inner jit"])
-    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_plain_first))
+    @pytest.mark.parametrize("form", of_flags(EngineConformance.test_isolation_in_every_order))
     def test_primitives(self, form, mode):
         if self.primitives:
             self.whole.test_a_primitive_in_every_form(form, mode)

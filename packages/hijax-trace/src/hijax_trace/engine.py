@@ -13,12 +13,13 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 
 from interception_core import Interceptor, TargetError, hide_frames, hides_frames
-from interception_core.engine_api import Taps
+from interception_core.engine_api import Taps, check_wrapped
 from interception_core.log import logger
 
 from . import compat
 from .dataflow.expression import Expression, Leaf
-from .dataflow.flow import Origin, identity
+from .dataflow.flow import Origin, axes_inside
+from .dataflow.holders import SAME
 from .dataflow.nodes import Unknown
 from .interpreter.early import Restage
 from .interpreter.frames import Frame, Inputs
@@ -90,17 +91,7 @@ class TraceEngine:
                 be tapped or is named twice, and for a handler whose result differs from the
                 original's in structure, shapes or dtypes.
         """
-        if not callable(fn):
-            raise TargetError(
-                f"TraceEngine.wrap's first argument must be a callable, got {fn!r}. Pass the "
-                "function to tap."
-            )
-        if not isinstance(interceptor, Interceptor):
-            raise TargetError(
-                "TraceEngine.wrap's second argument must be an Interceptor, got "
-                f"{type(interceptor).__name__}. Build one with "
-                "Interceptor({'jax.numpy.dot': handler})."
-            )
+        check_wrapped(self, fn, interceptor)
         if inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
             raise TargetError(
                 f"TraceEngine.wrap's function must not be asynchronous, got {fn!r}, which can't be "
@@ -160,14 +151,11 @@ class _Tapped:
         # a stack of them then.
         if carried := _carried(packed, held):
             made = carry(jaxpr, consts, carried)
-            session.move(made.starts)
-            jaxpr, consts = made.jaxpr, made.consts
+            jaxpr, consts = session.restaged(made)
             build = _chain(made.results, build)
             held = {i: proxy for i, proxy in held.items() if i not in carried}
-        made = stacked(jaxpr, consts) if session.tapping.carries_stacks else None
-        if made is not None:
-            session.move(made.starts)
-            jaxpr, consts = made.jaxpr, made.consts
+        if session.tapping.carries_stacks and (made := stacked(jaxpr, consts)) is not None:
+            jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
         inputs = _Arguments(own, avals, first, held)
@@ -298,8 +286,7 @@ class _Arguments(Inputs):
         number = index - self._first
         if not 0 <= number < len(self._paths):
             return None
-        shape = getattr(self._avals[number], "shape", None)
-        return Origin(self._paths[number], None if shape is None else identity(len(shape)))
+        return Origin(self._paths[number], axes_inside(SAME, self._avals[number]))
 
     def expression(self, index: int) -> Expression:
         """Return how an input is computed: an argument is, of itself."""

@@ -1,5 +1,7 @@
 """The public names, and the modules that they are from."""
 
+from ._compat import hide_frames as hide_frames
+from ._compat import hides_frames as hides_frames
 from .cache_key import CacheKey as CacheKey
 from .call import Made as Made
 from .call import OpCall as OpCall
@@ -18,8 +20,6 @@ from .explicit import explicit_spec as explicit_spec
 from .explicit import followed_spec as followed_spec
 from .explicit import parts_of as parts_of
 from .explicit import with_auto_axes as with_auto_axes
-from .frames import hide_frames as hide_frames
-from .frames import hides_frames as hides_frames
 from .imports import when_imported as when_imported
 from .interceptor import Interceptor as Interceptor
 from .kernels.bench import Bench as Bench

@@ -7,10 +7,11 @@ have it.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import FunctionType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jaxlib
@@ -29,21 +30,37 @@ from jax.extend import source_info_util
 from jax.extend.core import primitives as _public_primitives
 from jaxlib import xla_client as _xla_client  # 0.10.2 - 0.12
 
-
-def hide_frames(folder: str) -> None:
-    """Hide a folder's frames from the source lines of operations, and from tracebacks."""
-    source_info_util.register_exclusion(folder)
-    _traceback.register_exclusion(folder)
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
-hides_frames: FunctionType = _traceback.api_boundary
-"""Decorates a function, such that tracebacks of errors leave hidden frames out.
+def hide_frames(folder: str | Path) -> None:
+    """Hide a package's frames as JAX hides its own.
 
-The traceback starts again at the outermost of such functions. JAX's setting
-``jax_traceback_filtering`` decides how.
-"""
+    Operations then have the source line of the program that the package traces. Tracebacks of
+    errors that go through a function of ``hides_frames``, or through a function of JAX such as
+    ``jax.jit``, leave the package's frames out, unless ``JAX_TRACEBACK_FILTERING=off`` is set.
 
-hide_frames(str(Path(__file__).parent))
+    Args:
+        folder: of the package: ``Path(__file__).parent``.
+    """
+    source_info_util.register_exclusion(str(folder))
+    _traceback.register_exclusion(str(folder))
+
+
+def hides_frames(fn: Callable[P, R]) -> Callable[P, R]:
+    """Return ``fn``, whose errors have a traceback without hidden frames.
+
+    Put it on functions that users call and that call users' functions. Nested ones cost nothing:
+    the outermost shortens the traceback.
+
+    Args:
+        fn: the function.
+    """
+    return _traceback.api_boundary(fn)
+
+
+hide_frames(Path(__file__).parent)
 
 PjitFunction: type = type(jax.jit(lambda: None))
 """The C++ type of every jitted function."""

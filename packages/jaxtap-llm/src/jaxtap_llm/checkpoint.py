@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -440,17 +440,27 @@ def check_tensors(config: Config, files: list[Path]) -> None:
     allowed = {"lm_head.weight", "language_model.lm_head.weight"} if config.tied else set()
     allowed |= unread(config)
     unknown = {n for n in found.keys() - wanted.keys() - allowed if not is_unused(config, n)}
-    for what, names in (("lack", wanted.keys() - found.keys()), ("have unknown tensors:", unknown)):
-        if names:
-            first, more = sorted(names)[:4], f" and {len(names) - 4} more" * (len(names) > 4)
-            raise LlmError(
-                f"The files of {files[0].parent} {what} {', '.join(first)}{more}. config.json "
-                f"says {config.family} with {config.layers} layers."
-            )
+    where = f"The files of {files[0].parent}"
+    wrong = {"lack": wanted.keys() - found.keys(), "have unknown tensors:": unknown}
+    check_names(config, where, wrong, "config.json")
     for name, shape in wanted.items():
         if found[name] != shape:
             raise LlmError(
                 f"{name} must be {list(shape)}, got {list(found[name])}. config.json is another's."
+            )
+
+
+def check_names(config: Config, where: str, wrong: Mapping[str, Set[str]], which: str) -> None:
+    """Raise LlmError if there are wrong names of tensors, by what is wrong with them.
+
+    ``where`` is what has the tensors, and ``which`` what says the config.
+    """
+    for what, names in wrong.items():
+        if names:
+            first, more = sorted(names)[:4], f" and {len(names) - 4} more" * (len(names) > 4)
+            raise LlmError(
+                f"{where} {what} {', '.join(first)}{more}. {which} says {config.family} with "
+                f"{config.layers} layers."
             )
 
 

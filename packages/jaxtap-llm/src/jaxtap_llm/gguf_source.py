@@ -106,13 +106,9 @@ def _check_tensors(config: Config, file: xla.GgufFile) -> None:
     for layer in (None, *range(config.layers)):
         wanted |= _shapes_of(config, layer)
     unknown = file.shapes.keys() - wanted.keys() - set(_UNREAD)
-    for what, names in (("lacks", wanted.keys() - file.shapes.keys()), ("has unknown", unknown)):
-        if names:
-            first, more = sorted(names)[:4], f" and {len(names) - 4} more" * (len(names) > 4)
-            raise LlmError(
-                f"{file.path} {what} tensors: {', '.join(first)}{more}. It says {config.family} "
-                f"with {config.layers} layers."
-            )
+    lacking = wanted.keys() - file.shapes.keys()
+    wrong = {"lacks tensors:": lacking, "has unknown tensors:": unknown}
+    checkpoint.check_names(config, str(file.path), wrong, "It")
     for name, shape in wanted.items():
         if file.shapes[name] != shape:
             raise LlmError(

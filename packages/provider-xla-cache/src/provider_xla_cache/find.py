@@ -15,10 +15,8 @@ from hijax_trace import MoveError
 from interception_core import Engine, Interceptor
 from provider_xla.features import Code, Fact, follows_values, parameters_of, prefix_of
 
-from .array import CacheArray
-from .contract import roles_of
-from .plan import CachePlan
-from .rule import CacheRule
+from .array import CacheArray, roles_of
+from .rule import CachePlan, CacheRule
 
 
 @dataclasses.dataclass(eq=False)

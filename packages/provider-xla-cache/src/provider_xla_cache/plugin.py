@@ -22,12 +22,12 @@ def jaxtap_register_features() -> list[FeatureSpec]:
         FeatureSpec(
             name="model-with-caches",
             summary="a method of a model as a function of its caches",
-            run="provider_xla_cache.models:planned_function",
+            run="provider_xla_cache.use:planned_function",
         ),
         FeatureSpec(
             name="model-put-caches",
             summary="put caches in int8 into a model",
-            run="provider_xla_cache.models:put_caches",
+            run="provider_xla_cache.use:put_caches",
         ),
         FeatureSpec(
             name="plan-quantize-cache",

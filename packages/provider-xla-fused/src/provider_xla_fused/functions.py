@@ -19,8 +19,7 @@ import jax.numpy as jnp
 from interception_core import hide_frames
 from provider_xla.features import FusedOp, Joining, StaysFloat
 
-from .over_cache import over_cache
-from .read_attention import ATTENTION, WRITTEN, leaves, of_flax, of_jax, of_written
+from .read_attention import ATTENTION, WRITTEN, leaves, of_flax, of_jax, of_written, over_cache
 
 hide_frames(Path(__file__).parent)
 

@@ -1,7 +1,7 @@
 """The public names, and the modules that they are from."""
 
-from .form import LoraForm as LoraForm
 from .rule import Lora as Lora
+from .rule import LoraForm as LoraForm
 from .rule import LoraRule as LoraRule
 from .weight import LoraWeight as LoraWeight
 

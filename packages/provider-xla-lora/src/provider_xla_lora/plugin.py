@@ -17,6 +17,6 @@ def jaxtap_register_features() -> list[FeatureSpec]:
             ("plan-apply-adapters", "run a plan's function with adapters", "use:apply_adapters"),
             ("run-adapters", "run functions with adapters, without a plan", "use:run_adapters"),
             ("rule-lora", "a rule that gives adapters of a rank", "rule:LoraRule"),
-            ("adapter-lora", "two factors, whose product is added", "form:LoraForm"),
+            ("adapter-lora", "two factors, whose product is added", "rule:LoraForm"),
         )
     ]

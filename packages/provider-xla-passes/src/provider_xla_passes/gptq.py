@@ -14,8 +14,7 @@ from jax import lax
 import quant_numerics as qn
 from provider_xla import QuantizationError
 
-from .base import ROUND, Pass
-from .state import Weight
+from .state import ROUND, Pass, Weight
 
 
 @dataclasses.dataclass(frozen=True)

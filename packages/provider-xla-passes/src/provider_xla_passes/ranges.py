@@ -16,9 +16,8 @@ from jax import lax
 
 import quant_numerics as qn
 
-from .base import RANGE, Pass
 from .layout import Layout
-from .state import Weight
+from .state import RANGE, Pass, Weight
 
 _LEAST_FACTOR = 0.4
 """The smallest share of a range that is tried, before its scale is fitted."""

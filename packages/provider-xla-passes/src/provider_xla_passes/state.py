@@ -1,10 +1,11 @@
-"""Weight: a parameter on its way through the passes."""
+"""Weight: a parameter on its way through the passes. Pass: what all of them have in common."""
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ class Grid(NamedTuple):
     keep: jax.Array | None
 
 
+@dataclasses.dataclass(eq=False)
 class Weight:
     """A parameter with statistics of its activations. Passes change it in place.
 
@@ -54,29 +56,22 @@ class Weight:
             rounded.
     """
 
-    def __init__(
-        self,
-        path: str,
-        below: str,
-        plan: WeightPlan,
-        layout: Layout,
-        w: jax.Array,
-        gram: jax.Array,
-    ):
-        self.path = path
-        self.below = below
-        self.plan = plan
-        self.layout = layout
-        self.w = w
-        self.gram = gram
-        self.peaks: jax.Array | None = None
-        self.steps: list[Step] = []
-        self.keep: jax.Array | None = None
-        self.ranges: qn.Calibration | None = None
-        self.chosen: dict[int, jax.Array] = {}
-        self._grid: Grid | None = None
+    path: str
+    below: str
+    plan: WeightPlan
+    layout: Layout
+    w: jax.Array
+    gram: jax.Array
+    peaks: jax.Array | None = None
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    keep: jax.Array | None = None
+    ranges: qn.Calibration | None = None
+    chosen: dict[int, jax.Array] = dataclasses.field(default_factory=dict)
+    _grid: Grid | None = dataclasses.field(default=None, init=False)
+
+    def __post_init__(self):
         # The squared norm of the results, which no map changes: errors are relative to it.
-        self._size = output_squares(w, gram).sum()
+        self._size = output_squares(self.w, self.gram).sum()
 
     def transform(self, step: Step) -> None:
         """Transform the parameter, and its activations with it."""
@@ -213,3 +208,46 @@ def _spread(q: qn.QArray) -> tuple[jax.Array, jax.Array | None]:
     scale = q.scale.astype(jnp.float32)
     scale = scale if q.global_scale is None else scale * q.global_scale
     return full(scale), None if q.zero_point is None else full(q.zero_point)
+
+
+TRANSFORM, MASK, RANGE, ROUND = range(4)
+
+
+class Pass(abc.ABC):
+    """Base of passes, which change one parameter of a plan at a time.
+
+    Attributes:
+        stage: ``TRANSFORM``, ``MASK``, ``RANGE`` or ``ROUND``, in the order in which passes must
+            come: those that transform channels, the one that chooses zeros, the one that chooses
+            ranges, the one that chooses quantized values.
+        needs_peaks: whether it reads ``Weight.peaks``, which takes another run over the batches.
+        sequential: how many times activations are measured for it, along the depth of the model,
+            each time with the parameters before as it rounded them; 0 for those of the float model.
+    """
+
+    stage: ClassVar[int]
+    needs_peaks: ClassVar[bool] = False
+    sequential: int = 0
+
+    @property
+    def name(self) -> str:
+        """What the report calls it."""
+        return type(self).__name__
+
+    @abc.abstractmethod
+    def run(self, weight: Weight) -> str | None:
+        """Change a parameter; return why it is left alone, or None.
+
+        Args:
+            weight: the parameter and the statistics of its activations; changed in place.
+        """
+
+    def run_step(self, weight: Weight, step: int, gram: np.ndarray) -> None:
+        """Change a parameter in one step of the loops around it, if the pass is ``sequential``.
+
+        Args:
+            weight: the parameter; changed in place.
+            step: the number of the step; 0 without loops.
+            gram: the Gram matrix of its activations in that step, float64 [K, K].
+        """
+        raise NotImplementedError

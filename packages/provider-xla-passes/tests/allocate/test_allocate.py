@@ -509,3 +509,26 @@ def test_any_name_has_the_facts_of_a_plain_one(key):
     assert rows == [(False, 128), (True, 256)]
     assert len(found.problems) == 1
     assert sorted(paths == (path,) for paths in found.allocation.errors) == [False, True]
+
+
+def test_the_function_is_called_with_the_names_of_the_plan(model):
+    def fn(params, x, *, also=False):
+        return mlp(params, x) * 2 if also else x @ params["first"]
+
+    params, x = model
+    plan = PtqProvider(W8).plan(fn, params, x, also=True)
+    made = plan.allocate(params, x, budget_bits=6, qtypes=QTYPES)
+    same = planned(params, x, fn=lambda params, x: fn(params, x, also=True))
+    assert len(made.weights) == 4
+    assert made.weights == same.allocate(params, x, budget_bits=6, qtypes=QTYPES).weights
+    of_half = planned(params, x).allocate(params, x, budget_bits=6, qtypes=QTYPES)
+    assert made.allocation.measured == pytest.approx(of_half.allocation.measured)
+
+
+def test_arrays_by_name_have_no_values_to_measure_with(model):
+    params, x = model
+    plan = PtqProvider(W8).plan(lambda params, *, x: mlp(params, x), params, x=x)
+    with pytest.raises(QuantizationError, match=r"a call with x by name\. Pass them by"):
+        plan.allocate(params, budget_bits=6, qtypes=QTYPES)
+    plan = PtqProvider(W8).plan(mlp, params, x=x)
+    assert plan.allocate(params, x, budget_bits=6, qtypes=QTYPES).weights

@@ -31,9 +31,17 @@ from provider_xla.features import (
 )
 from quant_numerics import Contraction
 
-from .errors_at import Sums, difference, error_of, flops, site_error, visits
-from .outputs import called, compare_outputs
-from .parameters import measure_parameters
+from .errors import (
+    Sums,
+    called,
+    compare_outputs,
+    difference,
+    error_of,
+    flops,
+    measure_parameters,
+    site_error,
+    visits,
+)
 from .quality import QualityReport
 from .results import Error, FloatOp, OpQuality, Range
 from .timing import time_both, time_ops

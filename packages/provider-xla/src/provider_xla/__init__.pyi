@@ -36,17 +36,20 @@ from provider_xla_serve import model_parameters as model_parameters
 
 from .bridges.bridge import Bridge as Bridge
 from .bridges.bridge import Quantized as Quantized
-from .bridges.files import load_model as load_model
-from .bridges.files import save_model as save_model
 from .bridges.model import calibrate_model as calibrate_model
+from .bridges.model import load_model as load_model
 from .bridges.model import merge_model as merge_model
 from .bridges.model import model_plan as model_plan
 from .bridges.model import plan_model as plan_model
 from .bridges.model import quantize_model as quantize_model
+from .bridges.model import save_model as save_model
+from .errors import PlanDiff as PlanDiff
 from .errors import QuantizationError as QuantizationError
 from .errors import QuantizationWarning as QuantizationWarning
-from .forms.adapted import AdaptedWeight as AdaptedWeight
-from .forms.adapted import adapter_mask as adapter_mask
+from .errors import StoreError as StoreError
+from .errors import StoreMismatchError as StoreMismatchError
+from .forms import AdaptedWeight as AdaptedWeight
+from .forms import adapter_mask as adapter_mask
 from .kernels.packed import PrepackedWeight as PrepackedWeight
 from .plan.plan import Plan as Plan
 from .plan.quantize import quantize_params as quantize_params
@@ -56,19 +59,16 @@ from .program.record import OpRecord as OpRecord
 from .program.record import Report as Report
 from .providers.given import Presets as Presets
 from .providers.given import presets as presets
-from .providers.ptq import PtqProvider as PtqProvider
+from .providers.provider import PtqProvider as PtqProvider
 from .providers.qt import QtProvider as QtProvider
 from .rules.qt_rule import QtRule as QtRule
 from .rules.rule import QuantizationRule as QuantizationRule
-from .store.errors import PlanDiff as PlanDiff
-from .store.errors import StoreError as StoreError
-from .store.errors import StoreMismatchError as StoreMismatchError
 from .store.float_files import Source as Source
-from .store.load import load as load
-from .store.load import load_extra as load_extra
-from .store.load import read_manifest as read_manifest
 from .store.manifest import Manifest as Manifest
 from .store.quantize_file import quantize_file as quantize_file
+from .store.save import load as load
+from .store.save import load_extra as load_extra
+from .store.save import read_manifest as read_manifest
 from .store.save import save as save
 
 __version__: str

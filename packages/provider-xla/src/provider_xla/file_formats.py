@@ -1,10 +1,10 @@
 """What packages need that read and write files of other libraries: public, as `Source` is."""
 
+from .errors import StoreError as StoreError
+from .errors import damaged as damaged
 from .extras import require as require_extra
-from .forms.tree import is_stored as is_stored
+from .program.arrays import is_stored as is_stored
 from .store.carriers import NAMES as DTYPES
-from .store.errors import StoreError as StoreError
-from .store.errors import damaged as damaged
 from .store.files import appearing as atomic_write
 from .store.float_files import INDEX as INDEX
 from .store.float_files import SINGLE as SINGLE

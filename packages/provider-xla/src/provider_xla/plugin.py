@@ -68,8 +68,8 @@ def jaxtap_register_commands() -> list[CommandSpec]:
         CommandSpec(
             name="quantize",
             summary="quantize the parameters in a file by the plan of a JAX function",
-            run="provider_xla.cli.quantize:run_quantize",
-            configure="provider_xla.cli.quantize:configure_quantize",
+            run="provider_xla.cli.command:run_quantize",
+            configure="provider_xla.cli.command:configure_quantize",
         ),
         CommandSpec(
             name="explain",

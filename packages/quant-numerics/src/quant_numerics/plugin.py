@@ -21,6 +21,6 @@ def jaxtap_doctor_checks() -> list[DoctorCheck]:
         DoctorCheck(
             name="qtypes",
             summary="every number format that a plugin declares can be made",
-            run="quant_numerics.formats.check:formats",
+            run="quant_numerics.formats.qtypes:formats",
         )
     ]

@@ -12,8 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.meshes import line, put
-from quant_numerics.autodiff.linear import apply_flat
-from quant_numerics.autodiff.pairs import LinearPair
+from quant_numerics.autodiff.linear import LinearPair, apply_flat
 
 RNG = np.random.default_rng(0)
 X, W, G = (RNG.normal(size=s).astype(np.float32) for s in ((3, 4), (4, 5), (3, 5)))

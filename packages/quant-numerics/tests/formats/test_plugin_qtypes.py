@@ -12,7 +12,7 @@ import interception_core as core
 import quant_numerics as qn
 from interception_core.testing import installed_plugins
 from jaxtap_testkit.programs import as_program
-from quant_numerics.formats.check import formats
+from quant_numerics.formats.qtypes import formats
 
 # Not for a name that means another format in each test.
 dequantize, pack, quantize, take = map(as_program, (qn.dequantize, qn.pack, qn.quantize, qn.take))

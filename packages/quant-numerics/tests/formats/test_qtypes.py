@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from quant_numerics import QTYPES, get_qtype
-from quant_numerics.formats.dtypes import FLOAT_DTYPES, float_dtype, promote_floats
+from quant_numerics.formats.qtypes import FLOAT_DTYPES, float_dtype, promote_floats
 
 INTS = ["int2", "int3", "int4", "int5", "int6", "int7", "int8", "int16"]
 

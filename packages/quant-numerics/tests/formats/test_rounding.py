@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxtap_testkit.meshes import grid, line, put
 from quant_numerics import StochasticRounding, dequantize, quantize, quantize_with
-from quant_numerics.formats.rounding import random_bits
+from quant_numerics.formats.encoding import random_bits
 
 KEYS = jax.random.split(jax.random.key(0), 4000)
 

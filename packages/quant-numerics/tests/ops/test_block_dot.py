@@ -14,7 +14,7 @@ import quant_numerics as qn
 from jaxtap_testkit.meshes import grid, put
 from jaxtap_testkit.programs import as_program
 from jaxtap_testkit.qarray_samples import normal, value
-from quant_numerics.ops import block_dot
+from quant_numerics.ops import dot as ops_dot
 
 CALL = "__op$block_scaled_dot"
 # Shapes and dimension numbers: matmuls, batches, several contracted axes, a vector.
@@ -69,7 +69,7 @@ def test_one_call_on_cuda_and_the_same_values(qtype):
 
     def native(pairs):
         """What the call computes, in JAX."""
-        return [block_dot._native(*pair, n) for pair, n in zip(pairs, dims, strict=True)]
+        return [ops_dot._native(*pair, n) for pair, n in zip(pairs, dims, strict=True)]
 
     found = text(dots, pairs)
     assert "stablehlo.dot_general" not in found
@@ -179,7 +179,7 @@ def test_examples_that_are_mapped(axes):
     assert (left.rpartition("x")[0], right.rpartition("x")[0]) == shapes.get(
         axes, ("4x5x64", "4x7x64")
     )
-    native = jax.jit(jax.vmap(functools.partial(dot, run=block_dot._native), axes))(*given)
+    native = jax.jit(jax.vmap(functools.partial(dot, run=ops_dot._native), axes))(*given)
     np.testing.assert_allclose(native, jax.jit(mapped)(*given), rtol=1e-5, atol=1e-5)
 
 
@@ -212,7 +212,7 @@ def test_what_has_no_such_call():
     mxfp8, mxfp4, int8, float8, short = zip(sides[::2], sides[1::2], strict=True)
     others = (mxfp8[0], mxfp4[1]), (mxfp8[0], w)
     for pair in (*others, mxfp4, int8, float8, short):
-        assert not block_dot.is_block_dot(*pair, dims)
+        assert not ops_dot.is_block_dot(*pair, dims)
         assert not calls(text(lambda a, b: qn.dot_general(a, b, dims), *pair))
     # Scales along other axes than those that are contracted.
     other = (
@@ -220,8 +220,8 @@ def test_what_has_no_such_call():
         quantize(w.T.reshape(7, 64), "mxfp8", tile_axes={1: 32}, channel_axes=(0,)),
     )
     across = (((1,), (1,)), ((), ()))
-    assert block_dot.is_block_dot(*other, across)  # one scale for all rows is repeated
-    found = jax.jit(functools.partial(block_dot._native, dimension_numbers=across))(*other)
+    assert ops_dot.is_block_dot(*other, across)  # one scale for all rows is repeated
+    found = jax.jit(functools.partial(ops_dot._native, dimension_numbers=across))(*other)
     exact = value(other[0]) @ value(other[1]).T
     assert np.abs(np.asarray(found) - exact).max() <= 1e-5 * np.abs(exact).max()
 
@@ -238,8 +238,8 @@ def test_rows_have_global_scales_of_their_own(at):
     lhs = dataclasses.replace(lhs, global_scale=jnp.asarray(whole))
     dims = (((1,), (1,)), ((), ()))
     exact = np.einsum("ack,rc->akr", value(lhs), value(rhs))
-    assert block_dot.is_block_dot(lhs, rhs, dims) == (1 not in at)
-    run = block_dot._native if 1 not in at else qn.dot_general
+    assert ops_dot.is_block_dot(lhs, rhs, dims) == (1 not in at)
+    run = ops_dot._native if 1 not in at else qn.dot_general
     found = jax.jit(functools.partial(run, dimension_numbers=dims))(lhs, rhs)
     assert np.abs(np.asarray(found) - exact).max() <= 1e-5 * np.abs(exact).max()
 

@@ -92,13 +92,27 @@ JAXTAP_INLINE float decode(uint32_t encoded, uint32_t inf_or_nan_from, bool has_
 
 }  // namespace convert_detail
 
+// All processors of Arm in 64 bits convert float16, with the same results.
 JAXTAP_INLINE float f16_to_f32(uint16_t x) {
+#if defined(JAXTAP_NEON)
+  __fp16 half;
+  std::memcpy(&half, &x, 2);
+  return half;
+#else
   return convert_detail::decode<5, 10>(x, 0x7c00u, true);
+#endif
 }
 
 JAXTAP_INLINE uint16_t f32_to_f16(float x) {
+#if defined(JAXTAP_NEON)
+  const auto half = static_cast<__fp16>(x);
+  uint16_t bits;
+  std::memcpy(&bits, &half, 2);
+  return bits;
+#else
   return static_cast<uint16_t>(
       convert_detail::encode<5, 10, 0x7bffu, 0x7c00u, 0x7e00u, 0x7c00u>(x));
+#endif
 }
 
 JAXTAP_INLINE float f8e4m3fn_to_f32(uint8_t x) {

@@ -11,12 +11,31 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#elif defined(__aarch64__)
+#if defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 #endif
 
 namespace jaxtap {
 namespace {
 
-constexpr Isa kAll[] = {Isa::kGeneric, Isa::kAvx2, Isa::kAvxVnni, Isa::kAvx512, Isa::kAmx};
+constexpr Isa kAll[] = {Isa::kGeneric, Isa::kNeon,   Isa::kNeonDot, Isa::kNeonI8mm,
+                        Isa::kAvx2,    Isa::kAvxVnni, Isa::kAvx512,  Isa::kAmx};
+
+// Whether the architecture that this was compiled for has it at all.
+constexpr bool compiled_in(Isa isa) {
+  if (isa == Isa::kGeneric) return true;
+#if defined(__x86_64__)
+  return isa >= Isa::kAvx2;
+#elif defined(__aarch64__)
+  return isa < Isa::kAvx2;
+#else
+  return false;
+#endif
+}
 
 #if defined(__x86_64__)
 
@@ -76,8 +95,42 @@ Isa detect() {
 
 bool has_avx_vnni() { return false; }
 
+#if defined(__aarch64__)
+
+#if defined(__linux__)
+
+// The numbers of Linux's asm/hwcap.h: older headers don't have the second.
+bool has_dot() { return getauxval(AT_HWCAP) >> 20 & 1; }    // HWCAP_ASIMDDP
+bool has_i8mm() { return getauxval(AT_HWCAP2) >> 13 & 1; }  // HWCAP2_I8MM
+
+#elif defined(__APPLE__)
+
+bool has_feature(const char* name) {
+  int found = 0;
+  size_t size = sizeof(found);
+  return sysctlbyname(name, &found, &size, nullptr, 0) == 0 && found != 0;
+}
+
+bool has_dot() { return has_feature("hw.optional.arm.FEAT_DotProd"); }
+bool has_i8mm() { return has_feature("hw.optional.arm.FEAT_I8MM"); }
+
+#else
+
+bool has_dot() { return false; }
+bool has_i8mm() { return false; }
+
+#endif
+
+Isa detect() {
+  if (!has_dot()) return Isa::kNeon;
+  return has_i8mm() ? Isa::kNeonI8mm : Isa::kNeonDot;
+}
+
+#else
+
 Isa detect() { return Isa::kGeneric; }
 
+#endif
 #endif
 
 Isa highest() {
@@ -91,6 +144,12 @@ const char* name(Isa isa) {
   switch (isa) {
     case Isa::kGeneric:
       return "generic";
+    case Isa::kNeon:
+      return "neon";
+    case Isa::kNeonDot:
+      return "neon_dot";
+    case Isa::kNeonI8mm:
+      return "neon_i8mm";
     case Isa::kAvx2:
       return "avx2";
     case Isa::kAvxVnni:
@@ -104,7 +163,7 @@ const char* name(Isa isa) {
 }
 
 bool available(Isa isa) {
-  return isa <= highest() && (isa != Isa::kAvxVnni || has_avx_vnni());
+  return compiled_in(isa) && isa <= highest() && (isa != Isa::kAvxVnni || has_avx_vnni());
 }
 
 std::vector<Isa> available_isas() {

@@ -6,16 +6,21 @@
 
 namespace jaxtap {
 
-// Each needs the ones before it, but that not all with AVX-512 have AVX-VNNI.
+// Each needs the ones before it of its architecture, but that not all with AVX-512 have AVX-VNNI.
 enum class Isa {
-  kGeneric,  // what every machine of the architecture has
+  kGeneric,  // plain C++, for every machine
+  // Arm, in 64 bits.
+  kNeon,      // which all of them have
+  kNeonDot,   // SDOT: four int8 products in each lane
+  kNeonI8mm,  // USDOT, and USMMLA: matrices of two by eight
+  // x86.
   kAvx2,     // AVX2, FMA and F16C
   kAvxVnni,  // AVX-VNNI: int8 products in 256 bits, in processors without AVX-512
   kAvx512,   // AVX-512 F, BW, VL, DQ and VNNI
   kAmx,      // AMX tiles with int8 and bfloat16, and AVX512-BF16
 };
 
-// "generic", "avx2", "avx_vnni", "avx512" or "amx".
+// "generic", "neon", "neon_dot", "neon_i8mm", "avx2", "avx_vnni", "avx512" or "amx".
 const char* name(Isa isa);
 
 // Whether the processor has it, the operating system allows it and it was compiled in. The first

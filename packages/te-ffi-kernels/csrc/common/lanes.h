@@ -10,6 +10,8 @@
 
 #if defined(__AVX2__)
 #include <immintrin.h>
+#elif defined(JAXTAP_NEON)
+#include <arm_neon.h>
 #endif
 
 #include "common/convert.h"
@@ -46,6 +48,9 @@ JAXTAP_INLINE Ints widen(Bytes x) {
   return same_bits<Ints>(_mm512_cvtepu8_epi32(same_bits<__m128i>(x)));
 #elif defined(__AVX2__)
   return same_bits<Ints>(_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(same_bits<int64_t>(x))));
+#elif defined(JAXTAP_NEON)
+  const uint16x8_t words = vmovl_u8(vcreate_u8(same_bits<uint32_t>(x)));
+  return same_bits<Ints>(vmovl_u16(vget_low_u16(words)));
 #else
   Ints wide{};
   for (int i = 0; i < kLanes; ++i) wide[i] = x[i];
@@ -76,21 +81,32 @@ JAXTAP_INLINE Halves narrow(Words x) {
 #endif
 }
 
+// Of numbers from -127 to 127.
+JAXTAP_INLINE Bytes low_bytes(Ints x) {
+#if defined(__AVX512F__)
+  return same_bits<Bytes>(_mm512_cvtepi32_epi8(same_bits<__m512i>(x)));
+#elif defined(__AVX2__)
+  const __m256i bits = same_bits<__m256i>(x);
+  const __m128i high = _mm256_extracti128_si256(bits, 1);
+  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bits), high);
+  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
+  return same_bits<Bytes>(bytes);
+#elif defined(JAXTAP_NEON)
+  const uint16x4_t words = vmovn_u32(same_bits<uint32x4_t>(x));
+  const uint8x8_t bytes = vmovn_u16(vcombine_u16(words, words));
+  return same_bits<Bytes>(vget_lane_u32(vreinterpret_u32_u8(bytes), 0));
+#else
+  return __builtin_convertvector(x, Bytes);
+#endif
+}
+
 // A bit where a comparison holds, else 0.
 JAXTAP_INLINE Bytes mask_bytes(Ints holds, uint8_t bit) {
 #if defined(__AVX512F__)
   const __mmask16 mask = _mm512_movepi32_mask(same_bits<__m512i>(holds));
   return same_bits<Bytes>(_mm_maskz_set1_epi8(mask, static_cast<char>(bit)));
-#elif defined(__AVX2__)
-  const __m256i bits = same_bits<__m256i>(holds);
-  const __m128i high = _mm256_extracti128_si256(bits, 1);
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bits), high);
-  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  return same_bits<Bytes>(bytes) & bit;
 #else
-  Bytes narrow{};
-  for (int i = 0; i < kLanes; ++i) narrow[i] = static_cast<uint8_t>(holds[i]) & bit;
-  return narrow;
+  return low_bytes(holds) & bit;
 #endif
 }
 
@@ -137,6 +153,12 @@ JAXTAP_INLINE Vector read_part(const T* from, int64_t count) {
   } else {
     return same_bits<Vector>(_mm_maskz_loadu_epi8(mask, from));
   }
+#elif defined(JAXTAP_NEON)  // by copies of known sizes, which need no call
+  if (count == kLanes) return read<Vector>(from);
+  T x[kLanes] = {};
+  if ((count & 2) != 0) std::memcpy(x, from, 2 * sizeof(T));
+  if ((count & 1) != 0) std::memcpy(x + (count & 2), from + (count & 2), sizeof(T));
+  return read<Vector>(x);
 #else
   Vector x = {};
   std::memcpy(&x, from, static_cast<size_t>(count) * sizeof(T));
@@ -155,6 +177,12 @@ JAXTAP_INLINE void write_part(T* to, Vector x, int64_t count) {
   } else {
     _mm_mask_storeu_epi8(to, mask, same_bits<__m128i>(x));
   }
+#elif defined(JAXTAP_NEON)
+  if (count == kLanes) return write(to, x);
+  T lanes[kLanes];
+  write(lanes, x);
+  if ((count & 2) != 0) std::memcpy(to, lanes, 2 * sizeof(T));
+  if ((count & 1) != 0) std::memcpy(to + (count & 2), lanes + (count & 2), sizeof(T));
 #else
   std::memcpy(to, &x, static_cast<size_t>(count) * sizeof(T));
 #endif
@@ -191,6 +219,8 @@ struct F16 {
     return _mm512_cvtph_ps(same_bits<__m256i>(x));
 #elif defined(__AVX2__)
     return _mm256_cvtph_ps(same_bits<__m128i>(x));
+#elif defined(JAXTAP_NEON)
+    return same_bits<Floats>(vcvt_f32_f16(same_bits<float16x4_t>(x)));
 #else
     Floats wide{};
     for (int i = 0; i < kLanes; ++i) wide[i] = f16_to_f32(x[i]);
@@ -202,6 +232,8 @@ struct F16 {
     return same_bits<Halves>(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 #elif defined(__AVX2__)
     return same_bits<Halves>(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(JAXTAP_NEON)
+    return same_bits<Halves>(vcvt_f16_f32(same_bits<float32x4_t>(x)));
 #else
     Halves half{};
     for (int i = 0; i < kLanes; ++i) half[i] = f32_to_f16(x[i]);

@@ -33,6 +33,9 @@ JAXTAP_INLINE Floats fma(Floats a, Floats b, Floats c) {
   return _mm512_fmadd_ps(a, b, c);
 #elif defined(__FMA__) && defined(__AVX2__)
   return _mm256_fmadd_ps(a, b, c);
+#elif defined(JAXTAP_NEON)
+  return same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(c), same_bits<float32x4_t>(a),
+                                     same_bits<float32x4_t>(b)));
 #else
   return a * b + c;
 #endif
@@ -45,6 +48,8 @@ JAXTAP_INLINE Floats square_root(Floats x) {
   return _mm512_sqrt_ps(x);
 #elif defined(__AVX2__)
   return _mm256_sqrt_ps(x);
+#elif defined(JAXTAP_NEON)
+  return same_bits<Floats>(vsqrtq_f32(same_bits<float32x4_t>(x)));
 #else
   Floats root;
   for (int i = 0; i < kLanes; ++i) root[i] = __builtin_sqrtf(x[i]);

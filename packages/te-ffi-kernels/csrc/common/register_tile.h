@@ -13,6 +13,10 @@
 // before all includes.
 #pragma once
 
+#if defined(JAXTAP_NEON)
+#include <arm_neon.h>
+#endif
+
 #include <cstdint>
 #include <cstring>
 
@@ -26,6 +30,9 @@ constexpr int kRows = 8;    // of a tile
 #elif defined(__AVX2__)
 constexpr int kWidth = 8;
 constexpr int kRows = 6;
+#elif defined(JAXTAP_NEON)
+constexpr int kWidth = 4;
+constexpr int kRows = 8;
 #else
 constexpr int kWidth = 4;
 constexpr int kRows = 4;

@@ -26,8 +26,11 @@ constexpr int64_t kSlack = 64;
 // Pixels of a line of results where windows have one element, at most; and of an image, which are few
 // for a task.
 constexpr int64_t kLinePixels = 128, kFewPixels = 256;
-// Results that are floats, in the first cache, before they are int8: a multiple of what kernels
-// multiply at once.
+// Of lines that a depthwise convolution holds: they fit every second cache, and what a task does for
+// each row is little beside the row.
+constexpr int64_t kHeldBytes = 96 << 10;
+// Pixels whose sums are in the first cache before they are int8: a multiple of what kernels multiply
+// at once.
 constexpr int64_t kRoundedRows = 48;
 
 struct ImageTag {};
@@ -37,9 +40,10 @@ struct RowScalesTag {};
 struct PartsTag {};
 struct WeightsTag {};
 struct ScalesTag {};
+struct StartsTag {};
 struct ExpandedTag {};
 struct ExpandedScalesTag {};
-struct RoundedTag {};
+struct SumsTag {};
 struct RunsTag {};
 struct LineTag {};
 struct LinesTag {};
@@ -135,6 +139,7 @@ class Convolver {
         is_int8_(args.x_dtype == DType::S8),
         x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
         y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))),
+        x_scale_(args.x_scale == nullptr ? Scale() : Scale::of(*args.x_scale)),
         y_scale_(args.y_scale == nullptr ? Scale() : Scale::of(*args.y_scale)) {
     for (int i = 0; i < kDims; ++i) {
       const Axis& axis = args.axes[i];
@@ -225,7 +230,6 @@ class Convolver {
   void find_scale(Memory* m, int64_t size, const Parallel& parallel) const {
     if (args_.x_scale != nullptr) {
       m->scale = *args_.x_scale;
-      m->bounded = false;
     } else {
       const int64_t parts = divide_up(size, kSerialBelow);
       auto* most = Arena<PartsTag>::get_array<int32_t>(parts);
@@ -252,24 +256,30 @@ class Convolver {
   }
 
   // What x has of a padded line, or null: pixels from the first that is `inside` on.
-  const uint8_t* line_at(const Memory& m, int64_t index) const {
+  const uint8_t* line_at(const Memory& m, int64_t plane, int64_t index) const {
     const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
     const auto [first, last] = inside(w, padded_[2]);
-    const int64_t z = index / padded_[1] - d.low, y = index % padded_[1] - h.low;
+    const int64_t z = plane - d.low, y = index - h.low;
     if (z < 0 || z >= d.size || y < 0 || y >= h.size || first == last) return nullptr;
     const int64_t at = ((z * h.size + y) * w.size + first - w.low) * args_.channels;
     return image_at(m.index) + at * x_bytes_;
   }
 
-  // Quantizes what x has of a padded line, to pixels from the first on. Returns whether there is any.
+  // Quantizes what x has of a padded line, from line_at, to pixels from the first on. Returns whether
+  // there is any.
   // `sums`: zero point * sum of each group of channels, or null.
-  bool quantize_line(const Memory& m, int64_t index, int8_t* out, int32_t* sums) const {
+  bool quantize_line(const Memory& m, const uint8_t* x, int8_t* out, int32_t* sums) const {
     const auto [first, last] = inside(args_.axes[2], padded_[2]);
-    const uint8_t* x = line_at(m, index);
     if (x == nullptr) return false;
     if (is_int8_) {
       std::memcpy(out, x, static_cast<size_t>((last - first) * pixel_));
-      if (sums != nullptr) sum_line(x, last - first, sums);
+      if (sums != nullptr) sum_line(out, last - first, sums);
+      return true;
+    }
+    if (args_.x_scale != nullptr) {
+      const int64_t pixels = last - first;
+      table_.quantize(x, args_.x_dtype, pixels * pixel_, x_scale_, out);
+      if (sums != nullptr) sum_line(out, pixels, sums);
       return true;
     }
     Quantize q{};
@@ -293,14 +303,13 @@ class Convolver {
 
   int32_t zero_point() const { return layout_.bits == 8 ? 128 : 8; }
 
-  void sum_line(const uint8_t* x, int64_t pixels, int32_t* sums) const {
-    table_.sum(reinterpret_cast<const int8_t*>(x), pixels * args_.groups, of_group_, zero_point(),
-               sums);
+  void sum_line(const int8_t* x, int64_t pixels, int32_t* sums) const {
+    table_.sum(x, pixels * args_.groups, of_group_, zero_point(), sums);
   }
 
   // Of an image that is not copied.
   void sum_pixels(const Memory& m, const Parallel& parallel) const {
-    const uint8_t* x = image_at(m.index);
+    const auto* x = reinterpret_cast<const int8_t*>(image_at(m.index));
     parallel.ranges(image_ / pixel_, divide_up(4 * kSerialBelow, pixel_),
                     [&](int64_t begin, int64_t end) {
                       sum_line(x + begin * pixel_, end - begin, m.pixel_sums + begin);
@@ -318,7 +327,8 @@ class Convolver {
         std::memset(out + begin * pixel_, 0, static_cast<size_t>((end - begin) * pixel_));
         std::fill(sums + begin * groups, sums + end * groups, 0);
       };
-      if (!quantize_line(m, index, out + first * pixel_, sums + first * groups)) {
+      const uint8_t* x = line_at(m, index / padded_[1], index % padded_[1]);
+      if (!quantize_line(m, x, out + first * pixel_, sums + first * groups)) {
         return clear(0, padded_[2]);
       }
       clear(0, first);
@@ -443,31 +453,40 @@ class Convolver {
       t.x = m.image + start_of(row) + group * of_group_;
       t.offsets = is_signed ? nullptr : m.offsets + (row * args_.groups + group) * w.out;
       f.out = output_of(m.index, row, column, columns);
-      args_.y_scale == nullptr ? kernels_.exact8(t) : multiply_and_round(m, row, column, t, f);
+      args_.y_scale == nullptr ? kernels_.exact8(t) : multiply_and_round(m, row, column, t, f.out);
     }
   }
 
-  // A row of results as int8, some pixels after the others.
-  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t, Epilogue f) const {
-    const int64_t pixels = t.rows, n = args_.weights.n, bytes = n * y_bytes_;
-    // Floats lie as far apart as what is added to them.
-    const bool apart = f.out.residual != nullptr;
-    const int64_t stride = apart ? bytes : 16 * t.panels * y_bytes_;
-    auto* floats = Arena<RoundedTag>::get_array<uint8_t>(kRoundedRows * stride);
-    t.epilogue = &f;
-    f.out.y = floats;
-    f.out.stride = stride;
-    Rounded r{floats, stride, args_.y_dtype, 0, f.out.columns, y_scale_,
-              qvalues_at(m.index, row) + column, n};
-    for (int64_t pixel = 0; pixel < pixels; pixel += kRoundedRows) {
-      t.rows = f.rows = r.rows = std::min(kRoundedRows, pixels - pixel);
+  // A row of results as int8, some pixels after the others: their sums stay in the first cache.
+  void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t,
+                          const Output& out) const {
+    t.epilogue = nullptr;
+    t.sums_stride = 16 * t.panels;
+    t.sums = Arena<SumsTag>::get_array<int32_t>(kRoundedRows * t.sums_stride);
+    Finished f{t.sums, t.sums_stride, results_of(m, row, column, out)};
+    f.to.scales = t.scales;
+    f.to.scales_stride = t.scales_stride;
+    for (int64_t pixel = 0, all = t.rows; pixel < all; pixel += kRoundedRows) {
+      t.rows = f.to.pixels = std::min(kRoundedRows, all - pixel);
       kernels_.exact8(t);
-      table_.round(r);
+      table_.finish(f);
       t.x += t.rows * t.x_stride;
       if (t.offsets != nullptr) t.offsets += t.rows;
-      if (apart) f.out.residual += t.rows * stride;
-      r.to += t.rows * n;
+      if (f.to.out.residual != nullptr) f.to.out.residual += t.rows * out.stride;
+      f.to.qvalues += t.rows * f.to.n;
     }
+  }
+
+  // Where a row of sums goes, but for the scales.
+  Results results_of(const Memory& m, int64_t row, int64_t column, const Output& out) const {
+    Results to{};
+    to.pixels = args_.axes[2].out;
+    to.n = args_.weights.n;
+    to.x_scale = m.scale;
+    to.out = out;
+    if (args_.y_scale != nullptr) to.qvalues = qvalues_at(m.index, row) + column;
+    to.y_scale = y_scale_;
+    return to;
   }
 
   // Where a row of results goes as int8.
@@ -498,10 +517,12 @@ class Convolver {
     }
     if (run_rows_ == run_k_) return;
     // Runs begin within a line of four rows: copied, with zeros after each. These bytes are not
-    // quantized values, but add nothing to sums, whatever x has there.
+    // quantized values, but add nothing to sums, whatever x has there; where the zero point is taken
+    // from them first, they are this.
+    const int none = kernels_.signed_sums && layout_.bits == 8 ? zero_point() : 0;
     const int64_t bytes = 16 * run_k_ * run_count_;
     auto* values = Arena<WeightsTag>::get_array<uint8_t>(t->panels * bytes);
-    std::memset(values, 0, static_cast<size_t>(t->panels * bytes));
+    std::memset(values, none, static_cast<size_t>(t->panels * bytes));
     for (int64_t p = 0; p < t->panels; ++p) {
       const uint8_t* from = t->qvalues + p * t->qvalues_stride;
       uint8_t* to = values + p * bytes;
@@ -516,13 +537,22 @@ class Convolver {
     t->qvalues_stride = bytes;
   }
 
-  // The weight of a depthwise convolution, as numbers of each element of the window.
+  // Words of a line of a depthwise convolution's window, and of all lines.
+  int64_t words_of_line() const { return divide_up(args_.axes[2].window, table_.taps); }
+  int64_t words() const {
+    return args_.axes[0].window * args_.axes[1].window * words_of_line();
+  }
+
+  // The weight of a depthwise convolution, as words.
   void unpack() {
     const PackedWeights& w = args_.weights;
     uint64_t key = check_headers(w, 0, w.panels);
     check_payloads(panel_at(w, 0), layout_, 0, w.panels, key, Parallel());
-    float* weights = Arena<WeightsTag>::get_array<float>(run_count_ * w.n);
+    auto* weights = Arena<WeightsTag>::get_array<uint32_t>(words() * w.n);
+    auto* starts = Arena<StartsTag>::get_array<int32_t>(w.n);
     float* scales = Arena<ScalesTag>::get_array<float>(w.n);
+    std::fill_n(starts, w.n, 0);
+    const int64_t window = args_.axes[2].window;
     for (int64_t p = 0; p < w.panels; ++p) {
       const uint8_t* panel = panel_at(w, p);
       const int64_t column = p * layout_.columns();
@@ -530,76 +560,132 @@ class Convolver {
       for (int c = 0; c < columns; ++c) {
         scales[column + c] = panel_scale(panel, layout_, 0, c);
       }
+      Unpack u{};
+      u.mask = layout_.bits == 8 ? 255 : 15;
+      u.zero_point = zero_point();
+      u.columns = columns;
+      u.starts = starts + column;
       for (int64_t tap = 0; tap < run_count_; ++tap) {
-        const int shift = static_cast<int>(8 * (tap % 4)) + (layout_.high(tap) ? 4 : 0);
-        table_.unpack(panel + layout_.qvalues_at(tap), shift, layout_.bits == 8 ? 255 : 15,
-                      zero_point(), columns, weights + tap * w.n + column);
+        const int64_t word = tap / window * words_of_line() + tap % window / table_.taps;
+        u.line = panel + layout_.qvalues_at(tap);
+        u.shift = static_cast<int>(8 * (tap % 4)) + (layout_.high(tap) ? 4 : 0);
+        u.place = static_cast<int>(tap % window % table_.taps);
+        u.words = weights + word * w.n + column;
+        table_.unpack(u);
       }
     }
     weights_ = weights;
+    starts_ = starts;
     scales_ = scales;
   }
 
-  // Each thread holds the lines that a row of results reads, and quantizes each of them once.
+  // Each task holds the lines that a row of results reads, in its first cache if it can: of int8 it
+  // takes some of the channels after the others, and reads each line once for all of its rows.
   void convolve_depthwise(const Memory& m, const Parallel& parallel) const {
     const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
-    const int64_t steps = w.out * args_.channels * (run_count_ + 8);
-    // Lines of a plane, and planes, that windows reach; what is in the place of each.
+    // Lines of a plane, and planes, that windows reach.
     const int64_t lines = (h.window - 1) * h.dilation + 1, planes = (d.window - 1) * d.dilation + 1;
+    DepthwisePart part{};
+    part.lines = lines;
+    part.planes = planes;
+    // Words that no window begins with are left out.
+    part.step = w.dilation == 1 && table_.taps % w.stride == 0 ? w.stride : 1;
+    part.line = divide_up(padded_[2], part.step);
     const int64_t blocks = divide_up(args_.channels, table_.lanes);
-    const int64_t line = blocks * padded_[2] * table_.lanes;
-    const int64_t first = inside(w, padded_[2]).first;
-    const int64_t inside_w = inside(w, padded_[2]).second - first;
-    parallel.ranges(rows_, divide_up(4 * kSerialBelow, steps + 1), [&](int64_t begin, int64_t end) {
-      float* held = Arena<LinesTag>::get_array<float>(planes * lines * line);
-      int64_t* places = Arena<PlacesTag>::get_array<int64_t>(planes * lines + run_count_);
-      int8_t* qvalues =
-          is_int8_ ? nullptr
-                   : Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
-      int64_t* taps = places + planes * lines;
-      std::fill_n(places, planes * lines, -1);
-      std::memset(held, 0, static_cast<size_t>(planes * lines * line) * sizeof(float));
-      for (int64_t row = begin; row < end; ++row) {
-        const int64_t z = row / h.out * d.stride, y = row % h.out * h.stride;
-        int64_t tap = 0;
-        for (int64_t i = 0; i < d.window; ++i) {
-          for (int64_t j = 0; j < h.window; ++j) {
-            const int64_t plane = z + i * d.dilation, at = y + j * h.dilation;
-            const int64_t place = plane % planes * lines + at % lines;
-            const int64_t index = plane * padded_[1] + at;
-            if (places[place] != index) {
-              float* to = held + place * line;
-              const int8_t* from = qvalues;
-              if (is_int8_) from = reinterpret_cast<const int8_t*>(line_at(m, index));
-              if (is_int8_ ? from != nullptr : quantize_line(m, index, qvalues, nullptr)) {
-                table_.spread(from, inside_w, args_.channels, to + first * table_.lanes,
-                              padded_[2]);
-              } else {
-                std::memset(to, 0, static_cast<size_t>(line) * sizeof(float));
-              }
-              places[place] = index;
-            }
-            for (int64_t l = 0; l < w.window; ++l) {
-              taps[tap++] = place * blocks * padded_[2] + l * w.dilation;
-            }
+    const int64_t held = planes * lines * part.line * table_.lanes * 4;
+    // As many blocks at once as are a line of the cache in int8, or several of them. Threads share
+    // out channels, and only then rows: neighbours of rows would each read the lines between them.
+    const int64_t whole = 64 / table_.lanes, threads = parallel.threads();
+    const int64_t fits = std::max<int64_t>(1, kHeldBytes / held / whole) * whole;
+    const int64_t share = threads == 1 ? blocks : divide_up(blocks, 4 * threads * whole) * whole;
+    part.blocks = is_int8_ ? std::min({blocks, fits, share}) : blocks;
+    const int64_t parts = divide_up(blocks, part.blocks);
+    const int64_t steps = w.out * part.blocks * table_.lanes * (words() + 8);
+    const int64_t grain = divide_up(4 * kSerialBelow, steps + 1);
+    const int64_t wanted = threads == 1 || parts >= 2 * threads ? 1 : divide_up(4 * threads, parts);
+    const int64_t ranges = std::max<int64_t>(1, std::min(wanted, rows_ / grain));
+    const int64_t size = divide_up(rows_, ranges);
+    parallel.run(divide_up(rows_, size) * parts, [&](int64_t task) {
+      DepthwisePart one = part;
+      one.first = task % parts * part.blocks * table_.lanes;
+      one.channels = std::min(args_.channels - one.first, part.blocks * table_.lanes);
+      const int64_t begin = task / parts * size;
+      convolve_rows(m, one, begin, std::min(rows_, begin + size));
+    });
+  }
+
+  // Channels of a depthwise convolution, and how lines of them are held.
+  struct DepthwisePart {
+    int64_t first, channels;
+    int64_t blocks;         // of as many channels as a vector has numbers
+    int64_t planes, lines;  // held
+    int64_t line;           // words of a block of one
+    int64_t step;           // pixels from word to word
+  };
+
+  void convolve_rows(const Memory& m, const DepthwisePart& part, int64_t begin, int64_t end) const {
+    const Axis &d = args_.axes[0], &h = args_.axes[1], &w = args_.axes[2];
+    const int64_t count = part.planes * part.lines, size = part.blocks * part.line * table_.lanes;
+    auto* held = Arena<LinesTag>::get_array<uint32_t>(count * size);
+    // What is in the place of each line.
+    int64_t* places = Arena<PlacesTag>::get_array<int64_t>(count + words());
+    int64_t* taps = places + count;
+    std::fill_n(places, count, -1);
+    const auto [inside_first, inside_last] = inside(w, padded_[2]);
+    const int64_t inside_w = inside_last - inside_first;
+    const int64_t apart = table_.taps * w.dilation / part.step;  // words of a window's line
+    int8_t* qvalues = nullptr;
+    if (!is_int8_) {
+      qvalues = Arena<LineTag>::get_array<int8_t>(std::max<int64_t>(1, inside_w * pixel_));
+    }
+    Spread s{};
+    s.stride = pixel_;
+    s.channels = part.channels;
+    s.first = inside_first;
+    s.dilation = w.dilation;
+    s.pixels = part.line;
+    s.step = part.step;
+    const auto hold = [&](int64_t plane, int64_t index, uint32_t* to) {
+      const uint8_t* x = line_at(m, plane, index);
+      s.x = is_int8_ ? reinterpret_cast<const int8_t*>(x) + part.first : qvalues;
+      if (!is_int8_) quantize_line(m, x, qvalues, nullptr);
+      s.inside = x == nullptr ? 0 : inside_w;
+      s.line = to;
+      table_.spread(s);
+    };
+    Depthwise one{};
+    one.x = held;
+    one.line = part.line;
+    one.stride = w.stride / part.step;
+    one.taps = taps;
+    one.tap_count = words();
+    one.weights = weights_ + part.first;
+    one.starts = starts_ + part.first;
+    for (int64_t row = begin; row < end; ++row) {
+      const int64_t z = row / h.out * d.stride, y = row % h.out * h.stride;
+      // The next plane and line take the place of the first, which no window reaches any more.
+      const int64_t turn_z = z % part.planes, turn_y = y % part.lines;
+      int64_t tap = 0;
+      for (int64_t i = 0; i < d.window; ++i) {
+        for (int64_t j = 0; j < h.window; ++j) {
+          const int64_t plane = z + i * d.dilation, at = y + j * h.dilation;
+          const int64_t p = turn_z + i * d.dilation, l = turn_y + j * h.dilation;
+          const int64_t place = (p < part.planes ? p : p - part.planes) * part.lines +
+                                (l < part.lines ? l : l - part.lines);
+          const int64_t index = plane * padded_[1] + at;
+          if (places[place] != index) hold(plane, at, held + place * size);
+          places[place] = index;
+          for (int64_t word = 0; word < words_of_line(); ++word) {
+            taps[tap++] = place * part.blocks * part.line + word * apart;
           }
         }
-        Depthwise one{};
-        one.x = held;
-        one.line = padded_[2];
-        one.stride = w.stride;
-        one.taps = taps;
-        one.tap_count = tap;
-        one.weights = weights_;
-        one.pixels = w.out;
-        one.x_scale = m.scale;
-        one.scales = scales_;
-        one.out = output_of(m.index, row, 0, args_.weights.n);
-        one.qvalues = args_.y_scale == nullptr ? nullptr : qvalues_at(m.index, row);
-        one.y_scale = y_scale_;
-        table_.depthwise(one);
       }
-    });
+      const Output out = output_of(m.index, row, part.first, part.channels);
+      one.to = results_of(m, row, part.first, out);
+      one.to.scales = reinterpret_cast<const uint8_t*>(scales_ + part.first);
+      one.to.scales_stride = 64;
+      table_.depthwise(one);
+    }
   }
 
   const Args args_;
@@ -610,7 +696,7 @@ class Convolver {
   const bool pointwise_;  // sums are over the channels of a pixel
   const bool is_int8_;    // x
   const int64_t x_bytes_, y_bytes_;
-  const Scale y_scale_;
+  const Scale x_scale_, y_scale_;  // that are given
   bool in_place_;  // x is multiplied where it lies
   int64_t padded_[kDims];  // elements that windows reach
   int64_t pixel_, line_, plane_, image_;  // bytes of an image's parts
@@ -619,7 +705,9 @@ class Convolver {
   // Ranges of the weight's rows, and of bytes of an image, whose products are summed.
   int64_t run_rows_, run_k_, run_count_;
   int64_t* runs_;
-  const float* weights_ = nullptr;
+  // Of depthwise convolutions.
+  const uint32_t* weights_ = nullptr;
+  const int32_t* starts_ = nullptr;
   const float* scales_ = nullptr;
   bool checked_ = false;
 };

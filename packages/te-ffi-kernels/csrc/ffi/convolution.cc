@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "common/isa.h"
+#include "depthwise/depthwise.h"
 #include "ffi/call.h"
 #include "ffi/convolution_call.h"
 #include "matmul/pack.h"
@@ -10,12 +11,21 @@
 namespace jaxtap::ffi {
 namespace {
 
+template <class Op>
+void convolve(const convolution::Args& args, const Parallel& parallel) {
+  if constexpr (Op::kQuantizes) {
+    convolution::convolve(args, parallel, selected_isa());
+  } else {
+    depthwise::convolve(args, parallel, selected_isa());
+  }
+}
+
 // Runs the kernel once on an image of one element, so that its code is in memory, and picks the
 // instruction set (for AMX, this asks the system for permission).
 template <class Op>
 void Warm(const typename Op::Config& config) {
   warm_panel_checks();
-  const bool depthwise = config.groups > 1 && config.groups == config.n;
+  const bool depthwise = !Op::kQuantizes || (config.groups > 1 && config.groups == config.n);
   PanelLayout layout = config.layout;
   layout.k = depthwise ? 1 : 4;
   const int64_t n = depthwise ? 16 : layout.columns();
@@ -35,12 +45,12 @@ void Warm(const typename Op::Config& config) {
   args.y = y.data();
   const float scale = 1.0f;
   if (config.to_int8) args.y_scale = &scale;
-  convolution::convolve(args, Parallel(), selected_isa());
+  convolve<Op>(args, Parallel());
 }
 
 template <class Op>
 void Run(const Op& given, const Parallel& parallel) {
-  convolution::convolve(given.args, parallel, selected_isa());
+  convolve<Op>(given.args, parallel);
 }
 
 template <class Op>
@@ -48,6 +58,8 @@ using Convolving = Handlers<Op, Warm<Op>, Run<Op>>;
 
 const Convolving<ConvolutionCall<kConvW8A8, 8>> kW8A8;
 const Convolving<ConvolutionCall<kConvW4A8, 4>> kW4A8;
+const Convolving<ConvolutionCall<kConvW8A16, 8, false>> kW8A16;
+const Convolving<ConvolutionCall<kConvW4A16, 4, false>> kW4A16;
 
 }  // namespace
 }  // namespace jaxtap::ffi

@@ -11,6 +11,9 @@ namespace jaxtap::ffi {
 
 inline constexpr char kConvW8A8[] = "te_ffi_kernels.conv_w8a8";
 inline constexpr char kConvW4A8[] = "te_ffi_kernels.conv_w4a8";
+// Of floats, depthwise.
+inline constexpr char kConvW8A16[] = "te_ffi_kernels.conv_w8a16";
+inline constexpr char kConvW4A16[] = "te_ffi_kernels.conv_w4a16";
 
 struct ConvolutionConfig : MatmulConfig {
   template <class Attributes>
@@ -57,9 +60,10 @@ struct ConvolutionConfig : MatmulConfig {
 // of which all but the first two are there where an attribute says so:
 //   x, buffer[panels, bytes], x_scale[], y_scale[], bias[n], residual like y
 // Results are y, a float, or int8 where there is a y_scale.
-template <const char* kName, int kBits>
+template <const char* kName, int kBits, bool kToInt8 = true>
 struct ConvolutionCall {
   static constexpr const char* kTarget = kName;
+  static constexpr bool kQuantizes = kToInt8;  // activations
   struct Config : ConvolutionConfig {
     template <class Attributes>
     explicit Config(const Attributes& attributes) : ConvolutionConfig(attributes, kBits) {}

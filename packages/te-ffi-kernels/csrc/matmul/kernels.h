@@ -164,6 +164,7 @@ struct Kernels {
   int64_t task_steps;    // of multiplying 64 bytes, that are worth a task: about 10 microseconds
   int64_t least_rows;    // digit rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
+  bool signed_sums;      // quantized values less the zero point are multiplied, and no offsets taken
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
   void (*two_digits8)(const Tile&);
@@ -206,7 +207,11 @@ const Kernels& kernels_of(Isa isa);
 // Those of it, or of the one below that suits so few digit rows.
 const Kernels& kernels_of(Isa isa, int64_t digit_rows);
 const Kernels& generic_kernels();
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+const Kernels& neon_kernels();
+const Kernels& neon_dot_kernels();
+const Kernels& neon_i8mm_kernels();
+#elif defined(__x86_64__)
 const Kernels& avx2_kernels();
 const Kernels& avx_vnni_kernels();
 const Kernels& avx512_kernels();

@@ -59,7 +59,14 @@ void store_zeros(const Matmul& args) {
 
 const Kernels& kernels_of(Isa isa) {
   switch (isa) {
-#if defined(__x86_64__)
+#if defined(__aarch64__)
+    case Isa::kNeon:
+      return neon_kernels();
+    case Isa::kNeonDot:
+      return neon_dot_kernels();
+    case Isa::kNeonI8mm:
+      return neon_i8mm_kernels();
+#elif defined(__x86_64__)
     case Isa::kAvx2:
       return avx2_kernels();
     case Isa::kAvxVnni:

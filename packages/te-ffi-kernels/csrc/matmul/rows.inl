@@ -233,6 +233,13 @@ JAXTAP_INLINE void look_up(const uint8_t* nibbles, const uint8_t* table, uint8_t
     _mm256_storeu_si256(to, _mm256_shuffle_epi8(bytes, _mm256_and_si256(both, mask)));
     _mm256_storeu_si256(to + 2, _mm256_shuffle_epi8(bytes, high));
   }
+#elif defined(JAXTAP_NEON)
+  const uint8x16_t bytes = vld1q_u8(table);
+  for (int i = 0; i < 64; i += 16) {
+    const uint8x16_t both = vld1q_u8(nibbles + i);
+    vst1q_u8(out + i, vqtbl1q_u8(bytes, vandq_u8(both, vdupq_n_u8(0x0f))));
+    vst1q_u8(out + 64 + i, vqtbl1q_u8(bytes, vshrq_n_u8(both, 4)));
+  }
 #else
   for (int i = 0; i < 64; ++i) {
     out[i] = table[nibbles[i] & 0x0f];

@@ -8,6 +8,8 @@
 //     leave registers for the operands
 //   constexpr int kFewRows;  digit rows up to which reading the weight is the limit
 //   template <int kDigits> constexpr bool kTotalsStay;  whether registers hold totals beside the sums
+//   constexpr bool kSignedSums;  whether add_products takes the zero point away itself, where there is
+//     one: offsets are not read
 //   struct Sums;    16 of int32, the columns of a panel
 //   struct Floats;  16 of float32, with + and *, the latter by a float, too
 //   Sums sums_of(int32_t), load_sums(const int32_t*);  void store_sums(int32_t*, const Sums&);
@@ -56,7 +58,7 @@ void exact_block(const Tile& t, const Rows<R>& rows, int64_t r0, int64_t p0) {
   int32_t* out = t.sums + r0 * t.sums_stride + 16 * p0;
 #pragma GCC unroll 6
   for (int r = 0; r < R; ++r) {
-    const Sums start = sums_of(t.first ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
+    const Sums start = sums_of(t.first && !kSignedSums ? -t.offsets[(r0 + r) * t.offsets_stride] : 0);
 #pragma GCC unroll 4
     for (int p = 0; p < P; ++p) {
       acc[r][p] = t.first ? start : load_sums(out + r * t.sums_stride + 16 * p);
@@ -98,7 +100,8 @@ void scaled_block(const Tile& t, const Rows<R * kDigitsOf<kOf>>& rows, int64_t r
   for (int r = 0; !kStay && !kInt16 && r < R; ++r) {
     __builtin_memset(out + r * t.sums_stride, 0, 64 * P);
   }
-  const int32_t* offsets = kInt16 ? nullptr : t.offsets + kDigits * r0 * t.offsets_stride;
+  constexpr bool kOffsets = !kInt16 && !kSignedSums;
+  const int32_t* offsets = kOffsets ? t.offsets + kDigits * r0 * t.offsets_stride : nullptr;
   const float* x_scales = t.x_scales == nullptr ? nullptr : t.x_scales + r0 * t.offsets_stride;
   const uint8_t* scales = t.scales + p0 * t.scales_stride;
   const uint8_t* qvalues = t.qvalues + p0 * t.qvalues_stride;
@@ -107,7 +110,7 @@ void scaled_block(const Tile& t, const Rows<R * kDigitsOf<kOf>>& rows, int64_t r
     Sums acc[R * kDigits][P];
 #pragma GCC unroll 6
     for (int r = 0; r < R * kDigits; ++r) {
-      const Sums start = sums_of(kInt16 ? 0 : -offsets[r * t.offsets_stride]);
+      const Sums start = sums_of(kOffsets ? -offsets[r * t.offsets_stride] : 0);
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) acc[r][p] = start;
     }
@@ -133,7 +136,7 @@ void scaled_block(const Tile& t, const Rows<R * kDigitsOf<kOf>>& rows, int64_t r
         }
       }
     }
-    if (!kInt16) ++offsets;
+    if (kOffsets) ++offsets;
     if (x_scales != nullptr) ++x_scales;
     scales += t.scales_step;
     qvalues += (kInt16 ? 32 : 16) * count;

@@ -28,7 +28,9 @@ from .attention.types import AttnMaskType as AttnMaskType
 from .attention.types import AttnSoftmaxType as AttnSoftmaxType
 from .attention.types import QKVLayout as QKVLayout
 from .convolution.op import conv_w4a8 as conv_w4a8
+from .convolution.op import conv_w4a16 as conv_w4a16
 from .convolution.op import conv_w8a8 as conv_w8a8
+from .convolution.op import conv_w8a16 as conv_w8a16
 from .decode.op import decode_attention as decode_attention
 from .fake_quantization.op import fake_quantize as fake_quantize
 from .grouped_matmul.op import grouped_dense as grouped_dense

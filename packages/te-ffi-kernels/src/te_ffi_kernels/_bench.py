@@ -67,7 +67,8 @@ def _matmul(op: str, bits: int, k: int, n: int, dtype: str, rows: int) -> BenchC
 def _weight(bits: int, k: int, n: int) -> tuple[Any, Any]:
     rng, most = np.random.default_rng(0), 2 ** (bits - 1) - 1
     values = rng.integers(-most, most + 1, (k, n), np.int8)
-    groups, dtype = (k // GROUP, np.float16) if bits == 4 else (1, np.float32)
+    # A depthwise window has fewer rows than a group.
+    groups, dtype = (max(1, k // GROUP), np.float16) if bits == 4 else (1, np.float32)
     return values, rng.uniform(0.001, 0.01, (groups, n)).astype(dtype)
 
 
@@ -89,7 +90,9 @@ def convolution(spec: KernelSpec) -> Bench:
     They are compared with the reference, which runs where the kernel does not.
     """
     bits = 4 if "w4" in spec.op else 8
-    cases = (_convolution(spec.op, bits, *layer, images) for layer in LAYERS for images in (1, 8))
+    # With float activations kernels are for depthwise convolutions alone.
+    layers = LAYERS if spec.op.endswith("a8") else [one for one in LAYERS if one[-1] > 1]
+    cases = (_convolution(spec.op, bits, *layer, images) for layer in layers for images in (1, 8))
     return Bench(cases, "reference", variant=isa())
 
 

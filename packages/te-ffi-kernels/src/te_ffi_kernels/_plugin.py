@@ -69,6 +69,18 @@ _KERNELS = [
         supports="convolution",
         bench="_bench:convolution",
     ),
+    _kernel(
+        "conv_w8a16",
+        "depthwise convolution with int8 weights, float activations",
+        supports="float_convolution",
+        bench="_bench:convolution",
+    ),
+    _kernel(
+        "conv_w4a16",
+        "depthwise convolution with int4 weights, float activations",
+        supports="float_convolution",
+        bench="_bench:convolution",
+    ),
     _kernel("packed_take", "rows or columns of packed weights, dequantized", supports="taking"),
     _kernel("dbias_quantize", "quantizes by row, by column or both, and sums columns"),
     _kernel("dequantize", "quantized values times their scales"),

@@ -19,9 +19,12 @@ _FEATURES = 64
 take longer to quantize than to multiply: see docs/benchmarks/provider-xla.md."""
 _PLACES = 128
 """Places up to which one with float activations was, without instructions for int8."""
-_PRODUCTS, _PRODUCTS_AVX2 = 16, 512
+_PRODUCTS, _PRODUCTS_WIDENED = 16, 512
 """Products of a sum from which ``conv_w8a8`` was measured to be faster than XLA in float32, with
 instructions for int8 and without: see docs/benchmarks/convolutions.md."""
+_WIDENING = ("avx2", "neon")
+"""Instruction sets without instructions for int8. NEON counts as AVX2, and its dot products as
+AVX-VNNI, which do as much with as many instructions: nobody has measured time on Arm."""
 
 
 def anything(call: KernelCall) -> bool | str:
@@ -42,7 +45,7 @@ def quantizing(call: KernelCall) -> bool | str:
 def int8_products(call: KernelCall) -> bool | str:
     """Tell whether products of int8 that a training step quantized are faster in the kernel."""
     isa = instruction_set()
-    if isa in ("generic", "avx2"):
+    if isa in ("generic", *_WIDENING):
         return f"XLA is faster on {isa}, without instructions for int8"
     fits = anything(call)
     if fits is not True:
@@ -88,7 +91,7 @@ def _slower_convolution(call: KernelCall) -> str | None:
     if weight.shape[0] < _FEATURES:
         return f"XLA is faster at convolutions of fewer than {_FEATURES} input features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
-    if isa == "avx2" and not few and not call.op.endswith("a8"):
+    if isa in _WIDENING and not few and not call.op.endswith("a8"):
         return f"XLA is faster on {isa} at convolutions of floats at more than {_PLACES} places"
     return None
 
@@ -98,17 +101,11 @@ def convolution(call: KernelCall) -> bool | str:
     x, kernel = call.operands
     if x.dtype not in (*_FLOATS, "int8"):
         return f"x is {x.dtype}"
-    if not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)):
-        return f"an operand has the symbolic shape {x} or {kernel}"
-    if not 3 <= len(x.shape) <= 2 + len("DHW"):
-        return f"images have {len(x.shape) - 2} axes"
-    if call.param("group", 0):
-        return "the weight has groups of rows"
+    if (why := _unfit_window(call)) is not None:
+        return why
     *window, channels, n = kernel.shape
     taps, groups = math.prod(window), call.param("groups", 1)
-    if not channels * taps:
-        return "nothing is contracted"
-    is_depthwise = groups > 1 and channels == 1 and n == groups
+    is_depthwise = _is_depthwise(call)
     if taps * channels > MOST_PRODUCTS or (is_depthwise and taps > MOST_TAPS):
         return f"its sums have {taps * channels} products"
     columns = 16 if call.op.startswith("conv_w8") else 32
@@ -117,10 +114,43 @@ def convolution(call: KernelCall) -> bool | str:
     isa = instruction_set()
     if isa == "generic":
         return "XLA is faster on generic at convolutions"
-    least = _PRODUCTS_AVX2 if isa == "avx2" else _PRODUCTS
+    least = _PRODUCTS_WIDENED if isa in _WIDENING else _PRODUCTS
     if not is_depthwise and taps * channels < least:
         return f"XLA is faster on {isa} at convolutions with sums of fewer than {least} products"
     return True
+
+
+def float_convolution(call: KernelCall) -> bool | str:
+    """Tell the same where images stay floats."""
+    x, _ = call.operands
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}"
+    if (why := _unfit_window(call)) is not None:
+        return why
+    if not _is_depthwise(call):
+        return "a convolution of float activations that is not depthwise"
+    if instruction_set() == "generic":
+        return "XLA is faster on generic at convolutions"
+    return True
+
+
+def _is_depthwise(call: KernelCall) -> bool:
+    channels, n = call.operands[1].shape[-2:]
+    return channels == 1 and n == call.param("groups", 1) > 1
+
+
+def _unfit_window(call: KernelCall) -> str | None:
+    """Return why no kernel convolves such shapes, or None."""
+    x, kernel = call.operands
+    if not all(isinstance(size, int) for size in (*x.shape[1:], *kernel.shape)):
+        return f"an operand has the symbolic shape {x} or {kernel}"
+    if not 3 <= len(x.shape) <= 2 + len("DHW"):
+        return f"images have {len(x.shape) - 2} axes"
+    if call.param("group", 0):
+        return "the weight has groups of rows"
+    if not math.prod(kernel.shape[:-1]):
+        return "nothing is contracted"
+    return None
 
 
 def attention(call: KernelCall) -> bool | str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -14,29 +15,22 @@ from .contents import Contents
 from .types import BoxType
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class Repeated:
-    """Another occurrence of the Box that is argument ``index``."""
+    """Another occurrence of the Box that is argument ``index``: references are passed once."""
 
-    def __init__(self, index: int):
-        self.index = index
-
-    def tree_flatten(self) -> tuple[tuple, int]:
-        """Return no leaves: the references are passed once."""
-        return (), self.index
-
-    @classmethod
-    def tree_unflatten(cls, index: int, leaves: tuple) -> Repeated:
-        """Reverse ``tree_flatten``."""
-        return cls(index)
+    index: int = field(metadata={"static": True})
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class Returned(Repeated):
     """A Box in the result: number ``index`` of ``Writes.returned``."""
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class Writes:
     """New contents of Boxes, as outputs of a program.
 
@@ -47,37 +41,18 @@ class Writes:
         values: the leaves for each entry.
     """
 
-    def __init__(self, entries: tuple, returned: tuple, values: list):
-        self.entries = entries
-        self.returned = returned
-        self.values = values
-
-    def tree_flatten(self) -> tuple[tuple, tuple]:
-        """Return the values, which are outputs of the program."""
-        return (self.values,), (self.entries, self.returned)
-
-    @classmethod
-    def tree_unflatten(cls, meta: tuple, children: tuple) -> Writes:
-        """Reverse ``tree_flatten``."""
-        return cls(*meta, *children)
+    entries: tuple = field(metadata={"static": True})
+    returned: tuple = field(metadata={"static": True})
+    values: list
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
+@dataclass
 class Result:
     """A function's result with the Boxes that it changed."""
 
-    def __init__(self, out: Any, writes: Writes | None):
-        self.out = out
-        self.writes = writes
-
-    def tree_flatten(self) -> tuple[tuple, None]:
-        """Return both as outputs."""
-        return (self.out, self.writes), None
-
-    @classmethod
-    def tree_unflatten(cls, meta: None, children: tuple) -> Result:
-        """Reverse ``tree_flatten``."""
-        return cls(*children)
+    out: Any
+    writes: Writes | None
 
 
 def is_box(x: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from interception_core import Interceptor, OpCall, TargetError
+from interception_core import Interceptor, OpCall, TargetError, primitive_names
 
 from .. import compat
 from ..engine import TraceEngine
@@ -87,7 +87,7 @@ def default_targets(loaded: Iterable[str]) -> list[str]:
         loaded: the packages that are imported. Functions of others are left out.
     """
     names = [name for name in NAMES if name.partition(".")[0] in loaded]
-    primitives = [f"primitive:{name}" for name in compat.primitive_names() if name not in _CALLS]
+    primitives = [f"primitive:{name}" for name in sorted(primitive_names() - _CALLS)]
     return [*filter(_is_there, names), *primitives]
 
 

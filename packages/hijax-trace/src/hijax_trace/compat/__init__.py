@@ -20,11 +20,9 @@ from .ahead import (
 from .deferred import (
     batch_type,
     batched,
-    cotangent_type,
     deferred_p,
     differentiated,
     is_derivative,
-    tangent_type,
     transforms_above_staging,
 )
 from .emit import (
@@ -94,13 +92,11 @@ from .jaxpr import (
     is_symbolic,
     label,
     labelled,
-    like_closed,
     lower_jaxpr,
     once_per_jaxpr,
     open_of,
     operand_count,
     positional_effects,
-    primitive_names,
     same_type,
     step_type,
     typeof,

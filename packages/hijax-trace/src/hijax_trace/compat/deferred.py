@@ -21,16 +21,6 @@ deferred_p = core.Primitive("deferred")
 deferred_p.multiple_results = True
 
 
-def tangent_type(aval: Any) -> Any:
-    """Return the type of the tangents of values of a type."""
-    return aval.to_tangent_aval()
-
-
-def cotangent_type(aval: Any) -> Any:
-    """Return the type of the cotangents of values of a type."""
-    return aval.to_ct_aval()
-
-
 def batch_type(axis: Any, place: int, aval: Any) -> Any:
     """Return the type of all examples of a ``vmap``."""
     return core.unmapped_aval(axis.size, place, aval, axis.explicit_mesh_axis)
@@ -125,7 +115,7 @@ def _types(*avals: Any, function: Any) -> tuple[list[Any], Any]:
 
 def _jvp(primals: Any, tangents: Any, *, function: Any) -> tuple[list[Any], list[Any]]:
     results = deferred_p.bind(*primals, function=function)
-    zeros = [ad.Zero(tangent_type(aval)) for aval in function.out_avals]
+    zeros = [ad.Zero(aval.to_tangent_aval()) for aval in function.out_avals]
     nonzero = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     first = function.first_linear
     if nonzero and first is not None and nonzero[0] >= first:

@@ -40,8 +40,8 @@ def current_source() -> Any:
 
 def stack_without(stack: Any, names: Container[str]) -> Any:
     """Return the name stack without some of its scopes."""
-    kept = tuple(entry for entry in stack.stack if entry.name not in names)
-    return _source_info.NameStack(kept)
+    kept = [entry for entry in stack.stack if entry.name not in names]
+    return _source_info.NameStack(tuple(kept))
 
 
 def info_of(eqn: Any, outer: Any, stack: Any) -> Any:

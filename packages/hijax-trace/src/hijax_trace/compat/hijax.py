@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax._src import ad_util as _ad_util  # 0.10.2 - 0.12
-from jax._src import core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
@@ -18,6 +17,7 @@ from jax._src.interpreters import (
 from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax.extend import core as _extend_core
 
+from .deferred import batch_type
 from .trace import mapped
 
 HiTypeBase: type = _hijax.HiType
@@ -199,13 +199,7 @@ else:  # 0.10.2, 0.11.2
 
     def unmap_avals(axis_data: Any, avals: Any, dims: Any) -> Any:
         """Return the types of whole batches, from those of one example."""
-        return jax.tree.map(
-            lambda aval, dim: core.unmapped_aval(
-                axis_data.size, dim, aval, axis_data.explicit_mesh_axis
-            ),
-            avals,
-            dims,
-        )
+        return jax.tree.map(lambda aval, dim: batch_type(axis_data, dim, aval), avals, dims)
 
     def bdims_at_front(axis_data: Any, args: Any, dims: Any) -> Any:
         """Return the arguments with the batch axis first, broadcast if needed."""

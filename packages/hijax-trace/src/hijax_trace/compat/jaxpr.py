@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import hijax as _hijax  # 0.10.2 - 0.12, see below
-from jax._src.interpreters import mlir as _mlir  # 0.10.2 - 0.12
 from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from jax._src.nn import functions as nn_functions  # 0.10.2 - 0.12
 from jax.extend.core import primitives
@@ -64,9 +63,9 @@ def is_open(jaxpr: Any) -> bool:
     return len(JAXPRS) > 1 and isinstance(jaxpr, core.Jaxpr)
 
 
-def like_closed(jaxpr: Any) -> Any:
-    """Return a jaxpr without constants as a closed one (0.10.2)."""
-    return jaxpr if (core.Jaxpr,) == JAXPRS else pe.close_jaxpr(jaxpr)
+def as_closed(jaxpr: Any) -> Any:
+    """Return a jaxpr, closed on 0.10.2. An open one must have no constants."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else pe.close_jaxpr(jaxpr)
 
 
 def as_function(jaxpr: Any) -> Callable[..., list[Any]]:
@@ -96,12 +95,12 @@ def inputs_of(jaxpr: Any) -> list[Any]:
 
 def used_inputs(jaxpr: Any) -> list[bool]:
     """Return which arguments of an open jaxpr are used."""
-    return list(pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[1])
+    return without_unused(jaxpr)[1]
 
 
 def without_unused(jaxpr: Any) -> tuple[Any, list[bool]]:
     """Return an open jaxpr without unused arguments and equations, and which arguments are used."""
-    left, used = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[:2]
+    left, used, *_ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
     return left, list(used)
 
 
@@ -133,13 +132,6 @@ def same_type(given: Any, expected: Any) -> bool:
 def is_symbolic(aval: Any) -> bool:
     """Return whether a type has a size that is not a number, as in ``jax.export``."""
     return not all(isinstance(size, int) for size in getattr(aval, "shape", ()))
-
-
-def primitive_names() -> list[str]:
-    """Return the names of all primitives with a lowering rule."""
-    tables = [_mlir._lowerings, *_mlir._platform_specific_lowerings.values()]
-    lowered = {primitive.name for table in tables for primitive in table}
-    return sorted(lowered | {_hijax.call_hi_primitive_p.name})
 
 
 def has_high_values(jaxpr: Any) -> bool:
@@ -314,10 +306,3 @@ def step_type(aval: Any, axis: int = 0) -> Any:
 def lower_jaxpr(jaxpr: Any) -> Any:
     """Return the lojax jaxpr of a jaxpr with hi types and primitives."""
     return pe.lower_jaxpr2(jaxpr)
-
-
-def as_closed(jaxpr: Any) -> Any:
-    """Return a jaxpr as ``lower_jaxpr`` takes it: closed, on 0.10.2."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        return jaxpr
-    return pe.close_jaxpr(jaxpr)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 from .. import compat
-from ..proxy.moves import VIEWS
 from .expression import Expression
 from .flow import flow_of
-from .holders import CHANGES, SLICE, Body, called_program, is_counter, told_by
+from .holders import CHANGES, SLICE, Body, is_counter, told_by
 from .nodes import (
     OTHER_TRACE,
     Carried,
@@ -28,7 +25,14 @@ from .nodes import (
     State,
     Unknown,
 )
-from .sources import COLLECTIVES, CONSTANT, carry_behind, chosen_outside, sources_through
+from .sources import (
+    COLLECTIVES,
+    CONSTANT,
+    carry_behind,
+    chosen_outside,
+    decided_by,
+    sources_through,
+)
 
 Express = Callable[[int], Expression]
 """Finds how the input of a jaxpr, or the operand of an equation, is computed, from its number."""
@@ -98,8 +102,7 @@ class Dataflow:
                     return True
                 continue
             eqn = self._eqns[place]
-            bits = _computed(eqn)[eqn.outvars.index(var)]
-            queue += [x for i, x in enumerate(eqn.invars) if bits >> i & 1]
+            queue += [eqn.invars[i] for i in decided_by(eqn, eqn.outvars.index(var))]
         return False
 
     def _of(self, atom: Any) -> Expression:
@@ -173,7 +176,7 @@ def _opaque(aval: Any, why: str, operands: Sequence[Expression]) -> Unknown:
 
 def _through(eqn: Any, operands: list[Expression]) -> dict[int, Expression]:
     """Return the expressions of results that an equation's programs tell."""
-    told = told_by(eqn.primitive, eqn.params, len(operands), len(eqn.outvars))
+    told = told_by(eqn)
     if told is None or any(None in body.inputs for body in told[0]):
         return {}
     bodies, results = told
@@ -230,7 +233,7 @@ def expression_inside(
     behind = carry_behind(body, index) if kind == CHANGES else None
     if chosen is not None:
         numbers, is_mixed = chosen
-        others = sorted((behind.inputs if behind else {*range(count)}) - {*numbers})
+        others = sorted((behind[0] if behind else {*range(count)}) - {*numbers})
         sources = [everything[k] for k in numbers]
         return Carried(aval, sources, [everything[k] for k in others], everything, is_mixed)
     # A changing carry may come from any of the loop's operands.
@@ -238,39 +241,7 @@ def expression_inside(
         return Counter(aval, everything[operand], everything)
     if operand is None or behind is None:
         return Unknown(aval, "a loop's carry", everything)
-    kind_of_carry = State if behind.contracted else Carry
-    others = sorted(behind.inputs - {operand})
+    known, contracted = behind
+    kind_of_carry = State if contracted else Carry
+    others = sorted(known - {operand})
     return kind_of_carry(aval, everything[operand], [everything[k] for k in others])
-
-
-def _computed(eqn: Any) -> Sequence[int]:
-    """Return for each result the operands that make it an activation.
-
-    Each item is a set of operands, as the bits of an integer. Some may be missing.
-    """
-    # A view of a parameter stays a view if its index is an activation.
-    if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
-        return [0] * len(eqn.outvars)
-    called = called_program(eqn)
-    if called is None:
-        is_opaque = compat.holds_jaxprs(eqn)
-        return [0 if is_opaque else (1 << len(eqn.invars)) - 1] * len(eqn.outvars)
-    if len(compat.open_of(called).invars) != len(eqn.invars):
-        return [0] * len(eqn.outvars)  # its rule alone takes the others
-    return _computed_in(called)
-
-
-@compat.once_per_jaxpr
-def _computed_in(jaxpr: Any) -> Sequence[int]:
-    """Return the same for the results of a jaxpr and its inputs."""
-    behind = {var: 1 << i for i, var in enumerate(jaxpr.invars)}
-
-    def bits(atoms: Sequence[Any]) -> list[int]:
-        return [0 if isinstance(x, compat.Literal) else behind.get(x, 0) for x in atoms]
-
-    for eqn in jaxpr.eqns:
-        own = bits(eqn.invars)
-        for var, chosen in zip(eqn.outvars, _computed(eqn), strict=True):
-            picked = (known for i, known in enumerate(own) if chosen >> i & 1)
-            behind[var] = functools.reduce(operator.or_, picked, 0)
-    return bits(jaxpr.outvars)

@@ -278,6 +278,11 @@ def united(operands: Sequence[Expression]) -> int | None:
     return found
 
 
+def numbers_in(bits: int) -> list[int]:
+    """Return the numbers that are the bits of an integer, as ``Expression.inputs`` is."""
+    return [i for i in range(bits.bit_length()) if bits >> i & 1]
+
+
 def _text(expression: Expression) -> str:
     """Write an expression in words; nodes deeper than four levels as dots."""
 

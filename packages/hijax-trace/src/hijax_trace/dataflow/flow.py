@@ -187,15 +187,13 @@ class Flow:
     def _step(self, var: Any) -> tuple[Any, Axes | None] | None:
         """Return the atom that a variable is moved from, and the axes; None if it is computed."""
         if var not in self._steps:
-            place = self.makers.get(var)
-            self._steps[var] = None if place is None else _step_of(self._eqns[place], var)
+            place, step = self.makers.get(var), None
+            if place is not None:
+                eqn = self._eqns[place]
+                if (found := move_of(eqn, eqn.outvars.index(var))) is not None:
+                    step = eqn.invars[found[0]], found[1]
+            self._steps[var] = step
         return self._steps[var]
-
-
-def _step_of(eqn: Any, var: Any) -> tuple[Any, Axes | None] | None:
-    ins, outs = ([atom.aval for atom in atoms] for atoms in (eqn.invars, eqn.outvars))
-    found = move_of(eqn.primitive, eqn.params, ins, outs, eqn.outvars.index(var))
-    return None if found is None else (eqn.invars[found[0]], found[1])
 
 
 def moved_by(axes: Axes | None, steps: Sequence[Axes | None]) -> Axes | None:
@@ -203,11 +201,6 @@ def moved_by(axes: Axes | None, steps: Sequence[Axes | None]) -> Axes | None:
     for step in reversed(steps):
         axes = None if axes is None or step is None else compose(axes, step)
     return axes
-
-
-def _identity(aval: Any) -> Axes | None:
-    shape = getattr(aval, "shape", None)
-    return None if shape is None else identity(len(shape))
 
 
 @compat.once_per_jaxpr
@@ -224,37 +217,36 @@ def axes_inside(kind: str, aval: Any) -> Axes | None:
     return dropped(0, len(shape)) if kind == SLICE else identity(len(shape))
 
 
-def move_of(
-    primitive: Any, params: dict[str, Any], ins: list[Any], outs: list[Any], result: int
-) -> tuple[int, Axes | None] | None:
-    """Return which operand a result is a move of, and the axes.
+def move_of(eqn: Any, result: int) -> tuple[int, Axes | None] | None:
+    """Return which operand a result of an equation is a move of, and the axes.
 
     Returns:
         The number of the operand and its axes; None if the result is not a move.
     """
-    axes_of = AXES.get(primitive.name)
+    axes_of = AXES.get(eqn.primitive.name)
     if axes_of is not None:
-        if rounds(primitive.name, params):
+        if rounds(eqn.primitive.name, eqn.params):
             return None
-        operand = result if len(ins) > result else 0
-        before, after = (getattr(aval, "shape", None) for aval in (ins[operand], outs[result]))
+        operand = result if len(eqn.invars) > result else 0
+        atoms = eqn.invars[operand], eqn.outvars[result]
+        before, after = (getattr(atom.aval, "shape", None) for atom in atoms)
         if before is None or after is None:
             return None
-        axes = axes_of(params, before, after)
+        axes = axes_of(eqn.params, before, after)
         return None if axes is None else (operand, axes)
-    told = told_by(primitive, params, len(ins), len(outs))
+    told = told_by(eqn)
     if told is None:
         return None
     bodies, results = told
     if results == "carry":
         # The last body makes the step. The condition of a while loop comes before it.
         operand = bodies[-1].unchanged().get(result)
-        return None if operand is None else (operand, _identity(ins[operand]))
-    found = {_through(body, ins, result) for body in bodies}
+        return None if operand is None else (operand, axes_inside(SAME, eqn.invars[operand].aval))
+    found = {_through(body, eqn.invars, result) for body in bodies}
     return found.pop() if len(found) == 1 else None
 
 
-def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None] | None:
+def _through(body: Body, operands: Sequence[Any], result: int) -> tuple[int, Axes | None] | None:
     source = flow_of(body.jaxpr).source(compat.open_of(body.jaxpr).outvars[result])
     if source is None:
         return None
@@ -262,7 +254,7 @@ def _through(body: Body, ins: list[Any], result: int) -> tuple[int, Axes | None]
     operand, kind = body.inputs[index], body.kinds[index]
     if operand is None or kind == CHANGES:
         return None
-    return operand, moved_by(axes_inside(kind, ins[operand]), steps)
+    return operand, moved_by(axes_inside(kind, operands[operand].aval), steps)
 
 
 def forwarded(eqn: Any) -> list[tuple[int, int]]:
@@ -271,10 +263,9 @@ def forwarded(eqn: Any) -> list[tuple[int, int]]:
     Returns:
         Pairs of the number of a result and that of an operand.
     """
-    count = len(eqn.invars)
-    told = told_by(eqn.primitive, eqn.params, count, len(eqn.outvars))
+    told = told_by(eqn)
     # What a function with derivative rules returns is its own: JAX may run a rule instead.
-    if told is None or custom_body(eqn.primitive, eqn.params, count) is not None:
+    if told is None or custom_body(eqn.primitive, eqn.params, len(eqn.invars)) is not None:
         return []
     bodies, results = told
     if results == "carry":

@@ -389,23 +389,27 @@ def holder_of(primitive: Any, params: dict[str, Any]) -> Holder | None:
     return _generic(slots, primitive.name in _TAKE_MORE) if slots else None
 
 
-def told_by(
-    primitive: Any, params: dict[str, Any], operands: int, results: int
-) -> tuple[Sequence[Body], str] | None:
+def programs_in(eqn: Any) -> list[Any]:
+    """Return the jaxprs of an equation of a primitive in ``HOLDERS``, staged or being staged."""
+    bodies = HOLDERS[eqn.primitive].bodies(eqn.params, compat.operand_count(eqn))
+    return [body.jaxpr for body in bodies]
+
+
+def told_by(eqn: Any) -> tuple[Sequence[Body], str] | None:
     """Return the programs that tell an equation's results, and how: see ``Holder.results``.
 
-    None if no program tells them. ``operands`` and ``results`` are how many it has.
+    None if no program tells them.
     """
-    custom = custom_body(primitive, params, operands)
+    custom = custom_body(eqn.primitive, eqn.params, len(eqn.invars))
     if custom is not None:
         return [custom], "same"
-    holder = holder_of(primitive, params)
+    holder = holder_of(eqn.primitive, eqn.params)
     if holder is None or holder.results == "none":
         return None
-    bodies = holder.bodies(params, operands)
+    bodies, count = holder.bodies(eqn.params, len(eqn.invars)), len(eqn.outvars)
     if holder.results != "carry" and not (
         # A primitive that nobody knows may hold a program for another purpose.
-        bodies and all(len(compat.open_of(body.jaxpr).outvars) == results for body in bodies)
+        bodies and all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
     ):
         return None
     return bodies, holder.results

@@ -171,7 +171,21 @@ class Counter(Unknown):
         self.start = start
 
 
-class Part(Expression):
+class _Piece(Expression):
+    """A part of its only operand, of which it is what that is."""
+
+    __slots__ = ()
+
+    @property
+    def moved(self) -> list[int]:
+        """The whole value, its only operand."""
+        return [0]
+
+    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
+        return found[0]
+
+
+class Part(_Piece):
     """One step of a loop or ``vmap`` along an axis.
 
     Attributes:
@@ -191,14 +205,6 @@ class Part(Expression):
         self.is_mapped = is_mapped
         self.maps |= int(is_mapped) << depth
 
-    @property
-    def moved(self) -> list[int]:
-        """The whole value, its only operand."""
-        return [0]
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return found[0]
-
     def _described(self) -> tuple:
         return "part", self.axis, self.depth
 
@@ -207,18 +213,10 @@ class Part(Expression):
         return f"{operands[0]}[{', '.join([':'] * self.axis + ['step'])}]"
 
 
-class Shard(Expression):
+class Shard(_Piece):
     """The part of a value that a device has inside of ``shard_map``."""
 
     __slots__ = ()
-
-    def _judge(self, found: Sequence[ValueKind], is_parameter: Callable[[str], bool]) -> ValueKind:
-        return found[0]
-
-    @property
-    def moved(self) -> list[int]:
-        """The whole value, its only operand."""
-        return [0]
 
     def _described(self) -> tuple:
         return ("shard",)

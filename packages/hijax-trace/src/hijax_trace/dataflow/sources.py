@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .. import compat
 from ..proxy.moves import VIEWS, data_in, rounds
-from .holders import Body, holder_of, told_by
+from .expression import numbers_in
+from .holders import Body, called_program, told_by
 
 COLLECTIVES = frozenset(
     ("all_gather", "all_gather_invariant", "all_to_all", "pbroadcast", "ppermute")
@@ -62,13 +61,21 @@ def sources_through(
         return None
     if name in VIEWS or name in COLLECTIVES:
         return [_joined(own, data_in(name, len(eqn.invars), i)) for i in range(len(eqn.outvars))]
-    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    columns = _by_program(eqn, own)
+    return list(map(_united, zip(*columns, strict=True))) if columns else None
+
+
+def _by_program(eqn: Any, own: Callable[[int], Sources | None]) -> list[list[Sources | None]]:
+    """Return the sources of an equation's results as each of its programs has them.
+
+    There are none if its programs do not tell its results. Of a loop, the step tells all of them.
+    """
+    told = told_by(eqn)
     if told is None:
-        return None
+        return []
     bodies, results = told
     if results != "carry":
-        columns = zip(*(_outside(x, sources_of(x.jaxpr), own) for x in bodies), strict=True)
-        return [_united(column) for column in columns]
+        return [_outside(body, sources_of(body.jaxpr), own) for body in bodies]
     # The last body makes the step. The condition of a while loop comes before it.
     body = bodies[-1]
     carried = carried_sources(body)
@@ -76,7 +83,7 @@ def sources_through(
         carried[body.carry[i]] if i < len(body.carry) else _through_carry(one, carried)
         for i, one in enumerate(sources_of(body.jaxpr))
     ]
-    return _outside(body, inside, own)
+    return [_outside(body, inside, own)]
 
 
 @compat.once_per_jaxpr
@@ -182,49 +189,70 @@ class Behind(NamedTuple):
     """What a value may depend on.
 
     Attributes:
-        inputs: the numbers of inputs, or of operands.
+        inputs: the inputs, as the bits of an integer.
         contracted: whether it may come out of a contraction of them.
+        deciding: those of the inputs that make it an activation if they are one, as bits. Some may
+            be missing.
     """
 
-    inputs: frozenset[int] = frozenset()
+    inputs: int = 0
     contracted: bool = False
-
-    def __or__(self, other: Any) -> Behind:
-        return Behind(self.inputs | other.inputs, self.contracted or other.contracted)
+    deciding: int = 0
 
 
 @compat.once_per_jaxpr
 def inputs_behind(jaxpr: Any) -> tuple[Behind, ...]:
     """Return for each result of a jaxpr the inputs that it may depend on."""
-    known = {var: Behind(frozenset([i])) for i, var in enumerate(jaxpr.invars)}
+    nothing = Behind()
+    known = {var: Behind(1 << i, False, 1 << i) for i, var in enumerate(jaxpr.invars)}
 
-    def behind(atom: Any) -> Behind:
-        return Behind() if isinstance(atom, compat.Literal) else known.get(atom, Behind())
+    def behind(atoms: Sequence[Any]) -> list[Behind]:
+        return [nothing if isinstance(x, compat.Literal) else known.get(x, nothing) for x in atoms]
 
     for eqn in jaxpr.eqns:
-        own = Behind(contracted=contracts(eqn.primitive, eqn.params))
-        own = functools.reduce(operator.or_, map(behind, eqn.invars), own)
-        known.update(dict.fromkeys(eqn.outvars, own))
-    return tuple(map(behind, jaxpr.outvars))
+        operands, inputs, contracted = behind(eqn.invars), 0, contracts(eqn.primitive, eqn.params)
+        for one in operands:
+            inputs, contracted = inputs | one.inputs, contracted or one.contracted
+        for result, var in enumerate(eqn.outvars):
+            deciding = 0
+            for i in decided_by(eqn, result):
+                deciding |= operands[i].deciding
+            known[var] = Behind(inputs, contracted, deciding)
+    return tuple(behind(jaxpr.outvars))
 
 
-def carry_behind(body: Body, index: int) -> Behind | None:
+def decided_by(eqn: Any, result: int) -> Sequence[int]:
+    """Return the operands that make a result an activation if they are one. Some may be missing."""
+    # A view of a parameter stays a view if its index is an activation.
+    if eqn.effects or (eqn.primitive.name in VIEWS and len(eqn.invars) > 1):
+        return ()
+    called = called_program(eqn)
+    if called is None:
+        return () if compat.holds_jaxprs(eqn) else range(len(eqn.invars))
+    if len(compat.open_of(called).invars) != len(eqn.invars):
+        return ()  # its rule alone takes the others
+    return numbers_in(inputs_behind(called)[result].deciding)
+
+
+def carry_behind(body: Body, index: int) -> tuple[frozenset[int], bool] | None:
     """Return the operands of a loop that a carried input of its body may depend on, in any step.
 
-    None if they are not all operands of the loop.
+    Returns:
+        Their numbers, and whether it may come out of a contraction of them. None if they are not
+        all operands of the loop.
     """
     body, index = body.stepped(index)
     results = inputs_behind(body.jaxpr)
-    found, left = Behind(frozenset([index])), [index]
+    found, contracted, left = 1 << index, False, [index]
     while left:
         one = left.pop()
         if one in body.carry:
             behind = results[one - body.carry.start]
-            left += behind.inputs - found.inputs
-            found |= behind
-    operands = [body.inputs[i] for i in found.inputs]
+            left += numbers_in(behind.inputs & ~found)
+            found, contracted = found | behind.inputs, contracted or behind.contracted
+    operands = [body.inputs[i] for i in numbers_in(found)]
     known = frozenset(i for i in operands if i is not None)
-    return None if None in operands else Behind(known, found.contracted)
+    return None if None in operands else (known, contracted)
 
 
 def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
@@ -235,23 +263,21 @@ def returned_views(eqn: Any, held: Sequence[bool]) -> list[int]:
     """
     if not compat.holds_jaxprs(eqn):
         return []
-    columns = [sources_through(eqn) or ()]
-    if eqn.primitive is compat.cond_p:
-        bodies = _bodies_of(eqn)
-        columns = [_outside(body, sources_of(body.jaxpr), _own) for body in bodies]
     found = {
         i
-        for column in columns
+        for column in _by_program(eqn, _own)
         for i, one in enumerate(column)
         if one and any(k >= 0 and held[k] for k in one)
     }
     return sorted(found)
 
 
+def views_in_all(bodies: Sequence[Body], held: Container[int]) -> list[int]:
+    """Return which results are views of some of the operands in all branches, by number."""
+    columns = [_outside(body, sources_of(body.jaxpr), _own) for body in bodies]
+    united = enumerate(map(_united, zip(*columns, strict=True)))
+    return [i for i, one in united if one and all(k in held for k in one)]
+
+
 def _own(operand: int) -> Sources:
     return frozenset([operand])
-
-
-def _bodies_of(eqn: Any) -> Sequence[Body]:
-    holder = holder_of(eqn.primitive, eqn.params)
-    return () if holder is None else holder.bodies(eqn.params, len(eqn.invars))

@@ -62,10 +62,6 @@ def _linearized(self: Any, primals: Any, *tangents: Any) -> Any:
     return instantiate_zeros(self.jvp(primals, tuple(map(instantiate_zeros, tangents)))[1])
 
 
-def _vjp_fwd_from_jvp(self: Any, nzs_in: Any, *primals: Any) -> Any:
-    return self(*primals), primals
-
-
 def _vjp_bwd_from_jvp(self: Any, primals: Any, cotangent: Any) -> Any:
     return _transposed(self, lambda *tangents: self.jvp(primals, tangents)[1], cotangent)
 
@@ -104,5 +100,5 @@ def jvp_from_lin(self: Any, primals: Any, tangents: Any) -> Any:
 
 
 LINEARIZE_FROM_JVP = (_lin, _linearized)
-VJP_FROM_JVP = (_vjp_fwd_from_jvp, _vjp_bwd_from_jvp)
+VJP_FROM_JVP = (_lin, _vjp_bwd_from_jvp)
 VJP_FROM_LIN = (_vjp_fwd_from_lin, _vjp_bwd_from_lin)

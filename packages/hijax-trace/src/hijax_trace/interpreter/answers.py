@@ -63,8 +63,7 @@ class Answers:
             return run.values[eqn.invars[i]] if i < count else arrays[i - count]
 
         results = one.recipe.make(run.trace, value, info)
-        run.frame.replaced.update(eqn.outvars)
-        run.frame.from_handler.update(eqn.outvars)
+        run.frame.replace(eqn.outvars, is_own=False)
         run.values.update(zip(eqn.outvars, results, strict=True))
         return True
 

@@ -130,7 +130,8 @@ def _ask(
     linear = sorted(run.linear(atoms))
     if not linear:
         call, answer = asked.handler(values)
-        _annotate(run, call, atoms, values)
+        if call.given:
+            _annotate(run, call, atoms, values)
         if answer is NotImplemented:
             return False
         _replace(run, call, task.eqn, asked.checked(call, answer), call.is_own(answer))
@@ -178,14 +179,14 @@ def _proceed(run: Pass, task: Task, info: Any, *values: Any, **params: Any) -> A
     eqn = task.eqn.replace(params=params)
     tasks = run.session.tapping.tasks
     if tasks.enters(eqn.primitive, params, len(values)):
-        place, operands = run.place(task, untapped=True), run.operands(task.eqn)
-        new = rebuild(run.session, place, eqn.primitive, params, values, operands)
+        new = rebuild(run.around(task, untapped=True), eqn.primitive, params, values)
         eqn, values = eqn.replace(params=new.params), tuple(new.values)
     here = compat.info_of(eqn, info, compat.current_stack())
     own = [None if type(x) is compat.Literal else run.values.get(x) for x in eqn.invars]
     results = computed(run.frame, eqn, values, own) if run.frame.proxies else None
     if results is None:
-        results = compat.rebind(eqn, values, here)
+        called = run.called(task.eqn, params, values)
+        results = compat.rebind(eqn if called is task.eqn else called, values, here)
     return list(results) if eqn.primitive.multiple_results else results[0]
 
 
@@ -217,18 +218,15 @@ def _proceed_call(
 
 def _annotate(run: Pass, call: TraceCall, atoms: Sequence[Any], values: Sequence[Any]) -> None:
     """Keep the metadata that a handler attached to its arguments."""
-    if call.given:
-        for atom, value in zip(atoms, values, strict=True):
-            metadata = call.metadata_of(value)
-            if metadata and type(atom) is not compat.Literal:
-                run.frame.metadata[atom] = metadata
+    for atom, value in zip(atoms, values, strict=True):
+        metadata = call.metadata_of(value)
+        if metadata and type(atom) is not compat.Literal:
+            run.frame.metadata[atom] = metadata
 
 
 def _replace(run: Pass, call: TraceCall, eqn: Any, results: list[Any], is_own: bool) -> None:
     """Continue with a handler's results instead of the equation's."""
-    run.frame.replaced.update(eqn.outvars)
-    if not is_own:
-        run.frame.from_handler.update(eqn.outvars)
+    run.frame.replace(eqn.outvars, is_own)
     for var, value in zip(eqn.outvars, results, strict=True):
         metadata = call.metadata_of(value)
         if metadata:

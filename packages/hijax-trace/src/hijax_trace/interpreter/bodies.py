@@ -22,10 +22,10 @@ from ..proxy.carrier import proxy_of
 from ..proxy.move import MoveError, is_shared
 from ..proxy.shards import Placed, placed
 from ..staging.marker import hoisted
-from .frames import Frame, Inputs, Operands, Place
+from .frames import Frame, Inputs
 from .op_ids import Key, Numbers, under
 from .questions import EXPRESSION, KINDS, NUMBERS, ORIGIN, PATH, STEPS, Outcome, Question, Told
-from .session import Session
+from .session import Around, Session
 
 
 @dataclass(frozen=True)
@@ -166,14 +166,13 @@ class Tapped:
 class BodyHere(Inputs):
     """What is known of a body's inputs in this place, and what handlers are told of it."""
 
-    def __init__(self, session: Session, place: Place, body: Body, operands: Operands):
+    def __init__(self, around: Around, body: Body):
+        self._session, self._place, self._operands = around
+        _, place, operands = around
         given, pairs = operands.metadata, enumerate(zip(body.inputs, body.kinds, strict=True))
         metadata = {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
         super().__init__(metadata if given else {}, linear=_linear(body, operands.linear))
-        self._session = session
-        self._place = place
         self._body = body
-        self._operands = operands
         self.path = place.frame.path(place.scopes)
 
     def origin(self, index: int) -> Origin | None:
@@ -233,10 +232,8 @@ def _linear(body: Body, outside: frozenset[int]) -> frozenset[int]:
 
 
 def tap_body(
-    session: Session,
-    place: Place,
+    around: Around,
     body: Body,
-    operands: Operands,
     proxies: BodyProxies,
     shared: bool = True,
     hoists: bool = False,
@@ -245,19 +242,17 @@ def tap_body(
     """Return a body with its operations tapped: from the memo, or re-interpreted.
 
     Args:
-        session: the call of the wrapped function.
-        place: where the equation is that holds the body.
+        around: what is around the body.
         body: the body.
-        operands: what is known of the equation's operands.
         proxies: the array proxies of operands that the body can take.
         shared: whether a result from the memo may be used, if handlers would see the same.
         hoists: whether the body's constants must become operands.
         returns: the results whose array proxies it returns, too.
     """
-    jaxpr = compat.open_of(body.jaxpr)
+    (session, place, _), jaxpr = around, compat.open_of(body.jaxpr)
     if not returns and not session.tapping.tasks.wants(jaxpr):
         return Tapped(body.jaxpr)
-    here = BodyHere(session, place, body, operands)
+    here = BodyHere(around, body)
     # Handlers may look at all of this without a question that is logged.
     known = tuple((i, tuple(note.items())) for i, note in here.metadata.items())
     label = body.label or place.frame.label
@@ -312,7 +307,7 @@ def tap_body(
     if shared:
         memo.keep(jaxpr, key, tapped)
     elif not tapped.outcome.replaced:
-        return _as_before(tapped, session, place, body, operands)
+        return _as_before(tapped, around, body)
     return tapped
 
 
@@ -367,14 +362,13 @@ def stage_again(
     return new, constants, returned
 
 
-def _as_before(
-    tapped: Tapped, session: Session, place: Place, body: Body, operands: Operands
-) -> Tapped:
+def _as_before(tapped: Tapped, around: Around, body: Body) -> Tapped:
     """Return an unchanged body with the same jaxpr each time.
 
     JAX then knows its derivative and its compiled program.
     """
-    untapped = tap_body(session, place._replace(untapped=True), body, operands, NO_PROXIES)
+    around = around._replace(place=around.place._replace(untapped=True))
+    untapped = tap_body(around, body, NO_PROXIES)
     return dataclasses.replace(
         tapped,
         jaxpr=untapped.jaxpr,

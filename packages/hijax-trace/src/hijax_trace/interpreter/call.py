@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from interception_core import Made, OpCall, Operand, Step, ValueKind
 
 from .. import compat
-from ..dataflow.expression import Expression
+from ..dataflow.expression import Expression, numbers_in
 from ..dataflow.flow import Origin
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
@@ -34,6 +35,7 @@ _OF_PLACE = {(EXPRESSION,), (NUMBERS,), (STEPS,)}
 """Questions whose answers are another thing at each operation."""
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class TraceCall(OpCall):
     """One tapped operation of a staged program.
 
@@ -55,48 +57,21 @@ class TraceCall(OpCall):
         given: metadata that the handler attached, with the value, by the value's ``id``.
     """
 
-    __slots__ = (
-        "_atoms",
-        "_known",
-        "_number",
-        "_own",
-        "_place",
-        "_proceed",
-        "_session",
-        "_values",
-        "asked",
-        "given",
-    )
-
-    def __init__(
-        self,
-        op_name: str,
-        level: str,
-        args: tuple,
-        params: Mapping[str, Any],
-        place: Place,
-        number: int,
-        known: Known,
-        values: Sequence[Any],
-        atoms: Sequence[Any],
-        proceed: Callable[..., Any],
-        session: Session,
-    ):
-        self.op_name = op_name
-        self.level = level
-        self.params = params
-        self._args = args
-        self._place = place
-        self._number = number
-        self._known = known
-        self._values = values
-        self._atoms = atoms
-        self._proceed = proceed
-        self._session = session
-        self._own: Any = None
-        self.asked: set[Question] = set()
-        # The value is kept with its metadata, so that its id isn't given to another one.
-        self.given: dict[int, tuple[Any, Metadata]] = {}
+    op_name: str
+    level: str
+    _args: tuple
+    params: Mapping[str, Any]
+    _place: Place
+    _number: int
+    _known: Known
+    _values: Sequence[Any]
+    _atoms: Sequence[Any]
+    _proceed: Callable[..., Any]
+    _session: Session
+    _own: Any = field(default=None, init=False)
+    asked: set[Question] = field(default_factory=set, init=False)
+    # The value is kept with its metadata, so that its id isn't given to another one.
+    given: dict[int, tuple[Any, Metadata]] = field(default_factory=dict, init=False)
 
     @property
     def module_path(self) -> str:  # pyrefly: ignore[bad-override]
@@ -193,8 +168,7 @@ class TraceCall(OpCall):
         expression = self.expression(value)
         if expression is None or expression.inputs is None:
             return None
-        numbers = (i for i in range(expression.inputs.bit_length()) if expression.inputs >> i & 1)
-        found = map(self._session.origin, numbers)
+        found = map(self._session.origin, numbers_in(expression.inputs))
         return frozenset(origin.path for origin in found if origin is not None)
 
     @property

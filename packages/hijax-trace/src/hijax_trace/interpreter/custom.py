@@ -22,43 +22,37 @@ from ..staging.marker import hoisted
 from ..staging.packed import stage_packed
 from .bodies import proxies_of_body, stage_again, tap_body, untrained
 from .entering import Rebuilt, emit, share
-from .frames import FromOperands, Operands, Place
+from .frames import FromOperands
 from .hi_prims import refuse
 from .one_pass import Pass
 from .rules import prim_rule
-from .session import Session
+from .session import Around
 from .tasks import Task
 
 
 def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     """Make a call with custom derivative rules, with all of it tapped."""
     eqn = task.eqn
-    new = rebuild_custom(run.session, run.place(task), eqn.params, values, run.operands(eqn))
+    new = rebuild_custom(run.around(task), eqn.params, values)
     emit(run, task, eqn, new, info)
 
 
-def rebuild_custom(
-    session: Session,
-    place: Place,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    operands: Operands,
-) -> Rebuilt:
+def rebuild_custom(around: Around, params: dict[str, Any], values: Sequence[Any]) -> Rebuilt:
     """Return a call with custom derivative rules, with all of it tapped."""
     kind = _HiPrim if "_prim" in params else _Primitive
-    call = kind(session, place, params, operands)
+    call, frame = kind(around, params), around.place.frame
     body = call.body
-    taken = proxies_of_body(body, untrained(operands.proxies))
-    tapped = tap_body(session, place, body, operands, taken)
+    taken = proxies_of_body(body, untrained(around.operands.proxies))
+    tapped = tap_body(around, body, taken)
     jaxpr = tapped.jaxpr
     leading = (*tapped.extra, *(taken.leading if tapped.takes_proxies else ()))
     backward = None
-    if place.frame.is_derived:
-        backward = functools.partial(_backward, session, place, operands, body.jaxpr)
+    if frame.is_derived:
+        backward = functools.partial(_backward, around, body.jaxpr)
     staged = None
     # With symbolic zeros a rule differs by call. A rule often calls its function: that would have
     # no end.
-    if tapped.extra and not call.symbolic_zeros and not place.frame.is_rule:
+    if tapped.extra and not call.symbolic_zeros and not frame.is_rule:
         with contextlib.suppress(Exception):  # what it raises matters where it is used
             staged = call.stage()
     if staged is not None and staged.more:
@@ -74,26 +68,23 @@ Backward = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Returns a backward rule, tapped."""
 
 
-def _backward(
-    session: Session, place: Place, operands: Operands, jaxpr: Any, rule: Callable[..., Any]
-) -> Callable[..., Any]:
+def _backward(around: Around, jaxpr: Any, rule: Callable[..., Any]) -> Callable[..., Any]:
     """Return a backward rule, tapped, of a call that the program differentiates.
 
     JAX runs it in the transpose of what is around the call, when operations after the call have
     been counted. So its operations have another label, which tells the call.
 
     Args:
-        session: the call of the wrapped function.
-        place: where the function's call is.
-        operands: what is known of the call's operands.
+        around: what is around the function's call.
         jaxpr: the function's program.
         rule: the rule, called with residuals and cotangents.
     """
-    frame, (_, _, name) = place.frame, compat.label(jaxpr).partition("(")
+    (session, place, _), (_, _, name) = around, compat.label(jaxpr).partition("(")
+    frame = place.frame
     own = f"custom_vjp({name}.bwd"
     number = session.numbers.next(frame.path(place.scopes), frame.label, own)
     label = ".".join(filter(None, (frame.label, f"{own}{number or ''}")))
-    tapped = prim_rule(session, place, operands, session.numbers.copy(), label=label)
+    tapped = prim_rule(around, session.numbers.copy(), label=label)
     return lambda *args: tapped(rule, -1, args, 0)
 
 
@@ -105,8 +96,9 @@ class _Primitive:
         symbolic_zeros: whether its rule is told which tangents are zero.
     """
 
-    def __init__(self, session: Session, place: Place, params: dict[str, Any], operands: Operands):
-        self._session, self._place, self._params, self._operands = session, place, params, operands
+    def __init__(self, around: Around, params: dict[str, Any]):
+        session, self._place, operands = around
+        self._session, self._operands, self._params = session, operands, params
         self._is_jvp = "jvp_jaxpr_fun" in params
         self._name = "jvp_jaxpr_fun" if self._is_jvp else "fwd_jaxpr_thunk"
         # The rule is not given the call's constants, its first operands.
@@ -181,9 +173,9 @@ class _Primitive:
 class _HiPrim:
     """The same of a call that is a HiPrim."""
 
-    def __init__(self, session: Session, place: Place, params: dict[str, Any], operands: Operands):
-        self._prim, self._count = params["_prim"], len(operands.avals)
-        self._rule = functools.partial(prim_rule, session, place, operands, session.numbers.copy())
+    def __init__(self, around: Around, params: dict[str, Any]):
+        self._prim, self._count = params["_prim"], len(around.operands.avals)
+        self._rule = functools.partial(prim_rule, around, around.session.numbers.copy())
         body = custom_body(compat.call_hi_primitive_p, params, self._count)
         assert body is not None
         self.body, self.symbolic_zeros = body, self._prim.symbolic_zeros

@@ -43,13 +43,13 @@ def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
         return
     made, derivative = derivatives.linear(eqn), derivatives.of(eqn)
     # A derivative in a nested jaxpr finds the original of one around it in the session.
-    kept = derivatives.program(eqn) or run.session.made.get(program)
+    kept = derivatives.shared.get(program_at(eqn)) or run.session.made.get(program)
     shared = kept if made is None else made.shared
     # A transpose of the program itself has its own operands, and no operation before it.
     if shared is None or not function.is_derived or (function.linear and made is None):
         shared = SharedProgram(_original(run, task, operands, info, function))
         run.session.made[program] = shared
-        derivatives.keep_program(eqn, shared)
+        derivatives.shared[program_at(eqn)] = shared
     with compat.at(info), eqn.ctx.manager:
         if made is not None:
             results = made.call(values[made.count :])
@@ -207,6 +207,9 @@ class Derivatives:
     """The derivatives in a jaxpr, and what was made of them.
 
     JAX may inline a jaxpr twice, with the same functions. Their equations differ by operands.
+
+    Attributes:
+        shared: what was made of the originals of derivatives, by ``program_at``.
     """
 
     def __init__(self, jaxpr: Any):
@@ -220,7 +223,7 @@ class Derivatives:
             if (base := function.base) is not None:
                 self._of.setdefault(_at(base.key, eqn, base.count), []).append(function)
         self._linear: dict[Hashable, Linear] = {}
-        self._shared: dict[Hashable, SharedProgram] = {}
+        self.shared: dict[Hashable, SharedProgram] = {}
 
     def has_no_derivative(self, program: Program) -> bool:
         """Return whether a program has no derivatives in this jaxpr."""
@@ -241,14 +244,6 @@ class Derivatives:
         return (
             None if base is None else self._linear.get(_at(eqn.params["function"], eqn, base.count))
         )
-
-    def keep_program(self, eqn: Any, shared: SharedProgram) -> None:
-        """Keep what was made of an equation's original."""
-        self._shared[program_at(eqn)] = shared
-
-    def program(self, eqn: Any) -> SharedProgram | None:
-        """Return what was made of the original of a derivative's equation."""
-        return self._shared.get(program_at(eqn))
 
 
 def _at(function: Hashable, eqn: Any, count: int) -> Hashable:

@@ -21,13 +21,12 @@ from interception_core.engine_api import settled
 from .. import compat
 from ..dataflow.holders import custom_body
 from ..staging.marker import Marker, check_result, marker_in
-from ..staging.packed import is_iterator
 from .call import TraceCall
 from .custom import rebuild_custom
 from .entering import rebuild
 from .frames import Frame, Inputs, Operands, Place
 from .op_ids import OURS, WITHIN, Numbers, join_path
-from .session import Session
+from .session import Around, Session
 from .tracers import Tracers
 
 _NO_FUNCTIONS: frozenset[str] = frozenset()
@@ -60,8 +59,15 @@ class Early:
         self._looked_at = 0
         self.needs_restage = False
 
-    def call(self, handler: Callable[..., Any], call: Any, args: tuple, kwargs: dict) -> Any:
-        """Ask the handler of a function.
+    def call(
+        self,
+        handler: Callable[..., Any],
+        call: Any,
+        args: tuple,
+        kwargs: dict[str, Any],
+        leaves: Sequence[Any],
+    ) -> Any:
+        """Ask the handler of a function, whose arguments have these leaves.
 
         Returns:
             The result, or NotImplemented where the handler is asked later.
@@ -69,19 +75,16 @@ class Early:
         where = self._where(compat.current_trace(), call.module_path)
         if where is None:
             return NotImplemented
-        leaves = jax.tree.leaves((args, kwargs), is_leaf=is_iterator)
         values = [leaf for leaf in leaves if hasattr(leaf, "dtype")]
-        name, within = call.op_name, call.within
-        asked = self._call(name, "function", args, kwargs, where, within, values, call.proceed)
-        with settled():
-            result = self._keep(asked, handler(asked, *args, **kwargs))
+        name, what = call.op_name, (call.within, values, call.proceed)
+        _, result = self._ask(handler, name, "function", args, kwargs, where, *what)
         if result is not NotImplemented:
             return result
         with compat.name_scope(WITHIN + name):
             return call.let_run(*args, **kwargs)
 
     def bind(
-        self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
+        self, path: str, trace: Any, primitive: Any, values: list[Any], params: dict[str, Any]
     ) -> Any:
         """Ask the handlers of a primitive and of its programs.
 
@@ -91,23 +94,21 @@ class Early:
         tapping = self._session.tapping
         marker = marker_in(primitive, params)
         if marker is not None and marker.owner == self._session.tapping.owner:
-            return self._marker(path, trace, marker, params["jaxpr"], list(values))
+            return self._marker(path, trace, marker, params["jaxpr"], values)
         entry = tapping.primitives.get(primitive)
         enters = tapping.tasks.enters(primitive, params, len(values))
         where = self._where(trace, path)
         if where is None:
             return NotImplemented
-        values = list(values)
         with compat.set_current_trace(trace):
             within = _NO_FUNCTIONS
             if entry is not None:
                 name, handler = entry
-                proceed, args = functools.partial(self._proceed, primitive), tuple(values)
-                asked = self._call(name, "primitive", args, params, where, within, values, proceed)
-                with settled():
-                    result = self._keep(asked, handler(asked, *values, **params))
-                    if result is not NotImplemented:
-                        return result
+                proceed = functools.partial(self._proceed, primitive)
+                what = tuple(values), params, where, within, values, proceed
+                _, result = self._ask(handler, name, "primitive", *what)
+                if result is not NotImplemented:
+                    return result
                 within = within | {name}
             if not enters:
                 return NotImplemented
@@ -121,16 +122,14 @@ class Early:
         where, entry = self._where(trace, path), self._session.tapping.functions.get(marker.site)
         if where is None or entry is None:
             return NotImplemented
-        arrays, name, proceed = values[marker.extra :], marker.op_name, marker.function
+        arrays, name, jaxpr = values[marker.extra :], marker.op_name, compat.open_of(closed)
         args, kwargs = marker.packed.build(arrays)
-        nothing = _NO_FUNCTIONS
-        asked = self._call(name, "function", args, kwargs, where, nothing, arrays, proceed)
-        jaxpr = compat.open_of(closed)
+        what = args, kwargs, where, _NO_FUNCTIONS, arrays, marker.function
         with compat.set_current_trace(trace), settled():
-            result = self._keep(asked, entry[1](asked, *args, **kwargs))
+            call, result = self._ask(entry[1], name, "function", *what)
             if result is not NotImplemented:
                 avals = [atom.aval for atom in jaxpr.outvars]
-                return check_result(asked, result, marker.results, avals)
+                return check_result(call, result, marker.results, avals)
             inner = Frame(
                 jaxpr,
                 self._operands(values),
@@ -168,8 +167,9 @@ class Early:
         names = compat.scopes_of(compat.current_stack())
         return [name for name in names if not name.startswith(OURS)]
 
-    def _call(
+    def _ask(
         self,
+        handler: Callable[..., Any],
         name: str,
         level: str,
         args: tuple,
@@ -178,24 +178,25 @@ class Early:
         within: frozenset[str],
         values: list[Any],
         proceed: Callable[..., Any],
-    ) -> TraceCall:
-        """Return what a handler is given."""
+    ) -> tuple[TraceCall, Any]:
+        """Ask a handler. Return what it is given, and its answer.
+
+        The metadata that it attaches is kept, and which values it replaces.
+        """
         self._count_staged()
         path, label = where
         frame, key = Frame(None, Inputs(), path, label), (path, label, name)
         number = self._numbers.next(*key)
         self._session.asked.append((self._looked_at, key, number))
         place, known = Place(frame, (), within), (self.tracers, values, values)
-        return TraceCall(name, level, args, params, place, number, *known, proceed, self._session)
-
-    def _keep(self, call: TraceCall, result: Any) -> Any:
-        """Keep the metadata that a handler attached, and which values it replaced."""
+        call = TraceCall(name, level, args, params, place, number, *known, proceed, self._session)
+        with settled():
+            answer = handler(call, *args, **params)
         for value, metadata in call.given.values():
             self.tracers.attach(value, metadata)
-        if result is not NotImplemented:
-            for value in jax.tree.leaves(result):
-                self.tracers.replace(value, call.is_own(result))
-        return result
+        for value in () if answer is NotImplemented else jax.tree.leaves(answer):
+            self.tracers.replace(value, call.is_own(answer))
+        return call, answer
 
     def _frame(self, where: tuple[str, str], values: Sequence[Any]) -> Frame:
         """Return a frame for an operation that has no jaxpr yet."""
@@ -212,12 +213,11 @@ class Early:
         self, place: Place, primitive: Any, params: dict[str, Any], values: list[Any]
     ) -> Any:
         with self._counting():
-            operands = self._operands(values)
-            where = self._session, place
+            around = Around(self._session, place, self._operands(values))
             if custom_body(primitive, params, len(values)) is not None:
-                new = rebuild_custom(*where, params, values, operands)
+                new = rebuild_custom(around, params, values)
             else:
-                new = rebuild(*where, primitive, params, values, operands)
+                new = rebuild(around, primitive, params, values)
         result = primitive.bind(*new.values, **primitive.get_bind_params(new.params))
         results = result if primitive.multiple_results else [result]
         for value in results if new.outcome.replaced else ():

@@ -14,9 +14,9 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.flow import forwarded, passed_by
 from ..dataflow.holders import Body, holder_of
-from ..dataflow.sources import returned_views, sources_of
+from ..dataflow.sources import returned_views, views_in_all
 from ..proxy.array_proxy import ArrayProxy
-from ..staging.marker import Marker, MarkerName
+from ..staging.marker import MarkerName
 from .bodies import (
     NO_PROXIES,
     BodyProxies,
@@ -27,12 +27,12 @@ from .bodies import (
     untrained,
     unused_in,
 )
-from .frames import Frame, Operands, Place
+from .frames import Frame
 from .hi_prims import Asked, TappedPrim
 from .one_pass import Pass, later_array, mark_replaced
 from .questions import Outcome
 from .rules import prim_rule
-from .session import Session
+from .session import Around
 from .tasks import Task
 
 
@@ -56,6 +56,8 @@ def inline(
     """
     eqn, frame, jaxpr = task.eqn, run.frame, compat.open_of(closed)
     inner = inner_frame(run, task, closed, within)
+    if compat.traced_for(run.trace) == "grad" and task.inlined and _does_no_more(eqn, closed):
+        inner.call = eqn
     results = run.session.reinterpret(inner, jaxpr, compat.consts_of(closed) + values, info)
     for var, atom in zip(eqn.outvars, jaxpr.outvars, strict=True):
         if type(atom) is compat.Literal:
@@ -67,6 +69,15 @@ def inline(
     mark_replaced(frame, eqn, inner)
     run.write(eqn.outvars, results)
     return inner
+
+
+def _does_no_more(eqn: Any, closed: Any) -> bool:
+    """Return whether a call is one equation of its operands, as that of ``jnp.add`` is."""
+    jaxpr = compat.open_of(closed)
+    if compat.consts_of(closed) or len(jaxpr.eqns) != 1 or eqn.primitive is not compat.jit_p:
+        return False
+    (inner,) = jaxpr.eqns
+    return inner.invars == jaxpr.invars and inner.outvars == jaxpr.outvars
 
 
 def inner_frame(
@@ -90,6 +101,9 @@ def enter(
 ) -> None:
     """Make an equation with the programs that it holds tapped."""
     eqn = task.eqn
+    if run.is_untapped(task) and _may_stay(run, eqn):
+        run.again(task, eqn, values, info)
+        return
     # JAX would keep it where it is differentiated or mapped, once for equal calls. Here calls are
     # not equal, if handlers act in them.
     is_inlined = task.inlined and compat.staging_trace(run.trace) is not None
@@ -101,9 +115,18 @@ def enter(
         new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
         emit(run, task, eqn, new, info)
         return
-    place, operands = run.place(task, within), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
+    new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
     emit(run, task, eqn, new, info)
+
+
+def _may_stay(run: Pass, eqn: Any) -> bool:
+    """Return whether a call in which no handler is asked is best made as it is.
+
+    Where JAX differentiates it: it keeps the derivative of a call, as ``Pass.called`` says.
+    """
+    if compat.traced_for(run.trace) != "grad" or eqn.primitive is not compat.jit_p:
+        return False
+    return not run.frame.proxies and run.session.tapping.tasks.only_asks(eqn.params["jaxpr"])
 
 
 def _returns_proxy(run: Pass, eqn: Any) -> bool:
@@ -124,16 +147,11 @@ def enter_marker(run: Pass, task: Task, values: list[Any], info: Any) -> None:
     if not run.session.tapping.tasks.wants(eqn.params["jaxpr"]):
         run.write(eqn.outvars, compat.rebind(eqn, values, info))
         return
-    place, operands = run.place(task), run.operands(eqn)
-    new = rebuild(run.session, place, eqn.primitive, eqn.params, values, operands)
-    again = Marker(
-        marker.owner,
-        marker.op_name,
-        marker.site,
-        run.session.tapping.rewrap(marker.function),
-        marker.packed,
-        marker.results,
-        marker.extra + len(new.values) - len(values),
+    new = rebuild(run.around(task), eqn.primitive, eqn.params, values)
+    again = dataclasses.replace(
+        marker,
+        function=run.session.tapping.rewrap(marker.function),
+        extra=marker.extra + len(new.values) - len(values),
     )
     name = MarkerName.of(again, new.params["jaxpr"])
     emit(run, task, eqn, new._replace(params={**new.params, "name": name}), info)
@@ -187,12 +205,7 @@ class Rebuilt(NamedTuple):
 
 
 def rebuild(
-    session: Session,
-    place: Place,
-    primitive: Any,
-    params: dict[str, Any],
-    values: Sequence[Any],
-    operands: Operands,
+    around: Around, primitive: Any, params: dict[str, Any], values: Sequence[Any]
 ) -> Rebuilt:
     """Return an equation with the programs that it holds tapped: ``primitive`` has a ``Holder``.
 
@@ -200,6 +213,7 @@ def rebuild(
         JaxtapError: a handler used a value from around a primitive that can't take more operands,
             or a Box that is not on the mesh of a ``shard_map``.
     """
+    session, _, operands = around
     holder = session.tapping.tasks.holder(primitive, params)
     assert holder is not None
     before = session.numbers.copy()  # from which a HiPrim's rules count, as its expansion does
@@ -218,7 +232,7 @@ def rebuild(
     returns = _returned_by_branches(bodies, proxies) if holder.results == "branches" else ()
     with holder.context(params):
         tapped = [
-            tap_body(session, place, body, operands, part, shared, holder.hoists, returns)
+            tap_body(around, body, part, shared, holder.hoists, returns)
             for body, part in zip(bodies, taken, strict=True)
         ]
     kept, results = None, ()
@@ -270,7 +284,7 @@ def rebuild(
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
         asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(session, place, operands, before, asked=asked)
+        rule = prim_rule(around, before, asked=asked)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:
@@ -305,19 +319,10 @@ def _returned_by_branches(
     bodies: Sequence[Body], proxies: Mapping[int, ArrayProxy]
 ) -> tuple[int, ...]:
     """Return the results that are views of operands with array proxies in all branches."""
-    found: set[int] | None = None
-    for body in bodies:
-        sources = enumerate(sources_of(body.jaxpr))
-        # Branches that return one operand as it is need no care: see ``forwarded``.
-        views = {
-            i
-            for i, one in sources
-            if one and all(k >= 0 and body.inputs[k] in proxies for k in one)
-        }
-        found = views if found is None else found & views
+    # Branches that return one operand as it is need no care: see ``forwarded``.
     columns = enumerate(zip(*(passed_by(body.jaxpr) for body in bodies), strict=True))
     same = {i for i, column in columns if column[0] is not None and len(set(column)) == 1}
-    return tuple(sorted((found or set()) - same))
+    return tuple(i for i in views_in_all(bodies, proxies) if i not in same)
 
 
 def _agreed(

@@ -88,11 +88,9 @@ class Operands(Inputs):
         linear: frozenset[int] = frozenset(),
     ):
         # These two now: a handler may attach more, and a value's proxy may be dropped.
-        notes = ((i, known.metadata_of(value)) for i, value in enumerate(values))
-        held = ((i, known.proxy(value)) for i, value in enumerate(values))
         super().__init__(
-            {i: note for i, note in notes if note},
-            {i: proxy for i, proxy in held if proxy is not None},
+            {i: note for i, value in enumerate(values) if (note := known.metadata_of(value))},
+            {i: held for i, value in enumerate(values) if (held := known.proxy(value)) is not None},
             linear,
         )
         self.avals = avals
@@ -172,9 +170,11 @@ class Frame:
         index: the step's number, while the frame is staged as the body of a loop.
         replaced: variables whose values come from a handler's result.
         from_handler: those of them that the program's own operation did not compute.
+        values: how its values are computed; None for a single operation.
         asked: the questions that handlers asked; see ``questions``. Of origins of inputs, with the
             answer.
         applied: in a HiPrim's rule, what handlers were asked about the HiPrim before, or None.
+        call: the call that its only equation does all of, where the call may be made instead.
     """
 
     def __init__(
@@ -216,9 +216,10 @@ class Frame:
         self.from_handler: set[Any] = set()
         self.asked: dict[Question, Any] = {}
         self.applied: Applied | None = None
-        self._values: Any = None
+        self.call: Any = None
+        self.values: Any = None
         if jaxpr is not None:
-            self._values = Dataflow(jaxpr, inputs.expression, consts, self.from_handler)
+            self.values = Dataflow(jaxpr, inputs.expression, consts, self.from_handler)
 
     def _and_around(self) -> Iterator[Frame]:
         """Yield this frame and those around it, innermost first."""
@@ -226,6 +227,17 @@ class Frame:
         while frame is not None:
             yield frame
             frame = frame._parent
+
+    def replace(self, variables: Sequence[Any], is_own: bool) -> None:
+        """Mark variables as those of a handler's results.
+
+        Args:
+            variables: the variables.
+            is_own: whether the program's own operation computed their values.
+        """
+        self.replaced.update(variables)
+        if not is_own:
+            self.from_handler.update(variables)
 
     def note(self, *question: Any) -> None:
         """Log a question, here and in the frames around."""
@@ -236,11 +248,11 @@ class Frame:
     @property
     def is_program(self) -> bool:
         """Whether this is the frame of the wrapped function itself."""
-        return self._parent is None and self._values is not None
+        return self._parent is None and self.values is not None
 
     def origin(self, atom: Any) -> Origin | None:
         """Return the origin of a variable or literal of the jaxpr."""
-        source = self._values.flow.source(atom, self.replaced)
+        source = self.values.flow.source(atom, self.replaced)
         if source is None:
             return None
         index, steps = source
@@ -260,7 +272,7 @@ class Frame:
 
     def expression(self, atom: Any) -> Expression:
         """Return how a variable or literal is computed."""
-        return self._values.expression(atom)
+        return self.values.expression(atom)
 
     def kind(self, atom: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
         """Return the kind of a variable or literal."""
@@ -273,7 +285,7 @@ class Frame:
         """Return whether a variable or literal is surely an activation."""
         if type(atom) is not compat.Literal and atom in self.proxies:
             return False  # most likely a parameter
-        return self._values.is_activation(atom, is_parameter)
+        return self.values.is_activation(atom, is_parameter)
 
     @property
     def has_linear(self) -> bool:
@@ -286,9 +298,9 @@ class Frame:
 
     def is_used_once(self, atom: Any) -> bool:
         """Return whether one equation uses a variable of the jaxpr, and nothing else."""
-        if type(atom) is compat.Literal or self._values is None:
+        if type(atom) is compat.Literal or self.values is None:
             return False
-        flow = self._values.flow
+        flow = self.values.flow
         # What uses an input is more than what is seen here.
         return atom in flow.makers and flow.uses.get(atom) == 1
 

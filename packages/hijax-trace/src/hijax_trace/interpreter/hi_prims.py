@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -244,12 +245,10 @@ class Applied(NamedTuple):
             return False
         own, prim = self.tapped.prim, eqn.params["_prim"]
         # Equal HiPrims may have operands of different types, but variables have one type each.
-        same = len(eqn.invars) == len(self.variables) and all(map(_is, eqn.invars, self.variables))
+        same = len(eqn.invars) == len(self.variables) and all(
+            map(operator.is_, eqn.invars, self.variables)
+        )
         return same and (prim is own or prim == own)
-
-
-def _is(one: Any, other: Any) -> bool:
-    return one is other
 
 
 def refuse() -> None:

@@ -59,24 +59,18 @@ Where = tuple[Any, Sequence[str], frozenset[str], bool]
 
 
 def where_of(stack: Any) -> Where:
-    """Return what a name stack tells of an equation."""
+    """Return what a name stack tells of an equation, and the stack without jaxtap's scopes."""
     if not len(stack):
         return stack, (), _NOTHING, False
-    scopes = compat.scopes_of(stack)
-    if any(name.startswith(OURS) for name in scopes):
-        return _cleaned(scopes, stack)
-    return stack, scopes, _NOTHING, False
-
-
-def _cleaned(names: Sequence[str], stack: Any) -> Where:
-    """Take jaxtap's scopes out of a name stack."""
-    settled, within, scopes = False, [], []
-    for name in names:
-        if name.startswith(SETTLED):
-            settled = True
-        elif name.startswith(WITHIN):
-            within.append(name.removeprefix(WITHIN))
-        elif not name.startswith(OURS):
+    settled, within, scopes, ours = False, [], [], set()
+    for name in compat.scopes_of(stack):
+        if not name.startswith(OURS):
             scopes.append(name)
-    ours = {name for name in names if name.startswith(OURS)}
+            continue
+        ours.add(name)
+        settled |= name.startswith(SETTLED)
+        if name.startswith(WITHIN):
+            within.append(name.removeprefix(WITHIN))
+    if not ours:
+        return stack, scopes, _NOTHING, False
     return compat.stack_without(stack, ours), scopes, frozenset(within), settled

@@ -34,10 +34,11 @@ def make(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
     held = [run.frame.proxy(atom) for atom in eqn.invars]
     if not any(held):
         return False
-    if task.inlined or _is_view(run, eqn, held):
+    is_held = [one is not None for one in held]
+    if task.inlined or (eqn.primitive is compat.jit_p and returned_views(eqn, is_held)):
         inline(run, task, eqn.params["jaxpr"], values, info)
         return True
-    if eqn.primitive is compat.cond_p and returned_views(eqn, [one is not None for one in held]):
+    if eqn.primitive is compat.cond_p and returned_views(eqn, is_held):
         enter(run, task, values, info)
         return True
     return follow_moves(run, task, values, info) or compute(run, task, values, info)
@@ -95,16 +96,9 @@ def compute(run: Pass, task: Task, values: list[Any], info: Any) -> bool:
         results = computed(frame, eqn, values, values)
     if results is None:
         return False
-    frame.replaced.update(eqn.outvars)
+    frame.replace(eqn.outvars, is_own=True)
     run.write(eqn.outvars, results)
     return True
-
-
-def _is_view(run: Pass, eqn: Any, held: Sequence[Any]) -> bool:
-    """Return whether an equation is a call that returns a proxied view."""
-    if eqn.primitive is not compat.jit_p:
-        return False
-    return bool(returned_views(eqn, [proxy is not None for proxy in held]))
 
 
 def restore(run: Pass, task: Task, values: list[Any], info: Any) -> None:

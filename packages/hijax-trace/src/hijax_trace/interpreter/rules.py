@@ -9,16 +9,14 @@ import jax
 
 from .. import compat
 from ..staging.packed import Packed, stage_packed
-from .frames import FromOperands, Operands, Place
+from .frames import FromOperands
 from .hi_prims import Applied, Asked, Rule, TappedPrim
 from .op_ids import Numbers
-from .session import Session
+from .session import Around
 
 
 def prim_rule(
-    session: Session,
-    place: Place,
-    operands: Operands,
+    around: Around,
     numbers: Numbers,
     is_later: bool = True,
     asked: Asked | None = None,
@@ -27,14 +25,14 @@ def prim_rule(
     """Return what calls a HiPrim's derivative rule, tapped.
 
     Args:
-        session: the call of the wrapped function.
-        place: where the HiPrim's application is.
-        operands: what is known of its operands.
+        around: what is around the HiPrim's application.
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
         asked: what came of asking handlers about its expansion, if that stands for it in rules.
         label: the label of its operations in op ids; "" for that of the place.
     """
+
+    session, place, operands = around
 
     def rule(
         fn: Callable[..., Any],

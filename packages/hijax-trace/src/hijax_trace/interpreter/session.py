@@ -6,7 +6,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
@@ -15,8 +15,9 @@ from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
-from .frames import Frame
+from .frames import Frame, Operands, Place
 from .hi_prims import Expansions
 from .op_ids import Key, Numbers
 from .questions import Keys, Memo
@@ -144,16 +145,14 @@ class Session:
             _, key, number = self.asked.pop(0)
             self.numbers[key] = max(self.numbers.get(key, 0), number + 1)
 
-    def move(self, starts: Sequence[int]) -> None:
-        """Follow the equations of the program, which was staged again with others.
-
-        Args:
-            starts: for each old equation, how many new ones are before its replacement.
-        """
+    def restaged(self, made: Restaged) -> tuple[Any, list[Any]]:
+        """Follow the equations of the program, which was staged again. Return it."""
+        starts = made.starts
         self.asked = [
             (starts[place] if place < len(starts) else sys.maxsize, key, number)
             for place, key, number in self.asked
         ]
+        return made.jaxpr, made.consts
 
     def counting(self, numbers: Numbers) -> Session:
         """Return a session with other numbers, for a derivative rule."""
@@ -166,3 +165,17 @@ class Session:
         """End the call."""
         self.finished = True
         self.made.clear()
+
+
+class Around(NamedTuple):
+    """What is around the programs that an equation holds.
+
+    Attributes:
+        session: the call of the wrapped function.
+        place: where the equation is.
+        operands: what is known of its operands.
+    """
+
+    session: Session
+    place: Place
+    operands: Operands

@@ -128,6 +128,19 @@ class Tasks:
         """Return whether a jaxpr, at any depth, has more than passed equations."""
         return self._plan(jaxpr)[1]
 
+    def only_asks(self, jaxpr: Any) -> bool:
+        """Return whether asking handlers is all that there is to do in a jaxpr, at any depth."""
+
+        def only_asks(task: Task) -> bool:
+            eqn = task.eqn
+            if task.stack is not eqn.source_info.name_stack or task.settled:
+                return False  # its scope is jaxtap's, and is left out
+            if task.do is Do.ENTER and eqn.primitive is compat.jit_p:
+                return self.only_asks(eqn.params["jaxpr"])
+            return task.do is Do.PASS or (task.do is Do.ASK and not compat.holds_jaxprs(eqn))
+
+        return all(map(only_asks, self.tasks(jaxpr)))
+
     def asked(self, primitive: Any, params: dict[str, Any], operands: int) -> Any:
         """Return name and handler of a targeted primitive; None for others."""
         found = self._primitives.get(primitive)

@@ -15,7 +15,7 @@ from ..dataflow.flow import Origin, dropped
 from ..dataflow.nodes import OTHER_TRACE, Part, Unknown
 from ..proxy.array_proxy import ArrayProxy, Lost
 from ..proxy.carrier import proxy_of
-from .frames import Inputs
+from .frames import Frame, Inputs
 from .questions import Metadata
 from .views import DIFFERENTIATED, moved_proxy
 
@@ -35,14 +35,11 @@ class Tracers:
 
     def __init__(self) -> None:
         self.base: Callable[[], Any] = _no_trace
-        self._variables: dict[Any, int] = {}
-        self._inputs: Inputs | None = None
+        self._frame: Frame | None = None
+        self._staged: _Staged | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
         self._held: Callable[[], Mapping[int, ArrayProxy]] = dict
         self._proxies: Mapping[int, ArrayProxy] | None = None
-        self._staged: tuple[_Staged, Dataflow] | None = None
-        self._replaced: set[Any] = set()  # as ``Frame.replaced`` and ``Frame.from_handler``
-        self._foreign: set[Any] = set()
 
     def begin(
         self,
@@ -59,18 +56,15 @@ class Tracers:
             inputs: what is known of them.
             proxies: returns the array proxies of inputs, by number. Few programs ask for them.
         """
-        self.base = weakref.ref(trace)
-        self._variables = {compat.producer(tracer)[0]: i for i, tracer in enumerate(tracers)}
-        self._inputs = inputs
-        self._held = proxies
-        staged = _Staged(trace, self._variables)
-        self._staged = staged, Dataflow(staged, inputs.expression, from_handler=self._foreign)
+        self.base, self._held = weakref.ref(trace), proxies
+        variables = [compat.producer(tracer)[0] for tracer in tracers]
+        self._staged = _Staged(trace, variables)
+        self._frame = Frame(self._staged, inputs, "")
 
     def end(self) -> None:
         """End the staging of the program."""
-        self.base, self._inputs = _no_trace, None
-        self._metadata, self._held, self._proxies, self._staged = {}, dict, None, None
-        self._replaced, self._foreign = set(), set()
+        self.base, self._frame, self._staged = _no_trace, None, None
+        self._metadata, self._held, self._proxies = {}, dict, None
 
     def attach(self, value: Any, metadata: Metadata) -> None:
         """Keep the metadata that a handler attached to a value."""
@@ -79,13 +73,11 @@ class Tracers:
     def replace(self, value: Any, is_own: bool = False) -> None:
         """Mark a value as a handler's result; ``is_own`` if the operation itself computed it."""
         *_, (value, _) = _layers(value)
-        if self._is_here(value):
+        if self._frame is not None and self._is_here(value):
             var, _ = compat.producer(value)
-            self._replaced.add(var)
+            self._frame.replace([var], is_own)
             if not is_own:
-                self._foreign.add(var)
-                assert self._staged is not None
-                self._staged[1].forget(var)  # a handler may return an operand
+                self._frame.values.forget(var)  # a handler may return an operand
 
     def metadata_of(self, value: Any) -> Metadata:
         """Return the metadata that handlers attached to a value."""
@@ -94,17 +86,9 @@ class Tracers:
     def origin(self, value: Any) -> Origin | None:
         """Return the origin of a value, or None; of a mapped one, in one example."""
         *outer, (inner, _) = _layers(value)
-        if not self._is_here(inner) or self._inputs is None:
-            return None
-        source = self._values().flow.source(compat.producer(inner)[0], self._replaced)
-        if source is None:
-            return None
-        index, steps = source
-        if (origin := self._inputs.origin(index)) is None:
-            return None
-        origin = origin.moved(*steps)
+        origin = self._known().origin(compat.producer(inner)[0]) if self._is_here(inner) else None
         for one, axis in reversed(outer):
-            if axis is not None:
+            if axis is not None and origin is not None:
                 origin = origin.moved(dropped(axis, one.ndim + 1))
         return origin
 
@@ -146,14 +130,14 @@ class Tracers:
             return constant(value)
         if not self._is_here(value):
             return Unknown(compat.typeof(value), OTHER_TRACE, None)
-        return self._values().expression(compat.producer(value)[0])
+        return self._known().expression(compat.producer(value)[0])
 
-    def _values(self) -> Dataflow:
-        """Return the values of the program, with those that were staged last."""
+    def _known(self) -> Frame:
+        """Return what is known of the program's values, with those that were staged last."""
+        assert self._frame is not None
         assert self._staged is not None
-        staged, values = self._staged
-        staged.grow(values)
-        return values
+        self._staged.grow(self._frame.values)
+        return self._frame
 
     def proxy(self, value: Any) -> ArrayProxy | None:
         """Return the array proxy of a value, mapped or not, or None."""
@@ -184,7 +168,7 @@ class Tracers:
         is_input = eqn is None and not isinstance(var, compat.Literal)
         if not is_input or self._proxies is None:
             return None
-        return self._proxies.get(self._variables.get(var, -1))
+        return self._proxies.get(self._known().values.flow.inputs.get(var, -1))
 
     def _is_here(self, value: Any) -> bool:
         base = self.base()

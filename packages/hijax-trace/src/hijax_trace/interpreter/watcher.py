@@ -84,18 +84,14 @@ class Watcher:
         # JAX transposes what is made of a tangent, so that a handler can't be asked early.
         if any(compat.unknown_ahead(leaf) or compat.is_tangent(leaf) for leaf in leaves):
             return NotImplemented
-        return self.early.call(handler, call, args, kwargs)
+        return self.early.call(handler, call, args, kwargs, leaves)
 
     def _stage(self, context: Hashable, call: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        return self.session.tapping.markers.stage(
-            context,
-            call.op_name,
-            call.site,
-            call.function,
-            self._kept(call),
-            args,
-            kwargs,
-        )
+        def body(*args: Any, **kwargs: Any) -> Any:
+            self.defer_inlining(compat.current_trace())
+            return call.let_run(*args, **kwargs)
+
+        return self.session.tapping.markers.stage(context, call, body, args, kwargs)
 
     def _staged(self, context: Hashable, call: Any, packed: Packed) -> Staged:
         """Stage a function's call as a separate jaxpr."""
@@ -114,18 +110,6 @@ class Watcher:
             if key is not None and not found.more:
                 self.session.tapping.mapped[key] = found
         return found
-
-    def _kept(self, call: Any) -> Callable[..., Any]:
-        def body(*args: Any, **kwargs: Any) -> Any:
-            self.defer_inlining(compat.current_trace())
-            return call.let_run(*args, **kwargs)
-
-        return body
-
-    @property
-    def stages(self) -> bool:
-        """Whether it asks no handler in traces of nested functions, but only stages them."""
-        return not self.session.tapping.by_path
 
     def defer_inlining(self, trace: Any) -> None:
         """Let a trace keep jitted calls that JAX would inline.
@@ -260,7 +244,8 @@ def _infer_shapes(original: Callable, args: tuple, kwargs: dict[str, Any]) -> An
 
 
 def _only_stages(observer: Observer) -> bool:
-    return isinstance(observer, Watcher) and observer.stages
+    """Return whether an observer asks no handler in traces of nested functions."""
+    return isinstance(observer, Watcher) and not observer.session.tapping.by_path
 
 
 PATCHES: tuple[Patch, ...] = (

@@ -19,7 +19,7 @@ from .front import leading
 from .move import Move, MoveError, Part, is_shared
 from .moves import MOVES, data_of, move
 from .shards import Shards, sliced
-from .updates import Update, axes_of, read_by, written
+from .updates import axes_of, read_by, written
 
 
 class OutsideError(JaxtapError, TypeError):
@@ -288,7 +288,7 @@ class ArrayProxy(_Operators, abc.ABC):
             raise MoveError(f"{primitive} with a value in another form")
         if primitive == "concatenate":
             return self.moved(primitive, params, filled)
-        how = Update(params, operands, [tuple(filled[i].shape) for i in data])
+        how = Move(primitive, params, operands, data, [tuple(filled[i].shape) for i in data])
         parts = [filled[i].parts() for i in data]
         found = {}
         for name, part in parts[0].items():
@@ -297,7 +297,7 @@ class ArrayProxy(_Operators, abc.ABC):
             if part.axes is not None or isinstance(part.value, ArrayProxy):
                 raise MoveError(f"{primitive} of {type(self).__name__}")
             leaves = zip(*(jax.tree.leaves(one[name].value) for one in parts), strict=True)
-            new = [written(primitive, how, column) for column in leaves]
+            new = [written(how, column) for column in leaves]
             found[name] = jax.tree.unflatten(jax.tree.structure(part.value), new)
         return [filled[data[0]].replace_parts(found)]
 
@@ -339,7 +339,7 @@ def _move(how: Move, parts: Sequence[Part]) -> Sequence[Any]:
     if first.axes is not None:
         how = leading(how, first.axes)
     leaves = [jax.tree.leaves(part.value) for part in parts]
-    moved = [move(how, column, first.is_whole, first.zero) for column in zip(*leaves, strict=True)]
+    moved = [move(how, column, first) for column in zip(*leaves, strict=True)]
     treedef = jax.tree.structure(first.value)
     return [jax.tree.unflatten(treedef, column) for column in zip(*moved, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Move: an equation that only moves elements, and the arrays of a proxy that it moves."""
+"""Move: an equation that moves or writes elements, and the arrays of a proxy that it moves."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MoveError(JaxtapError, ValueError):
 
 
 class Move(NamedTuple):
-    """One equation that only moves elements.
+    """One equation that moves elements, or writes them into an array.
 
     Attributes:
         primitive: the name of its primitive.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .move import Move, MoveError, Shape
+from .move import Move, MoveError, Part, Shape
 from .slices import dynamic_slice_rule, gather_rule, rest_of, slice_rule, split_rule, tile_of
 
 
@@ -75,14 +75,13 @@ def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
     return tuple(result)
 
 
-def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def move(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts as a primitive moves the arrays that they belong to.
 
     Args:
         how: the move.
         arrays: the same part of each operand that is moved.
-        is_whole: whether they have the array's size along every axis, and must keep it.
-        zero: the value of new elements for which the program has zeros.
+        part: says what kind of part they are.
 
     Returns:
         The part of each result.
@@ -92,7 +91,7 @@ def move(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
     """
     if any(axis in how.tiles for axis in rearranged(how)):
         raise MoveError(f"{how.primitive} along an axis whose last tile is shorter")
-    return _RULES[how.primitive](how, arrays, is_whole, zero)
+    return _RULES[how.primitive](how, arrays, part)
 
 
 def data_in(primitive: str, count: int, result: int = 0) -> Sequence[int]:
@@ -117,34 +116,30 @@ def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], b
     return [i for i in found if primitive != "select_n" or is_proxy(operands[i])]
 
 
-def _cast(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _cast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     return list(arrays)
 
 
-def _transpose(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def _transpose(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,) = arrays
     return [lax.transpose(x, (*how.params["permutation"], *rest_of(how, x)))]
 
 
-def _squeeze(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _squeeze(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     return [lax.squeeze(arrays[0], how.params["dimensions"])]
 
 
-def _rev(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _rev(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     # Reversing the elements reverses their tiles.
     return [lax.rev(arrays[0], how.params["dimensions"])]
 
 
-def _broadcast(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def _broadcast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,), places = arrays, [int(place) for place in how.params["broadcast_dimensions"]]
     full = how.params["shape"]
     # Copies of an element share its scale.
-    target = list(full) if is_whole else [1] * len(full)
-    if not is_whole:
+    target = list(full) if part.is_whole else [1] * len(full)
+    if not part.is_whole:
         for axis, place in enumerate(places):
             target[place] = x.shape[axis]
     rest = [x.shape[axis] for axis in rest_of(how, x)]
@@ -152,12 +147,12 @@ def _broadcast(
     return [lax.broadcast_in_dim(x, (*target, *rest), (*places, *ranks))]
 
 
-def _reshape(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _reshape(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,), old, new = arrays, how.shape, tuple(how.params["new_sizes"])
     if how.params.get("dimensions") is not None:
         raise MoveError("reshape with its argument dimensions")
     rest = [x.shape[axis] for axis in rest_of(how, x)]
-    if is_whole:
+    if part.is_whole:
         return [lax.reshape(x, (*new, *rest))]
     # Axes with a shorter tile stay as they are; what is between them is regrouped.
     groups: list[int] = []
@@ -172,19 +167,17 @@ def _reshape(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) 
     return [lax.reshape(x, (*groups, *rest))]
 
 
-def _unstack(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _unstack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,), axis = arrays, how.params["axis"]
     tile = tile_of(how, x, axis)
     return [lax.index_in_dim(x, i // tile, axis, keepdims=False) for i in range(how.shape[axis])]
 
 
-def _concatenate(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def _concatenate(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     return [_joined(how, arrays, how.params["dimension"], how.shapes)]
 
 
-def _stack(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _stack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     axis = how.params["axis"]
     shapes = [(*shape[:axis], 1, *shape[axis:]) for shape in how.shapes]
     return [_joined(how, [lax.expand_dims(x, [axis]) for x in arrays], axis, shapes)]
@@ -215,7 +208,7 @@ def _joined(
     return lax.concatenate(same, axis)
 
 
-def _pad(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _pad(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,) = arrays
     if not is_zero(how.operands[1]):
         raise MoveError("pad with a value that isn't known to be zero")
@@ -223,7 +216,7 @@ def _pad(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
     for axis, sizes in enumerate(how.params["padding_config"]):
         low, high, inner = map(int, sizes)
         groups, tile = x.shape[axis], tile_of(how, x, axis)
-        if not is_whole and groups == 1:
+        if not part.is_whole and groups == 1:
             low = high = inner = 0
         elif tile > 1:
             if inner or low % tile or high % tile:
@@ -231,7 +224,7 @@ def _pad(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> l
             low, high = low // tile, high // tile
         config.append((low, high, inner))
     config += [(0, 0, 0)] * len(rest_of(how, x))
-    return [lax.pad(x, jnp.asarray(zero, x.dtype), config)]
+    return [lax.pad(x, jnp.asarray(part.zero, x.dtype), config)]
 
 
 def narrowed(mask: Any, uniform: Set[int]) -> Any:
@@ -242,11 +235,11 @@ def narrowed(mask: Any, uniform: Set[int]) -> Any:
     return mask if list(mask.shape) == sizes else lax.slice(mask, [0] * len(sizes), sizes)
 
 
-def _select(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _select(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     which, *cases = how.operands
     if not all(is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data):
         raise MoveError("select_n of a weight and something that is neither a weight nor zero")
-    if len(arrays) == 1 and not is_whole:
+    if len(arrays) == 1 and not part.is_whole:
         return [arrays[0]]
     rank, rest = len(how.shape), rest_of(how, arrays[0])
     mask = jnp.reshape(which, (1,) * rank) if np.ndim(which) == 0 else which
@@ -260,7 +253,7 @@ def _select(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -
     wide = {i: _spread(how, x, sizes) for i, x in zip(how.data, arrays, strict=True)}
     full = (*sizes, *(arrays[0].shape[axis] for axis in rest))
     mask = lax.broadcast_in_dim(mask, full, range(rank))
-    zeros = jnp.full(full, zero, arrays[0].dtype)
+    zeros = jnp.full(full, part.zero, arrays[0].dtype)
     return [lax.select_n(mask, *(wide.get(i, zeros) for i in range(1, len(cases) + 1)))]
 
 
@@ -284,16 +277,16 @@ def is_zero(value: Any) -> bool:
     return not isinstance(value, jax.core.Tracer) and not np.any(np.asarray(value))
 
 
-def _repeat(how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any) -> list[jax.Array]:
+def _repeat(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,) = arrays
     reps = [
-        1 if not is_whole and x.shape[axis] == 1 else int(count)
+        1 if not part.is_whole and x.shape[axis] == 1 else int(count)
         for axis, count in enumerate(how.params["reps"])
     ]
     return [jnp.tile(x, (*reps, *([1] * len(rest_of(how, x)))))]
 
 
-Rule = Callable[[Move, Sequence[jax.Array], bool, Any], list[jax.Array]]
+Rule = Callable[[Move, Sequence[jax.Array], Part], list[jax.Array]]
 
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .move import Move, MoveError, numbers_of
+from .move import Move, MoveError, Part, numbers_of
 
 
 def rest_of(how: Move, x: jax.Array) -> range:
@@ -24,9 +24,7 @@ def tile_of(how: Move, x: jax.Array, axis: int) -> int:
     return how.tiles.get(axis, 0) if axis in how.tiles and 1 < groups < size else size // groups
 
 
-def slice_rule(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def slice_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts by ``slice``; see ``moves.move``."""
     params, ndim = how.params, len(how.shape)
     strides = params["strides"] or (1,) * ndim
@@ -59,9 +57,7 @@ def _bounds(
     )
 
 
-def dynamic_slice_rule(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def dynamic_slice_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts by ``dynamic_slice``; see ``moves.move``."""
     (x,), starts, sizes = arrays, [], []
     for axis, (start, size) in enumerate(
@@ -97,9 +93,7 @@ def _window(how: Move, x: jax.Array, axis: int, start: Any, size: int) -> tuple[
     )
 
 
-def gather_rule(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def gather_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts by ``gather``; see ``moves.move``."""
     (x,), params, indices = arrays, how.params, jnp.asarray(how.operands[1])
     numbers = numbers_of(how)
@@ -127,7 +121,7 @@ def gather_rule(
     starts = jnp.stack(columns, -1) if columns else indices
     numbers = numbers._replace(offset_dims=offsets)
     found = lax.gather(x, starts, numbers, (*sizes, *rest), mode="clip")
-    return [_filled(how, found, indices, offsets, is_whole)]
+    return [_filled(how, found, indices, offsets, part.is_whole)]
 
 
 def _spread(how: Move, x: jax.Array, axis: int) -> jax.Array:
@@ -160,9 +154,7 @@ def _filled(
     return jnp.where(mask, found, jnp.asarray(jnp.nan, found.dtype))
 
 
-def split_rule(
-    how: Move, arrays: Sequence[jax.Array], is_whole: bool, zero: Any
-) -> list[jax.Array]:
+def split_rule(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts by ``split``; see ``moves.move``."""
     axis, start, found = how.params["axis"], 0, []
     for size in how.params["sizes"]:

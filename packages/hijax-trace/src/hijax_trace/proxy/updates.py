@@ -7,43 +7,29 @@ written in the same way. A scale that several elements share can only be replace
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from .. import compat
-from .move import MoveError, Shape
+from .move import Move, MoveError
 from .moves import data_in
 
 
-class Update(NamedTuple):
-    """One equation that writes elements.
-
-    Attributes:
-        params: the parameters of its primitive.
-        operands: its operands.
-        shapes: the shapes of the arrays that it reads elements from, the updated one first.
-    """
-
-    params: Mapping[str, Any]
-    operands: Sequence[Any]
-    shapes: Sequence[Shape]
-
-
-def written(primitive: str, how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+def written(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     """Return one part of the result of a primitive that writes elements.
 
     Args:
-        primitive: its name, one of ``UPDATES``.
-        how: the equation.
-        parts: the same part of each array that elements are read from.
+        how: the equation, of one of ``UPDATES``. ``data`` are the arrays that it reads elements
+            from, the updated one first.
+        parts: the same part of each of these.
 
     Raises:
         MoveError: only some of the elements that share a scale are written.
     """
-    return _RULES[primitive](how, parts)
+    return _RULES[how.primitive](how, parts)
 
 
 def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) -> list[int | None]:
@@ -74,44 +60,44 @@ def _window(numbers: lax.ScatterDimensionNumbers) -> dict[int, int]:
     return dict(zip(kept, places, strict=True))
 
 
-def _coarse(how: Update, part: jax.Array) -> list[int]:
+def _coarse(how: Move, part: jax.Array) -> list[int]:
     """Return the axes along which elements share a scale of a part."""
     full = how.shapes[0]
     return [axis for axis, size in enumerate(full) if part.shape[axis] != size]
 
 
-def _check_whole(primitive: str, how: Update, part: jax.Array, window: Sequence[int]) -> None:
+def _check_whole(how: Move, part: jax.Array, window: Sequence[int]) -> None:
     """Raise MoveError unless a window covers axes that share scales."""
     full = how.shapes[0]
     for axis in _coarse(how, part):
         if window[axis] != full[axis]:
             raise MoveError(
-                f"{primitive} writes {window[axis]} of {full[axis]} elements of axis {axis}, "
+                f"{how.primitive} writes {window[axis]} of {full[axis]} elements of axis {axis}, "
                 "which share scales"
             )
 
 
-def _dynamic_update_slice(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+def _dynamic_update_slice(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     x, new = parts
-    _check_whole("dynamic_update_slice", how, x, how.shapes[1])
+    _check_whole(how, x, how.shapes[1])
     # The starts are right for scales, too: XLA clips a start to 0 where all of an axis is written.
     starts = how.operands[2:]
     # The primitive clips a negative start to 0, where the function would wrap it.
     return lax.dynamic_update_slice(x, new.astype(x.dtype), starts, allow_negative_indices=False)
 
 
-def _scatter(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+def _scatter(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     (x, new), params = parts, how.params
     numbers, window = params["dimension_numbers"], [1] * x.ndim
     for axis, place in _window(numbers).items():
         window[axis] = how.shapes[1][place]
-    _check_whole("scatter", how, x, window)
+    _check_whole(how, x, window)
     names = ("indices_are_sorted", "unique_indices", "mode")
     options = {name: params[name] for name in names}
     return lax.scatter(x, how.operands[1], new.astype(x.dtype), numbers, **options)
 
 
-def _select(how: Update, parts: Sequence[jax.Array]) -> jax.Array:
+def _select(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     which = how.operands[0]
     coarse = _coarse(how, parts[0]) if jnp.ndim(which) else []
     for axis in coarse:
@@ -148,7 +134,7 @@ def _is_constant_along(mask: Any, axis: int) -> bool:
     return len(shape) <= axis or shape[axis] == 1
 
 
-_RULES: dict[str, Callable[[Update, Sequence[jax.Array]], jax.Array]] = {
+_RULES: dict[str, Callable[[Move, Sequence[jax.Array]], jax.Array]] = {
     "dynamic_update_slice": _dynamic_update_slice,
     "scatter": _scatter,
     "select_n": _select,

@@ -18,63 +18,46 @@ Call = Callable[[list[Any]], list[Any]]
 """A linear function of a list of values. It is a pytree of residuals."""
 
 
-def pushed(linear: Callable[..., list[Any]]) -> Call:
-    """Return the function of ``jax.linearize`` as one of a list of tangents."""
-    return Partial(_pushed, linear)
-
-
 def _pushed(linear: Callable[..., list[Any]], tangents: list[Any]) -> list[Any]:
+    """Call the function of ``jax.linearize`` with a list of tangents."""
     return linear(*tangents)
 
 
-def pulled(pullback: Callable[[list[Any]], Any]) -> Call:
-    """Return ``jax.vjp``'s function as one that returns a list."""
-    return Partial(_pulled, pullback)
-
-
 def _pulled(pullback: Callable[[list[Any]], Any], cotangents: list[Any]) -> list[Any]:
+    """Call the function of ``jax.vjp``, and return a list."""
     return list(pullback(cotangents))
-
-
-def summed(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
-    """Return the function of all tangents from two, each of the tangents at its ``places``."""
-    return Partial(functools.partial(_summed, places), first, second)
 
 
 def _summed(
     places: Sequence[Sequence[int]], first: Call, second: Call, tangents: list[Any]
 ) -> list[Any]:
+    """Add the results of two functions, each of the tangents at its ``places``."""
     some = [[tangents[i] for i in part] for part in places]
     return [a + b for a, b in zip(first(some[0]), second(some[1]), strict=True)]
-
-
-def merged(first: Call, second: Call, places: Sequence[Sequence[int]]) -> Call:
-    """Return the function with all results from two, each with the results at its ``places``."""
-    return Partial(functools.partial(_merged, places), first, second)
 
 
 def _merged(
     places: Sequence[Sequence[int]], first: Call, second: Call, cotangents: list[Any]
 ) -> list[Any]:
+    """Return all results from two functions, each with the results at its ``places``."""
     found = dict(zip(places[0], first(cotangents), strict=True))
     found.update(zip(places[1], second(cotangents), strict=True))
     return [found[i] for i in range(len(found))]
 
 
-def mapped_call(
-    call: Call, axis: Any, axes: Callable[[Any], list[Any]], ins: list[Any], outs: list[Any]
-) -> Call:
+def mapped_call(call: Call, axis: Any, axes: Any, ins: list[Any], outs: list[Any]) -> Call:
     """Return the linear function of all examples of a ``vmap``.
 
     Args:
         call: the linear function of one example, with the residuals of all.
         axis: the axis, as JAX has it.
-        axes: returns the mapped axis of each residual, or None, from their treedef.
+        axes: the mapped axis of each residual, or None, as a pytree; None if none is mapped.
         ins: the mapped axis of each argument, or None.
         outs: the same of each result.
     """
     held, treedef = jax.tree.flatten(call)
-    return Partial(functools.partial(_over_all, axis, treedef, axes(treedef), ins, outs), held)
+    axes = [None] * len(held) if axes is None else treedef.flatten_up_to(axes)
+    return Partial(functools.partial(_over_all, axis, treedef, axes, ins, outs), held)
 
 
 def _over_all(
@@ -167,7 +150,8 @@ class Function:
 
     def differentiated(self, nonzero: Sequence[int]) -> list[int]:
         """Return the results that may have tangents, by the arguments that have."""
-        return [i for i, aval in enumerate(self.out_avals) if _is_inexact(aval)]
+        avals = enumerate(self.out_avals)
+        return [i for i, aval in avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
 
     def tangent(self, nonzero: Sequence[int]) -> Tangent:
         """Return its derivative along some of its arguments."""
@@ -281,9 +265,9 @@ class Batched(Function):
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
         """Return the results of ``base``, and the linear function of what follows."""
         count, (axis, ins, outs) = len(values), self._level
+        found = None
         if not _maps(ins[:count]):
             results, call = self._inner.split(run, values, proxies)
-            axes_of = lambda treedef: [None] * treedef.num_leaves  # noqa: E731
         else:
             leaves, mapped_axes, inside = _stepped(self._level, proxies)
 
@@ -293,8 +277,7 @@ class Batched(Function):
             given = (list(ins[:count]), mapped_axes)
             mapped = compat.vmap_rule(axis, one, given, (self._base_axes or 0, compat.INFERRED))
             (results, call), (_, found) = mapped(list(values), leaves)
-            axes_of = lambda treedef: treedef.flatten_up_to(found)  # noqa: E731
-        return results, mapped_call(call, axis, axes_of, list(ins[count:]), list(outs))
+        return results, mapped_call(call, axis, found, list(ins[count:]), list(outs))
 
     def __repr__(self) -> str:
         return f"Batched({self._inner!r}, {self._level.axis.size}, {self._level.ins})"
@@ -376,18 +359,18 @@ class Tangent(Derivative):
 
     def __init__(self, inner: Function, nonzero: Sequence[int]):
         results = inner.differentiated(nonzero)
-        tangents = [compat.tangent_type(inner.in_avals[i]) for i in nonzero]
-        outs = [compat.tangent_type(inner.out_avals[i]) for i in results]
+        tangents = [inner.in_avals[i].to_tangent_aval() for i in nonzero]
+        outs = [inner.out_avals[i].to_tangent_aval() for i in results]
         super().__init__(inner, nonzero, results, tangents, outs)
 
     def _derived(
         self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
     ) -> tuple[list[Any], Call]:
         _, linear, results = jax.linearize(fn, *given, has_aux=True)
-        return results, pushed(linear)
+        return results, Partial(_pushed, linear)
 
     def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
-        return summed(first, second, places)
+        return Partial(functools.partial(_summed, places), first, second)
 
     def transposed(self, linear: Sequence[int], given: Sequence[int]) -> Function:
         """Return its transpose; by all tangents, that is the ``Cotangent``."""
@@ -408,18 +391,18 @@ class Cotangent(Derivative):
 
     def __init__(self, tangent: Tangent, given: Sequence[int]):
         inner, results = tangent.inner, [tangent.results[i] for i in given]
-        cotangents = [compat.cotangent_type(inner.out_avals[i]) for i in results]
-        outs = [compat.cotangent_type(inner.in_avals[i]) for i in tangent.nonzero]
+        cotangents = [inner.out_avals[i].to_ct_aval() for i in results]
+        outs = [inner.in_avals[i].to_ct_aval() for i in tangent.nonzero]
         super().__init__(inner, tangent.nonzero, results, cotangents, outs)
 
     def _derived(
         self, fn: Callable[..., tuple[list[Any], list[Any]]], given: Sequence[Any]
     ) -> tuple[list[Any], Call]:
         _, pullback, results = jax.vjp(fn, *given, has_aux=True)
-        return results, pulled(pullback)
+        return results, Partial(_pulled, pullback)
 
     def _joined(self, first: Call, second: Call, *places: Sequence[int]) -> Call:
-        return merged(first, second, places)
+        return Partial(functools.partial(_merged, places), first, second)
 
 
 class Transposed(Function):
@@ -432,8 +415,8 @@ class Transposed(Function):
 
     def __init__(self, inner: Function, linear: Sequence[int], given: Sequence[int]):
         known = [i for i in range(len(inner.in_avals)) if i not in linear]
-        cotangents = [compat.cotangent_type(inner.out_avals[i]) for i in given]
-        outs = [compat.cotangent_type(inner.in_avals[i]) for i in linear]
+        cotangents = [inner.out_avals[i].to_ct_aval() for i in given]
+        outs = [inner.in_avals[i].to_ct_aval() for i in linear]
         super().__init__([*(inner.in_avals[i] for i in known), *cotangents], outs)
         self._inner, self._known, self.first_linear = inner, known, len(known)
         self._linear, self._given = tuple(linear), tuple(given)
@@ -509,7 +492,3 @@ def _stepped(
 
 def _maps(axes: Sequence[int | None]) -> bool:
     return any(axis is not None for axis in axes)
-
-
-def _is_inexact(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)

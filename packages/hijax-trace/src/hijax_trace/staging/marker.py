@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from interception_core import OpCall, TargetError
+from interception_core.engine_api import TappedCall
 
 from .. import compat
 from .packed import NUMBERS, NUMPY, Packed, stage_packed
@@ -98,9 +99,7 @@ class Markers:
     def stage(
         self,
         context: Hashable,
-        op_name: str,
-        site: Any,
-        function: Callable[..., Any],
+        call: TappedCall,
         body: Callable[..., Any],
         args: tuple,
         kwargs: dict[str, Any],
@@ -109,19 +108,17 @@ class Markers:
 
         Args:
             context: JAX's configuration where it is called, the scope there included.
-            op_name: the last part of the target's name.
-            site: the target.
-            function: the function; see ``Marker``.
+            call: the call.
             body: what is staged: called with the arguments, it does what the function does.
             args: the positional arguments.
             kwargs: the keyword arguments.
         """
-        packed = Packed((args, kwargs), ())
+        packed, site = Packed((args, kwargs), ()), call.site
         values, key = packed.arrays, key_of(site, site.subject, packed)
         known, consts, more = None if key is None else self._known.get(key), (), ()
         if known is None:
             avals = tuple(map(compat.typeof, values))
-            known, consts, more = self._make(op_name, site, function, body, packed, avals)
+            known, consts, more = self._make(call, body, packed, avals)
         is_kept = key is not None and not consts
         if is_kept:
             self._known[key] = known
@@ -138,22 +135,17 @@ class Markers:
         return marker.results.build(results)
 
     def _make(
-        self,
-        op_name: str,
-        site: Any,
-        function: Callable[..., Any],
-        body: Callable[..., Any],
-        packed: Packed,
-        avals: Sequence[Any],
+        self, call: TappedCall, body: Callable[..., Any], packed: Packed, avals: Sequence[Any]
     ) -> tuple[tuple[Marker, Any], list[Any], list[Any]]:
         def run(arrays: Sequence[Any]) -> Any:
             args, kwargs = packed.build(arrays)
             return body(*args, **kwargs)
 
-        jaxpr, consts, results = stage_packed(op_name, run, avals)
+        jaxpr, consts, results = stage_packed(call.op_name, run, avals)
         jaxpr, more = hoisted(jaxpr, consts)
         packed.forget()
-        marker = Marker(self._owner, op_name, site, function, packed, results, len(more))
+        what = call.op_name, call.site, call.function
+        marker = Marker(self._owner, *what, packed, results, len(more))
         return (marker, jaxpr), consts, more
 
 
@@ -188,13 +180,10 @@ def _is_pure(subject: Any, packed: Packed) -> bool:
     They do if JAX defines or jits the function and no argument is a function. Other functions may
     depend on what they close over or are bound to.
     """
-    if not isinstance(subject, compat.PjitFunction) and not _is_jaxs(subject):
+    module = getattr(subject, "__globals__", {}).get("__name__", "")
+    if not isinstance(subject, compat.PjitFunction) and module.split(".")[0] != "jax":
         return False
     return not any(callable(leaf) and not isinstance(leaf, type) for leaf in packed.rest)
-
-
-def _is_jaxs(subject: Any) -> bool:
-    return getattr(subject, "__globals__", {}).get("__name__", "").split(".")[0] == "jax"
 
 
 def hoisted(
@@ -215,7 +204,7 @@ def hoisted(
     if plain and not always:
         return compat.with_consts(jaxpr, consts), []
     jaxpr = compat.consts_as_args(jaxpr)
-    return (jaxpr if is_open else compat.like_closed(jaxpr)), list(consts)
+    return (jaxpr if is_open else compat.as_closed(jaxpr)), list(consts)
 
 
 _LEAF = jax.tree.structure(0)

@@ -155,11 +155,9 @@ def _is_object(node: Any) -> bool:
 def _is_object_type(kind: type) -> bool:
     if issubclass(kind, tuple | list | dict | jax.Array):
         return False
-    return not (dataclasses.is_dataclass(kind) and _is_frozen(kind))
-
-
-def _is_frozen(kind: type) -> bool:
-    return kind.__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
+    if not dataclasses.is_dataclass(kind):
+        return True
+    return not kind.__dataclass_params__.frozen  # pyrefly: ignore[missing-attribute]
 
 
 _CONSTANTS = (

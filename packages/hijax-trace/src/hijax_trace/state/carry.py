@@ -18,7 +18,7 @@ from ..staging.deferred import defer, staged
 from ..staging.functions import Function
 from ..staging.marker import marker_of
 from . import loops
-from .restage import Restaged, Restaging, stage_restoring
+from .restage import Restaged, Restaging, as_array
 
 
 def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]]) -> Restaged:
@@ -44,7 +44,7 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
         results = carrying.run(jaxpr, [*consts, *values])
         for i, (value, var) in enumerate(zip(results, jaxpr.outvars, strict=True)):
             if is_proxy(value) and form_of(value) not in forms:
-                results[i] = stage_restoring(value, var.aval)
+                results[i] = as_array(value, var.aval)
         leaves, treedef = jax.tree.flatten(results)
         return leaves
 
@@ -58,7 +58,7 @@ class Carrying(Restaging):
 
     def array(self, value: Any, aval: Any) -> Any:
         """Return a value, or the array that a proxy stands for."""
-        return stage_restoring(value, aval) if is_proxy(value) else value
+        return as_array(value, aval)
 
     def results(self, eqn: Any, operands: list[Any], info: Any) -> Sequence[Any] | None:
         """Return an equation's results on proxies; None if it needs arrays."""
@@ -164,7 +164,7 @@ def _moved(eqn: Any, operands: list[Any]) -> Sequence[Any] | None:
 
 def _called(eqn: Any) -> Any:
     """Return the program of a function's call; None for other equations."""
-    told = told_by(eqn.primitive, eqn.params, len(eqn.invars), len(eqn.outvars))
+    told = told_by(eqn)
     if told is None or eqn.primitive is compat.deferred_p:
         return None
     body, *others = told[0]

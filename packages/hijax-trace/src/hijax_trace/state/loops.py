@@ -13,8 +13,9 @@ import jax
 from jax import lax
 
 from .. import compat
+from ..dataflow.holders import HOLDERS, programs_in
 from ..proxy.array_proxy import Lost, form_of, is_proxy
-from .restage import stage_restoring
+from .restage import as_array
 
 Run = Callable[[Any, Sequence[Any]], list[Any]]
 """Runs an open jaxpr on values, proxies among them."""
@@ -36,17 +37,10 @@ def labelled(results: Sequence[Any], eqn: Any) -> list[Any]:
     staged = (leaf for leaf in jax.tree.leaves(list(results)) if compat.is_staged(leaf))
     made = next((compat.producer(leaf)[1] for leaf in staged), None)
     if made is not None and made.primitive is eqn.primitive:
-        for name in ("jaxpr", "cond_jaxpr", "body_jaxpr"):
-            if name in eqn.params:
-                made.params[name] = compat.labelled(made.params[name], eqn.params[name])
-        if "branches" in eqn.params:
-            pairs = zip(made.params["branches"], eqn.params["branches"], strict=True)
-            made.params["branches"] = tuple(compat.labelled(*pair) for pair in pairs)
+        again = list(map(compat.labelled, programs_in(made), programs_in(eqn)))
+        rebuild = HOLDERS[eqn.primitive].rebuild
+        made.params.update(rebuild(made.params, again, [0] * len(again)))
     return list(results)
-
-
-def _as_array(value: Any, atom: Any) -> Any:
-    return stage_restoring(value, atom.aval) if is_proxy(value) else value
 
 
 def _settled(
@@ -79,7 +73,7 @@ def _settled(
             return carry
         for i in changed:
             carry[i].on_dropped(f"{loop} carries {_made_by(compat.open_of(body), i)}")
-            carry[i] = stage_restoring(carry[i], atoms[i].aval)
+            carry[i] = as_array(carry[i], atoms[i].aval)
 
 
 def _made_by(jaxpr: Any, index: int) -> str:
@@ -93,7 +87,7 @@ def _made_by(jaxpr: Any, index: int) -> str:
 def _fitted(results: Sequence[Any], carry: Sequence[Any], atoms: Sequence[Any]) -> list[Any]:
     """Return a step's carry with arrays wherever the loop's carry has arrays."""
     pairs = zip(results, carry, atoms, strict=True)
-    return [x if is_proxy(before) else _as_array(x, atom) for x, before, atom in pairs]
+    return [x if is_proxy(before) else as_array(x, atom.aval) for x, before, atom in pairs]
 
 
 def scan_options(params: dict[str, Any]) -> dict[str, Any]:
@@ -110,7 +104,7 @@ def _scan(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
     for i, x in enumerate(xs):
         if is_proxy(x) and isinstance(lost := x.step(0), Lost):
             x.on_dropped(lost.why)
-            xs[i] = stage_restoring(x, eqn.invars[stepped + i].aval)
+            xs[i] = as_array(x, eqn.invars[stepped + i].aval)
     outs = compat.open_of(params["jaxpr"]).outvars[:count]
     steps = jax.tree.map(lambda leaf: compat.step_type(compat.typeof(leaf)), xs)
 
@@ -167,7 +161,7 @@ def _cond(run: Run, eqn: Any, operands: list[Any]) -> list[Any]:
 
         def fn(*values: Any) -> list[Any]:
             columns = zip(call(values), agree, atoms, strict=True)
-            return [x if is_one else _as_array(x, atom) for x, is_one, atom in columns]
+            return [x if is_one else as_array(x, atom.aval) for x, is_one, atom in columns]
 
         return fn
 
@@ -182,7 +176,7 @@ def _shard_map(run: Run, eqn: Any, operands: list[Any]) -> list[Any] | None:
         if is_proxy(x) and any(len({leaf.shape[axis] for leaf in jax.tree.leaves(x)}) > 1
                                for axis in axes):  # fmt: skip
             x.on_dropped("shard_map cuts it where elements share scales")
-            operands[i] = stage_restoring(x, eqn.invars[i].aval)
+            operands[i] = as_array(x, eqn.invars[i].aval)
 
     def body(*values: Any) -> list[Any]:
         return call(values)

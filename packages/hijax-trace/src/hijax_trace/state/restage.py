@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .. import compat
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import ArrayProxy, is_proxy
 from ..staging.deferred import staged
 from ..staging.functions import Program
 
@@ -113,14 +113,16 @@ class Restoring(Program):
         return jax.tree.unflatten(self._treedef, values)
 
 
-def stage_restoring(proxy: ArrayProxy, aval: Any) -> Any:
-    """Stage the restoring of a proxy. Return the array.
+def as_array(value: Any, aval: Any) -> Any:
+    """Return a value; for a proxy, stage the restoring of its array.
 
     Args:
-        proxy: a proxy of tracers of the trace that is being staged.
+        value: a value, or a proxy of tracers of the trace that is being staged.
         aval: the type of the array.
     """
-    leaves, treedef = jax.tree.flatten(proxy)
+    if not is_proxy(value):
+        return value
+    leaves, treedef = jax.tree.flatten(value)
 
     def restored(*leaves: Any) -> list[Any]:
         return [jax.tree.unflatten(treedef, leaves).restore().astype(aval.dtype)]

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from .. import compat
+from ..dataflow.holders import programs_in
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging
@@ -171,9 +172,7 @@ def _holds_in(eqn: Any) -> bool:
         return False
     if _pairs(eqn):
         return True
-    names = ("jaxpr", "cond_jaxpr", "body_jaxpr")
-    bodies = [eqn.params[name] for name in names if name in eqn.params]
-    return any(map(_holds, (*bodies, *eqn.params.get("branches", ()))))
+    return any(map(_holds, programs_in(eqn)))
 
 
 def _called(eqn: Any) -> Any:

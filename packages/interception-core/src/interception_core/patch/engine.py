@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
+from .._compat import hides_frames
+from ..engine import check_wrapped
 from ..errors import TargetError
-from ..frames import hides_frames
 from ..interceptor import PRIMITIVE_PREFIX, Interceptor
 from .context import CONTEXT
 from .coroutines import run_in, wraps_as
@@ -53,17 +54,7 @@ class PatchEngine:
             TargetError: at once, for wrong types and for primitives without ``disable_jit``. At
                 the call, for a target that is unknown, can't be tapped or is named twice.
         """
-        if not callable(fn):
-            raise TargetError(
-                f"PatchEngine.wrap's first argument must be a callable, got {fn!r}. Pass the "
-                "function to tap."
-            )
-        if not isinstance(interceptor, Interceptor):
-            raise TargetError(
-                "PatchEngine.wrap's second argument must be an Interceptor, got "
-                f"{type(interceptor).__name__}. Build one with "
-                "Interceptor({'jax.numpy.dot': handler})."
-            )
+        check_wrapped(self, fn, interceptor)
         primitives = [target for target in interceptor if target.startswith(PRIMITIVE_PREFIX)]
         if primitives and not self.disable_jit:
             raise TargetError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Protocol
 
 import jax
@@ -59,6 +60,7 @@ class Observer(Protocol):
         """
 
 
+@dataclass(slots=True, eq=False)
 class Activation:
     """One run of a wrapped function: its taps, counters and inputs.
 
@@ -66,50 +68,28 @@ class Activation:
     when the run ends, and traces are held weakly.
     """
 
-    __slots__ = (
-        "_base",
-        "_counts",
-        "_nested",
-        "_origins",
-        "disable_jit",
-        "inputs",
-        "interceptor",
-        "key",
-        "metadata",
-        "observer",
-        "on_call",
-        "patches",
-        "resolve_path",
-        "table",
-    )
+    interceptor: Interceptor
+    table: Mapping[Site, tuple[str, Handler]]
+    patches: PatchSet
+    disable_jit: bool
+    inputs: tuple[tuple, dict] | None
+    observer: Observer | None = None
+    shared_key: InitVar[Hashable] = None
+    on_call: Callable[..., Any] | None = None
+    key: Hashable = field(init=False)
+    resolve_path: Callable[[str], Hashable] = field(init=False)
+    # By id. The value is kept with its metadata, so that its id isn't given to another one.
+    metadata: dict[int, tuple[Any, Mapping[str, Any]]] = field(default_factory=dict, init=False)
+    _origins: dict[int, str] | None = field(default=None, init=False)
+    _base: weakref.ref[Any] | None = field(default=None, init=False)
+    _counts: Counts = field(default_factory=dict, init=False)
+    _nested: weakref.WeakKeyDictionary[Any, Counts] | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        interceptor: Interceptor,
-        table: Mapping[Site, tuple[str, Handler]],
-        patches: PatchSet,
-        disable_jit: bool,
-        inputs: tuple[tuple, dict] | None,
-        observer: Observer | None = None,
-        shared_key: Hashable = None,
-        on_call: Callable[..., Any] | None = None,
-    ):
-        self.interceptor = interceptor
-        self.on_call = on_call
+    def __post_init__(self, shared_key: Hashable) -> None:
+        interceptor, base = self.interceptor, _compat.staging_trace()
         self.key = interceptor.cache_key if shared_key is None else shared_key
         self.resolve_path = interceptor.resolve_path if shared_key is None else _no_path
-        self.observer = observer
-        # By id. The value is kept with its metadata, so that its id isn't given to another one.
-        self.metadata: dict[int, tuple[Any, Mapping[str, Any]]] = {}
-        self.table = table
-        self.patches = patches
-        self.disable_jit = disable_jit
-        self.inputs = inputs
-        self._origins: dict[int, str] | None = None
-        base = _compat.staging_trace()
         self._base = None if base is None else weakref.ref(base)
-        self._counts: Counts = {}
-        self._nested: weakref.WeakKeyDictionary[Any, Counts] | None = None
 
     def number(self, path: str, op_name: str) -> tuple[int, str]:
         """Count a call under a module path.
@@ -174,96 +154,73 @@ class _Key:
 _KEYS: weakref.WeakValueDictionary[tuple, _Key] = weakref.WeakValueDictionary()
 
 
+@dataclass(eq=False)
 class Scope:
     """One active interceptor and the scopes around it, innermost first.
 
     Attributes:
-        key: an object that is the same for scopes with equal interceptor keys, module path keys,
-            ``within``, ``asleep``, ``linear`` and outer scopes. JAX hashes and compares it at every
-            jitted call, so it is compared by identity.
         activation: the run of the wrapped function.
         parent: the scope outside, or None.
         path: the module path.
         within: the sites whose original is running because a handler let it.
         asleep: whether JAX is running its rules, whose operations are not the program's.
         linear: whether JAX is tracing a function to transpose it.
+        key: an object that is the same for scopes with equal interceptor keys, module path keys,
+            ``within``, ``asleep``, ``linear`` and outer scopes. JAX hashes and compares it at every
+            jitted call, so it is compared by identity.
         observed: whether it or a scope outside has an observer.
         opener: the name scope that opened it.
         restore: the context manager that the opener leaves.
     """
 
-    key: _Key
     activation: Activation
     parent: Scope | None
-    path: str
-    within: frozenset[Site]
-    asleep: bool
-    linear: bool
-    observed: bool
-    opener: Any = None
-    restore: Any = None
-    _other: Scope | None = None
+    path: str = ""
+    within: frozenset[Site] = frozenset()
+    asleep: bool = False
+    linear: bool = False
+    key: _Key = field(init=False)
+    observed: bool = field(init=False)
+    opener: Any = field(default=None, init=False)
+    restore: Any = field(default=None, init=False)
+    _other: Scope | None = field(default=None, init=False)
 
-    @classmethod
-    def make(
-        cls,
-        activation: Activation,
-        parent: Scope | None,
-        path: str = "",
-        within: frozenset[Site] = frozenset(),
-        asleep: bool = False,
-        linear: bool = False,
-    ) -> Scope:
-        """Return the scope of an activation inside a parent."""
-        outer = None if parent is None else parent.key
-        parts = (activation.key, activation.resolve_path(path), within, asleep, linear, outer)
-        key = _KEYS.get(parts)
-        if key is None:
-            key = _KEYS.setdefault(parts, _Key())
-        scope = cls()
-        scope.key = key
-        scope.activation = activation
-        scope.parent = parent
-        scope.path = path
-        scope.within = within
-        scope.asleep = asleep
-        scope.linear = linear
-        scope.observed = activation.observer is not None or (parent is not None and parent.observed)
-        return scope
+    def __post_init__(self) -> None:
+        activation, parent = self.activation, self.parent
+        outer, path = None if parent is None else parent.key, activation.resolve_path(self.path)
+        parts = (activation.key, path, self.within, self.asleep, self.linear, outer)
+        self.key = _KEYS.get(parts) or _KEYS.setdefault(parts, _Key())
+        self.observed = activation.observer is not None or (parent is not None and parent.observed)
 
     def rebased(self, parent: Scope | None) -> Scope:
         """Return the same scope inside another one."""
         if parent is self.parent:
             return self
-        return self._with(parent=parent, asleep=False)
+        return replace(self, parent=parent, asleep=False)
 
     def inside(self, site: Site) -> Scope:
         """Return the scope for the original that a handler left."""
-        return self._with(within=self.within | {site}, asleep=False)
+        return replace(self, within=self.within | {site}, asleep=False)
 
     def extended(self, name: str) -> Scope:
         """Return the scope with a longer module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
-        return self._with(parent=parent, path=path)
+        return replace(self, parent=parent, path=path)
 
     def transposed(self) -> Scope:
         """Return the scope in which JAX traces a function to transpose it, on every level."""
         parent = self.parent.transposed() if self.parent is not None else None
-        return self._with(parent=parent, linear=True)
+        return replace(self, parent=parent, linear=True)
 
     def turned(self, asleep: bool) -> Scope:
         """Return the scope, asleep or awake."""
         if asleep == self.asleep:
             return self
         if self._other is None:
-            other = self._with(asleep=asleep)
+            other = replace(self, asleep=asleep)
             self._other, other._other = other, self
         return self._other
-
-    def _with(self, **changes: Any) -> Scope:
-        names = ("activation", "parent", "path", "within", "asleep", "linear")
-        return Scope.make(**{name: getattr(self, name) for name in names} | changes)
 
     def activations(self) -> Iterator[Activation]:
         """Yield the activations of this scope and those outside, innermost first."""

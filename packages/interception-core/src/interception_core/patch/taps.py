@@ -149,7 +149,7 @@ class Taps:
         )
         outer = CONTEXT.value
         outer = outer if isinstance(outer, Scope) else None
-        return run_in(Scope.make(activation, outer), fn, args, kwargs, activation.finish)
+        return run_in(Scope(activation, outer), fn, args, kwargs, activation.finish)
 
     def _find(self) -> Resolved:
         if self._resolved is None or not self._resolved.is_current():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis.strategies import SearchStrategy
 from jax import lax
 
@@ -242,23 +242,7 @@ class KernelConformance:
     def _some(self) -> list[Case]:
         """Return a few cases."""
         found: list[Case] = []
-        cases = self.cases()
-        if not isinstance(cases, SearchStrategy):
-            return list(cases)
-
-        @settings(
-            max_examples=20,
-            derandomize=True,
-            deadline=None,
-            database=None,
-            phases=[Phase.generate],
-            suppress_health_check=[HealthCheck.too_slow],
-        )
-        @given(cases)
-        def collect(case: Case) -> None:
-            found.append(case)
-
-        collect()
+        self._each(lambda operands, params: found.append((operands, params)), 20)
         return found
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import sys
 from collections.abc import Collection, Iterator
-from typing import Any
 
 from ..plugins import host
 from ..plugins.discovery import discover
@@ -40,16 +37,10 @@ def installed_plugins(*modules: str, without: Collection[str] = ()) -> Iterator[
         host.reset()
 
 
-_COUNT = itertools.count(1)
-
-
 def _traced_apart() -> contextlib.AbstractContextManager[object]:
     """Return a context that JAX's keys of traces tell from all others, if JAX is there."""
-    return _context()(next(_COUNT)) if "jax" in sys.modules else contextlib.nullcontext()
+    if "jax" not in sys.modules:
+        return contextlib.nullcontext()
+    from ..cache_key import CacheKey  # imports jax
 
-
-@functools.cache
-def _context() -> Any:
-    import jax
-
-    return jax.make_user_context(0)
+    return CacheKey()(True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import jax
@@ -42,12 +42,20 @@ class Device(Runtime):
         grids: by site.
         constants: the program's constants.
         converting: for the converter alone; or to be run in JAX.
+        unchanged: the places of operands that have the scale already that they are read at.
     """
 
     walls = True
 
-    def __init__(self, grids: Mapping[str, Grid], constants: Collected, converting: bool):
+    def __init__(
+        self,
+        grids: Mapping[str, Grid],
+        constants: Collected,
+        converting: bool,
+        unchanged: Container[str] = (),
+    ):
         self._grids = grids
+        self._unchanged = unchanged
         self._converting = converting
         self._constants = constants
         self._held: dict[str, jax.Array] = {}
@@ -57,7 +65,8 @@ class Device(Runtime):
     ) -> jax.Array:
         """Return a tensor with the scale of its site."""
         is_operand = "#" in where.rpartition("/")[2]
-        if is_operand and (use.is_part or site.maker is not None):
+        is_other = site.maker is not None and where not in self._unchanged
+        if is_operand and (use.is_part or is_other):
             # Made in float, on another grid, or read in parts: that is not to be changed.
             x = walled(x)
         return self._quantized(x, self._grids[site.key], where)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,24 @@ class Exported:
             if decision.output is not None:
                 found[op_id] = self.plan.sites[decision.output.site]
         return found
+
+    @functools.cached_property
+    def unchanged(self) -> frozenset[str]:
+        """The places of operands that have the scale already that they are read at.
+
+        As a skip connection that is concatenated with what has a smaller range: the ranges tell.
+        """
+        decisions, grids, found = self.plan.decisions, self.grids, set()
+        for op_id, decision in decisions.items():
+            for use in decision.node.activations:
+                read, maker = decision.inputs.get(use.slot), decisions.get(use.tensor or "")
+                if not isinstance(read, SiteUse) or maker is None or maker.output is None:
+                    continue
+                # Steps and branches have a range each, and are joined in float.
+                is_plain = not (maker.node.loops or decision.node.loops or decision.node.is_chosen)
+                if is_plain and grids[maker.output.site].same(grids[read.site]):
+                    found.add(f"{op_id}#{use.slot}")
+        return frozenset(found)
 
     def node_of(self, place: str) -> Node:
         """Return the operation of a place."""
@@ -195,7 +213,7 @@ class Exported:
 
     def _run(self, inputs: tuple, probing: bool, forced: tuple[Any, Any] | None) -> Any:
         probes = _Probes.of(self) if probing else _Probes({}, {})
-        runtime = _Probed(self.grids, self.constants, probes, forced)
+        runtime = _Probed(self.grids, self.constants, probes, forced, self.unchanged)
         out = self.run(Replay(self.plan, runtime), inputs)
         return out, probes.values()
 
@@ -266,8 +284,9 @@ class _Probed(Device):
         constants: Collected,
         probes: _Probes,
         forced: tuple[Mapping[str, Any], Mapping[str, Any]] | None,
+        unchanged: Container[str],
     ):
-        super().__init__(grids, constants, converting=forced is None)
+        super().__init__(grids, constants, forced is None, unchanged)
         self._probes = probes
         self._forced = forced
 

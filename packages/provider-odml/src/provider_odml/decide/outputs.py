@@ -38,7 +38,12 @@ class Outputs:
         shared = self._reader_scale(node, rule)
         if shared is not None:
             self.placed.shared.add(node.op_id)
-            return SiteUse(shared, device_only=True)
+            # Averages are nearer to each other than what they are of: the range is that of both.
+            ((reader, _),) = self.program.readers[node.op_id]
+            is_averaged = reader.op.kind is Scales.AVERAGE
+            if is_averaged:
+                self.placed.averaged.add(shared)
+            return SiteUse(shared, observe=is_averaged, device_only=not is_averaged)
         return SiteUse(self.placed.add_output(node, rule), observe=True)
 
     def fix(self, node: Node, limits: tuple[float, float]) -> None:
@@ -69,7 +74,8 @@ class Outputs:
         if found is None or node.op.fixed is not None or node.op.kind is Scales.JOIN:
             return None
         reader, _, theirs = found
-        if reader.op.kind not in (Scales.JOIN, Scales.CLAMP) or reader.op.name == "select_n":
+        kind = reader.op.kind
+        if kind not in (Scales.JOIN, Scales.CLAMP, Scales.AVERAGE) or reader.op.name == "select_n":
             return None
         if (
             theirs.output_qtype != rule.output_qtype
@@ -78,4 +84,7 @@ class Outputs:
             return None
         if self.fusion.reader(reader) is not None:
             return None
-        return reader.op_id if self._reader_scale(reader, theirs) is None else None
+        # Of what is resized and then concatenated, too: else that would be requantized.
+        further = self._reader_scale(reader, theirs)
+        own = None if kind is Scales.AVERAGE else reader.op_id
+        return own if further is None else further

@@ -23,6 +23,7 @@ class Placed:
             table that it is a row of; and the qtype.
         shared: tensors that are on the scale of the one operation that reads them.
         parts: the sites of tensors of which the first operation that reads them reads a part.
+        averaged: the sites that tensors share whose averages have them.
         masked: tensors with constants in them that no integer range should hold, such as -1e9.
     """
 
@@ -32,6 +33,7 @@ class Placed:
     made: dict[str, tuple[str, str]] = field(default_factory=dict)
     shared: set[str] = field(default_factory=set)
     parts: set[str] = field(default_factory=set)
+    averaged: set[str] = field(default_factory=set)
     masked: set[str] = field(default_factory=set)
 
     def add(
@@ -65,7 +67,7 @@ class Placed:
         steps, is_joined = _steps(around, node, rule)
         self.sites[key] = Site(
             key, tensor, maker, qtype, rule.act_method, batch_axes, fixed, shape,
-            _fingerprint(node, self.graph), steps, is_joined,
+            _fingerprint(node, self.graph), steps, is_joined or key in self.averaged,
         )  # fmt: skip
         return key
 

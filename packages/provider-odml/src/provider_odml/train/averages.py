@@ -35,7 +35,7 @@ def terms_of(rows: jax.Array, average: qn.MovingAverage) -> jax.Array:
     return jnp.stack([jnp.broadcast_to(part, sums.shape) for part in parts], 1)
 
 
-def added(rows: jax.Array, bounds: jax.Array, average: qn.MovingAverage) -> jax.Array:
+def added(rows: jax.Array, bounds: jax.Array | np.ndarray, average: qn.MovingAverage) -> jax.Array:
     """Return statistics with the ranges of one call.
 
     Args:

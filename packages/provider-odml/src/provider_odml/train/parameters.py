@@ -31,12 +31,16 @@ def _nearest(x: jax.Array, use: WeightUse) -> jax.Array:
     """``qn.fake_quant`` by absmax, in fewer operations: none is beyond the largest integer."""
     channels = {axis % x.ndim for axis in use.channel_axes}
     axes = tuple(axis for axis in range(x.ndim) if axis not in channels)
-    largest = jnp.max(jnp.abs(x), axes, keepdims=True, initial=0)
-    scale = largest / np.float32(qn.get_qtype(use.qtype).qmax)
+    # In lax alone: jnp's functions are calls, and each of a model's shapes of parameters is traced.
+    largest = lax.expand_dims(lax.reduce_max(lax.abs(x), axes), axes)
+    scale = lax.div(largest, lax.full_like(largest, qn.get_qtype(use.qtype).qmax))
     scale = lax.max(scale, lax.full_like(scale, jnp.finfo(jnp.float32).tiny))
     # The reciprocal of a greater one is subnormal.
     divisor = lax.min(scale, lax.full_like(scale, 2.0**126))
-    return lax.round(x / divisor, lax.RoundingMethod.TO_NEAREST_EVEN) * scale
+    places = range(x.ndim)
+    steps = lax.div(x, lax.broadcast_in_dim(divisor, x.shape, places))
+    steps = lax.round(steps, lax.RoundingMethod.TO_NEAREST_EVEN)
+    return lax.mul(steps, lax.broadcast_in_dim(scale, x.shape, places))
 
 
 @_nearest.defjvp

@@ -12,7 +12,6 @@ import numpy as np
 from jax import lax
 
 import quant_numerics as qn
-from hijax_trace import Box
 from interception_core import OpCall
 
 from ..decide.decision import ConstantUse, Decision, DynamicUse, Quantize, Site, SiteUse, WeightUse
@@ -21,6 +20,7 @@ from .averages import added, joined_row, terms_of
 from .parameters import fake_quant_constant, fake_quant_dynamic, fake_quant_weight
 from .ranges import How, at_site, fused_op
 from .replay import Runtime, inverted
+from .seen import Seen
 from .statistics import QuantStats
 
 _NOTHING = np.repeat(np.array([[0], [1], [0], [1], [0]], np.float32), 2, 1)[None]
@@ -42,7 +42,7 @@ class Training(Runtime):
         self._calibrating = calibrating
         self._before: jax.Array | None = None
         self._terms: jax.Array | None = None
-        self._seen: Box | None = None
+        self._seen: Seen | None = None
         self._rows: Mapping[str, Any] = {}
 
     def begin(self) -> None:
@@ -53,12 +53,8 @@ class Training(Runtime):
         self._before = stats.state
         self._terms = terms_of(self._before, stats.average)
         self._rows = _numbers(stats, self._before)
-        if not self._update:
-            return
-        nothing = np.tile(np.array([np.inf, -np.inf], np.float32), (len(self._before), 1))
-        self._seen = stats.box.beside(nothing)
-        # A compiled program has the same Box each time.
-        self._seen.set(nothing)
+        if self._update:
+            self._seen = Seen(stats, len(self._before))
 
     def finish(self, out: Any) -> Any:
         """Add what the call has seen to the statistics, all sites at once. Return its result."""
@@ -98,9 +94,8 @@ class Training(Runtime):
             rows = self._before[stats.rows(site.key)]
             terms = terms_of(joined_row(rows, stats.average)[None], stats.average)
             return at_site(x, terms, 0, how, False, quantize)[0]
-        # Read even where it is not joined: a rematerialized body is run twice, so that ranges are
-        # added to what the statistics were before the call.
-        seen = None if self._seen is None else self._seen.get()
+        # A row that is observed is overwritten, unless its bounds are joined.
+        seen = None if self._seen is None else self._seen.get(site.is_joined or not observe)
         out, seen = at_site(x, self._terms, row, how, observe, quantize, seen, site.is_joined)
         if observe:
             assert self._seen is not None

@@ -18,8 +18,7 @@ from provider_xla.file_formats import DTYPES, SINGLE, StoreError, atomic_write, 
 from ..affine import AffineWeight
 from ..blocks import as_float4, from_float4, nibbles, whole_bytes
 from ..names import Targets, tensors_of
-from . import int32
-from .method import CONFIG, KEYS, Method, check_scales, grouped
+from .method import CONFIG, KEYS, Method, check_scales, grouped, pack_words, unpack_words
 from .scheme import (
     BLOCKS,
     FLOAT,
@@ -60,7 +59,7 @@ class CompressedTensors(Method):
             return _blocks(scheme, read, jnp.bfloat16 if dtype is None else dtype)
         if scheme.format == PACKED:
             shape = tuple(map(int, read["shape"]))
-            values = int32.unpack(read["packed"], scheme.bits, shape[-1]).reshape(shape)
+            values = unpack_words(read["packed"], scheme.bits, shape[-1]).reshape(shape)
         else:
             values, shape = read[".weight"], read[".weight"].shape
         wanted = {FLOAT: scheme.qtype, INT: "int8"}.get(scheme.format, values.dtype.name)
@@ -73,7 +72,7 @@ class CompressedTensors(Method):
         if not scheme.symmetric:
             zero_point = read["zero_point"]
             if scheme.format == PACKED and scheme.strategy != "tensor":
-                turned = int32.unpack(zero_point.swapaxes(-1, -2), scheme.bits, shape[-2])
+                turned = unpack_words(zero_point.swapaxes(-1, -2), scheme.bits, shape[-2])
                 zero_point = turned.swapaxes(-1, -2)
             zero_point = shaped(zero_point, scheme, shape)
         dtype = scale.dtype if dtype is None else dtype
@@ -187,10 +186,10 @@ def _parts(q: qn.QArray, scheme: Scheme) -> dict[str, np.ndarray]:
             q.qvalue if scheme.kind == "float" else q.qvalue.astype("int8")
         )
     else:
-        parts["weight_packed"] = int32.pack(np.asarray(q.qvalue.astype(jnp.int8)), scheme.bits)
+        parts["weight_packed"] = pack_words(np.asarray(q.qvalue.astype(jnp.int8)), scheme.bits)
         parts["weight_shape"] = np.asarray(q.shape, np.int64)
         if points is not None and scheme.strategy != "tensor":
-            turned = int32.pack(points.swapaxes(-1, -2), scheme.bits)
+            turned = pack_words(points.swapaxes(-1, -2), scheme.bits)
             points = np.ascontiguousarray(turned.swapaxes(-1, -2))
     if points is not None:
         parts["weight_zero_point"] = points

@@ -14,8 +14,7 @@ from jax.typing import DTypeLike
 
 from provider_xla.file_formats import StoreError
 
-from . import int32
-from .method import Method, grouped
+from .method import Method, check_words, grouped, unpack_words
 
 _BITS = (2, 3, 4, 8)
 _INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -43,14 +42,14 @@ class Gptq(Method):
     def read(self, module: str, found: Mapping[str, np.ndarray], dtype: DTypeLike | None) -> Any:
         """Return a weight; see ``Method``."""
         words, scale, columns = found[".qweight"], found[".scales"], found.get(".g_idx")
-        int32.check(words)
+        check_words(words)
         # Single modules may have other bits than the config says.
         k = len(words) * 32 // self._bits if columns is None else len(columns)
         bits = len(words) * 32 // max(k, 1)
         if bits not in _BITS:
             raise ValueError(f"{len(words)} rows of words hold {k} rows of {bits} bits each")
-        values = int32.unpack(words.T, bits, k)
-        points = int32.unpack(found[".qzeros"], bits, scale.shape[-1]).T.astype(np.int16)
+        values = unpack_words(words.T, bits, k)
+        points = unpack_words(found[".qzeros"], bits, scale.shape[-1]).T.astype(np.int16)
         half = 2 ** (bits - 1)
         points = ((points + half + self._less) % (2 * half) - half).astype(np.int8)
         # Without act-order some writers leave zeros there, which no reader looks at.
@@ -84,5 +83,5 @@ class Awq(Method):
 
 def _columns(words: np.ndarray) -> np.ndarray:
     """Return int8[rows, 8 * n] in -8 to 7 of int32[rows, n]."""
-    each = int32.unpack(words, 4, 8 * words.shape[1]).reshape(*words.shape, 8)
+    each = unpack_words(words, 4, 8 * words.shape[1]).reshape(*words.shape, 8)
     return each[..., np.argsort(_INTERLEAVED)].reshape(words.shape[0], 8 * words.shape[1])

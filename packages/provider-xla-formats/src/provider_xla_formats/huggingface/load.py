@@ -16,10 +16,9 @@ from provider_xla.file_formats import Names, StoreError
 from ..names import load_tree
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors import CompressedTensors
-from .float8 import Float8
+from .float8 import Float8, Mxfp4
 from .gptq import Awq, Gptq
 from .method import CONFIG, KEYS, Dequantized, Method, read_config, tensors_in
-from .mxfp4 import Mxfp4
 
 METHODS: Mapping[str, Callable[[str, Mapping[str, Any]], Method]] = {
     "compressed-tensors": CompressedTensors,

@@ -23,10 +23,8 @@ from hijax_trace import (
     holds_programs,
 )
 
-from .attention import RESULT, Attention
-from .read import NotAttention, finish, start
-from .softmax import Tracked, follow
-from .values import VIEWS
+from .attention import RESULT, Attention, NotAttention, finish, start
+from .softmax import VIEWS, Tracked, follow
 
 _MANY = 2
 """More contractions than an equation of a pattern may hold."""

@@ -81,7 +81,8 @@ class Measure:
             path: expression.evaluate(self._leaves).astype(dtype)
             for path, (expression, dtype) in computed.items()
         }
-        fn = self._fn = _with_computed(plan) if computed else plan.fn
+        called = _with_computed(plan) if computed else plan.fn
+        fn = self._fn = functools.partial(called, **_flags(plan.keywords(batch)))
 
         def outputs(*args: Any) -> Any:
             returned = fn(*args)
@@ -145,6 +146,22 @@ class Measure:
         return args
 
 
+def _flags(keywords: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments by name of the call that a plan is for.
+
+    Raises:
+        QuantizationError: some have arrays, of which the plan knows the types alone.
+    """
+    names = [name for name, one in keywords.items() if any(map(is_array, jax.tree.leaves(one)))]
+    if names:
+        raise QuantizationError(
+            "plan.allocate takes arrays by position, but the plan was made for a call with "
+            f"{', '.join(names)} by name. Pass them by position; if the function has no such "
+            "position, plan one that has: lambda params, x, y: fn(params, x, y=y)."
+        )
+    return keywords
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Value(ArrayProxy):
@@ -176,7 +193,7 @@ def _with_computed(plan: Plan) -> Callable[..., Any]:
     """Return a plan's function, which takes computed weights as well."""
     tapped = plan.tap(in_float)
 
-    def fn(computed: Mapping[str, jax.Array], *args: Any) -> Any:
+    def fn(computed: Mapping[str, jax.Array], *args: Any, **kwargs: Any) -> Any:
         values = {path: _Value(value) for path, value in computed.items()}
 
         def one(path: str, leaf: Any) -> Any:
@@ -184,7 +201,7 @@ def _with_computed(plan: Plan) -> Callable[..., Any]:
 
         given = list(args)
         given[plan.argnum] = map_params(one, given[plan.argnum], plan.prefix)
-        return tapped(*given)
+        return tapped(*given, **kwargs)
 
     return fn
 

@@ -13,7 +13,7 @@ import jax
 from interception_core import Provider, ProviderPlan
 
 from ..errors import QuantizationError
-from ..forms.adapted import is_kept
+from ..forms import is_kept
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)

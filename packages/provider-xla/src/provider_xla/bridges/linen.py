@@ -20,7 +20,7 @@ from jax.tree_util import DictKey
 from hijax_trace import OutsideError
 from interception_core import hides_frames
 
-from ..forms.adapted import is_adapted, is_kept
+from ..forms import AdapterForm, is_adapted, is_kept
 from .bridge import Bridge, Quantized, holds_kept, keeps_floats
 from .scopes import MARK, NotNamedError, Subclasses, is_ours, methods_of, reduced
 
@@ -123,7 +123,8 @@ def _apart(variables: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, group in variables.items():
         found[name] = jax.tree.map(lambda x: x.base if is_adapted(x) else x, group, is_leaf=is_kept)
-        for keys, leaf in jax.tree_util.tree_leaves_with_path(group, is_leaf=is_kept):
+        for keys, node in jax.tree_util.tree_leaves_with_path(group, is_leaf=_is_held):
+            leaf = _unboxed(node)
             if is_adapted(leaf):
                 kind = leaf.form.kind
                 own = kind if name == "params" else f"{kind}_{name}"
@@ -131,8 +132,24 @@ def _apart(variables: Any) -> dict[str, Any]:
                 *above, last = _names(keys)
                 for key in above:
                     held = held.setdefault(key, {})
-                held[last] = dataclasses.replace(leaf, base=None)
+                arrays = {name: _boxed(node, leaf.form, name, x) for name, x in leaf.arrays.items()}
+                held[last] = dataclasses.replace(leaf, base=None, arrays=arrays)
     return found
+
+
+def _is_held(node: Any) -> bool:
+    """Return whether a node is a parameter, or the box of one that has an adapter."""
+    return is_kept(node) or is_adapted(_unboxed(node))
+
+
+def _unboxed(node: Any) -> Any:
+    return node.value if isinstance(node, linen.Partitioned) else node
+
+
+def _boxed(node: Any, form: AdapterForm, name: str, array: Any) -> Any:
+    """Return an adapter's array with the sharding metadata of its parameter, if that has some."""
+    names = form.named_axes(name, getattr(node, "names", None))
+    return array if names is None else node.replace(value=array, names=names)
 
 
 def _names(keys: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -156,7 +173,10 @@ def _joined(variables: Any) -> dict[str, Any]:
 
         def one(keys: tuple[Any, ...], leaf: Any, adapters: dict = adapters) -> Any:
             adapter = adapters.get(_names(keys))
-            return leaf if adapter is None else dataclasses.replace(adapter, base=leaf)
+            if adapter is None:
+                return leaf
+            arrays = {name: _unboxed(x) for name, x in adapter.arrays.items()}
+            return dataclasses.replace(adapter, base=leaf, arrays=arrays)
 
         del variables[own]
         variables[name] = jax.tree_util.tree_map_with_path(one, variables[name], is_leaf=is_kept)

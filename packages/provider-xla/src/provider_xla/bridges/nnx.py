@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from ..forms.adapted import AdaptedWeight, is_adapted, is_kept
-from ..forms.tree import is_stored
+from ..forms import AdaptedWeight, is_adapted, is_kept
+from ..program.arrays import is_stored
 from .bridge import Bridge, Quantized, path_of
 from .scopes import MARK, Subclasses, Tag, by_tag, is_ours, is_tagged
 

@@ -46,10 +46,11 @@ class Tag:
     path: str
 
 
+@dataclasses.dataclass(eq=False)
 class Subclasses:
     """Make the subclasses, one per class.
 
-    Args:
+    Attributes:
         wrap: takes the name of a method and its function of ``(self, *args, **kwargs)``; returns
             another such function.
         base: the framework's own base class: its methods, and those above it, aren't wrapped.
@@ -63,33 +64,22 @@ class Subclasses:
             for a framework whose models never see the subclass: it overrides the methods.
     """
 
-    def __init__(
-        self,
-        wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]],
-        base: type,
-        *,
-        unchanged: tuple[type, ...] = (),
-        namespace: Callable[[], dict[str, Any]] = dict,
-        options: Callable[[type], dict[str, Any]] = lambda cls: {},
-        unwrap: Callable[[type, Any], Any] = lambda cls, method: method,
-        new: Callable[[type], Any],
-        is_wrapped: Callable[[dict[str, Any]], bool] | None,
-    ):
-        self._wrap = wrap
-        self._base = base
-        self._unchanged = unchanged
-        self._namespace = namespace
-        self._options = options
-        self._unwrap = unwrap
-        self._new = new
-        self._is_wrapped = is_wrapped
-        # Never freed: JAX's registry of pytrees holds the classes anyway.
-        self._made: dict[type, type] = {}
-        self._lock = threading.Lock()
+    wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]
+    base: type
+    _: dataclasses.KW_ONLY
+    unchanged: tuple[type, ...] = ()
+    namespace: Callable[[], dict[str, Any]] = dict
+    options: Callable[[type], dict[str, Any]] = lambda cls: {}
+    unwrap: Callable[[type, Any], Any] = lambda cls, method: method
+    new: Callable[[type], Any]
+    is_wrapped: Callable[[dict[str, Any]], bool] | None
+    # Never freed: JAX's registry of pytrees holds the classes anyway.
+    _made: dict[type, type] = dataclasses.field(default_factory=dict, init=False)
+    _lock: threading.Lock = dataclasses.field(default_factory=threading.Lock, init=False)
 
     def of(self, cls: type) -> type:
         """Return the subclass for a class; the class if it needs none."""
-        if is_ours(cls) or issubclass(cls, self._unchanged):
+        if is_ours(cls) or issubclass(cls, self.unchanged):
             return cls
         with self._lock:
             if cls not in self._made:
@@ -102,19 +92,19 @@ class Subclasses:
             "__qualname__": cls.__qualname__,
             "__doc__": cls.__doc__,
             MARK: cls,
-        } | self._namespace()
+        } | self.namespace()
         aliases: dict[str, str] = {}
-        for name in methods_of(cls, self._base):
-            method = self._unwrap(cls, inspect.getattr_static(cls, name))
-            aliases[name] = name if self._is_wrapped is None else f"{_ALIAS}{name}"
-            namespace[aliases[name]] = wrapped(cls, name, method, self._wrap)
-        if self._is_wrapped is not None:
+        for name in methods_of(cls, self.base):
+            method = self.unwrap(cls, inspect.getattr_static(cls, name))
+            aliases[name] = name if self.is_wrapped is None else f"{_ALIAS}{name}"
+            namespace[aliases[name]] = wrapped(cls, name, method, self.wrap)
+        if self.is_wrapped is not None:
             if "__call__" in aliases:
                 namespace["__call__"] = _Called(cls, namespace[aliases["__call__"]])
-            namespace["__getattribute__"] = _looked_up(cls, aliases, self._is_wrapped)
-        namespace.setdefault("__reduce_ex__", reduced(cls, self._new))
+            namespace["__getattribute__"] = _looked_up(cls, aliases, self.is_wrapped)
+        namespace.setdefault("__reduce_ex__", reduced(cls, self.new))
         kind = _pickled(type(cls), self)
-        return kind(cls.__name__, (cls,), namespace, **self._options(cls))
+        return kind(cls.__name__, (cls,), namespace, **self.options(cls))
 
 
 _ALIAS = "jaxtap_method_"
@@ -170,7 +160,7 @@ def reduced(cls: type, new: Callable[[type], Any]) -> Callable[[Any, Any], Any]:
 def _pickled(kind: type, subclasses: Subclasses) -> type:
     """Return a metaclass whose classes are pickled as subclasses of the originals."""
     own = type(kind.__name__, (kind,), {})
-    copyreg.pickle(own, lambda cls: (_of, (subclasses._new, vars(cls)[MARK])))  # type: ignore[arg-type]
+    copyreg.pickle(own, lambda cls: (_of, (subclasses.new, vars(cls)[MARK])))  # type: ignore[arg-type]
     return own
 
 

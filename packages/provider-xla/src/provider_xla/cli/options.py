@@ -152,7 +152,7 @@ def _returned(given: str, fn: Callable[..., Any]) -> tuple[Any, ...]:
 
 
 def _provider(args: argparse.Namespace, module: ModuleType) -> Any:
-    from ..providers.ptq import PtqProvider
+    from ..providers.provider import PtqProvider
     from ..rules.rule import QuantizationRule
 
     simple = {"weight_qtype": args.weight, "act_qtype": args.act, "tile_size": args.tile}

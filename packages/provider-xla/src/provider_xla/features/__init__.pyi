@@ -4,14 +4,12 @@
 from ..bridges.bridge import path_of as path_of
 
 # Adapters.
-from ..forms.adapted import AdapterForm as AdapterForm
-from ..forms.adapted import is_adapted as is_adapted
-from ..forms.adapted import is_kept as is_kept
+from ..forms import AdapterForm as AdapterForm
 
 # Stored forms that hold another one.
-from ..forms.tree import AroundStored as AroundStored
-from ..forms.tree import is_stored as is_stored
-from ..forms.tree import own_form as own_form
+from ..forms import AroundStored as AroundStored
+from ..forms import is_adapted as is_adapted
+from ..forms import is_kept as is_kept
 from ..kernels.matmul import Rotation as Rotation
 from ..kernels.matmul import product as product
 from ..kernels.packing import PACK_OPS as PACK_OPS
@@ -48,8 +46,10 @@ from ..program.arrays import as_batch as as_batch
 from ..program.arrays import by_path as by_path
 from ..program.arrays import followed as followed
 from ..program.arrays import is_array as is_array
+from ..program.arrays import is_stored as is_stored
 from ..program.arrays import map_params as map_params
 from ..program.arrays import of_arrays as of_arrays
+from ..program.arrays import own_form as own_form
 from ..program.arrays import parameters_of as parameters_of
 from ..program.arrays import prefix_of as prefix_of
 from ..program.arrays import takes_any as takes_any
@@ -59,7 +59,7 @@ from ..program.facts import Code as Code
 from ..program.facts import Fact as Fact
 from ..program.facts import joined as joined
 from ..program.fused import FusedOp as FusedOp
-from ..program.joining import Joining as Joining
+from ..program.fused import Joining as Joining
 from ..program.matching import Rules as Rules
 from ..program.matching import Weight as Weight
 from ..program.matching import follows_values as follows_values
@@ -69,8 +69,8 @@ from ..program.sites import SIDES as SIDES
 from ..program.sites import Site as Site
 from ..program.sites import short as short
 from ..rules.rule import Adaptable as Adaptable
-from ..rules.sparsity import Sparsity as Sparsity
-from ..rules.sparsity import kept as kept
+from ..rules.rule import Sparsity as Sparsity
+from ..rules.rule import kept as kept
 
 # One operation, quantized.
 from ..run.contraction import Hows as Hows

@@ -18,7 +18,15 @@ from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
 from ..program.granularity import tile_elements
 from .convolution import convolve
-from .products import ALONE, NOTHING, Added, Between, NoKernel, mapped_contraction
+from .products import (
+    ALONE,
+    NOTHING,
+    Added,
+    Between,
+    NoKernel,
+    check_activations,
+    mapped_contraction,
+)
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
 
@@ -137,13 +145,7 @@ def op_of(
     """
     if how is None:
         return packed.matmul_op(quantizes=False)
-    if how.qtype != "int8":
-        raise NoKernel(f"activations in {how.qtype}")
-    if is_static:
-        if not qn.parse_calibration_method(how.method).is_symmetric:
-            raise NoKernel("activations with a static range that has a zero point")
-    elif how.method != "absmax" or not how.channelwise:
-        raise NoKernel("activations with another range than the largest of each row")
+    check_activations(how, is_static, "row")
     op = packed.matmul_op(quantizes=True)
     if op is None:
         raise NoKernel(f"int8 activations with weights of {packed.bits} bits")
@@ -205,7 +207,7 @@ def product(
     given = contraction, how, scale, x, weight, side
     try:
         dtype = check_dtypes(contraction, x, weight.dtype)
-        if isinstance(contraction, RaggedMatmul):
+        if isinstance(contraction, RaggedMatmul) and weight.phases is None:
             if between.y_scale is not None:
                 return NotImplemented  # int8 results of rows in groups
             return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
@@ -219,6 +221,8 @@ def product(
             except NoKernel:  # of a program that the plan is not for
                 if not is_matmul:
                     raise
+        if weight.phases is not None:
+            return NotImplemented  # packed for a transposed convolution
         if between.y_scale is not None:
             return NotImplemented  # int8 results of a matmul
         return _multiply(*given, dtype, rotation, added)

@@ -20,6 +20,7 @@ from interception_core import get_op
 
 from ..errors import QuantizationError
 from .matmul import can_add, product
+from .phases import Phases
 from .rows import Rows, row_of, rows_of
 
 INTEGERS = "int4"
@@ -49,7 +50,8 @@ class PrepackedWeight(qn.StoredForm):
             ``matmul_op(quantizes=)`` the op that multiplies with it. On the platforms in
             ``rotates`` its ops take ``signs=`` and ``rotation=``; if it has a true ``scales``,
             ``x_scale=``; if a true ``adds``, ``bias=`` and ``residual=``; if a true ``rounds``, its
-            op of convolutions takes int8 activations and ``y_scale=``.
+            op of convolutions takes int8 activations and ``y_scale=``. ``conv_op`` is that op, for
+            int8 activations, and ``float_conv_op`` the one for floats; None for none.
         qtype: name of the quantized type (static).
         dtype: float dtype of the array that it stands for (static).
         k_sizes: sizes of the contracted axes, in the order in which they make K (static).
@@ -74,6 +76,8 @@ class PrepackedWeight(qn.StoredForm):
         windows: whether the plan reads a convolution with a window of one element as one of a
             window, and not as a matmul (static).
         repeats: whether all rows share a scale, which is packed for each ``group`` (static).
+        phases: in which phases the window of a transposed convolution is packed; None without
+            (static).
     """
 
     packed: Any
@@ -97,6 +101,7 @@ class PrepackedWeight(qn.StoredForm):
     pieces: int = dataclasses.field(default=0, metadata={"static": True})
     windows: bool = dataclasses.field(default=False, metadata={"static": True})
     repeats: bool = dataclasses.field(default=False, metadata={"static": True})
+    phases: Phases | None = dataclasses.field(default=None, metadata={"static": True})
 
     @functools.cached_property
     def lead(self) -> tuple[int, ...]:
@@ -284,6 +289,7 @@ class PrepackedWeight(qn.StoredForm):
         rows, panels = cut.pop(0, 1), cut.pop(rank, 1)
         columns = math.prod(self.n_sizes) // panels
         is_plain = self.index is None and not self.gone and self.lead_at is None
+        is_plain = is_plain and self.phases is None  # each has its part of all columns
         if not is_plain or cut or rows != max(self.pieces, 1) or columns % self.packed.panel:
             return self.unpacked().shards(counts)
         sizes = [n // counts[axis] for n, axis in zip(self.lead, places, strict=True)]
@@ -336,11 +342,12 @@ class PrepackedWeight(qn.StoredForm):
         lead = len(self.lead)
         if primitive == "transpose":
             return [self.transposed(params["permutation"])]
-        if primitive == "gather" and not (lead or self.gone or self.pieces):
+        is_matrix = not (lead or self.gone or self.pieces or self.phases)
+        if primitive == "gather" and is_matrix:
             rows = rows_of(self, jnp.asarray(operands[1]), params)
             if rows is not None:
                 return [Rows(rows)]
-        if primitive == "dynamic_slice" and not (lead or self.gone or self.pieces):
+        if primitive == "dynamic_slice" and is_matrix:
             row = row_of(self, operands[1:], params["slice_sizes"])
             if row is not None:
                 return [Rows(row)]
@@ -370,7 +377,11 @@ class PrepackedWeight(qn.StoredForm):
             return self.unpacked().moved(primitive, params, unpacked)
 
 
-qn.register_serialization(PrepackedWeight)
+qn.register_serialization(
+    PrepackedWeight,
+    encode=lambda phases: [phases.counts, phases.groups],
+    decode=lambda found: Phases(tuple(found[0]), found[1]),
+)
 
 
 def _lead_at(axes: Sequence[int], lead: int) -> tuple[int, ...] | None:
@@ -500,6 +511,8 @@ def _unpacked(weight: PrepackedWeight) -> qn.QArray:
         scale = jnp.where(missed, jnp.asarray(jnp.nan, scale.dtype), scale)
     if weight.pieces and not weight.group:
         scale = jax.lax.index_in_dim(scale, 0, count, keepdims=False)  # pieces have equal scales
+    if weight.phases is not None:
+        qvalue, scale = weight.phases.joined(qvalue, k_sizes), weight.phases.channels(scale)
     qvalue = qvalue.reshape(*lead, *k_sizes, *n_sizes)
     if weight.repeats:
         scale = scale.reshape(*lead, -1, scale.shape[-1])[..., :1, :]

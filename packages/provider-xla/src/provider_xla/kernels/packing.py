@@ -25,6 +25,7 @@ from .packed import (
     packed_values,
     scale_sizes,
 )
+from .phases import Phases
 
 PACK_OPS = ("pack_w4", "pack_w8")
 """The ops that pack weights."""
@@ -49,6 +50,7 @@ class Packing:
             matrix; 0 if it doesn't cut that axis.
         windows: whether convolutions with windows of one element are read as windows, and not as
             matmuls.
+        phases: in which phases the window of a transposed convolution is packed; None without.
     """
 
     lead: tuple[int, ...]
@@ -61,6 +63,7 @@ class Packing:
     windows: bool = False
     table: str = INTEGERS
     repeats: bool = False
+    phases: Phases | None = None
 
     @property
     def op(self) -> str:
@@ -74,6 +77,8 @@ class Packing:
     def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return K and N."""
         k_sizes, n_sizes = self.sizes(shape)
+        if self.phases is not None:
+            return self.phases.matrix(k_sizes, math.prod(n_sizes))
         return math.prod(k_sizes), math.prod(n_sizes)
 
     def form(self, shape: Sequence[int]) -> Any:
@@ -111,6 +116,8 @@ class Packing:
             if k // rows % self.group:
                 return f"{what} rows that share a scale, {self.group} of them"
         first, *others = self.n_axes or (None,)
+        if self.phases is not None and any(counts[axis] > 1 for axis in self.n_axes):
+            return f"{what} output channels of a transposed convolution"
         if any(counts[axis] > 1 for axis in others):
             return f"{what} another than the first of its axes that are kept"
         if first is not None and counts[first] > 1:
@@ -144,6 +151,7 @@ def packing_of(weight: PrepackedWeight) -> Packing:
         weight.windows,
         weight.table,
         weight.repeats,
+        weight.phases,
     )
 
 
@@ -165,7 +173,8 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
     first, count = packing.lead, len(packing.lead)
     order = (*first, *packing.k_axes, *packing.n_axes)
     k_sizes, n_sizes = packing.sizes(q.shape)
-    lead, (k, n) = [q.shape[axis] for axis in first], packing.matrix(q.shape)
+    lead = [q.shape[axis] for axis in first]
+    k, n = math.prod(k_sizes), math.prod(n_sizes)
     qvalue = packed_values(q).transpose(order).reshape(*lead, k, n)
     scale = q.scale.transpose(order)
     # Kernels want a scale for each group and column: repeat those that more elements share.
@@ -174,6 +183,8 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
         if scale.shape[axis] != size:
             scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
     given = scale.astype(packed_scales(packing.bits, scale.dtype)).reshape(*lead, -1, n)
+    if packing.phases is not None:
+        qvalue, given = packing.phases.split(qvalue, k_sizes), packing.phases.columns(given)
     more = of_table(get_op(packing.op), packing.table)
     if q.global_scale is not None:  # one for all, or for each weight of a stack
         whole = q.global_scale.transpose(order)
@@ -203,6 +214,7 @@ def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedW
         pieces=packing.pieces,
         windows=packing.windows,
         repeats=packing.repeats,
+        phases=packing.phases,
     )
 
 
@@ -273,7 +285,7 @@ def alike(given: PrepackedWeight, values: Callable[[tuple[int, ...], Any], Any])
     about = {"qtype": weight.qtype, "dtype": weight.dtype}
     q = qn.QArray(qvalue, ones, global_scale=whole, **about)
     sizes = weight.group, weight.bits, weight.platform
-    how = {"table": weight.table, "repeats": weight.repeats}
+    how = {"table": weight.table, "repeats": weight.repeats, "phases": weight.phases}
     made = pack(q, Packing(tuple(range(lead)), k_axes, n_axes, *sizes, **how))
     places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
     return dataclasses.replace(

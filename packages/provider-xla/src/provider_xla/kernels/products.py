@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_batching import custom_vmap
 
+import quant_numerics as qn
+
 
 class Clamp(NamedTuple):
     """Numbers between which results are cut.
@@ -164,3 +166,14 @@ ALONE = Between()
 
 class NoKernel(Exception):
     """Raised for a contraction that kernels don't compute, with the reason."""
+
+
+def check_activations(how: qn.HowToQuantize, is_static: bool, part: str) -> None:
+    """Raise NoKernel unless kernels quantize activations so, each ``part`` of them apart."""
+    if how.qtype != "int8":
+        raise NoKernel(f"activations in {how.qtype}")
+    if is_static:
+        if not qn.parse_calibration_method(how.method).is_symmetric:
+            raise NoKernel("activations with a static range that has a zero point")
+    elif how.method != "absmax" or not how.channelwise:
+        raise NoKernel(f"activations with another range than the largest of each {part}")

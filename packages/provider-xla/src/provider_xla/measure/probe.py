@@ -22,9 +22,8 @@ from interception_core import OpCall, explicit_mesh, with_auto_axes
 from quant_numerics import Contraction
 
 from ..errors import QuantizationError
-from ..forms.tree import is_stored, unpacked_leaf
 from ..plan.weight import WeightPlan
-from ..program.arrays import by_path, map_params, of_arrays
+from ..program.arrays import by_path, is_stored, map_params, of_arrays, unpacked_leaf
 from ..program.matching import follows_values
 from ..program.record import lookup_id
 from ..program.sites import Site
@@ -336,40 +335,31 @@ def _merged_at(
     return merge(kept.reshape(-1, *found.shape), found, at).reshape(kept.shape)
 
 
-@custom_vmap
-def _sum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
-    """Add a measurement at one step, summed over mapped examples.
+def _over_examples(merge: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Return what merges a measurement at one step, of all mapped examples.
 
     If ``vmap`` maps over the parameter, each example has another step.
     """
-    return kept.at[step].add(found)
+    merged = custom_vmap(merge)
+
+    @merged.def_vmap
+    def rule(
+        size: int,
+        is_batched: Sequence[bool],
+        kept: jax.Array,
+        found: jax.Array,
+        step: jax.Array,
+    ) -> tuple[jax.Array, bool]:
+        _, of_found, of_step = is_batched
+        found = found if of_found else jnp.broadcast_to(found, (size, *found.shape))
+        step = step if of_step else jnp.broadcast_to(step, (size, *step.shape))
+        return merged(kept, found, step), False
+
+    return merged
 
 
-@_sum.def_vmap
-def _sum_rule(size: int, is_batched: Sequence[bool], *args: jax.Array) -> tuple[jax.Array, bool]:
-    return _sum(*_of_examples(size, is_batched, *args)), False
-
-
-@custom_vmap
-def _maximum(kept: jax.Array, found: jax.Array, step: jax.Array) -> jax.Array:
-    """Keep the largest measurement at one step, over mapped examples, too."""
-    return kept.at[step].max(found)
-
-
-@_maximum.def_vmap
-def _maximum_rule(
-    size: int, is_batched: Sequence[bool], *args: jax.Array
-) -> tuple[jax.Array, bool]:
-    return _maximum(*_of_examples(size, is_batched, *args)), False
-
-
-def _of_examples(
-    size: int, is_batched: Sequence[bool], kept: jax.Array, found: jax.Array, step: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    _, of_found, of_step = is_batched
-    found = found if of_found else jnp.broadcast_to(found, (size, *found.shape))
-    step = step if of_step else jnp.broadcast_to(step, (size, *step.shape))
-    return kept, found, step
+_sum = _over_examples(lambda kept, found, step: kept.at[step].add(found))
+_maximum = _over_examples(lambda kept, found, step: kept.at[step].max(found))
 
 
 def whole_results(fn: Callable[..., Any], *operands: Any) -> Any:

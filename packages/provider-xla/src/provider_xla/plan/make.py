@@ -23,8 +23,7 @@ from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
-from ..rules.rule import is_fused
-from ..rules.sparsity import Sparsity, parse_sparsity
+from ..rules.rule import Sparsity, is_fused, parse_sparsity
 from .beside import has_numbers, kept_beside, may_differ
 from .choose import MatrixUse, choose
 from .explain import why_unused
@@ -108,8 +107,8 @@ def make_plan(
             fn,
             types_of(params),
             types_of(args),
-            types_of(kwargs),
-            kernels,
+            kwargs=types_of(kwargs),
+            kernels=kernels,
         ),
         adapters=adapters,
         remarks=tuple(survey.notes),
@@ -412,14 +411,16 @@ def tried(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> dict[s
         plan: the plan.
         rules: the other rules.
         params: the parameters, arrays or types.
-        batch: the other arguments of a call.
+        batch: the other arguments of a call. What it lacks of those by name is the plan's.
 
     Returns:
         By path, those that the rules can store: a weight with an operation that has no quantized
         form is left out, and raises no error.
     """
     survey = _Trial(rules, plan.leaves)
-    run_survey(survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {})
+    run_survey(
+        survey, plan.engine, plan.argnum, plan.fn, params, tuple(batch), plan.keywords(batch)
+    )
     found = weights_of(survey)
     kept = [path for path, weight in plan.weights.items() if not weight.ops]
     return {
@@ -436,7 +437,7 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         plan: the plan.
         rules: the other rules.
         params: the parameters, arrays or types.
-        batch: the other arguments of a call.
+        batch: the other arguments of a call. What it lacks of those by name is the plan's.
 
     Returns:
         The plan, with kernels if ``plan`` has some, and with its caches, which no rule of ``rules``
@@ -446,7 +447,8 @@ def replanned(plan: Plan, rules: Rules, params: Any, batch: Sequence[Any]) -> Pl
         QuantizationError: tiles do not fit a parameter.
     """
     kernels = any(op.kernels for op in plan.ops if op.quantized)
-    made = make_plan(rules, plan.engine, plan.argnum, plan.fn, params, tuple(batch), {}, kernels)
+    engine, argnum, fn, kwargs = plan.engine, plan.argnum, plan.fn, plan.keywords(batch)
+    made = make_plan(rules, engine, argnum, fn, params, tuple(batch), kwargs, kernels)
     of_caches = (one for one in plan.faults if one.code in (Code.NO_CACHE, Code.CACHE_FLOAT))
     return dataclasses.replace(made, caches=plan.caches, faults=(*made.faults, *of_caches))
 

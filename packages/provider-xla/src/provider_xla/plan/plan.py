@@ -18,9 +18,8 @@ from interception_core import Engine, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
-from ..forms.adapted import restored
-from ..forms.tree import is_stored
-from ..program.arrays import by_position, takes_any
+from ..forms import restored
+from ..program.arrays import by_position, is_stored, parameters_of, takes_any
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, Decided, OpRecord, Report
@@ -242,6 +241,15 @@ class Plan:
     def prefix(self) -> str:
         """Return what the pytree path of every parameter begins with."""
         return self.rules.params
+
+    def keywords(self, batch: Sequence[Any]) -> dict[str, Any]:
+        """Return the arguments by name of the call that it is for, with types for arrays.
+
+        Those that a batch gives by position are left out.
+        """
+        given = parameters_of(self.fn)[: len(batch) + 1]
+        found = self.again.keywords["kwargs"]
+        return {name: one for name, one in found.items() if name not in given}
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Expressions of derived weights hold programs: a pickle makes the plan again, by a trace.

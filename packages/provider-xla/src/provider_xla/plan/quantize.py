@@ -13,9 +13,17 @@ from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..forms.tree import is_stored, map_forms, own_form
 from ..kernels.packing import of_panels, pack, packed_type, packing_of
-from ..program.arrays import by_path, followed, is_array, map_params, rebuilt
+from ..program.arrays import (
+    by_path,
+    followed,
+    is_array,
+    is_stored,
+    map_forms,
+    map_params,
+    own_form,
+    rebuilt,
+)
 from ..program.sites import short
 from ..tables import progress
 from .weight import WeightPlan, prepack_leaf, quantize_leaf

@@ -20,8 +20,8 @@ import numpy as np
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 
-from ..forms.tree import unpacked_leaf
 from ..kernels.packed import PrepackedWeight
+from ..program.arrays import unpacked_leaf
 from ..program.facts import Code, Fact
 from ..program.granularity import Axes, Granularity
 from .weight import WeightPlan

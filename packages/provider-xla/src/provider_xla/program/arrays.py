@@ -1,7 +1,8 @@
-"""Call a function with its arrays alone, as JAX's transformations need."""
+"""Call a function with its arrays alone, as JAX's transformations need; leaves of parameters."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -10,6 +11,8 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
+import quant_numerics as qn
+from hijax_trace import Carrier
 from interception_core import followed_spec, hides_frames
 
 from ..errors import QuantizationError
@@ -180,3 +183,47 @@ def takes_any(fn: Callable[..., Any], names: Set[str]) -> bool:
 def prefix_of(argument: int | str) -> str:
     """Return what the pytree paths of an argument begin with."""
     return f"args[{argument}]" if isinstance(argument, int) else f"kwargs[{argument!r}]"
+
+
+def is_stored(node: Any) -> bool:
+    """Return whether a node is a stored parameter: a form, or a carrier of forms."""
+    return _is_stored_type(type(node))
+
+
+# Asked for each leaf: isinstance of abstract classes costs ten times as much.
+@functools.lru_cache(maxsize=256)
+def _is_stored_type(kind: type) -> bool:
+    return issubclass(kind, qn.StoredForm | Carrier)
+
+
+def map_forms(change: Callable[[str | None, Any], Any], leaf: Any) -> Any:
+    """Return a leaf with each stored form in it changed.
+
+    ``change`` takes a form after the key of the expression of its derived weight, None for the
+    parameter itself.
+    """
+    if not isinstance(leaf, Carrier):
+        return change(None, leaf) if qn.is_form(leaf) else leaf
+    own = change(None, leaf.own) if qn.is_form(leaf.own) else leaf.own
+    derived = {key: change(key, one) for key, one in leaf.derived.items()}
+    return dataclasses.replace(leaf, own=own, derived=derived)
+
+
+def own_form(leaf: Any) -> Any:
+    """Return what is stored for a parameter itself, without derived weights."""
+    return leaf.own if isinstance(leaf, Carrier) else leaf
+
+
+def unpacked_leaf(leaf: Any, *, kernels: bool = False) -> Any:
+    """Return a leaf with QArrays for quantized values in packed storage.
+
+    With ``kernels`` a form that says how a kernel contracts it stays as it is.
+    """
+
+    def one(values: Any) -> Any:
+        if not qn.is_form(values):  # an array, of a parameter with an adapter
+            return values
+        is_left = kernels and type(values).contract is not qn.StoredForm.contract
+        return values if is_left else values.unpacked()
+
+    return map_forms(lambda _, form: form.with_values(one), leaf)

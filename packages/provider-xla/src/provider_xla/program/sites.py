@@ -16,13 +16,12 @@ from hijax_trace import is_followed, scaled_inputs
 from interception_core import Engine, Interceptor, OpCall, UnknownNameError
 from quant_numerics import Contraction
 
-from ..rules.paths import PathKeys
 from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import by_position, is_array
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
 from .granularity import remedies
-from .matching import Rules, Weight, follows_values
+from .matching import PathKeys, Rules, Weight, follows_values
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .record import Decided, OpRecord, choices, subject_of
 

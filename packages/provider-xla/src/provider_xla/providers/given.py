@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from interception_core import Provider
 
-from ..rules.presets import as_rules, bits_of, installed
 from ..rules.qt_rule import QtRule
+from ..rules.written import as_rules, bits_of, installed
 from ..tables import table
-from .ptq import PtqProvider
+from .provider import PtqProvider
 from .qt import QtProvider
 
 

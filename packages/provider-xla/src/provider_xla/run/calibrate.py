@@ -13,8 +13,7 @@ import numpy as np
 import quant_numerics as qn
 
 from ..errors import QuantizationError, QuantizationWarning
-from ..forms.tree import is_stored, map_forms
-from ..program.arrays import as_batch, by_path, of_arrays
+from ..program.arrays import as_batch, by_path, is_stored, map_forms, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
 from ..tables import progress

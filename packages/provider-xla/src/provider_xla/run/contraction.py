@@ -15,13 +15,13 @@ from interception_core import Engine, OpCall, hides_frames
 from quant_numerics import Contraction
 
 from ..errors import QuantizationError
-from ..forms.tree import is_stored, unpacked_leaf
 from ..kernels.products import ALONE, NOTHING, Added, Between, Clamp
-from ..program.joining import Joining
+from ..program.arrays import is_stored, unpacked_leaf
+from ..program.fused import Joining
 from ..program.matching import Rules, Weight, follows_values
 from ..program.record import Decided
 from ..program.sites import Site, Sites
-from ..rules.sparsity import Sparsity, parse_sparsity, sparsified
+from ..rules.rule import Sparsity, parse_sparsity, sparsified
 from .static.statistics import Statistics, calibrations
 
 Operands = tuple[Any, Any]
@@ -254,13 +254,8 @@ def quantized_contraction(
                 sides.append(qn.quantize_with(x, how.qtype, *qn.scale_of(range_, how.qtype)))
         return added.to(contraction.run(*sides, *extras))
 
-    def in_float(
-        operands: Operands,
-        extras: tuple[Any, ...],
-        calibrations: tuple[Any, Any],
-        between: Between,
-        added: Added,
-    ) -> jax.Array:
+    def in_float(operands: Operands, extras: tuple[Any, ...], *others: Any) -> jax.Array:
+        *_, added = others
         return added.to(contraction.run(*plain(operands), *extras))
 
     # What a form does beside the contraction of its quantized values, such as a map of the

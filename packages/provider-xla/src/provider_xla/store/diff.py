@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import quant_numerics as qn
 from hijax_trace import Carrier
 
-from .errors import PlanDiff
-from .forms import take_apart
-from .rules import of_today, rule_json
+from ..errors import PlanDiff
+from .forms import of_today, rule_json, take_apart
 from .tree import Leaf, describe
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import StoreError
+from ..errors import StoreError
 
 try:
     import fcntl

@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ..errors import StoreError
 from ..extras import require
-from ..forms.tree import is_stored
+from ..program.arrays import is_stored
 from .carriers import NAMES, header, layout, raw
-from .errors import StoreError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

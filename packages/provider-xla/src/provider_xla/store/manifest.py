@@ -16,17 +16,25 @@ import msgspec
 
 from interception_core import JaxtapError, Provider, StorablePlan, get_provider
 
+from ..errors import PlanDiff, StoreError, damaged
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule
 from ..tables import table
 from .carriers import is_storable
 from .diff import beside, compare, compare_template
-from .errors import PlanDiff, StoreError, damaged
-from .forms import CARRIER, Form, is_quantized
-from .manifest_schema import FormatOnly, StoredLeaf, Tree, check_plan_json
+from .forms import CARRIER, Form, is_quantized, rule_json, rule_of
 from .placing import Placement
-from .rules import rule_json, rule_of
-from .schema import Object, Size, check, is_intact, read_json
+from .schema import (
+    FormatOnly,
+    Object,
+    Size,
+    StoredLeaf,
+    Tree,
+    check,
+    check_plan_json,
+    is_intact,
+    read_json,
+)
 from .tree import describe, indices, unique
 
 if TYPE_CHECKING:

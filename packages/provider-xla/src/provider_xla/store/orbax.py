@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from msgspec import field
 
+from ..errors import StoreError, damaged
 from ..extras import require
-from .errors import StoreError, damaged
 from .manifest import Manifest, Opened, read_sealed
 from .placing import Placement
 from .schema import BLANK, FIELD, Object, canonical, seal

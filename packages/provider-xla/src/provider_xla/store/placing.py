@@ -10,15 +10,16 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
+from ..errors import StoreError
 from ..program.arrays import followed
-from .errors import StoreError
 from .forms import CARRIER, part_of
-from .manifest_schema import StoredLeaf
+from .schema import StoredLeaf
 from .tree import Leaf, describe, is_whole
 
 Shardings = Callable[[StoredLeaf, str, Sequence[int]], Sharding | None]
 """Returns the sharding of a part of a leaf of this shape; None for JAX's default device, to
 which the part is not bound."""
+
 
 _WIDE = {"float64", "int64", "uint64", "complex128"}
 

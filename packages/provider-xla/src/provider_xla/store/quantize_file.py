@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from ..errors import StoreError
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import is_array
 from ..tables import progress
-from .errors import StoreError
 from .files import appearing
 from .float_files import Names, Source, TensorFiles, leaf_of, source_of
 from .forms import Form, take_apart
 from .manifest import build, check_ours
-from .manifest_schema import StoredLeaf
 from .placing import Placement, shardings_of
 from .safetensors import Writer
 from .save import format_of, save
+from .schema import StoredLeaf
 from .tree import Leaf, describe, fill
 
 if TYPE_CHECKING:

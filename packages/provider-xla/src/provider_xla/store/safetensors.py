@@ -14,9 +14,9 @@ from typing import Any, Self
 
 import numpy as np
 
+from ..errors import StoreError, damaged
 from ..extras import require
 from .carriers import carrier, decode, encode, header, layout, raw
-from .errors import StoreError, damaged
 from .manifest import Manifest, Opened, reading
 from .schema import BLANK, FIELD, canonical, check, is_intact, read_json, seal
 

@@ -21,10 +21,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from msgspec import field
 
-from .errors import StoreError, damaged
+from ..errors import StoreError, damaged
 from .files import appearing
 from .manifest import Manifest, Opened, read_sealed
-from .manifest_schema import StoredLeaf, Tree
 from .placing import Placement
 from .safetensors import Reader as File
 from .safetensors import Writer
@@ -34,6 +33,8 @@ from .schema import (
     FileName,
     Object,
     Size,
+    StoredLeaf,
+    Tree,
     canonical,
     seal,
 )

@@ -10,9 +10,9 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 import quant_numerics as qn
 
-from ..forms.adapted import is_adapted
-from ..forms.tree import is_stored
-from .errors import StoreError
+from ..errors import StoreError
+from ..forms import is_adapted
+from ..program.arrays import is_stored
 
 
 class Leaf(NamedTuple):

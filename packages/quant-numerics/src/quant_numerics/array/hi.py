@@ -15,9 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import hijax_trace as ht
-from quant_numerics.array.operand import dequantize, register_operand
-from quant_numerics.array.qarray import QArray
-from quant_numerics.formats.dtypes import FLOAT_DTYPES
+from quant_numerics.array.qarray import QArray, dequantize, register_operand
+from quant_numerics.formats.qtypes import FLOAT_DTYPES
 
 
 @dataclasses.dataclass(frozen=True)

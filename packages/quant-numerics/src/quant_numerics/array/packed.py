@@ -16,7 +16,7 @@ from quant_numerics.array.qarray import (
     qtype_of,
     stored_tiles,
 )
-from quant_numerics.array.serialization import register_serialization
+from quant_numerics.array.stored import register_serialization
 from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.qtypes import QType, get_qtype
 

@@ -1,13 +1,15 @@
 """Linear maps with custom transposes, and values with such a map as their derivative.
 
 Such a map is one primitive, which stays whole in jaxprs until it is lowered. Autodiff and vmap ask
-its `LinearPair` what to do, and never look inside the functions.
+its `LinearPair` what to do, and never look inside the functions. Derivatives straight through a
+function need no such map.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +18,116 @@ from jax import lax
 
 from hijax_trace import HiPrimitive
 from quant_numerics._compat import Zero, instantiate, is_undefined_primal
-from quant_numerics.autodiff.pairs import LinearPair, equally_varying, mapped_at_front
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """The axis that vmap maps."""
+
+    size: int
+    name: Any
+    spmd_name: Any
+
+    def map(self, function: Callable, in_axes: Any) -> Callable:
+        """Return `function` mapped, with results along axis 0."""
+        return jax.vmap(
+            function,
+            in_axes,
+            0,
+            axis_size=self.size,
+            axis_name=self.name,
+            spmd_axis_name=self.spmd_name,
+        )
+
+
+class LinearPair:
+    """A linear map and its transpose. Subclasses are hashable by value.
+
+    They are mapped example by example, unless they override `batched`.
+    """
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        """Map a tangent or, if `turned`, apply the transpose to a cotangent."""
+        raise NotImplementedError
+
+    def batched(
+        self, axis: Axis, residuals: Any, tangents: Any, outs: Any
+    ) -> tuple[LinearPair, int]:
+        """Return the pair for a whole batch, and the axis that its results are mapped along.
+
+        Of residuals, tangents and results, whether each leaf is mapped (along axis 0), or one for
+        all. On the side that is computed all are mapped.
+        """
+        return _Mapped(self, axis, *map(_frozen, (residuals, tangents, outs))), 0
+
+
+Frozen = tuple[tuple[bool, ...], Any]
+
+
+def _frozen(tree: Any) -> Frozen:
+    """Return a tree of booleans, hashable."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return tuple(leaves), treedef
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mapped(LinearPair):
+    """A pair that is mapped example by example.
+
+    Cotangents of operands that all examples share are summed.
+    """
+
+    pair: LinearPair
+    axis: Axis
+    residuals: Frozen
+    tangents: Frozen
+    outs: Frozen
+
+    def apply(self, turned: bool, residuals: Any, tangent: Any) -> Any:
+        ins, outs = (self.outs, self.tangents) if turned else (self.tangents, self.outs)
+        axes = tuple(
+            jax.tree.unflatten(treedef, [0 if mapped else None for mapped in leaves])
+            for leaves, treedef in (self.residuals, ins)
+        )
+        result = self.axis.map(functools.partial(self.pair.apply, turned), axes)(residuals, tangent)
+        wanted = jax.tree.unflatten(outs[1], outs[0])
+        return jax.tree.map(
+            lambda mapped, x: x if mapped else lax.reduce_sum(x, (0,)), wanted, result
+        )
+
+
+def mapped_at_front(
+    axis_data: Any, args: Sequence[Any], dims: Sequence[int | None]
+) -> tuple[Axis, list[Any], list[bool]]:
+    """Return the mapped axis, arguments with it first, and which have it."""
+    spmd_name = axis_data.spmd_name or axis_data.explicit_mesh_axis
+    axis = Axis(axis_data.size, axis_data.name, spmd_name)
+    moved = [
+        x if dim is None or dim == 0 else jnp.moveaxis(x, dim, 0)
+        for x, dim in zip(args, dims, strict=True)
+    ]
+    return axis, moved, [dim is not None for dim in dims]
+
+
+def equally_varying(values: Sequence[Any]) -> list[jax.Array]:
+    """Return values that all vary over the same manual axes.
+
+    Manual axes are the mesh axes of a ``shard_map``. JAX's primitives demand that their operands
+    vary over the same ones, so each value is cast to those that any of them varies over.
+    """
+    values = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in values]
+    varying = [_varying(x) for x in values]
+    union = frozenset().union(*varying)
+    if not union:
+        return values
+    return [
+        x if own == union else lax.pcast(x, tuple(sorted(union - own)), to="varying")
+        for x, own in zip(values, varying, strict=True)
+    ]
+
+
+def _varying(x: Any) -> frozenset:
+    return frozenset(getattr(getattr(jax.typeof(x), "mat", None), "varying", ()))
 
 
 def apply_flat(
@@ -246,3 +357,51 @@ class _WithTangent(HiPrimitive):
 
 
 tangent_p = _WithTangent("with_tangent")
+
+
+def straight_through(
+    quantized_fn: Callable[..., Any], float_fn: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return one function with the derivative of another.
+
+    ``f(*args)`` equals ``quantized_fn(*args)``; its JVP, and so its gradients of any order and
+    mode, is that of ``float_fn`` at the same arguments. Rounding has derivative zero almost
+    everywhere; with ``float_fn`` the unquantized op this is the straight-through estimator of
+    Bengio et al. 2013 (arXiv:1308.3432). Works under jit, grad, jvp, vmap, scan and remat.
+
+    Args:
+      quantized_fn: positional array (or pytree) arguments -> arrays.
+      float_fn: takes the same arguments; returns the same tree of shapes and dtypes. It is
+        evaluated only where a derivative is taken. Close over static options in both.
+
+    Returns:
+      A function of positional arguments.
+
+    Raises:
+      ValueError: when it is differentiated: the two functions return different trees, shapes or
+        dtypes.
+    """
+
+    @jax.custom_jvp
+    def apply(*args: Any) -> Any:
+        return quantized_fn(*args)
+
+    @apply.defjvp
+    def rule(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[Any, Any]:
+        out = apply(*primals)  # not quantized_fn: higher derivatives go straight through too
+        float_out, tangent = jax.jvp(float_fn, primals, tangents)
+        ours, theirs = _signature(out), _signature(float_out)
+        if ours != theirs:
+            raise ValueError(
+                "the outputs of the two functions of straight_through must be alike, got "
+                f"{ours} of quantized_fn and {theirs} of float_fn. Give both the same "
+                "preferred_element_type, or convert the result of one."
+            )
+        return out, tangent
+
+    return apply
+
+
+def _signature(tree: Any) -> tuple[str, list[str]]:
+    leaves, structure = jax.tree.flatten(tree)
+    return str(structure), [f"{x.dtype.name}{list(x.shape)}" for x in map(jnp.asarray, leaves)]

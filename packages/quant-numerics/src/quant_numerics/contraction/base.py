@@ -12,8 +12,8 @@ import jax
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import dot_granularity
+from quant_numerics.calibration.calibrate import Calibration
 from quant_numerics.calibration.quantize import quantize
-from quant_numerics.calibration.scale import Calibration
 from quant_numerics.contraction.cotangent import Cotangent
 from quant_numerics.contraction.options import (
     Backward,
@@ -25,8 +25,7 @@ from quant_numerics.contraction.options import (
     hashable,
 )
 from quant_numerics.contraction.training import Residual, train
-from quant_numerics.formats.dtypes import float_dtype
-from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.qtypes import float_dtype, get_qtype
 
 Side = jax.Array | QArray
 

@@ -17,8 +17,7 @@ from quant_numerics.contraction.base import Contraction, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import Backwards, Hows, HowToQuantize, float_operands
 from quant_numerics.contraction.training import Residual
-from quant_numerics.formats.dtypes import compute_dtype
-from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.formats.qtypes import compute_dtype, get_qtype
 from quant_numerics.ops.conv import conv_general_dilated, is_pointwise, lhs_scale, rhs_scale
 
 

@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from quant_numerics.array.qarray import QArray
-from quant_numerics.calibration.method import parse_calibration_method
-from quant_numerics.calibration.scale import Calibration
-from quant_numerics.formats.dtypes import float_dtype
-from quant_numerics.formats.qtypes import get_qtype
+from quant_numerics.calibration.calibrate import Calibration, parse_calibration_method
+from quant_numerics.formats.qtypes import float_dtype, get_qtype
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,17 +11,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.explicit import sharded_like
-from quant_numerics.array.operand import dequantize
-from quant_numerics.array.qarray import QArray
+from quant_numerics.array.qarray import QArray, dequantize
 from quant_numerics.array.tiles import slices
-from quant_numerics.autodiff.linear import with_tangent
-from quant_numerics.autodiff.pairs import Axis, LinearPair
-from quant_numerics.calibration.calibrate import calibrate, inside
-from quant_numerics.calibration.method import parse_calibration_method
+from quant_numerics.autodiff.linear import Axis, LinearPair, with_tangent
+from quant_numerics.calibration.calibrate import (
+    Calibration,
+    calibrate,
+    inside,
+    parse_calibration_method,
+    scale_of,
+)
 from quant_numerics.calibration.quantize import quantize_with
-from quant_numerics.calibration.scale import Calibration, scale_of
-from quant_numerics.contraction.cotangent import Cotangent, without_infinities
-from quant_numerics.contraction.in_kernel import quantize_scaled
+from quant_numerics.contraction.cotangent import Cotangent, quantize_scaled, without_infinities
 from quant_numerics.contraction.options import Backward, Backwards, Hows, HowToQuantize
 
 

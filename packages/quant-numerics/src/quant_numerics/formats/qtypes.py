@@ -1,4 +1,4 @@
-"""The number formats: a table of ours, and those that plugins declare."""
+"""The number formats: a table of ours, and those that plugins declare; the float dtypes."""
 
 import dataclasses
 import difflib
@@ -7,11 +7,52 @@ import types
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from interception_core import PluginError, UnknownNameError, make_qtype
+from interception_core import (
+    CheckResult,
+    PluginError,
+    QTypeSpec,
+    UnknownNameError,
+    declared_specs,
+    make_qtype,
+)
+
+FLOAT_DTYPES = tuple(map(jnp.dtype, (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64)))
+"""The dtypes that can be quantized, and that results can have."""
+
+
+def float_dtype(dtype: Any, what: str) -> np.dtype:
+    """Return `dtype` canonical (x64-aware), or raise a TypeError that names `what`."""
+    if jnp.dtype(dtype) not in FLOAT_DTYPES:
+        allowed = ", ".join(d.name for d in FLOAT_DTYPES)
+        raise TypeError(
+            f"{what} must have one of the dtypes {allowed}, got {jnp.dtype(dtype).name}. Convert "
+            "it with .astype(...) first."
+        )
+    return jax.dtypes.canonicalize_dtype(dtype)
+
+
+def promote_floats(a: np.dtype, b: np.dtype) -> np.dtype:
+    """Return the wider of two float dtypes, float32 for bfloat16 with float16.
+
+    This is JAX's promotion of these dtypes. It is spelled out because ``jnp.promote_types`` refuses
+    to promote under ``jax.numpy_dtype_promotion("strict")``.
+    """
+    if a == b:
+        return a
+    if a.itemsize == b.itemsize:
+        return _F32
+    return max(a, b, key=lambda d: d.itemsize)
+
+
+def compute_dtype(dtype: np.dtype) -> np.dtype:
+    """Return the dtype that arithmetic on scales uses for a logical dtype."""
+    return promote_floats(dtype, _F32)
+
 
 _F32 = jnp.dtype(jnp.float32)
 
@@ -264,3 +305,27 @@ def _unknown(given: object, text: str, names: Iterable[str]) -> ValueError:
         f"a qtype must be one of {', '.join(known)}, got {given!r}. Did you mean {nearest!r}? A "
         "plugin can declare another with jaxtap_register_qtypes."
     )
+
+
+def formats() -> Iterator[CheckResult]:
+    """Report this package's formats, and try each that a plugin declares."""
+    yield CheckResult("ok", f"{len(QTYPES)} of quant-numerics: {', '.join(QTYPES)}")
+    for spec in declared_specs(QTypeSpec):
+        if spec.name in QTYPES:
+            yield CheckResult(
+                "fail",
+                f"the qtype {spec.name!r} of a plugin is hidden by quant-numerics' own",
+                f"rename it: {spec.factory} is never called",
+            )
+            continue
+        try:
+            kind = get_qtype(spec.name)
+        except (PluginError, ValueError) as error:
+            yield CheckResult("fail", str(error), f"look at {spec.factory}")
+        else:
+            parts = [
+                f"{kind.bits} bits in {kind.storage_dtype.name}",
+                f"{kind.scale_dtype.name} scales",
+            ]
+            parts += [] if kind.block is None else [f"blocks of {kind.block}"]
+            yield CheckResult("ok", f"{spec.name}: {spec.summary} ({', '.join(parts)})")

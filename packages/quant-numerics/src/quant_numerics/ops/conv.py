@@ -13,9 +13,8 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from quant_numerics.array.explicit import sharded_as
-from quant_numerics.array.operand import Operand, as_operand, dequantize
-from quant_numerics.array.qarray import QArray, effective_scale
-from quant_numerics.formats.dtypes import promote_floats
+from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, effective_scale
+from quant_numerics.formats.qtypes import promote_floats
 from quant_numerics.ops.arithmetic import (
     INT32_MAX,
     Arithmetic,

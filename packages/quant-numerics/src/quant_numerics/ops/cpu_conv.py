@@ -121,22 +121,18 @@ def shifted_products(
     lhs: jax.Array,
     rhs: jax.Array,
     sums: np.dtype,
+    *,
     window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
     dimension_numbers: lax.ConvDimensionNumbers,
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
     feature_group_count: int = 1,
-    batch_group_count: int = 1,
+    **others: Any,
 ) -> jax.Array:
     """Convolve like ``lax.conv_general_dilated``, without batch groups, in the dtype `sums`."""
     dn, groups = dimension_numbers, feature_group_count
     places = dn.lhs_spec[2:]
     kernel = lax.transpose(rhs, (*dn.rhs_spec[2:], *dn.rhs_spec[1::-1])).astype(sums)
     *window, features, outputs = kernel.shape
-    lhs, apart, counts = _padded(
-        lhs, places, window, window_strides, padding, lhs_dilation, rhs_dilation
-    )
+    lhs, apart, counts = _padded(lhs, places, window, window_strides, **others)
     # The feature axis becomes groups, and features of each; or groups, and outputs of each.
     along = dn.lhs_spec[1]
 
@@ -163,13 +159,11 @@ def sums_of_places(
     lhs: jax.Array,
     rhs: jax.Array,
     sums: np.dtype,
+    *,
     window_strides: Sequence[int],
-    padding: str | Sequence[tuple[int, int]],
     dimension_numbers: lax.ConvDimensionNumbers,
-    lhs_dilation: Sequence[int] | None = None,
-    rhs_dilation: Sequence[int] | None = None,
-    feature_group_count: int = 1,
     batch_group_count: int = 1,
+    **others: Any,
 ) -> jax.Array:
     """Convolve like ``lax.conv_general_dilated`` with batch groups: a sum for each place."""
     dn, groups = dimension_numbers, batch_group_count
@@ -179,9 +173,7 @@ def sums_of_places(
     along, *summed = dn.rhs_spec
     places = summed[1:]
     window = [rhs.shape[axis] for axis in places]
-    lhs, apart, counts = _padded(
-        lhs, places, window, window_strides, padding, lhs_dilation, rhs_dilation
-    )
+    lhs, apart, counts = _padded(lhs, places, window, window_strides, **others)
     features, outputs = lhs.shape[along] // groups, rhs.shape[along] // groups
 
     def of_groups(x: jax.Array, *each: int) -> jax.Array:
@@ -221,8 +213,9 @@ def _padded(
     window: Sequence[int],
     window_strides: Sequence[int],
     padding: str | Sequence[tuple[int, int]],
-    lhs_dilation: Sequence[int] | None,
-    rhs_dilation: Sequence[int] | None,
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    **_: Any,
 ) -> tuple[jax.Array, Sequence[int], list[int]]:
     """Return the padded input, how far a window's elements are apart, and its number of places."""
     apart = rhs_dilation or (1,) * len(window)

@@ -17,8 +17,8 @@ from jax import lax
 
 from interception_core import explicit_mesh, get_op, select_kernel
 from interception_core.log import logger
-from quant_numerics.autodiff.straight_through import straight_through
-from quant_numerics.ops.dot_sides import Side
+from quant_numerics.autodiff.linear import straight_through
+from quant_numerics.ops.arithmetic import Side
 
 GEMV_ROWS = 4
 """Rows that a single row is padded to on CPU."""

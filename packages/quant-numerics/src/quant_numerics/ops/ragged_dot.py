@@ -14,18 +14,17 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from quant_numerics.array.explicit import sharded_as
-from quant_numerics.array.operand import Operand, as_operand, dequantize
-from quant_numerics.array.qarray import QArray, effective_scale
+from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, effective_scale
 from quant_numerics.array.tiles import placed
-from quant_numerics.formats.dtypes import compute_dtype, promote_floats
+from quant_numerics.formats.qtypes import compute_dtype, promote_floats
 from quant_numerics.ops.arithmetic import (
     Arithmetic,
     arithmetic,
+    contracted_tiles,
     has_zero_point_left,
     numbers,
     output_dtype,
 )
-from quant_numerics.ops.dot_sides import contracted_tiles
 from quant_numerics.ops.take import take
 
 MOST_PIECES = 32

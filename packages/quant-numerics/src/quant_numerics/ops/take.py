@@ -12,9 +12,8 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from quant_numerics.array.explicit import sharded_as
-from quant_numerics.array.operand import Operand, as_operand, dequantize
 from quant_numerics.array.packed import PackedQArray, unpack
-from quant_numerics.array.qarray import QArray
+from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize
 
 
 def take(

@@ -114,6 +114,22 @@ inline void transpose_tile(const float* in, int64_t in_stride, float* out, int64
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) _mm256_storeu_ps(out + i * out_stride, a[i]);
+#elif defined(JAXTAP_NEON)
+  float64x2_t pairs[2][2];
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const float32x4_t first = vld1q_f32(in + 2 * i * in_stride);
+    const float32x4_t second = vld1q_f32(in + (2 * i + 1) * in_stride);
+    pairs[i][0] = vreinterpretq_f64_f32(vtrn1q_f32(first, second));
+    pairs[i][1] = vreinterpretq_f64_f32(vtrn2q_f32(first, second));
+  }
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const float64x2_t upper = vtrn1q_f64(pairs[0][i], pairs[1][i]);
+    const float64x2_t lower = vtrn2q_f64(pairs[0][i], pairs[1][i]);
+    vst1q_f32(out + i * out_stride, vreinterpretq_f32_f64(upper));
+    vst1q_f32(out + (i + 2) * out_stride, vreinterpretq_f32_f64(lower));
+  }
 #else
   for (int r = 0; r < kWidth; ++r) {
     for (int c = 0; c < kWidth; ++c) out[c * out_stride + r] = in[r * in_stride + c];

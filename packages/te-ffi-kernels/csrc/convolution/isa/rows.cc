@@ -1,5 +1,10 @@
-// Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers that
-// float32 holds, so a fused multiply-add gives the same bits as two operations.
+// Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers: in int32
+// with instructions for int8, else in float32, which holds them, so that a fused multiply-add gives
+// the same bits as two operations.
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
 
 #include "common/lanes.h"
 #include "convolution/table.h"
@@ -9,30 +14,115 @@ namespace {
 
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
-JAXTAP_INLINE Floats signed_numbers(Bytes x) {
-#if defined(__AVX512F__)
-  return same_bits<Floats>(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(same_bits<__m128i>(x))));
-#elif defined(__AVX2__)
-  const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
-  return same_bits<Floats>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low)));
+// What a word of an image and of a weight has, and how both are multiplied.
+#if defined(__AVX512VNNI__)
+
+constexpr int kTaps = 4;
+using Sums = Ints;
+
+constexpr int kSpreadBlocks = 4;  // of channels at once: what a line of the cache has
+
+// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
+// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
+// together once.
+template <int kStep, int kBlocks, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  struct Several {
+    Words of[kBlocks];
+  };
+  const auto values = [&]() __attribute__((always_inline)) {
+    Several made;
+    const auto where = next();
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = same_bits<Words>(widen(where(b)));
+    return made;
+  };
+  const auto pairs = [](const Several& low, const Several& high) __attribute__((always_inline)) {
+    Several made;
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = low.of[b] | (high.of[b] << 8);
+    return made;
+  };
+  const auto put = [&](int64_t i, const Several& low, const Several& high)
+      __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) {
+      store(i, b, (low.of[b] | (high.of[b] << 16)) ^ 0x80808080u);
+    }
+  };
+  if constexpr (kStep == 1) {
+    const Several one = values(), two = values();
+    Several last = values(), first = pairs(one, two), second = pairs(two, last);
+    for (int64_t i = 0; i < count; ++i) {
+      const Several more = values(), third = pairs(last, more);
+      put(i, first, third);
+      first = second;
+      second = third;
+      last = more;
+    }
+  } else {
+    Several first{};
+    if (kStep == 2) {
+      const Several low = values();
+      first = pairs(low, values());
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (kStep == 4) {
+        const Several low = values();
+        first = pairs(low, values());
+      }
+      const Several low = values(), second = pairs(low, values());
+      put(i, first, second);
+      first = second;
+    }
+  }
+}
+
+// As assembly, since gcc 12 copies sums from register to register around the intrinsic.
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(x), "v"(weight));
+}
+
 #else
-  Floats wide{};
-  for (int i = 0; i < kLanes; ++i) wide[i] = static_cast<float>(static_cast<int8_t>(x[i]));
-  return wide;
+
+constexpr int kTaps = 1;
+using Sums = Floats;
+
+constexpr int kSpreadBlocks = 1;
+
+template <int kStep, int kBlocks, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  static_assert(kStep == 1 && kBlocks == 1, "each pixel has a word");
+  for (int64_t i = 0; i < count; ++i) {
+    const Bytes x = next()(0);
+#if defined(__AVX2__)
+    const __m128i low = _mm_cvtsi64_si128(same_bits<int64_t>(x));
+    store(i, 0, same_bits<Words>(_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(low))));
+#else
+    Floats wide{};
+    for (int j = 0; j < kLanes; ++j) wide[j] = static_cast<float>(static_cast<int8_t>(x[j]));
+    store(i, 0, same_bits<Words>(wide));
+#endif
+  }
+}
+
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  const auto a = same_bits<Floats>(x), b = same_bits<Floats>(weight);
+#if defined(__AVX2__)
+  sum = same_bits<Floats>(
+      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
+#else
+  sum = a * b + sum;
 #endif
 }
 
-JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
-  return same_bits<Floats>(
-      _mm512_fmadd_ps(same_bits<__m512>(a), same_bits<__m512>(b), same_bits<__m512>(sum)));
-#elif defined(__AVX2__)
-  return same_bits<Floats>(
-      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
-#else
-  return a * b + sum;
 #endif
-}
+
+JAXTAP_INLINE Floats to_floats(Floats x) { return x; }
+JAXTAP_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Floats); }
+
+template <class Format>
+constexpr int kBitsOf = 8 * sizeof(typename Format::Type);
 
 template <class Format>
 JAXTAP_INLINE Floats rounded(Floats x) {
@@ -43,206 +133,336 @@ JAXTAP_INLINE Floats rounded(Floats x) {
 // reciprocal, as in matmul/rows.inl.
 constexpr float kSafeRounding = 0.49997f;
 
-// Whether any magnitude is not up to a bound: a NaN isn't.
-JAXTAP_INLINE bool any_beyond(Floats x, float bound) {
+// The larger of two magnitudes, as their bits, of which those of a NaN are the largest.
+JAXTAP_INLINE Words larger(Words most, Floats x) {
+  const Words bits = same_bits<Words>(x) & 0x7fffffffu;
 #if defined(__AVX512F__)
-  const __m512 magnitude = _mm512_abs_ps(same_bits<__m512>(x));
-  return _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(bound), _CMP_NLE_UQ) != 0;
+  return same_bits<Words>(_mm512_max_epu32(same_bits<__m512i>(most), same_bits<__m512i>(bits)));
 #elif defined(__AVX2__)
-  const __m256 magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), same_bits<__m256>(x));
-  return _mm256_movemask_ps(_mm256_cmp_ps(magnitude, _mm256_set1_ps(bound), _CMP_NLE_UQ)) != 0;
+  return same_bits<Words>(_mm256_max_epu32(same_bits<__m256i>(most), same_bits<__m256i>(bits)));
+#elif defined(JAXTAP_NEON)
+  return same_bits<Words>(vmaxq_u32(same_bits<uint32x4_t>(most), same_bits<uint32x4_t>(bits)));
+#else
+  return bits > most ? bits : most;
+#endif
+}
+
+// Whether any magnitude is beyond a bound.
+JAXTAP_INLINE bool any_beyond(Words most, float bound) {
+  const auto end = same_bits<int32_t>(bound);
+#if defined(__AVX512F__)
+  return _mm512_cmpgt_epi32_mask(same_bits<__m512i>(most), _mm512_set1_epi32(end)) != 0;
+#elif defined(__AVX2__)
+  const __m256i holds = _mm256_cmpgt_epi32(same_bits<__m256i>(most), _mm256_set1_epi32(end));
+  return _mm256_movemask_epi8(holds) != 0;
+#elif defined(JAXTAP_NEON)
+  return vmaxvq_s32(same_bits<int32x4_t>(most)) > end;
 #else
   bool found = false;
-  for (int i = 0; i < kLanes; ++i) found |= !(x[i] <= bound && x[i] >= -bound);
+  for (int i = 0; i < kLanes; ++i) found |= static_cast<int32_t>(most[i]) > end;
   return found;
 #endif
 }
 
-// What is beyond 127 saturates; a NaN stays.
-JAXTAP_INLINE Floats cut(Floats x) {
-#if defined(__AVX512F__)  // the second operand where one is NaN
-  const __m512 below = _mm512_min_ps(_mm512_set1_ps(127.0f), same_bits<__m512>(x));
-  return same_bits<Floats>(_mm512_max_ps(_mm512_set1_ps(-127.0f), below));
+// The larger, or smaller, of a bound and a number; the number where both are equal or it is NaN.
+JAXTAP_INLINE Floats at_least(float least, Floats y) {
+#if defined(__AVX512F__)
+  return same_bits<Floats>(_mm512_max_ps(_mm512_set1_ps(least), same_bits<__m512>(y)));
 #elif defined(__AVX2__)
-  const __m256 below = _mm256_min_ps(_mm256_set1_ps(127.0f), same_bits<__m256>(x));
-  return same_bits<Floats>(_mm256_max_ps(_mm256_set1_ps(-127.0f), below));
+  return same_bits<Floats>(_mm256_max_ps(_mm256_set1_ps(least), same_bits<__m256>(y)));
 #else
-  x = x < -127.0f ? all(-127.0f) : x;
-  return x > 127.0f ? all(127.0f) : x;
+  return y < least ? all(least) : y;
 #endif
 }
 
-// To the nearest whole number, half to even, of magnitudes up to 127.
-JAXTAP_INLINE Floats whole(Floats x) { return (x + 0x1.8p23f) - 0x1.8p23f; }
+JAXTAP_INLINE Floats at_most(float most, Floats y) {
+#if defined(__AVX512F__)
+  return same_bits<Floats>(_mm512_min_ps(_mm512_set1_ps(most), same_bits<__m512>(y)));
+#elif defined(__AVX2__)
+  return same_bits<Floats>(_mm256_min_ps(_mm256_set1_ps(most), same_bits<__m256>(y)));
+#else
+  return y > most ? all(most) : y;
+#endif
+}
+
+// What is beyond 127 saturates; a NaN stays.
+JAXTAP_INLINE Floats cut(Floats x) { return at_least(-127.0f, at_most(127.0f, x)); }
+
+// The nearest whole number, half to even, of magnitudes up to 128.
+JAXTAP_INLINE Ints nearest(Floats x) {
+#if defined(__AVX512F__)
+  return same_bits<Ints>(_mm512_cvtps_epi32(same_bits<__m512>(x)));
+#elif defined(__AVX2__)
+  return same_bits<Ints>(_mm256_cvtps_epi32(same_bits<__m256>(x)));
+#else
+  return __builtin_convertvector((x + 0x1.8p23f) - 0x1.8p23f, Ints);
+#endif
+}
 
 // Quotients instead of products, and 0 for a NaN.
-__attribute__((noinline, cold)) Floats divided(const Floats& x, float divisor) {
-  const Floats ratio = x / divisor;
-  return whole(cut(ratio == ratio ? ratio : all(0.0f)));
+__attribute__((noinline, cold)) void divide(const Floats* x, int count, float divisor, Ints* to) {
+  for (int i = 0; i < count; ++i) {
+    const Floats ratio = x[i] / divisor;
+    to[i] = nearest(cut(ratio == ratio ? ratio : all(0.0f)));
+  }
 }
 
 // Whole numbers of magnitudes up to 127 to bytes.
 template <class Where>
-JAXTAP_INLINE void write_bytes(int8_t* to, Floats x, Where where) {
-#if defined(__AVX512F__)
-  const __m512i wide = _mm512_cvtps_epi32(same_bits<__m512>(x));
-  write(to, same_bits<Bytes>(_mm512_cvtepi32_epi8(wide)), where);
-#elif defined(__AVX2__)
-  const __m256i wide = _mm256_cvtps_epi32(same_bits<__m256>(x));
-  const __m128i words =
-      _mm_packs_epi32(_mm256_castsi256_si128(wide), _mm256_extracti128_si256(wide, 1));
-  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  write(to, same_bits<Bytes>(bytes), where);
-#else
-  Bytes bytes{};
-  for (int i = 0; i < kLanes; ++i) bytes[i] = static_cast<uint8_t>(static_cast<int8_t>(x[i]));
-  write(to, bytes, where);
-#endif
+JAXTAP_INLINE void write_bytes(int8_t* to, Ints x, Where where) {
+  write(to, low_bytes(x), where);
 }
 
-// The quantized values of several vectors: what is asked of one of them is asked of all.
-template <int kCount>
-JAXTAP_INLINE void quantize(Floats (&x)[kCount], Scale scale) {
-  Floats near[kCount];
-  bool beyond = false;
+// The quantized values of several vectors: what is asked of one of them is asked of all. kCuts: there
+// may be some beyond 127.
+template <bool kCuts, int kCount>
+JAXTAP_INLINE void quantize(const Floats (&x)[kCount], Scale scale, Ints (&near)[kCount]) {
+  Words most{};
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    const Floats ratio = cut(x[i] * scale.reciprocal);
-    near[i] = whole(ratio);
-    beyond |= any_beyond(ratio - near[i], kSafeRounding);
+    Floats ratio = x[i] * scale.reciprocal;
+    if (kCuts) ratio = cut(ratio);
+    near[i] = nearest(ratio);
+    most = larger(most, ratio - to_floats(near[i]));
   }
-#pragma GCC unroll 8
-  for (int i = 0; i < kCount; ++i) {
-    x[i] = __builtin_expect(beyond, 0) ? divided(x[i], scale.divisor) : near[i];
+  if (__builtin_expect(any_beyond(most, kSafeRounding), 0)) {
+    Floats ratios[kCount];  // what is in memory here alone stays in registers elsewhere
+    Ints found[kCount];
+    std::copy_n(x, kCount, ratios);
+    divide(ratios, kCount, scale.divisor, found);
+    std::copy_n(found, kCount, near);
   }
 }
 
-// A sum, rescaled, with what is added to it.
-template <class Format, class Where>
-JAXTAP_INLINE Floats finished(const Depthwise& d, int64_t pixel, int64_t channel, Floats sum,
-                              Where where) {
-  using Type = typename Format::Type;
-  const Output& out = d.out;
-  const auto at = [&](const uint8_t* from) {
-    return reinterpret_cast<const Type*>(from + pixel * out.stride) + channel;
-  };
-  Floats y = sum * d.x_scale * read<Floats>(d.scales + channel, where);
+// What the results of a vector of channels have in common. Where they go as int8, what is not there
+// is 0, or without end, and bounds are those of int8 too: beyond 127.4 the nearest value is 127.
+struct Channels {
+  Floats scale, bias;
+  float least, most;
+};
+
+template <class Format, bool kToInt8, class Where>
+JAXTAP_INLINE Channels channels_of(const Results& to, int64_t channel, Where where) {
+  const Output& out = to.out;
+  // Vectors have at most the 16 channels that scales are together for.
+  const uint8_t* scales = to.scales + channel / 16 * to.scales_stride + channel % 16 * 4;
+  Channels of{read<Floats>(reinterpret_cast<const float*>(scales), where), Floats{}, out.least,
+              out.most};
   if (out.bias != nullptr) {
-    y = rounded<Format>(y) +
-        load<Format>(reinterpret_cast<const Type*>(out.bias) + channel, where);
+    const auto* bias = reinterpret_cast<const typename Format::Type*>(out.bias);
+    of.bias = load<Format>(bias + channel, where);
   }
-  if (out.residual != nullptr) y = rounded<Format>(y) + load<Format>(at(out.residual), where);
-  if (out.clamps) {
-    y = y < out.least ? all(out.least) : y;
-    y = y > out.most ? all(out.most) : y;
+  if (kToInt8) {
+    // What rounding to a format of fewer bits makes of a bound may be beyond it.
+    constexpr bool kCuts = kBitsOf<Format> == 32;
+    const float end = kCuts ? 127.4f * to.y_scale.divisor : std::numeric_limits<float>::infinity();
+    of.least = out.clamps ? std::max(-end, std::min(out.least, end)) : -end;
+    of.most = out.clamps ? std::max(-end, std::min(out.most, end)) : end;
   }
-  return y;
+  return of;
 }
 
-// Pixels whose sums are in registers at once: each weight is loaded once for all.
-template <class Format, bool kToInt8, int kCount, class Where>
-JAXTAP_INLINE void pixels(const Depthwise& d, int64_t pixel, int64_t channel, Where where) {
-  Floats sums[kCount] = {};
-  const int64_t step = d.stride * kLanes;
-  const float* x = d.x + channel * d.line + pixel * step;
-  const float* weights = d.weights + channel;
-  for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.out.columns) {
-    const Floats weight = read<Floats>(weights, where);
-    const float* at = x + d.taps[tap] * kLanes;
-#pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) {
-      sums[i] = add_product(read<Floats>(at + i * step), weight, sums[i]);
-    }
-  }
+// Results of sums, of pixels that follow each other.
+template <class Format, bool kToInt8, class Sum, int kCount, class Where>
+JAXTAP_INLINE void put(const Results& to, const Channels& of, int64_t pixel, int64_t channel,
+                       const Sum (&sums)[kCount], Where where) {
+  using Type = typename Format::Type;
+  const Output& out = to.out;
+  Floats y[kCount];
 #pragma GCC unroll 8
   for (int i = 0; i < kCount; ++i) {
-    sums[i] = finished<Format>(d, pixel + i, channel, sums[i], where);
-    if constexpr (kToInt8) {
-      sums[i] = rounded<Format>(sums[i]);
-    } else {
-      uint8_t* y = d.out.y + (pixel + i) * d.out.stride;
-      store<Format>(reinterpret_cast<typename Format::Type*>(y) + channel, sums[i], where);
+    y[i] = to_floats(sums[i]) * to.x_scale * of.scale;
+    if (kToInt8 || out.bias != nullptr) y[i] = rounded<Format>(y[i]) + of.bias;
+  }
+  if (out.residual != nullptr) {
+    const uint8_t* from = out.residual + pixel * out.stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i, from += out.stride) {
+      y[i] = rounded<Format>(y[i]) +
+             load<Format>(reinterpret_cast<const Type*>(from) + channel, where);
     }
+  }
+  if (kToInt8 || out.clamps) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) y[i] = at_most(of.most, at_least(of.least, y[i]));
   }
   if constexpr (kToInt8) {
-    quantize(sums, d.y_scale);
-    int8_t* to = d.qvalues + pixel * d.out.columns + channel;
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) write_bytes(to + i * d.out.columns, sums[i], where);
+    for (int i = 0; i < kCount; ++i) y[i] = rounded<Format>(y[i]);
+    Ints near[kCount];
+    quantize<kBitsOf<Format> != 32>(y, to.y_scale, near);
+    int8_t* bytes = to.qvalues + pixel * to.n + channel;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) write_bytes(bytes + i * to.n, near[i], where);
+  } else {
+    uint8_t* row = out.y + pixel * out.stride;
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i, row += out.stride) {
+      store<Format>(reinterpret_cast<Type*>(row) + channel, y[i], where);
+    }
   }
+}
+
+// All pixels, as many at once as registers hold: calls body(pixel, std::integral_constant).
+template <class Body>
+JAXTAP_INLINE void over_pixels(int64_t pixels, const Body& body) {
+  int64_t pixel = 0;
+  // Lines of images are often 7 times a power of two.
+  if (pixels % 7 == 0 && pixels % 8 != 0) {
+    for (; pixel < pixels; pixel += 7) body(pixel, std::integral_constant<int, 7>());
+    return;
+  }
+  for (; pixel + 8 <= pixels; pixel += 8) body(pixel, std::integral_constant<int, 8>());
+  if (pixel + 4 <= pixels) {
+    body(pixel, std::integral_constant<int, 4>());
+    pixel += 4;
+  }
+  if (pixel + 2 <= pixels) {
+    body(pixel, std::integral_constant<int, 2>());
+    pixel += 2;
+  }
+  if (pixel < pixels) body(pixel, std::integral_constant<int, 1>());
 }
 
 template <class Format, bool kToInt8>
-void depthwise_row(const Depthwise& d) {
-  over(d.out.columns, [&](int64_t channel, auto where) {
-    int64_t pixel = 0;
-    for (; pixel + 8 <= d.pixels; pixel += 8) pixels<Format, kToInt8, 8>(d, pixel, channel, where);
-    if (pixel + 4 <= d.pixels) {
-      pixels<Format, kToInt8, 4>(d, pixel, channel, where);
-      pixel += 4;
-    }
-    if (pixel + 2 <= d.pixels) {
-      pixels<Format, kToInt8, 2>(d, pixel, channel, where);
-      pixel += 2;
-    }
-    if (pixel < d.pixels) pixels<Format, kToInt8, 1>(d, pixel, channel, where);
-  });
-}
-
-void spread(const int8_t* x, int64_t pixels, int64_t channels, float* line, int64_t line_pixels) {
-  over(channels, [&](int64_t channel, auto where) {
-    float* out = line + channel * line_pixels;
-    for (int64_t i = 0; i < pixels; ++i) {
-      write(out + i * kLanes, signed_numbers(read<Bytes>(x + i * channels + channel, where)));
-    }
-  });
-}
-
-template <class Format>
-void depthwise_of(const Depthwise& d) {
-  d.qvalues == nullptr ? depthwise_row<Format, false>(d) : depthwise_row<Format, true>(d);
-}
-
-void depthwise(const Depthwise& d) {
-  if (d.out.dtype == DType::F32) {
-    depthwise_of<F32>(d);
-  } else if (d.out.dtype == DType::BF16) {
-    depthwise_of<BF16>(d);
-  } else {
-    depthwise_of<F16>(d);
-  }
-}
-
-template <class Format>
-void round_rows(const Rounded& r) {
-  for (int64_t row = 0; row < r.rows; ++row) {
-    const auto* from =
-        reinterpret_cast<const typename Format::Type*>(r.from + row * r.from_stride);
-    int8_t* to = r.to + row * r.to_stride;
-    int64_t i = 0;
-    for (; i + 4 * kLanes <= r.columns; i += 4 * kLanes) {
-      Floats x[4];
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) x[j] = load<Format>(from + i + j * kLanes);
-      quantize(x, r.scale);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) write_bytes(to + i + j * kLanes, x[j], Whole());
-    }
-    over(r.columns - i, [&](int64_t rest, auto where) {
-      Floats x[1] = {load<Format>(from + i + rest, where)};
-      quantize(x, r.scale);
-      write_bytes(to + i + rest, x[0], where);
+void put_rows(const Depthwise& given) {
+  const Depthwise d = given;  // a copy: nothing to read again after results are stored
+  const int64_t step = d.stride * kLanes;
+  over(d.to.out.columns, [&](int64_t channel, auto where) {
+    const Channels of = channels_of<Format, kToInt8>(d.to, channel, where);
+    const Sums start = kTaps == 1 ? Sums{} : read<Sums>(d.starts + channel, where);
+    over_pixels(d.to.pixels, [&](int64_t pixel, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      Sums sums[kCount];
+      for (Sums& one : sums) one = start;
+      const uint32_t* x = d.x + channel * d.line + pixel * step;
+      const uint32_t* weights = d.weights + channel;
+      // Each word of the weight is loaded once for all pixels.
+      for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.to.n) {
+        const Words weight = read<Words>(weights, where);
+        const uint32_t* at = x + d.taps[tap] * kLanes;
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, sums[i]);
+      }
+      put<Format, kToInt8>(d.to, of, pixel, channel, sums, where);
     });
+  });
+}
+
+template <class Format, bool kToInt8>
+void put_rows(const Finished& given) {
+  const Finished f = given;
+  over(f.to.out.columns, [&](int64_t channel, auto where) {
+    const Channels of = channels_of<Format, kToInt8>(f.to, channel, where);
+    over_pixels(f.to.pixels, [&](int64_t pixel, auto count) {
+      constexpr int kCount = decltype(count)::value;
+      Ints sums[kCount];
+#pragma GCC unroll 8
+      for (int i = 0; i < kCount; ++i) {
+        sums[i] = read<Ints>(f.sums + (pixel + i) * f.stride + channel);  // lines are of 16 columns
+      }
+      put<Format, kToInt8>(f.to, of, pixel, channel, sums, where);
+    });
+  });
+}
+
+// Some blocks of channels from one on.
+template <int kStep, int kBlocks, class Where>
+JAXTAP_INLINE void spread_blocks(const Spread& s, int64_t channel, Where where) {
+  static constexpr int8_t kZeros[kBlocks * kLanes] = {};
+  const int64_t dilation = kTaps == 1 ? 1 : s.dilation;
+  // Pixels of one word are `dilation` apart, as it is from the word that begins with the second.
+  for (int64_t i = 0; i < dilation; ++i) {
+    int64_t place = i - s.first;
+    const int8_t* x = s.x + channel;
+    const auto next = [&]() __attribute__((always_inline)) {
+      const bool is_inside = static_cast<uint64_t>(place) < static_cast<uint64_t>(s.inside);
+      const int8_t* from = is_inside ? x + place * s.stride : kZeros;
+      place += dilation;
+      return [from, where](int block) __attribute__((always_inline)) {
+        return read<Bytes>(from + block * kLanes, where);
+      };
+    };
+    uint32_t* line = s.line + channel * s.pixels + i * kLanes;
+    const auto store = [&](int64_t at, int block, Words word) __attribute__((always_inline)) {
+      write(line + (block * s.pixels + at * dilation) * kLanes, word);
+    };
+    words_of<kStep, kBlocks>((s.pixels - i + dilation - 1) / dilation, next, store);
   }
 }
 
-void round(const Rounded& r) {
-  if (r.dtype == DType::F32) {
-    round_rows<F32>(r);
-  } else if (r.dtype == DType::BF16) {
-    round_rows<BF16>(r);
+template <int kStep>
+void spread_by(const Spread& given) {
+  const Spread s = given;  // a copy: nothing to read again after words are stored
+  int64_t first = 0;
+  for (; first + kSpreadBlocks * kLanes <= s.channels; first += kSpreadBlocks * kLanes) {
+    spread_blocks<kStep, kSpreadBlocks>(s, first, Whole());
+  }
+  if constexpr (kSpreadBlocks == 4) {
+    if (first + 2 * kLanes <= s.channels) {
+      spread_blocks<kStep, 2>(s, first, Whole());
+      first += 2 * kLanes;
+    }
+  }
+  over(s.channels - first, [&](int64_t channel, auto where) {
+    spread_blocks<kStep, 1>(s, first + channel, where);
+  });
+}
+
+void spread(const Spread& s) {
+  if constexpr (kTaps == 4) {
+    if (s.step == 2) return spread_by<2>(s);
+    if (s.step == 4) return spread_by<4>(s);
+  }
+  spread_by<1>(s);
+}
+
+template <class Operands>
+void put_all(const Operands& given) {
+  const auto of = [&](auto format) {
+    using Format = decltype(format);
+    given.to.qvalues == nullptr ? put_rows<Format, false>(given) : put_rows<Format, true>(given);
+  };
+  if (given.to.out.dtype == DType::F32) {
+    of(F32());
+  } else if (given.to.out.dtype == DType::BF16) {
+    of(BF16());
   } else {
-    round_rows<F16>(r);
+    of(F16());
+  }
+}
+
+void depthwise(const Depthwise& d) { put_all(d); }
+void finish(const Finished& f) { put_all(f); }
+
+template <class Format>
+void quantize_numbers(const void* x, int64_t count, Scale scale, int8_t* to) {
+  const auto* from = static_cast<const typename Format::Type*>(x);
+  int64_t i = 0;
+  for (; i + 4 * kLanes <= count; i += 4 * kLanes) {
+    Floats values[4];
+    Ints near[4];
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) values[j] = load<Format>(from + i + j * kLanes);
+    quantize<true>(values, scale, near);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) write_bytes(to + i + j * kLanes, near[j], Whole());
+  }
+  over(count - i, [&](int64_t rest, auto where) {
+    const Floats values[1] = {load<Format>(from + i + rest, where)};
+    Ints near[1];
+    quantize<true>(values, scale, near);
+    write_bytes(to + i + rest, near[0], where);
+  });
+}
+
+void quantize_floats(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to) {
+  if (dtype == DType::F32) {
+    quantize_numbers<F32>(x, count, scale, to);
+  } else if (dtype == DType::BF16) {
+    quantize_numbers<BF16>(x, count, scale, to);
+  } else {
+    quantize_numbers<F16>(x, count, scale, to);
   }
 }
 
@@ -300,19 +520,26 @@ void sum(const int8_t* x, int64_t count, int64_t size, int32_t zero_point, int32
   }
 }
 
-void unpack(const uint8_t* line, int shift, int32_t mask, int32_t zero_point, int64_t columns,
-            float* to) {
-  over(columns, [&](int64_t i, auto where) {
+void unpack(const Unpack& u) {
+  over(u.columns, [&](int64_t i, auto where) {
     // Lines are of 16 or 32 columns: whole vectors can be read.
-    const Ints found = (same_bits<Ints>(read<Words>(line + 4 * i) >> shift) & mask) - zero_point;
-    write(to + i, __builtin_convertvector(found, Floats), where);
+    const Ints value =
+        (same_bits<Ints>(read<Words>(u.line + 4 * i) >> u.shift) & u.mask) - u.zero_point;
+    if constexpr (kTaps == 1) {
+      write(u.words + i, __builtin_convertvector(value, Floats), where);
+    } else {
+      Words word = {};
+      if (u.place > 0) word = read<Words>(u.words + i, where);
+      write(u.words + i, word | (same_bits<Words>(value & 255) << (8 * u.place)), where);
+      write(u.starts + i, read<Ints>(u.starts + i, where) - value * 128, where);
+    }
   });
 }
 
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, spread, depthwise, round, sum, unpack};
+  static const Table table{kLanes, kTaps, spread, depthwise, finish, quantize_floats, sum, unpack};
   return table;
 }
 

@@ -57,6 +57,7 @@ JAXTAP_INLINE void add_both(__m256i& sums, __m256i low, __m256i high, __m256i x_
 
 constexpr int kTileRows = 4, kTilePanels = 1, kScaledPanels = 1;  // digit rows that registers hold
 constexpr int kFewRows = 2;
+constexpr bool kSignedSums = false;
 template <int kDigits>
 constexpr bool kTotalsStay = false;
 constexpr int64_t kBlockPanels = 4;  // panels that widened rows are multiplied by

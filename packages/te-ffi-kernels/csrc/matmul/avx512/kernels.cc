@@ -20,6 +20,7 @@ constexpr int kScaledPanels = 2;
 template <int kDigits>
 constexpr bool kTotalsStay = kDigits == 1;
 constexpr int kFewRows = 4;
+constexpr bool kSignedSums = false;
 constexpr int64_t kAhead = 2048;  // bytes
 constexpr int64_t kStreamAhead = 8 * 576;  // bytes: four groups of 32 rows in a panel of 32 columns
 

@@ -20,6 +20,7 @@ namespace {
 
 constexpr int kTileRows = 6, kTilePanels = 1, kScaledPanels = 1;  // 12 of 16 registers hold sums
 constexpr int kFewRows = 2;
+constexpr bool kSignedSums = false;
 template <int kDigits>
 constexpr bool kTotalsStay = false;
 

@@ -13,6 +13,7 @@ namespace {
 
 constexpr int kTileRows = 1, kTilePanels = 1, kScaledPanels = 1;
 constexpr int kFewRows = 1;
+constexpr bool kSignedSums = false;
 template <int kDigits>
 constexpr bool kTotalsStay = false;
 

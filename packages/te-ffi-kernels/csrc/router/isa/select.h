@@ -36,6 +36,8 @@ JAXTAP_INLINE int32_t kth(const int32_t* values, int64_t count, int64_t k) {
   }
 #if defined(__AVX512F__)
   return _mm512_reduce_min_epi32(same_bits<__m512i>(least));
+#elif defined(JAXTAP_NEON)
+  return vminvq_s32(same_bits<int32x4_t>(least));
 #else
   int32_t found = least[0];
   for (int i = 1; i < kLanes; ++i) found = least[i] < found ? least[i] : found;

@@ -120,4 +120,46 @@ CASE(convolution_to_int8) {
 
 CASE(convolution_of_int4) { return convolution<4>("te_ffi_kernels.conv_w4a8"); }
 
+// Depthwise, of floats: the same images and windows with as many channels as results.
+template <int kBits>
+Case depthwise(const char* target) {
+  constexpr int64_t kTaps = 6;
+  static const auto* w = [] {
+    std::mt19937 random(11);
+    return new Weights(random_weights(kTaps, kN, 0, kBits, random));
+  }();
+  const std::vector<int64_t> y = {kImages, kHeight, kWidth - 2, kN};
+  Dictionary given = attributes();
+  given.erase("x_scale");
+  given.at("k") = kTaps;
+  given.at("groups") = kN;
+  return {{target,
+           {normal({kImages, kHeight, kWidth, kN}), buffer_of(*w), filled(kF32, {kN}, 0.25),
+            normal(y)},
+           {Tensor(kF32, y)},
+           given},
+          [](const Program& p) {
+            expect_close(p.results[0], "y", [&](int64_t i) {
+              const int64_t n = i % kN, x = i / kN % (kWidth - 2), row = i / kN / (kWidth - 2);
+              double sum = 0;
+              for (int64_t k = 0; k < kTaps; ++k) {
+                if (row % kHeight + k / 3 < 1) continue;
+                const int64_t at = ((row + k / 3 - 1) * kWidth + x + k % 3) * kN + n;
+                sum += number(p.operands[0], at) * w->qvalue(k, n) *
+                       static_cast<double>(w->scale(0, n));
+              }
+              sum += number(p.operands[2], n) + number(p.operands[3], i);
+              return std::fmin(1.0, std::fmax(-1.0, sum));
+            });
+          },
+          {{operand(0, kS8, {kImages, kHeight, kWidth, kN}), "x and y must be float32"},
+           {operand(2, kF32, {kN + 1}), "bias must have the shape [20]"},
+           {set("groups", int64_t{1}), "as many groups"},
+           {set("k", int64_t{5}), "got k = 5"}},
+          {"scale_kind", "rotation", "x_scale"}};
+}
+
+CASE(depthwise_of_int8) { return depthwise<8>("te_ffi_kernels.conv_w8a16"); }
+CASE(depthwise_of_int4) { return depthwise<4>("te_ffi_kernels.conv_w4a16"); }
+
 }  // namespace

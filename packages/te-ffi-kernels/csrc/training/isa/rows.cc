@@ -78,21 +78,6 @@ void absmax_each(const void* from, int64_t count, const Line& line, int32_t* mos
   });
 }
 
-// Of numbers from -127 to 127.
-JAXTAP_INLINE Bytes low_bytes(Ints x) {
-#if defined(__AVX512F__)
-  return same_bits<Bytes>(_mm512_cvtepi32_epi8(same_bits<__m512i>(x)));
-#elif defined(__AVX2__)
-  const __m256i bits = same_bits<__m256i>(x);
-  const __m128i high = _mm256_extracti128_si256(bits, 1);
-  const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(bits), high);
-  const auto bytes = static_cast<int64_t>(_mm_cvtsi128_si64(_mm_packs_epi16(words, words)));
-  return same_bits<Bytes>(bytes);
-#else
-  return __builtin_convertvector(x, Bytes);
-#endif
-}
-
 template <class Format, bool kFactors, bool kInverses, bool kNoise>
 void quantize_line(const typename Format::Type* x, int64_t count, const Line& line, int8_t* out) {
   // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even, and has them in its low

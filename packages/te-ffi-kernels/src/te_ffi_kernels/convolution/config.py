@@ -41,6 +41,7 @@ class Form:
         to_int8: whether results become int8, by a scale that is an operand after that of x.
         has_bias: whether a bias [n] is added; an operand after these.
         has_residual: whether an array as large as the result is added then: the last operand.
+        quantizes: whether images are quantized to int8, and do not stay floats.
     """
 
     op: str
@@ -57,6 +58,7 @@ class Form:
     to_int8: bool = False
     has_bias: bool = False
     has_residual: bool = False
+    quantizes: bool = True
 
     def plain(self) -> Form:
         """Return the form of the product alone, as floats."""
@@ -154,6 +156,7 @@ def form(
     bias: jax.Array | None,
     residual: jax.Array | None,
     clamp: tuple[float, float] | None,
+    quantizes: bool = True,
 ) -> Form:
     """Return the form of a convolution, its arguments checked.
 
@@ -221,6 +224,7 @@ def form(
         to_int8=y_scale is not None,
         has_bias=bias is not None,
         has_residual=residual is not None,
+        quantizes=quantizes,
     )
 
 

@@ -106,6 +106,74 @@ def conv_w4a8(
     return _convolve("conv_w4a8", 4, x, weight, window, options, more, clamp)
 
 
+def conv_w8a16(
+    x: jax.Array,
+    weight: PackedWeight,
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+    dilation: Sequence[int] | None = None,
+    groups: int = 1,
+    out_dtype: DTypeLike | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> jax.Array:
+    """Convolve images of floats with int8 weights.
+
+    Products of x and quantized values are summed in float32, and the sum is multiplied with the
+    scale of the output channel (section 2.2 of Jacob et al. 2018, arXiv:1712.05877, with one side
+    quantized). Kernels are for depthwise convolutions, of which XLA has slow ones. They add a
+    window's products one after the other, each with one rounding.
+
+    Args:
+        x: [images, *sizes, channels] with 1 to 3 axes of sizes, float32, bfloat16 or float16.
+        weight: as in ``conv_w8a8``.
+        window: as there, like all arguments that are not listed here.
+        strides: as there.
+        padding: as there.
+        dilation: as there.
+        groups: as there.
+        out_dtype: float32, bfloat16 or float16; by default that of x.
+        bias: as there.
+        residual: as there.
+        clamp: as there.
+
+    Returns:
+        [images, *sizes, n].
+
+    Raises:
+        TypeError, ValueError, jax.errors.JaxRuntimeError: as ``conv_w8a8``.
+    """
+    options = strides, padding, dilation, groups, out_dtype
+    more = None, None, bias, residual
+    return _convolve("conv_w8a16", 8, x, weight, window, options, more, clamp, quantizes=False)
+
+
+def conv_w4a16(
+    x: jax.Array,
+    weight: PackedWeight,
+    window: Sequence[int],
+    *,
+    strides: Sequence[int] | None = None,
+    padding: str | Sequence[tuple[int, int]] = "VALID",
+    dilation: Sequence[int] | None = None,
+    groups: int = 1,
+    out_dtype: DTypeLike | None = None,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    clamp: tuple[float, float] | None = None,
+) -> jax.Array:
+    """Convolve as ``conv_w8a16`` with a weight packed by ``pack_w4``.
+
+    The arguments, results and errors are those of ``conv_w8a16``.
+    """
+    options = strides, padding, dilation, groups, out_dtype
+    more = None, None, bias, residual
+    return _convolve("conv_w4a16", 4, x, weight, window, options, more, clamp, quantizes=False)
+
+
 def _convolve(
     op: str,
     bits: int,
@@ -115,9 +183,10 @@ def _convolve(
     options: tuple[Any, Any, Any, Any, Any],
     more: tuple[ArrayLike | None, ArrayLike | None, jax.Array | None, jax.Array | None],
     clamp: tuple[float, float] | None,
+    quantizes: bool = True,
 ) -> jax.Array:
     x = jnp.asarray(x)
-    found = form(op, bits, x, weight, window, *options, *more, clamp)
+    found = form(op, bits, x, weight, window, *options, *more, clamp, quantizes)
     *scales, bias, residual = more
     scales = [None if one is None else jnp.asarray(one, jnp.float32) for one in scales]
     given = [x, weight.buffer, *(one for one in (*scales, bias, residual) if one is not None)]

@@ -20,9 +20,14 @@ _MOST_PARTS = 16
 
 
 def convolve(form: Form, x: jax.Array, buffer: jax.Array, *operands: jax.Array) -> jax.Array:
-    """Convolve int8 values; see ``te_ffi_kernels.conv_w8a8``."""
+    """Convolve images; see ``te_ffi_kernels.conv_w8a8`` and ``conv_w8a16``."""
     given, added = form.parted((buffer, *operands))
     weight = PackedWeight.of(given[0], form.n, form.layout)
+    if not form.quantizes:
+        kernel, of_columns = form.kernel(weight)
+        wide = x.astype(jnp.float32), kernel.astype(jnp.float32)
+        y = form.run(*wide, precision=lax.Precision.HIGHEST) * _of_channels(of_columns, x.ndim)
+        return finish(form, y.astype(form.dtype), given, added)
     scale = given[1] if form.has_scale else None
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if x.dtype == jnp.int8:

@@ -105,6 +105,11 @@ class PackedWeight:
         """Return the op that convolves images, quantized to int8, with it; None of a table."""
         return f"conv_w{self.bits}a8" if self.table == "int4" else None
 
+    @property
+    def float_conv_op(self) -> str | None:
+        """Return the op that convolves images of floats with it; None of a table."""
+        return f"conv_w{self.bits}a16" if self.table == "int4" else None
+
     def matmul_op(self, *, quantizes: bool) -> str | None:
         """Return the op that multiplies with this weight.
 

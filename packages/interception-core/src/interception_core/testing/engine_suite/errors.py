@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from jax import lax
 
 from ... import Interceptor, TargetError, UnknownNameError
 from . import targets
 from .base import TARGETS, Suite, arrays, let, same, times
 from .handlers import COMPOSITE, STEP, eager_and_jitted
+from .transformations import TRANSFORMATIONS
 
 
 class Unusual(BaseException):
@@ -27,15 +27,8 @@ ERRORS = (ValueError, KeyboardInterrupt, SystemExit, Unusual)
 
 every_error = pytest.mark.parametrize("error", ERRORS)
 
-PLACES: dict[str, Callable] = {
-    "directly": lambda fn, x: fn(x),
-    "jit": lambda fn, x: jax.jit(fn)(x),
-    "scan": lambda fn, x: lax.scan(lambda c, _: (fn(c), None), x, None, length=2)[0],
-    "cond": lambda fn, x: lax.cond(x[0, 0] > 0, fn, lambda x: x, x),
-    "vmap": lambda fn, x: jax.vmap(fn)(x),
-    "grad": lambda fn, x: jax.grad(lambda x: jnp.sum(fn(x)))(x),
-    "remat": lambda fn, x: jax.checkpoint(fn)(x),
-}
+PLACES = ("none", "jit", "scan", "cond", "vmap", "grad", "checkpoint")
+"""The transformations in which a handler raises."""
 
 
 def failing(error: type[BaseException]) -> Callable:
@@ -76,11 +69,12 @@ class ErrorSuite(Suite):
     @pytest.mark.parametrize("place", PLACES)
     @every_error
     def test_an_exception_in_a_handler_in(self, place: str, error: type[BaseException]) -> None:
-        def body(x: Any) -> Any:
-            return PLACES[place](lambda x: targets.layer.shifted(x), x)
+        def body(x: Any, w: Any) -> Any:
+            return TRANSFORMATIONS[place](lambda x, w: targets.layer.shifted(x), x, w)
 
+        handlers = {f"{TARGETS}.Layer.shifted": failing(error)}
         with pytest.raises(error):
-            self.wrap(body, {f"{TARGETS}.Layer.shifted": failing(error)})(*arrays((2, 3)))
+            self.wrap(body, handlers)(*arrays((2, 3), (3, 3)))
         self.works()
 
     def test_an_exception_of_the_program_s_functions(self) -> None:

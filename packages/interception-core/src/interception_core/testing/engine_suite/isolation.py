@@ -15,6 +15,13 @@ from .forms import DIFFERENTIABLE, FORMS
 
 TARGET = "jax.lax.dot_general"
 MODES = ("eager", "outer jit", "inner jit")
+FACTORS = {"doubled": 2, "quadrupled": 4}
+ORDERS = {
+    "plain first": ("plain", "other", "doubled", "plain", "other"),
+    "tapped first": ("doubled", "plain", "other", "doubled"),
+    "one interceptor then another": ("doubled", "quadrupled", "doubled", "plain", "other"),
+}
+"""The runs of a function, one after the other; "other" is another function of the same form."""
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -42,17 +49,17 @@ class Case:
     def __init__(self, engine: Engine, form: str, mode: str):
         make = FORMS[form]
         self._engine, self._mode = engine, mode
-        self.fn, self._other = make(), make()
-        if mode == "inner jit":
-            self.fn, self._other = jax.jit(self.fn), jax.jit(self._other)
-        self.plain, self.other = self._outer(self.fn), self._outer(self._other)
+        fns = [jax.jit(make()) if mode == "inner jit" else make() for _ in range(2)]
+        self._fn, self._plain, self._other = fns[0], *map(self._outer, fns)
 
     def _outer(self, fn: Callable) -> Callable:
         return jax.jit(fn) if self._mode == "outer jit" else fn
 
-    def tapped(self, interceptor: Interceptor) -> Callable:
-        """Return the function tapped, newly wrapped."""
-        return self._outer(self._engine.wrap(self.fn, interceptor))
+    def run(self, name: str) -> Callable:
+        """Return the function, plain or newly tapped, or another one."""
+        if name in FACTORS:
+            return self._outer(self._engine.wrap(self._fn, scaled(FACTORS[name])))
+        return self._plain if name == "plain" else self._other
 
 
 class IsolationSuite(Suite):
@@ -60,35 +67,14 @@ class IsolationSuite(Suite):
 
     @every_form
     @every_mode
-    def test_isolation_plain_first(self, form: str, mode: str) -> None:
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_isolation_in_every_order(self, order: str, form: str, mode: str) -> None:
+        """Each run has its result, whatever ran before."""
         case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
-        before, elsewhere = case.plain(x, w), case.other(x, w)
-        same(case.tapped(scaled(2))(x, w), 2 * before)
-        same(case.plain(x, w), before)
-        same(case.other(x, w), elsewhere)
-
-    @every_form
-    @every_mode
-    def test_isolation_tapped_first(self, form: str, mode: str) -> None:
-        case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
-        doubled = case.tapped(scaled(2))(x, w)
-        before = case.plain(x, w)
-        same(doubled, 2 * before)
-        same(case.other(x, w), before)
-        same(case.tapped(scaled(2))(x, w), doubled)
-
-    @every_form
-    @every_mode
-    def test_isolation_one_interceptor_then_another(self, form: str, mode: str) -> None:
-        case, (x, w) = Case(self.engine, form, mode), arrays((4, 4), (4, 4))
-        a = case.tapped(scaled(2))(x, w)
-        b = case.tapped(scaled(4))(x, w)
-        again = case.tapped(scaled(2))(x, w)
-        before = case.plain(x, w)
-        same(a, 2 * before)
-        same(b, 4 * before)
-        same(again, a)
-        same(case.other(x, w), before)
+        results = [(run, case.run(run)(x, w)) for run in ORDERS[order]]
+        plain = dict(results)["plain"]
+        for run, result in results:
+            same(result, FACTORS.get(run, 1) * plain)
 
     @every_form
     @every_mode
