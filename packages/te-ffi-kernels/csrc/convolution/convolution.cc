@@ -286,7 +286,7 @@ class Convolver {
     q.x = x;
     q.x_dtype = args_.x_dtype;
     q.k = q.padded_k = (last - first) * pixel_;
-    q.planes = 1;
+    q.digits = 1;
     q.out = out;
     q.out_stride = q.k;
     int32_t unused;
@@ -441,13 +441,13 @@ class Convolver {
     t.x_runs = runs_;
     t.first = true;
     read_panels(panel, count, &t);
-    Finish f{};
+    Epilogue f{};
     f.rows = t.rows;
-    f.planes = 1;
+    f.digits = 1;
     f.row_scales = m.row_scales;
     f.scales = t.scales;
     f.scales_stride = t.scales_stride;
-    t.finish = &f;
+    t.epilogue = &f;
     const bool is_signed = layout_.bits == 4 && kernels_.expands_signed;
     for (int64_t row = begin; row < end; ++row) {
       t.x = m.image + start_of(row) + group * of_group_;
@@ -460,7 +460,7 @@ class Convolver {
   // A row of results as int8, some pixels after the others: their sums stay in the first cache.
   void multiply_and_round(const Memory& m, int64_t row, int64_t column, Tile t,
                           const Output& out) const {
-    t.finish = nullptr;
+    t.epilogue = nullptr;
     t.sums_stride = 16 * t.panels;
     t.sums = Arena<SumsTag>::get_array<int32_t>(kRoundedRows * t.sums_stride);
     Finished f{t.sums, t.sums_stride, results_of(m, row, column, out)};

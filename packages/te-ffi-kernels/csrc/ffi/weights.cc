@@ -18,7 +18,7 @@ namespace jaxtap::ffi {
 namespace {
 
 // Runs the kernel once on next to nothing, so that its code is in memory.
-void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int planes, Isa isa) {
+void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int digits, Isa isa) {
   const int64_t k = layout.k, n = layout.columns();
   std::vector<int8_t> qvalues(k * n, 1);
   std::vector<uint8_t> scales(layout.scale_bytes(), 0), buffer(layout.panel_bytes());
@@ -33,13 +33,13 @@ void MultiplyOnce(const PanelLayout& layout, DType dtype, int64_t rows, int plan
   args.m = rows;
   args.weights = {buffer.data(), 1, layout.panel_bytes(), n, layout};
   args.y = y.data();
-  args.planes = planes;
+  args.digits = digits;
   matmul(args, serial, isa);
 }
 
 // Of activations in `Op`: one of int8, or as many as their dtype and number need.
 template <class Op>
-inline constexpr int kPlanes = Op::kQuantizes ? 1 : 0;
+inline constexpr int kDigits = Op::kQuantizes ? 1 : 0;
 
 // Picks the instruction set (for AMX, this asks the system for permission), and runs the kernel.
 template <class Op>
@@ -48,9 +48,9 @@ void WarmMatmul(const typename Op::Config& config) {
   PanelLayout layout = config.layout;
   layout.k = 64;
   layout.group = layout.table().parts == 1 ? 0 : 64;
-  MultiplyOnce(layout, DType::F32, 1, kPlanes<Op>, selected_isa());
-  if (kPlanes<Op> == 0 && float_kernels_of(selected_isa()) != nullptr) {
-    MultiplyOnce(layout, DType::BF16, kManyRows, kPlanes<Op>, selected_isa());
+  MultiplyOnce(layout, DType::F32, 1, kDigits<Op>, selected_isa());
+  if (kDigits<Op> == 0 && float_kernels_of(selected_isa()) != nullptr) {
+    MultiplyOnce(layout, DType::BF16, kManyRows, kDigits<Op>, selected_isa());
   }
 }
 
@@ -74,7 +74,7 @@ void MultiplyRows(const Op& given, int64_t begin, int64_t rows, const Array& wei
   args.clamps = config.clamps;
   args.least = config.least;
   args.most = config.most;
-  args.planes = kPlanes<Op>;
+  args.digits = kDigits<Op>;
   args.rotation = {given.signs, config.rotation};
   args.x_scale = given.x_scale;
   matmul(args, parallel, selected_isa());

@@ -71,7 +71,7 @@ class FloatMatmul {
       rows_ = std::min(slab, args_.m - begin_);
       x_ = Arena<RowsTag>::get_array<uint16_t>(blocks_of(rows_, kRowTile) * kRowTile * row_bytes / 2);
       from_ = static_cast<const uint8_t*>(args_.x) + begin_ * 2 * layout_.k;
-      if (args_.planes == 1) round_rows();
+      if (args_.digits == 1) round_rows();
       arrange_all_rows();
       multiply();
     }
@@ -182,23 +182,23 @@ class FloatMatmul {
         t.first = step == 0;
         kernels_.multiply(t);
       }
-      finish(t, row, panel * columns, layout_.group == 0 ? rests : nullptr);
+      epilogue(t, row, panel * columns, layout_.group == 0 ? rests : nullptr);
     }
     if (kernels_.release != nullptr) kernels_.release();
     return keys;
   }
 
-  void finish(const FloatTile& t, int64_t row, int64_t column, const float* rests) {
-    Finish f{};
+  void epilogue(const FloatTile& t, int64_t row, int64_t column, const float* rests) {
+    Epilogue f{};
     f.totals = t.sums;
     f.stride = t.sums_stride;
     f.rows = t.rows;
-    f.planes = 1;
+    f.digits = 1;
     f.scales = reinterpret_cast<const uint8_t*>(rests);
     f.scales_stride = 64;
     f.out = output_of(args_, begin_ + row, column,
                       std::min(args_.weights.n - column, t.panels * 16));
-    kernels_.finish(f);
+    kernels_.epilogue(f);
   }
 
   const Matmul& args_;
@@ -229,9 +229,9 @@ const FloatKernels* floats_suit(const Matmul& args, Isa isa) {
   if (args.rotation.block != 0 || args.x_scale != nullptr) return nullptr;
   const PanelLayout& layout = args.weights.layout;
   bool suits = false;
-  if (args.planes == 0) {
+  if (args.digits == 0) {
     suits = args.m >= (isa == Isa::kAmx ? least_rows_amx(layout) : least_rows_avx512(layout));
-  } else if (args.planes == 1) {
+  } else if (args.digits == 1) {
     suits = kernels->round_row != nullptr && layout.group != 0 && args.m >= kLeastRounded;
   }
   return suits ? kernels : nullptr;

@@ -69,7 +69,7 @@ struct FloatKernels {
   void (*arrange_rows)(const ArrangeRows&);
   void (*dequantize)(const Dequantize&);
   void (*multiply)(const FloatTile&);
-  void (*finish)(const Finish&);
+  void (*epilogue)(const Epilogue&);
   void (*release)() = nullptr;  // at the end of a task, or null
 };
 

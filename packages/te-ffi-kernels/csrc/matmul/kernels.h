@@ -1,10 +1,9 @@
 // What an instruction set provides to the engine: functions over blocks of rows and panels.
 //
-// A "plane row" is one int8 plane of one row of x: row r is the plane rows r * planes + p. Two of a
-// row may be one of int16 in their place, which is called wide: four numbers lie in the order 0, 2,
-// 1, 3, for vpdpwssd and what nibbles expand to in few steps. All
-// instruction sets give the same bits: integer sums are exact, and float operations are the same in
-// the same order, none of them fused.
+// A "digit row" is one int8 digit of one row of x: row r is the digit rows r * digits + p. Two of a
+// row may be one of int16 in their place: four numbers lie in the order 0, 2, 1, 3, for vpdpwssd and
+// what nibbles expand to in few steps. All instruction sets give the same bits: integer sums are
+// exact, and float operations are the same in the same order, none of them fused.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +19,7 @@ namespace jaxtap {
 // Where the one run of a matmul begins.
 inline constexpr int64_t kOneRun[1] = {0};
 
-// Matmuls of plane rows with consecutive panels. A segment is a range of K with integer sums: a
+// Matmuls of digit rows with consecutive panels. A segment is a range of K with integer sums: a
 // group of the weight, or all of K. `k` and `segment_k` count padded rows of K: multiples of 8, or of 4
 // for a run of a convolution.
 struct Tile {
@@ -47,36 +46,36 @@ struct Tile {
   int64_t sums_stride;
   bool first;
   // Not null: the sums are those of all rows of K, and are rescaled and stored by this.
-  const struct Finish* finish;
+  const struct Epilogue* epilogue;
 
-  // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale. Paired:
-  // the same of two plane rows put together, sum of plane 1 * 256 + sum of plane 0, in int32 where
-  // that is `whole`, else in float32.
+  // Scaled: sums over segments of (float32 sum of products - offset) * scale of x * scale. Of two
+  // digits: the same of two digit rows put together, sum of digit 1 * 256 + sum of digit 0, in int32
+  // where that fits, else in float32.
   int64_t segment_k;  // the last segment may be shorter
   const uint8_t* scales;  // float32[16] of the first panel and segment, unaligned
   int64_t scales_stride;  // bytes from panel to panel
   int64_t scales_step;    // bytes from segment to segment
-  bool whole;
+  bool fits_int32;
   const float* x_scales;  // [rows of x, offsets_stride]; null where a row has one for all segments
-  float* totals;          // [rows, sums_stride]; paired: [rows / 2, sums_stride]
+  float* totals;          // [rows, sums_stride]; of two digits: [rows / 2, sums_stride]
 };
 
-// One row of x to plane rows.
+// One row of x to digit rows.
 struct Quantize {
   const uint8_t* x;  // [k] of x_dtype, unaligned
   DType x_dtype;
   int64_t k;
   int64_t padded_k;
-  int planes;
+  int digits;
   int64_t segment_k;
   int32_t zero_point;
-  bool wide;    // two planes as one of int16, without offsets
-  int8_t* out;  // [planes, out_stride]; zero from k to padded_k
+  bool int16_digits;  // two digits as one of int16, without offsets
+  int8_t* out;  // [digits, out_stride]; zero from k to padded_k
   int64_t out_stride;
-  int32_t* offsets;  // [planes, offsets_stride]
+  int32_t* offsets;  // [digits, offsets_stride]
   int64_t offsets_stride;
   float* scale;  // of the row, or of each segment
-  const float* given;  // with one plane: the scale to use; null: that of the largest magnitude
+  const float* given;  // with one digit: the scale to use; null: that of the largest magnitude
   bool bounded;        // x is finite, and nowhere beyond 127 times the given scale
 };
 
@@ -108,16 +107,16 @@ struct Output {
 };
 
 // Matmuls of a few rows with one panel of 4 bits, to rows of y, part by part of its numbers. The
-// planes of a row are put together before they are rescaled, in int32 where they are two and that is
-// `whole`:
-//   total += (sum of plane 2 * 65536 + sum of plane 1 * 256 + sum of plane 0) [* scale of x] * scale
+// digits of a row are put together before they are rescaled, in int32 where they are two and that is
+// `fits_int32`:
+//   total += (sum of digit 2 * 65536 + sum of digit 1 * 256 + sum of digit 0) [* scale of x] * scale
 //   y = total [* scale of the row]
 struct Stream {
-  const int8_t* x;  // plane rows [rows * planes, x_stride]
+  const int8_t* x;  // digit rows [rows * digits, x_stride]
   int64_t x_stride;
   int64_t rows;
-  int planes;
-  const int32_t* offsets;  // [rows * planes, offsets_stride], as those of a tile
+  int digits;
+  const int32_t* offsets;  // [rows * digits, offsets_stride], as those of a tile
   int64_t offsets_stride;
   const float* x_scales;  // null, or [rows, x_scales_stride]
   int64_t x_scales_stride;
@@ -126,20 +125,20 @@ struct Stream {
 
   const uint8_t* panel;  // unaligned
   const PanelLayout* layout;
-  bool whole;
+  bool fits_int32;
   bool grouped;  // scales precede each segment, and not the first alone
   int64_t k;
   int64_t segment_k;
   Output out;
 };
 
-// Sums of plane rows to rows of y.
-struct Finish {
-  const int32_t* sums;  // [rows * planes, stride], or null
+// Sums of digit rows to rows of y.
+struct Epilogue {
+  const int32_t* sums;  // [rows * digits, stride], or null
   const float* totals;  // the same, where `sums` is null
   int64_t stride;
   int64_t rows;
-  int planes;
+  int digits;
   const float* row_scales;  // null: 1
   const uint8_t* scales;    // float32[16] of each panel, unaligned; null: 1
   int64_t scales_stride;
@@ -156,27 +155,27 @@ struct Expand {
   float* scales;     // [2, groups * parts, 16]
 };
 
-// Plane rows up to which panels of 4 bits are multiplied as they lie.
+// Digit rows up to which panels of 4 bits are multiplied as they lie.
 constexpr int64_t kStreamRows = 12;
 
 struct Kernels {
   int64_t block_panels;  // panels that are multiplied by all rows before the next ones are
   int64_t block_k;       // rows of K too, for exact sums; a multiple of 64
   int64_t task_steps;    // of multiplying 64 bytes, that are worth a task: about 10 microseconds
-  int64_t least_rows;    // plane rows from which these kernels are worthwhile
+  int64_t least_rows;    // digit rows from which these kernels are worthwhile
   bool expands_signed;   // what `expand_panel` gives
   bool signed_sums;      // quantized values less the zero point are multiplied, and no offsets taken
   void (*exact8)(const Tile&);
   void (*scaled8)(const Tile&);
-  void (*paired8)(const Tile&);
-  void (*paired16)(const Tile&);  // wide rows and panels of 16 bits; or null
+  void (*two_digits8)(const Tile&);
+  void (*two_digits16)(const Tile&);  // wide rows and panels of 16 bits; or null
   void (*expand_panel)(const Expand&);
-  void (*expand_panel16)(const Expand&);  // null where `paired16` is
+  void (*expand_panel16)(const Expand&);  // null where `two_digits16` is
   void (*stream)(const Stream&);  // null where least_rows is beyond kStreamRows
   void (*rotate)(const Rotate&);
   void (*quantize)(const Quantize&);
-  void (*quantize_pairs)(const Quantize&);  // two planes, with a scale for each segment
-  void (*finish)(const Finish&);
+  void (*quantize_pairs)(const Quantize&);  // two digits, with a scale for each segment
+  void (*epilogue)(const Epilogue&);
   void (*release)();  // at the end of a task, or null
 };
 
@@ -192,21 +191,21 @@ struct Release {
 constexpr int64_t kExactK = (int64_t{1} << 17) - 64;
 
 // Sums of all `k` rows of K, in parts that fit the caches, to rows of y.
-inline void multiply_exactly(const Kernels& kernels, Tile t, int64_t k, const Finish& finish) {
+inline void multiply_exactly(const Kernels& kernels, Tile t, int64_t k, const Epilogue& epilogue) {
   for (int64_t i = 0; i < k; i += kernels.block_k) {
     t.k = std::min(kernels.block_k, k - i);
     t.first = i == 0;
-    if (finish.planes == 1 && i + t.k == k) t.finish = &finish;
+    if (epilogue.digits == 1 && i + t.k == k) t.epilogue = &epilogue;
     kernels.exact8(t);
     t.x += t.k;
     t.qvalues += t.k * 16;
   }
-  if (t.finish == nullptr) kernels.finish(finish);
+  if (t.epilogue == nullptr) kernels.epilogue(epilogue);
 }
 
 const Kernels& kernels_of(Isa isa);
-// Those of it, or of the one below that suits so few plane rows.
-const Kernels& kernels_of(Isa isa, int64_t plane_rows);
+// Those of it, or of the one below that suits so few digit rows.
+const Kernels& kernels_of(Isa isa, int64_t digit_rows);
 const Kernels& generic_kernels();
 #if defined(__aarch64__)
 const Kernels& neon_kernels();

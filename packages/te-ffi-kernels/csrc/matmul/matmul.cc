@@ -29,11 +29,12 @@ void check(const Matmul& a) {
   if (a.m < 0 || w.n < 0) {
     throw invalid_argument("matmul: sizes must not be negative, got m = ", a.m, ", n = ", w.n);
   }
-  if (a.planes < 0 || a.planes > 3) {
-    throw invalid_argument("matmul: planes must be 0, 1, 2 or 3, got ", a.planes);
+  if (a.digits < 0 || a.digits > 3) {
+    throw invalid_argument("matmul: digits must be 0, 1, 2 or 3, got ", a.digits);
   }
-  if (a.x_scale != nullptr && a.planes != 1) {
-    throw invalid_argument("matmul: planes must be 1 where rows have a given scale, got ", a.planes);
+  if (a.x_scale != nullptr && a.digits != 1) {
+    throw invalid_argument("matmul: digits must be 1 where rows have a given scale, got ",
+                           a.digits);
   }
   const int64_t block = a.rotation.block;
   if (block != 0 && (block < 2 || (block & (block - 1)) != 0 || w.layout.k % block != 0)) {
@@ -44,14 +45,14 @@ void check(const Matmul& a) {
 }
 
 // Where there is nothing to multiply.
-void finish_zeros(const Matmul& args) {
+void store_zeros(const Matmul& args) {
   const std::vector<float> zeros(static_cast<size_t>(divide_up(args.weights.n, 16) * 16));
-  Finish f{};
+  Epilogue f{};
   f.totals = zeros.data();
   f.rows = args.m;
-  f.planes = 1;
+  f.digits = 1;
   f.out = output_of(args, 0, 0, args.weights.n);
-  generic_kernels().finish(f);
+  generic_kernels().epilogue(f);
 }
 
 }  // namespace
@@ -80,13 +81,13 @@ const Kernels& kernels_of(Isa isa) {
   }
 }
 
-const Kernels& kernels_of(Isa isa, int64_t plane_rows) {
+const Kernels& kernels_of(Isa isa, int64_t digit_rows) {
   const Kernels& kernels = kernels_of(isa);
-  if (plane_rows >= kernels.least_rows) return kernels;
+  if (digit_rows >= kernels.least_rows) return kernels;
   return kernels_of(available(Isa::kAvx512) ? Isa::kAvx512 : Isa::kGeneric);
 }
 
-int default_planes(int64_t m, const PanelLayout& layout) {
+int default_digits(int64_t m, const PanelLayout& layout) {
   // A few rows wait for memory anyway, if they are multiplied once, and rescaled for long groups.
   const bool waits = layout.bits == 8 || (layout.table().parts == 1 && !layout.has_column_scales());
   return m <= 4 && waits ? 3 : 2;
@@ -97,12 +98,12 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
   const PanelLayout& layout = w.layout;
   check(args);
   if (args.m == 0 || w.n == 0) return;
-  if (layout.k == 0) return finish_zeros(args);
+  if (layout.k == 0) return store_zeros(args);
   if (const FloatKernels* floats = floats_suit(args, isa)) {
     return multiply_floats(args, parallel, *floats);
   }
-  const int planes = args.planes == 0 ? default_planes(args.m, layout) : args.planes;
-  const Kernels& kernels = kernels_of(isa, args.m * planes);
+  const int digits = args.digits == 0 ? default_digits(args.m, layout) : args.digits;
+  const Kernels& kernels = kernels_of(isa, args.m * digits);
   const int64_t threads = parallel.threads();
   if (args.m >= threads * kRowsAtOnce) {
     // Rows stay in the caches of the thread that quantizes and then multiplies them.
@@ -110,13 +111,13 @@ void matmul(const Matmul& args, const Parallel& parallel, Isa isa) {
     const int64_t tasks = threads * divide_up(args.m, threads * kRowsAtOnce);
     const int64_t rows = 32 * divide_up(args.m, 32 * tasks);
     parallel.run(divide_up(args.m, rows), [&](int64_t i) {
-      SlabMatmul matmul(args, planes, kernels);
+      SlabMatmul matmul(args, digits, kernels);
       matmul.run(i * rows, std::min(args.m, (i + 1) * rows), Parallel());
     });
     return;
   }
-  SlabMatmul matmul(args, planes, kernels);
-  const int64_t fit = kSlabBytes / (layout.padded_k() * planes) / kTaskRows * kTaskRows;
+  SlabMatmul matmul(args, digits, kernels);
+  const int64_t fit = kSlabBytes / (layout.padded_k() * digits) / kTaskRows * kTaskRows;
   const int64_t slab = std::max(fit, kTaskRows);
   for (int64_t row = 0; row < args.m; row += slab) {
     matmul.run(row, std::min(args.m, row + slab), parallel);

@@ -42,7 +42,7 @@ struct Matmul {
   bool clamps = false;
   float least = 0.0f, most = 0.0f;
   Rotation rotation;
-  // With planes == 1, the scale of all rows instead of one of each, or null: x beyond 127 times that
+  // With digits == 1, the scale of all rows instead of one of each, or null: x beyond 127 times that
   // saturates, and a NaN becomes 0.
   const float* x_scale = nullptr;
   // int8 numbers that stand for one of x:
@@ -57,16 +57,16 @@ struct Matmul {
   //      columns have scales, which take longer to multiply or to rescale; none for many rows of
   //      bfloat16 on AMX and AVX512-BF16, which are multiplied as they are with weights in bfloat16:
   //      see matmul/floats.h.
-  int planes = 0;
+  int digits = 0;
 };
 
-// Any m, k, n >= 0; x and y float32, bfloat16 or float16. With planes == 1 a row with a NaN is NaN,
+// Any m, k, n >= 0; x and y float32, bfloat16 or float16. With digits == 1 a row with a NaN is NaN,
 // one with an infinity has infinities or NaN, unless x_scale is given; otherwise a row with either is NaN, but for one with
 // an infinity that is multiplied in bfloat16.
 // Throws Error (invalid argument) for dtypes, sizes and weights that do not fit.
 void matmul(const Matmul& args, const Parallel& parallel, Isa isa);
 
-// The planes that planes == 0 stands for.
-int default_planes(int64_t m, const PanelLayout& layout);
+// The digits that digits == 0 stands for.
+int default_digits(int64_t m, const PanelLayout& layout);
 
 }  // namespace jaxtap

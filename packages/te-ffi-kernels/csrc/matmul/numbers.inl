@@ -44,7 +44,7 @@ inline bool quantize_fast(const uint8_t* x, int64_t count, float reciprocal, int
   return doubtful == 0;
 }
 
-// Numbers times `factor`, rounded, to two planes, and the sums of the planes.
+// Numbers times `factor`, rounded, to two digits, and the sums of the digits.
 template <DType kType>
 inline void quantize_fixed(const uint8_t* x, int64_t count, float factor, int8_t* low, int8_t* high,
                            int32_t* low_sum, int32_t* high_sum) {

@@ -1,4 +1,4 @@
-// Plane rows that are multiplied as they lie. Included before tile.inl, which says what these are.
+// Digit rows that are multiplied as they lie. Included before tile.inl, which says what these are.
 
 template <int R>
 struct Rows {

@@ -85,7 +85,7 @@ JAXTAP_INLINE float power_of_two(int exponent) {
   return bits_float(static_cast<uint32_t>(127 + exponent) << 23);
 }
 
-// `count` numbers of the segment that begins at `begin` to two planes, as `quantize_planes`.
+// `count` numbers of the segment that begins at `begin` to two digits, as `quantize_digits`.
 template <DType kType>
 inline void quantize_pair(const Quantize& q, const uint8_t* x, int64_t begin, int64_t count) {
   const int64_t i = begin / q.segment_k;
@@ -97,9 +97,9 @@ inline void quantize_pair(const Quantize& q, const uint8_t* x, int64_t begin, in
   const int shift = finite ? fixed_point_shift<15>(largest) : 0;
   q.scale[i] = finite ? power_of_two(-shift) : bits_float(0x7fc00000u);
 #if defined(__AVX512F__)
-  if (q.wide) {
+  if (q.int16_digits) {
     int8_t* out = q.out + 2 * begin;
-    if (finite) return quantize_wide<kType>(x, count, power_of_two(shift), out);
+    if (finite) return quantize_int16<kType>(x, count, power_of_two(shift), out);
     __builtin_memset(out, 0, static_cast<size_t>(2 * count));
     return;
   }
@@ -141,9 +141,9 @@ inline void quantize_pairs(const Quantize& q) {
   }
 }
 
-// Two planes of one segment of plane rows whose sums are there, as a float.
-JAXTAP_INLINE float paired_sum(int32_t low, int32_t high, bool whole) {
-  if (whole) {
+// Two digits of one segment of digit rows whose sums are there, as a float.
+JAXTAP_INLINE float two_digit_sum(int32_t low, int32_t high, bool fits_int32) {
+  if (fits_int32) {
     const uint32_t sum = (static_cast<uint32_t>(high) << 8) + static_cast<uint32_t>(low);
     return static_cast<float>(static_cast<int32_t>(sum));
   }
@@ -151,9 +151,9 @@ JAXTAP_INLINE float paired_sum(int32_t low, int32_t high, bool whole) {
 }
 
 // Fixed point: x = q * 2 ** -shift with |q| <= 127 * (1 + 256 + 65536), and q = sum of 256 ** p *
-// plane p. The power of two makes numbers exact that have no bits below the last of q.
+// digit p. The power of two makes numbers exact that have no bits below the last of q.
 template <DType kType>
-inline void quantize_planes(const Quantize& q, uint32_t largest) {
+inline void quantize_digits(const Quantize& q, uint32_t largest) {
   if (largest >= 0x7f800000u) {
     *q.scale = bits_float(0x7fc00000u);
     for (int p = 0; p < 3; ++p) {
@@ -186,10 +186,10 @@ inline void quantize_planes(const Quantize& q, uint32_t largest) {
 template <DType kType>
 inline void quantize_values(const Quantize& q) {
   const uint32_t largest = q.bounded ? 0 : largest_bits<kType>(q.x, q.k);
-  if (q.planes == 1) {
+  if (q.digits == 1) {
     quantize_int8<kType>(q, largest);
   } else {
-    quantize_planes<kType>(q, largest);
+    quantize_digits<kType>(q, largest);
   }
 }
 
@@ -201,14 +201,14 @@ inline void quantize_row(const Quantize& q) {
   } else {
     quantize_values<DType::F16>(q);
   }
-  for (int p = 0; p < q.planes; ++p) {
-    int8_t* plane = q.out + p * q.out_stride;
-    __builtin_memset(plane + q.k, 0, static_cast<size_t>(q.padded_k - q.k));
+  for (int p = 0; p < q.digits; ++p) {
+    int8_t* digit = q.out + p * q.out_stride;
+    __builtin_memset(digit + q.k, 0, static_cast<size_t>(q.padded_k - q.k));
     int32_t* offset = q.offsets + p * q.offsets_stride;
     for (int64_t i = 0; i < q.padded_k; i += q.segment_k) {
       const int64_t rest = q.padded_k - i;
       const int64_t count = rest < q.segment_k ? rest : q.segment_k;
-      *offset++ = sum_of(plane + i, count) * q.zero_point;
+      *offset++ = sum_of(digit + i, count) * q.zero_point;
     }
   }
 }

@@ -16,18 +16,18 @@
 namespace jaxtap {
 
 constexpr int64_t kLongSegment = int64_t{1} << 16;
-// Numbers of a row with a scale of their own, where it has two planes and the weight no groups: an
+// Numbers of a row with a scale of their own, where it has two digits and the weight no groups: an
 // outlier costs its neighbours their last bits.
 constexpr int64_t kPairSegment = 256;
-// Largest magnitude of a number in two planes.
+// Largest magnitude of a number in two digits.
 constexpr int64_t kPairLimit = 127 * (1 + 256);
-// Plane rows per task where there are many: a multiple of all block sizes and numbers of planes.
+// Digit rows per task where there are many: a multiple of all block sizes and numbers of digits.
 constexpr int64_t kTaskRows = 192;
-// Bytes of plane rows that are held at once.
+// Bytes of digit rows that are held at once.
 constexpr int64_t kSlabBytes = int64_t{16} << 20;
 
 struct RotatedTag {};
-struct PlanesTag {};
+struct DigitsTag {};
 struct OffsetsTag {};
 struct ScalesTag {};
 struct GroupScalesTag {};
@@ -38,21 +38,22 @@ struct PanelScalesTag {};
 // A matmul of one slab of rows: what all tasks need to know.
 class SlabMatmul {
  public:
-  SlabMatmul(const Matmul& args, int planes, const Kernels& kernels)
-      : args_(args), layout_(args.weights.layout), planes_(planes), kernels_(kernels) {
+  SlabMatmul(const Matmul& args, int digits, const Kernels& kernels)
+      : args_(args), layout_(args.weights.layout), digits_(digits), kernels_(kernels) {
     const PanelLayout& layout = layout_;
-    streamed_ = layout.bits == 4 && args.m * planes <= kStreamRows;
+    streamed_ = layout.bits == 4 && args.m * digits <= kStreamRows;
     parts_ = streamed_ || layout.bits == 8 ? 1 : layout.table().parts;
     k_ = layout.padded_k();
-    paired_ = planes == 2;
-    exact_ = layout.group == 0 && k_ <= kExactK && !paired_;
-    const int64_t segment = paired_ ? kPairSegment : exact_ ? k_ : kLongSegment;
+    two_digits_ = digits == 2;
+    exact_ = layout.group == 0 && k_ <= kExactK && !two_digits_;
+    const int64_t segment = two_digits_ ? kPairSegment : exact_ ? k_ : kLongSegment;
     segment_k_ = layout.group == 0 ? segment : layout.group;
     segments_ = (k_ + segment_k_ - 1) / segment_k_;
-    grouped_x_ = paired_ || (planes == 1 && layout.group != 0);
+    grouped_x_ = two_digits_ || (digits == 1 && layout.group != 0);
     const int64_t most_qtype = layout.bits == 8 ? 128 : layout.table().most;
-    whole_ = kPairLimit * most_qtype * segment_k_ <= INT32_MAX;
-    wide_ = paired_ && whole_ && layout.bits == 4 && !streamed_ && kernels.paired16 != nullptr;
+    fits_int32_ = kPairLimit * most_qtype * segment_k_ <= INT32_MAX;
+    int16_digits_ = two_digits_ && fits_int32_ && layout.bits == 4 && !streamed_ &&
+                    kernels.two_digits16 != nullptr;
     // Rows a power of two apart would share cache sets.
     stride_ = parts_ * k_ + 64;
     const auto block = static_cast<double>(std::max<int64_t>(1, args.rotation.block));
@@ -63,9 +64,9 @@ class SlabMatmul {
   void run(int64_t begin, int64_t end, const Parallel& parallel) {
     begin_ = begin;
     rows_ = end - begin;
-    const int64_t plane_rows = rows_ * planes_;
-    planes_of_x_ = Arena<PlanesTag>::get_array<int8_t>(plane_rows * stride_);
-    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(plane_rows * segments_stride_);
+    const int64_t digit_rows = rows_ * digits_;
+    digits_of_x_ = Arena<DigitsTag>::get_array<int8_t>(digit_rows * stride_);
+    offsets_ = Arena<OffsetsTag>::get_array<int32_t>(digit_rows * segments_stride_);
     row_scales_ = Arena<ScalesTag>::get_array<float>(rows_);
     if (grouped_x_) {
       group_scales_ = Arena<GroupScalesTag>::get_array<float>(rows_ * segments_stride_);
@@ -77,7 +78,7 @@ class SlabMatmul {
         if (parts_ == 2) repeat_groups(r);
       }
     });
-    multiply(plane_rows, parallel);
+    multiply(digit_rows, parallel);
   }
 
  private:
@@ -89,20 +90,20 @@ class SlabMatmul {
     if (args_.rotation.block != 0) rotate(&q);
     q.k = layout_.k;
     q.padded_k = k_;
-    q.planes = planes_;
+    q.digits = digits_;
     q.segment_k = segment_k_;
     q.zero_point = layout_.bits == 8 ? 128 : layout_.table().zero_point;
-    q.wide = wide_;
-    q.out = planes_of_x_ + row * planes_ * stride_;
+    q.int16_digits = int16_digits_;
+    q.out = digits_of_x_ + row * digits_ * stride_;
     q.out_stride = stride_;
-    q.offsets = offsets_ + row * planes_ * segments_stride_;
+    q.offsets = offsets_ + row * digits_ * segments_stride_;
     q.offsets_stride = segments_stride_;
     q.scale = row_scales_ + row;
     q.given = args_.x_scale;
     if (!grouped_x_) return kernels_.quantize(q);
     // What is left to multiply rows with is 1.
     *q.scale = 1.0f;
-    if (paired_) {
+    if (two_digits_) {
       q.scale = group_scales_ + row * segments_stride_;
       return kernels_.quantize_pairs(q);
     }
@@ -126,11 +127,11 @@ class SlabMatmul {
         std::memmove(begin + 2 * i * size, begin + i * size, bytes);
       }
     };
-    for (int64_t p = row * planes_; p < (row + 1) * planes_; ++p) {
+    for (int64_t p = row * digits_; p < (row + 1) * digits_; ++p) {
       repeat(offsets_ + p * segments_stride_, 1);
-      if (!wide_) repeat(planes_of_x_ + p * stride_, segment_k_);
+      if (!int16_digits_) repeat(digits_of_x_ + p * stride_, segment_k_);
     }
-    if (wide_) repeat(planes_of_x_ + row * planes_ * stride_, 2 * segment_k_);
+    if (int16_digits_) repeat(digits_of_x_ + row * digits_ * stride_, 2 * segment_k_);
     if (grouped_x_) repeat(group_scales_ + row * segments_stride_, 1);
   }
 
@@ -144,10 +145,10 @@ class SlabMatmul {
   }
 
   // Splits the panels, and the rows too where there are many.
-  void multiply(int64_t plane_rows, const Parallel& parallel) {
+  void multiply(int64_t digit_rows, const Parallel& parallel) {
     const int64_t panels = args_.weights.panels, wide = layout_.columns() / kPanelColumns;
-    const int64_t task_rows = plane_rows <= 2 * kTaskRows ? plane_rows : kTaskRows;
-    const int64_t row_tasks = (plane_rows + task_rows - 1) / task_rows;
+    const int64_t task_rows = digit_rows <= 2 * kTaskRows ? digit_rows : kTaskRows;
+    const int64_t row_tasks = (digit_rows + task_rows - 1) / task_rows;
     // Reading a panel from memory takes as long as multiplying 8 rows.
     const int64_t steps = std::max<int64_t>(task_rows, 8) * (k_ / 4) * wide;
     int64_t task_panels = (kernels_.task_steps + steps - 1) / steps;
@@ -160,7 +161,7 @@ class SlabMatmul {
     std::atomic<uint64_t> key{0};
     parallel.run(row_tasks * panel_tasks, [&](int64_t task) {
       const int64_t r = task / panel_tasks * task_rows, p = task % panel_tasks * task_panels;
-      const int64_t rows = std::min(plane_rows - r, task_rows);
+      const int64_t rows = std::min(digit_rows - r, task_rows);
       const int64_t end = std::min(panels, p + task_panels);
       const Release release{kernels_.release};
       uint64_t keys = 0;
@@ -189,18 +190,18 @@ class SlabMatmul {
   void multiply_stream(int64_t panel, int64_t count) {
     const int64_t columns = layout_.columns();
     Stream s;
-    s.x = planes_of_x_;
+    s.x = digits_of_x_;
     s.x_stride = stride_;
     s.rows = rows_;
-    s.planes = planes_;
+    s.digits = digits_;
     s.offsets = offsets_;
     s.offsets_stride = segments_stride_;
-    // Quantized values of x are rescaled before the scales of the weight, planes after.
-    s.x_scales = grouped_x_ ? group_scales_ : planes_ == 1 ? row_scales_ : nullptr;
+    // Quantized values of x are rescaled before the scales of the weight, digits after.
+    s.x_scales = grouped_x_ ? group_scales_ : digits_ == 1 ? row_scales_ : nullptr;
     s.x_scales_stride = grouped_x_ ? segments_stride_ : 1;
     s.x_scales_step = grouped_x_ ? 1 : 0;
-    s.row_scales = planes_ == 3 ? row_scales_ : nullptr;
-    s.whole = whole_;
+    s.row_scales = digits_ == 3 ? row_scales_ : nullptr;
+    s.fits_int32 = fits_int32_;
     s.layout = &layout_;
     s.grouped = layout_.group != 0;
     s.k = k_;
@@ -218,7 +219,7 @@ class SlabMatmul {
     const int64_t panel_bytes = args_.weights.panel_bytes;
     const uint8_t* first = panel_at(panel);
     Tile t{};
-    t.x = planes_of_x_ + r * stride_;
+    t.x = digits_of_x_ + r * stride_;
     t.x_stride = stride_;
     t.rows = rows;
     t.offsets = offsets_ + r * segments_stride_;
@@ -233,13 +234,13 @@ class SlabMatmul {
     t.scales = first + kPanelHeader;
     t.scales_stride = panel_bytes;
     t.scales_step = layout_.group == 0 ? 0 : 64;
-    t.whole = whole_;
-    if (grouped_x_) t.x_scales = group_scales_ + r / planes_ * segments_stride_;
+    t.fits_int32 = fits_int32_;
+    if (grouped_x_) t.x_scales = group_scales_ + r / digits_ * segments_stride_;
     t.totals = reinterpret_cast<float*>(t.sums);
     if (layout_.bits == 4) {
-      const int64_t bytes = (wide_ ? 32 : 16) * t.k;  // of a panel
+      const int64_t bytes = (int16_digits_ ? 32 : 16) * t.k;  // of a panel
       uint8_t* qvalues = Arena<QValuesTag>::get_array<uint8_t>(panels * bytes);
-      const auto expand = wide_ ? kernels_.expand_panel16 : kernels_.expand_panel;
+      const auto expand = int16_digits_ ? kernels_.expand_panel16 : kernels_.expand_panel;
       const int64_t groups = parts_ * layout_.scales();
       float* scales = Arena<PanelScalesTag>::get_array<float>(panels * 16 * groups);
       for (int64_t i = 0; i < count; ++i) {
@@ -252,31 +253,31 @@ class SlabMatmul {
       t.qvalues_stride = bytes;
       if (kernels_.expands_signed) t.offsets = nullptr;
     }
-    const Finish f = finish_of(t, r / planes_, rows / planes_, panel);
-    if (wide_) {
+    const Epilogue f = epilogue_of(t, r / digits_, rows / digits_, panel);
+    if (int16_digits_) {
       t.rows /= 2;
       t.x_stride *= 2;
-      kernels_.paired16(t);
-    } else if (paired_) {
-      kernels_.paired8(t);
+      kernels_.two_digits16(t);
+    } else if (two_digits_) {
+      kernels_.two_digits8(t);
     } else if (!exact_) {
       kernels_.scaled8(t);
     } else {
       return multiply_exactly(kernels_, t, k_, f);
     }
-    kernels_.finish(f);
+    kernels_.epilogue(f);
   }
 
   // From sums to rows of y.
-  Finish finish_of(const Tile& t, int64_t row, int64_t rows, int64_t panel) const {
+  Epilogue epilogue_of(const Tile& t, int64_t row, int64_t rows, int64_t panel) const {
     const int64_t column = panel * layout_.columns();
     const int64_t columns = std::min(args_.weights.n - column, t.panels * kPanelColumns);
-    Finish f;
+    Epilogue f;
     f.sums = exact_ ? t.sums : nullptr;
     f.totals = t.totals;
     f.stride = t.sums_stride;
     f.rows = rows;
-    f.planes = paired_ ? 1 : planes_;  // put together
+    f.digits = two_digits_ ? 1 : digits_;  // put together
     f.row_scales = row_scales_ + row;
     f.scales = exact_ ? t.scales : nullptr;  // else they are in the totals
     f.scales_stride = t.scales_stride;
@@ -286,19 +287,19 @@ class SlabMatmul {
 
   const Matmul& args_;
   const PanelLayout layout_;
-  const int planes_;
+  const int digits_;
   const Kernels& kernels_;
   // `parts_` times as many rows of K and segments are multiplied.
   int64_t k_, segment_k_, segments_, segments_stride_, stride_, parts_;
   float factor_;  // of rotated rows
   bool exact_;
-  bool streamed_;   // few rows of a weight of 4 bits
-  bool paired_;     // two planes, with a scale for each segment of a row
-  bool wide_;       // the two planes lie as one of int16
-  bool whole_;      // sums of both planes of a segment fit int32
-  bool grouped_x_;  // a scale for each segment of a row
+  bool streamed_;      // few rows of a weight of 4 bits
+  bool two_digits_;    // with a scale for each segment of a row
+  bool int16_digits_;  // the two digits lie as one of int16
+  bool fits_int32_;    // sums of both digits of a segment do
+  bool grouped_x_;     // a scale for each segment of a row
   int64_t begin_ = 0, rows_ = 0;
-  int8_t* planes_of_x_ = nullptr;
+  int8_t* digits_of_x_ = nullptr;
   int32_t* offsets_ = nullptr;
   float* row_scales_ = nullptr;
   float* group_scales_ = nullptr;

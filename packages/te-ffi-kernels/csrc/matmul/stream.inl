@@ -1,9 +1,9 @@
 // A few rows times a panel of 4 bits, which is read once, from its first byte to its last.
 //
-// Included by the kernels of each instruction set after finish.inl and after
+// Included by the kernels of each instruction set after epilogue.inl and after
 //
 //   // Sums of products with a part of the table's numbers over `k` rows of K, less the offsets, of
-//   // kRows plane rows. Without kTable places are the numbers, plus the zero point.
+//   // kRows digit rows. Without kTable places are the numbers, plus the zero point.
 //   template <bool kTable, int kRows>
 //   void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
 //                    const uint8_t* qvalues, int64_t k, const int32_t* offsets,
@@ -11,13 +11,13 @@
 
 constexpr int kStreamColumns = 32;
 
-template <bool kTable, int kRows, int kPlanes>
+template <bool kTable, int kRows, int kDigits>
 inline void stream_rows(const Stream& s, int64_t row) {
   float totals[kRows][kStreamColumns] = {}, loaded[kStreamColumns], scales[kStreamColumns];
   const PanelLayout& layout = *s.layout;
   const Table& table = layout.table();
-  const int8_t* x = s.x + row * kPlanes * s.x_stride;
-  const int32_t* offsets = s.offsets + row * kPlanes * s.offsets_stride;
+  const int8_t* x = s.x + row * kDigits * s.x_stride;
+  const int32_t* offsets = s.offsets + row * kDigits * s.offsets_stride;
   const float* x_scales = s.x_scales == nullptr ? nullptr : s.x_scales + row * s.x_scales_stride;
   const uint8_t* at = s.panel + layout.scales_at(0);
   for (int64_t i = 0; i < s.k; i += s.segment_k, ++offsets) {
@@ -28,9 +28,9 @@ inline void stream_rows(const Stream& s, int64_t row) {
     const int64_t count = s.k - i < s.segment_k ? s.k - i : s.segment_k;
     const int parts = kTable ? table.parts : 1;
     for (int part = 0; part < parts; ++part) {
-      alignas(64) int32_t sums[kRows * kPlanes][kStreamColumns];
+      alignas(64) int32_t sums[kRows * kDigits][kStreamColumns];
       const auto add = [&](int64_t k) __attribute__((always_inline)) {
-        nibble_sums<kTable, kRows * kPlanes>(table, part, x + i, s.x_stride, at, k, offsets,
+        nibble_sums<kTable, kRows * kDigits>(table, part, x + i, s.x_stride, at, k, offsets,
                                      s.offsets_stride, sums);
       };
       if (count == 32) {  // loops whose end is known
@@ -42,18 +42,18 @@ inline void stream_rows(const Stream& s, int64_t row) {
       }
       for (int c = 0; c < kStreamColumns; ++c) scales[c] = loaded[c] * table.factors[part];
       for (int r = 0; r < kRows; ++r) {
-        const int32_t(*plane)[kStreamColumns] = sums + r * kPlanes;
+        const int32_t(*digit)[kStreamColumns] = sums + r * kDigits;
         const float x_scale = x_scales == nullptr ? 1.0f : x_scales[r * s.x_scales_stride];
         for (int c = 0; c < kStreamColumns; ++c) {
-          float value = static_cast<float>(plane[0][c]);
-          if (kPlanes == 2) {
-            value = paired_sum(plane[0][c], plane[1][c], s.whole);
-          } else if (kPlanes == 3) {
-            value = (static_cast<float>(plane[2][c]) * 65536.0f +
-                     static_cast<float>(plane[1][c]) * 256.0f) +
+          float value = static_cast<float>(digit[0][c]);
+          if (kDigits == 2) {
+            value = two_digit_sum(digit[0][c], digit[1][c], s.fits_int32);
+          } else if (kDigits == 3) {
+            value = (static_cast<float>(digit[2][c]) * 65536.0f +
+                     static_cast<float>(digit[1][c]) * 256.0f) +
                     value;
           }
-          if (kPlanes != 3) value *= x_scale;
+          if (kDigits != 3) value *= x_scale;
           totals[r][c] += value * scales[c];
         }
       }
@@ -64,28 +64,28 @@ inline void stream_rows(const Stream& s, int64_t row) {
   for (int r = 0; r < kRows; ++r) {
     const float row_scale = s.row_scales == nullptr ? 1.0f : s.row_scales[row + r];
     for (int c = 0; c < kStreamColumns; ++c) totals[r][c] *= row_scale;
-    for (int64_t c = 0; c < s.out.columns; c += 16) put_16<true>(s.out, row + r, c, totals[r] + c);
+    for (int64_t c = 0; c < s.out.columns; c += 16) store_16<true>(s.out, row + r, c, totals[r] + c);
   }
 }
 
-template <bool kTable, int kPlanes>
+template <bool kTable, int kDigits>
 inline void stream_table(const Stream& s) {
   int64_t row = 0;
-  for (; row + 2 <= s.rows; row += 2) stream_rows<kTable, 2, kPlanes>(s, row);
-  if (row < s.rows) stream_rows<kTable, 1, kPlanes>(s, row);
+  for (; row + 2 <= s.rows; row += 2) stream_rows<kTable, 2, kDigits>(s, row);
+  if (row < s.rows) stream_rows<kTable, 1, kDigits>(s, row);
 }
 
-template <int kPlanes>
-inline void stream_planes(const Stream& s) {
-  s.layout->table_id == 0 ? stream_table<false, kPlanes>(s) : stream_table<true, kPlanes>(s);
+template <int kDigits>
+inline void stream_digits(const Stream& s) {
+  s.layout->table_id == 0 ? stream_table<false, kDigits>(s) : stream_table<true, kDigits>(s);
 }
 
 inline void stream(const Stream& s) {
-  if (s.planes == 1) {
-    stream_planes<1>(s);
-  } else if (s.planes == 2) {
-    stream_planes<2>(s);
+  if (s.digits == 1) {
+    stream_digits<1>(s);
+  } else if (s.digits == 2) {
+    stream_digits<2>(s);
   } else {
-    stream_planes<3>(s);
+    stream_digits<3>(s);
   }
 }

@@ -10,10 +10,10 @@ constexpr Kernels own_kernels() {
   k.expand_panel = expand_panel<false>;
   k.exact8 = exact8;
   k.scaled8 = scaled8;
-  k.paired8 = paired8;
+  k.two_digits8 = two_digits8;
   k.rotate = rotate_row;
   k.quantize = quantize_row;
   k.quantize_pairs = quantize_pairs;
-  k.finish = finish;
+  k.epilogue = epilogue;
   return k;
 }

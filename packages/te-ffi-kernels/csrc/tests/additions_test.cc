@@ -14,15 +14,15 @@ constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Case {
   int64_t m, k, n, group;
-  int bits, planes;
+  int bits, digits;
   DType x_dtype, y_dtype;
 
   int64_t y_bytes() const { return m * n * static_cast<int64_t>(byte_size(y_dtype)); }
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
-           " group=" + std::to_string(group) + " bits=" + std::to_string(bits) + " planes=" +
-           std::to_string(planes) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
+           " group=" + std::to_string(group) + " bits=" + std::to_string(bits) + " digits=" +
+           std::to_string(digits) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
   }
 };
 
@@ -42,7 +42,7 @@ Matmul plain_matmul(const Case& c, const Buffer& x, const Weights& w, Buffer* y)
   args.weights = w.packed();
   args.y = y->get();
   args.y_dtype = c.y_dtype;
-  args.planes = c.planes;
+  args.digits = c.digits;
   return args;
 }
 
@@ -123,12 +123,12 @@ TEST(additions_round_as_their_own) {
   for (int64_t m : {1, 3, 17, 40, 130, 300}) {
     for (int64_t group : {0, 32}) {
       for (int bits : {4, 8}) {
-        for (int planes : {0, 1, 3}) {
+        for (int digits : {0, 1, 3}) {
           for (DType y_dtype : kFloats) {
             const DType x_dtype = y_dtype == DType::BF16 ? DType::BF16 : kFloats[turn / 3 % 3];
             const int64_t n = ++turn % 2 == 0 ? 70 : 33;
             // Two turns per offset: both widths have it.
-            check_case({m, 96, n, group, bits, planes, x_dtype, y_dtype}, random, parallel,
+            check_case({m, 96, n, group, bits, digits, x_dtype, y_dtype}, random, parallel,
                        turn / 2 % 4);
           }
         }

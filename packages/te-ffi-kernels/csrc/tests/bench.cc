@@ -86,7 +86,7 @@ double peak() {
 struct Shape {
   const char* label;
   int64_t m, k, n, group;
-  int bits, planes;
+  int bits, digits;
   DType type;
   bool cold;
   int scale_bits = 32;
@@ -106,7 +106,7 @@ void run(const Shape& s, Isa isa, int threads, const std::vector<Weights>& copie
   args.x_dtype = args.y_dtype = s.type;
   args.m = s.m;
   args.y = y.get();
-  args.planes = s.planes;
+  args.digits = s.digits;
   const size_t used = s.cold ? copies.size() : 1;
   const double seconds = duration(threads, [&] {
     for (size_t i = 0; i < used; ++i) {

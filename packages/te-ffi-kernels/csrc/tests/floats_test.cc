@@ -22,14 +22,14 @@ struct Case {
   int64_t m;
   const Weights& w;
   DType y_dtype;
-  int planes = 0;
+  int digits = 0;
 
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(w.k) + " n=" + std::to_string(w.n) +
            " group=" + std::to_string(w.group) + " bits=" + std::to_string(w.bits) +
            " table=" + w.layout.table().name +
            " scale_bits=" + std::to_string(w.layout.scale_bits()) + " y=" + name(y_dtype) +
-           " planes=" + std::to_string(planes);
+           " digits=" + std::to_string(digits);
   }
 };
 
@@ -56,7 +56,7 @@ Buffer multiplied(const Case& c, const Buffer& x, Isa isa, const Parallel& paral
   args.weights = c.w.packed();
   args.y = y.get();
   args.y_dtype = c.y_dtype;
-  args.planes = c.planes;
+  args.digits = c.digits;
   matmul(args, parallel, isa);
   return y;
 }
@@ -65,7 +65,7 @@ Buffer multiplied(const Case& c, const Buffer& x, Isa isa, const Parallel& paral
 std::vector<double> row_of(const Case& c, const Buffer& x, int64_t row) {
   std::vector<double> values;
   for (int64_t i = 0; i < c.w.k; ++i) values.push_back(element(x.get(), kBf16, row * c.w.k + i));
-  if (c.planes != 1) return values;
+  if (c.digits != 1) return values;
   for (size_t begin = 0; begin < values.size(); begin += static_cast<size_t>(c.w.group)) {
     const size_t end = begin + static_cast<size_t>(c.w.group);
     float largest = 0;
@@ -84,7 +84,7 @@ std::vector<double> row_of(const Case& c, const Buffer& x, int64_t row) {
 // Of the sum of magnitudes: a weight without groups is exact but for its scale, and others are
 // rounded to 8 digits. What other instruction sets do with x is closer.
 void check_near(const Case& c, const Buffer& x, const Buffer& y, Isa isa) {
-  const double both = c.planes == 1 ? 0x1p-7 : 0x1p-8;
+  const double both = c.digits == 1 ? 0x1p-7 : 0x1p-8;
   const double sums = isa == Isa::kAmx && c.w.group == 0 ? 0x1p-17 : both + 0x1p-17;
   const double stored = c.y_dtype == kF32 ? 0x1p-23 : c.y_dtype == kBf16 ? 0x1p-8 : 0x1p-11;
   for (int64_t r = 0; r < c.m; ++r) {
@@ -269,9 +269,9 @@ TEST(floats_tiny_and_huge) {
 TEST(floats_special_rows) {
   std::mt19937 random(36);
   for (int bits : {4, 8}) {
-    for (const auto& [group, planes] : {std::pair{0, 0}, std::pair{32, 0}, std::pair{32, 1}}) {
+    for (const auto& [group, digits] : {std::pair{0, 0}, std::pair{32, 0}, std::pair{32, 1}}) {
       const Weights w = random_weights(96, 33, group, bits, random);
-      const Case c{std::max<int64_t>(64, least_rows(bits, group)) + 3, w, kF32, planes};
+      const Case c{std::max<int64_t>(64, least_rows(bits, group)) + 3, w, kF32, digits};
       Buffer x = normal_rows(c, random, 1);
       std::vector<Buffer> clean;
       for (Isa isa : tested_isas()) clean.push_back(multiplied(c, x, isa, Parallel()));

@@ -16,7 +16,7 @@ constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
 
 struct Case {
   int64_t m, k, n, group;
-  int bits, planes;
+  int bits, digits;
   DType x_dtype, y_dtype;
   int scale_bits = 32;  // of the packed weight
   float x_scale = 0;    // of all rows; 0: one of each
@@ -30,7 +30,7 @@ struct Case {
   std::string text() const {
     return "m=" + std::to_string(m) + " k=" + std::to_string(k) + " n=" + std::to_string(n) +
            " group=" + std::to_string(group) + " bits=" + std::to_string(bits) +
-           " planes=" + std::to_string(planes) +
+           " digits=" + std::to_string(digits) +
            " table=" + layout().table().name +
            " scale_bits=" + std::to_string(layout().scale_bits()) + " x=" + name(x_dtype) + " y=" + name(y_dtype);
   }
@@ -60,7 +60,7 @@ Buffer multiplied(const Case& c, const Buffer& x, const Weights& w, Isa isa,
   args.weights = w.packed();
   args.y = y.get();
   args.y_dtype = c.y_dtype;
-  args.planes = c.planes;
+  args.digits = c.digits;
   if (c.x_scale != 0) args.x_scale = &c.x_scale;
   matmul(args, parallel, isa);
   return y;
@@ -128,20 +128,20 @@ double relative_step(DType type) {
 void check_values(const Case& c, const Buffer& x, const Weights& w, const Buffer& y) {
   for (int64_t r = 0; r < c.m; ++r) {
     const QuantizedRow q = quantized(c, x, r);
-    // What a number is rounded by at most: two planes have 15 bits of the largest of its segment,
+    // What a number is rounded by at most: two digits have 15 bits of the largest of its segment,
     // three have 23 of the largest of its row.
-    const int64_t segment = c.planes == 3 ? c.k : c.group != 0 ? c.group : 256;
+    const int64_t segment = c.digits == 3 ? c.k : c.group != 0 ? c.group : 256;
     std::vector<double> rounding;
-    for (int64_t begin = 0; begin < c.k && c.planes != 1; begin += segment) {
+    for (int64_t begin = 0; begin < c.k && c.digits != 1; begin += segment) {
       double largest = 0;
       for (int64_t i = begin; i < std::min(c.k, begin + segment); ++i) {
         largest = std::max(largest, std::fabs(element(x.get(), c.x_dtype, r * c.k + i)));
       }
-      rounding.push_back(largest * (c.planes == 2 ? 0x1p-15 : 0x1p-23));
+      rounding.push_back(largest * (c.digits == 2 ? 0x1p-15 : 0x1p-23));
     }
     for (int64_t j = 0; j < c.n; ++j) {
       const double got = element(y.get(), c.y_dtype, r * c.n + j);
-      if (c.planes == 1) {
+      if (c.digits == 1) {
         const float expected = rounded(int8_matmul(c, q, w, j), c.y_dtype);
         CHECK_THAT(got == static_cast<double>(expected), c.text());
         continue;
@@ -246,7 +246,7 @@ TEST(matmul_tables) {
     }
     Case c{45, 1280, 70, 64, 4, 1, DType::F32, DType::F32};
     c.table = table;
-    for (c.planes = 1; c.planes < 4; ++c.planes) check_case(c, random, parallel, 1);
+    for (c.digits = 1; c.digits < 4; ++c.digits) check_case(c, random, parallel, 1);
   }
 }
 
@@ -294,7 +294,7 @@ TEST(matmul_large) {
   }
 }
 
-// Groups whose two planes are put together in int32, and those for which that is too small.
+// Groups whose two digits are put together in int32, and those for which that is too small.
 TEST(matmul_long_groups) {
   std::mt19937 random(20);
   Threads pool(2);
@@ -341,10 +341,10 @@ TEST(matmul_never_overflows) {
   std::mt19937 random(14);
   for (int64_t k : {65536, 131008, 131072, 140000}) {
     for (int sign : {-1, 1}) {
-      for (const auto& [bits, planes] :
+      for (const auto& [bits, digits] :
            {std::pair{8, 1}, std::pair{8, 2}, std::pair{8, 3}, std::pair{4, 1}, std::pair{4, 2},
             std::pair{4, 3}}) {
-        Case c{1, k, 1, 0, bits, planes, DType::F32, DType::F32};
+        Case c{1, k, 1, 0, bits, digits, DType::F32, DType::F32};
         const int most = bits == 4 ? 8 : 128;
         const Weights w =
             random_weights(1, c.layout(), random, 0, sign < 0 ? -most : most - 1);
@@ -356,8 +356,8 @@ TEST(matmul_never_overflows) {
         for (Isa isa : tested_isas()) {
           const Buffer y = multiplied(c, x, w, isa, Parallel(), 0);
           const double got = element(y.get(), DType::F32, 0);
-          // Two planes are added up in float32, segment by segment.
-          const double off = planes == 2 ? 0x1p-24 * static_cast<double>(k / 256) : 0;
+          // Two digits are added up in float32, segment by segment.
+          const double off = digits == 2 ? 0x1p-24 * static_cast<double>(k / 256) : 0;
           CHECK_THAT(std::fabs(got - expected) <= (1e-6 + off) * std::fabs(expected), c.text());
         }
       }
@@ -386,14 +386,14 @@ TEST(matmul_values_at_ties) {
 }
 
 TEST(matmul_integers_are_exact) {
-  // Small integers in x and scales that are powers of two: planes lose nothing.
+  // Small integers in x and scales that are powers of two: digits lose nothing.
   std::mt19937 random(15);
   std::uniform_int_distribution<int> small(-100, 100);
   Weights w = random_weights(96, 19, 0, 8, random);
   for (float& s : w.scales) s = 0.25f;
   w.pack_again();
-  for (int planes : {2, 3}) {
-    const Case c{3, 96, 19, 0, 8, planes, DType::F32, DType::F32};
+  for (int digits : {2, 3}) {
+    const Case c{3, 96, 19, 0, 8, digits, DType::F32, DType::F32};
     Buffer x(3 * 96 * 4, 0);
     for (int64_t i = 0; i < 3 * 96; ++i) {
       set_element(x.get(), DType::F32, i, static_cast<float>(small(random)));
@@ -418,8 +418,8 @@ TEST(matmul_special_rows) {
   for (int64_t group : {0, 32}) {
     const Weights w = random_weights(64, 33, group, 8, random);
     for (DType x_dtype : kFloats) {
-      for (int planes : {1, 2, 3}) {
-        const Case c{5, 64, 33, group, 8, planes, x_dtype, DType::F32};
+      for (int digits : {1, 2, 3}) {
+        const Case c{5, 64, 33, group, 8, digits, x_dtype, DType::F32};
         Buffer x = random_rows(c, random, 1);
         const auto set = [&](int64_t row, int64_t i, float value) {
           set_element(x.get(), x_dtype, row * 64 + i, value);
@@ -434,7 +434,7 @@ TEST(matmul_special_rows) {
           for (int64_t j = 0; j < 33; ++j) {
             const auto at = [&](int64_t row) { return element(y.get(), DType::F32, row * 33 + j); };
             CHECK(std::isnan(at(0)));
-            CHECK(planes == 1 ? !std::isfinite(at(1)) : std::isnan(at(1)));
+            CHECK(digits == 1 ? !std::isfinite(at(1)) : std::isnan(at(1)));
             CHECK(at(2) == 0.0);
             CHECK(std::isfinite(at(3)) && std::isfinite(at(4)));
           }
@@ -475,15 +475,15 @@ TEST(matmul_given_scales) {
       }
     }
   }
-  for (int planes : {0, 2, 3}) {
-    Case c{1, 64, 33, 0, 8, planes, DType::F32, DType::F32};
+  for (int digits : {0, 2, 3}) {
+    Case c{1, 64, 33, 0, 8, digits, DType::F32, DType::F32};
     c.x_scale = 1.0f;
     bool refused = false;
     try {
       multiplied(c, random_rows(c, random, 0), random_weights(c.n, c.layout(), random), Isa::kGeneric,
                  Parallel(), 0);
     } catch (const Error& error) {
-      refused = std::string(error.what()).find("planes must be 1") != std::string::npos;
+      refused = std::string(error.what()).find("digits must be 1") != std::string::npos;
     }
     CHECK(refused);
   }
@@ -493,8 +493,8 @@ TEST(matmul_tiny_and_huge_rows) {
   std::mt19937 random(17);
   const Weights w = random_weights(64, 16, 0, 8, random);
   for (float magnitude : {0x1p-100f, 0x1p-60f, 0x1p100f}) {
-    for (int planes : {1, 2, 3}) {
-      const Case c{2, 64, 16, 0, 8, planes, DType::F32, DType::F32};
+    for (int digits : {1, 2, 3}) {
+      const Case c{2, 64, 16, 0, 8, digits, DType::F32, DType::F32};
       Buffer x = random_rows(c, random, 0);
       Buffer scaled(x.size(), 0);
       for (int64_t i = 0; i < 128; ++i) {

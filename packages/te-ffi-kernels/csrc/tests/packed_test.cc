@@ -318,8 +318,8 @@ TEST(packed_refusals) {
   args.x_dtype = DType::S8;
   CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "x must be float32"));
   args.x_dtype = DType::F32;
-  args.planes = 4;
-  CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "planes must be"));
+  args.digits = 4;
+  CHECK(throws<Error>([&] { matmul(args, Parallel(), Isa::kGeneric); }, "digits must be"));
 }
 
 TEST(isa_names) {

@@ -49,7 +49,7 @@ Rows random_rows(int64_t m, int64_t k, int64_t block, DType dtype, std::mt19937&
   return rows;
 }
 
-Buffer multiplied(const Buffer& x, DType dtype, int64_t m, const Weights& w, int64_t n, int planes,
+Buffer multiplied(const Buffer& x, DType dtype, int64_t m, const Weights& w, int64_t n, int digits,
                   Rotation rotation, Isa isa) {
   Buffer y(m * n * 4, 0);
   Matmul args;
@@ -58,13 +58,13 @@ Buffer multiplied(const Buffer& x, DType dtype, int64_t m, const Weights& w, int
   args.m = m;
   args.weights = w.packed();
   args.y = y.get();
-  args.planes = planes;
+  args.digits = digits;
   args.rotation = rotation;
   matmul(args, Parallel(), isa);
   return y;
 }
 
-// Every number of planes, with weights whose scales are of columns and of groups.
+// Every number of digits, with weights whose scales are of columns and of groups.
 TEST(rotated_rows_are_those_of_the_definition) {
   std::mt19937 random(31);
   constexpr DType kFloats[] = {DType::F32, DType::BF16, DType::F16};
@@ -79,15 +79,15 @@ TEST(rotated_rows_are_those_of_the_definition) {
         const DType dtype = kFloats[turn % 3];
         const Rows rows = random_rows(m, k, block, dtype, random);
         const Weights w = random_weights(n, panel_layout(k, group, bits), random);
-        for (int planes : {0, 1, 2, 3}) {
+        for (int digits : {0, 1, 2, 3}) {
           const Rotation rotation{rows.signs.data(), block};
           const Buffer expected =
-              multiplied(rows.rotated, DType::F32, m, w, n, planes, {}, Isa::kGeneric);
+              multiplied(rows.rotated, DType::F32, m, w, n, digits, {}, Isa::kGeneric);
           for (Isa isa : tested_isas()) {
-            const Buffer y = multiplied(rows.given, dtype, m, w, n, planes, rotation, isa);
+            const Buffer y = multiplied(rows.given, dtype, m, w, n, digits, rotation, isa);
             CHECK_THAT(std::memcmp(y.get(), expected.get(), static_cast<size_t>(y.size())) == 0,
-                       "k=" + std::to_string(k) + " block=" + std::to_string(block) + " planes=" +
-                           std::to_string(planes) + " bits=" + std::to_string(bits) + " on " +
+                       "k=" + std::to_string(k) + " block=" + std::to_string(block) + " digits=" +
+                           std::to_string(digits) + " bits=" + std::to_string(bits) + " on " +
                            name(isa));
           }
         }

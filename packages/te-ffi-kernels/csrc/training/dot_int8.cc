@@ -264,11 +264,11 @@ class Product {
     t.panels = panels;
     t.sums_stride = kPanel * kernels_.block_panels;
     t.sums = Arena<SumsTag>::get_array<int32_t>(rows * t.sums_stride);
-    Finish f{};
+    Epilogue f{};
     f.sums = t.sums;
     f.stride = t.sums_stride;
     f.rows = rows;
-    f.planes = 1;
+    f.digits = 1;
     f.row_scales = row_scales_ + row;
     f.scales = first;
     f.scales_stride = panel_bytes_;

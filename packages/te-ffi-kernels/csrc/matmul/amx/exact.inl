@@ -40,10 +40,10 @@ void sum_block(const Tile& t, const Block& b) {
   store_sums(b.shape, sums, t.sums_stride);
 }
 
-// Whole sums of one plane, [rows][32], to rows of y.
+// Whole sums of one digit, [rows][32], to rows of y.
 template <bool kAdds, bool kHalf, int kPanels>
-void finish_block(const Tile& t, const Block& b, const int32_t* sums) {
-  const Finish& f = *t.finish;
+void epilogue_block(const Tile& t, const Block& b, const int32_t* sums) {
+  const Epilogue& f = *t.epilogue;
   Output out = f.out;  // a copy: nothing to read again after numbers of y are stored
   if (!kHalf) out.dtype = DType::F32;
   Floats scales[kPanels];
@@ -62,23 +62,23 @@ void finish_block(const Tile& t, const Block& b, const int32_t* sums) {
           __builtin_convertvector((Ints)(sum - offset), Floats) * row_scale * scales[p];
       float values[16];
       __builtin_memcpy(values, &value, 64);
-      put_16<kAdds>(out, r, column + 16 * p, values);
+      store_16<kAdds>(out, r, column + 16 * p, values);
     }
   }
 }
 
 template <bool kAdds, bool kHalf>
-void finish_block(const Tile& t, const Block& b, const int32_t* sums) {
-  b.shape.panels == 1 ? finish_block<kAdds, kHalf, 1>(t, b, sums)
-                      : finish_block<kAdds, kHalf, 2>(t, b, sums);
+void epilogue_block(const Tile& t, const Block& b, const int32_t* sums) {
+  b.shape.panels == 1 ? epilogue_block<kAdds, kHalf, 1>(t, b, sums)
+                      : epilogue_block<kAdds, kHalf, 2>(t, b, sums);
 }
 
-void finish_block(const Tile& t, const Block& b, const int32_t* sums) {
-  const bool half = t.finish->out.dtype != DType::F32;
-  if (adds(t.finish->out)) {
-    half ? finish_block<true, true>(t, b, sums) : finish_block<true, false>(t, b, sums);
+void epilogue_block(const Tile& t, const Block& b, const int32_t* sums) {
+  const bool half = t.epilogue->out.dtype != DType::F32;
+  if (adds(t.epilogue->out)) {
+    half ? epilogue_block<true, true>(t, b, sums) : epilogue_block<true, false>(t, b, sums);
   } else {
-    half ? finish_block<false, true>(t, b, sums) : finish_block<false, false>(t, b, sums);
+    half ? epilogue_block<false, true>(t, b, sums) : epilogue_block<false, false>(t, b, sums);
   }
 }
 
@@ -91,7 +91,7 @@ void exact8(const Tile& t) {
     b.shape.panels = t.panels - b.panel < 2 ? 1 : 2;
     for (b.row = 0; b.row < t.rows; b.row += kRows) {
       b.shape.rows = t.rows - b.row < kRows ? t.rows - b.row : kRows;
-      if (t.finish == nullptr) {
+      if (t.epilogue == nullptr) {
         sum_block(t, b);
         continue;
       }
@@ -99,9 +99,9 @@ void exact8(const Tile& t) {
       multiply_block(t, b, t.first);
       store_sums(b.shape, sums[turn], 32);
       turn = 1 - turn;
-      if (before.shape.rows != 0) finish_block(t, before, sums[turn]);
+      if (before.shape.rows != 0) epilogue_block(t, before, sums[turn]);
       before = b;
     }
   }
-  if (before.shape.rows != 0) finish_block(t, before, sums[1 - turn]);
+  if (before.shape.rows != 0) epilogue_block(t, before, sums[1 - turn]);
 }

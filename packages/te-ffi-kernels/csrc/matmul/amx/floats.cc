@@ -18,7 +18,7 @@ void round_group(const uint8_t* x, int64_t count, int8_t* qvalues, uint16_t* out
   q.x = x;
   q.x_dtype = DType::BF16;
   q.k = q.padded_k = q.segment_k = count;
-  q.planes = 1;
+  q.digits = 1;
   q.out = qvalues;
   q.offsets = &offset;
   q.scale = &scale;
@@ -137,7 +137,7 @@ const FloatKernels& amx_float_kernels() {
     k.arrange_rows = tile_rows;
     k.dequantize = dequantize;
     k.multiply = multiply;
-    k.finish = amx_kernels().finish;
+    k.epilogue = amx_kernels().epilogue;
     k.release = release;
     return k;
   }();

@@ -15,7 +15,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 
 // The most rows of K per instruction that divide all segments: 64 but for odd groups.

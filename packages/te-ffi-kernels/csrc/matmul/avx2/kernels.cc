@@ -14,7 +14,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 
 #include "matmul/avx2/vectors.inl"
@@ -55,16 +55,16 @@ JAXTAP_INLINE void add_both(__m256i& sums, __m256i low, __m256i high, __m256i x_
 
 #include "matmul/avx2/nibbles.inl"
 
-constexpr int kTileRows = 4, kTilePanels = 1, kScaledPanels = 1;  // plane rows that registers hold
+constexpr int kTileRows = 4, kTilePanels = 1, kScaledPanels = 1;  // digit rows that registers hold
 constexpr int kFewRows = 2;
 constexpr bool kSignedSums = false;
-template <int kPlanes>
+template <int kDigits>
 constexpr bool kTotalsStay = false;
 constexpr int64_t kBlockPanels = 4;  // panels that widened rows are multiplied by
 
 struct WordsTag {};
 
-// Plane rows whose numbers are widened to 16 bits, once for all panels of a block. Of four of a row
+// Digit rows whose numbers are widened to 16 bits, once for all panels of a block. Of four of a row
 // the words hold the first and third, and the second and fourth, as `add_products` multiplies them;
 // those of the other rows follow: [k / 4, R, 2].
 template <int R>
@@ -102,10 +102,10 @@ JAXTAP_INLINE Rows<R> run_of(const Tile& t, const Rows<R>& rows, int64_t run) {
   return rows.from(run * t.k);
 }
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
                                 Sums (&acc)[R][P]) {
-  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  static_assert(P == 1 && !kInt16, "nothing else is asked for here");
   const int32_t* words = rows.words;
   for (int64_t i = 0; i < k; i += 4, qvalues += 64, words += 2 * R) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);

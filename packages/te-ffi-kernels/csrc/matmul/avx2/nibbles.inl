@@ -4,7 +4,7 @@
 //   template <bool kSmall>
 //   void add_both(__m256i& sums, __m256i low, __m256i high, __m256i x_low, __m256i x_high);
 
-// Adds products with bytes of a table over `k` rows of K to the sums of R plane rows and the two
+// Adds products with bytes of a table over `k` rows of K to the sums of R digit rows and the two
 // halves of 16 columns, whose lines are kStride bytes apart. kSmall: four products fit int16.
 template <bool kTable, bool kSmall, int R, int kStride>
 JAXTAP_INLINE void add_nibbles(const uint8_t* table, const int8_t* x, int64_t x_stride,

@@ -59,9 +59,9 @@ JAXTAP_INLINE Floats to_floats(const Sums& x) {
   return {_mm256_cvtepi32_ps(x.half[0]), _mm256_cvtepi32_ps(x.half[1])};
 }
 
-template <bool kWhole>
-JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
-  if (!kWhole) return to_floats(high) * 256.0f + to_floats(low);
+template <bool kFitsInt32>
+JAXTAP_INLINE Floats two_digits(const Sums& low, const Sums& high) {
+  if (!kFitsInt32) return to_floats(high) * 256.0f + to_floats(low);
   Sums both;
   for (int h = 0; h < 2; ++h) {
     both.half[h] = _mm256_add_epi32(_mm256_slli_epi32(high.half[h], 8), low.half[h]);

@@ -77,7 +77,7 @@ void float_block(const FloatTile& t, const Rows<R>& rows, int64_t r0, int64_t p0
 
 struct Floats {
   using Operands = FloatTile;
-  static constexpr int kPlanes = 1, kMostRows = kTileRows;
+  static constexpr int kDigits = 1, kMostRows = kTileRows;
 
   template <int R, int P>
   static void block(const FloatTile& t, const Rows<R>& rows, int64_t r, int64_t p) {
@@ -106,7 +106,7 @@ const FloatKernels& avx512_float_kernels() {
     k.arrange_rows = pad_rows;
     k.dequantize = dequantize;
     k.multiply = multiply;
-    k.finish = avx512_kernels().finish;
+    k.epilogue = avx512_kernels().epilogue;
     return k;
   }();
   return kKernels;

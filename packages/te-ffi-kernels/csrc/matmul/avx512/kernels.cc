@@ -12,13 +12,13 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 
 constexpr int kTileRows = 6, kTilePanels = 4;  // of sums: they leave 8 registers for operands
 constexpr int kScaledPanels = 2;
-template <int kPlanes>
-constexpr bool kTotalsStay = kPlanes == 1;
+template <int kDigits>
+constexpr bool kTotalsStay = kDigits == 1;
 constexpr int kFewRows = 4;
 constexpr bool kSignedSums = false;
 constexpr int64_t kAhead = 2048;  // bytes
@@ -34,9 +34,9 @@ JAXTAP_INLINE Floats load_floats(const void* from) { return _mm512_loadu_ps(from
 JAXTAP_INLINE void store_floats(void* to, const Floats& x) { _mm512_storeu_ps(to, x); }
 JAXTAP_INLINE Floats to_floats(const Sums& x) { return _mm512_cvtepi32_ps(x); }
 
-template <bool kWhole>
-JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
-  if (kWhole) return to_floats(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
+template <bool kFitsInt32>
+JAXTAP_INLINE Floats two_digits(const Sums& low, const Sums& high) {
+  if (kFitsInt32) return to_floats(_mm512_add_epi32(_mm512_slli_epi32(high, 8), low));
   return to_floats(high) * 256.0f + to_floats(low);
 }
 
@@ -53,7 +53,7 @@ JAXTAP_INLINE void add_dot(__m512i& sums, __m512i qvalues, __m512i x) {
 }
 
 // The same of two numbers of 16 bits.
-JAXTAP_INLINE void add_wide_dot(__m512i& sums, __m512i qvalues, __m512i x) {
+JAXTAP_INLINE void add_int16_dot(__m512i& sums, __m512i qvalues, __m512i x) {
   __asm__("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(qvalues), "v"(x));
 }
 
@@ -65,10 +65,10 @@ JAXTAP_INLINE __m512i bytes_of(const Table& table, int part) {
 
 #include "matmul/plain_rows.inl"
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t qvalues_stride,
                                 int64_t k, __m512i (&acc)[R][P]) {
-  const int64_t bytes = kWide ? 2 * k : k;  // of a row
+  const int64_t bytes = kInt16 ? 2 * k : k;  // of a row
   for (int64_t i = 0; i < bytes; i += 4, qvalues += 64) {
     __m512i w[P];
 #pragma GCC unroll 4
@@ -90,16 +90,16 @@ JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int
       const __m512i b = broadcast4(rows.x + r * rows.stride + i);
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        kWide ? add_wide_dot(acc[r][p], w[p], b) : add_dot(acc[r][p], w[p], b);
+        kInt16 ? add_int16_dot(acc[r][p], w[p], b) : add_dot(acc[r][p], w[p], b);
       }
     }
   }
 }
 
 #include "matmul/tile.inl"
-#include "matmul/avx512/wide.inl"
+#include "matmul/avx512/int16.inl"
 
-// Up to 3 plane rows have sums of their own for low and high nibbles: instructions that add to one
+// Up to 3 digit rows have sums of their own for low and high nibbles: instructions that add to one
 // register wait for each other.
 template <bool kTable, int kRows>
 JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, int64_t x_stride,
@@ -157,7 +157,7 @@ const Kernels& avx512_kernels() {
     Kernels k = own_kernels();
     k.block_panels = kTilePanels;
     k.block_k = 512;
-    k.paired16 = paired16;
+    k.two_digits16 = two_digits16;
     k.expand_panel16 = expand_panel16;
     k.stream = stream;
     return k;

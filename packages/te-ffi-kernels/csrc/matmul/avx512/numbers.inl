@@ -110,7 +110,7 @@ inline void quantize_fixed(const uint8_t* x, int64_t count, float factor, int8_t
 
 // The same to wide ones.
 template <DType kType>
-inline void quantize_wide(const uint8_t* x, int64_t count, float factor, int8_t* out) {
+inline void quantize_int16(const uint8_t* x, int64_t count, float factor, int8_t* out) {
   const __m512 by = _mm512_set1_ps(factor);
   const __m512i parts = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   // 0, 2, 1, 3 of each four.

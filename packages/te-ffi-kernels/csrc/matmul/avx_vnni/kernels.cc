@@ -13,7 +13,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 #include "matmul/avx2/vectors.inl"
 #include "matmul/plain_rows.inl"
@@ -21,7 +21,7 @@ namespace {
 constexpr int kTileRows = 6, kTilePanels = 1, kScaledPanels = 1;  // 12 of 16 registers hold sums
 constexpr int kFewRows = 2;
 constexpr bool kSignedSums = false;
-template <int kPlanes>
+template <int kDigits>
 constexpr bool kTotalsStay = false;
 
 // Adds dot products of four bytes. As assembly, since gcc 12 copies sums from register to register
@@ -30,10 +30,10 @@ JAXTAP_INLINE void add_dot(__m256i& sums, __m256i qvalues, __m256i x) {
   __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sums) : "x"(qvalues), "x"(x));
 }
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
                                 Sums (&acc)[R][P]) {
-  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  static_assert(P == 1 && !kInt16, "nothing else is asked for here");
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
     _mm_prefetch(reinterpret_cast<const char*>(qvalues + kAhead), _MM_HINT_T0);
     const __m256i w[2] = {load(qvalues), load(qvalues + 32)};

@@ -8,13 +8,13 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 
 constexpr int kTileRows = 1, kTilePanels = 1, kScaledPanels = 1;
 constexpr int kFewRows = 1;
 constexpr bool kSignedSums = false;
-template <int kPlanes>
+template <int kDigits>
 constexpr bool kTotalsStay = false;
 
 // Unsigned, so that passing the ends of int32 on the way is defined and the sums are right in the
@@ -71,9 +71,9 @@ JAXTAP_INLINE Floats to_floats(const Sums& x) {
   return floats;
 }
 
-template <bool kWhole>
-JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
-  if (!kWhole) return to_floats(high) * 256.0f + to_floats(low);
+template <bool kFitsInt32>
+JAXTAP_INLINE Floats two_digits(const Sums& low, const Sums& high) {
+  if (!kFitsInt32) return to_floats(high) * 256.0f + to_floats(low);
   Sums both;
   for (int c = 0; c < 16; ++c) both.at[c] = (high.at[c] << 8) + low.at[c];
   return to_floats(both);
@@ -81,10 +81,10 @@ JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
 
 #include "matmul/plain_rows.inl"
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
                                 Sums (&acc)[R][P]) {
-  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  static_assert(P == 1 && !kInt16, "nothing else is asked for here");
   for (int64_t i = 0; i < k; i += 4, qvalues += 64) {
     for (int r = 0; r < R; ++r) {
       const int8_t* x = rows.x + r * rows.stride + i;

@@ -3,7 +3,7 @@
 constexpr int64_t kAhead = 1024;  // bytes
 
 constexpr int kFewRows = 2;
-template <int kPlanes>
+template <int kDigits>
 constexpr bool kTotalsStay = false;
 
 struct Sums {
@@ -62,9 +62,9 @@ JAXTAP_INLINE Floats to_floats(const Sums& x) {
   return floats;
 }
 
-template <bool kWhole>
-JAXTAP_INLINE Floats two_planes(const Sums& low, const Sums& high) {
-  if (!kWhole) return to_floats(high) * 256.0f + to_floats(low);
+template <bool kFitsInt32>
+JAXTAP_INLINE Floats two_digits(const Sums& low, const Sums& high) {
+  if (!kFitsInt32) return to_floats(high) * 256.0f + to_floats(low);
   Sums both;
 #pragma GCC unroll 4
   for (int q = 0; q < 4; ++q) both.at[q] = vaddq_s32(vshlq_n_s32(high.at[q], 8), low.at[q]);

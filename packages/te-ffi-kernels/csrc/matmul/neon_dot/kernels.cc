@@ -14,14 +14,14 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 #include "matmul/neon/vectors.inl"
 
 constexpr int kTileRows = 5, kTilePanels = 1, kScaledPanels = 1;  // 20 of 32 registers hold sums
 constexpr bool kSignedSums = true;
 
-// Plane rows as they lie, and what makes quantized values signed: nothing, where they are.
+// Digit rows as they lie, and what makes quantized values signed: nothing, where they are.
 template <int R>
 struct Rows {
   const int8_t* x;
@@ -51,10 +51,10 @@ JAXTAP_INLINE void add_line(Sums& sums, uint8x16_t bytes, const Eight& x) {
 
 #include "matmul/neon/products.inl"
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
                                 Sums (&acc)[R][P]) {
-  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  static_assert(P == 1 && !kInt16, "nothing else is asked for here");
   add_rows(rows, qvalues, k, acc);
 }
 

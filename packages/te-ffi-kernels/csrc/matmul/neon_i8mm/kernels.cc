@@ -14,7 +14,7 @@ namespace jaxtap {
 namespace {
 
 #include "matmul/rows.inl"
-#include "matmul/finish.inl"
+#include "matmul/epilogue.inl"
 #include "matmul/rotate.inl"
 #include "matmul/neon/vectors.inl"
 #include "matmul/plain_rows.inl"
@@ -65,10 +65,10 @@ JAXTAP_INLINE void add_pairs(const Rows<R>& rows, int64_t i, const uint8_t* qval
   }
 }
 
-template <bool kWide, int R, int P>
+template <bool kInt16, int R, int P>
 JAXTAP_INLINE void add_products(const Rows<R>& rows, const uint8_t* qvalues, int64_t, int64_t k,
                                 Sums (&acc)[R][P]) {
-  static_assert(P == 1 && !kWide, "nothing else is asked for here");
+  static_assert(P == 1 && !kInt16, "nothing else is asked for here");
   if constexpr (R == 1) {
     add_rows(rows, qvalues, k, acc);
   } else {

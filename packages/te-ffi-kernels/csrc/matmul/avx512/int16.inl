@@ -1,7 +1,7 @@
 // Rows and panels of 16 bits. Included by kernels.cc.
 
 // By ranges of K whose quantized values, of four panels, stay in the first cache.
-void paired16(const Tile& all) {
+void two_digits16(const Tile& all) {
   constexpr int64_t kRange = 256;
   const int64_t segments = all.segment_k < kRange ? kRange / all.segment_k : 1;
   const int64_t range = segments * all.segment_k;
@@ -11,7 +11,7 @@ void paired16(const Tile& all) {
   Tile t = all;
   for (int64_t i = 0; i < all.k; i += range) {
     t.k = all.k - i < range ? all.k - i : range;
-    all_blocks<Scaled<Of::kWide>, kTilePanels>(t);
+    all_blocks<Scaled<Of::kInt16>, kTilePanels>(t);
     t.x += 2 * range;
     t.qvalues += 32 * range;
     t.scales += segments * t.scales_step;

@@ -53,9 +53,9 @@ JAXTAP_INLINE bool adds(const Output& out) {
 }
 
 #if defined(__AVX512F__)
-// What `put_16` does, for 16 floats in a register.
+// What `store_16` does, for 16 floats in a register.
 template <bool kAdds>
-JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __m512 values) {
+JAXTAP_INLINE void store_16_floats(const Output& out, int64_t row, int64_t column, __m512 values) {
   const int64_t count = out.columns - column, at = row * out.stride + 4 * column;
   if (!kAdds && out.past_caches && count >= 16 && reinterpret_cast<uintptr_t>(out.y + at) % 64 == 0) {
     return _mm512_stream_ps(reinterpret_cast<float*>(out.y + at), values);
@@ -77,10 +77,10 @@ JAXTAP_INLINE void put_floats(const Output& out, int64_t row, int64_t column, __
 // 16 numbers to a row, as far as it has columns from `column` on. kAdds: there may be what is added
 // to them.
 template <bool kAdds>
-JAXTAP_INLINE void put_16(const Output& out, int64_t row, int64_t column, float* values) {
+JAXTAP_INLINE void store_16(const Output& out, int64_t row, int64_t column, float* values) {
 #if defined(__AVX512F__)
   if (out.dtype == DType::F32) {
-    return put_floats<kAdds>(out, row, column, _mm512_loadu_ps(values));
+    return store_16_floats<kAdds>(out, row, column, _mm512_loadu_ps(values));
   }
 #endif
   const int64_t count = out.columns - column < 16 ? out.columns - column : 16;
@@ -96,17 +96,17 @@ JAXTAP_INLINE void put_16(const Output& out, int64_t row, int64_t column, float*
   store_16(values, out.dtype, out.y + at, count);
 }
 
-template <bool kAdds, bool kScaled, int kPlanes, typename Sum>
-inline void finish_rows(const Finish& f, const Sum* all_sums) {
+template <bool kAdds, bool kScaled, int kDigits, typename Sum>
+inline void epilogue_rows(const Epilogue& f, const Sum* all_sums) {
   for (int64_t r = 0; r < f.rows; ++r) {
-    const Sum* sums = all_sums + r * kPlanes * f.stride;
+    const Sum* sums = all_sums + r * kDigits * f.stride;
     const float row_scale = f.row_scales == nullptr ? 1.0f : f.row_scales[r];
     const uint8_t* panel_scales = f.scales;
     for (int64_t c = 0; c < f.out.columns; c += 16) {
       float values[16], scales[16];
       for (int i = 0; i < 16; ++i) {
         float value = static_cast<float>(sums[c + i]);
-        if (kPlanes == 3) {
+        if (kDigits == 3) {
           value = (static_cast<float>(sums[2 * f.stride + c + i]) * 65536.0f +
                    static_cast<float>(sums[f.stride + c + i]) * 256.0f) +
                   value;
@@ -118,41 +118,41 @@ inline void finish_rows(const Finish& f, const Sum* all_sums) {
       } else {
         __builtin_memcpy(scales, panel_scales, 64);
         panel_scales += f.scales_stride;
-        if (kPlanes == 1) {
+        if (kDigits == 1) {
           for (int i = 0; i < 16; ++i) values[i] = values[i] * row_scale * scales[i];
         } else {
           for (int i = 0; i < 16; ++i) values[i] = values[i] * scales[i] * row_scale;
         }
       }
-      put_16<kAdds>(f.out, r, c, values);
+      store_16<kAdds>(f.out, r, c, values);
     }
   }
 }
 
-template <bool kScaled, int kPlanes, typename Sum>
-inline void finish_output(const Finish& f, const Sum* sums) {
+template <bool kScaled, int kDigits, typename Sum>
+inline void epilogue_output(const Epilogue& f, const Sum* sums) {
   if (adds(f.out)) {
-    finish_rows<true, kScaled, kPlanes>(f, sums);
+    epilogue_rows<true, kScaled, kDigits>(f, sums);
   } else {
-    finish_rows<false, kScaled, kPlanes>(f, sums);
+    epilogue_rows<false, kScaled, kDigits>(f, sums);
   }
 }
 
 template <bool kScaled, typename Sum>
-inline void finish_planes(const Finish& f, const Sum* sums) {
-  if (f.planes == 1) {
-    finish_output<kScaled, 1>(f, sums);
+inline void epilogue_digits(const Epilogue& f, const Sum* sums) {
+  if (f.digits == 1) {
+    epilogue_output<kScaled, 1>(f, sums);
   } else {
-    finish_output<kScaled, 3>(f, sums);
+    epilogue_output<kScaled, 3>(f, sums);
   }
 }
 
-inline void finish(const Finish& f) {
+inline void epilogue(const Epilogue& f) {
   if (f.sums != nullptr) {
-    finish_planes<true>(f, f.sums);
+    epilogue_digits<true>(f, f.sums);
   } else if (f.scales != nullptr) {
-    finish_planes<true>(f, f.totals);
+    epilogue_digits<true>(f, f.totals);
   } else {
-    finish_planes<false>(f, f.totals);
+    epilogue_digits<false>(f, f.totals);
   }
 }
