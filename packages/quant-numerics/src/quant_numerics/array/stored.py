@@ -242,7 +242,7 @@ class StoredForm(ArrayProxy):
         return self
 
     def portable(self, scale_shape: Sequence[int] | None = None) -> StoredForm:
-        """Return it in a layout that is no kernel's.
+        """Return it in a layout that does not belong to a kernel.
 
         Args:
           scale_shape: shape of its scales before packing repeated them; None if it did not.
