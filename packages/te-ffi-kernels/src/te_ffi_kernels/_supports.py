@@ -98,7 +98,7 @@ def _slower_convolution(call: KernelCall) -> str | None:
     fits = not call.param("group", 0) and call.param("table", "int4") == "int4"
     many = isinstance(x.shape[0], int) and x.shape[0] >= _MANY_PLACES
     few_outputs = weight.shape[1] <= _FEW_OUTPUTS
-    if fits and many and few_outputs and isa != "avx2" and call.op.endswith("a8"):
+    if fits and many and few_outputs and isa not in _WIDENING and call.op.endswith("a8"):
         form = call.op.rpartition("_")[2]
         return f"conv_{form} is faster at {_MANY_PLACES} places or more to few output features"
     few = isinstance(x.shape[0], int) and x.shape[0] <= _PLACES
