@@ -1,4 +1,4 @@
-// Defines the table() of a part: what its isa/table.cc makes for an instruction set.
+// Defines the table() of a part: what a file of its isa/ makes for each instruction set.
 #pragma once
 
 #include "common/isa.h"

@@ -27,6 +27,14 @@ constexpr int kLanes = 8;
 constexpr int kLanes = 4;
 #endif
 
+// Whether this is plain C++, whose conversions of half precision are long. What no plan chooses on
+// it is for comparing, and may be slow to be small.
+#if defined(__AVX2__) || defined(JAXTAP_NEON)
+constexpr bool kGeneric = false;
+#else
+constexpr bool kGeneric = true;
+#endif
+
 typedef float Floats __attribute__((vector_size(4 * kLanes)));
 typedef int32_t Ints __attribute__((vector_size(4 * kLanes)));
 typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
@@ -260,6 +268,12 @@ JAXTAP_INLINE void store(typename Format::Type* to, Floats x) {
 template <class Format>
 JAXTAP_INLINE void store_part(typename Format::Type* to, Floats x, int64_t count) {
   write_part(to, Format::narrow(x), count);
+}
+
+// What a format makes of numbers.
+template <class Format>
+JAXTAP_INLINE Floats rounded(Floats x) {
+  return Format::widen(Format::narrow(x));
 }
 
 // The vectors of `count` numbers: calls body(i, Whole()) for those that are full, and body(i, Part)

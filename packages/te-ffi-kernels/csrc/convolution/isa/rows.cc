@@ -6,7 +6,7 @@
 #include <limits>
 #include <type_traits>
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "convolution/table.h"
 
 namespace jaxtap::convolution::JAXTAP_ISA_NAMESPACE {
@@ -106,16 +106,7 @@ JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store)
 }
 
 JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
-  const auto a = same_bits<Floats>(x), b = same_bits<Floats>(weight);
-#if defined(__AVX2__)
-  sum = same_bits<Floats>(
-      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
-#elif defined(JAXTAP_NEON)
-  sum = same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
-                                    same_bits<float32x4_t>(b)));
-#else
-  sum = a * b + sum;
-#endif
+  sum = fma(same_bits<Floats>(x), same_bits<Floats>(weight), sum);
 }
 
 #endif
@@ -125,11 +116,6 @@ JAXTAP_INLINE Floats to_floats(Ints x) { return __builtin_convertvector(x, Float
 
 template <class Format>
 constexpr int kBitsOf = 8 * sizeof(typename Format::Type);
-
-template <class Format>
-JAXTAP_INLINE Floats rounded(Floats x) {
-  return Format::widen(Format::narrow(x));
-}
 
 // Beyond this distance from a whole number a quotient may round otherwise than the product with the
 // reciprocal, as in matmul/rows.inl.
@@ -309,21 +295,22 @@ JAXTAP_INLINE void put(const Results& to, const Channels& of, int64_t pixel, int
 template <class Body>
 JAXTAP_INLINE void over_pixels(int64_t pixels, const Body& body) {
   int64_t pixel = 0;
-  // Lines of images are often 7 times a power of two.
-  if (pixels % 7 == 0 && pixels % 8 != 0) {
+  if constexpr (kGeneric) {  // where several at once would be 1 MB of code
+    for (; pixel < pixels; ++pixel) body(pixel, std::integral_constant<int, 1>());
+  } else if (pixels % 7 == 0 && pixels % 8 != 0) {  // lines of images are often so long
     for (; pixel < pixels; pixel += 7) body(pixel, std::integral_constant<int, 7>());
-    return;
+  } else {
+    for (; pixel + 8 <= pixels; pixel += 8) body(pixel, std::integral_constant<int, 8>());
+    if (pixel + 4 <= pixels) {
+      body(pixel, std::integral_constant<int, 4>());
+      pixel += 4;
+    }
+    if (pixel + 2 <= pixels) {
+      body(pixel, std::integral_constant<int, 2>());
+      pixel += 2;
+    }
+    if (pixel < pixels) body(pixel, std::integral_constant<int, 1>());
   }
-  for (; pixel + 8 <= pixels; pixel += 8) body(pixel, std::integral_constant<int, 8>());
-  if (pixel + 4 <= pixels) {
-    body(pixel, std::integral_constant<int, 4>());
-    pixel += 4;
-  }
-  if (pixel + 2 <= pixels) {
-    body(pixel, std::integral_constant<int, 2>());
-    pixel += 2;
-  }
-  if (pixel < pixels) body(pixel, std::integral_constant<int, 1>());
 }
 
 template <class Format, bool kToInt8>

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "common/lanes.h"
+#include "common/lanes_math.h"
 #include "depthwise/table.h"
 
 namespace jaxtap::depthwise::JAXTAP_ISA_NAMESPACE {
@@ -10,26 +10,14 @@ namespace {
 
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
-// a * b + sum, rounded once, as on every instruction set.
+// a * b + sum, rounded once: `fma` rounds twice in generic C++.
 JAXTAP_INLINE Floats add_product(Floats a, Floats b, Floats sum) {
-#if defined(__AVX512F__)
-  return same_bits<Floats>(
-      _mm512_fmadd_ps(same_bits<__m512>(a), same_bits<__m512>(b), same_bits<__m512>(sum)));
-#elif defined(__AVX2__)
-  return same_bits<Floats>(
-      _mm256_fmadd_ps(same_bits<__m256>(a), same_bits<__m256>(b), same_bits<__m256>(sum)));
-#elif defined(JAXTAP_NEON)
-  return same_bits<Floats>(vfmaq_f32(same_bits<float32x4_t>(sum), same_bits<float32x4_t>(a),
-                                     same_bits<float32x4_t>(b)));
+#if defined(__AVX2__) || defined(JAXTAP_NEON)
+  return fma(a, b, sum);
 #else
   for (int i = 0; i < kLanes; ++i) sum[i] = __builtin_fmaf(a[i], b[i], sum[i]);
   return sum;
 #endif
-}
-
-template <class Format>
-JAXTAP_INLINE Floats rounded(Floats x) {
-  return Format::widen(Format::narrow(x));
 }
 
 // Stores a sum of a pixel, with what is done to it.
@@ -205,26 +193,28 @@ void row_of(const Row& r) {
     const Elements e = Elements::of(r, pixel);
     return e.first == 0 && e.last == r.window;
   };
-  int64_t pixel = 0;
-  while (pixel < r.pixels) {
-    const int64_t left = r.pixels - pixel;
-    // Windows between two whole ones are whole.
-    if (!is_whole(pixel)) {
-      one_pixel<Format>(r, pixel, Elements::of(r, pixel));
-      pixel += 1;
-    } else if (left >= 8 && is_whole(pixel + 7)) {
-      whole_pixels<Format, 8>(r, pixel);
-      pixel += 8;
-    } else if (left >= 4 && is_whole(pixel + 3)) {
-      whole_pixels<Format, 4>(r, pixel);
-      pixel += 4;
-    } else if (left >= 2 && is_whole(pixel + 1)) {
-      whole_pixels<Format, 2>(r, pixel);
-      pixel += 2;
-    } else {
-      one_pixel<Format>(r, pixel, {0, r.window});
-      pixel += 1;
+  for (int64_t pixel = 0; pixel < r.pixels;) {
+    if constexpr (!kGeneric) {  // where that would be 3 MB of code
+      const int64_t left = is_whole(pixel) ? r.pixels - pixel : 0;
+      // Windows between two whole ones are whole.
+      if (left >= 8 && is_whole(pixel + 7)) {
+        whole_pixels<Format, 8>(r, pixel);
+        pixel += 8;
+        continue;
+      }
+      if (left >= 4 && is_whole(pixel + 3)) {
+        whole_pixels<Format, 4>(r, pixel);
+        pixel += 4;
+        continue;
+      }
+      if (left >= 2 && is_whole(pixel + 1)) {
+        whole_pixels<Format, 2>(r, pixel);
+        pixel += 2;
+        continue;
+      }
     }
+    one_pixel<Format>(r, pixel, Elements::of(r, pixel));
+    pixel += 1;
   }
 }
 

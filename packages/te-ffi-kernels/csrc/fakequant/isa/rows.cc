@@ -37,11 +37,6 @@ Extremes extremes(const void* from, int64_t count) {
 }
 
 template <class Format>
-Floats rounded_to(float x) {
-  return Format::widen(Format::narrow(all(x)));
-}
-
-template <class Format>
 void round(const void* from, void* to, uint8_t* inside, const Rows& rows, const Grid& grid,
            const Extremes& bounds) {
   // 1.5 * 2^23: a sum with it is rounded to whole numbers, half to even. Steps are far below 2^22,
@@ -51,7 +46,8 @@ void round(const void* from, void* to, uint8_t* inside, const Rows& rows, const 
   const auto* x = static_cast<const Type*>(from);
   auto* out = static_cast<Type*>(to);
   const Floats least = all(grid.least), most = all(grid.most);
-  const Floats lower = rounded_to<Format>(bounds.lower), upper = rounded_to<Format>(bounds.upper);
+  const Floats lower = rounded<Format>(all(bounds.lower));
+  const Floats upper = rounded<Format>(all(bounds.upper));
   over(rows.count, [&](int64_t i, auto part) {
     Bytes bits{};
     for (int64_t row = 0; row < rows.rows; ++row) {

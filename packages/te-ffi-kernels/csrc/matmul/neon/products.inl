@@ -69,6 +69,7 @@ JAXTAP_INLINE void nibble_sums(const Table& table, int part, const int8_t* x, in
     Sums acc[kRows];
 #pragma GCC unroll 6
     for (int r = 0; r < kRows; ++r) {
+      // Signed bytes of a table are less by the zero point already; places never are.
       acc[r] = sums_of(kTable && kSignedSums ? 0 : -offsets[r * offsets_stride]);
     }
     const uint8_t* from = qvalues + 64 * half;
