@@ -18,7 +18,6 @@ from .llama_cpp import Native, Wheel
 from .processes import Side, in_a_process
 from .shapes import SHAPES
 
-LLAMA_CPP = {"Q8_0", "Q4_0"}
 OURS = {kind: (kind, "float32") for kind in ("int8", "w8a8", "int4")}
 OURS |= {f"{kind}, bfloat16": (kind, "bfloat16") for kind in ("int8", "int4")}
 """Format and dtype of the activations, by the name of the side."""

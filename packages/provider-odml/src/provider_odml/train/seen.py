@@ -35,7 +35,7 @@ class Seen:
         self._in_bodies = stats.box.beside(nothing)
         # A compiled program has the same Box each time.
         self._in_bodies.set(nothing)
-        self._is_behind = False
+        self._is_behind = False  # bodies have written since the table was joined with theirs
 
     def get(self, wanted: bool = True) -> jax.Array:
         """Return the table, float32[rows, 2]; not finite at sites that have seen nothing.

@@ -54,6 +54,7 @@ class Phases:
         first = len(lead)
         whole = [part * count for part, count in zip(parts, self.counts, strict=False)]
         values = values.reshape(*lead, *window, channels, self.groups, -1)
+        # Element `part * count + phase` of an axis becomes [part, phase].
         config = [(0, 0, 0)] * values.ndim
         for axis, (size, padded) in enumerate(zip(window, whole, strict=True)):
             config[first + axis] = 0, padded - size, 0
@@ -143,6 +144,8 @@ def axis_of(
     low, high = padding
     reach = (window - 1) * dilation + 1
     out = max(0, (0 if size == 0 else (size - 1) * step + 1) + low + high - reach + 1)
+    # Result r takes element e of the window from place (r - low + e * dilation) / step of the input,
+    # if that is a whole number: with the elements of a phase, for every `step`-th result.
     # Result `step * q + place` reads the input at `q + begin`, and every `apart` after it.
     places = [(low - phase * dilation) % step for phase in range(count)]
     begins = [
@@ -151,6 +154,7 @@ def axis_of(
     first = min(begins)
     apart = dilation // math.gcd(step, dilation)
     each = -(-out // step)
+    # All phases are summed from the least of their begins on: some sums of the others are unused.
     sums = each + max(begins) - first
     reach = (-(-window // count) - 1) * apart + 1
     padded = -first, sums - 1 + reach - size + first
