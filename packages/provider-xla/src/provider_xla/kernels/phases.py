@@ -144,8 +144,8 @@ def axis_of(
     low, high = padding
     reach = (window - 1) * dilation + 1
     out = max(0, (0 if size == 0 else (size - 1) * step + 1) + low + high - reach + 1)
-    # Result r takes element e of the window from place (r - low + e * dilation) / step of the input,
-    # if that is a whole number: with the elements of a phase, for every `step`-th result.
+    # Result r takes element e of the window from place (r - low + e * dilation) / step of the
+    # input, if that is a whole number: with the elements of a phase, for every `step`-th result.
     # Result `step * q + place` reads the input at `q + begin`, and every `apart` after it.
     places = [(low - phase * dilation) % step for phase in range(count)]
     begins = [
