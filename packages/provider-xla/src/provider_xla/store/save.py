@@ -28,8 +28,6 @@ from .shards import appearing_in_all, file_name, own_pieces, step, write_index, 
 from .tree import Leaf, describe, fill, is_whole, rebuild
 
 if TYPE_CHECKING:
-    from interception_core import StorablePlan
-
     from ..plan.plan import Plan
 
 
