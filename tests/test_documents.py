@@ -87,3 +87,9 @@ def test_the_page_of_stability_counts_public_names():
     assert len(rows) == 4
     for name, count in rows:
         assert len(importlib.import_module(name).__all__) == int(count), name
+
+
+def test_no_document_has_the_marks_of_a_merge():
+    files = [ROOT / "README.md", *ROOT.glob("docs/**/*.md"), *ROOT.glob("packages/**/README.md")]
+    marked = [file for file in files if re.search(r"^(<{7}|>{7}) ", file.read_text(), re.M)]
+    assert not marked
