@@ -18,8 +18,8 @@
 namespace jaxtap::convolution {
 namespace {
 
-// Sums of depthwise convolutions are exact in float32: 127 * 127 * 1040 < 2^24.
-constexpr int64_t kMostTaps = 1040;
+// Sums of depthwise convolutions are exact in float32: 127 * 128 * 1032 < 2^24.
+constexpr int64_t kMostTaps = 1032;
 constexpr int64_t kSerialBelow = 1 << 14;  // numbers that aren't worth a second thread
 // Reads of whole words end at most so far after an image.
 constexpr int64_t kSlack = 64;

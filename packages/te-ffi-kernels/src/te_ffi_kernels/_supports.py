@@ -9,7 +9,7 @@ from .packed_weights.layout import GROUP_ALIGNMENT
 
 MOST_PRODUCTS = 2**17 - 64
 """Products of a convolution's sum, which int32 holds."""
-MOST_TAPS = 1040
+MOST_TAPS = 1032
 """The same of a depthwise one, whose sums are taken in float32."""
 _KEPT = 1 << 24
 """Numbers of an operand of ``dot_int8``, which it arranges in memory that a thread keeps."""

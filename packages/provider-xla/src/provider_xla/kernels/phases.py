@@ -26,7 +26,8 @@ class Phases:
     """How the window of a transposed convolution is packed: with columns for each of its phases.
 
     Along an axis, phase ``a`` of ``counts`` has the elements ``a``, ``a + counts``, ... of the
-    window. The shorter ones are filled up with zeros. Hashable.
+    window. The shorter ones are filled up with zeros, whose products with a NaN or an infinity in
+    float activations are NaN. Hashable.
 
     Attributes:
         counts: for each axis of the window, its phases that have elements.

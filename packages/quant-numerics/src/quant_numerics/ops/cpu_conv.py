@@ -202,7 +202,8 @@ def _cut(
 ) -> jax.Array:
     """Return `counts` elements along axes, `strides` apart, from `offset` times `apart` on."""
     for axis, i, step, count, stride in zip(places, offset, apart, counts, strides, strict=True):
-        start = i * step
+        # Where a window fits nowhere, its elements may lie beyond the input.
+        start = i * step if count else 0
         x = lax.slice_in_dim(x, start, start + max((count - 1) * stride + 1, 0), stride, axis)
     return x
 
