@@ -1,6 +1,7 @@
 """CNNs as people train them, small: in integers throughout, and near the float program."""
 
 import functools
+import warnings
 
 import flax.linen as nn
 import jax
@@ -144,6 +145,27 @@ def test_a_skip_connection_is_requantized_in_integers_where_its_scale_is_another
         **dict(zip(art.report.signatures[0].inputs, [np.asarray(x)], strict=True))
     ).values()
     assert decibels(found, np.asarray(fn(params, x))) > 30
+
+
+def test_a_batch_norm_whose_offset_is_far_larger_than_its_slope_is_folded():
+    """As of inputs that nobody normalized: rounding the offset is not what a batch does."""
+
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(3)(folded(conv(x, 6, 3), nn.relu).mean((1, 2)))
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(4, 8, 8, 3)) * 1e4, jnp.float32)
+    params = jax.jit(Net().init)(jax.random.key(0), x)
+    params["batch_stats"]["BatchNorm_0"] = {"mean": jnp.full(6, -5e4), "var": jnp.full(6, 1e8)}
+    model = odml.qat(Net().apply, odml.OdmlRule(weight_qtype="int8", output_qtype="int8"))
+    with warnings.catch_warnings():
+        # Of so large numbers the device has no finer scale.
+        warnings.simplefilter("ignore", odml.OdmlWarning)
+        art = model.export(params, model.calibrate(params, [(x,)]), x)
+    given = dict.fromkeys(art.report.signatures[0].inputs, np.asarray(x))
+    (found,) = art.run(**given).values()
+    assert decibels(found, np.asarray(Net().apply(params, x))) > 35
 
 
 def test_a_batch_norm_in_training_mode():

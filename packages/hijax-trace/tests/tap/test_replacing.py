@@ -626,3 +626,19 @@ def test_programs_of_an_unknown_purpose_are_left():
     assert asked == [("solve:0", 2, True)]
     with pytest.raises(TypeError, match="can't be called"):
         opaque_call(w)
+
+
+@pytest.mark.parametrize("change", [{"other": 1}, None], ids=["one more", "none"])
+def test_proceeding_with_other_parameters_is_refused_as_jax_does(change):
+    """Also where a call of one operation may stay a call, as it has its own parameters."""
+
+    @functools.partial(jax.jit, inline=True)
+    def dot(a, b):
+        return lax.dot(a, b)
+
+    def handler(call, a, b, **params):
+        return call.proceed(a, b) if change is None else call.proceed(a, b, **params, **change)
+
+    tapped = tap(lambda x, w: jnp.sum(dot(x, w)), handler, DOT)
+    with pytest.raises(TypeError, match="argument"):
+        jax.jit(jax.grad(tapped))(X, W)

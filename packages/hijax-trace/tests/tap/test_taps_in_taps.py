@@ -1,5 +1,7 @@
 """Taps around each other: two of the trace engine, and with the patch engine."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from jax import lax
 
 from interception_core import Interceptor, PatchEngine
-from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, stablehlo, tap, times
+from jaxtap_testkit.tap_helpers import ENGINE, Log, assert_close, look, stablehlo, tap, times
 
 pytestmark = pytest.mark.sample(2)
 
@@ -213,3 +215,25 @@ def test_exception_in_the_inner_handler_leaves_the_outer_one_working():
 
     assert_close(tap(fn, log, DOT)(X), X @ X)
     assert log.ids == ["dot_general:0"]
+
+
+@pytest.mark.parametrize("handler", [look, lambda call, *args, **params: call.proceed(*args)])
+def test_a_scope_in_a_call_of_one_operation_is_counted_once_where_it_is_differentiated(handler):
+    """Such a call may stay a call, in whose name JAX writes the scopes around it."""
+
+    @functools.partial(jax.jit, inline=True)
+    def add(a, b):
+        with jax.named_scope("inner"):
+            return a + b
+
+    def fn(x):
+        with jax.named_scope("outer"):
+            return jnp.sum(add(x, jnp.sin(x)))
+
+    log = Log()
+    tap(jax.grad(tap(fn, handler, "primitive:add")), log, "primitive:add")(X)
+    assert log.ids == ["outer/inner/add:0"]
+    tapped = jax.grad(tap(fn, handler, "primitive:add"))
+    assert stablehlo(tapped, X, debug_info=True).count("/inner") == (
+        stablehlo(jax.grad(fn), X, debug_info=True).count("/inner")
+    )

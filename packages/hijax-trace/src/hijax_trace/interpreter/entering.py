@@ -77,7 +77,9 @@ def _does_no_more(eqn: Any, closed: Any) -> bool:
     if compat.consts_of(closed) or len(jaxpr.eqns) != 1 or eqn.primitive is not compat.jit_p:
         return False
     (inner,) = jaxpr.eqns
-    return inner.invars == jaxpr.invars and inner.outvars == jaxpr.outvars
+    # The call is made in the equation's place. JAX would add the scopes within it once more.
+    is_scoped = bool(len(inner.source_info.name_stack))
+    return not is_scoped and inner.invars == jaxpr.invars and inner.outvars == jaxpr.outvars
 
 
 def inner_frame(

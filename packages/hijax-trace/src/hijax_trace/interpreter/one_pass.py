@@ -97,11 +97,12 @@ class Pass:
         call = self.frame.call
         if call is None or eqn is not self.jaxpr.eqns[0]:
             return eqn
-        own = params is eqn.params or all(params[key] is eqn.params[key] for key in eqn.params)
-        alike = all(
-            compat.typeof(value) == atom.aval
-            for value, atom in zip(values, call.invars, strict=True)
+        # A handler may have other parameters or operands, also some that JAX refuses.
+        own = params is eqn.params or (
+            params.keys() == eqn.params.keys()
+            and all(params[key] is eqn.params[key] for key in eqn.params)
         )
+        alike = list(map(compat.typeof, values)) == [atom.aval for atom in call.invars]
         return call if own and alike else eqn
 
     def number(self, task: Task, name: str) -> int:

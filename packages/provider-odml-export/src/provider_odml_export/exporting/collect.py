@@ -116,11 +116,13 @@ def _folds(program: WrittenOut, arrays: Sequence[Any], is_used: bool) -> dict[st
         jax.block_until_ready(run(list(arrays), jnp.float32(at), jnp.float32(spread)))
         return {op_id: np.asarray(box.get(), np.float64) for op_id, box in boxes.items()}
 
-    zeros, far, once, twice = (seen(*one) for one in ((0, 0), (_FAR, 0), (0, 1), (0, 2)))
+    at = (0, 0), (_FAR, 0), (0, _FAR), (0, 2 * _FAR)
+    zeros, far, once, twice = (seen(*one) for one in at)
     found = {}
     for head, node in zip(chains, ends, strict=True):
         op_id = node.op_id
         # Of numbers that differ: averages of a batch would make the same of all that are equal.
+        # They are far apart, or the rounding of an offset would look like a change.
         change = twice[op_id] - zeros[op_id]
         apart = np.abs(change - 2 * (once[op_id] - zeros[op_id])).max(initial=0.0)
         near = 1e-3 if node.dtype == "float32" else 0.1
