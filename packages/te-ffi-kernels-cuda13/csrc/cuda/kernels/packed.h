@@ -21,7 +21,7 @@ struct PackedStack {
 
 constexpr int64_t kOneGroup = -1;  // rows are not in groups
 
-// Rows to int8 as the CPU's matmul with `planes` 1 has it: a scale for each row, or for each of its
+// Rows to int8 as the CPU's matmul with `digits` 1 has it: a scale for each row, or for each of its
 // groups. Without scales, quantized values times theirs, in bfloat16, or float16 where x is that.
 struct PackedRows {
   const void* x = nullptr;  // [m, k]

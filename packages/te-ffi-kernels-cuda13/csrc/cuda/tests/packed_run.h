@@ -85,7 +85,7 @@ struct PackedRun {
     there.weights = weights.packed();
     there.y = wanted.get();
     there.y_dtype = kFloats[given.out];
-    there.planes = given.quantizes ? 1 : 0;
+    there.digits = given.quantizes ? 1 : 0;
     matmul(there, Parallel(), Isa::kGeneric);
     return wanted;
   }
