@@ -243,8 +243,7 @@ def _transposed(
     to be in the order of phases.
     """
     one, axes = window.of_phases(images.shape, weight.shape)
-    counts = (1,) * len(axes) if weight.phases is None else weight.phases.counts
-    phases = weight.phases or Phases(counts, 1)
+    phases = weight.phases or Phases((1,) * len(axes), 1)
     if inside.residual is not None:
         if between.y_scale is not None:
             raise NoKernel("a residual of a transposed convolution is added to floats")

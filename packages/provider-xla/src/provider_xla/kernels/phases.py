@@ -51,16 +51,15 @@ class Phases:
         """Return quantized values [*lead, k, n] of the window as those that are packed."""
         *lead, _, n = values.shape
         *window, channels = k_sizes
-        parts = self.rows(k_sizes)
+        parts = self.rows(k_sizes)[:-1]
         first = len(lead)
-        whole = [part * count for part, count in zip(parts, self.counts, strict=False)]
         values = values.reshape(*lead, *window, channels, self.groups, -1)
         # Element `part * count + phase` of an axis becomes [part, phase].
         config = [(0, 0, 0)] * values.ndim
-        for axis, (size, padded) in enumerate(zip(window, whole, strict=True)):
+        for axis, (size, padded) in enumerate(zip(window, self._filled(parts), strict=True)):
             config[first + axis] = 0, padded - size, 0
         values = lax.pad(values, jnp.zeros((), values.dtype), config)
-        pairs = zip(parts, self.counts, strict=False)
+        pairs = zip(parts, self.counts, strict=True)
         values = values.reshape(
             *lead, *itertools.chain(*pairs), channels, self.groups, n // self.groups
         )
@@ -76,10 +75,13 @@ class Phases:
         values = values.reshape(*lead, *parts, self.groups, *self.counts, n // self.groups)
         order = self._packed_order(first)
         values = values.transpose([order.index(axis) for axis in range(values.ndim)])
-        whole = [part * count for part, count in zip(parts, self.counts, strict=False)]
-        values = values.reshape(*lead, *whole, channels, n)
+        values = values.reshape(*lead, *self._filled(parts[:-1]), channels, n)
         values = lax.slice(values, [0] * values.ndim, (*lead, *window, channels, n))
         return values.reshape(*lead, -1, n)
+
+    def _filled(self, parts: Sequence[int]) -> list[int]:
+        """Return the sizes of the window with all phases as long, for those of a phase's window."""
+        return [part * count for part, count in zip(parts, self.counts, strict=True)]
 
     def _packed_order(self, first: int) -> list[int]:
         """Return the order of the axes of what is packed, in [*lead, (part, phase)s, c, g, n]."""
