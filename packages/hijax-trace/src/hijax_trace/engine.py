@@ -264,11 +264,9 @@ class _Arguments(Inputs):
     """What is known of the inputs of a program: the arguments, then the arrays of their proxies.
 
     Args:
-        paths: the pytree path of each argument.
         avals: the types of all inputs. The values are not kept: rules of the program may run long
             after its call.
         first: how many inputs come before. Since 0.11 constants without values do.
-        held: the array proxies of arguments, by number.
     """
 
     def __init__(

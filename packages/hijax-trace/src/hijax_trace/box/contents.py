@@ -23,9 +23,7 @@ class Contents:
     mapped with it, and the Box is not.
 
     Args:
-        treedef: the structure of the value.
         refs: a reference for each leaf; None for pending contents.
-        type_: the type, if it is known.
         constant: whether programs that make it may not differentiate it, if it is known.
         weak: whether each leaf counts as a Python number, as what was set where the Box was made.
             References have no weak types. Programs that were traced keep this.

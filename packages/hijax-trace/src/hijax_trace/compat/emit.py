@@ -48,9 +48,7 @@ def info_of(eqn: Any, outer: Any, stack: Any) -> Any:
     """Return the source for an equation that is made again.
 
     Args:
-        eqn: the equation.
         outer: the source of the call that it is inlined for, as JAX has it, or None.
-        stack: its new name stack.
     """
     info = eqn.source_info if outer is None else outer
     return info if info.name_stack is stack else info.replace(name_stack=stack)
@@ -136,11 +134,6 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     """Return the call that made some results from some values, for ``append``.
 
     It is the call of a jitted function, or of one with a custom forward derivative.
-
-    Args:
-        trace: the staging trace.
-        values: the call's operands.
-        results: its results.
 
     Returns:
         An equation without variables of the trace, or None if not one call made the results.

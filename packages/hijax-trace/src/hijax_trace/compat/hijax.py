@@ -76,9 +76,7 @@ def cotangents(prim: Any, residuals: Sequence[Any], cotangent: Any) -> Any:
     """Return the cotangents of a HiPrim's operands, by its backward rule.
 
     Args:
-        prim: the HiPrim.
         residuals: the residuals of its forward rule, and structured ones if it has any.
-        cotangent: the cotangent of its result.
     """
     accums = [accumulator(aval) for aval in prim.in_avals_flat]
     prim.vjp_bwd(*residuals, cotangent, *jax.tree.unflatten(prim.in_tree, accums))

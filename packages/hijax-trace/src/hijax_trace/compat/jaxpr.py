@@ -217,7 +217,6 @@ def with_shared(jaxpr: Any, avals: Sequence[Any], places: Sequence[int]) -> Any:
     """Return a jaxpr with the first inputs of several jaxprs.
 
     Args:
-        jaxpr: the jaxpr.
         avals: the types of all first inputs.
         places: which of them its own first inputs are; several may be the same.
     """
@@ -260,7 +259,6 @@ def without_last_input(jaxpr: Any, names: Any) -> Any:
     """Return an open jaxpr without its last argument, which is unused.
 
     Args:
-        jaxpr: the jaxpr.
         names: those of the other arguments, if they are as many.
     """
     fits = names is not None and len(names) == len(jaxpr.invars) - 1

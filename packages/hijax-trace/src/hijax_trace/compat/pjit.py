@@ -149,7 +149,6 @@ def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
     """Return the backward rule of a ``custom_vjp_call`` for more leading operands.
 
     Args:
-        rule: the rule.
         avals: the types of the operands, whose cotangents are zeros.
     """
     return _custom_derivatives._handle_consts_in_bwd(rule, avals)
@@ -197,13 +196,7 @@ def with_rule(rule: Any, wrap: Callable[..., Any]) -> Any:
 
 
 def rule_after(in_tree: Any, rule: Any, count: int) -> tuple[Any, Any]:
-    """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own.
-
-    Args:
-        in_tree: the structure of the call's operands.
-        rule: its rule.
-        count: the number of the others.
-    """
+    """Return the structure and vmap rule of a ``custom_vmap_call`` with operands before its own."""
 
     leaf = _registry.flatten(0)[1]
     return _treedef_tuple([*[leaf] * count, *in_tree.children()]), _RuleAfter(rule, count)

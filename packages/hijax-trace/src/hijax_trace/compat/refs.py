@@ -53,7 +53,6 @@ def new_ref(value: Any, constant: bool) -> Any:
     all versions with "Cannot lower jaxpr with effects".
 
     Args:
-        value: the first value.
         constant: whether programs that make it do not differentiate it. Such a reference is
             written once where ``jax.checkpoint`` computes the value twice.
     """

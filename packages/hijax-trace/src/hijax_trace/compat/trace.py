@@ -174,12 +174,7 @@ def staged_count(trace: Any) -> int:
 
 
 def is_used_besides(value: Any, users: Sequence[Any]) -> bool:
-    """Return whether more equations than some use a staged value, or the results of those.
-
-    Args:
-        value: the value, which an equation made.
-        users: the equations.
-    """
+    """Return whether more equations than some use a staged value, or the results of those."""
     variables = {id(var) for user in users for var in user.outvars} | {id(value.val)}
     known = set(map(id, users))
     for eqn in reversed(value._trace.frame.tracing_eqns):

@@ -170,7 +170,6 @@ class Flow:
         """Return the input that a variable or literal is a move of, and the steps.
 
         Args:
-            atom: the variable or literal.
             replaced: the variables that handlers replaced, which are not the input any more.
         """
         steps: list[Axes | None] = []

@@ -31,14 +31,6 @@ def follow(
 ) -> list[ArrayProxy | None]:
     """Return the array proxies of an equation's results.
 
-    Args:
-        primitive: the name of its primitive.
-        params: its parameters.
-        values: its operands.
-        held: the proxy of each operand, or None.
-        avals: the types of its results.
-        expression: returns how the operand of a number is computed, or None.
-
     Returns:
         For each result its proxy; ``Lost`` if a proxy can't follow; None if none moves to it.
     """
@@ -87,7 +79,6 @@ def gathered(params: Mapping[str, Any], proxy: ArrayProxy, is_shared: bool) -> A
 
     Args:
         params: of ``all_gather``, and its ``"primitive"``.
-        proxy: of a device's part of the array. Its arrays have the array's axes.
         is_shared: whether the devices have the same scales, or whatever arrays it has beside those
             with an element for each of the array's. These are not gathered then.
     """
@@ -115,9 +106,7 @@ def placed(
     with other axes than the array stay where they are.
 
     Args:
-        params: of the primitive.
         name: of the parameter that holds the sharding.
-        proxy: of the array.
         bind: applies the primitive to an array, with parameters.
     """
     sharding = params[name]

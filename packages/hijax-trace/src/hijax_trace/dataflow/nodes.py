@@ -60,10 +60,7 @@ class Unknown(Expression):
     """A value that only a run knows, such as a loop's carry.
 
     Args:
-        aval: its type.
-        why: what it is, in words.
         behind: what it is computed from, in some way; None if that is not known.
-        made_of: see ``Expression``.
     """
 
     __slots__ = ("made_of", "why")

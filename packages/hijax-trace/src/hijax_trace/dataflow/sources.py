@@ -49,7 +49,6 @@ def sources_through(
     """Return the sources of an equation's results; None if it computes all of them.
 
     Args:
-        eqn: the equation.
         known: the sources of its operands; by default each operand is one, by its number.
     """
 

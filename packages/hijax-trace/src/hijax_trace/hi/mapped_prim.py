@@ -49,13 +49,7 @@ def mapped(prim: Any, axis_data: Any, args: Any, dims: Any) -> tuple[Any, Any]:
 
 
 class MappedPrim(compat.HiPrimBase):
-    """A HiPrim of whole batches.
-
-    Args:
-        prim: the HiPrim of one example.
-        axis_data: size and name of the mapped axis.
-        dims: the mapped axis of each operand; None for one that isn't mapped.
-    """
+    """A HiPrim of whole batches."""
 
     prim: Any
     axis_data: Any

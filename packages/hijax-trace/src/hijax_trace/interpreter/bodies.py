@@ -242,9 +242,6 @@ def tap_body(
     """Return a body with its operations tapped: from the memo, or re-interpreted.
 
     Args:
-        around: what is around the body.
-        body: the body.
-        proxies: the array proxies of operands that the body can take.
         shared: whether a result from the memo may be used, if handlers would see the same.
         hoists: whether the body's constants must become operands.
         returns: the results whose array proxies it returns, too.
@@ -322,11 +319,6 @@ def stage_again(
     """Stage the re-interpretation of a jaxpr.
 
     Args:
-        session: the call of the wrapped function.
-        frame: the jaxpr's frame.
-        jaxpr: the jaxpr, open or closed.
-        consts: the values of its constants.
-        proxies: the array proxies that it takes.
         returns: the results whose array proxies it returns, too, after all results.
 
     Returns:

@@ -40,17 +40,10 @@ class TraceCall(OpCall):
     """One tapped operation of a staged program.
 
     Args:
-        op_name: its name.
-        level: "function" or "primitive".
-        args: the positional arguments that its handler gets.
-        params: the keyword arguments.
-        place: where it is.
         number: its number among operations of the same path, label and name.
         known: what is known of the program's values.
         values: the arrays among its arguments.
         atoms: what ``known`` knows them as.
-        proceed: runs the original.
-        session: the call of the wrapped function.
 
     Attributes:
         asked: what the handler asked; see ``questions``.

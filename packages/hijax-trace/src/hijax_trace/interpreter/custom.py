@@ -75,8 +75,6 @@ def _backward(around: Around, jaxpr: Any, rule: Callable[..., Any]) -> Callable[
     been counted. So its operations have another label, which tells the call.
 
     Args:
-        around: what is around the function's call.
-        jaxpr: the function's program.
         rule: the rule, called with residuals and cotangents.
     """
     (session, place, _), (_, _, name) = around, compat.label(jaxpr).partition("(")
@@ -232,8 +230,6 @@ def _jvp_of(staged: Staged, hidden: Hidden, avals: Sequence[Any]) -> Callable[..
 
     Args:
         staged: the rule, of its extra values, the function's operands and their tangents.
-        hidden: the operands before those.
-        avals: the types of all operands.
     """
     run, own = compat.as_function(staged.jaxpr), range(sum(hidden), len(avals))
     tangents = [aval.to_tangent_aval() for aval in avals]

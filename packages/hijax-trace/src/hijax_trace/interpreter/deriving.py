@@ -124,7 +124,6 @@ class Original(FromOperands):
 
         Args:
             values: the values of its inputs, in one example of the maps.
-            proxies: their array proxies, by number.
         """
         jaxpr, consts = compat.open_of(self._program), compat.consts_of(self._program)
         count = len(jaxpr.invars)

@@ -47,11 +47,6 @@ def inline(
     """Re-interpret the program of a call instead of the call. Return its frame.
 
     Args:
-        run: the pass.
-        task: the call's task.
-        closed: the program, closed.
-        values: the operands.
-        info: the source of the call.
         within: names of tapped functions around it; by default those of the frame.
     """
     eqn, frame, jaxpr = task.eqn, run.frame, compat.open_of(closed)

@@ -110,12 +110,8 @@ class FromOperands(Inputs):
     """What is known of the inputs of a program that JAX made for an equation, such as a rule.
 
     Args:
-        operands: what is known of the equation's operands.
         places: for each input, the number of the operand that it is; None for a value of a
             derivative.
-        avals: the types of the inputs.
-        metadata: as of ``Inputs``.
-        linear: as of ``Inputs``.
     """
 
     def __init__(
@@ -151,13 +147,10 @@ class Frame:
 
     Args:
         jaxpr: the open jaxpr; None where there is only a single operation.
-        inputs: what is known of its inputs.
         path: the module path around it.
         label: the label, in op ids, of the innermost loop or branch around it.
         within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.
-        parent: the frame around it.
-        consts: the values of the jaxpr's constants.
         depth: how many loops and maps are around it.
         length: how many steps of a loop it is run for; see ``Body``.
         is_rule: whether it is a derivative rule, or in one.
@@ -232,7 +225,6 @@ class Frame:
         """Mark variables as those of a handler's results.
 
         Args:
-            variables: the variables.
             is_own: whether the program's own operation computed their values.
         """
         self.replaced.update(variables)
@@ -362,11 +354,8 @@ class Place(NamedTuple):
         """Return the frame of a jaxpr that the equation here holds.
 
         Args:
-            jaxpr: the open jaxpr.
-            inputs: what is known of its inputs.
             label: its label in op ids; "" for the label of this place.
             loops: how many loops and maps the equation adds.
-            **known: more arguments of ``Frame``.
         """
         outer = self.frame
         where = (outer.path(self.scopes), label or outer.label, self.within, self.untapped)

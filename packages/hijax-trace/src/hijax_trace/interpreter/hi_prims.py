@@ -132,10 +132,8 @@ class TappedPrim(compat.HiPrimBase):
     """A HiPrim with its operations tapped.
 
     Args:
-        prim: the HiPrim.
         jaxpr: what it expands to. Its first inputs are the new operands.
         extra: how many new operands there are.
-        rule: calls its derivative rules.
     """
 
     prim: Any

@@ -120,11 +120,6 @@ class Joins:
     def make(self, task: Task, values: Sequence[Any], info: Any) -> bool:
         """Make an equation by the call that made one of its operands.
 
-        Args:
-            task: the equation's task, which is to make it as it is.
-            values: its operands.
-            info: its source.
-
         Returns:
             Whether it was made.
 

@@ -23,10 +23,6 @@ class Pass:
     programs with values of high-level types, which JAX's rules change.
 
     Args:
-        session: the call of the wrapped function.
-        frame: what is known of the jaxpr's values.
-        jaxpr: the open jaxpr.
-        values: the values of its constants and arguments.
         caller: the source of the call that the jaxpr is inlined for, or None.
 
     Attributes:
@@ -88,11 +84,6 @@ class Pass:
 
         JAX keeps the derivative of a call, which equal calls share, and finds that of an equation
         each time: ``x + y`` of many layers takes twice as long to differentiate as an equation.
-
-        Args:
-            eqn: the equation.
-            params: those that it is made with.
-            values: its operands.
         """
         call = self.frame.call
         if call is None or eqn is not self.jaxpr.eqns[0]:

@@ -117,10 +117,7 @@ def computed(
     """Return an equation's results as an operand's proxy computes them.
 
     Args:
-        frame: what is known of the operands.
-        eqn: the equation.
         values: its operands, or what a handler gave instead. Those have no proxy.
-        own: its operands.
     """
     held = [proxy_of(frame.proxy(atom)) for atom in eqn.invars]
     operands = [

@@ -33,10 +33,8 @@ class Recipe(NamedTuple):
         """Return how results were made, or None if that can't be done again.
 
         Args:
-            trace: the trace.
             values: what they were made of. If one is there twice, its first number counts.
             before: how many equations the trace had before.
-            results: the results.
             outer: the name stack that was open.
         """
 
@@ -76,10 +74,8 @@ class Recipe(NamedTuple):
         """Make the same of other values. Return the results.
 
         Args:
-            trace: the trace.
             value: returns one of the values that it is made of, from its number. Called for those
                 that are used.
-            info: the source of the whole.
         """
         env = {**self.literals, **{atom: value(i) for atom, i in self.used.items()}}
         for eqn, variables, atoms, inner in self.equations:

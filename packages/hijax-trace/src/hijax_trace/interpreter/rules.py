@@ -25,7 +25,6 @@ def prim_rule(
     """Return what calls a HiPrim's derivative rule, tapped.
 
     Args:
-        around: what is around the HiPrim's application.
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
         asked: what came of asking handlers about its expansion, if that stands for it in rules.

@@ -35,7 +35,6 @@ class Tapping:
     """What the calls of one wrapped function share.
 
     Args:
-        interceptor: the targets and their handlers.
         rewrap: wraps another function with the same interceptor.
         by_path: whether handlers are asked in traces of nested functions: see ``BY_PATH``.
         observe: makes an observer of what derivative rules stage later.

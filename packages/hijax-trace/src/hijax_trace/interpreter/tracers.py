@@ -51,9 +51,6 @@ class Tracers:
         """Begin the staging of the program.
 
         Args:
-            trace: the program's trace.
-            tracers: its inputs.
-            inputs: what is known of them.
             proxies: returns the array proxies of inputs, by number. Few programs ask for them.
         """
         self.base, self._held = weakref.ref(trace), proxies

@@ -126,11 +126,7 @@ class Watcher:
     def call(
         self, function: Any, call: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function with custom rules, once for equal calls of a trace.
-
-        Returns:
-            Its result.
-        """
+        """Call a function with custom rules, once for equal calls of a trace."""
         # Handlers that are asked early see each call.
         if type(function) is jax.custom_jvp and not self.session.tapping.by_path:
             packed = Packed((args, kwargs), ())

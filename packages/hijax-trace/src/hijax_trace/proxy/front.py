@@ -20,7 +20,6 @@ def leading(how: Move, count: int) -> Move:
     """Return a move restricted to the first axes.
 
     Args:
-        how: the move of the whole array.
         count: how many axes, the first, the part has in common with the array.
 
     Raises:

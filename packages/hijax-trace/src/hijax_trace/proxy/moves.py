@@ -43,9 +43,7 @@ def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
     of factors at other places. Each may have at most a varying factor and then a constant one.
 
     Args:
-        old: the shape of the array.
         groups: how many scales it has along each axis.
-        new: the shape of the result.
 
     Returns:
         How many scales the result has along each axis; None if the scales can't follow.
@@ -78,11 +76,6 @@ def regrouped(old: Shape, groups: Shape, new: Shape) -> Shape | None:
 def move(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     """Move parts as a primitive moves the arrays that they belong to.
 
-    Args:
-        how: the move.
-        arrays: the same part of each operand that is moved.
-        part: says what kind of part they are.
-
     Returns:
         The part of each result.
 
@@ -95,13 +88,7 @@ def move(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
 
 
 def data_in(primitive: str, count: int, result: int = 0) -> Sequence[int]:
-    """Return the operands of a primitive that moves elements which one of its results has.
-
-    Args:
-        primitive: the name of the primitive.
-        count: how many operands it has.
-        result: the number of the result.
-    """
+    """Return the operands of a primitive that moves elements which one of its results has."""
     if primitive in ("concatenate", "stack"):
         return range(count)
     if primitive == "select_n":

@@ -24,7 +24,6 @@ def written(how: Move, parts: Sequence[jax.Array]) -> jax.Array:
     Args:
         how: the equation, of one of ``UPDATES``. ``data`` are the arrays that it reads elements
             from, the updated one first.
-        parts: the same part of each of these.
 
     Raises:
         MoveError: only some of the elements that share a scale are written.
@@ -36,9 +35,6 @@ def axes_of(primitive: str, params: Mapping[str, Any], ndim: int, is_new: bool) 
     """Return the updated array's axis for each axis of an operand.
 
     Args:
-        primitive: its name, one of ``UPDATES``.
-        params: the parameters of the equation.
-        ndim: how many axes the operand has.
         is_new: whether the operand has the new elements.
 
     Returns:

@@ -48,7 +48,6 @@ def defers(trace: Any, program: Any) -> bool:
     """Return whether operations of a trace are deferred.
 
     Args:
-        trace: the trace.
         program: the program's own trace. Where the operands of its operations come from is known,
             so that handlers are asked early instead, and JAX derives what they make.
     """
@@ -69,7 +68,6 @@ def can_defer(call: Staged, trace: Any = None) -> bool:
     """Return whether a call is a function of arrays, and pure.
 
     Args:
-        call: the call.
         trace: a trace where it may have effects, if that only maps it.
     """
     opened = compat.open_of(call.jaxpr)

@@ -50,7 +50,6 @@ def mapped_call(call: Call, axis: Any, axes: Any, ins: list[Any], outs: list[Any
 
     Args:
         call: the linear function of one example, with the residuals of all.
-        axis: the axis, as JAX has it.
         axes: the mapped axis of each residual, or None, as a pytree; None if none is mapped.
         ins: the mapped axis of each argument, or None.
         outs: the same of each result.
@@ -471,7 +470,6 @@ def _stepped(
     """Prepare array proxies for a map.
 
     Args:
-        level: the map.
         proxies: the proxies of the whole batch, by number of the operand.
 
     Returns:

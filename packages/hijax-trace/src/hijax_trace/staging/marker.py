@@ -108,10 +108,7 @@ class Markers:
 
         Args:
             context: JAX's configuration where it is called, the scope there included.
-            call: the call.
             body: what is staged: called with the arguments, it does what the function does.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
         """
         packed, site = Packed((args, kwargs), ()), call.site
         values, key = packed.arrays, key_of(site, site.subject, packed)
@@ -192,8 +189,6 @@ def hoisted(
     """Close a jaxpr, or make its constants its leading inputs.
 
     Args:
-        jaxpr: the open jaxpr.
-        consts: the values of its constants.
         always: whether they become inputs even if all are plain arrays, not tracers or Refs.
         is_open: whether a jaxpr without constants stays open.
 
@@ -212,12 +207,6 @@ _LEAF = jax.tree.structure(0)
 
 def check_result(call: OpCall, result: Any, expected: Packed, avals: Sequence[Any]) -> list[Any]:
     """Check a handler's result. Return its arrays.
-
-    Args:
-        call: what the handler was given.
-        result: its result.
-        expected: the original's result.
-        avals: the types of the original's arrays, for which the program was staged.
 
     Raises:
         TargetError: the result differs from the original's in structure, shapes or dtypes.

@@ -25,7 +25,6 @@ class Packed:
     """A pytree taken apart into arrays, each once, and the other leaves.
 
     Args:
-        tree: the pytree.
         kinds: types that count as arrays beside JAX's. NumPy arrays count among a program's
             arguments, but may be constants of an operation, such as a convolution's padding.
             Python numbers count among results alone.
@@ -47,8 +46,6 @@ class Packed:
         """Return a pytree of these leaves, taken apart without being built.
 
         Args:
-            leaves: its leaves.
-            treedef: its structure.
             also: another type that counts as an array, which the classes of the pytree need not
                 take.
         """

@@ -47,9 +47,6 @@ def appended(key: Hashable, call: Callable[[], Any], values: Sequence[Any]) -> A
     JAX asks several of its rules and caches at each call of a jitted function, and stages a
     function with custom rules again. A program with hundreds of equal layers does that hundreds of
     times for one equation.
-
-    Returns:
-        The results.
     """
     key = key, compat.trace_context()
     results = again(key, values)

@@ -25,8 +25,6 @@ def carry(jaxpr: Any, consts: Sequence[Any], given: Mapping[int, tuple[Any, int]
     """Stage a program again so that it carries array proxies.
 
     Args:
-        jaxpr: the open jaxpr, as ``stage`` returned it.
-        consts: the values of its constants.
         given: by number, the arguments that are proxies: the proxy's structure, and the number of
             the argument that is its first array.
     """

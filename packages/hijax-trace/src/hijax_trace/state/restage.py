@@ -52,8 +52,6 @@ class Restaging:
         """Return the results of an open jaxpr; some may stand for arrays.
 
         Args:
-            jaxpr: the jaxpr.
-            values: the values of its constants and arguments.
             caller: the source of the call that it is inlined for, or None.
         """
         trace, by_position = compat.current_trace(), self._by_position
@@ -118,7 +116,6 @@ def as_array(value: Any, aval: Any) -> Any:
 
     Args:
         value: a value, or a proxy of tracers of the trace that is being staged.
-        aval: the type of the array.
     """
     if not is_proxy(value):
         return value
