@@ -138,7 +138,7 @@ class _Tapped:
         avals = list(map(type_of, values))
         # JAX names inputs only if each leaf is one. Names take long to make.
         given = ((), {}) if leaves else (args, kwargs)
-        arguments = _Arguments(own, avals)
+        arguments = _arguments(own, avals)
         while (staged := self._stage(watcher, given, packed, avals, proxies, arguments)) is None:
             _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
             BY_PATH.add(self._interceptor)
@@ -158,7 +158,7 @@ class _Tapped:
             jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
-        inputs = _Arguments(own, avals, first, held)
+        inputs = _arguments(own, avals, first, held)
         frame = Frame(jaxpr, inputs, "", consts=consts)
         values = [*consts, *values]
         try:
@@ -209,7 +209,7 @@ class _Tapped:
         packed: Packed,
         avals: Sequence[Any],
         proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
-        arguments: _Arguments,
+        arguments: Inputs,
     ) -> tuple[Any, list[Any], Packed] | None:
         """Stage the function of values. Return None if it must be ``BY_PATH``."""
         result: Packed | None = None
@@ -260,35 +260,33 @@ def _chain(first: Callable[..., Any], second: Callable[..., Any]) -> Callable[..
     return lambda values: second(first(values))
 
 
-class _Arguments(Inputs):
-    """What is known of the inputs of a program: the arguments, then the arrays of their proxies.
+def _arguments(
+    paths: Sequence[str],
+    avals: Sequence[Any],
+    first: int = 0,
+    held: Mapping[int, ArrayProxy] = MappingProxyType({}),
+) -> Inputs:
+    """Return what is known of the inputs of a program: arguments, then the arrays of proxies.
 
     Args:
+        paths: the pytree path of each argument.
         avals: the types of all inputs. The values are not kept: rules of the program may run long
             after its call.
         first: how many inputs come before. Since 0.11 constants without values do.
+        held: the array proxies of arguments, by number.
     """
 
-    def __init__(
-        self,
-        paths: Sequence[str],
-        avals: Sequence[Any],
-        first: int = 0,
-        held: Mapping[int, ArrayProxy] = MappingProxyType({}),
-    ):
-        super().__init__(proxies={first + i: proxy for i, proxy in held.items()})
-        self._paths, self._avals, self._first = paths, avals, first
-
-    def origin(self, index: int) -> Origin | None:
-        """Return the origin of an input."""
-        number = index - self._first
-        if not 0 <= number < len(self._paths):
+    def origin(index: int) -> Origin | None:
+        number = index - first
+        if not 0 <= number < len(paths):
             return None
-        return Origin(self._paths[number], axes_inside(SAME, self._avals[number]))
+        return Origin(paths[number], axes_inside(SAME, avals[number]))
 
-    def expression(self, index: int) -> Expression:
-        """Return how an input is computed: an argument is, of itself."""
-        origin, number = self.origin(index), index - self._first
-        if origin is None:
-            return Unknown(self._avals[number], "a part of an array proxy", None)
-        return Leaf(self._avals[number], number, origin.path)
+    def expression(index: int) -> Expression:
+        found, number = origin(index), index - first
+        if found is None:
+            return Unknown(avals[number], "a part of an array proxy", None)
+        return Leaf(avals[number], number, found.path)
+
+    proxies = {first + i: proxy for i, proxy in held.items()}
+    return Inputs((), origin, expression, proxies=proxies)

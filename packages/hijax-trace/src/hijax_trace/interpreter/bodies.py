@@ -163,7 +163,7 @@ class Tapped:
     told: Told = dataclasses.field(default_factory=dict)
 
 
-class BodyHere(Inputs):
+class BodyHere:
     """What is known of a body's inputs in this place, and what handlers are told of it."""
 
     def __init__(self, around: Around, body: Body):
@@ -171,9 +171,15 @@ class BodyHere(Inputs):
         _, place, operands = around
         given, pairs = operands.metadata, enumerate(zip(body.inputs, body.kinds, strict=True))
         metadata = {i: given[k] for i, (k, kind) in pairs if kind == SAME and k in given}
-        super().__init__(metadata if given else {}, linear=_linear(body, operands.linear))
+        self.metadata = metadata if given else {}
+        self.linear = _linear(body, operands.linear)
         self._body = body
         self.path = place.frame.path(place.scopes)
+
+    def inputs(self) -> Inputs:
+        """Return what is known of the inputs."""
+        known = self.origin, self.expression, self.metadata
+        return Inputs((), *known, linear=self.linear)
 
     def origin(self, index: int) -> Origin | None:
         """Return the origin of an input."""
@@ -265,7 +271,7 @@ def tap_body(
     consts = compat.consts_of(body.jaxpr)
     inner = place.inside(
         jaxpr,
-        here,
+        here.inputs(),
         label=label,
         loops=SLICE in body.kinds or len(body.carry) > 0,
         consts=consts,

@@ -22,7 +22,6 @@ from ..staging.marker import hoisted
 from ..staging.packed import stage_packed
 from .bodies import proxies_of_body, stage_again, tap_body, untrained
 from .entering import Rebuilt, emit, share
-from .frames import FromOperands
 from .hi_prims import refuse
 from .one_pass import Pass
 from .rules import prim_rule
@@ -129,7 +128,7 @@ class _Primitive:
         known = [k if first <= k < len(operands.avals) else None for k in places]
         # Its tangents come last.
         linear = frozenset(i for i, k in enumerate(places) if k >= len(operands.avals))
-        given = FromOperands(operands, known, [var.aval for var in opened.invars], linear)
+        given = operands.inside(known, [var.aval for var in opened.invars], linear)
         how = {"consts": consts, "is_rule": True, "is_later": is_later}
         inner = self._place.inside(opened, given, **how)
         counting = session.counting(self._numbers.copy())

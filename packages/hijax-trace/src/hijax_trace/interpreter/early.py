@@ -24,7 +24,7 @@ from ..staging.marker import Marker, check_result, marker_in
 from .call import TraceCall
 from .custom import rebuild_custom
 from .entering import rebuild
-from .frames import Frame, Inputs, Operands, Place
+from .frames import Frame, Inputs, Place, operands_of
 from .op_ids import OURS, WITHIN, Numbers, join_path
 from .session import Around, Session
 from .tracers import Tracers
@@ -226,8 +226,8 @@ class Early:
             self.tracers.attach(results[i], note)
         return result
 
-    def _operands(self, values: list[Any]) -> Operands:
-        return Operands(self.tracers, values, list(map(compat.typeof, values)))
+    def _operands(self, values: list[Any]) -> Inputs:
+        return operands_of(self.tracers, values, list(map(compat.typeof, values)))
 
     @contextlib.contextmanager
     def _counting(self) -> Iterator[None]:

@@ -150,14 +150,12 @@ class TappedPrim(compat.HiPrimBase):
         super().__init__()
 
     def expand(self, extra: tuple[Any, ...], *args: Any) -> Any:
-        """Return the results of the tapped operations."""
         prim = self.prim
         arrays = _lowered(prim.in_avals_flat, prim.in_tree.flatten_up_to(args))
         found = compat.as_function(self._program.jaxpr)(*extra, *arrays)
         return jax.tree.unflatten(self.out_tree, _raised(prim.out_avals_flat, found))
 
     def jvp(self, primals: Any, tangents: Any) -> Any:
-        """Return the results and their tangents."""
         if any(not isinstance(tangent, compat.Zero) for tangent in tangents[0]):
             refuse()
         args = primals[1:], tangents[1:]
@@ -165,11 +163,9 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(self.prim.jvp, 0, args, linear, self, primals[0])
 
     def lin(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``linearized``."""
         return self._forward(self.prim.lin, nzs_in, primals)
 
     def vjp_fwd(self, nzs_in: Any, *primals: Any) -> Any:
-        """Return the results, and the residuals of ``vjp_bwd``."""
         return self._forward(self.prim.vjp_fwd, nzs_in, primals)
 
     def _forward(self, fn: Callable[..., Any], nzs_in: Any, primals: tuple) -> Any:
@@ -179,7 +175,6 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(fn, first, args, 0, self, primals[0])
 
     def linearized(self, *given: Any) -> Any:
-        """Return the tangents of the results."""
         places = len(self.in_avals)
         residuals, tangents = given[:-places], given[-places + 1 :]
         return self._linearized(*residuals, *tangents)
@@ -189,7 +184,6 @@ class TappedPrim(compat.HiPrimBase):
         return self._program.rule(self.prim.linearized, -1, given, tangents)
 
     def vjp_bwd(self, *given: Any) -> Any:
-        """Add the cotangents of the operands to their accumulators."""
         places = len(self.in_avals)
         residuals, accums = given[:-places], given[-places + 1 :]
         # A backward rule may transpose ``linearized``, whose operations are tapped, too.
@@ -198,11 +192,9 @@ class TappedPrim(compat.HiPrimBase):
         return prim.vjp_bwd(*residuals, *accums)
 
     def transpose(self, out_ct: Any, *maybe_accums: Any) -> Any:
-        """Add the cotangents of linear operands to their accumulators."""
         return self.prim.transpose(out_ct, *maybe_accums[1:])
 
     def batch(self, axis_data: Any, args: Any, dims: Any) -> Any:
-        """Return the results under ``vmap``, and their mapped axes."""
         return mapped(self, axis_data, args, dims)
 
 

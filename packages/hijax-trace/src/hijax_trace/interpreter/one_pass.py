@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Place, operands_of
 from .lazy import LazyArray, Values
 from .questions import Outcome
 from .session import Around, Session
@@ -120,10 +120,10 @@ class Pass:
         """Return whether no handler is asked about an equation."""
         return self.frame.untapped or task.unused
 
-    def operands(self, eqn: Any) -> Operands:
+    def operands(self, eqn: Any) -> Inputs:
         """Return what is known of the operands of an equation."""
         avals = [atom.aval for atom in eqn.invars]
-        return Operands(self.frame, eqn.invars, avals, self.linear(eqn.invars))
+        return operands_of(self.frame, eqn.invars, avals, self.linear(eqn.invars))
 
     def linear(self, atoms: Sequence[Any]) -> frozenset[int]:
         """Return the numbers of the atoms in which the program must be linear."""

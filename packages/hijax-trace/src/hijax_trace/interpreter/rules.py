@@ -9,7 +9,6 @@ import jax
 
 from .. import compat
 from ..staging.packed import Packed, stage_packed
-from .frames import FromOperands
 from .hi_prims import Applied, Asked, Rule, TappedPrim
 from .op_ids import Numbers
 from .session import Around
@@ -55,7 +54,7 @@ def prim_rule(
         places = [*[None] * before, *known]
         tangents = len(jax.tree.leaves(args)) - linear
         along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
-        given = FromOperands(operands, places, [var.aval for var in jaxpr.invars], along)
+        given = operands.inside(places, [var.aval for var in jaxpr.invars], along)
         known = {"consts": consts, "is_rule": True, "is_later": is_later}
         inner = place.inside(jaxpr, given, label=label, **known)
         start = numbers

@@ -17,7 +17,7 @@ from ..staging.deferred import Staged
 from ..staging.marker import Markers
 from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
-from .frames import Frame, Operands, Place
+from .frames import Frame, Inputs, Place
 from .hi_prims import Expansions
 from .op_ids import Key, Numbers
 from .questions import Keys, Memo
@@ -177,4 +177,4 @@ class Around(NamedTuple):
 
     session: Session
     place: Place
-    operands: Operands
+    operands: Inputs

@@ -77,7 +77,6 @@ class Tracers:
                 self._frame.values.forget(var)  # a handler may return an operand
 
     def metadata_of(self, value: Any) -> Metadata:
-        """Return the metadata that handlers attached to a value."""
         return self._metadata.get(id(value), (None, _NOTHING))[1]
 
     def origin(self, value: Any) -> Origin | None:
@@ -101,15 +100,12 @@ class Tracers:
         return found
 
     def kind(self, value: Any, is_parameter: Callable[[str], bool]) -> ValueKind:
-        """Return the kind of a value."""
         return self.expression(value).judged(is_parameter)
 
     def is_activation(self, value: Any, is_parameter: Callable[[str], bool]) -> bool:
-        """Return whether a value is surely an activation, without its expression."""
         return False
 
     def is_linear(self, value: Any) -> bool:
-        """Return whether the program must be linear in a value."""
         tracers = (one for one, _ in _layers(value) if isinstance(one, compat.Tracer))
         return any(compat.is_transposing(compat.trace_of(one)) for one in tracers)
 

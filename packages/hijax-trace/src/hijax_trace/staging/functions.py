@@ -190,12 +190,10 @@ class Program(Function):
 
     @property
     def program(self) -> Program:  # type: ignore[override]
-        """Itself."""
         return self
 
     @property
     def key(self) -> Hashable:  # type: ignore[override]
-        """Itself."""
         return self
 
     def differentiated(self, nonzero: Sequence[int]) -> list[int]:
@@ -203,7 +201,6 @@ class Program(Function):
         return compat.differentiated(self.jaxpr, nonzero)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return its results."""
         return run(values, proxies)
 
     def run_plain(self, values: Sequence[Any], proxies: Proxies) -> list[Any]:
@@ -252,7 +249,6 @@ class Batched(Function):
         return "batched", inner, self._level.axis.name, self._level.axis.size, tuple(ins)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return the results of all examples."""
         axis, ins, outs = self._level
         leaves, axes, inside = _stepped(self._level, proxies)
 
@@ -262,7 +258,6 @@ class Batched(Function):
         return compat.mapped(one, axis, (list(ins), axes), list(outs))(list(values), leaves)
 
     def split(self, run: Run, values: Sequence[Any], proxies: Proxies) -> tuple[list[Any], Call]:
-        """Return the results of ``base``, and the linear function of what follows."""
         count, (axis, ins, outs) = len(values), self._level
         found = None
         if not _maps(ins[:count]):
@@ -303,7 +298,6 @@ class Derivative(Function):
         self.base = Base(inner.key, len(inner.in_avals), inner.jaxpr)
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return the tangents or cotangents."""
         count = len(self.inner.in_avals)
         return self.split(run, values[:count], proxies)[1](list(values[count:]))
 
@@ -426,7 +420,6 @@ class Transposed(Function):
         self.key = "transposed", inner.key, self._linear, self._given
 
     def run(self, run: Run, values: Sequence[Any], proxies: Proxies) -> list[Any]:
-        """Return the cotangents."""
         known = dict(zip(self._known, values, strict=False))
         held = {i: proxies[k] for k, i in enumerate(self._known) if k in proxies}
 
