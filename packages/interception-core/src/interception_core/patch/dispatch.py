@@ -66,9 +66,13 @@ def _ask(
 
 
 class TappedCall(OpCall):
-    """A call of a tapped function or primitive."""
+    """A call of a tapped function or primitive.
 
-    __slots__ = ("_kept", "_original", "_scope", "_site", "label", "number")
+    Attributes:
+        site: the target that is called, a key of `Taps.functions`.
+    """
+
+    __slots__ = ("_kept", "_original", "_scope", "label", "number", "site")
 
     label: str  # pyrefly: ignore[bad-override]
     number: int  # pyrefly: ignore[bad-override]
@@ -88,7 +92,7 @@ class TappedCall(OpCall):
         self.level = site.level
         self.params = kwargs
         self._args = args
-        self._site = site
+        self.site = site
         self._original = original
         self._scope = scope
         self._kept = kept
@@ -100,12 +104,12 @@ class TappedCall(OpCall):
         return frozenset(table[site][0] for site in self._scope.within)
 
     def proceed(self, *args: Any, **kwargs: Any) -> Any:
-        return _ask(self._site, self._original, self._scope.parent, self._kept, args, kwargs)
+        return _ask(self.site, self._original, self._scope.parent, self._kept, args, kwargs)
 
     def let_run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original as after NotImplemented: operations in it are tapped."""
-        kept = (*self._kept, self._scope.inside(self._site))
-        return _ask(self._site, self._original, self._scope.parent, kept, args, kwargs)
+        kept = (*self._kept, self._scope.inside(self.site))
+        return _ask(self.site, self._original, self._scope.parent, kept, args, kwargs)
 
     def outside(self) -> AbstractContextManager[Any]:
         """Return a context in which the interceptors are active that are around this one."""
@@ -115,12 +119,7 @@ class TappedCall(OpCall):
     @property
     def function(self) -> Callable[..., Any]:
         """The called function, which asks the interceptors active when called."""
-        return functools.partial(_run_now, self._site, self._original)
-
-    @property
-    def site(self) -> Site:
-        """The target that is called, a key of `Taps.functions`."""
-        return self._site
+        return functools.partial(_run_now, self.site, self._original)
 
     @property
     def observer(self) -> Any:

@@ -16,8 +16,7 @@ from typing import Any
 import pluggy
 
 from ..errors import PluginError, nearest_name
-from . import hookspecs as _hookspecs
-from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, PROJECT
+from .hookspecs import ALL_HOOKS, API_VERSION, HOOKS, HOOKSPECS, PROJECT
 from .records import Phase, PluginRecord
 from .specs import Spec, is_version
 
@@ -33,7 +32,7 @@ JAX_NOTE = (
 def new_manager() -> pluggy.PluginManager:
     """Return a manager that knows jaxtap's hooks and no plugin."""
     manager = pluggy.PluginManager(PROJECT)
-    manager.add_hookspecs(_hookspecs)
+    manager.add_hookspecs(HOOKSPECS)
     return manager
 
 
