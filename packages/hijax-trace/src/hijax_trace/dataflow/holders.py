@@ -77,7 +77,7 @@ class Holder:
 
     bodies: Callable[[dict[str, Any], int], list[Body]]
     rebuild: Callable[[dict[str, Any], list[Any], list[int]], dict[str, Any]]
-    places: Callable[[dict[str, Any]], list[int]]
+    places: Callable[[dict[str, Any]], list[int]] = lambda params: [0]
     results: str = "same"
     hoists: bool = False
     more_steps: Callable[[dict[str, Any], int], dict[str, Any]] = lambda params, count: params
@@ -231,15 +231,9 @@ def _custom_vmap_rebuild(
 
 
 HOLDERS: dict[Any, Holder] = {
-    compat.jit_p: Holder(
-        lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild, lambda params: [0]
-    ),
+    compat.jit_p: Holder(lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild),
     compat.scan_p: Holder(
-        _scan_bodies,
-        _scan_rebuild,
-        lambda params: [0],
-        "carry",
-        more_steps=compat.more_scan_steps,
+        _scan_bodies, _scan_rebuild, results="carry", more_steps=compat.more_scan_steps
     ),
     compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
@@ -251,7 +245,6 @@ HOLDERS: dict[Any, Holder] = {
     compat.shard_map_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)],
         _shard_map_rebuild,
-        lambda params: [0],
         hoists=True,
         context=compat.in_shard_map,
     ),
@@ -260,9 +253,9 @@ HOLDERS: dict[Any, Holder] = {
         _solve_bodies, _solve_rebuild, _solve_places, "none", constant=frozenset([1, 2, 3])
     ),
     # The rule that transposes it stays, as the backward rule of a ``custom_vjp`` does.
-    compat.linear_call_p: Holder(_linear_call_bodies, _linear_call_rebuild, lambda params: [0]),
+    compat.linear_call_p: Holder(_linear_call_bodies, _linear_call_rebuild),
     compat.custom_vmap_p: Holder(
-        lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild, lambda params: [0]
+        lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild
     ),
 }
 
@@ -282,25 +275,24 @@ def custom_body(primitive: Any, params: dict[str, Any], operands: int) -> Body |
     It is not a ``Holder``, because its rules belong to the program as well; see ``custom``.
     """
     if primitive in CUSTOM_CALLS:
-        jaxpr, inputs = params["call_jaxpr"], tuple(range(operands))
-    elif primitive is compat.call_hi_primitive_p and compat.is_custom_prim(params["_prim"]):
-        jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
-    else:
-        return None
+        return _body_of((params["call_jaxpr"], tuple(range(operands))))
+    if primitive is compat.call_hi_primitive_p and compat.is_custom_prim(params["_prim"]):
+        return _body_of(compat.prim_program(params["_prim"]))
+    return None
+
+
+def _body_of(held: tuple[Any, tuple[int, ...]] | None) -> Body:
+    """Return a program whose inputs are operands of these numbers."""
+    assert held is not None
+    jaxpr, inputs = held
     return Body(jaxpr, inputs, (SAME,) * len(inputs))
 
 
-def _prim_bodies(params: dict[str, Any], operands: int) -> list[Body]:
-    jaxpr, inputs = compat.prim_program(params["_prim"])  # type: ignore[misc]
-    return [Body(jaxpr, inputs, (SAME,) * len(inputs))]
-
-
 _PRIM = Holder(
-    _prim_bodies,
+    lambda params, n: [_body_of(compat.prim_program(params["_prim"]))],
     lambda params, jaxprs, extra: {
         "_prim": compat.prim_with_program(params["_prim"], jaxprs[0], extra[0])
     },
-    lambda params: [0],
     hoists=True,
 )
 """Of the HiPrims that JAX makes of ``jax.checkpoint``."""

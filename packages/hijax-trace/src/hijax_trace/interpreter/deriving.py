@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -17,8 +17,10 @@ from ..staging.functions import Call, Function, Program
 from ..staging.marker import hoisted
 from .entering import inline
 from .frames import Frame, Inputs, Place
-from .one_pass import Pass, mark_replaced
 from .tasks import Task, program_at
+
+if TYPE_CHECKING:
+    from .reinterpret import Pass
 
 
 def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:
@@ -75,7 +77,7 @@ def _finish(run: Pass, eqn: Any, inner: Frame | None, results: list[Any]) -> Non
     assert inner is not None
     if not eqn.params["function"].is_derived:
         _keep_metadata(run, eqn, inner)
-    mark_replaced(run.frame, eqn, inner)
+    run.frame.mark_replaced(eqn, inner)
     run.write(eqn.outvars, results)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,12 +28,14 @@ from .bodies import (
     unused_in,
 )
 from .frames import Frame
-from .hi_prims import Asked, TappedPrim
-from .one_pass import Pass, later_array, mark_replaced
+from .hi_prims import Asked, TappedPrim, prim_rule
+from .lazy import later_array
 from .questions import Outcome
-from .rules import prim_rule
 from .session import Around
 from .tasks import Task
+
+if TYPE_CHECKING:
+    from .reinterpret import Pass
 
 
 def inline(
@@ -61,7 +63,7 @@ def inline(
             frame.metadata[var] = inner.metadata[atom]
         if atom in inner.proxies:
             frame.proxies[var] = inner.proxies[atom]
-    mark_replaced(frame, eqn, inner)
+    frame.mark_replaced(eqn, inner)
     run.write(eqn.outvars, results)
     return inner
 
@@ -158,7 +160,7 @@ def emit(run: Pass, task: Task, eqn: Any, new: Rebuilt, info: Any) -> None:
     """Make an equation that was rebuilt with its programs tapped."""
     for i, note in new.outcome.metadata.items():
         run.frame.metadata[eqn.outvars[i]] = note
-    mark_replaced(run.frame, eqn, new.outcome)
+    run.frame.mark_replaced(eqn, new.outcome)
     again = eqn.replace(params=new.params)
     if new.results is not None:
         results = compat.rebind(again, new.values, info)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from interception_core import Step, ValueKind
 
@@ -14,9 +14,11 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import OTHER_TRACE, Unknown
 from ..proxy.array_proxy import ArrayProxy
-from .hi_prims import Applied
 from .op_ids import join_path
-from .questions import ORIGIN, Metadata, Question
+from .questions import ORIGIN, Metadata, Outcome, Question
+
+if TYPE_CHECKING:
+    from .hi_prims import Applied
 
 _NOTHING: Metadata = MappingProxyType({})
 
@@ -214,6 +216,11 @@ class Frame:
         self.replaced.update(variables)
         if not is_own:
             self.from_handler.update(variables)
+
+    def mark_replaced(self, eqn: Any, inner: Frame | Outcome) -> None:
+        """Mark an equation's results as replaced if anything inside of it was."""
+        if inner.replaced:
+            self.replace(eqn.outvars, is_own=not inner.from_handler)
 
     def note(self, *question: Any) -> None:
         """Log a question, here and in the frames around."""

@@ -95,6 +95,11 @@ def _restored(proxy: ArrayProxy, types: dict[Hashable, Any]) -> Any:
     return value
 
 
+def later_array(proxy: ArrayProxy, aval: Any) -> LazyArray:
+    """Return the array of a proxy as an array of a type, to be restored when it is used."""
+    return LazyArray(aval, lambda: proxy.restore().astype(aval.dtype))
+
+
 def later_of(proxy: ArrayProxy, aval: Any) -> LazyArray:
     """Return the array of a proxy, of a type, to be restored when it is used."""
     return LazyArray(aval, functools.partial(repeated, _restoring, (), proxy))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import compat
 from ..dataflow.expression import Expression
@@ -15,9 +15,13 @@ from ..proxy.carrier import Carrier, proxy_of
 from ..proxy.moves import VIEWS
 from .entering import enter, inline
 from .frames import Frame
-from .one_pass import Pass, later_array
+from .lazy import later_array
 from .questions import EXPRESSION
 from .tasks import Do, Task
+
+if TYPE_CHECKING:
+    from .reinterpret import Pass
+
 
 _LOOKUPS = ("dynamic_slice", "gather")
 
