@@ -141,7 +141,7 @@ class BoxJit:
         with self._lock:
             self._programs = [self._made(_Program({}))]
 
-    def index(self, box: Box, contents: Contents) -> int:
+    def index(self, box: Box) -> int:
         """Return the number of a closed-over Box."""
         with self._lock:
             for i, known in enumerate(self._boxes):

@@ -28,14 +28,10 @@ def name_scope(name: str) -> Any:
     return _source_info.set_name_stack(_source_info.current_name_stack().extend(name))
 
 
-def current_stack() -> Any:
-    """Return the name stack that is open now."""
-    return _source_info.current_name_stack()
-
-
-def current_source() -> Any:
-    """Return the source that equations made now get."""
-    return _source_info.current()
+current_stack = _source_info.current_name_stack
+"""Returns the name stack that is open now."""
+current_source = _source_info.current
+"""Returns the source that equations made now get."""
 
 
 def stack_without(stack: Any, names: Container[str]) -> Any:

@@ -107,14 +107,10 @@ SUMMED: Any = batching.sum_axis
 """An axis of a cotangent that is summed."""
 
 
-def instantiate(tangent: Any) -> Any:
-    """Return a tangent, with zeros instead of a symbolic zero."""
-    return _ad_util.instantiate(tangent)
-
-
-def zeros_like_aval(aval: Any) -> Any:
-    """Return the zero of a type; of a hi type, ``vspace_zero()``."""
-    return ad.zeros_like_aval(aval)
+instantiate: Callable[[Any], Any] = _ad_util.instantiate
+"""Returns a tangent, with zeros instead of a symbolic zero."""
+zeros_like_aval: Callable[[Any], Any] = ad.zeros_like_aval
+"""Returns the zero of a type; of a hi type, ``vspace_zero()``."""
 
 
 class PrimitiveBase(_extend_core.Primitive):

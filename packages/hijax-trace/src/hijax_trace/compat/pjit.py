@@ -145,13 +145,9 @@ def rule_like(rule: Any, change: Callable[[Callable[..., Any]], Callable[..., An
     return lu.wrap_init(change(rule.call_wrapped), debug_info=rule.debug_info)
 
 
-def with_zeros(rule: Any, avals: Sequence[Any]) -> Any:
-    """Return the backward rule of a ``custom_vjp_call`` for more leading operands.
-
-    Args:
-        avals: the types of the operands, whose cotangents are zeros.
-    """
-    return _custom_derivatives._handle_consts_in_bwd(rule, avals)
+with_zeros: Callable[[Any, Sequence[Any]], Any] = _custom_derivatives._handle_consts_in_bwd
+"""Returns the backward rule of a ``custom_vjp_call`` for more leading operands of some types, whose
+cotangents are zeros."""
 
 
 def call_key(eqn: Any) -> tuple | None:

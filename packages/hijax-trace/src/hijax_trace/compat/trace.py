@@ -39,9 +39,8 @@ def stage(
     return jaxpr, list(consts)
 
 
-def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
-    """Return the names of a function and its arguments."""
-    return _api_util.debug_info(traced_for, fn, args, kwargs)
+debug_info: Callable[[str, Any, tuple, dict[str, Any]], Any] = _api_util.debug_info
+"""Returns the names of a function and its arguments, and what it is traced for, the first."""
 
 
 def current_trace() -> Any:
@@ -66,9 +65,8 @@ set_current_trace = core.set_current_trace
 """Context manager."""
 
 
-def trace_context() -> Hashable:
-    """Return the part of JAX's configuration that traces depend on."""
-    return _config.trace_context()
+trace_context: Callable[[], Hashable] = _config.trace_context
+"""Returns the part of JAX's configuration that traces depend on."""
 
 
 def checks_leaks() -> bool:

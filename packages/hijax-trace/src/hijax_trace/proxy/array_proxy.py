@@ -15,9 +15,8 @@ import numpy as np
 
 from interception_core import JaxtapError
 
-from .front import leading
 from .move import Move, MoveError, Part, is_shared
-from .moves import MOVES, data_of, move
+from .moves import MOVES, data_of, leading, move
 from .shards import Shards, sliced
 from .updates import axes_of, read_by, written
 
