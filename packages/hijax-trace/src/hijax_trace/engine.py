@@ -174,7 +174,12 @@ class _Tapped:
         by_path, tapping = self._interceptor in BY_PATH, self._tapping
         if tapping is None or tapping.by_path != by_path:
             tapping = self._tapping = Tapping(
-                self._interceptor, self._rewrap, by_path, _observe, reinterpret, PATCHES
+                self._interceptor,
+                self._rewrap,
+                by_path,
+                lambda tapping: Watcher(Session(tapping)),
+                reinterpret,
+                PATCHES,
             )
         return tapping
 
@@ -237,10 +242,6 @@ class _Tapped:
             watcher.early.tracers.end()
         assert result is not None
         return None if watcher.early.needs_restage else (*staged, result)
-
-
-def _observe(tapping: Tapping) -> Watcher:
-    return Watcher(Session(tapping))
 
 
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:

@@ -224,3 +224,27 @@ def test_rules_that_can_not_be_staged_are_not_needed():
     close(jax.jit(tapped)(X, FACTOR), loop(lambda c, i: plain("vjp")(c, FACTOR))(X))
     with pytest.raises(NotImplementedError, match="there is no slope"):
         jax.jit(jax.grad(tapped))(X, FACTOR)
+
+
+def test_roots_of_operands_in_a_rule():
+    """The rule of a function that the program differentiates is staged after the program."""
+
+    @jax.custom_vjp
+    def product(x, w):
+        return jnp.dot(x, w)
+
+    product.defvjp(
+        lambda x, w: (jnp.dot(x, 2 * w), (x, w)),
+        lambda res, ct: (ct @ res[1].T, res[0].T @ ct),
+    )
+    seen = []
+
+    def handler(call, x, w):
+        seen.append(call.roots(w))
+        return NotImplemented
+
+    def fn(x, w):
+        return jax.jit(jax.grad(jax.jit(lambda x, w: jnp.sum(product(x, w)))))(x, w)
+
+    TraceEngine().wrap(fn, Interceptor({"jax.numpy.dot": handler}))(X, W)
+    assert seen == [{"args[1]"}] * 2

@@ -65,13 +65,13 @@ def follow(
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
 
 
-def _constrained(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
-    return jax.lax.with_sharding_constraint(array, sharding)
-
-
 def placed_by(primitive: str, params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:
     """Return a proxy that is sharded by ``sharding_constraint``; see ``placed``."""
-    return placed(params, PLACES[primitive], proxy, _constrained)
+
+    def bind(array: jax.Array, sharding: Any, **_: Any) -> jax.Array:
+        return jax.lax.with_sharding_constraint(array, sharding)
+
+    return placed(params, PLACES[primitive], proxy, bind)
 
 
 def gathered(params: Mapping[str, Any], proxy: ArrayProxy, is_shared: bool) -> ArrayProxy:

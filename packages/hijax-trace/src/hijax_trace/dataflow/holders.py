@@ -136,10 +136,6 @@ def _scan_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     return [Body(jaxpr, tuple(range(operands)), kinds, carried, label, length)]
 
 
-def _scan_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
-    return {**compat.more_scan_consts(params, extra[0]), "jaxpr": jaxprs[0]}
-
-
 def _while_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     cond, body = params["cond_nconsts"], params["body_nconsts"]
     carry = range(cond + body, operands)
@@ -161,21 +157,6 @@ def _while_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) 
         "body_nconsts": params["body_nconsts"] + extra[1],
         "body_jaxpr": jaxprs[1],
     }
-
-
-def _cond_bodies(params: dict[str, Any], operands: int) -> list[Body]:
-    return [_all_same(branch, 1, compat.label(branch)) for branch in params["branches"]]
-
-
-def _cond_rebuild(params: dict[str, Any], jaxprs: list[Any], extra: list[int]) -> dict[str, Any]:
-    return {**params, "branches": tuple(jaxprs)}
-
-
-def _shard_map_rebuild(
-    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
-) -> dict[str, Any]:
-    specs = (PartitionSpec(),) * extra[0] + tuple(params["in_specs"])
-    return {**params, "jaxpr": jaxprs[0], "in_specs": specs}
 
 
 def _solve_bodies(params: dict[str, Any], operands: int) -> list[Body]:
@@ -213,13 +194,6 @@ def _linear_call_bodies(params: dict[str, Any], operands: int) -> list[Body]:
     return [dataclasses.replace(body, linear=frozenset(linear))]
 
 
-def _linear_call_rebuild(
-    params: dict[str, Any], jaxprs: list[Any], extra: list[int]
-) -> dict[str, Any]:
-    count = params["num_callee_consts"] + extra[0]
-    return {**params, "callee": jaxprs[0], "num_callee_consts": count}
-
-
 def _custom_vmap_rebuild(
     params: dict[str, Any], jaxprs: list[Any], extra: list[int]
 ) -> dict[str, Any]:
@@ -233,18 +207,31 @@ def _custom_vmap_rebuild(
 HOLDERS: dict[Any, Holder] = {
     compat.jit_p: Holder(lambda params, n: [_all_same(params["jaxpr"], 0)], _jit_rebuild),
     compat.scan_p: Holder(
-        _scan_bodies, _scan_rebuild, results="carry", more_steps=compat.more_scan_steps
+        _scan_bodies,
+        lambda params, jaxprs, extra: {
+            **compat.more_scan_consts(params, extra[0]),
+            "jaxpr": jaxprs[0],
+        },
+        results="carry",
+        more_steps=compat.more_scan_steps,
     ),
     compat.while_p: Holder(
         _while_bodies, _while_rebuild, lambda params: [0, params["cond_nconsts"]], "carry"
     ),
     # Branches share their operands: ``entering.share`` gives each the new operands of all.
     compat.cond_p: Holder(
-        _cond_bodies, _cond_rebuild, lambda params: [1] * len(params["branches"]), "branches"
+        lambda params, n: [_all_same(one, 1, compat.label(one)) for one in params["branches"]],
+        lambda params, jaxprs, extra: {**params, "branches": tuple(jaxprs)},
+        lambda params: [1] * len(params["branches"]),
+        "branches",
     ),
     compat.shard_map_p: Holder(
         lambda params, n: [_all_same(params["jaxpr"], 0)],
-        _shard_map_rebuild,
+        lambda params, jaxprs, extra: {
+            **params,
+            "jaxpr": jaxprs[0],
+            "in_specs": (PartitionSpec(),) * extra[0] + tuple(params["in_specs"]),
+        },
         hoists=True,
         context=compat.in_shard_map,
     ),
@@ -253,7 +240,14 @@ HOLDERS: dict[Any, Holder] = {
         _solve_bodies, _solve_rebuild, _solve_places, "none", constant=frozenset([1, 2, 3])
     ),
     # The rule that transposes it stays, as the backward rule of a ``custom_vjp`` does.
-    compat.linear_call_p: Holder(_linear_call_bodies, _linear_call_rebuild),
+    compat.linear_call_p: Holder(
+        _linear_call_bodies,
+        lambda params, jaxprs, extra: {
+            **params,
+            "callee": jaxprs[0],
+            "num_callee_consts": params["num_callee_consts"] + extra[0],
+        },
+    ),
     compat.custom_vmap_p: Holder(
         lambda params, n: [_all_same(params["call"], 0)], _custom_vmap_rebuild
     ),

@@ -124,7 +124,7 @@ class Answers:
         return held, arrays
 
     def _is_told(self, told: Told, eqn: Any, path: str) -> bool:
-        """Return whether every question has an equal answer here: as ``is_told``, but faster."""
+        """Return whether every question has an equal answer here."""
         for question, before in told.items():  # noqa: SIM110  a generator is one more call each
             if self._answer(question, eqn, path) != before:
                 return False

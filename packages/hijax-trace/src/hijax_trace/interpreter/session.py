@@ -156,7 +156,7 @@ class Session:
     def counting(self, numbers: Numbers) -> Session:
         """Return a session with other numbers, for a derivative rule."""
         session = Session(self.tapping, numbers)
-        session.made = self.made
+        session.origin, session.made = self.origin, self.made
         session.lacking, session.uses_of_lacking = self.lacking, self.uses_of_lacking
         return session
 

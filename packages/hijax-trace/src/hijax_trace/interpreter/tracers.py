@@ -22,10 +22,6 @@ from .views import DIFFERENTIATED, moved_proxy
 _NOTHING: Metadata = {}
 
 
-def _no_trace() -> None:
-    """Return None, as a dead weak reference does."""
-
-
 class Tracers:
     """The values of one program while it is staged.
 
@@ -34,7 +30,7 @@ class Tracers:
     """
 
     def __init__(self) -> None:
-        self.base: Callable[[], Any] = _no_trace
+        self.base: Callable[[], Any] = lambda: None  # as a dead weak reference
         self._frame: Frame | None = None
         self._staged: _Staged | None = None
         self._metadata: dict[int, tuple[Any, Metadata]] = {}
@@ -60,7 +56,7 @@ class Tracers:
 
     def end(self) -> None:
         """End the staging of the program."""
-        self.base, self._frame, self._staged = _no_trace, None, None
+        self.base, self._frame, self._staged = lambda: None, None, None
         self._metadata, self._held, self._proxies = {}, dict, None
 
     def attach(self, value: Any, metadata: Metadata) -> None:

@@ -111,22 +111,9 @@ def data_of(primitive: str, operands: Sequence[Any], is_proxy: Callable[[Any], b
     return [i for i in found if primitive != "select_n" or is_proxy(operands[i])]
 
 
-def _cast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return list(arrays)
-
-
 def _transpose(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     (x,) = arrays
     return [lax.transpose(x, (*how.params["permutation"], *rest_of(how, x)))]
-
-
-def _squeeze(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return [lax.squeeze(arrays[0], how.params["dimensions"])]
-
-
-def _rev(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    # Reversing the elements reverses their tiles.
-    return [lax.rev(arrays[0], how.params["dimensions"])]
 
 
 def _broadcast(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
@@ -166,10 +153,6 @@ def _unstack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Arr
     (x,), axis = arrays, how.params["axis"]
     tile = tile_of(how, x, axis)
     return [lax.index_in_dim(x, i // tile, axis, keepdims=False) for i in range(how.shape[axis])]
-
-
-def _concatenate(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
-    return [_joined(how, arrays, how.params["dimension"], how.shapes)]
 
 
 def _stack(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
@@ -283,17 +266,20 @@ Rule = Callable[[Move, Sequence[jax.Array], Part], list[jax.Array]]
 
 _RULES: dict[str, Rule] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
-    "convert_element_type": _cast,
+    "concatenate": lambda how, arrays, part: [
+        _joined(how, arrays, how.params["dimension"], how.shapes)
+    ],
+    "convert_element_type": lambda how, arrays, part: list(arrays),
     "dynamic_slice": dynamic_slice_rule,
     "gather": gather_rule,
     "pad": _pad,
     "reshape": _reshape,
-    "rev": _rev,
+    # Reversing the elements reverses their tiles.
+    "rev": lambda how, arrays, part: [lax.rev(arrays[0], how.params["dimensions"])],
     "select_n": _select,
     "slice": slice_rule,
     "split": split_rule,
-    "squeeze": _squeeze,
+    "squeeze": lambda how, arrays, part: [lax.squeeze(arrays[0], how.params["dimensions"])],
     "stack": _stack,
     "tile": _repeat,
     "transpose": _transpose,

@@ -58,11 +58,6 @@ def chosen_kernel(op: str, platform: str, kernel: KernelSpec | None) -> Iterator
     """Let `select_kernel` choose one kernel, or none, for all calls.
 
     Programs that were traced before keep their kernel: call ``jax.clear_caches()`` first.
-
-    Args:
-        op: the op.
-        platform: the platform.
-        kernel: the kernel; None for none.
     """
     token = _given.set({**_given.get(), (op, platform): kernel})
     try:

@@ -59,12 +59,7 @@ _MEMBERS: dict[type[Spec], dict[str, str]] = {
 
 
 class Host:
-    """Loads the plugins once, from any thread.
-
-    Args:
-        discover: returns the installed plugins.
-        environ: where the environment variables are read from.
-    """
+    """Loads the plugins once, from any thread."""
 
     def __init__(
         self,

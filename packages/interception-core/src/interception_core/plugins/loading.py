@@ -43,11 +43,7 @@ def implementations(manager: pluggy.PluginManager, hook: str, plugin: str) -> li
 
 
 def load(manager: pluggy.PluginManager, found: PluginRecord, strict: bool = False) -> PluginRecord:
-    """Load one plugin. Faults of the plugin do not raise.
-
-    Returns:
-        Its record, with its specs.
-    """
+    """Load one plugin. Faults of the plugin do not raise."""
     # If jax is imported already, a plugin that imports it can't be found. If another thread imports
     # jax at this moment, the plugin is blamed, which is rare.
     had_jax = "jax" in sys.modules
