@@ -27,7 +27,6 @@ class Answer(NamedTuple):
     Attributes:
         held: structure and types of the operands' array proxies; None for operands without one.
         told: what the handler was told.
-        context: the context of the operation's equation.
         recipe: what it made of the operands and the arrays of their proxies.
     """
 

@@ -143,7 +143,6 @@ class Tapped:
     Attributes:
         jaxpr: open or closed, as the original is.
         extra: the values of its new leading inputs.
-        outcome: what came of asking its handlers.
         counted: its operations, by module path below its own, label and name.
         takes_proxies: whether it takes the array proxies of its operands.
         unused: the inputs that it takes an array proxy for and does not use themselves.

@@ -188,8 +188,6 @@ class Rebuilt(NamedTuple):
     """What replaces an equation.
 
     Attributes:
-        params: its parameters.
-        values: its operands.
         outcome: what came of asking handlers about the operations in it.
         results: which of the equation's results it has, the first ones of the new equation; None
             for all.
@@ -360,11 +358,7 @@ def _agreed(
 
 
 def _check_devices(values: Sequence[Any], mesh: Any) -> None:
-    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it.
-
-    Raises:
-        JaxtapError: one lies elsewhere.
-    """
+    """Refuse a Box on other devices than those of a ``shard_map``: JAX does not move it."""
     if not isinstance(mesh, jax.sharding.Mesh):
         return
     for value in values:

@@ -315,7 +315,6 @@ class Place(NamedTuple):
     """Where an equation is.
 
     Attributes:
-        frame: its frame.
         scopes: the names of the scopes around it in that frame.
         within: names of the tapped functions around it whose handlers let them run.
         untapped: whether no handler is asked.

@@ -224,7 +224,6 @@ class Applied(NamedTuple):
         tapped: the HiPrim with its operations tapped.
         extra: the values of its additional operands.
         variables: the operands of the HiPrim, as the rule has them; None for one that it has not.
-        asked: what came of asking.
     """
 
     tapped: TappedPrim

@@ -167,13 +167,7 @@ class Session:
 
 
 class Around(NamedTuple):
-    """What is around the programs that an equation holds.
-
-    Attributes:
-        session: the call of the wrapped function.
-        place: where the equation is.
-        operands: what is known of its operands.
-    """
+    """What is around the programs that an equation holds."""
 
     session: Session
     place: Place

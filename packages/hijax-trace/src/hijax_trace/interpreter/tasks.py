@@ -56,11 +56,8 @@ class Task(NamedTuple):
     """What to do with one equation.
 
     Attributes:
-        eqn: the equation.
-        do: what to do with it.
         simple: whether it may be appended to a jaxpr without running any rule.
         inlined: whether it is a call whose body JAX inlines.
-        marker: its marker, if it is one.
         stack: its name stack, without jaxtap's scopes.
         scopes: the names of the scopes in ``stack``.
         within: the names of the functions around it whose handlers were asked early.

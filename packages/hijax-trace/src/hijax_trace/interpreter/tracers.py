@@ -191,7 +191,6 @@ class _Staged:
 
     Attributes:
         eqns: the equations so far, in order.
-        invars: the inputs.
     """
 
     def __init__(self, trace: Any, invars: Iterable[Any]):

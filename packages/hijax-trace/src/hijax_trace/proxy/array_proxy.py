@@ -360,8 +360,6 @@ class Lost(ArrayProxy):
     """A proxy that could not follow a primitive.
 
     Attributes:
-        shape: the shape of the array.
-        dtype: the dtype of the array.
         why: the primitive and the reason, in words.
     """
 

@@ -91,7 +91,6 @@ class Base(NamedTuple):
     """The function that a derivative is of.
 
     Attributes:
-        key: its key.
         count: how many arguments it has.
         jaxpr: its closed jaxpr, or None.
     """

@@ -29,10 +29,8 @@ class Marker:
     Attributes:
         owner: the owner of the target; see ``Tapping``.
         op_name: the last part of the target's name.
-        site: the target.
         function: the function. Engines that are active when it is called tap it.
         packed: its arguments, the pair of ``args`` and ``kwargs``.
-        results: its result.
         extra: how many leading inputs of the jaxpr are closed-over values, not arguments.
     """
 

@@ -18,7 +18,6 @@ class Restaged(NamedTuple):
 
     Attributes:
         jaxpr: the open jaxpr, with the inputs of the original.
-        consts: the values of its constants.
         starts: for each equation of the original, how many equations are before its replacement.
         results: builds the original's results from its own.
     """
