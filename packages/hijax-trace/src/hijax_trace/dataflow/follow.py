@@ -13,9 +13,9 @@ from interception_core import followed_spec
 
 from ..proxy.array_proxy import ArrayProxy, Lost, is_proxy
 from ..proxy.move import MoveError
-from ..proxy.moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds
+from ..proxy.moves import MOVES, SAME_ELEMENTS, data_of, narrowed, rounds, uniform_axes
 from .expression import Expression
-from .nodes import is_zero, uniform_axes
+from .nodes import Operation, is_zero
 
 PLACES = {"sharding_constraint": "sharding", "reshard": "dst_sharding"}
 """Primitives that place an array, and their parameter with the sharding."""
@@ -55,7 +55,7 @@ def follow(
             if held[i] is None and (how := expression(i)) is not None and is_zero(how):
                 operands[i] = np.zeros(np.shape(values[i]), moved[0].dtype)
         if primitive == "select_n" and (how := expression(0)) is not None:
-            operands[0] = narrowed(values[0], uniform_axes(how))
+            operands[0] = narrowed(values[0], uniform_axes(how, _made))
         try:
             return list(moved[0].moved(primitive, params, operands))
         except MoveError as error:
@@ -63,6 +63,13 @@ def follow(
     else:
         why = lost.why
     return [Lost(aval.shape, aval.dtype, why) for aval in avals]
+
+
+def _made(node: Any) -> tuple[str, Mapping[str, Any], Sequence[Any]] | None:
+    """Return the primitive that computes a value, its parameters and operands, or None."""
+    if not isinstance(node, Operation):
+        return None
+    return node.primitive.name, node.params, node.operands
 
 
 def placed_by(primitive: str, params: Mapping[str, Any], proxy: ArrayProxy) -> ArrayProxy:

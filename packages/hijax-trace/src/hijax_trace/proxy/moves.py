@@ -213,6 +213,44 @@ def narrowed(mask: Any, uniform: Set[int]) -> Any:
     return mask if list(mask.shape) == sizes else lax.slice(mask, [0] * len(sizes), sizes)
 
 
+def uniform_axes(
+    value: Any, made: Callable[[Any], tuple[str, Mapping[str, Any], Sequence[Any]] | None]
+) -> frozenset[int]:
+    """Return the axes along which all elements of a mask are known to be equal.
+
+    Args:
+        value: the mask: an array, a tracer or an ``Expression``.
+        made: returns the primitive that computes such a value, its parameters and operands, or
+            None.
+    """
+    shape = _shape(value)
+    every = frozenset(range(len(shape)))
+    own = frozenset(axis for axis in every if shape[axis] == 1)
+    if (how := made(value)) is None:
+        return own
+    name, params, operands = how
+    if name == "broadcast_in_dim":
+        inside = uniform_axes(operands[0], made)
+        places = enumerate(map(int, params["broadcast_dimensions"]))
+        return every - {place for axis, place in places if axis not in inside}
+    if name == "transpose":
+        inside = uniform_axes(operands[0], made)
+        return frozenset(i for i, axis in enumerate(params["permutation"]) if axis in inside)
+    if name == "iota":
+        return every - {int(params["dimension"])}
+    if name not in _ELEMENTWISE:
+        return own
+    found = every
+    for operand in operands:
+        if _shape(operand):  # a scalar is the same for all elements
+            found &= uniform_axes(operand, made) if _shape(operand) == shape else own
+    return found | own
+
+
+def _shape(value: Any) -> Shape:
+    return getattr(getattr(value, "aval", value), "shape", ())
+
+
 def _select(how: Move, arrays: Sequence[jax.Array], part: Part) -> list[jax.Array]:
     which, *cases = how.operands
     if not all(is_zero(case) for i, case in enumerate(cases, 1) if i not in how.data):
@@ -307,6 +345,14 @@ SAME_ELEMENTS = frozenset(
 )
 """Primitives whose result ``k`` is operand ``k``, element by element; but see ``rounds``."""
 
+
+_ELEMENTWISE = SAME_ELEMENTS | frozenset(
+    (
+        *("add", "and", "convert_element_type", "eq", "ge", "gt", "le", "lt", "max", "min", "mul"),
+        *("ne", "not", "or", "sub", "xor"),
+    )
+)
+"""Primitives whose element of a mask depends on the same elements of their operands alone."""
 
 VIEWS = SAME_ELEMENTS | MOVES
 """Primitives that move elements and compute none, so that scales can be moved alike."""
