@@ -393,12 +393,12 @@ def told_by(eqn: Any) -> tuple[Sequence[Body], str] | None:
     if holder is None or holder.results == "none":
         return None
     bodies, count = holder.bodies(eqn.params, len(eqn.invars)), len(eqn.outvars)
-    if holder.results != "carry" and not (
-        # A primitive that nobody knows may hold a program for another purpose.
-        bodies and all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
-    ):
-        return None
-    return bodies, holder.results
+    if holder.results == "carry":
+        # The last body makes the step. The condition of a while loop comes before it.
+        return bodies[-1:], holder.results
+    # A primitive that nobody knows may hold a program for another purpose.
+    tells = bodies and all(len(compat.open_of(body.jaxpr).outvars) == count for body in bodies)
+    return (bodies, holder.results) if tells else None
 
 
 class Called(NamedTuple):
