@@ -217,13 +217,8 @@ class BoxJit:
             self._check_donation(args)
         self._calls.arguments, self._calls.stale = tuple(passed), False
         try:
-            with context:
+            with explained(), context:
                 result = method(program.jitted)(*args, **kwargs)
-        except Exception as error:
-            replacement = explained(error)
-            if replacement is error:
-                raise
-            raise replacement from error
         finally:
             self._calls.arguments = ()
         if self._calls.stale:

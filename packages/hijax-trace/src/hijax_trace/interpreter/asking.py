@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from interception_core import TargetError
 
@@ -48,7 +48,7 @@ def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:
             check_value(call, value, var.aval)
         return results
 
-    if not _ask(run, task, Asked(given, checked), atoms, values, info) and not (
+    if not _ask(run, task, given, checked, atoms, values, info) and not (
         frame.proxies and follow_moves(run, task, values, info)
     ):
         _let_run(run, task, values, info, frame.within | {name})
@@ -80,7 +80,7 @@ def ask_of_function(run: Pass, task: Task, values: list[Any], info: Any) -> None
             run.answers.keep(task, info, call, results, before)
         return results
 
-    if not _ask(run, task, Asked(given, checked), atoms, arrays, info):
+    if not _ask(run, task, given, checked, atoms, arrays, info):
         inline(run, task, eqn.params["jaxpr"], values, info, within | {marker.op_name})
 
 
@@ -107,36 +107,35 @@ def ask_of_group(run: Pass, task: Task, values: list[Any], info: Any) -> None:
             check_value(call, result, eqn.outvars[0].aval)
             return [result]
 
-        if _ask(run, task, Asked(given, checked), group.inputs, arrays, info):
+        if _ask(run, task, given, checked, group.inputs, arrays, info):
             return
     for one in gathered.tasks:
         run.run(one)
 
 
-class Asked(NamedTuple):
-    """How the handler of an operation is asked.
+def _ask(
+    run: Pass,
+    task: Task,
+    handler: Callable[[list[Any]], tuple[TraceCall, Any]],
+    checked: Callable[[TraceCall, Any], list[Any]],
+    atoms: Sequence[Any],
+    values: list[Any],
+    info: Any,
+) -> bool:
+    """Ask a handler, and continue with its results. Return whether it gave any.
 
-    Attributes:
+    Args:
         handler: asks it about the operation of some operands. Returns the call, and its answer.
         checked: returns the results that the answer gives, flat.
     """
-
-    handler: Callable[[list[Any]], tuple[TraceCall, Any]]
-    checked: Callable[[TraceCall, Any], list[Any]]
-
-
-def _ask(
-    run: Pass, task: Task, asked: Asked, atoms: Sequence[Any], values: list[Any], info: Any
-) -> bool:
-    """Ask a handler, and continue with its results. Return whether it gave any."""
     linear = sorted(run.linear(atoms))
     if not linear:
-        call, answer = asked.handler(values)
+        call, answer = handler(values)
         if call.given:
             _annotate(run, call, atoms, values)
         if answer is NotImplemented:
             return False
-        _replace(run, call, task.eqn, asked.checked(call, answer), call.is_own(answer))
+        _replace(run, call, task.eqn, checked(call, answer), call.is_own(answer))
         return True
     # JAX transposes what it finds here. So a handler's results are staged as one equation, whose
     # transpose is that of their derivative.
@@ -146,8 +145,8 @@ def _ask(
         nonlocal call, answer
         for i, value in zip(linear, given, strict=True):
             inner[i] = value
-        call, answer = asked.handler(inner)
-        return [] if answer is NotImplemented else asked.checked(call, answer)
+        call, answer = handler(inner)
+        return [] if answer is NotImplemented else checked(call, answer)
 
     own = [values[i] for i in linear]
     types = [compat.typeof(value) for value in own]

@@ -28,7 +28,7 @@ from .bodies import (
     unused_in,
 )
 from .frames import Frame
-from .hi_prims import Asked, TappedPrim, prim_rule
+from .hi_prims import TappedPrim, prim_rule
 from .lazy import later_array
 from .questions import Outcome
 from .session import Around
@@ -111,7 +111,7 @@ def enter(
         return
     applied = run.frame.applied
     if applied is not None and applied.is_by(eqn):
-        new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.asked.outcome)
+        new = Rebuilt({"_prim": applied.tapped}, [*applied.extra, *values], applied.outcome)
         emit(run, task, eqn, new, info)
         return
     new = rebuild(run.around(task, within), eqn.primitive, eqn.params, values)
@@ -280,8 +280,7 @@ def rebuild(
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
-        asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(around, before, asked=asked)
+        rule = prim_rule(around, before, asked=(session.numbers.copy(), outcome))
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:

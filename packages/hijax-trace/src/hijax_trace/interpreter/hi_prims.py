@@ -201,18 +201,6 @@ class TappedPrim(compat.HiPrimBase):
         return mapped(self, axis_data, args, dims)
 
 
-class Asked(NamedTuple):
-    """What came of asking handlers about what a HiPrim expands to.
-
-    Attributes:
-        numbers: the operations so far, after those.
-        outcome: what came of it.
-    """
-
-    numbers: Numbers
-    outcome: Outcome
-
-
 class Applied(NamedTuple):
     """The application of a HiPrim whose rule runs.
 
@@ -224,12 +212,13 @@ class Applied(NamedTuple):
         tapped: the HiPrim with its operations tapped.
         extra: the values of its additional operands.
         variables: the operands of the HiPrim, as the rule has them; None for one that it has not.
+        outcome: what came of asking.
     """
 
     tapped: TappedPrim
     extra: tuple[Any, ...]
     variables: Sequence[Any]
-    asked: Asked
+    outcome: Outcome
 
     def is_by(self, eqn: Any) -> bool:
         """Return whether an equation applies the HiPrim to its operands."""
@@ -247,7 +236,7 @@ def prim_rule(
     around: Around,
     numbers: Numbers,
     is_later: bool = True,
-    asked: Asked | None = None,
+    asked: tuple[Numbers, Outcome] | None = None,
     label: str = "",
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
@@ -255,7 +244,8 @@ def prim_rule(
     Args:
         numbers: the numbers from which the rule's operations count.
         is_later: whether the loops around will have ended.
-        asked: what came of asking handlers about its expansion, if that stands for it in rules.
+        asked: the operations so far, after those of its expansion, and what came of asking handlers
+            about them, if that stands for it in rules.
         label: the label of its operations in op ids; "" for that of the place.
     """
     session, place, operands = around
@@ -289,9 +279,9 @@ def prim_rule(
         if tapped is not None and asked is not None:
             given = [packed.place_of(leaf) for leaf in own]
             variables = [None if i is None else jaxpr.invars[before + i] for i in given]
-            applied = Applied(tapped, extra, variables, asked)
+            applied = Applied(tapped, extra, variables, asked[1])
             if any(map(applied.is_by, jaxpr.eqns)):
-                inner.applied, start = applied, asked.numbers
+                inner.applied, start = applied, asked[0]
         counting = session.counting(start.copy())
         return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 
