@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from .. import compat
 from .call import TraceCall
+from .one_pass import Pass
 from .questions import KIND, ORIGIN, PATH, Question, Told
 from .recipe import Recipe
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
-
 
 _MOST = 8
 """How many answers are kept for equal calls."""

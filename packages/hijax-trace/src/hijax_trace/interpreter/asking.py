@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from interception_core import TargetError
 
@@ -15,11 +15,9 @@ from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .call import TraceCall
 from .entering import enter, inline, inner_frame, rebuild
+from .one_pass import Pass
 from .proxy_equations import compute, computed, follow_moves
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
 
 
 def ask(run: Pass, task: Task, values: list[Any], info: Any) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -22,12 +22,11 @@ from ..staging.marker import hoisted
 from ..staging.packed import stage_packed
 from .bodies import proxies_of_body, stage_again, tap_body, untrained
 from .entering import Rebuilt, emit, share
-from .hi_prims import prim_rule, refuse
+from .hi_prims import refuse
+from .one_pass import Pass
+from .rules import prim_rule
 from .session import Around
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
 
 
 def enter_custom(run: Pass, task: Task, values: list[Any], info: Any) -> None:

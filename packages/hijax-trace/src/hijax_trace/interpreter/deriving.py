@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -17,10 +17,8 @@ from ..staging.functions import Call, Function, Program
 from ..staging.marker import hoisted
 from .entering import inline
 from .frames import Frame, Inputs, Place
+from .one_pass import Pass
 from .tasks import Task, program_at
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
 
 
 def make_deferred(run: Pass, task: Task, values: list[Any], info: Any) -> None:

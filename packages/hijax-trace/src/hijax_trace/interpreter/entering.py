@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,14 +28,13 @@ from .bodies import (
     unused_in,
 )
 from .frames import Frame
-from .hi_prims import TappedPrim, prim_rule
+from .hi_prims import TappedPrim
 from .lazy import later_array
+from .one_pass import Pass
 from .questions import Outcome
+from .rules import prim_rule
 from .session import Around
 from .tasks import Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
 
 
 def inline(

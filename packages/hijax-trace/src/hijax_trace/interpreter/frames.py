@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from interception_core import Step, ValueKind
 
@@ -14,11 +14,9 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import OTHER_TRACE, Unknown
 from ..proxy.array_proxy import ArrayProxy
+from .hi_prims import Applied
 from .op_ids import join_path
 from .questions import ORIGIN, Metadata, Outcome, Question
-
-if TYPE_CHECKING:
-    from .hi_prims import Applied
 
 _NOTHING: Metadata = MappingProxyType({})
 

@@ -2,7 +2,7 @@
 
 ``Expansions`` stages what a HiPrim expands to, with targets as markers, so that it can be
 re-interpreted. ``TappedPrim`` expands to the result. Its other rules are the HiPrim's, run with
-their operations tapped: see ``prim_rule``.
+their operations tapped: see ``rules``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import itertools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -22,12 +22,7 @@ from interception_core import JaxtapError
 from .. import compat
 from ..dataflow.holders import SAME, Body, Holder
 from ..hi.mapped_prim import MappedPrim, mapped
-from ..staging.packed import Packed, stage_packed
-from .op_ids import Numbers
 from .questions import Outcome
-
-if TYPE_CHECKING:
-    from .session import Around
 
 Run = Callable[[Callable[..., Any], tuple], Any]
 """Calls a function with a tuple of arguments, while the targets are tapped."""
@@ -230,62 +225,6 @@ class Applied(NamedTuple):
             map(operator.is_, eqn.invars, self.variables)
         )
         return same and (prim is own or prim == own)
-
-
-def prim_rule(
-    around: Around,
-    numbers: Numbers,
-    is_later: bool = True,
-    asked: tuple[Numbers, Outcome] | None = None,
-    label: str = "",
-) -> Rule:
-    """Return what calls a HiPrim's derivative rule, tapped.
-
-    Args:
-        numbers: the numbers from which the rule's operations count.
-        is_later: whether the loops around will have ended.
-        asked: the operations so far, after those of its expansion, and what came of asking handlers
-            about them, if that stands for it in rules.
-        label: the label of its operations in op ids; "" for that of the place.
-    """
-    session, place, operands = around
-
-    def rule(
-        fn: Callable[..., Any],
-        first: int,
-        args: tuple,
-        linear: int,
-        tapped: TappedPrim | None = None,
-        extra: tuple[Any, ...] = (),
-    ) -> Any:
-        packed, run = Packed(args, ()), session.tapping.run
-        name, types = getattr(fn, "__name__", "rule"), list(map(compat.typeof, packed.arrays))
-        jaxpr, consts, result = stage_packed(
-            name, lambda arrays: run(fn, packed.build(arrays)), types
-        )
-        if not session.tapping.tasks.wants(jaxpr):
-            return fn(*args)
-        leaves = [packed.leaf_of(i) for i in range(len(packed.arrays))]
-        own = range(first, first + len(operands.avals)) if first >= 0 else ()
-        known = [leaf - first if leaf in own else None for leaf in leaves]
-        before = len(jaxpr.invars) - len(known)
-        places = [*[None] * before, *known]
-        tangents = len(jax.tree.leaves(args)) - linear
-        along = frozenset(before + i for i, leaf in enumerate(leaves) if leaf >= tangents)
-        given = operands.inside(places, [var.aval for var in jaxpr.invars], along)
-        known = {"consts": consts, "is_rule": True, "is_later": is_later}
-        inner = place.inside(jaxpr, given, label=label, **known)
-        start = numbers
-        if tapped is not None and asked is not None:
-            given = [packed.place_of(leaf) for leaf in own]
-            variables = [None if i is None else jaxpr.invars[before + i] for i in given]
-            applied = Applied(tapped, extra, variables, asked[1])
-            if any(map(applied.is_by, jaxpr.eqns)):
-                inner.applied, start = applied, asked[0]
-        counting = session.counting(start.copy())
-        return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
-
-    return rule
 
 
 def refuse() -> None:

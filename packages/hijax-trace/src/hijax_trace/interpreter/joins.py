@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,13 +17,10 @@ from interception_core import Made, TargetError, explicit_mesh
 
 from .. import compat
 from ..dataflow.holders import custom_body
+from .one_pass import Pass
 from .recipe import Recipe
 from .tasks import Task
 from .views import ORDERED, makers, moved
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
-
 
 CUTTING = frozenset(("clamp", "max", "min"))
 # In shard_map a number is made to vary over devices as the operand does.

@@ -9,19 +9,17 @@ is read from the equations that were made, whichever handler or rule of JAX made
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import compat
 from ..dataflow.expression import Expression
 from ..proxy.carrier import Carrier, NotStoredError, proxy_of
 from .frames import Frame
 from .lazy import later_of
+from .one_pass import Pass
 from .op_ids import join_path
 from .session import Session
 from .tasks import Do, Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
 
 
 def reinterpret_without(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .. import compat
 from ..dataflow.expression import Expression
@@ -16,12 +16,9 @@ from ..proxy.moves import VIEWS
 from .entering import enter, inline
 from .frames import Frame
 from .lazy import later_array
+from .one_pass import Pass
 from .questions import EXPRESSION
 from .tasks import Do, Task
-
-if TYPE_CHECKING:
-    from .reinterpret import Pass
-
 
 _LOOKUPS = ("dynamic_slice", "gather")
 
