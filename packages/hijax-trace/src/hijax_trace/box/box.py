@@ -9,9 +9,8 @@ import jax
 
 from .. import compat
 from . import scope
-from .contents import Contents, flatten
+from .contents import BoxType, Contents, flatten
 from .guard import explained
-from .types import BoxType
 
 
 class Box:

@@ -23,10 +23,9 @@ from interception_core import CacheKey
 from .. import compat
 from . import scope
 from .box import Box, collect
-from .contents import Contents
+from .contents import BoxType, Contents, mut_types, record_mut_types
 from .guard import explained
 from .run import Repeated, Result, Run, apply, is_box
-from .types import BoxType, mut_types, record_mut_types
 
 # A part of the key of JAX's caches, so that programs do not share the traces made inside of them.
 _PROGRAM = CacheKey()

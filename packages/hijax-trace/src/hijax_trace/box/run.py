@@ -11,8 +11,7 @@ import jax
 from .. import compat
 from . import scope
 from .box import Box
-from .contents import Contents
-from .types import BoxType
+from .contents import BoxType, Contents
 
 
 @jax.tree_util.register_dataclass

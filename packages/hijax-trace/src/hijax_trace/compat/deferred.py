@@ -17,7 +17,7 @@ from jax._src.interpreters import partial_eval as pe  # 0.10.2 - 0.12
 from .ahead import is_transposing
 
 deferred_p = core.Primitive("deferred")
-"""Calls its parameter ``function``, a ``staging.functions.Function``."""
+"""Calls its parameter ``function``, a ``staging.deferred.Function``."""
 deferred_p.multiple_results = True
 
 

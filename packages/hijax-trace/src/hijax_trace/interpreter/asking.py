@@ -9,8 +9,7 @@ from typing import Any
 from interception_core import TargetError
 
 from .. import compat
-from ..staging.deferred import Staged, can_defer
-from ..staging.functions import Program
+from ..staging.deferred import Program, Staged, can_defer
 from ..staging.marker import Marker, check_result, check_value, hoisted
 from ..staging.packed import Packed
 from .call import TraceCall

@@ -13,7 +13,7 @@ from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin, dropped
 from ..dataflow.nodes import Part
 from ..proxy.array_proxy import ArrayProxy
-from ..staging.functions import Call, Function, Program
+from ..staging.deferred import Call, Function, Program
 from ..staging.marker import hoisted
 from .entering import inline
 from .frames import Frame, Inputs, Place

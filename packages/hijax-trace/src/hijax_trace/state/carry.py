@@ -14,8 +14,7 @@ from ..proxy.array_proxy import ArrayProxy, Lost, form_of, is_proxy
 from ..proxy.move import MoveError
 from ..proxy.moves import MOVES, SAME_ELEMENTS
 from ..proxy.updates import UPDATES, read_by
-from ..staging.deferred import defer, staged
-from ..staging.functions import Function
+from ..staging.deferred import Function, defer, staged
 from ..staging.marker import marker_of
 from . import loops
 from .restage import Restaged, Restaging, as_array

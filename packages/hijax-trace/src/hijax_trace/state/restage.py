@@ -9,8 +9,7 @@ import jax
 
 from .. import compat
 from ..proxy.array_proxy import ArrayProxy, is_proxy
-from ..staging.deferred import staged
-from ..staging.functions import Program
+from ..staging.deferred import Program, staged
 
 
 class Restaged(NamedTuple):
