@@ -45,7 +45,7 @@ class TraceCall(OpCall):
         args: the positional arguments that its handler gets.
         params: the keyword arguments.
         place: where it is.
-        number: its number among operations of the same path, label and name.
+        counted: its label, and its number among operations of the same path, label and name.
         known: what is known of the program's values.
         values: the arrays among its arguments.
         atoms: what ``known`` knows them as.
@@ -62,7 +62,7 @@ class TraceCall(OpCall):
     _args: tuple
     params: Mapping[str, Any]
     _place: Place
-    _number: int
+    _counted: tuple[str, int]
     _known: Known
     _values: Sequence[Any]
     _atoms: Sequence[Any]
@@ -81,12 +81,12 @@ class TraceCall(OpCall):
     @property
     def label(self) -> str:
         self._log(NUMBERS)
-        return self._place.frame.label
+        return self._counted[0]
 
     @property
     def number(self) -> int:
         self._log(NUMBERS)
-        return self._number
+        return self._counted[1]
 
     @property
     def within(self) -> frozenset[str]:

@@ -31,7 +31,7 @@ from .frames import Frame
 from .hi_prims import Asked, TappedPrim
 from .one_pass import Pass, later_array, mark_replaced
 from .questions import Outcome
-from .rules import prim_rule
+from .rules import of_rule, prim_rule
 from .session import Around
 from .tasks import Task
 
@@ -286,7 +286,8 @@ def rebuild(
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
         asked = Asked(session.numbers.copy(), outcome)
-        rule = prim_rule(around, before, asked=asked)
+        of = of_rule(around, type(params["_prim"]).__name__)
+        rule = prim_rule(around, before, asked=asked, of=of)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:
