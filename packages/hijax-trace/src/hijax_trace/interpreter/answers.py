@@ -54,7 +54,7 @@ class Answers:
                 break
         else:
             return False
-        run.session.numbers.next(path, run.frame.label, marker.op_name)
+        run.count(task, marker.op_name)
         count = len(eqn.invars)
 
         def value(i: int) -> Any:

@@ -19,7 +19,7 @@ from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
 from .frames import Frame, Inputs, Place
 from .hi_prims import Expansions
-from .op_ids import Key, Numbers
+from .op_ids import Key, Numbers, OfRule
 from .questions import Keys, Memo
 from .tasks import Tasks
 
@@ -112,11 +112,15 @@ class Session:
             stored.
         uses_of_lacking: the operations that take values of such inputs: the id, whether a handler
             knows it by that, and the expression of the value.
+        rule: the derivative rule that it is for, or None.
     """
 
-    def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
+    def __init__(
+        self, tapping: Tapping, numbers: Numbers | None = None, rule: OfRule | None = None
+    ):
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
+        self.rule = rule
         self.context = _interned(compat.trace_context())
         self.is_observed = Taps.is_observed()
         self.finished = False
@@ -153,9 +157,28 @@ class Session:
         ]
         return made.jaxpr, made.consts
 
-    def counting(self, numbers: Numbers) -> Session:
+    def count(self, path: str, label: str, name: str, is_linear: bool = False) -> tuple[str, int]:
+        """Count one operation. Return its label, and its number among those of its key.
+
+        Args:
+            path: its module path.
+            label: the label of the innermost loop or branch around it.
+            name: its name.
+            is_linear: whether the program must be linear in an operand.
+        """
+        if self.rule is not None:
+            label = self.rule.label_of(self.numbers, (path, label, name), is_linear)
+        return label, self.numbers.next(path, label, name)
+
+    def number(self, key: Key, numbers: Numbers | None = None) -> Hashable:
+        """Return what tells the ids of operations of a key, from some numbers: by default now."""
+        found = (self.numbers if numbers is None else numbers).get(key, 0)
+        # Where the function's operations end, and how those after them are called, tell as well.
+        return found if self.rule is None else (found, self.rule.label, self.rule.ends.get(key, 0))
+
+    def counting(self, numbers: Numbers, rule: OfRule | None = None) -> Session:
         """Return a session with other numbers, for a derivative rule."""
-        session = Session(self.tapping, numbers)
+        session = Session(self.tapping, numbers, rule)
         session.origin, session.made = self.origin, self.made
         session.lacking, session.uses_of_lacking = self.lacking, self.uses_of_lacking
         return session
