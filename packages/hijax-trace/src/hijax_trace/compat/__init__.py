@@ -154,6 +154,7 @@ from .trace import (
     is_jax_type,
     is_plain_array,
     is_staged,
+    is_staged_array,
     is_staged_in,
     is_staging,
     is_used_besides,

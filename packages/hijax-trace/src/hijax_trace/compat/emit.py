@@ -73,10 +73,14 @@ def rebind(eqn: Any, values: Sequence[Any], info: Any) -> Sequence[Any]:
     return result if eqn.primitive.multiple_results else (result,)
 
 
-def can_append(eqn: Any) -> bool:
+def can_append(eqn: Any, inlines: bool = True) -> bool:
     """Return whether an equation may be appended to a jaxpr as is.
 
     The types of its results are known then, and no JAX rule must run again.
+
+    Args:
+        eqn: the equation.
+        inlines: whether calls that JAX inlines are inlined in the jaxpr, and not kept.
     """
     if eqn.effects or eqn.primitive.ref_allocating:
         return False
@@ -84,7 +88,7 @@ def can_append(eqn: Any) -> bool:
         return is_staged_as_is(eqn.params["_prim"])
     if eqn.primitive is not jit_p:
         return True
-    if eqn.params["inline"] in _EARLY:
+    if inlines and eqn.params["inline"] in _EARLY:
         return False
     return not any(isinstance(c, core.Ref) for c in consts_of(eqn.params["jaxpr"]))
 
@@ -132,7 +136,9 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
 _CALLS = (jit_p, custom_jvp_call_p)
 
 
-def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
+def call_of(
+    trace: Any, values: Sequence[Any], results: Sequence[Any], inlines: bool = True
+) -> Any:
     """Return the call that made some results from some values, for ``append``.
 
     It is the call of a jitted function, or of one with a custom forward derivative.
@@ -141,6 +147,7 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
         trace: the staging trace.
         values: the call's operands.
         results: its results.
+        inlines: as of ``can_append``.
 
     Returns:
         An equation without variables of the trace, or None if not one call made the results.
@@ -149,7 +156,7 @@ def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any]) -> Any:
     eqn = made[0][1] if made else None
     if eqn is None or not (eqn.primitive in _CALLS or is_jvp_prim(eqn.params.get("_prim"))):
         return None
-    if not can_append(eqn):
+    if not can_append(eqn, inlines):
         return None
     if any(other is not eqn for _, other in made) or [var for var, _ in made] != eqn.outvars:
         return None

@@ -131,6 +131,11 @@ def mapped(
     )
 
 
+def is_staged_array(value: Any) -> bool:
+    """Return whether a value is a tracer of any staging trace, for an array."""
+    return type(value) is pe.DynamicJaxprTracer and type(value.aval) is core.ShapedArray
+
+
 def is_staged(value: Any) -> bool:
     """Return whether a value is a tracer of any staging trace."""
     return isinstance(value, pe.DynamicJaxprTracer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
 
-from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..staging.repeated import context_token
 from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
 from .frames import Frame, Operands, Place
@@ -86,12 +85,6 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
     return call.observer.on_call(handler, call, args, kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def _interned(context: Hashable) -> object:
-    """Return an object that stands for JAX's configuration and is hashed fast."""
-    return object()
-
-
 def _no_origin(index: int) -> Origin:
     raise AssertionError("The program must be staged before an origin is asked for.")
 
@@ -118,7 +111,7 @@ class Session:
     def __init__(self, tapping: Tapping, numbers: Numbers | None = None):
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
-        self.context = _interned(compat.trace_context())
+        self.context = context_token()
         self.is_observed = Taps.is_observed()
         self.finished = False
         self.origin: Callable[[int], Origin | None] = _no_origin

@@ -30,6 +30,17 @@ class Observer(Protocol):
     the calls of functions with custom rules.
     """
 
+    def again(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Return the result of a tapped call that equals one before, or NotImplemented.
+
+        It is asked before ``on_call``, with the arguments as they are given.
+
+        Args:
+            site: the target that is called.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
+        """
+
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
@@ -206,7 +217,8 @@ class Scope:
         """Return the scope with a longer module path, on every level."""
         parent = self.parent.extended(name) if self.parent is not None else None
         path = f"{self.path}/{name}" if self.path else name
-        return replace(self, parent=parent, path=path)
+        # Not `replace`, which goes through all fields: programs open a scope for each layer.
+        return Scope(self.activation, parent, path, self.within, self.asleep, self.linear)
 
     def transposed(self) -> Scope:
         """Return the scope in which JAX traces a function to transpose it, on every level."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import MoveError, Part
+from interception_core import register_plain_dataclass
 from quant_numerics.array.qarray import (
     QArray,
     ScaledForm,
@@ -21,7 +22,7 @@ from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 
-@jax.tree_util.register_dataclass
+@register_plain_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ScaledForm):
     """A QArray whose quantized values are stored as bit planes; a pytree.
