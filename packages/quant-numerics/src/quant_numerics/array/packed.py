@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hijax_trace import MoveError, Part
-from interception_core import register_plain_dataclass
+from interception_core import quick_init
 from quant_numerics.array.qarray import (
     QArray,
     ScaledForm,
@@ -22,7 +22,8 @@ from quant_numerics.array.tiles import RaggedTiles
 from quant_numerics.formats.qtypes import QType, get_qtype
 
 
-@register_plain_dataclass
+@jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedQArray(ScaledForm):
     """A QArray whose quantized values are stored as bit planes; a pytree.
