@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from .interpreter.lazy import restored, type_of
 from .interpreter.reinterpret import reinterpret
 from .interpreter.session import BY_PATH, Session, Tapping
 from .interpreter.watcher import PATCHES, Watcher
-from .proxy.array_proxy import ArrayProxy, is_proxy
+from .proxy.array_proxy import Apart, ArrayProxy, is_proxy, taken_apart
 from .proxy.carrier import Carrier, without_replaced
 from .staging.packed import Packed
 from .state.carry import carry
@@ -124,16 +125,18 @@ class _Tapped:
                 outer.meet_tapped()
         if self._current().taps.holds():
             return self._fn(*args, **kwargs)
-        packed, held, lacking = restored(args, kwargs)
+        packed, apart, lacking = restored(args, kwargs)
+        held = {i: one.proxy for i, one in apart.items()}
         paths = self._paths_of(args, kwargs, packed.treedef)
         own = [paths[packed.leaf_of(i)] for i in range(len(packed.arrays))]
         replaced: frozenset[str] = frozenset()
         if any(one.inputs for one in held.values() if type(one) is Carrier):
             inputs = jax.tree.leaves((args, kwargs), is_leaf=is_proxy)
             held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
+            apart = {i: taken_apart(one) for i, one in held.items()}
         watcher = Watcher(Session(self._current()))
-        leaves, structure = jax.tree.flatten(held)
-        proxies = functools.partial(jax.tree.unflatten, structure)
+        leaves = [leaf for one in apart.values() for leaf in one.leaves]
+        proxies = functools.partial(_built, apart)
         values = [*packed.arrays, *leaves]
         avals = list(map(type_of, values))
         # JAX names inputs only if each leaf is one. Names take long to make.
@@ -158,7 +161,7 @@ class _Tapped:
             jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
-        inputs = _Arguments(own, avals, first, held)
+        inputs = _Arguments(own, avals, first, held, apart)
         frame = Frame(jaxpr, inputs, "", consts=consts)
         values = [*consts, *values]
         try:
@@ -243,6 +246,14 @@ def _observe(tapping: Tapping) -> Watcher:
     return Watcher(Session(tapping))
 
 
+def _built(apart: Mapping[int, Apart], leaves: Sequence[Any]) -> dict[int, ArrayProxy]:
+    """Return array proxies of other arrays, which are all of theirs, one after the other."""
+    found, rest = {}, iter(leaves)
+    for i, (_, own, (structure, _)) in apart.items():
+        found[i] = jax.tree.unflatten(structure, itertools.islice(rest, len(own)))
+    return found
+
+
 def _carried(packed: Packed, held: Mapping[int, ArrayProxy]) -> dict[int, tuple[Any, int]]:
     """Return structure and first array's number of carried proxies."""
     found, first = {}, len(packed.arrays)
@@ -269,6 +280,7 @@ class _Arguments(Inputs):
             after its call.
         first: how many inputs come before. Since 0.11 constants without values do.
         held: the array proxies of arguments, by number.
+        apart: the same, taken apart; some may be others now.
     """
 
     def __init__(
@@ -277,8 +289,12 @@ class _Arguments(Inputs):
         avals: Sequence[Any],
         first: int = 0,
         held: Mapping[int, ArrayProxy] = MappingProxyType({}),
+        apart: Mapping[int, Apart] = MappingProxyType({}),
     ):
-        super().__init__(proxies={first + i: proxy for i, proxy in held.items()})
+        super().__init__(
+            proxies={first + i: proxy for i, proxy in held.items()},
+            apart={first + i: one for i, one in apart.items()},
+        )
         self._paths, self._avals, self._first = paths, avals, first
 
     def origin(self, index: int) -> Origin | None:

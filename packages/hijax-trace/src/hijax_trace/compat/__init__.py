@@ -112,6 +112,7 @@ from .pjit import (
     UNSPECIFIED,
     CustomVJPException,
     PjitFunction,
+    SharedParams,
     call_key,
     cond_p,
     custom_jvp_call_p,

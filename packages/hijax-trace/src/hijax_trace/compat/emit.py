@@ -136,9 +136,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
 _CALLS = (jit_p, custom_jvp_call_p)
 
 
-def call_of(
-    trace: Any, values: Sequence[Any], results: Sequence[Any], inlines: bool = True
-) -> Any:
+def call_of(trace: Any, values: Sequence[Any], results: Sequence[Any], inlines: bool = True) -> Any:
     """Return the call that made some results from some values, for ``append``.
 
     It is the call of a jitted function, or of one with a custom forward derivative.

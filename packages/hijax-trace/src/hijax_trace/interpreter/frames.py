@@ -13,7 +13,7 @@ from ..dataflow.dataflow import Dataflow
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import Unknown
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import Apart, ArrayProxy, taken_apart
 from .hi_prims import Applied
 from .op_ids import join_path
 from .questions import ORIGIN, Metadata, Question
@@ -63,9 +63,11 @@ class Inputs:
         metadata: Mapping[int, Metadata] = MappingProxyType({}),
         proxies: Mapping[int, ArrayProxy] = MappingProxyType({}),
         linear: frozenset[int] = frozenset(),
+        apart: Mapping[int, Apart] = MappingProxyType({}),
     ):
         self.metadata = metadata
         self.proxies = proxies
+        self.apart = apart
         self.linear = linear
 
     def origin(self, index: int) -> Origin | None:
@@ -212,6 +214,7 @@ class Frame:
         self.proxies: dict[Any, ArrayProxy] = {
             jaxpr.invars[i]: proxy for i, proxy in inputs.proxies.items()
         }
+        self._apart = {jaxpr.invars[i]: one for i, one in inputs.apart.items()}
         self.replaced: set[Any] = set()
         self.from_handler: set[Any] = set()
         self.asked: dict[Question, Any] = {}
@@ -269,6 +272,14 @@ class Frame:
     def proxy(self, atom: Any) -> ArrayProxy | None:
         """Return the array proxy of a variable or literal."""
         return None if type(atom) is compat.Literal else self.proxies.get(atom)
+
+    def apart(self, atom: Any) -> Apart | None:
+        """Return the array proxy of a variable, taken apart, or None."""
+        proxy = self.proxies.get(atom)
+        if proxy is None:
+            return None
+        known = self._apart.get(atom)
+        return taken_apart(proxy) if known is None or known.proxy is not proxy else known
 
     def expression(self, atom: Any) -> Expression:
         """Return how a variable or literal is computed."""
