@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -118,7 +119,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
             return [trace.new_const(const, info, aval) for const, aval in pairs]
     # As `emit_eqn` does, in a third of its calls: it is most of what tracing a layer costs.
     frame = trace.frame
-    variables = [frame.newvar(var.aval) for var in eqn.outvars]
+    variables = [core.Var(var.aval) for var in eqn.outvars]
     if not frame.is_high:
         params, is_shared = eqn.params, type(eqn.params) is SharedParams
         found = params.is_high if is_shared else None
@@ -129,7 +130,7 @@ def append(trace: Any, eqn: Any, values: Sequence[Any], info: Any) -> Sequence[A
                 params.is_high = found
         frame.is_high = found  # else nothing would expand a HiPrim in it
     made = pe.TracingEqn(tracers, variables, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
-    frame.add_eqn(made)
+    frame.tracing_eqns.append(weakref.ref(made) if frame.auto_dce and not eqn.effects else made)
     return [pe.DynamicJaxprTracer(trace, var.aval, var, info, made) for var in variables]
 
 

@@ -185,9 +185,13 @@ def is_used_besides(value: Any, users: Sequence[Any]) -> bool:
         value: the value, which an equation made.
         users: the equations.
     """
+    eqns = value._trace.frame.tracing_eqns
+    last = eqns[-1] if eqns else None
+    if (last() if isinstance(last, weakref.ref) else last) is value.parent:
+        return False  # as where it is used at once
     variables = {id(var) for user in users for var in user.outvars} | {id(value.val)}
     known = set(map(id, users))
-    for eqn in reversed(value._trace.frame.tracing_eqns):
+    for eqn in reversed(eqns):
         eqn = eqn() if isinstance(eqn, weakref.ref) else eqn
         if eqn is value.parent:
             break

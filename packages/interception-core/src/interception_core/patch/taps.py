@@ -80,10 +80,12 @@ class Taps:
     @staticmethod
     def observers() -> list[Any]:
         """Return the observers of what is active on this thread, innermost first."""
-        state = CONTEXT.value
-        if not isinstance(state, Scope):
-            return []
-        return [active.observer for active in state.activations() if active.observer is not None]
+        state, found = CONTEXT.value, []
+        while isinstance(state, Scope):
+            if (observer := state.activation.observer) is not None:
+                found.append(observer)
+            state = state.parent
+        return found
 
     @staticmethod
     def unobserved(
