@@ -135,24 +135,23 @@ class _Tapped:
             held, replaced = without_replaced(held, dict(zip(paths, inputs, strict=True)))
             apart = {i: taken_apart(one) for i, one in held.items()}
         watcher = Watcher(Session(self._current()))
-        leaves = [leaf for one in apart.values() for leaf in one.leaves]
-        proxies = functools.partial(_built, apart)
-        values = [*packed.arrays, *leaves]
+        values = list(packed.arrays)
         avals = list(map(type_of, values))
+        carried = _carried(packed, held)
         # JAX names inputs only if each leaf is one. Names take long to make.
-        given = ((), {}) if leaves else (args, kwargs)
-        arguments = _Arguments(own, avals)
-        while (staged := self._stage(watcher, given, packed, avals, proxies, arguments)) is None:
+        given = ((), {}) if apart else (args, kwargs)
+        how = given, packed, avals, apart, bool(carried), _Arguments(own, avals)
+        while (staged := self._stage(watcher, *how)) is None:
             _log.debug("%r is traced again: handlers are asked in nested functions", self._fn)
             BY_PATH.add(self._interceptor)
             watcher = Watcher(Session(self._current()))
-        jaxpr, consts, result = staged
+        jaxpr, consts, result, leaves = staged
         _log.debug("%r is traced: %d equations", self._fn, len(jaxpr.eqns))
         session = watcher.session
         build: Callable[[Sequence[Any]], Any] = result.build
         # First the arrays of proxies that the program updates: loops that step along them may carry
         # a stack of them then.
-        if carried := _carried(packed, held):
+        if carried:
             made = carry(jaxpr, consts, carried)
             jaxpr, consts = session.restaged(made)
             build = _chain(made.results, build)
@@ -161,9 +160,10 @@ class _Tapped:
             jaxpr, consts = session.restaged(made)
         count = len(packed.arrays)
         first = len(jaxpr.invars) - len(leaves) - count
+        avals += map(compat.typeof, leaves)
         inputs = _Arguments(own, avals, first, held, apart)
         frame = Frame(jaxpr, inputs, "", consts=consts)
-        values = [*consts, *values]
+        values = [*consts, *values, *leaves]
         try:
             session.replaced = replaced
             if lacking:
@@ -211,19 +211,35 @@ class _Tapped:
         given: tuple[tuple, dict[str, Any]],
         packed: Packed,
         avals: Sequence[Any],
-        proxies: Callable[[Sequence[Any]], Mapping[int, ArrayProxy]],
+        apart: Mapping[int, Apart],
+        is_carried: bool,
         arguments: _Arguments,
-    ) -> tuple[Any, list[Any], Packed] | None:
-        """Stage the function of values. Return None if it must be ``BY_PATH``."""
+    ) -> tuple[Any, list[Any], Packed, list[Any]] | None:
+        """Stage the function of values.
+
+        Returns:
+            The jaxpr, the values of its constants, the result, and the arrays of proxies which are
+            its last inputs: all, or none where nothing asked for a proxy. None if it must be
+            ``BY_PATH``.
+        """
         result: Packed | None = None
+        leaves: list[Any] = []
         watcher.session.origin = arguments.origin
         taps = watcher.session.tapping.taps
 
         def flat(*tracers: Any) -> list[Any]:
             nonlocal result
-            tracers, leaves = tracers[: len(packed.arrays)], tracers[len(packed.arrays) :]
-            trace, held = compat.current_trace(), functools.partial(proxies, leaves)
+            trace = compat.current_trace()
+
+            # Few programs ask, and a program may have hundreds of weights.
+            @functools.cache
+            def held() -> Mapping[int, ArrayProxy]:
+                leaves[:] = [leaf for one in apart.values() for leaf in one.leaves]
+                return _built(apart, compat.more_inputs(trace, map(compat.typeof, leaves)))
+
             watcher.early.tracers.begin(trace, tracers, arguments, held)
+            if is_carried:  # `carry` changes these inputs
+                held()
             watcher.defer_inlining(trace)
             args, kwargs = packed.build(tracers)
             result = Packed(taps.run(self._whole, args, kwargs, observer=watcher))
@@ -239,7 +255,7 @@ class _Tapped:
         finally:
             watcher.early.tracers.end()
         assert result is not None
-        return None if watcher.early.needs_restage else (*staged, result)
+        return None if watcher.early.needs_restage else (*staged, result, leaves)
 
 
 def _observe(tapping: Tapping) -> Watcher:

@@ -161,6 +161,7 @@ from .trace import (
     is_used_besides,
     loop_label,
     mapped,
+    more_inputs,
     parent_trace,
     producer,
     set_current_trace,

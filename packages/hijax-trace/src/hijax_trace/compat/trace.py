@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from jax._src import array as _array  # 0.10.2 - 0.12
 from jax._src import config as _config  # 0.10.2 - 0.12
 from jax._src import core  # 0.10.2 - 0.12
 from jax._src import linear_util as lu  # 0.10.2 - 0.12
+from jax._src import source_info_util as _source_info  # 0.10.2 - 0.12
 from jax._src.interpreters import (
     ad,  # 0.10.2 - 0.12
     batching,  # 0.10.2 - 0.12
@@ -42,6 +43,12 @@ def stage(
 def debug_info(traced_for: str, fn: Any, args: tuple, kwargs: dict) -> Any:
     """Return the names of a function and its arguments."""
     return _api_util.debug_info(traced_for, fn, args, kwargs)
+
+
+def more_inputs(trace: Any, avals: Iterable[Any]) -> list[Any]:
+    """Return new inputs of a jaxpr that is being staged, after those that it has."""
+    info = _source_info.new_source_info()
+    return [trace.new_arg(aval, info) for aval in avals]
 
 
 def current_trace() -> Any:
