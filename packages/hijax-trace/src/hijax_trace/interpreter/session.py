@@ -63,7 +63,7 @@ class Tapping:
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
         # Markers are the same whoever asks about them, so interceptors with one key share traces.
         shared = None if by_path else ("staged", interceptor.given_key)
-        self.taps = Taps(staged, on_call=_on_call, shared_key=shared, patches=patches)
+        self.taps = Taps(staged, on_call=_on_call, again=_again, shared_key=shared, patches=patches)
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
@@ -83,6 +83,10 @@ class Tapping:
 
 def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) -> Any:
     return call.observer.on_call(handler, call, args, kwargs)
+
+
+def _again(observer: Any, site: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return observer.again(site, args, kwargs)
 
 
 def _no_origin(index: int) -> Origin:

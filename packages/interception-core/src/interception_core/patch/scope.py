@@ -30,17 +30,6 @@ class Observer(Protocol):
     the calls of functions with custom rules.
     """
 
-    def again(self, site: Site, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the result of a tapped call that equals one before, or NotImplemented.
-
-        It is asked before ``on_call``, with the arguments as they are given.
-
-        Args:
-            site: the target that is called.
-            args: the positional arguments.
-            kwargs: the keyword arguments.
-        """
-
     def bind(
         self, path: str, trace: Any, primitive: Any, values: Any, params: dict[str, Any]
     ) -> Any:
@@ -87,6 +76,7 @@ class Activation:
     observer: Observer | None = None
     shared_key: InitVar[Hashable] = None
     on_call: Callable[..., Any] | None = None
+    again: Callable[..., Any] | None = None
     key: Hashable = field(init=False)
     resolve_path: Callable[[str], Hashable] = field(init=False)
     # By id. The value is kept with its metadata, so that its id isn't given to another one.
