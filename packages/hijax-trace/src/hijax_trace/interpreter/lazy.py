@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -16,13 +15,23 @@ from ..staging.repeated import repeated
 
 
 class LazyArray:
-    """An array that is made when it is used. Few of a program's array proxies are restored."""
+    """An array that is made when it is used. Few of a program's array proxies are restored.
 
-    __slots__ = ("aval", "make")
+    Args:
+        aval: its type.
+        how: makes it.
+        args: what it is made of.
+    """
 
-    def __init__(self, aval: Any, make: Callable[[], Any]):
+    __slots__ = ("_args", "_how", "aval")
+
+    def __init__(self, aval: Any, how: Callable[..., Any], *args: Any):
         self.aval = aval
-        self.make = make
+        self._how, self._args = how, args
+
+    def make(self) -> Any:
+        """Return the array."""
+        return self._how(*self._args)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -103,7 +112,7 @@ def _restored(proxy: ArrayProxy, types: _Types) -> tuple[Any, Apart]:
 
 def later_of(proxy: ArrayProxy, aval: Any) -> LazyArray:
     """Return the array of a proxy, of a type, to be restored when it is used."""
-    return LazyArray(aval, functools.partial(repeated, _restoring, (), proxy))
+    return LazyArray(aval, repeated, _restoring, (), proxy)
 
 
 @jax.jit
