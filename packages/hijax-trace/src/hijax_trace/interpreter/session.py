@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -11,10 +10,10 @@ from typing import Any, NamedTuple
 from interception_core import Interceptor
 from interception_core.engine_api import Patch, Taps
 
-from .. import compat
 from ..dataflow.flow import Origin
 from ..staging.deferred import Staged
 from ..staging.marker import Markers
+from ..staging.repeated import context_token
 from ..state.restage import Restaged
 from ..state.stacks import carried_stacks
 from .frames import Frame, Inputs, Place
@@ -63,7 +62,7 @@ class Tapping:
         staged = Interceptor(dict(interceptor), key=key, path_key=path_key)
         # Markers are the same whoever asks about them, so interceptors with one key share traces.
         shared = None if by_path else ("staged", interceptor.given_key)
-        self.taps = Taps(staged, on_call=_on_call, shared_key=shared, patches=patches)
+        self.taps = Taps(staged, on_call=_on_call, again=_again, shared_key=shared, patches=patches)
         self.owner = self.taps.key
         self.primitives = self.taps.primitives
         self.functions = self.taps.functions
@@ -85,10 +84,8 @@ def _on_call(handler: Callable[..., Any], call: Any, *args: Any, **kwargs: Any) 
     return call.observer.on_call(handler, call, args, kwargs)
 
 
-@functools.lru_cache(maxsize=256)
-def _interned(context: Hashable) -> object:
-    """Return an object that stands for JAX's configuration and is hashed fast."""
-    return object()
+def _again(observer: Any, site: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    return observer.again(site, args, kwargs)
 
 
 def _no_origin(index: int) -> Origin:
@@ -121,7 +118,7 @@ class Session:
         self.tapping = tapping
         self.numbers = Numbers() if numbers is None else numbers
         self.rule = rule
-        self.context = _interned(compat.trace_context())
+        self.context = context_token()
         self.is_observed = Taps.is_observed()
         self.finished = False
         self.origin: Callable[[int], Origin | None] = _no_origin

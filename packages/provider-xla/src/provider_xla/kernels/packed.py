@@ -16,7 +16,7 @@ from jax.lax import GatherScatterMode
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, MoveError, Part, Shards, Shared
-from interception_core import get_op
+from interception_core import get_op, quick_init
 
 from ..errors import QuantizationError
 from .matmul import can_add, product
@@ -30,6 +30,7 @@ _PACKED_SCALES = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e8m0fnu, jnp.floa
 
 
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrepackedWeight(qn.StoredForm):
     """A quantized parameter in a kernel's memory order; a pytree of arrays.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from hijax_trace import Move, MoveError, Part
-from interception_core import hide_frames
+from interception_core import hide_frames, quick_init
 from quant_numerics.array import moves
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.stored import Parts, StoredForm, is_form, register_serialization
@@ -79,6 +79,7 @@ class ScaledForm(StoredForm):
 
 # eq=False: comparing fields would ask arrays for a truth value; identity is what is meant.
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class QArray(ScaledForm):
     """Quantized values and scales that stand for a float array; a pytree.
