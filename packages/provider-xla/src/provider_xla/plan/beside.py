@@ -19,8 +19,7 @@ import quant_numerics as qn
 from hijax_trace import Expression
 
 from ..program.arrays import is_array
-from ..program.granularity import Granularity
-from .weight import WeightPlan
+from .weight import Granularity, WeightPlan
 
 _CUTS = ("dynamic_slice", "gather", "pad", "slice")
 

@@ -16,12 +16,10 @@ from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.convolution import Window, conv_op_of, window_of
-from ..kernels.matmul import check_dtypes, check_groups, layout_of, op_of
-from ..kernels.packed import INTEGERS, packed_bits, packed_table
-from ..kernels.packing import Packing
-from ..kernels.products import NoKernel
+from ..kernels.matmul import NoKernel, check_dtypes, check_groups, layout_of, op_of
+from ..kernels.packed import INTEGERS, Packing, packed_bits, packed_table
 from ..kernels.rows import TAKE
-from ..program.granularity import Axes
+from ..program.matching import Axes
 from ..program.record import Choice, choice
 from ..program.sites import Site
 from .weight import WeightPlan

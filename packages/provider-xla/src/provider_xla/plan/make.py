@@ -16,10 +16,9 @@ from interception_core import Engine, platform_of
 from interception_core.log import logger
 
 from ..errors import QuantizationError
-from ..kernels.products import NoKernel
+from ..kernels.matmul import NoKernel
 from ..program.arrays import by_path, is_array, of_arrays, rebuilt, types_of
 from ..program.facts import Code, Fact
-from ..program.granularity import Granularity
 from ..program.matching import Rules, follows_values
 from ..program.record import Choice, OpRecord, Report, platforms
 from ..program.sites import Site, Sites
@@ -31,7 +30,7 @@ from .plan import Plan
 from .quantize import carried
 from .survey import Survey, Use
 from .views import stay_packed, why_lost
-from .weight import AdapterPlan, WeightPlan
+from .weight import AdapterPlan, Granularity, WeightPlan
 
 _log = logger("xla")
 

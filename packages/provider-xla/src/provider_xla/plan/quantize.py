@@ -13,7 +13,7 @@ from hijax_trace import Carrier
 from interception_core import platform_of
 
 from ..errors import QuantizationError
-from ..kernels.packing import of_panels, pack, packed_type, packing_of
+from ..kernels.packed import of_panels, pack, packed_type, packing_of
 from ..program.arrays import (
     by_path,
     followed,

@@ -27,20 +27,19 @@ from quant_numerics import Convolution
 
 from ..errors import QuantizationError
 from ..extras import feature
-from ..kernels.products import NoKernel
+from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
 from ..program.facts import Code, Fact
-from ..program.granularity import (
+from ..program.matching import (
     Axes,
-    Granularity,
+    Rules,
+    Weight,
     fitted,
     misfit,
-    of_operand,
     remedies,
     tile_elements,
     tiles_of,
 )
-from ..program.matching import Rules, Weight
 from ..program.record import OpRecord, check_misfit, lookup_id
 from ..program.sites import Site, problem_of, record_of, short, unstorable
 from ..run.contraction import maker_of, surveyed
@@ -53,7 +52,7 @@ from ..run.static.ranges import (
 )
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
 from .views import Chosen, axes_in, finest, scales_in, stays_packed
-from .weight import Derived
+from .weight import Derived, Granularity, of_operand
 
 
 class Asked(NamedTuple):
