@@ -25,9 +25,9 @@ from ..measure.probe import probe as probe
 from ..measure.probe import stored_operand as stored_operand
 from ..measure.probe import whole as whole
 from ..measure.probe import whole_results as whole_results
-from ..plan.make import in_float as in_float
-from ..plan.make import replanned as replanned
-from ..plan.make import tried as tried
+from ..plan.beside import in_float as in_float
+from ..plan.other_rules import replanned as replanned
+from ..plan.other_rules import tried as tried
 from ..plan.plan import NO_ADAPTERS as NO_ADAPTERS
 from ..plan.plan import OF_ADAPTERS as OF_ADAPTERS
 

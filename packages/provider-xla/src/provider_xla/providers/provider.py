@@ -15,8 +15,7 @@ from interception_core import Interceptor, get_engine, hide_frames, hides_frames
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
-from ..plan.make import make_plan
-from ..plan.plan import Plan
+from ..plan.plan import Plan, make_plan
 from ..program.arrays import by_position
 from ..program.facts import Fact
 from ..program.matching import Rules
