@@ -84,5 +84,4 @@ from ..tables import LEAST as LEAST
 from ..tables import fold_lines as fold_lines
 from ..tables import fold_rows as fold_rows
 from ..tables import folded as folded
-from ..tables import progress as progress
 from ..tables import table as table

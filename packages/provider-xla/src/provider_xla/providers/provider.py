@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from interception_core import Interceptor, get_engine, hide_frames, hides_frames
+from interception_core.log import telling
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
@@ -25,7 +26,6 @@ from ..rules.rule import QuantizationRule
 from ..rules.written import as_rules, is_of_feature
 from ..run.contraction import infer, inference
 from ..run.static.statistics import Statistics
-from ..tables import telling
 
 if TYPE_CHECKING:
     from provider_xla_cache import CacheRule
