@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding
 import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core import platform_of
+from interception_core.log import progress
 
 from ..errors import QuantizationError
-from ..kernels.packing import of_panels, pack, packed_type, packing_of
+from ..kernels.packed import of_panels, pack, packed_type, packing_of
 from ..program.arrays import (
     by_path,
     followed,
@@ -25,7 +26,6 @@ from ..program.arrays import (
     rebuilt,
 )
 from ..program.sites import short
-from ..tables import progress
 from .weight import WeightPlan, prepack_leaf, quantize_leaf
 
 

@@ -20,8 +20,7 @@ from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import by_position, is_array
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
-from .granularity import remedies
-from .matching import PathKeys, Rules, Weight, follows_values
+from .matching import PathKeys, Rules, Weight, follows_values, remedies
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .record import Decided, OpRecord, choices, subject_of
 
