@@ -9,6 +9,7 @@ from jax import lax
 from hijax_trace import MoveError
 from jaxtap_testkit.programs import as_program
 from quant_numerics import (
+    Matmul,
     QArray,
     as_hi,
     as_lo,
@@ -26,7 +27,6 @@ from quant_numerics import (
     ragged_dot,
     scale_of,
     take,
-    train_dot_general,
     unpack,
 )
 from quant_numerics.calibration.calibrate import calibrate
@@ -270,7 +270,7 @@ def test_gradients():
     q = tiled(w)
 
     def loss(w):
-        out = train_dot_general(x, w, MATMUL, lhs_how=None, rhs_how=how)
+        out = Matmul(MATMUL).train(x, w, lhs_how=None, rhs_how=how)
         return jnp.sum(out**2)
 
     left = np.asarray(x, np.float64)

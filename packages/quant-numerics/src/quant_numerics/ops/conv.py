@@ -308,7 +308,7 @@ def _channel_scale(q: QArray, axis: int, side: str, channel: str) -> jax.Array:
         raise ValueError(
             f"the {side} of a convolution must have one scale (shape {whole}) or one per {channel} "
             f"(shape {tuple(expected)}), got scale of shape {q.scale.shape} for values of shape "
-            f"{q.shape}. Quantize it with quantize_for_conv(x, qtype, {side!r}, ...)."
+            f"{q.shape}. Quantize it with quantize(x, qtype, channel_axes=({axis},))."
         )
     return effective_scale(q).reshape(-1)
 
