@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from opt_einsum import get_symbol
 
 from quant_numerics.array.qarray import QArray, effective_scale
@@ -131,7 +130,6 @@ class Matmul(Contraction):
             ((sides[0][1], sides[1][1]), (sides[0][2], sides[1][2])),
             precision=self.precision,
             preferred_element_type=x.value.dtype,
-            out_sharding=_explicit_sharding(x.value, axes),
         )
         if axes == tuple(range(len(axes))):
             return result
@@ -169,12 +167,3 @@ class Matmul(Contraction):
         if lhs and rhs:
             lb, rb, out_axis = (0, *lb), (0, *rb), 0
         return dataclasses.replace(self, dims=((lc, rc), (lb, rb))), out_axis
-
-
-def _explicit_sharding(x: jax.Array, axes: Sequence[int]) -> PartitionSpec | None:
-    """Return the explicit sharding of a gradient with transposed axes."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    explicit = AxisType.Explicit in sharding.mesh.axis_types
-    return PartitionSpec(*(sharding.spec[a] for a in axes)) if explicit else None

@@ -27,10 +27,7 @@ from quant_numerics.ops.arithmetic import (
 from quant_numerics.ops.cpu_conv import (
     FLOAT32_EXACT,
     int_conv,
-    is_of_few_places,
-    is_of_small_groups,
-    shifted_products,
-    sums_of_places,
+    products_of_small_groups,
 )
 from quant_numerics.ops.dot import dot_general
 
@@ -212,13 +209,13 @@ def _conv(
     quantized = isinstance(lhs, QArray) or isinstance(rhs, QArray)
     is_plain = out_sharding is None and quantized
     products = None
-    if is_plain and is_of_small_groups(values_l.shape, values_r.shape, **given):
-        jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
-        products = shifted_products
-    elif is_plain and batch_group_count > 1 and window * features <= (how.limit or math.inf):
-        result = jax.eval_shape(conv, values_l, values_r)
-        if is_of_few_places(values_l.shape, values_r.shape, result.shape, **given):
-            products = sums_of_places
+    in_groups = feature_group_count > 1 or (
+        batch_group_count > 1 and window * features <= (how.limit or math.inf)
+    )
+    if is_plain and in_groups:
+        result = jax.eval_shape(conv, values_l, values_r)  # wrong arguments get lax's own error
+        shapes = values_l.shape, values_r.shape, result.shape
+        products = products_of_small_groups(*shapes, **given)
     if products is not None:
         largest = 0 if how.limit is None else INT32_MAX // how.limit
         # Sums of integers that float32 holds are taken in it: it is faster, with the same result.

@@ -235,36 +235,22 @@ def einsum(
             final = last and i == len(others) - 1
             kept = out if final else kept
             sharding = out_sharding if final else None
-            x = _two(x, labels, right, in_r, kept, dtype, precision, sharding)
+            left, right, dims, order = as_dot((x, labels), (right, in_r), kept)
+            x = dot_general(
+                left,
+                right,
+                dims,
+                precision=precision,
+                preferred_element_type=dtype,
+                out_sharding=before_transpose(sharding, order),
+            )
+            x = x if order == sorted(order) else x.transpose(order)
             labels = kept
         arrays.append(x)
         terms.append(labels)
     (result,) = arrays
     assert not isinstance(result, QArray)
     return result
-
-
-def _two(
-    left: QArray | jax.Array,
-    in_l: str,
-    right: QArray | jax.Array,
-    in_r: str,
-    out: str,
-    dtype: np.dtype,
-    precision: Any,
-    out_sharding: Any,
-) -> jax.Array:
-    """Compute an einsum of two operands without repeated labels."""
-    left, right, dims, order = as_dot((left, in_l), (right, in_r), out)
-    result = dot_general(
-        left,
-        right,
-        dims,
-        precision=precision,
-        preferred_element_type=dtype,
-        out_sharding=before_transpose(out_sharding, order),
-    )
-    return result if order == sorted(order) else result.transpose(order)
 
 
 def _alone(x: QArray | jax.Array, labels: str, out: str, dtype: np.dtype) -> jax.Array:
