@@ -225,16 +225,7 @@ def fake_quant(
     section 3 of arXiv:1712.05877). It works in forward and reverse mode, in any order, under jit,
     vmap, scan and remat.
 
-    Args:
-      x: as in ``quantize``, like all arguments.
-      qtype: the same.
-      channel_axes: the same.
-      tile_axes: the same.
-      method: the same.
-      rounding: the same.
-
-    Returns:
-      Array of the shape and dtype of `x`.
+    Arguments are those of ``quantize``. The result has the shape and dtype of `x`.
 
     Raises:
       ValueError, TypeError: as ``quantize``.

@@ -12,10 +12,9 @@ from jax import lax
 
 from quant_numerics.array.qarray import QArray
 from quant_numerics.array.tiles import dot_granularity
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import Backwards, Hows, HowToQuantize
-from quant_numerics.contraction.training import Residual
 from quant_numerics.formats.qtypes import compute_dtype, get_qtype
 from quant_numerics.ops.conv import conv_general_dilated, is_pointwise, lhs_scale, rhs_scale
 

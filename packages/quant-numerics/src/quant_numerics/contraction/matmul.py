@@ -12,10 +12,9 @@ from opt_einsum import get_symbol
 
 from quant_numerics.array.qarray import QArray, effective_scale
 from quant_numerics.array.tiles import placed
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import float_operands
-from quant_numerics.contraction.training import Residual
 from quant_numerics.ops.arithmetic import output_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers, dot_general
 from quant_numerics.ops.einsum import (

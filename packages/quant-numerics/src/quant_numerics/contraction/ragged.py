@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from quant_numerics.array.qarray import effective_scale
-from quant_numerics.contraction.base import Contraction, Side
+from quant_numerics.contraction.base import Contraction, Residual, Side
 from quant_numerics.contraction.cotangent import Cotangent, can_shift
 from quant_numerics.contraction.options import Backwards, Hows, float_operands
-from quant_numerics.contraction.training import Residual
 from quant_numerics.formats.qtypes import compute_dtype
 from quant_numerics.ops.dot import DotDimensionNumbers
 from quant_numerics.ops.ragged_dot import (

@@ -14,15 +14,10 @@ from jax.typing import DTypeLike
 
 from quant_numerics.array.explicit import sharded_as
 from quant_numerics.array.qarray import Operand, QArray, as_operand, dequantize, effective_scale
-from quant_numerics.formats.qtypes import promote_floats
 from quant_numerics.ops.arithmetic import (
     INT32_MAX,
-    Arithmetic,
-    arithmetic,
-    has_zero_point_left,
     largest_number,
-    numbers,
-    output_dtype,
+    prepared,
 )
 from quant_numerics.ops.cpu_conv import (
     FLOAT32_EXACT,
@@ -192,8 +187,7 @@ def _conv(
     feature_group_count, batch_group_count = groups
     if isinstance(rhs, QArray) and not isinstance(lhs, QArray):
         rhs = dequantize(rhs) if _is_tiled(rhs, dn) else rhs
-    dtype = output_dtype(lhs, rhs, preferred_element_type)
-    how, values_l, values_r = _values(lhs, rhs, precision, dtype)
+    dtype, how, values_l, values_r = prepared(lhs, rhs, precision, preferred_element_type)
     run = functools.partial(plain, out_sharding=out_sharding)
 
     def conv(left: jax.Array, right: jax.Array) -> jax.Array:
@@ -259,28 +253,6 @@ def _conv(
     if isinstance(rhs, QArray):
         acc = acc * rhs_scale(rhs, dn, acc.ndim).astype(acc.dtype)
     return acc.astype(dtype)
-
-
-def _values(
-    lhs: QArray | jax.Array, rhs: QArray | jax.Array, precision: Any, dtype: np.dtype
-) -> tuple[Arithmetic, jax.Array, jax.Array]:
-    """Return how to convolve, and the numbers of both sides."""
-    if isinstance(lhs, QArray) or isinstance(rhs, QArray):
-        how = arithmetic(lhs, rhs, precision)
-        # Zero points can't be corrected after the sum, as in a contraction: padding has none.
-        wide = [
-            x for x in (lhs, rhs) if isinstance(x, QArray) and has_zero_point_left(x, how.dtype)
-        ]
-        if wide:
-            how = dataclasses.replace(how, dtype=jnp.dtype(jnp.int32))
-    else:
-        # lax refuses to accumulate in less than the operands' precision.
-        common = promote_floats(lhs.dtype, rhs.dtype)
-        how = Arithmetic(common, promote_floats(common, dtype), precision)
-    left, right = (
-        numbers(x, how.dtype) if isinstance(x, QArray) else x.astype(how.dtype) for x in (lhs, rhs)
-    )
-    return how, left, right
 
 
 def _too_long(
