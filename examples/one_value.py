@@ -1,4 +1,4 @@
-"""A quantized array as one JAX value, which lowers to its arrays: a hi type of one's own.
+"""A quantized array as one JAX value, which lowers to its arrays, as a hi type.
 
 uv run python examples/one_value.py
 
