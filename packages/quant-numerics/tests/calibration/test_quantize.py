@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxtap_testkit import examples
-from quant_numerics import dequantize, get_qtype, quantize, quantize_for_conv, quantize_for_dot
+from quant_numerics import dequantize, get_qtype, quantize, quantize_for_dot
 
 pytestmark = pytest.mark.sample(2)
 
@@ -257,23 +257,3 @@ def test_an_axis_of_one_element_may_have_tiles(qtype, tiles):
 def test_quantize_for_dot_needs_an_axis_to_tile():
     with pytest.raises(ValueError, match=r"tile_size must be None where no axis .* got 4"):
         quantize_for_dot(jnp.ones((2, 4)), (), "int8", 4)
-
-
-def test_quantize_for_conv_scales_batch_elements_and_output_features():
-    x, k = jnp.ones((2, 8, 8, 3)), jnp.ones((3, 3, 3, 5))
-    dn = jax.lax.conv_dimension_numbers(x.shape, k.shape, ("NHWC", "HWIO", "NHWC"))
-
-    def scale_shape(x, *args):
-        return jax.eval_shape(lambda x: quantize_for_conv(x, *args), x).scale.shape
-
-    assert scale_shape(x, "int8", "lhs", dn) == (2, 1, 1, 1)
-    assert scale_shape(k, "int8", "rhs", dn) == (1, 1, 1, 5)
-    assert scale_shape(k, "int4", "rhs", dn.rhs_spec) == (1, 1, 1, 5)
-
-
-def test_quantize_for_conv_refuses_what_it_cannot_read():
-    with pytest.raises(ValueError, match="side must be 'lhs'"):
-        quantize_for_conv(jnp.ones((2, 3)), "int8", "left", (0, 1))
-    for spec in ("NC", ("NC", "OI", "NC")):
-        with pytest.raises(TypeError, match=r"Make one with jax\.lax\.conv_dimension_numbers"):
-            quantize_for_conv(jnp.ones((2, 3)), "int8", "lhs", spec)

@@ -1,7 +1,7 @@
 """From float arrays to QArrays, and round trips with straight-through derivatives."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,6 @@ from jax.typing import ArrayLike, DTypeLike
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.qarray import QArray, dequantize, qarray
 from quant_numerics.array.tiles import (
-    canonical_axes,
     check_block,
     dot_granularity,
     ragged_tiles,
@@ -210,72 +209,6 @@ def quantize_for_dot(
     )
 
 
-def quantize_for_conv(
-    x: ArrayLike,
-    qtype: str | DTypeLike,
-    side: Literal["lhs", "rhs"],
-    dimension_numbers_spec: lax.ConvDimensionNumbers | Sequence[int],
-    *,
-    method: str = "absmax",
-    rounding: StochasticRounding | None = None,
-    channelwise: bool = True,
-    scale_dtype: DTypeLike | None = None,
-    tile_size: int | float | None = None,
-) -> QArray:
-    """Quantize one side of a convolution as finely as ``conv_general_dilated`` takes it.
-
-    Args:
-      x: float array, the input (``side="lhs"``: one scale per batch element) or the kernel
-        (``side="rhs"``: one scale per output feature).
-      qtype: as in ``quantize``; one with blocks for the kernel of a float input only.
-      side: "lhs" or "rhs".
-      dimension_numbers_spec: what ``jax.lax.conv_dimension_numbers`` returns, or its `lhs_spec`
-        or `rhs_spec` alone (the batch or output feature axis first).
-      method: as in ``quantize``.
-      rounding: as in ``quantize``.
-      channelwise: False for one scale for the whole array.
-      scale_dtype: as in ``quantize``.
-      tile_size: as in ``quantize_for_dot``, along all other axes of a kernel, in their order; for
-        the kernel of a float input, or of a pointwise convolution, only.
-
-    Raises:
-      ValueError: another `side`, a qtype that is unknown or has blocks, or an axis out of range.
-      TypeError: a spec that does not hold axis numbers.
-    """
-    if side not in ("lhs", "rhs"):
-        raise ValueError(
-            f"side must be 'lhs' (the input) or 'rhs' (the kernel), got {side!r}. Choose one of "
-            "them."
-        )
-    spec = dimension_numbers_spec
-    if isinstance(spec, lax.ConvDimensionNumbers):
-        spec = spec.lhs_spec if side == "lhs" else spec.rhs_spec
-    if isinstance(spec, str) or not all(hasattr(a, "__index__") for a in spec):
-        raise TypeError(
-            "dimension_numbers_spec must be a ConvDimensionNumbers or a sequence of axis "
-            f"numbers, got {spec!r}. Make one with jax.lax.conv_dimension_numbers(lhs.shape, "
-            "rhs.shape, dimension_numbers)."
-        )
-    tile = get_qtype(qtype).block if tile_size is None else tile_size
-    if side == "lhs" and tile is not None:
-        raise ValueError(
-            "the input of a convolution must have no blocks or tiles of elements that are summed, "
-            f"got {get_qtype(qtype).name!r} in tiles of {tile}. Choose a qtype without blocks."
-        )
-    x = jnp.asarray(x)
-    (channel,) = canonical_axes(x.shape, spec[:1])
-    return quantize_for_dot(
-        x,
-        [axis for axis in range(x.ndim) if axis != channel],
-        qtype,
-        tile_size,
-        method=method,
-        rounding=rounding,
-        channelwise=channelwise,
-        scale_dtype=scale_dtype,
-    )
-
-
 def fake_quant(
     x: ArrayLike,
     qtype: str | DTypeLike,
@@ -292,16 +225,7 @@ def fake_quant(
     section 3 of arXiv:1712.05877). It works in forward and reverse mode, in any order, under jit,
     vmap, scan and remat.
 
-    Args:
-      x: as in ``quantize``, like all arguments.
-      qtype: the same.
-      channel_axes: the same.
-      tile_axes: the same.
-      method: the same.
-      rounding: the same.
-
-    Returns:
-      Array of the shape and dtype of `x`.
+    Arguments are those of ``quantize``. The result has the shape and dtype of `x`.
 
     Raises:
       ValueError, TypeError: as ``quantize``.
