@@ -344,30 +344,4 @@ float tensor_scale(float absmax, QType qtype) {
   return scale < kMost ? scale : kMost;
 }
 
-void warm_quantize(Scaling scaling, bool rowwise, bool colwise, bool sums) {
-  constexpr int64_t kSide = kTile;
-  std::vector<float> x(kSide * kSide, 1.0f), scales(kSide), colwise_scales(kSide), total(kSide);
-  std::vector<uint8_t> qvalues(kSide * kSide), columns(kSide * kSide), x8(2 * kSide),
-      colwise8(2 * kSide);
-  const bool mx = scaling == Scaling::kMx;
-  for (QType qtype : {QType::kE4M3, QType::kE5M2, QType::kInt8}) {
-    Quantize args;
-    args.x = x.data();
-    args.rows = args.cols = kSide;
-    args.qtype = qtype;
-    args.scaling = scaling;
-    if (rowwise) {
-      args.qvalues = qvalues.data();
-      args.scales = mx ? static_cast<void*>(x8.data()) : scales.data();
-    }
-    if (colwise) {
-      args.colwise = columns.data();
-      args.colwise_scales = mx ? static_cast<void*>(colwise8.data()) : colwise_scales.data();
-    }
-    if (sums) args.sums = total.data();
-    args.wants_absmax = true;
-    quantize(args, Parallel());
-  }
-}
-
 }  // namespace jaxtap::te

@@ -11,5 +11,5 @@ def registrations() -> dict[str, FfiTarget]:
     """Return every target of this package with its stages, by name."""
     return {
         name: FfiTarget(stages=stages, api_version=_native.API_VERSION)
-        for name, (stages, _) in _native.targets().items()
+        for name, stages in _native.targets().items()
     }

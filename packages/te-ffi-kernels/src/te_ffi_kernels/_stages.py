@@ -14,14 +14,12 @@ class Stages:
     Attributes:
         target: its name.
         names: the stages that it has: "instantiate" (on CPU, once per call site and loaded
-            executable; the kernel is warmed up there) and "execute" (each call). XLA calls
+            executable; kernels are warmed up there) and "execute" (each call). XLA calls
             "prepare" and "initialize" on GPUs only.
-        why_no_warm_up: why it isn't warmed up; None if it is.
     """
 
     target: str
     names: tuple[str, ...]
-    why_no_warm_up: str | None
 
 
 def stages(target: str) -> Stages:
@@ -37,8 +35,7 @@ def stages(target: str) -> Stages:
     name = target if "." in target else f"te_ffi_kernels.{target}"
     if name not in table:
         raise ValueError(f"There is no target {target!r}; there are: {', '.join(sorted(table))}")
-    found, why = table[name]
-    return Stages(name, tuple(sorted(found)), why or None)
+    return Stages(name, tuple(sorted(table[name])))
 
 
 def targets() -> tuple[str, ...]:
