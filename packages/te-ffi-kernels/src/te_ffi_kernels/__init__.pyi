@@ -35,7 +35,6 @@ from .decode.op import decode_attention as decode_attention
 from .fake_quantization.op import fake_quantize as fake_quantize
 from .grouped_matmul.op import grouped_dense as grouped_dense
 from .grouped_matmul.op import grouped_gemm_v2 as grouped_gemm_v2
-from .matmul.gemm import gemm as gemm
 from .matmul.op import gemm_v2 as gemm_v2
 from .norms.layernorm import layernorm as layernorm
 from .norms.op import normalization_bwd as normalization_bwd
@@ -53,7 +52,6 @@ from .permutation.op import token_combine as token_combine
 from .permutation.op import token_dispatch as token_dispatch
 from .quantize.dequantize import dequantize as dequantize
 from .quantize.grouped import grouped_quantize as grouped_quantize
-from .quantize.grouped import grouped_quantize_v2 as grouped_quantize_v2
 from .quantize.modes import QuantizeLayout as QuantizeLayout
 from .quantize.modes import ScalingMode as ScalingMode
 from .quantize.modes import compute_scale_from_amax as compute_scale_from_amax

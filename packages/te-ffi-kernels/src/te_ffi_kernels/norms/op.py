@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ..op import Op
+from ..op import Op, gradient_of
 from ..partition import partition_rows
 from ..quantize.modes import QuantizeLayout, ScalingMode
 from ..quantize.outputs import given_numbers, outputs_config
@@ -207,7 +207,5 @@ BACKWARD = Op(
     attributes=lambda config, *_: config.attributes(),
     workspace=lambda *_: jax.ShapeDtypeStruct((1,), jnp.float32),
     partition=_backward_partition,
-    gradient=lambda config, saved, cts: jax.vjp(
-        functools.partial(reference.backward, config), *saved
-    )[1](cts),
+    gradient=gradient_of(reference.backward),
 )
