@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from interception_core import FfiTarget
+
 from . import _native
 
 
@@ -36,6 +38,14 @@ def stages(target: str) -> Stages:
     if name not in table:
         raise ValueError(f"There is no target {target!r}; there are: {', '.join(sorted(table))}")
     return Stages(name, tuple(sorted(table[name])))
+
+
+def registrations() -> dict[str, FfiTarget]:
+    """Return every target with its stages, for the registry of interception-core."""
+    return {
+        name: FfiTarget(stages=stages, api_version=_native.API_VERSION)
+        for name, stages in _native.targets().items()
+    }
 
 
 def targets() -> tuple[str, ...]:

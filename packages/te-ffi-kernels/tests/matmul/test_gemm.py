@@ -168,6 +168,85 @@ def test_beta_must_be_zero(beta):
         assert np.isnan(op(*args)).all()
 
 
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
+class TestDeprecated:
+    """gemm."""
+
+    def setup_method(self):
+        rng = np.random.default_rng(0)
+        self.lhs, self.rhs, self.x = (
+            rng.normal(size=shape).astype(np.float32) for shape in ((20, 33), (33, 18), (20, 18))
+        )
+        self.bias = rng.normal(size=18).astype(np.float32)
+        self.matmul = self.lhs.astype(np.float64) @ self.rhs
+
+    def run(self, op=te.gemm, **options):
+        bias = options.pop("bias", NONE)
+        x = options.pop("x", NONE)
+        args = (self.lhs, NONE, self.rhs, NONE, bias, x, ONE, ZERO)
+        args = (*map(jnp.asarray, args), jnp.float32, ((1,), (0,)), 0)
+        if op is te.gemm:
+            with pytest.warns(DeprecationWarning, match="use gemm_v2"):
+                return op(*args, **options)
+        return op(*args, **options)
+
+    def both(self, wanted, **options):
+        for op in (te.gemm, reference.gemm):
+            found = self.run(op, **options)
+            for one, other in zip(found, wanted, strict=True):
+                np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.slow
+    def test_forward(self):
+        empty = np.zeros(0)
+        self.both((self.matmul, empty, empty))
+        before = self.matmul + self.bias
+        self.both((before, empty, empty), bias=self.bias, fuse_bias=True)
+        self.both((before, empty, empty), bias=self.bias)
+        self.both((expected.gelu(before), empty, before), bias=self.bias, fuse_gelu=True)
+
+    def test_backward(self):
+        slope = expected.gelu_slope(self.x.astype(np.float64))
+        out = self.matmul * slope
+        options = {"x": self.x, "fuse_gelu": True, "grad": True}
+        self.both((out, np.zeros(0), self.x), **options)
+        options |= {"bias": self.bias, "fuse_bias": True}
+        self.both((out, out.sum(0), self.x), **options)
+
+    def test_gradient_of_the_bias_alone(self):
+        options = {"bias": self.bias, "fuse_bias": True, "grad": True}
+        self.both((self.matmul, self.rhs.sum(0), np.zeros(0)), **options)
+
+    def test_gradient(self):
+        def loss(op, lhs, bias):
+            args = (lhs, NONE, jnp.asarray(self.rhs), NONE, bias, NONE, ONE, ZERO, jnp.float32)
+            out, _, before = op(*args, ((1,), (0,)), 0, fuse_gelu=True)
+            return jnp.sum(out**2) + jnp.sum(jnp.sin(before))
+
+        args = jnp.asarray(self.lhs), jnp.asarray(self.bias)
+        with pytest.warns(DeprecationWarning, match="gemm_v2"):
+            found = jax.grad(lambda *a: loss(te.gemm, *a), (0, 1))(*args)
+        wanted = jax.grad(lambda *a: loss(reference.gemm, *a), (0, 1))(*args)
+        for one, other in zip(found, wanted, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.slow
+    def test_bias_grad_of_qvalue(self):
+        rng = np.random.default_rng(1)
+        for mode in (ScalingMode(1), ScalingMode(2), ScalingMode(64)):
+            for first in (False, True):
+                lhs, lhs_scale, _ = factor(rng, mode, "float8_e4m3fn", 7, 64, True)
+                rhs, rhs_scale, wide = factor(rng, mode, "float8_e4m3fn", 18, 64, first)
+                args = (lhs, lhs_scale, rhs, rhs_scale, jnp.asarray(self.bias), NONE, ONE, ZERO)
+                args += (jnp.float32, ((1,), (1 if first else 0,)), mode, True, False, True)
+                with pytest.warns(DeprecationWarning, match="gemm_v2"):
+                    found = te.gemm(*args)
+                np.testing.assert_allclose(found[1], wide.sum(1), rtol=1e-4, atol=1e-4)
+                np.testing.assert_allclose(
+                    reference.gemm(*args)[1], wide.sum(1), rtol=1e-4, atol=1e-4
+                )
+
+
 def grads(op, mode, gelu, operands, dims, out=jnp.float32):
     """Of a sum of the result, with respect to everything that has a gradient."""
 

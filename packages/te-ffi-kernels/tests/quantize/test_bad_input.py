@@ -178,6 +178,22 @@ def test_gemm_v2(op, given, error, message):
         matmul(op, **given)
 
 
+@pytest.mark.filterwarnings("ignore:te_ffi_kernels.gemm is deprecated")
+def test_gemm():
+    args = (X, NONE, X, NONE, NONE, NONE, ONE, ZERO, jnp.float32, ((1,), (1,)), 0)
+    for given, message in (
+        ({"fuse_bias": True}, "bias must have shape"),
+        ({"fuse_gelu": True, "grad": True}, "gelu_input must have shape"),
+    ):
+        with pytest.raises(ValueError, match=f"gemm: {message}"):
+            reference.gemm(*args, **given)
+        with (
+            pytest.warns(DeprecationWarning, match="gemm_v2"),
+            pytest.raises(ValueError, match=f"gemm: {message}"),
+        ):
+            te.gemm(*args, **given)
+
+
 # What follows calls the targets themselves, as another front end would.
 
 

@@ -17,7 +17,7 @@ from .sides import Side, check_pair, check_side, side
 
 @dataclasses.dataclass(frozen=True)
 class GemmConfig:
-    """The static arguments of gemm_v2."""
+    """The static arguments of gemm_v2; gemm has more."""
 
     out_dtype: Any
     mode: ScalingMode
@@ -82,10 +82,12 @@ def gemm_config(
     collective_op: Any,
     *,
     fuse_gelu: bool,
+    needs_bias: bool = False,
 ) -> GemmConfig:
     """Check the arguments of gemm_v2 against each other, and return the config.
 
-    The arguments are those of ``gemm_v2``; `op` is the name in errors.
+    The arguments are those of ``gemm_v2``; `op` is the name in errors, and with `needs_bias` an
+    empty bias is refused.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as ``te_ffi_kernels.gemm_v2``.
@@ -103,7 +105,7 @@ def gemm_config(
     check_side(op, "rhs", rhs, rhs_scale_inv, right, mode)
     check_pair(op, lhs, rhs, left, right, mode)
     dtype = checks.dtype(op, "out_dtype", out_dtype, checks.FLOATS)
-    if bias.size > 0:
+    if bias.size > 0 or needs_bias:
         checks.shape(op, "bias", bias, right.kept_shape, "the axes of rhs that are kept, or (0,)")
         checks.dtype(op, "bias", bias.dtype, (dtype,))
     arguments.number(op, "alpha", alpha)

@@ -13,6 +13,7 @@ from ..op import Op
 from . import reference
 from .config import QuantizeConfig, quantize_config
 from .cotangents import grouped_straight_through
+from .modes import ScalingMode
 
 
 def grouped_quantize(
@@ -67,6 +68,38 @@ def grouped_quantize(
         checks.dtype(op, "scale", scale.dtype, (jnp.float32,))
         checks.shape(op, "scale", scale, group_sizes.shape, "one for each of group_sizes")
     return _GROUPED(config, x, jnp.asarray(scale), group_sizes)
+
+
+def grouped_quantize_v2(
+    x: jax.Array,
+    scale: jax.Array,
+    group_sizes: jax.Array,
+    out_dtype: DTypeLike,
+    q_layout: Any,
+    flatten_axis: int = -1,
+    scale_dtype: DTypeLike | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Quantize groups of x to MXFP8, whose sizes the host never reads.
+
+    The arguments are those of Transformer Engine's primitive for CUDA graphs. ``grouped_quantize``,
+    which this calls, reads sizes on the device in every mode. Scales aren't swizzled, and rows
+    needn't be multiples of 128.
+
+    Args:
+        scale: not used.
+
+    The other arguments are those of ``grouped_quantize``.
+
+    Returns:
+        As ``grouped_quantize``.
+
+    Raises:
+        TypeError, ValueError, jax.errors.JaxRuntimeError: as ``grouped_quantize``.
+    """
+    mode = ScalingMode.MXFP8_1D_SCALING
+    return grouped_quantize(
+        x, scale, group_sizes, out_dtype, mode, q_layout, flatten_axis, scale_dtype
+    )
 
 
 def _attributes(config: QuantizeConfig, *_: jax.Array) -> dict[str, Any]:
