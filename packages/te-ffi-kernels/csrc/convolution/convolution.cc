@@ -7,6 +7,7 @@
 #include "common/arena.h"
 #include "common/convert.h"
 #include "common/error.h"
+#include "common/isa_table.h"
 #include "common/parallel.h"
 #include "convolution/table.h"
 #include "matmul/checks.h"
@@ -735,3 +736,5 @@ void convolve(const Args& args, const Parallel& parallel, Isa isa) {
 }
 
 }  // namespace jaxtap::convolution
+
+JAXTAP_DEFINE_TABLE(convolution)
