@@ -186,7 +186,7 @@ JAXTAP_INLINE Ints nearest(Floats x) {
 #endif
 }
 
-// How far a number is from the nearest whole one.
+// How far a finite number is from the nearest whole one.
 JAXTAP_INLINE Floats from_whole(Floats x, [[maybe_unused]] Ints near) {
 #if defined(__AVX512F__)
   return same_bits<Floats>(_mm512_reduce_ps(same_bits<__m512>(x), _MM_FROUND_TO_NEAREST_INT));
@@ -219,7 +219,7 @@ JAXTAP_INLINE void quantize(const Floats (&x)[kCount], Scale scale, Ints (&near)
     Floats ratio = x[i] * scale.reciprocal;
     if (kCuts) ratio = cut(ratio);
     near[i] = nearest(ratio);
-    most = larger(most, from_whole(ratio, near[i]));
+    most = larger(most, ratio - to_floats(near[i]));
   }
   if (__builtin_expect(any_beyond(most, all(kSafeRounding)), 0)) {
     Floats ratios[kCount];  // what is in memory here alone stays in registers elsewhere
@@ -353,7 +353,9 @@ JAXTAP_INLINE void put(const Results& to, const Channels& of, const Nearly& near
       Words most{};
 #pragma GCC unroll 8
       for (int i = 0; i < kCount; ++i) {
-        const Floats y = at_most(nearly.most, at_least(nearly.least, fma(to_floats(sums[i]), nearly.factor, nearly.addend)));
+        const Floats y = at_most(
+            nearly.most,
+            at_least(nearly.least, fma(to_floats(sums[i]), nearly.factor, nearly.addend)));
         near[i] = nearest(y);
         most = larger(most, from_whole(y, near[i]));
       }
