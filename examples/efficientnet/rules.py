@@ -2,8 +2,8 @@
 
 from provider_xla import QuantizationRule
 
-# Numbers within a window are alike, and those after ReLU6 have a mean: rounding errors of a channel's
-# weights that sum to nothing cost half as much as those of rounding to nearest.
+# Numbers within a window are alike, and those after ReLU6 have a mean: rounding errors of a
+# channel's weights that sum to nothing cost half as much as those of rounding to nearest.
 INT8 = {"weight_qtype": "int8", "weight_calibration_method": "balanced"}
 
 WEIGHTS = QuantizationRule(**INT8)

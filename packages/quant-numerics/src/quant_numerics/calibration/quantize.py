@@ -125,10 +125,10 @@ _ERROR_BITS = 30 - _PLACE_BITS
 def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slices) -> jax.Array:
     """Round the values of each slice so that their errors sum to at most half a step.
 
-    The number of values that are moved by a step is the nearest to the sum of errors. They are those
-    whose errors are largest, which then are less than a step; of equal ones the first. The least of
-    them is found by bisection over the bits of an integer, as in ``_percentile``: that takes a pass
-    over the values for each bit, and sorting takes XLA longer.
+    The number of values that are moved by a step is the nearest to the sum of errors. They are
+    those whose errors are largest, which then are less than a step; of equal ones the first. The
+    least of them is found by bisection over the bits of an integer, as a percentile is: that takes
+    a pass over the values for each bit, and sorting takes XLA longer.
 
     Args:
       values: split by ``cut.split``.
@@ -143,8 +143,8 @@ def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slice
     total = lax.select(lax.is_finite(total), total, lax.full_like(total, 0))
     count = lax.round(total, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
     side = lax.sign(count)
-    # Errors in the order of integers, all different within a slice of up to 2**13 values: those that
-    # come first are larger. Beyond, values with equal errors may be moved together.
+    # Errors in the order of integers, all different within a slice of up to 2**13 values: those
+    # that come first are larger. Beyond, values with equal errors may be moved together.
     place = jnp.zeros((1,) * values.ndim, jnp.int32)
     for axis in reduced:
         place = place * values.shape[axis] + lax.broadcasted_iota(
