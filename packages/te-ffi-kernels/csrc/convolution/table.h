@@ -81,6 +81,9 @@ struct Table {
   void (*spread)(const Spread& s);
   void (*depthwise)(const Depthwise& d);
   void (*finish)(const Finished& f);
+  // Products of float32 results, without a residual, to int8, whose sums never leave registers; null
+  // where the kernels of matmuls are faster. Of `t` that reads what `exact8` does.
+  void (*multiply)(const Tile& t, const Results& to);
   // Floats of a static range, at any address, to int8.
   void (*quantize)(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to);
   // zero_point times the sum of each `size` of count * size quantized values.

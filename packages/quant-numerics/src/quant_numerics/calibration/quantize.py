@@ -11,6 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from quant_numerics.array.explicit import sharded_like
 from quant_numerics.array.qarray import QArray, dequantize, qarray
 from quant_numerics.array.tiles import (
+    Slices,
     check_block,
     dot_granularity,
     ragged_tiles,
@@ -47,7 +48,8 @@ def quantize(
     scale)``, so that an element's error is at most ``scale / 2`` (arXiv:2004.09602, sections 3.1
     and 3.2). Tiles are the block-wise scales of arXiv:2110.02861. Float formats round ``x / scale``
     to their nearest number, half to even; nf4 takes the nearest entry of its codebook. What is
-    outside the range saturates.
+    outside the range saturates. With the method "balanced" some values are rounded to their other
+    side, and an element's error is less than `scale`.
 
     Special values, per slice, for all methods but "fixed":
 
@@ -100,6 +102,8 @@ def quantize(
         scale, zero_point, outer = scale_of(Calibration(lower, upper), kind)
         noise = None if noise is None else cut.split(noise)
         qvalue = encode(values, whole_scale(scale, outer), kind, zero_point, noise)
+        if how.name == "balanced" and values.size:
+            qvalue = _balanced(values, scale, qvalue, cut)
         return QArray(
             cut.join(qvalue),
             scale.reshape(cut.scale_shape),
@@ -111,6 +115,52 @@ def quantize(
         )
 
     return sharded_like(quantized, x, x, None if rounding is None else rounding.noise(x.shape))
+
+
+_PLACE_BITS = 13
+_ERROR_BITS = 30 - _PLACE_BITS
+
+
+def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slices) -> jax.Array:
+    """Round the values of each slice so that their errors sum to at most half a step.
+
+    The number of values that are moved by a step is the nearest to the sum of errors. They are
+    those whose errors are largest, which then are less than a step; of equal ones the first. The
+    least of them is found by bisection over the bits of an integer, as a percentile is: that takes
+    a pass over the values for each bit, and sorting takes XLA longer.
+
+    Args:
+      values: split by ``cut.split``.
+      scale: of each slice.
+      qvalue: nearest values, of the shape of `values`.
+      cut: the slices.
+    """
+    reduced = cut.reduced
+    numbers = qvalue.astype(values.dtype)
+    error = numbers - values / scale.astype(values.dtype)
+    total = lax.expand_dims(lax.reduce_sum(error, reduced), reduced)
+    total = lax.select(lax.is_finite(total), total, lax.full_like(total, 0))
+    count = lax.round(total, lax.RoundingMethod.TO_NEAREST_EVEN).astype(jnp.int32)
+    side = lax.sign(count)
+    # Errors in the order of integers, all different within a slice of up to 2**13 values: those
+    # that come first are larger. Beyond, values with equal errors may be moved together.
+    place = jnp.zeros((1,) * values.ndim, jnp.int32)
+    for axis in reduced:
+        place = place * values.shape[axis] + lax.broadcasted_iota(
+            jnp.int32, [n if a == axis else 1 for a, n in enumerate(values.shape)], axis
+        )
+    most = 2**_PLACE_BITS - 1
+    wide = lax.clamp(0.0, error * side.astype(error.dtype), 0.5) * 2**_ERROR_BITS
+    key = (wide.astype(jnp.int32) << _PLACE_BITS) + (most - (place & most))
+
+    def step(i: jax.Array, least: jax.Array) -> jax.Array:
+        trial = least | (1 << (30 - i))
+        reached = (key >= trial).astype(jnp.int32)
+        found = lax.expand_dims(lax.reduce_sum(reached, reduced), reduced)
+        return jnp.where(found >= lax.abs(count), trial, least)
+
+    least = lax.fori_loop(0, 31, step, jnp.zeros_like(count))
+    return qvalue - jnp.where(key >= least, side, 0).astype(qvalue.dtype)
 
 
 def quantize_with(
