@@ -2,4 +2,4 @@
 
 #include "common/isa_table.h"
 
-JAXTAP_DEFINE_TABLES(attention, amx)
+JAXTAP_DEFINE_TABLES(attention, amx, neon)

@@ -2,4 +2,4 @@
 
 #include "common/isa_table.h"
 
-JAXTAP_DEFINE_TABLE(convolution)
+JAXTAP_DEFINE_TABLES(convolution, avx512, neon_dot)
