@@ -134,7 +134,8 @@ class Convolver {
       : args_(args),
         layout_(args.weights.layout),
         kernels_(kernels_of(isa)),
-        table_(table()),
+        // Tests emulate AMX where there may not even be AVX-512, whose table it has.
+        table_(table(available(isa) ? isa : selected_isa())),
         depthwise_(is_depthwise(args)),
         pointwise_(args.groups == 1 && is_pointwise(args)),
         is_int8_(args.x_dtype == DType::S8),
@@ -746,4 +747,4 @@ void convolve(const Args& args, const Parallel& parallel, Isa isa) {
 
 }  // namespace jaxtap::convolution
 
-JAXTAP_DEFINE_TABLE(convolution)
+JAXTAP_DEFINE_TABLES(convolution, avx512, neon_dot)

@@ -78,7 +78,7 @@ Buffer numbers(int64_t count, DType type, std::mt19937& random, int64_t offset) 
   std::normal_distribution<float> normal(0.0f, 2.0f);
   for (int64_t i = 0; i < count; ++i) {
     if (type == DType::S8) {
-      made.get()[i] = static_cast<uint8_t>(static_cast<int>(random() % 255) - 127);
+      made.get()[i] = static_cast<uint8_t>(random());
     } else {
       set_element(made.get(), type, i, normal(random));
     }
@@ -382,6 +382,20 @@ TEST(convolutions_round_results_in_one_step) {
       }
       check_operands(c, o, Parallel(), 1);
     }
+  }
+}
+
+// Products of -128 and -128, the largest: two of them are beyond int16.
+TEST(convolutions_of_the_least_numbers) {
+  std::mt19937 random(49);
+  for (int64_t groups : {1, 24}) {
+    Case c{1, 24, 24, groups, 8, {axis(1), same(5, 3), same(6, 3)}};
+    c.x_dtype = DType::S8;
+    c.scaled = true;
+    Operands o{random_weights(c.k(), c.n, 0, c.bits, random, 0, -128),
+               Buffer(c.x_size(), 1), Buffer(0, 0), Buffer(0, 0)};
+    std::memset(o.x.get(), 0x80, static_cast<size_t>(c.x_size()));
+    check_operands(c, o, Parallel(), 1);
   }
 }
 

@@ -1,5 +1,5 @@
 // Depthwise convolutions of rows of images, and results as int8. Sums are of whole numbers: in int32
-// with instructions for int8, else in float32, which holds them, so that a fused multiply-add gives
+// with instructions that multiply int8, else in float32, which holds them, so that a fused multiply-add gives
 // the same bits as two operations.
 
 #include <algorithm>
@@ -15,68 +15,24 @@ namespace {
 using namespace lanes::JAXTAP_ISA_NAMESPACE;
 
 // What a word of an image and of a weight has, and how both are multiplied.
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || defined(JAXTAP_NEON)
 
 constexpr int kTaps = 4;
 using Sums = Ints;
+constexpr int kSpreadBlocks = 4;  // of channels at once: with AVX-512 what a line of the cache has
 
-constexpr int kSpreadBlocks = 4;  // of channels at once: what a line of the cache has
+// One value of each channel, and two and four of pixels that follow each other.
+#if defined(__AVX512VNNI__)
 
-// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
-// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
-// together once.
-template <int kStep, int kBlocks, class Next, class Store>
-JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
-  struct Several {
-    Words of[kBlocks];
-  };
-  const auto values = [&]() __attribute__((always_inline)) {
-    Several made;
-    const auto where = next();
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) made.of[b] = same_bits<Words>(widen(where(b)));
-    return made;
-  };
-  const auto pairs = [](const Several& low, const Several& high) __attribute__((always_inline)) {
-    Several made;
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) made.of[b] = low.of[b] | (high.of[b] << 8);
-    return made;
-  };
-  const auto put = [&](int64_t i, const Several& low, const Several& high)
-      __attribute__((always_inline)) {
-#pragma GCC unroll 4
-    for (int b = 0; b < kBlocks; ++b) {
-      store(i, b, (low.of[b] | (high.of[b] << 16)) ^ 0x80808080u);
-    }
-  };
-  if constexpr (kStep == 1) {
-    const Several one = values(), two = values();
-    Several last = values(), first = pairs(one, two), second = pairs(two, last);
-    for (int64_t i = 0; i < count; ++i) {
-      const Several more = values(), third = pairs(last, more);
-      put(i, first, third);
-      first = second;
-      second = third;
-      last = more;
-    }
-  } else {
-    Several first{};
-    if (kStep == 2) {
-      const Several low = values();
-      first = pairs(low, values());
-    }
-    for (int64_t i = 0; i < count; ++i) {
-      if (kStep == 4) {
-        const Several low = values();
-        first = pairs(low, values());
-      }
-      const Several low = values(), second = pairs(low, values());
-      put(i, first, second);
-      first = second;
-    }
-  }
-}
+using Values = Words;
+using Pairs = Words;
+JAXTAP_INLINE Values values_of(Bytes x) { return same_bits<Words>(widen(x)); }
+JAXTAP_INLINE Pairs pairs_of(Values low, Values high) { return low | (high << 8); }
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) { return (low | (high << 16)) ^ 0x80808080u; }
+
+constexpr int32_t kMore = 128;  // what was added to values of images, which are unsigned in a product
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
 
 // As assembly, since gcc 12 copies sums from register to register around the intrinsic.
 JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
@@ -85,10 +41,121 @@ JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
 
 #else
 
+using Values = uint8x8_t;  // the first half alone
+using Pairs = uint8x8_t;
+JAXTAP_INLINE Values values_of(Bytes x) { return vcreate_u8(same_bits<uint32_t>(x)); }
+JAXTAP_INLINE Pairs pairs_of(Values low, Values high) { return vzip1_u8(low, high); }
+
+constexpr int32_t kMore = 0;  // both factors are signed
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) {
+  const uint16x4_t first = vreinterpret_u16_u8(low), second = vreinterpret_u16_u8(high);
+  return same_bits<Words>(vcombine_u16(vzip1_u16(first, second), vzip2_u16(first, second)));
+}
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
+
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  sum = same_bits<Sums>(vdotq_s32(same_bits<int32x4_t>(sum), same_bits<int8x16_t>(x),
+                                  same_bits<int8x16_t>(weight)));
+}
+
+#else
+
+// Without SDOT products are int16, of which neighbours are added to each sum. So the first pairs of
+// all channels lie in one half of a vector, and the second ones in the other.
+JAXTAP_INLINE Words word_of(Pairs low, Pairs high) {
+  return same_bits<Words>(vcombine_u8(low, high));
+}
+
+JAXTAP_INLINE Words arranged(Words weight) {
+  const auto pairs = same_bits<uint16x8_t>(weight);
+  const uint64x2_t first = vreinterpretq_u64_u16(vuzp1q_u16(pairs, pairs));
+  const uint64x2_t second = vreinterpretq_u64_u16(vuzp2q_u16(pairs, pairs));
+  return same_bits<Words>(vzip1q_u64(first, second));
+}
+
+// Each product is added on its own: int16 doesn't hold two of -128 * -128.
+JAXTAP_INLINE void add_products(Words x, Words weight, Sums& sum) {
+  const auto a = same_bits<int8x16_t>(x), b = same_bits<int8x16_t>(weight);
+  int32x4_t sums = same_bits<int32x4_t>(sum);
+  sums = vpadalq_s16(sums, vmull_s8(vget_low_s8(a), vget_low_s8(b)));
+  sum = same_bits<Sums>(vpadalq_s16(sums, vmull_high_s8(a, b)));
+}
+
+#endif
+#endif
+
+// Words for each `kStep` pixels, `count` in all, of some blocks of channels: `next` gives the values
+// of a pixel after the other, `store` takes the words of the i-th. What neighbours share is put
+// together once.
+template <int kStep, int kBlocks, class Next, class Store>
+JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
+  struct AllValues {
+    Values of[kBlocks];
+  };
+  struct AllPairs {
+    Pairs of[kBlocks];
+  };
+  const auto values = [&]() __attribute__((always_inline)) {
+    AllValues made;
+    const auto where = next();
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = values_of(where(b));
+    return made;
+  };
+  const auto pairs = [](const AllValues& low, const AllValues& high) __attribute__((always_inline)) {
+    AllPairs made;
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) made.of[b] = pairs_of(low.of[b], high.of[b]);
+    return made;
+  };
+  const auto put = [&](int64_t i, const AllPairs& low, const AllPairs& high)
+      __attribute__((always_inline)) {
+#pragma GCC unroll 4
+    for (int b = 0; b < kBlocks; ++b) store(i, b, word_of(low.of[b], high.of[b]));
+  };
+  if constexpr (kStep == 1) {
+    const AllValues one = values(), two = values();
+    AllValues last = values();
+    AllPairs first = pairs(one, two), second = pairs(two, last);
+    for (int64_t i = 0; i < count; ++i) {
+      const AllValues more = values();
+      const AllPairs third = pairs(last, more);
+      put(i, first, third);
+      first = second;
+      second = third;
+      last = more;
+    }
+  } else {
+    AllPairs first{};
+    if (kStep == 2) {
+      const AllValues low = values();
+      first = pairs(low, values());
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      if (kStep == 4) {
+        const AllValues low = values();
+        first = pairs(low, values());
+      }
+      const AllValues low = values();
+      const AllPairs second = pairs(low, values());
+      put(i, first, second);
+      first = second;
+    }
+  }
+}
+
+#else
+
 constexpr int kTaps = 1;
 using Sums = Floats;
-
 constexpr int kSpreadBlocks = 1;
+constexpr int32_t kMore = 0;
+
+JAXTAP_INLINE Words arranged(Words weight) { return weight; }
 
 template <int kStep, int kBlocks, class Next, class Store>
 JAXTAP_INLINE void words_of(int64_t count, const Next& next, const Store& store) {
@@ -409,7 +476,7 @@ void put_rows(const Depthwise& given) {
       const uint32_t* weights = d.weights + channel;
       // Each word of the weight is loaded once for all pixels.
       for (int64_t tap = 0; tap < d.tap_count; ++tap, weights += d.to.n) {
-        const Words weight = read<Words>(weights, where);
+        const Words weight = arranged(read<Words>(weights, where));
         const uint32_t* at = x + d.taps[tap] * kLanes;
 #pragma GCC unroll 8
         for (int i = 0; i < kCount; ++i) add_products(read<Words>(at + i * step), weight, sums[i]);
@@ -674,7 +741,9 @@ void unpack(const Unpack& u) {
       Words word = {};
       if (u.place > 0) word = read<Words>(u.words + i, where);
       write(u.words + i, word | (same_bits<Words>(value & 255) << (8 * u.place)), where);
-      write(u.starts + i, read<Ints>(u.starts + i, where) - value * 128, where);
+      if constexpr (kMore != 0) {
+        write(u.starts + i, read<Ints>(u.starts + i, where) - value * kMore, where);
+      }
     }
   });
 }
