@@ -69,5 +69,6 @@ from .plugins.specs import QTypeSpec as QTypeSpec
 from .provider import Provider as Provider
 from .provider import ProviderPlan as ProviderPlan
 from .provider import StorablePlan as StorablePlan
+from .pytrees import quick_init as quick_init
 
 __version__: str

@@ -244,6 +244,6 @@ def _call(
     proceed: Callable[..., Any],
 ) -> TraceCall:
     """Return what a handler is given for these arrays."""
-    place, number = run.place(task), run.number(task, name)
-    known = run.frame, values, atoms
-    return TraceCall(name, level, args, params, place, number, *known, proceed, run.session)
+    place, known = run.place(task), (run.frame, values, atoms)
+    counted = run.count(task, name, bool(run.linear(atoms)))
+    return TraceCall(name, level, args, params, place, counted, *known, proceed, run.session)

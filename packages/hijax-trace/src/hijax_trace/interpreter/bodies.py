@@ -211,7 +211,7 @@ class BodyHere:
             return self._session.interceptor.resolve_path(frame.path(self._place.scopes))
         if what == STEPS:
             return frame.lengths()
-        return self._session.numbers.get(under(self.path, *about), 0)
+        return self._session.number(under(self.path, *about))
 
     def told(self, frame: Frame, counted: Sequence[Key], before: Numbers) -> Told:
         """Return what handlers were told while the body was re-interpreted."""
@@ -219,7 +219,8 @@ class BodyHere:
         told = {question: self.answer(question) for question in frame.asked if question[0] in own}
         if (NUMBERS,) in frame.asked and self._session.interceptor.tells_ids:
             # The operations of the body itself have been counted since.
-            told |= {(NUMBERS, key): before.get(under(self.path, key), 0) for key in counted}
+            number = self._session.number
+            told |= {(NUMBERS, key): number(under(self.path, key), before) for key in counted}
         return told
 
 

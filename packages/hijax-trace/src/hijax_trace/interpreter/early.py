@@ -199,7 +199,9 @@ class Early:
         number = self._numbers.next(*key)
         self._session.asked.append((self._looked_at, key, number))
         place, known = Place(frame, (), within), (self.tracers, values, values)
-        call = TraceCall(name, level, args, params, place, number, *known, proceed, self._session)
+        call = TraceCall(
+            name, level, args, params, place, (label, number), *known, proceed, self._session
+        )
         with settled():
             answer = handler(call, *args, **params)
         for value, metadata in call.given.values():

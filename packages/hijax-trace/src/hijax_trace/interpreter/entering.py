@@ -32,7 +32,7 @@ from .hi_prims import TappedPrim
 from .lazy import later_array
 from .one_pass import Pass
 from .questions import Outcome
-from .rules import prim_rule
+from .rules import of_rule, prim_rule
 from .session import Around
 from .tasks import Task
 
@@ -279,7 +279,8 @@ def rebuild(
         new["rule"] = compat.with_rule(new["rule"], session.tapping.rewrap)
     outcome = _united(holder.results, [one.outcome for one in tapped])
     if expands:
-        rule = prim_rule(around, before, asked=(session.numbers.copy(), outcome))
+        of = of_rule(around, type(params["_prim"]).__name__)
+        rule = prim_rule(around, before, asked=(session.numbers.copy(), outcome), of=of)
         new = {"_prim": TappedPrim(params["_prim"], jaxprs[0], len(extra[0]), rule)}
     found = Rebuilt(new, all_values, outcome)
     if not results:

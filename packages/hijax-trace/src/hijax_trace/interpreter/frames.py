@@ -13,7 +13,7 @@ from ..dataflow.dataflow import Dataflow
 from ..dataflow.expression import Expression
 from ..dataflow.flow import Origin
 from ..dataflow.nodes import OTHER_TRACE, Unknown
-from ..proxy.array_proxy import ArrayProxy
+from ..proxy.array_proxy import Apart, ArrayProxy, taken_apart
 from .hi_prims import Applied
 from .op_ids import join_path
 from .questions import ORIGIN, Metadata, Outcome, Question
@@ -65,6 +65,7 @@ class Inputs(NamedTuple):
         metadata: what handlers attached to them.
         proxies: their array proxies.
         linear: those in which the program must be linear.
+        apart: array proxies that are known taken apart.
     """
 
     avals: Sequence[Any] = ()
@@ -73,6 +74,7 @@ class Inputs(NamedTuple):
     metadata: Mapping[int, Metadata] = MappingProxyType({})
     proxies: Mapping[int, ArrayProxy] = MappingProxyType({})
     linear: frozenset[int] = frozenset()
+    apart: Mapping[int, Apart] = MappingProxyType({})
 
     def inside(
         self,
@@ -189,6 +191,7 @@ class Frame:
         self.proxies: dict[Any, ArrayProxy] = {
             jaxpr.invars[i]: proxy for i, proxy in inputs.proxies.items()
         }
+        self._apart = {jaxpr.invars[i]: one for i, one in inputs.apart.items()}
         self.replaced: set[Any] = set()
         self.from_handler: set[Any] = set()
         self.asked: dict[Question, Any] = {}
@@ -247,6 +250,14 @@ class Frame:
 
     def proxy(self, atom: Any) -> ArrayProxy | None:
         return None if type(atom) is compat.Literal else self.proxies.get(atom)
+
+    def apart(self, atom: Any) -> Apart | None:
+        """Return the array proxy of a variable, taken apart, or None."""
+        proxy = self.proxies.get(atom)
+        if proxy is None:
+            return None
+        known = self._apart.get(atom)
+        return taken_apart(proxy) if known is None or known.proxy is not proxy else known
 
     def expression(self, atom: Any) -> Expression:
         return self.values.expression(atom)

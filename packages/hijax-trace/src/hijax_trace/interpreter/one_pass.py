@@ -94,10 +94,10 @@ class Pass:
         alike = list(map(compat.typeof, values)) == [atom.aval for atom in call.invars]
         return call if own and alike else eqn
 
-    def number(self, task: Task, name: str) -> int:
-        """Count an operation. Return its number among those of its key."""
+    def count(self, task: Task, name: str, is_linear: bool = False) -> tuple[str, int]:
+        """Count an operation. Return its label and its number; see ``Session.count``."""
         frame = self.frame
-        return self.session.numbers.next(frame.path(task.scopes), frame.label, name)
+        return self.session.count(frame.path(task.scopes), frame.label, name, is_linear)
 
     def place(
         self, task: Task, within: frozenset[str] | None = None, untapped: bool | None = None

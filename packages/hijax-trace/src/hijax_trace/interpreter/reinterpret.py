@@ -57,6 +57,7 @@ class Interpreter(Pass):
                 self.run(task)
             for var in forget.get(task.eqn, ()) if forget else ():
                 env.pop(var, None)
+        self.answers = self.joins = None  # they refer to this: all of it is freed at once now
         return [a.val if type(a) is literal else env[a] for a in self.jaxpr.outvars]
 
     def run(self, task: Task) -> None:

@@ -10,9 +10,22 @@ import jax
 from .. import compat
 from ..staging.packed import Packed, stage_packed
 from .hi_prims import Applied, Rule, TappedPrim
-from .op_ids import Numbers
+from .op_ids import Numbers, OfRule
 from .questions import Outcome
 from .session import Around
+
+
+def of_rule(around: Around, name: str) -> OfRule:
+    """Return which operations of a rule are those of its function, which was tapped just now.
+
+    Args:
+        around: what is around the function's call.
+        name: tells the rule of which function it is.
+    """
+    session, (frame, scopes, *_), _ = around
+    ends = session.numbers.copy()
+    number = session.numbers.next(frame.path(scopes), frame.label, name)
+    return OfRule(f"{name}{number or ''}", ends)
 
 
 def prim_rule(
@@ -21,6 +34,7 @@ def prim_rule(
     is_later: bool = True,
     asked: tuple[Numbers, Outcome] | None = None,
     label: str = "",
+    of: OfRule | None = None,
 ) -> Rule:
     """Return what calls a HiPrim's derivative rule, tapped.
 
@@ -30,6 +44,7 @@ def prim_rule(
         asked: the operations so far, after those of its expansion, and what came of asking handlers
             about them, if that stands for it in rules.
         label: the label of its operations in op ids; "" for that of the place.
+        of: which of its operations are those of its function; None if none is.
     """
     session, place, operands = around
 
@@ -65,7 +80,9 @@ def prim_rule(
             applied = Applied(tapped, extra, variables, asked[1])
             if any(map(applied.is_by, jaxpr.eqns)):
                 inner.applied, start = applied, asked[0]
-        counting = session.counting(start.copy())
+        # What one rule of a HiPrim has counted, the others do not know.
+        own = of if of is None or asked is None else of._replace(label=f"{of.label}.{name}")
+        counting = session.counting(start.copy(), own)
         return result.build(counting.reinterpret(inner, jaxpr, [*consts, *packed.arrays]))
 
     return rule

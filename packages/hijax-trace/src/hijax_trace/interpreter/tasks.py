@@ -218,8 +218,11 @@ class Tasks:
         """Return what to do with one equation, staged or being staged."""
         sort = key = None
         if sorts is not None:
-            # Calls of one function on equal types share its jaxpr.
-            key = compat.call_key(eqn) or (eqn.primitive, id(eqn.params))
+            # Calls of one function on equal types share its jaxpr, and those that were staged as
+            # one before it, their parameters.
+            params = eqn.params
+            key = None if type(params) is compat.SharedParams else compat.call_key(eqn)
+            key = key or (eqn.primitive, id(params))
             sort = sorts.get(key)
         if sort is None:
             sort = self._sort(eqn)

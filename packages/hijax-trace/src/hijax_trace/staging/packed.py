@@ -67,11 +67,11 @@ class Packed:
                 self._places.append(None)
                 self.rest.append(leaf)
                 continue
-            if id(leaf) not in seen:
-                seen[id(leaf)] = len(self.arrays)
+            place = seen.setdefault(id(leaf), len(self.arrays))
+            if place == len(self.arrays):
                 self._first.append(len(self._places))
                 self.arrays.append(leaf)
-            self._places.append(seen[id(leaf)])
+            self._places.append(place)
 
     def build(self, arrays: Sequence[Any]) -> Any:
         """Return the pytree with other arrays."""

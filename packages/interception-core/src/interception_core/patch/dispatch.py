@@ -25,6 +25,12 @@ def run(site: Site, original: Callable, state: State, args: tuple, kwargs: dict)
     """Run a call of a site that was made in a state."""
     if state.__class__ is not Scope or state.asleep:
         return original(*args, **kwargs)
+    # Most calls equal one before. Their results need no `TappedCall` and no scope.
+    activation = state.activation
+    if activation.again is not None and site in activation.table and site not in state.within:
+        result = activation.again(activation.observer, site, args, kwargs)
+        if result is not NotImplemented:
+            return result
     return _ask(site, original, state, (), args, kwargs)
 
 
