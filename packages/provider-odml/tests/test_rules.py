@@ -55,6 +55,7 @@ def test_modes(fields, static, dynamic, text):
         ({**STATIC, **BLOCKS}, ["OdmlRule.tile_size", "output_qtype is set", "input_qtype='int8'"]),
         ({"weight_calibration_method": "minmax"}, ["OdmlRule.weight_calibration_method", "minmax"]),
         ({"weight_calibration_method": None}, ["OdmlRule.weight_calibration_method"]),
+        ({"act_calibration_method": "balanced"}, ["act_calibration_method", "rounds weights"]),
         ({"act_calibration_method": "median"}, ["OdmlRule.act_calibration_method", "median"]),
         ({"act_batch_axes": "0"}, ["OdmlRule.act_batch_axes", "'0'"]),
         ({"act_batch_axes": [0.5]}, ["OdmlRule.act_batch_axes", "0.5"]),

@@ -287,6 +287,14 @@ def test_statistics_are_collected_and_used():
     ("fields", "message"),
     [
         ({"bwd_qtype": "int9"}, "QtRule.bwd_qtype.*int8.*got 'int9'"),
+        (
+            {
+                "weight_qtype": "int8",
+                "weight_calibration_method": "balanced",
+                "weight_static_scale": True,
+            },
+            "QtRule.weight_static_scale.*'balanced'",
+        ),
         ({"bwd_calibration_method": "nearest"}, "bwd_calibration_method.*Got 'nearest'"),
         ({"bwd_weight_grad_tile_size": 0}, "bwd_weight_grad_tile_size.*Got 0"),
         ({"bwd_stochastic_rounding": "gaussian"}, "bwd_stochastic_rounding.*Got 'gaussian'"),

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from jaxtap_testkit import examples
-from quant_numerics import dequantize, get_qtype, quantize, quantize_for_dot
+from quant_numerics import StochasticRounding, dequantize, get_qtype, quantize, quantize_for_dot
 
 pytestmark = pytest.mark.sample(2)
 
@@ -303,3 +303,5 @@ def test_balanced_is_for_integers_and_keeps_what_is_not_finite():
         quantize(x, "nf4", method="balanced")
     with pytest.raises(ValueError, match="takes no number"):
         quantize(x, "int8", method="balanced,2")
+    with pytest.raises(ValueError, match="rounding must be None"):
+        quantize(x, "int8", method="balanced", rounding=StochasticRounding(jax.random.key(0)))

@@ -141,8 +141,10 @@ class Convolver {
         is_int8_(args.x_dtype == DType::S8),
         x_bytes_(static_cast<int64_t>(byte_size(args.x_dtype))),
         y_bytes_(static_cast<int64_t>(byte_size(args.y_dtype))),
-        multiplies_(table_.multiply != nullptr && isa == Isa::kAvx512 && args.y_dtype == DType::F32 &&
-                    args.y_scale != nullptr && args.residual == nullptr),
+        // Not on AMX, whose tiles are faster.
+        multiplies_(table_.multiply != nullptr && isa == Isa::kAvx512 &&
+                    args.y_dtype == DType::F32 && args.y_scale != nullptr &&
+                    args.residual == nullptr),
         x_scale_(args.x_scale == nullptr ? Scale() : Scale::of(*args.x_scale)),
         y_scale_(args.y_scale == nullptr ? Scale() : Scale::of(*args.y_scale)) {
     for (int i = 0; i < kDims; ++i) {

@@ -83,8 +83,9 @@ struct Table {
   void (*spread)(const Spread& s);
   void (*depthwise)(const Depthwise& d);
   void (*finish)(const Finished& f);
-  // Products of float32 results, without a residual, to int8, whose sums never leave registers; null
-  // where the kernels of matmuls are faster. Of `t` that reads what `exact8` does.
+  // What `exact8` and then `finish` make of float32 results as int8, without a residual, from sums
+  // that never leave registers: `exact8` writes them to memory, which takes longer than few products.
+  // It reads what `exact8` reads of `t`. Null where there are no instructions for int8 in 512 bits.
   void (*multiply)(const Tile& t, const Results& to);
   // Floats of a static range, at any address, to int8.
   void (*quantize)(const void* x, DType dtype, int64_t count, Scale scale, int8_t* to);

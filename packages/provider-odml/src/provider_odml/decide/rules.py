@@ -187,6 +187,8 @@ class OdmlRule:
             method = qn.parse_calibration_method(value)
         except (TypeError, ValueError, AttributeError) as error:
             raise self._error(field, f"a calibration method. {error}") from error
+        if field == "act_calibration_method" and method.name == "balanced":
+            raise self._error(field, "another method than 'balanced', which rounds weights")
         if field == "weight_calibration_method" and not method.is_symmetric:
             raise self._error(field, "symmetric: LiteRT's weights have no zero point")
 

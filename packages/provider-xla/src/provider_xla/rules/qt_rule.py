@@ -137,6 +137,9 @@ class QtRule(QuantizationRule):
                 self._check_unset(name, qtype is None, where)
         for name in ("weight_static_scale", "bwd_static_scale"):
             self._check_choice(name, True, False)
+        balances = qn.parse_calibration_method(self.weight_calibration_method).name == "balanced"
+        where = "weight_calibration_method is 'balanced': a scale that is given only rounds"
+        self._check_unset("weight_static_scale", balances, where)
         self._check_choice("bwd_original_residuals", None, True, False)
         without = of == {"act": None, "weight": None} and bool(self.bwd_original_residuals)
         where = "no bwd_qtype is given: a float backward pass has them"

@@ -83,10 +83,10 @@ def quantize(
       (channel axes) or the number of tiles (tiled axes) along each axis.
 
     Raises:
-      ValueError: an unknown qtype or method; an axis that is out of range or named twice; a tile
-        that is not positive; for mxfp8, mxfp4 (32) and nvfp4 (16) other tiles than the format's
-        own, of one axis or of whole axes and a part of another; a `scale_dtype` that the format
-        can't have.
+      ValueError: an unknown qtype or method; a `rounding` with "balanced"; an axis that is out of
+        range or named twice; a tile that is not positive; for mxfp8, mxfp4 (32) and nvfp4 (16)
+        other tiles than the format's own, of one axis or of whole axes and a part of another; a
+        `scale_dtype` that the format can't have.
       TypeError: `x` is not of a supported float dtype.
     """
     kind = get_qtype(qtype).with_scales(scale_dtype)
@@ -95,6 +95,11 @@ def quantize(
     dtype = float_dtype(x.dtype, "the array to quantize")
     cut = slices(x.shape, channel_axes, tile_axes)
     check_block(kind, cut)
+    if how.name == "balanced" and rounding is not None:
+        raise ValueError(
+            "rounding must be None with the method 'balanced', which decides how values are "
+            f"rounded, got {rounding!r}. Use 'absmax'."
+        )
 
     def quantized(x: jax.Array, noise: jax.Array | None) -> QArray:
         values = cut.split(x.astype(compute_dtype(dtype)))
@@ -159,7 +164,8 @@ def _balanced(values: jax.Array, scale: jax.Array, qvalue: jax.Array, cut: Slice
         found = lax.expand_dims(lax.reduce_sum(reached, reduced), reduced)
         return jnp.where(found >= lax.abs(count), trial, least)
 
-    least = lax.fori_loop(0, 31, step, jnp.zeros_like(count))
+    # Like `count`, zeros that vary over the devices of a shard_map.
+    least = lax.fori_loop(0, 31, step, count - count)
     return qvalue - jnp.where(key >= least, side, 0).astype(qvalue.dtype)
 
 

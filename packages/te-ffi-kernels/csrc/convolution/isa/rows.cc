@@ -317,19 +317,20 @@ JAXTAP_INLINE Floats magnitude(Floats x) {
 
 // With u = 2^-24, p the product of a sum and both scales, b the bias, and all of them in multiples of
 // the scale of results: the four steps are off by at most u (2 |p| + |p + b|), the one by
-// u (4 |p| + 2 |b| + |p + b|), and |p| <= 128 + |b| where results are not cut. Together that is less than
-// u (1024 + 8 |b|). It does not hold where products of scales leave the range of normal numbers, or
-// anything is NaN: then nothing is safe.
+// u (4 |p| + 2 |b| + |p + b|), and |p| <= 128 + |b| where results are not cut. Together that is less
+// than u (1024 + 8 |b|). It does not hold where a scale or a product of scales is so large or small
+// that a step leaves the range of normal numbers, or where anything is NaN: then nothing is safe.
 JAXTAP_INLINE Nearly nearly_of(const Results& to, const Channels& of) {
-  const auto within = [](Floats x) {
-    return (magnitude(x) > 0x1p-100f) & (magnitude(x) < 0x1p100f);
-  };
+  // Times a sum, which is less than 2^31, it is still a normal number.
+  const auto within = [](Floats x) { return (magnitude(x) > 0x1p-96f) & (magnitude(x) < 0x1p96f); };
   const float reciprocal = to.y_scale.reciprocal;
   const Floats scale = of.scale * to.x_scale, factor = scale * reciprocal;
   const Floats addend = of.bias * reciprocal, beyond = magnitude(addend);
-  const Ints holds = ((within(scale) & within(factor)) | (of.scale == 0.0f)) &
-                     within(all(reciprocal)) & (beyond < 0x1p20f);
-  const Floats safe = holds ? 0.5f - (0x1p-14f + 0x1p-21f * beyond) : all(-1.0f);
+  const Ints are_within = within(all(to.x_scale)) & within(all(reciprocal)) &
+                          ((within(scale) & within(factor)) | (of.scale == 0.0f));
+  const Floats safe = are_within & (beyond < 0x1p20f)
+                          ? 0.5f - (0x1p-14f + 0x1p-21f * beyond)
+                          : all(-1.0f);
   return {factor, addend, safe, of.least * reciprocal, of.most * reciprocal};
 }
 
@@ -354,6 +355,7 @@ JAXTAP_INLINE Channels channels_of(const Results& to, int64_t channel, Where whe
   return of;
 }
 
+// The quantized values of a vector of channels, of pixels that follow each other.
 template <int kCount, class Where>
 JAXTAP_INLINE void write_near(const Results& to, int64_t pixel, int64_t channel,
                               const Ints (&near)[kCount], Where where) {
@@ -410,11 +412,13 @@ __attribute__((noinline)) void put_rest(const Results& to, const Channels& of, i
   put_exactly<F32, true>(to, of, pixel, channel, found, where);
 }
 
-// Results of sums, of pixels that follow each other.
+// Results of sums, of pixels that follow each other: where they are int8 of float32, in one step, unless
+// one of them is not safe. Beside a residual, whose size is not known, none is. Generic C++ has no
+// instruction for it.
 template <class Format, bool kToInt8, class Sum, int kCount, class Where>
 JAXTAP_INLINE void put(const Results& to, const Channels& of, const Nearly& nearly, int64_t pixel,
                        int64_t channel, const Sum (&sums)[kCount], Where where) {
-  if constexpr (kToInt8 && kBitsOf<Format> == 32) {
+  if constexpr (kToInt8 && kBitsOf<Format> == 32 && !kGeneric) {
     if (to.out.residual == nullptr) {
       Ints near[kCount];
       Words most{};
@@ -751,7 +755,8 @@ void unpack(const Unpack& u) {
 }  // namespace
 
 const Table& make_table() {
-  static const Table table{kLanes, kTaps, spread, depthwise, finish, multiply, quantize_floats, sum, unpack};
+  static const Table table{kLanes,   kTaps,           spread, depthwise, finish,
+                           multiply, quantize_floats, sum,    unpack};
   return table;
 }
 
