@@ -66,8 +66,8 @@ inline void NeedBlocks(const Array& array, const Matrix& matrix, bool by_column)
   NeedBlocks(array, matrix.cols, "columns (axes from flatten_axis)");
 }
 
-// Throws unless scales are, as the mode has it, one for each of `tensors`, one for each of `channels`,
-// or one for 32 of `numbers`: of float8_e8m0fnu then, or of uint8 with the same bits.
+// Throws unless scales are, as the mode has it, one for each of `tensors`, one for each of
+// `channels`, or one for 32 of `numbers`: of float8_e8m0fnu then, or of uint8 with the same bits.
 inline void CheckScales(const Array& scales, te::Scaling scaling, int64_t tensors, int64_t channels,
                         int64_t numbers) {
   if (scaling == te::Scaling::kMx) {
@@ -81,7 +81,7 @@ inline void CheckScales(const Array& scales, te::Scaling scaling, int64_t tensor
   }
 }
 
-// Where the quantized values of x and their scales of one direction go, once their shapes are checked.
+// Where quantized values of x and their scales of one direction go, once their shapes are checked.
 inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& qvalues,
                            const Array& scales, te::Scaling scaling, bool by_column) {
   NeedSize(NeedQValues(qvalues, scaling), matrix.rows * matrix.cols,
