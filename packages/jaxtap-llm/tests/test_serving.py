@@ -103,7 +103,7 @@ def test_a_fresh_process_and_its_errors(tmp_path, capsys):
         "from jaxtap_testkit.llm_samples import run_llm as main\n"
         "main('generate', sys.argv[1], '--prompt', 'abc', '--count', '9')\n"
         # Nothing is planned, and no model is traced.
-        "assert 'provider_xla.plan.make' not in sys.modules\n"
+        "assert 'provider_xla.plan.plan' not in sys.modules\n"
     )
     run = run_python(tmp_path / "serve.py", programs)
     assert run.stdout.splitlines() == [text]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from provider_xla.program.granularity import Granularity, of_operand
+from provider_xla.plan.weight import Granularity, of_operand
 from quant_numerics import contraction_tiles
 
 

@@ -1,11 +1,9 @@
-"""Tables beside tabulate's, and progress without tqdm."""
-
-import sys
+"""Tables beside tabulate's."""
 
 import pytest
 from tabulate import tabulate
 
-from provider_xla.tables import progress, table
+from provider_xla.tables import table
 
 ROWS = {
     "none": [],
@@ -28,16 +26,3 @@ def test_a_table(case, right):
     if not ROWS[case]:  # tabulate aligns all headers to the left
         found = table([], headers)
     assert found == "\n".join(line.rstrip() for line in wanted.splitlines())
-
-
-def test_progress_without_tqdm(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    assert list(progress(iter([1, 2]), desc="steps")) == [1, 2]
-    with progress(total=3, unit="B") as bar:
-        bar.update(2)
-
-
-def test_progress(capsys):
-    from tqdm import tqdm
-
-    assert isinstance(progress([1]), tqdm)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from interception_core.log import progress
 from provider_xla import QuantizationError
 from provider_xla.features import (
     Largest,
@@ -26,7 +27,6 @@ from provider_xla.features import (
     follows_values,
     prepacked,
     probe,
-    progress,
     quantize_leaf,
     table,
     whole_results,

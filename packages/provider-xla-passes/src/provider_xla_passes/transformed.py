@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import quant_numerics as qn
 from hijax_trace import Part
 from interception_core import explicit_mesh, explicit_spec, get_form, hide_frames, with_auto_axes
-from provider_xla.features import AroundStored, Rotation, product
+from provider_xla.features import AroundStored, Rotation
 from quant_numerics import Contraction, Matmul
 
 hide_frames(Path(__file__).parent)
@@ -224,7 +224,7 @@ class TransformedWeight(AroundStored):
         found = NotImplemented
         if [type(step) for step in self.steps] == [Rotated]:
             rotation = self._rotation(contraction, side, x.shape)
-            found = product(contraction, side, x, self.inner, rotation=rotation, **how)
+            found = self.inner.contract(contraction, side, x, rotation=rotation, **how)
         if found is not NotImplemented:
             return found
         x = self.activation(contraction, side, x)

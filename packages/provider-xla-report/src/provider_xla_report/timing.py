@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import statistics as stats
@@ -13,17 +14,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import quant_numerics as qn
 from hijax_trace import ArrayProxy
 from provider_xla import PrepackedWeight
 from provider_xla.features import (
     Site,
     Statistics,
-    alike,
     calibrations,
     follows_values,
-    mapped_columns,
     of_arrays,
-    over_columns,
+    pack,
+    packing_of,
     quantized_contraction,
     run_operands,
     taking_stored,
@@ -63,7 +64,7 @@ class _Call:
                         for axis, x in zip(self.axes, self.operands, strict=True))  # fmt: skip
         self.mapped, self.repeats = (mapped, 1) if is_mapped else (1, mapped)
         # Examples that are columns of a packed weight run in one call.
-        self.rows = max(self.mapped // math.prod(map(mapped_columns, self.operands)), 1)
+        self.rows = max(self.mapped // math.prod(map(_mapped_columns, self.operands)), 1)
         leaves, structure = jax.tree.flatten((self.operands, self.floats, self.extras))
         shapes = tuple((leaf.shape, leaf.dtype.name) for leaf in leaves)
         static = tuple(range_ is None for range_ in self.ranges)
@@ -98,7 +99,7 @@ class _Call:
     def _mapped(self, fn: Callable[..., Any], operands: Sequence[Any]) -> Callable[..., Any]:
         for side, x in enumerate(operands):
             if isinstance(x, PrepackedWeight):
-                fn = over_columns(fn, side, x)
+                fn = _over_columns(fn, side, x)
         if self.mapped == 1:
             return jax.jit(fn)
         pairs = zip(operands, self.axes, strict=True)
@@ -111,7 +112,7 @@ class _Call:
 
         def fill(x: Any) -> Any:
             if isinstance(x, PrepackedWeight):
-                return alike(x, functools.partial(_random, rng, parent=x))
+                return _alike(x, functools.partial(_random, rng, parent=x))
             return _random(rng, (*lead, *x.shape), x.dtype, types)
 
         return jax.tree.map(fill, types, is_leaf=lambda x: isinstance(x, PrepackedWeight))
@@ -167,6 +168,48 @@ def time_both(first: Callable[[], Any], second: Callable[[], Any]) -> tuple[floa
             call()
             seconds.append(time.perf_counter() - start)
     return stats.median(taken[0]), stats.median(taken[1])
+
+
+def _mapped_columns(held: Any) -> int:
+    """Return how many mapped examples are columns of a packed weight; 1 of anything else."""
+    if not isinstance(held, PrepackedWeight):
+        return 1
+    return math.prod(held.n_sizes[part] for part in held.gone)
+
+
+def _over_columns(fn: Callable[..., Any], side: int, weight: PrepackedWeight) -> Callable[..., Any]:
+    """Return a function of two operands and two more, mapped over a weight's mapped columns."""
+    for i in range(len(weight.gone)):
+        places = tuple(0 if j == i else None for j in range(len(weight.gone)))
+        axes: list[Any] = [None] * 4
+        axes[side] = dataclasses.replace(weight, packed=None, index=None, places=places)
+        fn = jax.vmap(fn, tuple(axes))
+    return fn
+
+
+def _alike(given: PrepackedWeight, values: Callable[..., Any]) -> PrepackedWeight:
+    """Return a weight as a kernel takes it, given its type and a function of shape and dtype.
+
+    It is a single one even if the given one is an entry of a stack, and has all indices of mapped
+    columns.
+    """
+    weight, rank = jax.eval_shape(PrepackedWeight.gathered, given), len(given.k_sizes)
+    order = (*weight.order, *(rank + part for part in weight.gone))
+    weight = dataclasses.replace(weight, order=order, gone=(), places=())
+    kind = qn.get_qtype(weight.qtype)
+    whole = jnp.ones((1,) * weight.ndim, jnp.float32) if kind.two_level else None
+    q = qn.QArray(
+        values(weight.shape, kind.storage_dtype),
+        jnp.ones(weight.scale_shape, weight.scale_dtype),
+        global_scale=whole,
+        qtype=weight.qtype,
+        dtype=weight.dtype,
+    )
+    made = pack(q, dataclasses.replace(packing_of(weight), pieces=0))
+    places = tuple(jnp.arange(given.n_sizes[part], dtype=jnp.int32) for part in given.gone)
+    return dataclasses.replace(
+        weight, packed=made.packed, order=given.order, gone=given.gone, places=places
+    )
 
 
 def _types(tree: Any) -> Any:

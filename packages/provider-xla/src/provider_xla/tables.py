@@ -1,15 +1,11 @@
-"""What is printed: tables, rows of equal layers folded, bars of progress, and what takes long."""
+"""What is printed: tables, and rows of equal layers folded."""
 
 from __future__ import annotations
 
-import contextlib
 import re
-import sys
-import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Self, TypeVar
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
-T = TypeVar("T")
 _PAST_HEADER = 2
 """Spaces by which a column is wider than its header."""
 
@@ -30,58 +26,6 @@ def table(
         return "  ".join(found).rstrip()
 
     return "\n".join([line(headers), "  ".join("-" * n for n in widths), *map(line, rows)])
-
-
-class _NoBar(Generic[T]):
-    """What is used of a bar, without one."""
-
-    def __init__(self, steps: Iterable[T] | None):
-        self._steps = steps
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        return None
-
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._steps or ())
-
-    def update(self, count: int = 1) -> None:
-        """Show nothing."""
-
-
-def progress(steps: Iterable[T] | None = None, **how: Any) -> Any:
-    """Return a bar of progress on terminals, by tqdm if it is installed; else one without a bar.
-
-    Args:
-        steps: what is iterated over; None where steps are told by ``update``.
-        how: as tqdm takes it.
-    """
-    try:
-        from tqdm import tqdm
-    except ModuleNotFoundError:
-        return _NoBar(steps)
-    return tqdm(steps, disable=None, **how)
-
-
-SECONDS = 0.5
-"""What is done by then is not told."""
-
-
-@contextlib.contextmanager
-def telling(what: str) -> Iterator[None]:
-    """Print a line to stderr, if that is a terminal and the work is not done soon."""
-    if not sys.stderr.isatty():
-        yield
-        return
-    timer = threading.Timer(SECONDS, print, (what,), {"file": sys.stderr, "flush": True})
-    timer.daemon = True  # a program that ends does not wait for it
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 LEAST = 60

@@ -196,4 +196,4 @@ void backward(const Problem& p, const Gradients& gradients, const Parallel& pool
 
 }  // namespace jaxtap::attention
 
-JAXTAP_DEFINE_TABLES(attention, amx)
+JAXTAP_DEFINE_TABLES(attention, amx, neon)

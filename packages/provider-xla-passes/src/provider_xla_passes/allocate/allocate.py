@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from interception_core import hide_frames
+from interception_core.log import progress
 from provider_xla import QuantizationError, WeightPlan
 from provider_xla.features import (
     Code,
     by_path,
     check_parameters,
     joined,
-    progress,
     replanned,
     table,
 )

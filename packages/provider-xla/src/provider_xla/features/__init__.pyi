@@ -11,14 +11,10 @@ from ..forms import AroundStored as AroundStored
 from ..forms import is_adapted as is_adapted
 from ..forms import is_kept as is_kept
 from ..kernels.matmul import Rotation as Rotation
-from ..kernels.matmul import product as product
-from ..kernels.packing import PACK_OPS as PACK_OPS
-from ..kernels.packing import alike as alike
-from ..kernels.packing import mapped_columns as mapped_columns
-from ..kernels.packing import over_columns as over_columns
-from ..kernels.packing import pack as pack
-from ..kernels.packing import packed_type as packed_type
-from ..kernels.packing import packing_of as packing_of
+from ..kernels.packed import PACK_OPS as PACK_OPS
+from ..kernels.packed import pack as pack
+from ..kernels.packed import packed_type as packed_type
+from ..kernels.packed import packing_of as packing_of
 from ..measure.probe import Largest as Largest
 from ..measure.probe import Lookup as Lookup
 from ..measure.probe import Probed as Probed
@@ -29,9 +25,9 @@ from ..measure.probe import probe as probe
 from ..measure.probe import stored_operand as stored_operand
 from ..measure.probe import whole as whole
 from ..measure.probe import whole_results as whole_results
-from ..plan.make import in_float as in_float
-from ..plan.make import replanned as replanned
-from ..plan.make import tried as tried
+from ..plan.beside import in_float as in_float
+from ..plan.other_rules import replanned as replanned
+from ..plan.other_rules import tried as tried
 from ..plan.plan import NO_ADAPTERS as NO_ADAPTERS
 from ..plan.plan import OF_ADAPTERS as OF_ADAPTERS
 
@@ -88,5 +84,4 @@ from ..tables import LEAST as LEAST
 from ..tables import fold_lines as fold_lines
 from ..tables import fold_rows as fold_rows
 from ..tables import folded as folded
-from ..tables import progress as progress
 from ..tables import table as table

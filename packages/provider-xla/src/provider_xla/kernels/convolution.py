@@ -17,8 +17,8 @@ import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Convolution
 
+from .matmul import NOTHING, Added, Between, NoKernel, check_activations
 from .phases import Axis, Phases, axis_of, interleaved, phases_of
-from .products import NOTHING, Added, Between, NoKernel, check_activations
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,34 +1,179 @@
-"""Kernels: choose and call the op for a packed parameter's contraction."""
+"""Matmuls by a kernel that takes the packed parameter, and what kernels do to a result.
+
+A kernel adds a bias, a residual, or both. A batch's rows are rows to it, and mapped columns are
+columns: programs with named axes map a weight over the axes that are not contracted, so that what
+they multiply is a vector, and a kernel multiplies with the whole weight all the same, once.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_batching import custom_vmap
 
 import quant_numerics as qn
 from interception_core import get_op
 from quant_numerics import Contraction, Convolution, Matmul, RaggedMatmul
 
-from ..program.granularity import tile_elements
-from .convolution import convolve
-from .products import (
-    ALONE,
-    NOTHING,
-    Added,
-    Between,
-    NoKernel,
-    check_activations,
-    mapped_contraction,
-)
+from ..program.matching import tile_elements
 
 _FLOATS = tuple(map(jnp.dtype, (jnp.float32, jnp.bfloat16, jnp.float16)))
+
+
+class NoKernel(Exception):
+    """Raised for a contraction that kernels don't compute, with the reason."""
+
+
+class Clamp(NamedTuple):
+    """Numbers between which results are cut.
+
+    Attributes:
+        least: the least result.
+        most: the largest.
+        is_open: whether the derivative at a bound is 0, as that of ``lax.clamp`` and ``relu``; else
+            it is that of a maximum and a minimum.
+    """
+
+    least: float
+    most: float
+    is_open: bool
+
+    def of(self, y: jax.Array) -> jax.Array:
+        """Return results that are cut."""
+        least, most = (jnp.asarray(bound, y.dtype) for bound in self[:2])
+        return (
+            lax.clamp(least, y, most) if self.is_open else jnp.minimum(jnp.maximum(y, least), most)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Added:
+    """What is done to a contraction's result, each sum rounded to the result's dtype.
+
+    Attributes:
+        bias: [n], added, repeated along all axes but the last; None for none.
+        residual: of the result's shape, added after the bias; None for none.
+        clamp: how results are cut in the end; None: they aren't (static).
+    """
+
+    bias: Any = None
+    residual: Any = None
+    clamp: Clamp | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def to(self, y: jax.Array) -> jax.Array:
+        """Return the result."""
+        if self.bias is not None:
+            y = y + jnp.expand_dims(self.bias, range(y.ndim - 1))
+        y = y if self.residual is None else y + self.residual
+        return y if self.clamp is None else self.clamp.of(y)
+
+    def options(self, packed: Any) -> dict[str, Any]:
+        """Return what there is, by the name that the ops of a packed weight have for it."""
+        arrays = {"bias": self.bias, "residual": self.residual}
+        found = {name: array for name, array in arrays.items() if array is not None}
+        if self.clamp is not None and getattr(packed, "clamps", False):
+            found["clamp"] = self.clamp[:2]
+        return found
+
+    def rest(self, packed: Any) -> Added:
+        """Return what the ops of a packed weight, given ``options``, don't do."""
+        return NOTHING if getattr(packed, "clamps", False) else Added(clamp=self.clamp)
+
+    def in_batch(
+        self, is_mapped: Added, size: int, kept: Sequence[int]
+    ) -> tuple[Added, tuple[jax.Array, ...]]:
+        """Return what a kernel adds to the results of a batch, and what is added after it.
+
+        A bias that the batch shares is added to all rows. A mapped one, whose first axis is the
+        batch's, differs from row to row, as a residual does. ``kept`` are the axes of one result,
+        but for the last.
+        """
+        bias, residuals = self.bias, [] if self.residual is None else [self.residual]
+        if bias is not None and is_mapped.bias:
+            row = bias.reshape(size, *(1 for _ in kept), bias.shape[-1])
+            bias, residuals = None, [row, *residuals]
+        whole = [jnp.broadcast_to(x, (size, *kept, x.shape[-1])) for x in residuals]
+        inside, after = Added(bias, whole[0] if whole else None), tuple(whole[1:])
+        return inside if after else dataclasses.replace(inside, clamp=self.clamp), after
+
+
+NOTHING = Added()
+
+Run = Callable[[jax.Array, Any, Added], jax.Array]
+"""Multiplies [*rows, K] with a packed weight, and adds to the product, to [*rows, N]."""
+
+
+def mapped_contraction(run: Run, n_sizes: Sequence[int], gone: Sequence[int]) -> Callable[..., Any]:
+    """Return a contraction with some packed columns, with a ``vmap`` rule.
+
+    ``run`` multiplies with all of them; of the axes in ``gone`` one index is taken, and a ``vmap``
+    over all indices of one takes them in their order. The function is of x [*rows, K], the packed
+    weight, what is added to [*rows, N], and an int32 index for each axis in ``gone``.
+    """
+
+    def one(x: jax.Array, weight: Any, added: Added, places: Sequence[jax.Array]) -> jax.Array:
+        y = run(x, weight, added).reshape(*x.shape[:-1], *n_sizes)
+        for part, place in sorted(zip(gone, places, strict=True), key=lambda pair: -pair[0]):
+            y = lax.dynamic_index_in_dim(y, place, x.ndim - 1 + part, keepdims=False)
+        return y
+
+    wrapped = custom_vmap(one)
+
+    def rule(
+        size: int, in_batched: Any, x: jax.Array, weight: Any, added: Added, places: Any
+    ) -> Any:
+        is_rows, of_weight, of_added, of_places = in_batched
+        mapped = [i for i, is_mapped in enumerate(of_places) if is_mapped]
+        axes = jax.tree.map(lambda is_mapped: 0 if is_mapped else None, in_batched)
+        if not any(jax.tree.leaves(of_weight)):
+            if not mapped and not is_rows:  # only what is added differs: multiply once
+                y = wrapped(x, weight, NOTHING, places)
+                return jax.vmap(lambda added: added.to(y), axes[2:3], axis_size=size)(added), True
+            if not mapped:
+                inside, after = added.in_batch(of_added, size, x.shape[1:-1])
+                y = sum(after, wrapped(x, weight, inside, places))
+                return Added(clamp=added.clamp if after else None).to(y), True
+            first, *others = mapped
+            part = gone[first]
+            # A map over all columns of an axis is that axis of one call's result.
+            if not others and not is_rows and size == n_sizes[part]:
+                rest = [i for i in range(len(gone)) if i != first]
+                left = [gone[i] for i in rest]
+                run_all = mapped_contraction(run, n_sizes, left)
+                y = run_all(x, weight, added, [places[i] for i in rest])
+                axis = x.ndim - 1 + part - sum(other < part for other in left)
+                return jnp.moveaxis(y, axis, 0), True
+        return jax.vmap(one, tuple(axes), axis_size=size)(x, weight, added, places), True
+
+    wrapped.def_vmap(rule)
+    return wrapped
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Between:
+    """What a contraction has of its neighbours in a chain of int8 values.
+
+    Attributes:
+        quantized: its activation as int8, in its static range, as the contraction before gives it;
+            None where it quantizes the activation.
+        y_scale: float32[], the scale of int8 results, which the contraction after it reads; None
+            for float results.
+    """
+
+    quantized: Any = None
+    y_scale: Any = None
+
+
+ALONE = Between()
 
 
 class Rotation(NamedTuple):
@@ -132,6 +277,17 @@ def _pointwise_layout(contraction: Convolution, side: int, w_shape: Sequence[int
     return Layout(kept, pairs, tuple(result), tuple(strides.get(axis, 1) for axis in range(ndim)))
 
 
+def check_activations(how: qn.HowToQuantize, is_static: bool, part: str) -> None:
+    """Raise NoKernel unless kernels quantize activations so, each ``part`` of them apart."""
+    if how.qtype != "int8":
+        raise NoKernel(f"activations in {how.qtype}")
+    if is_static:
+        if not qn.parse_calibration_method(how.method).is_symmetric:
+            raise NoKernel("activations with a static range that has a zero point")
+    elif how.method != "absmax" or not how.channelwise:
+        raise NoKernel(f"activations with another range than the largest of each {part}")
+
+
 def op_of(
     how: qn.HowToQuantize | None,
     is_static: bool,
@@ -181,56 +337,7 @@ def check_dtypes(contraction: Contraction, x: Any, dtype: Any) -> np.dtype:
     return jnp.dtype(out)
 
 
-def product(
-    contraction: Contraction,
-    side: int,
-    x: Any,
-    weight: Any,
-    *,
-    how: qn.HowToQuantize | None,
-    calibration: qn.Calibration | None,
-    extras: Sequence[jax.Array],
-    added: Added,
-    rotation: Rotation | None = None,
-    between: Between = ALONE,
-) -> Any:
-    """Return a contraction with a packed weight, or NotImplemented without a kernel for it.
-
-    The arguments are those of ``StoredForm.contract``, a rotation of ``x``, and what a chain of
-    convolutions has in int8.
-    """
-    if not isinstance(x, jax.Array) or _is_explicit(x):
-        return NotImplemented
-    symmetric = how is not None and calibration is not None and calibration.lower is None
-    scale = qn.scale_of(calibration, how.qtype)[0].reshape(()) if symmetric else None  # type: ignore[arg-type, union-attr]
-    has_zero_point = calibration is not None and scale is None
-    given = contraction, how, scale, x, weight, side
-    try:
-        dtype = check_dtypes(contraction, x, weight.dtype)
-        if isinstance(contraction, RaggedMatmul) and weight.phases is None:
-            if between.y_scale is not None:
-                return NotImplemented  # int8 results of rows in groups
-            return added.to(_multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
-        if weight.lead or weight.pieces:
-            return NotImplemented  # a stack, or packed in pieces for shard_map
-        if isinstance(contraction, Convolution):
-            is_matmul = contraction.is_pointwise(weight.shape)
-            try:
-                if (weight.windows or not is_matmul) and rotation is None and not has_zero_point:
-                    return convolve(*given, dtype, added, between)  # type: ignore[arg-type]
-            except NoKernel:  # of a program that the plan is not for
-                if not is_matmul:
-                    raise
-        if weight.phases is not None:
-            return NotImplemented  # packed for a transposed convolution
-        if between.y_scale is not None:
-            return NotImplemented  # int8 results of a matmul
-        return _multiply(*given, dtype, rotation, added)
-    except NoKernel:
-        return NotImplemented
-
-
-def _multiply(
+def multiply(
     contraction: Contraction,
     how: qn.HowToQuantize | None,
     scale: jax.Array | None,
@@ -299,7 +406,7 @@ def _check_rotation(rotation: Rotation, weight: Any) -> None:
         raise NoKernel("it was packed in another order than it was rotated in")
 
 
-def _multiply_groups(
+def multiply_groups(
     contraction: RaggedMatmul,
     how: qn.HowToQuantize | None,
     scale: jax.Array | None,
@@ -319,8 +426,3 @@ def _multiply_groups(
     options = {} if scale is None else {"x_scale": scale}
     options |= {"index": weight.index, "group_sizes": sizes}
     return get_op(op)(x, weight.packed, out_dtype=dtype, **options)
-
-
-def _is_explicit(x: jax.Array) -> bool:
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    return sharding is not None and any(part is not None for part in sharding.spec)

@@ -1,4 +1,4 @@
-"""PrepackedWeight: a parameter in the layout of a kernel's package."""
+"""Packed parameters: how one is a matrix for kernels, what travels through programs, and back."""
 
 from __future__ import annotations
 
@@ -13,13 +13,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.lax import GatherScatterMode
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import quant_numerics as qn
 from hijax_trace import ArrayProxy, MoveError, Part, Shards, Shared
-from interception_core import get_op
+from interception_core import get_op, quick_init
+from quant_numerics import Convolution, RaggedMatmul
 
 from ..errors import QuantizationError
-from .matmul import can_add, product
+from .convolution import convolve
+from .matmul import (
+    ALONE,
+    Added,
+    Between,
+    NoKernel,
+    Rotation,
+    can_add,
+    check_dtypes,
+    multiply,
+    multiply_groups,
+)
 from .phases import Phases
 from .rows import Rows, row_of, rows_of
 
@@ -28,8 +41,108 @@ INTEGERS = "int4"
 _BOOKS = ("nf4", "iq4_nl")
 _PACKED_SCALES = tuple(map(jnp.dtype, (jnp.float16, jnp.float8_e8m0fnu, jnp.float8_e4m3fn)))
 
+PACK_OPS = ("pack_w4", "pack_w8")
+"""The ops that pack weights."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How a parameter is a matrix [K, N], or a stack. Hashable.
+
+    Attributes:
+        lead: the axes of the parameter that make a stack: steps of loops, and examples.
+        k_axes: the axes that its contractions contract, in an order in which the rows of a group
+            are adjacent.
+        n_axes: the other axes.
+        group: rows that share a scale, 0 for all.
+        bits: bits of a packed value, 8 or 4.
+        platform: the platform whose kernels read it.
+        table: what packed values stand for; see ``packed_table``.
+        repeats: whether all rows share a scale, and ``group`` is how many a kernel sums at once: it
+            is packed for each of those.
+        pieces: into how many parts a ``shard_map`` cuts the first of ``k_axes``, each packed as a
+            matrix; 0 if it doesn't cut that axis.
+        windows: whether convolutions with windows of one element are read as windows, and not as
+            matmuls.
+        phases: in which phases the window of a transposed convolution is packed; None without.
+    """
+
+    lead: tuple[int, ...]
+    k_axes: tuple[int, ...]
+    n_axes: tuple[int, ...]
+    group: int
+    bits: int
+    platform: str
+    pieces: int = 0
+    windows: bool = False
+    table: str = INTEGERS
+    repeats: bool = False
+    phases: Phases | None = None
+
+    @property
+    def op(self) -> str:
+        """The op that packs it."""
+        return f"pack_w{self.bits}"
+
+    def sizes(self, shape: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the sizes of the axes of K and of N."""
+        return tuple(shape[a] for a in self.k_axes), tuple(shape[a] for a in self.n_axes)
+
+    def matrix(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return K and N."""
+        k_sizes, n_sizes = self.sizes(shape)
+        if self.phases is not None:
+            return self.phases.matrix(k_sizes, math.prod(n_sizes))
+        return math.prod(k_sizes), math.prod(n_sizes)
+
+    def form(self, shape: Sequence[int]) -> Any:
+        """Return the type of one packed matrix of a parameter.
+
+        Raises:
+            JaxtapError: no installed package has the op.
+        """
+        sizes = *self.matrix(shape), self.group
+        return packed_form(self.bits, *sizes, self.platform, table=self.table)
+
+    def unshardable(self, shape: Sequence[int], sharding: Any) -> str | None:
+        """Return why a parameter with this sharding can't be packed, or None."""
+        if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+            return "it is on a mesh with explicit axes"
+        if sharding is None or sharding.is_fully_replicated:
+            return None
+        if not isinstance(sharding, NamedSharding):
+            return f"it is sharded by a {type(sharding).__name__}"
+        parts = _parts(sharding, len(shape))
+        counts = [math.prod(sharding.mesh.shape[name] for name in part) for part in parts]
+        return self._uncut(shape, counts, "it is sharded along")
+
+    def uncuttable(self, shape: Sequence[int], counts: Sequence[int]) -> str | None:
+        """Return why it can't enter a ``shard_map`` that cuts its axes so, or None."""
+        return self._uncut(shape, counts, "shard_map cuts it along")
+
+    def _uncut(self, shape: Sequence[int], counts: Sequence[int], what: str) -> str | None:
+        """Return why a packed parameter can't be cut so, or None."""
+        rows, *inner = (counts[axis] for axis in self.k_axes)
+        if rows not in (1, self.pieces) or any(count > 1 for count in inner):
+            return f"{what} an axis that is contracted"
+        if rows > 1 and self.group and shape[self.k_axes[0]] % rows == 0:
+            k, _ = self.matrix(shape)
+            if k // rows % self.group:
+                return f"{what} rows that share a scale, {self.group} of them"
+        first, *others = self.n_axes or (None,)
+        if self.phases is not None and any(counts[axis] > 1 for axis in self.n_axes):
+            return f"{what} output channels of a transposed convolution"
+        if any(counts[axis] > 1 for axis in others):
+            return f"{what} another than the first of its axes that are kept"
+        if first is not None and counts[first] > 1:
+            count, columns, panel = counts[first], self.matrix(shape)[1], self.form(shape).panel
+            if columns % (count * panel):
+                return f"{columns} columns on {count} devices are cut within a panel of {panel}"
+        return None
+
 
 @jax.tree_util.register_dataclass
+@quick_init
 @dataclasses.dataclass(frozen=True, eq=False)
 class PrepackedWeight(qn.StoredForm):
     """A quantized parameter in a kernel's memory order; a pytree of arrays.
@@ -210,9 +323,54 @@ class PrepackedWeight(qn.StoredForm):
         """Return whether a kernel takes and gives int8 activations where it convolves."""
         return getattr(self.packed, "rounds", False)
 
-    def contract(self, contraction: qn.Contraction, side: int, x: Any, **how: Any) -> Any:
-        """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``."""
-        return product(contraction, side, x, self, **how)
+    # pyrefly: ignore [bad-override]
+    def contract(
+        self,
+        contraction: qn.Contraction,
+        side: int,
+        x: Any,
+        *,
+        how: qn.HowToQuantize | None,
+        calibration: qn.Calibration | None,
+        extras: Sequence[jax.Array],
+        added: Added,
+        rotation: Rotation | None = None,
+        between: Between = ALONE,
+    ) -> Any:
+        """Return the contraction of a kernel, or NotImplemented; see ``StoredForm``.
+
+        Further arguments are a rotation of ``x`` that the kernel does first, and what a chain of
+        convolutions has in int8.
+        """
+        if not isinstance(x, jax.Array) or _is_explicit(x):
+            return NotImplemented
+        symmetric = how is not None and calibration is not None and calibration.lower is None
+        scale = qn.scale_of(calibration, how.qtype)[0].reshape(()) if symmetric else None  # type: ignore[arg-type, union-attr]
+        has_zero_point = calibration is not None and scale is None
+        given = contraction, how, scale, x, self, side
+        try:
+            dtype = check_dtypes(contraction, x, self.dtype)
+            if isinstance(contraction, RaggedMatmul) and self.phases is None:
+                if between.y_scale is not None:
+                    return NotImplemented  # int8 results of rows in groups
+                return added.to(multiply_groups(*given, dtype, *extras))  # type: ignore[arg-type]
+            if self.lead or self.pieces:
+                return NotImplemented  # a stack, or packed in pieces for shard_map
+            if isinstance(contraction, Convolution):
+                is_matmul = contraction.is_pointwise(self.shape)
+                try:
+                    if (self.windows or not is_matmul) and rotation is None and not has_zero_point:
+                        return convolve(*given, dtype, added, between)  # type: ignore[arg-type]
+                except NoKernel:  # of a program that the plan is not for
+                    if not is_matmul:
+                        raise
+            if self.phases is not None:
+                return NotImplemented  # packed for a transposed convolution
+            if between.y_scale is not None:
+                return NotImplemented  # int8 results of a matmul
+            return multiply(*given, dtype, rotation, added)
+        except NoKernel:
+            return NotImplemented
 
     def restore(self) -> jax.Array:
         """Return the dequantized array."""
@@ -396,6 +554,114 @@ def _indexed(weight: Any) -> Any:
     return dataclasses.replace(weight, index=index.astype(jnp.int32))
 
 
+def pack(q: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+    """Pack a parameter on its devices, and wait for that."""
+    arrays = jax.tree.leaves(q)
+    sharding = getattr(arrays[0], "sharding", None)
+    return jax.block_until_ready(_prepack(q, packing, of_panels(packing, q.ndim, sharding)))
+
+
+def packing_of(weight: PrepackedWeight) -> Packing:
+    """Return how a weight was packed."""
+    lead = weight.lead_at or tuple(range(len(weight.lead)))
+    rest = [axis for axis in range(weight.ndim) if axis not in lead]
+    axes = [rest[weight.order.index(part)] for part in range(len(weight.order))]
+    rank = len(weight.k_sizes)
+    return Packing(
+        lead,
+        tuple(axes[:rank]),
+        tuple(axes[rank:]),
+        weight.group,
+        weight.bits,
+        weight.platform,
+        weight.pieces,
+        weight.windows,
+        weight.table,
+        weight.repeats,
+        weight.phases,
+    )
+
+
+def packed_type(q: Any, packing: Packing) -> Any:
+    """Return the type that ``prepack`` returns for an array's type."""
+    return jax.eval_shape(lambda q: _packed(q, packing), q)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _prepack(q: Any, packing: Packing, sharding: Any) -> PrepackedWeight:
+    result = _packed(q, packing)
+    if sharding is None:
+        return result
+    return jax.lax.with_sharding_constraint(result, sharding)
+
+
+def _packed(stored: qn.QArray | qn.PackedQArray, packing: Packing) -> PrepackedWeight:
+    q: Any = stored.unpacked()
+    first, count = packing.lead, len(packing.lead)
+    order = (*first, *packing.k_axes, *packing.n_axes)
+    k_sizes, n_sizes = packing.sizes(q.shape)
+    lead = [q.shape[axis] for axis in first]
+    k, n = math.prod(k_sizes), math.prod(n_sizes)
+    qvalue = packed_values(q).transpose(order).reshape(*lead, k, n)
+    scale = q.scale.transpose(order)
+    # Kernels want a scale for each group and column: repeat those that more elements share.
+    sizes = (*lead, *scale_sizes(k_sizes, packing.group), *n_sizes)
+    for axis, size in enumerate(sizes):
+        if scale.shape[axis] != size:
+            scale = jnp.repeat(scale, size // scale.shape[axis], axis=axis)
+    given = scale.astype(packed_scales(packing.bits, scale.dtype)).reshape(*lead, -1, n)
+    if packing.phases is not None:
+        qvalue, given = packing.phases.split(qvalue, k_sizes), packing.phases.columns(given)
+    more = of_table(get_op(packing.op), packing.table)
+    if q.global_scale is not None:  # one for all, or for each weight of a stack
+        whole = q.global_scale.transpose(order)
+        whole = whole.reshape(*whole.shape[:count], *(1 for _ in range(bool(packing.pieces) + 1)))
+        pieces = (packing.pieces,) if packing.pieces else ()
+        more["column_scale"] = jnp.broadcast_to(whole, (*lead, *pieces, n))
+    if packing.pieces:
+        qvalue = qvalue.reshape(*lead, packing.pieces, -1, n)
+        if packing.group:
+            given = given.reshape(*lead, packing.pieces, -1, n)
+        else:
+            given = jnp.repeat(given[..., None, :, :], packing.pieces, axis=-3)
+    packed = get_op(packing.op)(qvalue, given, platform=packing.platform, **more)
+    places = (*packing.k_axes, *packing.n_axes)
+    return PrepackedWeight(
+        packed,
+        q.qtype,
+        jnp.dtype(q.dtype),
+        k_sizes,
+        n_sizes,
+        packing.group,
+        tuple(places.index(axis) for axis in range(q.ndim) if axis not in first),
+        np.ndim(jax.tree.leaves(packed)[0]) - count,
+        packing.platform,
+        lead_at=None if first == tuple(range(count)) else first,
+        scale_dtype=scale.dtype.name,
+        pieces=packing.pieces,
+        windows=packing.windows,
+        repeats=packing.repeats,
+        phases=packing.phases,
+    )
+
+
+def _parts(sharding: NamedSharding, ndim: int) -> list[tuple[str, ...]]:
+    """Return the names of the mesh axes that each axis is sharded along."""
+    spec = (*sharding.spec, *(None,) * (ndim - len(sharding.spec)))
+    return [(part,) if isinstance(part, str) else tuple(part or ()) for part in spec]
+
+
+def of_panels(packing: Packing, ndim: int, sharding: Any) -> NamedSharding | None:
+    """Return the packed sharding for that of the quantized values."""
+    if not isinstance(sharding, NamedSharding):
+        return None
+    parts = _parts(sharding, ndim)
+    columns = parts[packing.n_axes[0]] if packing.n_axes else ()
+    pieces = [parts[packing.k_axes[0]]] if packing.pieces else []
+    spec = [*(parts[axis] for axis in packing.lead), *pieces, columns]
+    return NamedSharding(sharding.mesh, PartitionSpec(*(part or None for part in spec)))
+
+
 def packed_form(
     bits: int,
     k: int,
@@ -548,3 +814,8 @@ def scale_sizes(k_sizes: Sequence[int], group: int) -> tuple[int, ...]:
         sizes.append(size // max(within, 1))
         left //= max(within, 1)
     return tuple(reversed(sizes))
+
+
+def _is_explicit(x: jax.Array) -> bool:
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    return sharding is not None and any(part is not None for part in sharding.spec)

@@ -16,11 +16,13 @@ from typing import Any
 import jax
 
 import quant_numerics as qn
-from hijax_trace import Expression
+from hijax_trace import Expression, used_inputs
 
-from ..program.arrays import is_array
-from ..program.granularity import Granularity
-from .weight import WeightPlan
+from ..program.arrays import by_path, is_array, of_arrays
+from ..program.facts import Code
+from ..program.sites import Site
+from .quantize import carried
+from .weight import Granularity, WeightPlan
 
 _CUTS = ("dynamic_slice", "gather", "pad", "slice")
 
@@ -97,3 +99,85 @@ def kept_beside(
             derived=None,
         )
     return found
+
+
+def with_kept(
+    plan: Any,
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    given: Mapping[str, Any],
+    survey: Any,
+) -> Any:
+    """Return a plan that stores parameters beside derived weights of which calls may differ.
+
+    Others of which nothing but derived weights is used are ``absorbed``. ``given`` are the
+    parameters by path, and ``survey`` what the plan is made of.
+    """
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived is not None]
+    absorbed = _absorbed(plan, args, kwargs)
+    # Calls with adapters compute the derived weights that depend on them.
+    changing = [one for one in derived if not plan.adapters.keys().isdisjoint(one.leaves)]
+    absorbed -= {path for one in changing for path in one.leaves}
+    # Where a call is jitted, numbers among the parameters are arrays, and part of no expression.
+    with_numbers = has_numbers((params, *args), kwargs)
+    differing = [one for one in derived if may_differ(one.expression, with_numbers)]
+    used = {path for one in differing for path in one.leaves}
+    # A number or a random key of the parameters is smaller than what is derived from it.
+    others = (path for path in absorbed if plan.leaves[path].dtype not in qn.FLOAT_DTYPES)
+    kept = (absorbed & used).union(others)
+    stored = {
+        path: survey.with_scales(weight, given.get(path))
+        for path, weight in kept_beside(plan.weights, sorted(kept), plan.leaves).items()
+    }
+    notes = {
+        Code.BESIDE(paths=(path,), derived=names): None
+        for path in stored
+        if (names := tuple(one.path for one in differing if path in one.leaves))
+    }
+    return dataclasses.replace(
+        plan,
+        weights={**plan.weights, **stored},
+        absorbed=absorbed - kept,
+        remarks=tuple({**survey.notes, **notes}),
+    )
+
+
+def _absorbed(plan: Any, args: tuple, kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the parameters that nothing but derived weights uses."""
+    # Trace the program with the derived weights given, and see which parameters it still reads.
+    derived = {
+        weight.path: jax.eval_shape(
+            weight.quantized, jax.ShapeDtypeStruct(weight.shape, weight.dtype)
+        )
+        for weight in plan.weights.values()
+        if weight.derived is not None
+    }
+
+    tapped = plan.tap(in_float)
+
+    def program(leaves: Mapping[str, Any], derived: Mapping[str, Any], *args: Any) -> Any:
+        stored = [
+            carried(plan, path, leaf, leaf, derived) if path in plan.leaves else leaf
+            for path, leaf in {**everything, **leaves}.items()
+        ]
+        return tapped(*plan.arguments(jax.tree.unflatten(treedef, stored), args), **kwargs)
+
+    everything, treedef = by_path(plan.params, plan.prefix)
+    call, arrays = of_arrays(program, [dict(plan.leaves), derived, *args], {})
+    used = used_inputs(jax.make_jaxpr(call)(arrays).jaxpr)
+    # The first arguments are the parameters, in the order of their paths.
+    names = sorted(plan.leaves)
+    unused = {path for path, one in zip(names, used, strict=False) if not one}
+    # What this program never uses is stored: another one, such as another method, may.
+    return plan.derived_from & unused
+
+
+def in_float(site: Site) -> Any:
+    """Return an operation's result with the arrays of its proxies."""
+    held = [site.call.proxy(operand) for operand in site.operands]
+    operands = [
+        x if one is None else one.restore().astype(x.dtype)
+        for x, one in zip(site.operands, held, strict=True)
+    ]
+    return site.contraction.run(*operands, *site.extras)

@@ -16,14 +16,14 @@ from interception_core import JaxtapError, get_op, missing_kernels
 from quant_numerics import Convolution, RaggedMatmul
 
 from ..kernels.convolution import Window, conv_op_of, window_of
-from ..kernels.matmul import check_dtypes, check_groups, layout_of, op_of
-from ..kernels.packed import INTEGERS, packed_bits, packed_table
-from ..kernels.packing import Packing
-from ..kernels.products import NoKernel
+from ..kernels.matmul import NoKernel, check_dtypes, check_groups, layout_of, op_of
+from ..kernels.packed import INTEGERS, Packing, packed_bits, packed_table
 from ..kernels.rows import TAKE
-from ..program.granularity import Axes
-from ..program.record import Choice, choice
+from ..program.matching import Axes
+from ..program.record import Choice, OpRecord, choice, platforms
 from ..program.sites import Site
+from ..rules.rule import is_fused
+from .views import stay_packed
 from .weight import WeightPlan
 
 MOST_ROWS = 256
@@ -191,6 +191,65 @@ def _places(
     if not same or len(places) + len(gone) != len(shape):
         raise NoKernel("its axes are cut, merged or split on the way")
     return gone, places
+
+
+def with_kernels(
+    survey: Any,
+    weights: Mapping[str, WeightPlan],
+    records: Sequence[OpRecord],
+    params: Mapping[str, Any],
+    platform: str,
+) -> tuple[dict[str, WeightPlan], list[OpRecord]]:
+    """Return parameters and operations with what computes them on each platform."""
+    packed: dict[str, WeightPlan] = {}
+    by_weight: dict[str, dict[str, dict[str, Choice]]] = {}
+    names, left = platforms(platform), list(weights)
+    while left:
+        for path in left:
+            sharding = getattr(params.get(path), "sharding", None)
+            uses = survey.contractions.get(path, {})
+            packings, by_weight[path] = choose(weights[path], uses, sharding, names)
+            packed[path] = dataclasses.replace(weights[path], packings=packings, platform=platform)
+        left = []
+        # A kernel takes one layout: if alternatives differ, none of them is packed.
+        for one in survey.chosen:
+            if not all(stay_packed(one, packed, name) for name in names):
+                why = NoKernel("the program chooses among weights that are packed differently")
+                for path in one.paths:
+                    survey.contractions.setdefault(path, {})[one.op_id] = why
+                left += [path for path in one.paths if path in packed and packed[path].packings]
+    choices: dict[str, dict[str, Choice]] = {}
+    for found in by_weight.values():
+        for op_id, one in found.items():
+            # An operation of several weights has a kernel if each of them has.
+            before = choices.get(op_id, {})
+            lacking = {name: choice for name, choice in before.items() if choice.kernel is None}
+            choices[op_id] = one | lacking
+    none = dict.fromkeys(names, Choice(None, "no parameter that is stored"))
+    by_id = {record.op_id: record for record in records}
+    settled = []
+    for record in records:
+        if is_fused(record.op_name):
+            kernels = {name: record.kernels[name] for name in names if name in record.kernels}
+        else:
+            kernels = choices.get(record.op_id, none) if record.quantized else {}
+        before = by_id.get(survey.chained.get(record.op_id, ""))
+        if before and all(_rounds(survey, packed, one, platform) for one in (before, record)):
+            record = dataclasses.replace(record, chained_to=before.op_id)
+        settled.append(dataclasses.replace(record, kernels=kernels))
+    return packed, settled
+
+
+def _rounds(survey: Any, packed: Mapping[str, WeightPlan], record: OpRecord, platform: str) -> bool:
+    """Return whether an operation's kernel on a platform takes and gives int8 activations."""
+    for path in record.paths:
+        use, weight = survey.contractions.get(path, {}).get(record.op_id), packed.get(path)
+        packing = None if weight is None else weight.packings.get(platform)
+        if weight is None or packing is None or not isinstance(use, MatrixUse):
+            return False
+        if not use.is_window(packing) or not getattr(packing.form(weight.shape), "rounds", False):
+            return False
+    return record.quantized and bool(record.paths)
 
 
 def choose(

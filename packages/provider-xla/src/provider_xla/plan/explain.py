@@ -1,4 +1,4 @@
-"""Explain a plan: one operation or parameter, and rules without effect."""
+"""A plan in words: all of it, one operation or parameter, and rules without effect."""
 
 from __future__ import annotations
 
@@ -11,10 +11,80 @@ from interception_core import matches_path
 
 from ..errors import QuantizationError
 from ..program.facts import Code, Fact
-from ..program.matching import Rules
-from ..program.record import OpRecord
+from ..program.matching import Rules, follows_values
+from ..program.record import Choice, OpRecord
 from ..rules.rule import QuantizationRule
+from ..tables import fold_lines
 from .weight import WeightPlan
+
+
+def shown(plan: Any) -> str:
+    """Return a plan as text: what is stored, what is to be known, and the table."""
+    table = plan.ops.table({path: weight.bytes for path, weight in plan.weights.items()})
+    before, after = (f"{n / 2**20:.2f} MiB" for n in (plan.bytes_before, plan.bytes_after))
+    count = sum(path in plan.weights or path in plan.absorbed for path in plan.leaves)
+    lines = [f"{count} of {len(plan.leaves)} parameters quantized: {before} -> {after}"]
+    left = floats(plan)
+    line = f"{sum(size for _, size, _ in left) / 2**20:.2f} MiB of parameters stay float"
+    shown = [f"{path} {size / 2**20:.2f} MiB ({why})" for path, size, why in left[:3]]
+    shown += [f"{len(left) - 3} more"] * (len(left) > 3)
+    lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
+    derived = [weight.derived for weight in plan.derived.values() if weight.derived]
+    lines += fold_lines([f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived])
+    if plan.adapters:
+        numbers = sum(adapter.size for adapter in plan.adapters.values())
+        lines.append(f"{len(plan.adapters)} parameters have adapters: {numbers:,} numbers to train")
+    for why, (first, *others) in in_xla(plan).items():
+        more = f" and {len(others)} more" if others else ""
+        lines.append(f"in XLA: {first}{more}: {why}")
+    lines += fold_lines([f"problem: {problem}" for problem in plan.problems])
+    lines += fold_lines([f"cache: {cache}" for cache in plan.caches.values()])
+    lines += fold_lines([f"note: {note}" for note in plan.notes])
+    return "\n".join([*lines, "", table])
+
+
+def floats(plan: Any) -> tuple[tuple[str, int, str], ...]:
+    """Return the parameters that stay float: see ``Plan.floats``."""
+    uses: dict[str, list[OpRecord]] = {}
+    for op in plan.ops:
+        for path in set(op.paths):
+            uses.setdefault(path, []).append(op)
+    found = []
+    for path, leaf in plan.leaves.items():
+        if path not in plan.weights and path not in plan.absorbed:
+            why = _why_float(plan, path, uses.get(path, []))
+            found.append((path, leaf.size * leaf.dtype.itemsize, why))
+    return tuple(sorted(found, key=lambda one: -one[1]))
+
+
+def _why_float(plan: Any, path: str, ops: Sequence[OpRecord]) -> str:
+    if not ops:
+        if (op := next((op for op in plan.ops if path in op.beside), None)) is not None:
+            return f"{op.op_id}: {Code.BESIDE_WEIGHT()}"
+        codes = {op.why.code for op in plan.ops if op.why is not None}
+        # The patch engine knows a parameter by its identity alone.
+        if Code.UNFOLLOWED in codes or not follows_values(plan.engine):
+            return "no matmul, convolution or lookup is known to use it"
+        # Rows at one index are slices, which are looked at only where a rule names lookups.
+        lookup = "lookup" if plan.rules.looks_up else "gather"
+        return f"no matmul, convolution or {lookup} uses it"
+    first = next((op for op in ops if op.rule is not None), ops[0])
+    other = "a weight computed from it is stored" if path in plan.derived_from else ""
+    if first.rule is not None and plan.rules.rules[first.rule].weight_qtype is None:
+        other = other or "its rule has no weight_qtype"
+    return f"{first.op_id}: " + (first.reason or other or "it can't be stored")
+
+
+def in_xla(plan: Any) -> dict[str, tuple[str, ...]]:
+    """Return the contractions of stored weights that no kernel computes: see ``Plan.in_xla``."""
+    found: dict[str, tuple[str, ...]] = {}
+    # Not by the weight's path: a program may join several weights, or derive one.
+    stored = {op_id for weight in plan.weights.values() for op_id in weight.ops}
+    for op in plan.ops:
+        choice = next(iter(op.kernels.values()), Choice(None, None))
+        if op.op_id in stored and choice.reason is not None and not choice.is_lookup:
+            found[choice.reason] = (*found.get(choice.reason, ()), op.op_id)
+    return found
 
 
 def explain(plan: Any, name: str) -> str:
@@ -132,7 +202,7 @@ def _stored(weight: WeightPlan) -> str:
 def _float(plan: Any, path: str) -> str:
     if path in plan.absorbed:
         return "nothing is stored for it itself, since only derived weights use it"
-    why = {one: reason for one, _, reason in plan.floats}
+    why = {one: reason for one, _, reason in floats(plan)}
     dtype = plan.leaves[path].dtype
     kept = "float" if dtype in qn.FLOAT_DTYPES else str(dtype)
     return f"it stays {kept}: {why.get(path, 'no rule matches its operations')}"

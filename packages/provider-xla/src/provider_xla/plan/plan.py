@@ -1,11 +1,10 @@
-"""Plan: what rules do to a program and its parameters, as data, and what can be done with that."""
+"""Plan: what rules do to a program and its parameters, as data; how it is made, and applied."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
@@ -14,33 +13,43 @@ import jax
 
 import quant_numerics as qn
 from hijax_trace import NotStoredError
-from interception_core import Engine, hides_frames
+from interception_core import Engine, hides_frames, platform_of
+from interception_core.log import logger
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
 from ..forms import restored
-from ..program.arrays import by_position, is_stored, parameters_of, takes_any
+from ..program.arrays import (
+    by_path,
+    by_position,
+    is_array,
+    is_stored,
+    parameters_of,
+    rebuilt,
+    takes_any,
+    types_of,
+)
 from ..program.facts import Code, Fact
 from ..program.matching import Rules, follows_values
-from ..program.record import Choice, Decided, OpRecord, Report
+from ..program.record import Decided, OpRecord, Report
 from ..program.sites import Site, Sites
 from ..run.calibrate import calibrate, empty_statistics
 from ..run.contraction import infer, inference
 from ..run.static.ranges import StaticRange
 from ..run.static.statistics import Statistics
-from ..tables import fold_lines
-from . import quantize
-from .explain import explain
-from .quantize import quantized_types
-from .weight import WeightPlan
+from . import explain, quantize
+from .beside import with_kept
+from .choose import with_kernels
+from .featured import Featured, check_not_function
+from .survey import Survey
+from .views import why_lost
+from .weight import AdapterPlan, WeightPlan
 
 if TYPE_CHECKING:
     from provider_xla_cache import CachePlan
-    from provider_xla_passes import Allocation, Optimized
-    from provider_xla_report import QualityReport
-    from provider_xla_serve import ExportedProgram
+    from provider_xla_passes import Allocation
 
-    from .weight import AdapterPlan
+_log = logger("xla")
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +64,7 @@ NO_ADAPTERS = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Plan(Featured):
     """What rules do to a program and its parameters. ``print`` shows a table. Immutable.
 
     Attributes:
@@ -172,70 +181,15 @@ class Plan:
     @property
     def floats(self) -> tuple[tuple[str, int, str], ...]:
         """The parameters that stay float: path, bytes, and why, the largest first."""
-        uses: dict[str, list[OpRecord]] = {}
-        for op in self.ops:
-            for path in set(op.paths):
-                uses.setdefault(path, []).append(op)
-        found = []
-        for path, leaf in self.leaves.items():
-            if path not in self.weights and path not in self.absorbed:
-                why = self._why_float(path, uses.get(path, []))
-                found.append((path, leaf.size * leaf.dtype.itemsize, why))
-        return tuple(sorted(found, key=lambda one: -one[1]))
+        return explain.floats(self)
 
     @property
     def in_xla(self) -> dict[str, tuple[str, ...]]:
         """The contractions of stored weights that no kernel computes: their ids, by reason."""
-        found: dict[str, tuple[str, ...]] = {}
-        # Not by the weight's path: a program may join several weights, or derive one.
-        stored = {op_id for weight in self.weights.values() for op_id in weight.ops}
-        for op in self.ops:
-            choice = next(iter(op.kernels.values()), Choice(None, None))
-            if op.op_id in stored and choice.reason is not None and not choice.is_lookup:
-                found[choice.reason] = (*found.get(choice.reason, ()), op.op_id)
-        return found
-
-    def _why_float(self, path: str, ops: Sequence[OpRecord]) -> str:
-        if not ops:
-            if (op := next((op for op in self.ops if path in op.beside), None)) is not None:
-                return f"{op.op_id}: {Code.BESIDE_WEIGHT()}"
-            codes = {op.why.code for op in self.ops if op.why is not None}
-            # The patch engine knows a parameter by its identity alone.
-            if Code.UNFOLLOWED in codes or not follows_values(self.engine):
-                return "no matmul, convolution or lookup is known to use it"
-            # Rows at one index are slices, which are looked at only where a rule names lookups.
-            lookup = "lookup" if self.rules.looks_up else "gather"
-            return f"no matmul, convolution or {lookup} uses it"
-        first = next((op for op in ops if op.rule is not None), ops[0])
-        other = "a weight computed from it is stored" if path in self.derived_from else ""
-        if first.rule is not None and self.rules.rules[first.rule].weight_qtype is None:
-            other = other or "its rule has no weight_qtype"
-        return f"{first.op_id}: " + (first.reason or other or "it can't be stored")
+        return explain.in_xla(self)
 
     def __str__(self) -> str:
-        table = self.ops.table({path: weight.bytes for path, weight in self.weights.items()})
-        before, after = (f"{n / 2**20:.2f} MiB" for n in (self.bytes_before, self.bytes_after))
-        count = sum(path in self.weights or path in self.absorbed for path in self.leaves)
-        lines = [f"{count} of {len(self.leaves)} parameters quantized: {before} -> {after}"]
-        floats = self.floats
-        line = f"{sum(size for _, size, _ in floats) / 2**20:.2f} MiB of parameters stay float"
-        shown = [f"{path} {size / 2**20:.2f} MiB ({why})" for path, size, why in floats[:3]]
-        shown += [f"{len(floats) - 3} more"] * (len(floats) > 3)
-        lines.append(": ".join(filter(None, [line, ", ".join(shown)])))
-        derived = [weight.derived for weight in self.derived.values() if weight.derived]
-        lines += fold_lines([f"derived: {one.path}, of {', '.join(one.leaves)}" for one in derived])
-        if self.adapters:
-            numbers = sum(adapter.size for adapter in self.adapters.values())
-            lines.append(
-                f"{len(self.adapters)} parameters have adapters: {numbers:,} numbers to train"
-            )
-        for why, (first, *others) in self.in_xla.items():
-            more = f" and {len(others)} more" if others else ""
-            lines.append(f"in XLA: {first}{more}: {why}")
-        lines += fold_lines([f"problem: {problem}" for problem in self.problems])
-        lines += fold_lines([f"cache: {cache}" for cache in self.caches.values()])
-        lines += fold_lines([f"note: {note}" for note in self.notes])
-        return "\n".join([*lines, "", table])
+        return explain.shown(self)
 
     @property
     def prefix(self) -> str:
@@ -297,7 +251,7 @@ class Plan:
         Raises:
             QuantizationError: ``params`` is another tree, or has other shapes or dtypes.
         """
-        return quantized_types(self, params, prepack=prepack)
+        return quantize.quantized_types(self, params, prepack=prepack)
 
     def prepack(self, params: Any) -> Any:
         """Pack quantized parameters for the kernels that compute their contractions.
@@ -335,43 +289,6 @@ class Plan:
         """
         return quantize.convert(self, params, platform)
 
-    def optimize(
-        self,
-        params: Any,
-        batches: Iterable[Sequence[Any]],
-        passes: Sequence[Any],
-        *,
-        donate: bool = False,
-        prepack: bool = True,
-    ) -> Optimized:
-        """Quantize the parameters as ``quantize`` does, after passes that look at data.
-
-        The function runs in float on the batches. What is measured at its contractions decides how
-        parameters are transformed and rounded. The function needs no change: each parameter
-        carries the maps that its activations go through.
-
-        Args:
-            params: the same tree as the plan's, of arrays.
-            batches: each the other arguments of a call, as a tuple.
-            passes: such as ``[Hadamard(), Gptq()]``, run one after the other. An empty list only
-                rounds.
-            donate: whether to delete the parameters at the end.
-            prepack: as for ``quantize``.
-
-        Returns:
-            The stored parameters, with a ``TransformedWeight`` for each that was transformed, and
-            a report. Parameters that passes can't change (of convolutions, lookups, contractions
-            with batch axes and such) are quantized as by ``quantize``; the report says why.
-
-        Raises:
-            QuantizationError: as ``quantize``; there is no batch; activations are not finite; or
-                the plan is for the patch engine.
-            TypeError: ``passes`` holds something else than passes.
-            ValueError: the passes are in an order that can't work.
-        """
-        run = feature("plan-optimize")
-        return run(self, params, batches, passes, donate=donate, prepack=prepack)
-
     def dequantize(self, params: Any) -> Any:
         """Return float parameters: stored ones are dequantized, others stay as they are.
 
@@ -394,61 +311,7 @@ class Plan:
         Raises:
             QuantizationError: no operation and no parameter has that name, or several have.
         """
-        return explain(self, name)
-
-    def quantize_cache(self, value: Any, argument: int | str | None = None) -> Any:
-        """Quantize the caches of an argument, for the function of ``apply``.
-
-        The function of ``apply`` quantizes caches that are still float. If they are quantized
-        before, the first call takes less memory, and can donate them like all others.
-
-        Args:
-            value: an argument of the plan's function: arrays, or types for lowering.
-            argument: its name or position. None if the plan carries caches of only one argument.
-
-        Returns:
-            The tree with a ``CacheArray`` for each array that the plan carries quantized, sharded
-            as the array is.
-
-        Raises:
-            QuantizationError: ``value`` is another tree, or has another shape or dtype than the
-                plan says; or the plan carries caches of several arguments, and none is named.
-        """
-        return feature("plan-quantize-cache")(self, value, argument)
-
-    def init_adapters(self, key: jax.Array, dtype: Any = None) -> dict[str, dict[str, jax.Array]]:
-        """Make adapters for ``apply`` and ``merge``, which change nothing before training.
-
-        Args:
-            key: random key.
-            dtype: float dtype; None is float32.
-
-        Returns:
-            For each parameter in ``adapters``, by its pytree path, the arrays of its ``shapes``.
-            Those of a ``LoraRule`` are ``"a"``, uniform in ±1/sqrt(fan_in), as in the code of the
-            LoRA paper (arXiv:2106.09685), and ``"b"``, which is zero. If the parameter is only
-            looked up, A is zero and B normal.
-
-        Raises:
-            QuantizationError: no rule gives a parameter an adapter, or dtype is not a float.
-        """
-        return feature("plan-init-adapters")(self, key, dtype)
-
-    def merge(self, params: Any, adapters: Mapping[str, Mapping[str, jax.Array]]) -> Any:
-        """Return float parameters with adapters in them: for LoRA ``W + (alpha / rank) * A B``.
-
-        Args:
-            params: the plan's parameters, quantized or not.
-            adapters: as ``init_adapters`` makes them, trained.
-
-        Returns:
-            The tree of float arrays, in which quantized ones are dequantized. Run it, or
-            ``quantize`` it.
-
-        Raises:
-            QuantizationError: ``adapters`` has other paths or shapes than the plan.
-        """
-        return self.dequantize(feature("plan-put-adapters")(self, params, adapters))
+        return explain.explain(self, name)
 
     # A plan changes nothing, so it is its own copy.
     def __copy__(self) -> Plan:
@@ -525,42 +388,6 @@ class Plan:
         sites = Sites(self.engine, self.rules, run, decided=self.decided, **options)
         return sites.tap(self.fn if fn is None else fn)
 
-    def export(
-        self,
-        stored: Any,
-        *args: Any,
-        fn: Callable[..., Any] | None = None,
-        shapes: Any = None,
-        statistics: Statistics | None = None,
-        platforms: Sequence[str] | None = None,
-        inside: bool = False,
-    ) -> ExportedProgram:
-        """Export ``apply(fn)`` with ``jax.export``, kernels included, for processes that serve it.
-
-        Args:
-            stored: the parameters: what ``quantize``, ``optimize`` or ``load`` returned.
-            args: the other arguments: arrays or ``jax.ShapeDtypeStruct``.
-            fn: another form of the plan's function; None for that itself.
-            shapes: symbolic sizes of ``args``, as ``jax.export.symbolic_args_specs`` takes them:
-                ``"b, ..."`` for a first axis of any size. None for the shapes of ``args``.
-            statistics: as for ``apply``.
-            platforms: the platforms to lower for, such as ``("cpu", "cuda")``; None for that of
-                ``stored``.
-            inside: whether the parameters are constants of the program (less than 2 GB); otherwise
-                they are its first argument.
-
-        Returns:
-            The program: ``save`` it, and load it by ``provider_xla.load_exported`` in another
-            process.
-
-        Raises:
-            QuantizationError: the program doesn't hold for every size of symbolic shapes.
-            TypeError: ``stored`` is a function.
-        """
-        _check_not_function("stored", stored)
-        run, applied = feature("plan-export"), self.apply(fn, statistics)
-        return run(applied, stored, args, shapes=shapes, platforms=platforms, inside=inside)
-
     def calibrate(
         self,
         params: Any,
@@ -585,104 +412,8 @@ class Plan:
             QuantizationError: no rule has ``act_static_scale``, or there is no batch.
             TypeError: ``params`` is a function.
         """
-        _check_not_function("params", params)
+        check_not_function("params", params)
         return calibrate(self, self.fn if fn is None else fn, params, batches)
-
-    def report(
-        self,
-        params: Any,
-        *batch: Any,
-        batches: Iterable[Sequence[Any]] | None = None,
-        statistics: Statistics | None = None,
-        stored: Any = None,
-        time: bool = True,
-    ) -> QualityReport:
-        """Measure what quantization costs on data, per operation and in all.
-
-        The function runs in float; each operation that is quantized is computed from the same
-        float operands in both ways. Then the quantized program runs as a whole.
-
-        Args:
-            params: the function's parameters: arrays.
-            batch: its other arguments.
-            batches: several batches instead, each a tuple of arguments with the shapes of the
-                first.
-            statistics: the ranges that rules with ``act_static_scale`` need: what ``calibrate``
-                returns.
-            stored: the parameters as ``optimize`` or ``load`` returned them; None for what
-                ``quantize`` makes of ``params``.
-            time: whether to time operations and programs, too, each compiled alone.
-
-        Returns:
-            The report: ``print`` it, or ``save_html`` it.
-
-        Raises:
-            QuantizationError: the parameters are not the plan's; there is no batch.
-            JaxtapError: a static range is needed, and ``statistics`` has none.
-            TypeError: ``batch`` and ``batches`` are both given.
-        """
-        if batches is not None and batch:
-            raise TypeError("Give the arguments of one batch, or batches=, not both.")
-        batches = [batch] if batches is None else batches
-        run = feature("plan-report")
-        return run(self, params, batches, statistics, stored, time)
-
-    def allocate(
-        self,
-        params: Any,
-        *batch: Any,
-        budget_bits: float | None = None,
-        budget_bytes: int | None = None,
-        qtypes: Iterable[Any] = ("int2", "int3", "int4", "int5", "int6", "int7", "int8"),
-        tile_size: int | float | Sequence[int | float | None] | None = None,
-        error: Callable[[Any, Any], Any] | None = None,
-        errors: Mapping[tuple[str, ...], Mapping[str, float]] | None = None,
-    ) -> Plan:
-        """Return a plan whose bits are spent where they help most.
-
-        It has the least error of the output within the budget, as far as the errors of single
-        parameters add up. Each of these is measured, with a progress bar: the function runs in
-        float once for every parameter and qtype.
-
-        Args:
-            params: the parameters: arrays.
-            batch: the other arguments of a call: real data, a few dozen examples.
-            budget_bits: average bits per element of the parameters that the plan quantizes,
-                scales included.
-            budget_bytes: instead, bytes of all parameters, those that stay float included, as
-                ``bytes_after`` counts them if nothing is packed for kernels.
-            qtypes: the formats to choose from. A parameter that can't have one, because tiles do
-                not divide it, has no such choice.
-            tile_size: elements per scale, as in a rule, or a sequence of those to choose from, in
-                which None is one scale per channel. None leaves it to the rules.
-            error: a function of what ``fn`` returns in float and with quantized parameters, that
-                returns a scalar, 0 or more. None is the squared error over the squared norm,
-                the mean over the floating arrays.
-            errors: ``allocation.errors`` of a plan that was allocated for the same batch. Errors
-                that it has are not measured again.
-
-        Returns:
-            The plan. It has this plan's rules, and before each rule that is narrowed one for each
-            chosen format (``weight_path``); ``plan.allocation`` shows the choice. All steps of a
-            parameter that a loop takes in steps have one format.
-
-        Raises:
-            QuantizationError: the budget is too small (the message says what is needed); nothing
-                is quantized; a parameter has no effect on the output for this batch; two
-                parameters are multiplied with each other.
-            ValueError: neither or both budgets are given, or a qtype doesn't exist.
-        """
-        return feature("plan-allocate")(
-            self,
-            params,
-            batch,
-            budget_bits=budget_bits,
-            budget_bytes=budget_bytes,
-            qtypes=qtypes,
-            tile_size=tile_size,
-            error=error,
-            errors=errors,
-        )
 
     def empty_statistics(self, params: Any = None) -> dict[str, qn.Statistics]:
         """Return empty statistics for all that has a static range, in training.
@@ -693,21 +424,119 @@ class Plan:
         return empty_statistics(self, params)
 
 
+def make_plan(
+    rules: Rules,
+    engine: Engine,
+    argnum: int,
+    fn: Callable[..., Any],
+    params: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    kernels: bool = True,
+    scale_dtypes: Mapping[str, str | None] | None = None,
+) -> Plan:
+    """Make a plan: see ``XlaProvider.plan``.
+
+    A plan that is made again has the ``scale_dtypes`` of its weights, by path; None looks at the
+    parameters' values.
+    """
+    found, params_tree = by_path(params, rules.params)
+    given = {path: leaf for path, leaf in found.items() if is_array(leaf)}
+    leaves = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in given.items()}
+    abstract = rebuilt(params_tree, [*{**found, **leaves}.values()])
+    survey = Survey(rules, leaves)
+    survey.look_at(engine, argnum, fn, params, args, kwargs)
+
+    weights = survey.weights()
+    if scale_dtypes is None:
+        weights = {path: survey.with_scales(weight, given.get(path))
+                   for path, weight in weights.items()}  # fmt: skip
+    else:
+        weights = {path: dataclasses.replace(weight, scale_dtype=scale_dtypes[path])
+                   for path, weight in weights.items()}  # fmt: skip
+    survey.problems += filter(None, [why_lost(one, weights) for one in survey.chosen])
+    survey.settle_weights(weights)
+    records = [_with_format(record, weights) for record in survey.records.values()]
+    # The patch engine can't pass stored parameters to the operations that use them.
+    if kernels and follows_values(engine):
+        placed = next((leaf for leaf in given.values() if isinstance(leaf, jax.Array)), None)
+        platform = platform_of(placed)
+        weights, records = with_kernels(survey, weights, records, given, platform)
+    adapters: Mapping[str, AdapterPlan] = {}
+    if survey.adapters is not None:
+        adapters = survey.adapters.plans({record.op_id for record in records})
+        _check_engine(engine, [*adapters])
+        records = [_adapted(record, adapters) for record in records]
+    deciding = {record.rule for record in records}
+    unused = [i for i in range(len(rules.rules)) if i not in deciding]
+    survey.problems += (explain.why_unused(i, rules, records, [*leaves]) for i in unused)
+    ops = Report(records)
+    lost = next((one for one in records if one.why and one.why.code is Code.NO_WEIGHT), None)
+    stores = any(rule.weight_qtype is not None for rule in rules.rules)
+    if lost is not None and stores and not weights and not adapters:
+        survey.notes[Code.NOTHING_STORED(op_id=lost.op_id)] = None
+    _log.debug("%r is planned: %d operations, %d weights", fn, len(records), len(weights))
+    plan = Plan(
+        ops=ops,
+        weights=weights,
+        faults=tuple(survey.problems),
+        ranges=survey.ranges,
+        rules=rules,
+        engine=engine,
+        argnum=argnum,
+        leaves=leaves,
+        fn=fn,
+        params=abstract,
+        again=functools.partial(
+            make_plan,
+            rules,
+            engine,
+            argnum,
+            fn,
+            types_of(params),
+            types_of(args),
+            kwargs=types_of(kwargs),
+            kernels=kernels,
+        ),
+        adapters=adapters,
+        remarks=tuple(survey.notes),
+        trained_ranges=survey.trained_ranges,
+    )
+    if not any(weight.derived for weight in weights.values()):
+        return plan
+    return with_kept(plan, params, args, kwargs, given, survey)
+
+
+def _check_engine(engine: Engine, paths: Sequence[str]) -> None:
+    """Raise QuantizationError where adapters can't travel with their parameters."""
+    if paths and not follows_values(engine):
+        raise QuantizationError(
+            f"Rules give {paths[0]} an adapter, which the patch engine can't hand to the "
+            "operations that use it. Use PtqProvider(rules, engine='trace')."
+        )
+
+
+def _adapted(record: OpRecord, adapters: Mapping[str, AdapterPlan]) -> OpRecord:
+    """Return an operation's record with the label of its adapter."""
+    paths = () if record.rule is None else record.paths
+    label = next((adapters[path].form.label for path in paths if path in adapters), None)
+    return dataclasses.replace(record, adapter=label)
+
+
+def _with_format(record: OpRecord, weights: Mapping[str, WeightPlan]) -> OpRecord:
+    """Return a lookup's record with how its parameter is stored."""
+    weight = next((weights[path] for path in record.paths if path in weights), None)
+    if record.op_name != "take" or weight is None:
+        return record
+    return dataclasses.replace(record, qtypes=(weight.qtype, None), why=None)
+
+
 _KEPT = ("faults", "remarks", "allocation", "caches")
 """What a plan holds beside the result of ``make_plan``."""
 
 
 def _made_again(again: Callable[..., Plan], scales: Mapping[str, Any], kept: Any) -> Plan:
     return dataclasses.replace(again(scale_dtypes=scales), **kept)
-
-
-def _check_not_function(name: str, given: Any) -> None:
-    """Raise TypeError where parameters are the function, which a plan knows itself."""
-    if inspect.isroutine(given):
-        raise TypeError(
-            f"{name} must be parameters, got the function {getattr(given, '__name__', given)}. The "
-            "plan knows its function: leave it out, or pass another one as fn=."
-        )
 
 
 def _holds_stored(params: Any) -> bool:

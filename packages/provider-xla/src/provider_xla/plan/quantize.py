@@ -11,9 +11,10 @@ from jax.sharding import NamedSharding
 import quant_numerics as qn
 from hijax_trace import Carrier
 from interception_core import platform_of
+from interception_core.log import progress
 
 from ..errors import QuantizationError
-from ..kernels.packing import of_panels, pack, packed_type, packing_of
+from ..kernels.packed import of_panels, pack, packed_type, packing_of
 from ..program.arrays import (
     by_path,
     followed,
@@ -25,7 +26,6 @@ from ..program.arrays import (
     rebuilt,
 )
 from ..program.sites import short
-from ..tables import progress
 from .weight import WeightPlan, prepack_leaf, quantize_leaf
 
 
@@ -245,6 +245,11 @@ def _quantized(x: Any, wanted: Any) -> Any:
             ". Give the parameters of the model that was quantized."
         )
     if not is_stored(wanted):
+        if not jax.tree_util.all_leaves([x]):
+            raise QuantizationError(
+                f"params must be a tree like the stored one, got a {type(x).__name__} where that "
+                f"has a {type(wanted).__name__}. Quantize it by its plan: plan.quantize(params)."
+            )
         return x
     if not qn.is_form(wanted) or wanted.values is not wanted:
         raise QuantizationError(

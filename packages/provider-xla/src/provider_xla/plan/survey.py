@@ -1,11 +1,12 @@
-"""Survey: find a program's operations in one abstract run, and which array is stored for each."""
+"""Survey: find a program's operations in one abstract run, and how each parameter is stored."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,27 +23,28 @@ from hijax_trace import (
     root_of,
     scaled_inputs,
 )
-from interception_core import OpCall
+from interception_core import Engine, OpCall
 from quant_numerics import Convolution
 
 from ..errors import QuantizationError
 from ..extras import feature
-from ..kernels.products import NoKernel
+from ..kernels.matmul import NoKernel
 from ..kernels.rows import looked_up_axes, sliced_axis
+from ..program.arrays import is_array, of_arrays
 from ..program.facts import Code, Fact
-from ..program.granularity import (
+from ..program.matching import (
     Axes,
-    Granularity,
+    Rules,
+    Weight,
     fitted,
     misfit,
-    of_operand,
     remedies,
     tile_elements,
     tiles_of,
 )
-from ..program.matching import Rules, Weight
 from ..program.record import OpRecord, check_misfit, lookup_id
-from ..program.sites import Site, problem_of, record_of, short, unstorable
+from ..program.sites import Site, Sites, problem_of, record_of, short, unstorable
+from ..rules.rule import Sparsity, parse_sparsity
 from ..run.contraction import maker_of, surveyed
 from ..run.static.ranges import (
     StaticRange,
@@ -53,7 +55,7 @@ from ..run.static.ranges import (
 )
 from .choose import MatrixUse, PlainLookup, RowsUse, use_of
 from .views import Chosen, axes_in, finest, scales_in, stays_packed
-from .weight import Derived
+from .weight import Derived, Granularity, WeightPlan, of_operand
 
 
 class Asked(NamedTuple):
@@ -147,6 +149,31 @@ class Survey:
         self.adapters = None
         if rules.adapts:
             self.adapters = feature("plan-find-adapters")(rules, leaves, self.problems.append)
+
+    def look_at(
+        self,
+        engine: Engine,
+        argnum: int,
+        fn: Callable[..., Any],
+        params: Any,
+        args: tuple,
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        """Run a program abstractly, and collect its operations."""
+        given = jax.tree.leaves((args, dict(kwargs)))
+        sites = Sites(
+            engine,
+            self.rules,
+            self.run,
+            self.record,
+            lookup=self.lookup,
+            remark=self.remark,
+            keyed=False,
+            is_given=any(is_array(x) and x.dtype in qn.FLOAT_DTYPES for x in given),
+        )
+        everything = [*args[:argnum], params, *args[argnum:]]
+        jax.eval_shape(*of_arrays(sites.tap(fn), everything, kwargs))
+        self.settle()
 
     def record(self, record: OpRecord, problem: Fact | None) -> None:
         """Record an operation, and why its rule can't be followed if so.
@@ -298,6 +325,91 @@ class Survey:
         for uses in self.contractions.values():
             for op_id in gone & uses.keys():
                 del uses[op_id]
+
+    def weights(self) -> dict[str, WeightPlan]:
+        """Return how each parameter is quantized, so that all of its operations can use it."""
+        by_weight: dict[str, list[Use]] = {}
+        for use in self.uses:
+            by_weight.setdefault(use.stored.path, []).append(use)
+        plans = {}
+        derived = {one.path: one for one in self.derived.values()}
+        for path, leaf in {**self.leaves, **derived}.items():
+            uses = by_weight.get(path, [])
+            deciding = [use for use in uses if use.asked.how is not None]
+            if not deciding:
+                continue
+            first = deciding[0].asked
+            if leaf.dtype not in qn.FLOAT_DTYPES:
+                # Its numbers are those of a format already: rounded again, it would lose some.
+                kept = jnp.dtype(leaf.dtype).name
+                self.notes[Code.STAYS_CAST(op_id=first.op_id, paths=(path,), dtype=kept)] = None
+                continue
+            assert first.how is not None
+            assert first.rule is not None
+            about = {"paths": (path,), "rule": first.rule, "qtype": first.how.qtype}
+            for other, *_ in deciding[1:]:
+                assert other.how is not None
+                if (other.how.qtype, other.how.method) != (first.how.qtype, first.how.method):
+                    others = {"other_op": other.op_id, "other_rule": other.rule}
+                    others["other_qtype"] = other.how.qtype
+                    self.problems.append(Code.TWO_FORMATS(op_id=first.op_id, **about, **others))
+            # Lookups take rows whatever their scales are: they decide only if nothing contracts it.
+            contractions = [use for use in uses if not use.asked.is_lookup] or deciding
+            granularity = functools.reduce(
+                Granularity.join, (use.stored.granularity for use in contractions)
+            )
+            block = qn.get_qtype(first.how.qtype).block
+            fitted = granularity if block is None else granularity.in_blocks(leaf.shape, block)
+            if fitted is None:
+                ops = tuple(use.asked.op_id for use in contractions)
+                self.problems.append(Code.NO_BLOCKS(**about, block=block, ops=ops))
+                continue
+            stepped = set(contractions[0].stepped).intersection(
+                *(use.stepped for use in contractions[1:])
+            )
+            plans[path] = WeightPlan(
+                path=path,
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                rule=first.rule,
+                qtype=first.how.qtype,
+                method=first.how.method,
+                granularity=fitted,
+                stepped=tuple(sorted(stepped)),
+                ops=tuple(dict.fromkeys(use.asked.op_id for use in uses)),
+                sparsity=self._sparsity(leaf, contractions),
+                derived=derived.get(path),
+                scale_dtype=first.how.scale_dtype,
+            )
+        return plans
+
+    def with_scales(self, weight: WeightPlan, leaf: Any) -> WeightPlan:
+        """Return how a parameter is quantized, noting scales that differ from the rule's."""
+        found = weight.of_values(leaf)
+        if found is not weight:
+            self.notes[Code.WIDE_SCALES(paths=(weight.path,))] = None
+        return found
+
+    def _sparsity(self, leaf: Any, uses: Sequence[Use]) -> Sparsity | None:
+        """Return a parameter's sparsity by the first rule that decides."""
+        first, stored, *_ = next(use for use in uses if use.asked.rule is not None)
+        assert first.rule is not None
+        text = self.rules.rules[first.rule].sparsity
+        if text is None:
+            return None
+        about = {"paths": (stored.path,), "rule": first.rule, "sparsity": text}
+        axes = {use.sparse_axis for use in uses}
+        if first.is_lookup or len(axes) > 1 or None in axes:
+            ops = tuple(use.asked.op_id for use in uses)
+            self.problems.append(Code.NO_COMMON_AXIS(**about, ops=ops))
+            return None
+        (axis,) = axes
+        assert axis is not None
+        pattern = parse_sparsity(text)
+        if leaf.shape[axis] % pattern.m:
+            self.problems.append(Code.NOT_SPARSE(**about, m=pattern.m, size=leaf.shape[axis]))
+            return None
+        return Sparsity(pattern, axis)
 
     def settle_weights(self, stored: Collection[str]) -> None:
         """Say what is made of parameters alone at each call, once it is known what is stored."""

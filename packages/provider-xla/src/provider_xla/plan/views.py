@@ -23,8 +23,8 @@ from hijax_trace import ArrayProxy, Expression, Leaf, MoveError, Part, replay
 from ..kernels.packed import PrepackedWeight
 from ..program.arrays import unpacked_leaf
 from ..program.facts import Code, Fact
-from ..program.granularity import Axes, Granularity
-from .weight import WeightPlan
+from ..program.matching import Axes
+from .weight import Granularity, WeightPlan
 
 IsStored = Callable[[Expression], bool]
 """Whether a node of an expression is what is stored."""

@@ -1,4 +1,4 @@
-"""Matching: which operands are weights, and which rule decides about an operation."""
+"""Matching: which operands are weights, which rule decides about an operation, and its tiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from quant_numerics import Contraction
 
 from ..rules.rule import NAMED_ONLY, QuantizationRule, is_fused
 from .facts import Code, Fact
-from .granularity import Axes, all_fitted, misfit
+
+Axes = tuple[int | tuple[int, ...] | None, ...]
+"""For each axis of a parameter, the axis of the operand that it became: see ``Operand.axes``."""
 
 _SEPARATOR = "/"
 # "(a|b)*a(a|b){n}" has 2**n states: 0.1 s of work for 8 repeats, half a minute for 12.
@@ -354,3 +356,95 @@ def _why_not(
     reasons = (misfit(sizes, how, rule.tile_fallback) for how in hows)
     reason = next(filter(None, reasons), None)
     return reason, reason is not None
+
+
+def tile_elements(tile_size: int | float, size: int) -> int:
+    """Return how many elements a rule's tile has: a float is one over the number of tiles."""
+    return round(tile_size * size) if isinstance(tile_size, float) else tile_size
+
+
+def tiles_of(sizes: Sequence[int], tile_size: int | float) -> dict[int, int] | None:
+    """Return how contracted axes of these sizes are tiled; see ``qn.contraction_tiles``."""
+    tile = tile_elements(tile_size, math.prod(sizes))
+    return qn.contraction_tiles(sizes, range(len(sizes)), tile) if tile > 0 else None
+
+
+def misfit(
+    sizes: Sequence[int], how: qn.HowToQuantize | None, fallback: str | None = None
+) -> Fact | None:
+    """Return why a contraction cannot have an operand's tiles, or None.
+
+    ``sizes`` are of the contracted axes, the last of which changes fastest. With the fallback
+    "padded" the last tile may be shorter.
+    """
+    if how is None or how.tile_size is None:
+        return None
+    tile_size, nowhere, uneven = how.tile_size, Code.NO_TILES, Code.MISFIT
+    about: dict[str, Any] = {"tile": tile_size}
+    if qn.get_qtype(how.qtype).block is not None:
+        nowhere, uneven, about["qtype"] = Code.NO_BLOCKS_HERE, Code.BLOCK_MISFIT, how.qtype
+    if not sizes:
+        return nowhere(**about)
+    tiles = tiles_of(sizes, tile_size)
+    even = tiles is not None and not any(sizes[axis] % tile for axis, tile in tiles.items())
+    if even or (tiles is not None and fallback == "padded" and not isinstance(tile_size, float)):
+        return None
+    return uneven(**about, sizes=tuple(sizes))
+
+
+FALLBACKS = ("divisor", "channel", "padded")
+"""What a rule's ``tile_fallback`` may be, besides None."""
+
+
+def remedies(sizes: Sequence[int], hows: Sequence[qn.HowToQuantize | None]) -> tuple[str, ...]:
+    """Return what a rule may have instead of tiles that don't divide contracted axes."""
+
+    def helps(fallback: str) -> bool:
+        found, _ = all_fitted(sizes, fallback, tuple(hows))
+        return not any(misfit(sizes, how, fallback) for how in found)
+
+    found = [f"tile_fallback={name!r}" for name in FALLBACKS if helps(name)]
+    if any(how and qn.get_qtype(how.qtype).block is not None for how in hows):
+        found.append("a format without blocks, such as 'int8' or 'int4'")
+    else:
+        found.append("another tile_size")
+    return tuple(found)
+
+
+def fitted(
+    how: qn.HowToQuantize, sizes: Sequence[int], fallback: str | None
+) -> tuple[qn.HowToQuantize, Fact | None]:
+    """Return an operand's quantization with tiles that fit, and what is done instead of the rule.
+
+    ``sizes`` are of the contracted axes, empty where it can have no tiles.
+    """
+    tile, why = how.tile_size, misfit(sizes, how)
+    if tile is None or why is None or fallback is None:
+        return how, None
+    if misfit(sizes, how, fallback) is None:
+        return how, Code.SHORTER_TILE(why=why)
+    if qn.get_qtype(how.qtype).block is not None:
+        return how, None
+    total = math.prod(sizes)
+    most = min(tile_elements(tile, total), total) if sizes and fallback != "channel" else 0
+    tried = (dataclasses.replace(how, tile_size=n) for n in range(most, 1, -1))
+    found = next((one.tile_size for one in tried if misfit(sizes, one) is None), None)
+    found = None if found == total else found
+    done = Code.PER_CHANNEL(why=why) if found is None else Code.OTHER_TILES(why=why, tile=found)
+    return dataclasses.replace(how, tile_size=found), done
+
+
+def all_fitted(
+    sizes: Sequence[int],
+    fallback: str | None,
+    hows: tuple[qn.HowToQuantize | None, ...],
+) -> tuple[tuple[qn.HowToQuantize | None, ...], tuple[Fact, ...]]:
+    """Return how operands are quantized, with tiles that fit, and what is done instead."""
+    tiled = [how for how in hows if how]
+    found = {how: fitted(how, sizes, fallback) for how in tiled}
+    # Both sides have the same tiles, those of a format with blocks.
+    blocks = any(qn.get_qtype(how.qtype).block is not None for how in tiled)
+    if blocks and any(new is not how for how, (new, _) in found.items()):
+        return hows, ()
+    remarks = tuple(dict.fromkeys(done for _, done in found.values() if done))
+    return tuple(how and found[how][0] for how in hows), remarks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -20,8 +20,7 @@ from ..rules.rule import ANY_PATH, QuantizationRule
 from .arrays import by_position, is_array
 from .facts import IN_PARTS, Code, Fact
 from .fused import FusedOp, fused_ops
-from .granularity import remedies
-from .matching import PathKeys, Rules, Weight, follows_values
+from .matching import PathKeys, Rules, Weight, follows_values, remedies
 from .ops import OPS, Readings, StaysFloat, TappedOp
 from .record import Decided, OpRecord, choices, subject_of
 
@@ -174,7 +173,7 @@ class Sites:
             keys["path_key"] = PathKeys(told) if told else lambda path: None
             keys["origin_key"] = rules.origin_key
             if decided is not None:
-                keys["origin_key"] = lambda path: (rules.origin_key(path), decided.key(path))
+                keys["origin_key"] = _origin_keys(rules, decided)
         self.interceptor = Interceptor(handlers, **keys)
 
     def tap(self, fn: Callable[P, R]) -> Callable[P, R]:
@@ -449,6 +448,21 @@ class Sites:
         """Hold an operation against the plan that is applied."""
         if self._decided is not None:
             self._decided.check(call, paths, index, hows, why, is_linear)
+
+
+def _origin_keys(rules: Rules, decided: Decided) -> Callable[[str], Hashable]:
+    """Return a function from an input's path to a key: whether rules or the plan tell it apart.
+
+    Equal keys are one object. They are compared for each operation of each trace, and else that
+    would go through all fields of rules.
+    """
+    own: dict[Hashable, Hashable] = {}
+
+    def key(path: str) -> Hashable:
+        found = rules.origin_key(path), decided.key(path)
+        return own.setdefault(found, found)
+
+    return functools.lru_cache(maxsize=None)(key)
 
 
 def _pallas_primitives() -> tuple[str, str]:

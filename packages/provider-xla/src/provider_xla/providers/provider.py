@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from interception_core import Interceptor, get_engine, hide_frames, hides_frames
+from interception_core.log import telling
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..extras import feature
-from ..plan.make import make_plan
-from ..plan.plan import Plan
+from ..plan.plan import Plan, make_plan
 from ..program.arrays import by_position
 from ..program.facts import Fact
 from ..program.matching import Rules
@@ -26,7 +26,6 @@ from ..rules.rule import QuantizationRule
 from ..rules.written import as_rules, is_of_feature
 from ..run.contraction import infer, inference
 from ..run.static.statistics import Statistics
-from ..tables import telling
 
 if TYPE_CHECKING:
     from provider_xla_cache import CacheRule

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 
 import quant_numerics as qn
+from interception_core.log import progress
 
 from ..errors import QuantizationError, QuantizationWarning
 from ..program.arrays import as_batch, by_path, is_stored, map_forms, of_arrays
 from ..program.matching import follows_values
 from ..program.sites import SIDES, Site
-from ..tables import progress
 from .contraction import taking_stored
 from .static.observation import Observation, is_of_jax
 from .static.ranges import StaticRange

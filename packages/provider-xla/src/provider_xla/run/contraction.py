@@ -15,7 +15,7 @@ from interception_core import Engine, OpCall, hides_frames
 from quant_numerics import Contraction
 
 from ..errors import QuantizationError
-from ..kernels.products import ALONE, NOTHING, Added, Between, Clamp
+from ..kernels.matmul import ALONE, NOTHING, Added, Between, Clamp
 from ..program.arrays import is_stored, unpacked_leaf
 from ..program.fused import Joining
 from ..program.matching import Rules, Weight, follows_values

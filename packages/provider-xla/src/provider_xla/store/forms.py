@@ -17,7 +17,7 @@ from interception_core import FormSpec, declared_specs, get_form
 
 from ..errors import StoreError
 from ..extras import feature
-from ..program.granularity import Granularity
+from ..plan.weight import Granularity
 from ..program.matching import Under
 from ..rules.qt_rule import QtRule
 from ..rules.rule import QuantizationRule

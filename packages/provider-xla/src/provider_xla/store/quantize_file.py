@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
+from interception_core.log import progress
+
 from ..errors import StoreError
 from ..plan.quantize import carried, prepacked
 from ..plan.weight import WeightPlan, quantize_leaf
 from ..program.arrays import is_array
-from ..tables import progress
 from .files import appearing
 from .float_files import Names, Source, TensorFiles, leaf_of, source_of
 from .forms import Form, take_apart

@@ -15,7 +15,7 @@ from interception_core import StorablePlan
 from ..errors import QuantizationWarning, StoreError, StoreMismatchError
 from ..forms import AdaptedWeight
 from ..plan.quantize import prepacked
-from ..program.granularity import Granularity
+from ..plan.weight import Granularity
 from . import orbax, safetensors, shards
 from .diff import compare_template
 from .files import appearing
