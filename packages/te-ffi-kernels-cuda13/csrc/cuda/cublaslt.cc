@@ -9,52 +9,20 @@
 #include "common/error.h"
 #include "cuda/library.h"
 
+#define JAXTAP_CUBLASLT(one)                                                                      \
+  one(cublasLtGetVersion) one(cublasLtGetStatusString) one(cublasLtCreate) one(cublasLtDestroy)   \
+  one(cublasLtMatmulDescCreate) one(cublasLtMatmulDescDestroy) one(cublasLtMatmulDescSetAttribute)\
+  one(cublasLtMatrixLayoutCreate) one(cublasLtMatrixLayoutDestroy)                                \
+  one(cublasLtMatmulPreferenceCreate) one(cublasLtMatmulPreferenceDestroy)                        \
+  one(cublasLtMatmulPreferenceSetAttribute) one(cublasLtMatmulAlgoGetHeuristic)                   \
+  one(cublasLtMatmul)
+
 namespace jaxtap::cuda {
 namespace {
 
 static_assert(sizeof(LtAlgorithm) == sizeof(cublasLtMatmulAlgo_t), "one is passed as the other");
 
-// The library's functions.
-struct Functions {
-  decltype(&cublasLtGetVersion) version = nullptr;
-  decltype(&cublasLtGetStatusString) text = nullptr;
-  decltype(&cublasLtCreate) create = nullptr;
-  decltype(&cublasLtDestroy) destroy = nullptr;
-  decltype(&cublasLtMatmulDescCreate) create_matmul = nullptr;
-  decltype(&cublasLtMatmulDescDestroy) destroy_matmul = nullptr;
-  decltype(&cublasLtMatmulDescSetAttribute) set_matmul = nullptr;
-  decltype(&cublasLtMatrixLayoutCreate) create_layout = nullptr;
-  decltype(&cublasLtMatrixLayoutDestroy) destroy_layout = nullptr;
-  decltype(&cublasLtMatmulPreferenceCreate) create_preference = nullptr;
-  decltype(&cublasLtMatmulPreferenceDestroy) destroy_preference = nullptr;
-  decltype(&cublasLtMatmulPreferenceSetAttribute) set_preference = nullptr;
-  decltype(&cublasLtMatmulAlgoGetHeuristic) choose = nullptr;
-  decltype(&cublasLtMatmul) multiply = nullptr;
-
-  // Returns the name of one that isn't there, or nullptr.
-  const char* read(void* library) {
-    const char* missing = nullptr;
-    const auto one = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-      if (function == nullptr) missing = name;
-    };
-    one(version, "cublasLtGetVersion");
-    one(text, "cublasLtGetStatusString");
-    one(create, "cublasLtCreate");
-    one(destroy, "cublasLtDestroy");
-    one(create_matmul, "cublasLtMatmulDescCreate");
-    one(destroy_matmul, "cublasLtMatmulDescDestroy");
-    one(set_matmul, "cublasLtMatmulDescSetAttribute");
-    one(create_layout, "cublasLtMatrixLayoutCreate");
-    one(destroy_layout, "cublasLtMatrixLayoutDestroy");
-    one(create_preference, "cublasLtMatmulPreferenceCreate");
-    one(destroy_preference, "cublasLtMatmulPreferenceDestroy");
-    one(set_preference, "cublasLtMatmulPreferenceSetAttribute");
-    one(choose, "cublasLtMatmulAlgoGetHeuristic");
-    one(multiply, "cublasLtMatmul");
-    return missing;
-  }
-};
+JAXTAP_DEFINE_FUNCTIONS(JAXTAP_CUBLASLT)
 
 cudaDataType_t of(LtType type) {
   switch (type) {
@@ -87,20 +55,21 @@ class Loaded : public CublasLt {
  public:
   explicit Loaded(const Functions& functions) : lt_(functions) {}
 
-  size_t version() const { return lt_.version(); }
+  size_t version() const { return lt_.cublasLtGetVersion(); }
 
-  int create(LtHandle* handle) override { return lt_.create(handle); }
-  int destroy(LtHandle handle) override { return lt_.destroy(handle); }
+  int create(LtHandle* handle) override { return lt_.cublasLtCreate(handle); }
+  int destroy(LtHandle handle) override { return lt_.cublasLtDestroy(handle); }
   int create_matmul(LtMatmul* matmul, LtSums sums) override {
     const bool exact = sums == LtSums::kS32;
-    return lt_.create_matmul(as<cublasLtMatmulDesc_t>(matmul),
+    return lt_.cublasLtMatmulDescCreate(as<cublasLtMatmulDesc_t>(matmul),
                               exact ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F,
                               exact ? CUDA_R_32I : CUDA_R_32F);
   }
-  int destroy_matmul(LtMatmul matmul) override { return lt_.destroy_matmul(of(matmul)); }
+  int destroy_matmul(LtMatmul matmul) override { return lt_.cublasLtMatmulDescDestroy(of(matmul)); }
   int set_number(LtMatmul matmul, LtNumber which, int32_t value) override {
     const auto set = [&](cublasLtMatmulDescAttributes_t attribute, auto number) {
-      return static_cast<int>(lt_.set_matmul(of(matmul), attribute, &number, sizeof number));
+      return static_cast<int>(
+          lt_.cublasLtMatmulDescSetAttribute(of(matmul), attribute, &number, sizeof number));
     };
     const bool yes = value != 0;
     const auto turn = static_cast<int32_t>(yes ? CUBLAS_OP_T : CUBLAS_OP_N);
@@ -130,30 +99,33 @@ class Loaded : public CublasLt {
     const auto attribute = which == LtPointer::kBias        ? CUBLASLT_MATMUL_DESC_BIAS_POINTER
                            : which == LtPointer::kScalesOfA ? CUBLASLT_MATMUL_DESC_A_SCALE_POINTER
                                                             : CUBLASLT_MATMUL_DESC_B_SCALE_POINTER;
-    return lt_.set_matmul(of(matmul), attribute, &value, sizeof value);
+    return lt_.cublasLtMatmulDescSetAttribute(of(matmul), attribute, &value, sizeof value);
   }
   int create_layout(LtLayout* layout, LtType type, int64_t rows, int64_t cols,
                     int64_t stride) override {
-    return lt_.create_layout(as<cublasLtMatrixLayout_t>(layout), of(type),
+    return lt_.cublasLtMatrixLayoutCreate(as<cublasLtMatrixLayout_t>(layout), of(type),
                              static_cast<uint64_t>(rows), static_cast<uint64_t>(cols), stride);
   }
-  int destroy_layout(LtLayout layout) override { return lt_.destroy_layout(of(layout)); }
+  int destroy_layout(LtLayout layout) override {
+    return lt_.cublasLtMatrixLayoutDestroy(of(layout));
+  }
   int create_preference(LtPreference* preference) override {
-    return lt_.create_preference(as<cublasLtMatmulPreference_t>(preference));
+    return lt_.cublasLtMatmulPreferenceCreate(as<cublasLtMatmulPreference_t>(preference));
   }
   int destroy_preference(LtPreference preference) override {
-    return lt_.destroy_preference(of(preference));
+    return lt_.cublasLtMatmulPreferenceDestroy(of(preference));
   }
   int limit_workspace(LtPreference preference, size_t bytes) override {
     const uint64_t most = bytes;
-    return lt_.set_preference(of(preference), CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most,
-                              sizeof most);
+    return lt_.cublasLtMatmulPreferenceSetAttribute(
+        of(preference), CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &most, sizeof most);
   }
   int set_alignment(LtPreference preference, uint32_t bytes) override {
     for (auto attribute :
          {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
           CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
-      const int status = lt_.set_preference(of(preference), attribute, &bytes, sizeof bytes);
+      const int status = lt_.cublasLtMatmulPreferenceSetAttribute(of(preference), attribute, &bytes,
+                                                                  sizeof bytes);
       if (status != 0) return status;
     }
     return 0;
@@ -163,8 +135,9 @@ class Loaded : public CublasLt {
     cublasLtMatmulHeuristicResult_t result = {};
     int count = 0;
     const auto status =
-        lt_.choose(handle, of(call.matmul), of(call.a_layout), of(call.b_layout),
-                   of(call.out_layout), of(call.out_layout), of(preference), 1, &result, &count);
+        lt_.cublasLtMatmulAlgoGetHeuristic(handle, of(call.matmul), of(call.a_layout),
+                                           of(call.b_layout), of(call.out_layout),
+                                           of(call.out_layout), of(preference), 1, &result, &count);
     *found = status == CUBLAS_STATUS_SUCCESS && count > 0 && result.state == CUBLAS_STATUS_SUCCESS;
     if (*found) {
       *as<cublasLtMatmulAlgo_t>(algorithm) = result.algo;
@@ -174,13 +147,13 @@ class Loaded : public CublasLt {
   }
   int multiply(LtHandle handle, const LtCall& call, const LtAlgorithm& algorithm, void* workspace,
                size_t bytes, Stream stream) override {
-    return lt_.multiply(handle, of(call.matmul), call.alpha, call.a, of(call.a_layout), call.b,
-                        of(call.b_layout), call.beta, call.out, of(call.out_layout), call.out,
-                        of(call.out_layout), as<const cublasLtMatmulAlgo_t>(&algorithm), workspace,
-                        bytes, stream);
+    return lt_.cublasLtMatmul(handle, of(call.matmul), call.alpha, call.a, of(call.a_layout),
+                              call.b, of(call.b_layout), call.beta, call.out, of(call.out_layout),
+                              call.out, of(call.out_layout),
+                              as<const cublasLtMatmulAlgo_t>(&algorithm), workspace, bytes, stream);
   }
   std::string text(int status) override {
-    return lt_.text(static_cast<cublasStatus_t>(status));
+    return lt_.cublasLtGetStatusString(static_cast<cublasStatus_t>(status));
   }
 
  private:

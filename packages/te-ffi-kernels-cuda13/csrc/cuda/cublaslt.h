@@ -56,10 +56,9 @@ struct LtCall {
   LtLayout out_layout = nullptr;
 };
 
-// Each function returns cuBLAS's status, 0 where it worked.
-class CublasLt {
+// cuBLAS's statuses.
+class CublasLt : public Library {
  public:
-  virtual ~CublasLt() = default;
   virtual int create(LtHandle* handle) = 0;
   virtual int destroy(LtHandle handle) = 0;
   virtual int create_matmul(LtMatmul* matmul, LtSums sums) = 0;
@@ -80,13 +79,6 @@ class CublasLt {
                      LtAlgorithm* algorithm, size_t* workspace, bool* found) = 0;
   virtual int multiply(LtHandle handle, const LtCall& call, const LtAlgorithm& algorithm,
                        void* workspace, size_t bytes, Stream stream) = 0;
-  virtual std::string text(int status) = 0;
-
-  // Throws unless `status` is 0. `what` is what was tried.
-  void check(int status, const char* what) {
-    if (status == 0) return;
-    throw CudaError(status, std::string(what) + " failed: " + text(status));
-  }
 };
 
 // NVIDIA's, or a test's. Throws where NVIDIA's isn't loaded.
@@ -96,29 +88,9 @@ CublasLt& cublaslt();
 // as 130100 for 13.1.0, or 0 with `error` set.
 size_t load_cublaslt(const std::string& path, std::string* error);
 
-// Owns one of cuBLASLt's objects. What a destructor's call returns is of no use to anybody: either
-// an exception is on its way, or the work is done.
-template <typename Object, int (CublasLt::*kDestroy)(Object)>
-class LtOwned {
- public:
-  explicit LtOwned(CublasLt& lt) : lt_(&lt) {}
-  LtOwned(const LtOwned&) = delete;
-  LtOwned& operator=(const LtOwned&) = delete;
-  ~LtOwned() {
-    if (object_ != nullptr) (lt_->*kDestroy)(object_);
-  }
-  Object get() const { return object_; }
-  // For functions that create one: what they leave there is owned even where they fail.
-  Object* place() { return &object_; }
-
- private:
-  CublasLt* lt_;
-  Object object_ = nullptr;
-};
-
-using OwnedHandle = LtOwned<LtHandle, &CublasLt::destroy>;
-using OwnedMatmul = LtOwned<LtMatmul, &CublasLt::destroy_matmul>;
-using OwnedLayout = LtOwned<LtLayout, &CublasLt::destroy_layout>;
-using OwnedPreference = LtOwned<LtPreference, &CublasLt::destroy_preference>;
+using OwnedHandle = Owned<&CublasLt::destroy>;
+using OwnedMatmul = Owned<&CublasLt::destroy_matmul>;
+using OwnedLayout = Owned<&CublasLt::destroy_layout>;
+using OwnedPreference = Owned<&CublasLt::destroy_preference>;
 
 }  // namespace jaxtap::cuda

@@ -18,10 +18,9 @@ using DnnHandle = cudnnContext*;
 struct DnnPlanTag;
 using DnnPlan = DnnPlanTag*;
 
-// Each function returns cuDNN's status, 0 where it worked.
-class Cudnn {
+// cuDNN's statuses.
+class Cudnn : public Library {
  public:
-  virtual ~Cudnn() = default;
   virtual int create(DnnHandle* handle) = 0;
   virtual int destroy(DnnHandle handle) = 0;
   // Of what is run by the handle after this.
@@ -33,13 +32,6 @@ class Cudnn {
   virtual int destroy_plan(DnnPlan plan) = 0;
   virtual int execute(DnnHandle handle, DnnPlan plan, const AttentionArrays& arrays,
                       void* workspace) = 0;
-  virtual std::string text(int status) = 0;
-
-  // Throws unless `status` is 0. `what` is what was tried.
-  void check(int status, const char* what) {
-    if (status == 0) return;
-    throw CudaError(status, std::string(what) + " failed: " + text(status));
-  }
 };
 
 // NVIDIA's, or a test's. Throws where NVIDIA's isn't loaded.
@@ -49,26 +41,7 @@ Cudnn& cudnn();
 // as 91600 for 9.16.0, or 0 with `error` set.
 size_t load_cudnn(const std::string& path, std::string* error);
 
-// Owns one of cuDNN's objects. What a destructor's call returns is of no use to anybody.
-template <typename Object, int (Cudnn::*kDestroy)(Object)>
-class DnnOwned {
- public:
-  explicit DnnOwned(Cudnn& dnn) : dnn_(&dnn) {}
-  DnnOwned(const DnnOwned&) = delete;
-  DnnOwned& operator=(const DnnOwned&) = delete;
-  ~DnnOwned() {
-    if (object_ != nullptr) (dnn_->*kDestroy)(object_);
-  }
-  Object get() const { return object_; }
-  // For functions that create one: what they leave there is owned even where they fail.
-  Object* place() { return &object_; }
-
- private:
-  Cudnn* dnn_;
-  Object object_ = nullptr;
-};
-
-using OwnedDnnHandle = DnnOwned<DnnHandle, &Cudnn::destroy>;
-using OwnedDnnPlan = DnnOwned<DnnPlan, &Cudnn::destroy_plan>;
+using OwnedDnnHandle = Owned<&Cudnn::destroy>;
+using OwnedDnnPlan = Owned<&Cudnn::destroy_plan>;
 
 }  // namespace jaxtap::cuda

@@ -15,20 +15,7 @@
 namespace jaxtap::cuda {
 namespace {
 
-struct Functions {
-#define JAXTAP_FIELD(name) decltype(&::name) name = nullptr;
-  JAXTAP_CUDNN(JAXTAP_FIELD)
-
-  // Returns the name of one that isn't there, or nullptr.
-  const char* read(void* library) {
-    const char* missing = nullptr;
-#define JAXTAP_READ(name)                                         \
-  this->name = reinterpret_cast<decltype(&::name)>(dlsym(library, #name)); \
-  if (this->name == nullptr) missing = #name;
-    JAXTAP_CUDNN(JAXTAP_READ)
-    return missing;
-  }
-};
+JAXTAP_DEFINE_FUNCTIONS(JAXTAP_CUDNN)
 
 std::mutex lock;
 Functions* loaded = nullptr;  // never unloaded: plans live as long as the process

@@ -65,10 +65,7 @@ void launch(void (*kernel)(Args), int64_t blocks, int threads, Stream stream, Ar
   on_device::launch(reinterpret_cast<const void*>(kernel), &args, sizeof(args),
                     [&] { return start(kernel, blocks, threads, nullptr, args); });
 #else
-  const int code = start(kernel, blocks, threads, stream, args);
-  if (code == 0) return;
-  runtime().clear_error();
-  runtime().check(code, "launching a kernel");
+  check_run(runtime(), start(kernel, blocks, threads, stream, args), "launching a kernel");
 #endif
 }
 

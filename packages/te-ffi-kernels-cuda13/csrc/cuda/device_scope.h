@@ -10,23 +10,18 @@ class DeviceScope {
  public:
   // Throws CudaError where it can't be made so; the thread's is what it was then.
   DeviceScope(Runtime& cuda, int device) : cuda_(cuda) {
-    check(cuda_.current_device(&before_), "asking for the device");
+    check_run(cuda_, cuda_.current_device(&before_), "asking for the device", cuda_);
     if (before_ == device) return;
     const int code = cuda_.set_device(device);
     changed_ = true;
     if (code != 0) restore();
-    check(code, "changing the device");
+    check_run(cuda_, code, "changing the device", cuda_);
   }
   DeviceScope(const DeviceScope&) = delete;
   DeviceScope& operator=(const DeviceScope&) = delete;
   ~DeviceScope() { restore(); }
 
  private:
-  void check(int code, const char* what) {
-    if (code != 0) cuda_.clear_error();
-    cuda_.check(code, what);
-  }
-
   void restore() {
     if (!changed_) return;
     changed_ = false;

@@ -45,8 +45,9 @@ inline bool has_pages(const void* data) {
 #endif
 }
 
-// Has the system map all code of the library that this is part of, which it else reads from its file
-// page by page on first touch: then the first call of a kernel waits for nothing. Failing is no fault.
+// Has the system map all code of the library that this is part of, which it else reads from its
+// file page by page on first touch: then no first call of a kernel waits for that. Failing is no
+// fault.
 inline void read_code() {
 #if defined(__linux__)
   const auto find = [](dl_phdr_info* library, size_t, void* code) {

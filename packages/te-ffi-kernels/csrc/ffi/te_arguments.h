@@ -39,15 +39,17 @@ inline const Array& NeedFloat(const Array& array) {
   return array.NeedDtype({DType::F32, DType::BF16, DType::F16});
 }
 
+inline te::Scaling QuantizedScaling(int64_t value) {
+  const te::Scaling scaling = te::scaling_of(value);
+  if (scaling == te::Scaling::kNone) {
+    throw invalid_argument("scaling_mode must be one that quantizes, got 0");
+  }
+  return scaling;
+}
+
 inline const Array& NeedQValues(const Array& array, te::Scaling scaling) {
   if (scaling == te::Scaling::kMx) return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2});
   return array.NeedDtype({DType::F8E4M3FN, DType::F8E5M2, DType::S8});
-}
-
-// MX scales: of float8_e8m0fnu, or of uint8 with the same bits.
-inline const Array& NeedScales(const Array& array, te::Scaling scaling) {
-  if (scaling == te::Scaling::kMx) return array.NeedDtype({DType::F8E8M0, DType::U8});
-  return array.NeedDtype({DType::F32});
 }
 
 inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
@@ -58,22 +60,34 @@ inline void NeedBlocks(const Array& array, int64_t size, const char* side) {
   }
 }
 
-// Where the quantized values and scales of one direction go, once their shapes are checked.
-inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& qvalues,
-                           const Array& scales,
-                           te::Scaling scaling, bool by_column) {
-  NeedQValues(qvalues, scaling);
-  NeedSize(qvalues, matrix.rows * matrix.cols, "one quantized value for each of x");
-  NeedScales(scales, scaling);
+// The same of a side of a matrix, which blocks go along.
+inline void NeedBlocks(const Array& array, const Matrix& matrix, bool by_column) {
+  if (by_column) return NeedBlocks(array, matrix.rows, "rows (axes before flatten_axis)");
+  NeedBlocks(array, matrix.cols, "columns (axes from flatten_axis)");
+}
+
+// Throws unless scales are, as the mode has it, one for each of `tensors`, one for each of
+// `channels`, or one for 32 of `numbers`: of float8_e8m0fnu then, or of uint8 with the same bits.
+inline void CheckScales(const Array& scales, te::Scaling scaling, int64_t tensors, int64_t channels,
+                        int64_t numbers) {
   if (scaling == te::Scaling::kMx) {
-    NeedBlocks(x, by_column ? matrix.rows : matrix.cols,
-               by_column ? "rows (axes before flatten_axis)" : "columns (axes from flatten_axis)");
-    NeedSize(scales, matrix.rows * matrix.cols / te::kBlock, "one scale for 32 quantized values");
+    NeedSize(scales.NeedDtype({DType::F8E8M0, DType::U8}), numbers / te::kBlock,
+             "one scale for 32 quantized values");
   } else if (scaling == te::Scaling::kChannel) {
-    NeedSize(scales, by_column ? matrix.cols : matrix.rows, "one scale for each slice");
+    NeedSize(scales.NeedDtype({DType::F32}), channels, "one scale for each row or column");
   } else {
-    NeedSize(scales, 1, "the scale of x");
+    NeedSize(scales.NeedDtype({DType::F32}), tensors,
+             tensors == 1 ? "the scale of all quantized values" : "one for each group");
   }
+}
+
+// Where quantized values of x and their scales of one direction go, once their shapes are checked.
+inline void CheckDirection(const Array& x, const Matrix& matrix, const Array& qvalues,
+                           const Array& scales, te::Scaling scaling, bool by_column) {
+  NeedSize(NeedQValues(qvalues, scaling), matrix.rows * matrix.cols,
+           "one quantized value for each of x");
+  if (scaling == te::Scaling::kMx) NeedBlocks(x, matrix, by_column);
+  CheckScales(scales, scaling, 1, by_column ? matrix.cols : matrix.rows, qvalues.size());
 }
 
 }  // namespace jaxtap::ffi

@@ -13,13 +13,9 @@ namespace jaxtap::ffi {
 struct DequantizeConfig {
   template <class Attributes>
   explicit DequantizeConfig(const Attributes& attributes)
-      : scaling(te::scaling_of(AttributeOr<int64_t>(attributes, "scaling_mode", 1))),
+      : scaling(QuantizedScaling(AttributeOr<int64_t>(attributes, "scaling_mode", 1))),
         is_colwise(AttributeOr<bool>(attributes, "is_colwise", false)),
-        flatten_axis(AttributeOr<int64_t>(attributes, "flatten_axis", -1)) {
-    if (scaling == te::Scaling::kNone) {
-      throw invalid_argument("scaling_mode must be one that quantizes, got 0");
-    }
-  }
+        flatten_axis(AttributeOr<int64_t>(attributes, "flatten_axis", -1)) {}
 
   te::Scaling scaling;
   bool is_colwise;
@@ -54,22 +50,14 @@ struct DequantizeCall {
   static Matrix Check(const Config& config, const Array& qvalues, const Array& scale_inv,
                       const Array& out) {
     NeedQValues(qvalues, config.scaling);
-    NeedScales(scale_inv, config.scaling);
     NeedFloat(out);
     NeedSize(out, qvalues.size(), "one for each quantized value");
-    if (te::is_tensor(config.scaling)) {
-      NeedSize(scale_inv, 1, "the scale of all quantized values");
-      return {1, qvalues.size(), 0};
+    Matrix matrix = {1, qvalues.size(), 0};
+    if (!te::is_tensor(config.scaling)) {
+      matrix = Flatten(qvalues, config.flatten_axis, "flatten_axis");
     }
-    const Matrix matrix = Flatten(qvalues, config.flatten_axis, "flatten_axis");
-    if (config.scaling == te::Scaling::kChannel) {
-      NeedSize(scale_inv, matrix.rows, "one for each row of quantized values");
-    } else {
-      NeedBlocks(qvalues, config.is_colwise ? matrix.rows : matrix.cols,
-                 config.is_colwise ? "rows (axes before flatten_axis)"
-                                   : "columns (axes from flatten_axis)");
-      NeedSize(scale_inv, qvalues.size() / te::kBlock, "one for 32 quantized values");
-    }
+    if (config.scaling == te::Scaling::kMx) NeedBlocks(qvalues, matrix, config.is_colwise);
+    CheckScales(scale_inv, config.scaling, 1, matrix.rows, qvalues.size());
     return matrix;
   }
 };

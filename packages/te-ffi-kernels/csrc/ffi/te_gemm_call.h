@@ -35,30 +35,27 @@ struct GemmConfig {
   bool gelu;
 };
 
-// One factor: its lanes and k, and its scales checked.
+// One factor: its lanes, and its k.
 struct GemmSide {
-  GemmSide(const Array& data, const Array& scales, int64_t axis, const char* axis_name,
-           bool k_is_last, te::Scaling scaling) {
+  GemmSide(const Array& data, int64_t axis, const char* axis_name, bool k_is_last) {
     const Matrix matrix = Flatten(data, axis, axis_name);
     lanes = k_is_last ? matrix.rows : matrix.cols;
     k = k_is_last ? matrix.cols : matrix.rows;
     factor.data = data.data;
     factor.dtype = data.dtype;
     factor.k_is_last = k_is_last;
+  }
+
+  // Takes its scales, once they are checked: as many per tensor, and per channel.
+  void SetScales(const Array& data, const Array& scales, te::Scaling scaling, int64_t tensors,
+                 int64_t channels) {
     if (scaling == te::Scaling::kNone) {
       NeedFloat(data);
       return;
     }
     NeedQValues(data, scaling);
-    NeedScales(scales, scaling);
-    if (scaling == te::Scaling::kMx) {
-      NeedBlocks(data, k, "contracted axes");
-      NeedSize(scales, lanes * k / te::kBlock, "one for 32 quantized values");
-    } else if (scaling == te::Scaling::kChannel) {
-      NeedSize(scales, lanes, "one for each row or column of the result");
-    } else {
-      NeedSize(scales, 1, "the scale of all quantized values");
-    }
+    if (scaling == te::Scaling::kMx) NeedBlocks(data, k, "contracted axes");
+    CheckScales(scales, scaling, tensors, channels, data.size());
     factor.scales = scales.data;
   }
 
@@ -101,12 +98,10 @@ struct GemmCall {
         alpha(call.Operand(5, "alpha")),
         beta(call.Operand(6, "beta")) {
     const Array rhs = call.Operand(2, "rhs"), out = call.Result(0, "output");
-    const Array lhs_scale_inv = call.Operand(1, "lhs_scale_inv");
-    const Array rhs_scale_inv = call.Operand(3, "rhs_scale_inv");
-    const GemmSide left(lhs, lhs_scale_inv, config.lhs_axis, "lhs_axis_boundary",
-                        !config.lhs_transposed, config.scaling);
-    const GemmSide right(rhs, rhs_scale_inv, config.rhs_axis, "rhs_axis_boundary",
-                         config.rhs_transposed, config.scaling);
+    GemmSide left(lhs, config.lhs_axis, "lhs_axis_boundary", !config.lhs_transposed);
+    GemmSide right(rhs, config.rhs_axis, "rhs_axis_boundary", config.rhs_transposed);
+    left.SetScales(lhs, call.Operand(1, "lhs_scale_inv"), config.scaling, 1, left.lanes);
+    right.SetScales(rhs, call.Operand(3, "rhs_scale_inv"), config.scaling, 1, right.lanes);
     CheckMatmul(lhs, left.k, rhs, right.k, config.scaling);
     for (const Array* number : {&alpha, &beta}) {
       NeedSize(number->NeedDtype({DType::F32}), 1, "a factor");

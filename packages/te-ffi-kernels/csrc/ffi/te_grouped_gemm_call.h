@@ -48,8 +48,8 @@ struct GroupedGemmCall {
     group_sizes.NeedRank(1).NeedDtype({DType::S32});
     const int64_t groups = group_sizes.shape[0];
     const bool rows = config.ragged == te::Ragged::kRows;
-    Side left = SideOf(lhs, config.lhs_axis, "lhs_axis_boundary", !config.lhs_transposed);
-    Side right = SideOf(rhs, config.rhs_axis, "rhs_axis_boundary", config.rhs_transposed);
+    GemmSide left(lhs, config.lhs_axis, "lhs_axis_boundary", !config.lhs_transposed);
+    GemmSide right(rhs, config.rhs_axis, "rhs_axis_boundary", config.rhs_transposed);
     if (rows) {
       // The groups are its first axis, of which one is left.
       const int64_t boundary = config.rhs_axis + (config.rhs_axis < 0 ? rhs.rank() : 0);
@@ -62,13 +62,22 @@ struct GroupedGemmCall {
     NeedOneAxis(lhs, config.lhs_axis, rows != config.lhs_transposed);
     if (!rows) NeedOneAxis(rhs, config.rhs_axis, !config.rhs_transposed);
     CheckMatmul(lhs, left.k, rhs, right.k, config.scaling);
+    // Each group's blocks would be counted from its own beginning otherwise.
+    if (config.scaling == te::Scaling::kMx) {
+      NeedFirstAxis(lhs, left.factor.k_is_last == rows);
+      NeedFirstAxis(rhs, rows || !right.factor.k_is_last);
+    }
+    left.SetScales(lhs, call.Operand(1, "lhs_scale_inv"), config.scaling, groups,
+                   rows ? left.lanes : groups * left.lanes);
+    right.SetScales(rhs, call.Operand(3, "rhs_scale_inv"), config.scaling, groups,
+                    groups * right.lanes);
     te::Gemm& each = args.each;
     each.m = left.lanes;
     each.n = right.lanes;
     each.k = left.k;
     each.scaling = config.scaling;
-    each.lhs = Factor(lhs, call.Operand(1, "lhs_scale_inv"), left, groups, true);
-    each.rhs = Factor(rhs, call.Operand(3, "rhs_scale_inv"), right, groups, false);
+    each.lhs = left.factor;
+    each.rhs = right.factor;
     each.out = out.data;
     NeedFloat(out);
     NeedSize(out, each.m * each.n * (rows ? 1 : groups), "rows of lhs times columns of rhs");
@@ -94,17 +103,6 @@ struct GroupedGemmCall {
   te::GroupedGemm args;  // without alpha, which is in the memory of the platform
 
  private:
-  struct Side {
-    int64_t lanes, k;
-    bool k_is_last;
-  };
-
-  static Side SideOf(const Array& data, int64_t axis, const char* name, bool k_is_last) {
-    const Matrix matrix = Flatten(data, axis, name);
-    if (k_is_last) return {matrix.rows, matrix.cols, true};
-    return {matrix.cols, matrix.rows, false};
-  }
-
   // Throws where the side of a factor that is divided, the first or the last, has several axes.
   static void NeedOneAxis(const Array& data, int64_t boundary, bool first) {
     if (boundary < 0) boundary += data.rank();
@@ -113,35 +111,10 @@ struct GroupedGemmCall {
                            " axis alone, got ", data.Text());
   }
 
-  te::Factor Factor(const Array& data, const Array& scales, const Side& side, int64_t groups,
-                    bool left) const {
-    te::Factor factor;
-    factor.data = data.data;
-    factor.dtype = data.dtype;
-    factor.k_is_last = side.k_is_last;
-    if (config.scaling == te::Scaling::kNone) {
-      NeedFloat(data);
-      return factor;
-    }
-    const bool rows = config.ragged == te::Ragged::kRows;
-    NeedQValues(data, config.scaling);
-    NeedScales(scales, config.scaling);
-    if (config.scaling == te::Scaling::kMx) {
-      NeedBlocks(data, side.k, "contracted axes");
-      // Each group's blocks would be counted from its own beginning otherwise.
-      if ((left || !rows) && side.k_is_last != rows) {
-        throw invalid_argument(data.name, " must be divided along its first axis with MX, got ",
-                               data.Text());
-      }
-      NeedSize(scales, data.size() / te::kBlock, "one for 32 numbers");
-    } else if (config.scaling == te::Scaling::kChannel) {
-      NeedSize(scales, left && rows ? side.lanes : groups * side.lanes,
-               "one for each row or column of each group's result");
-    } else {
-      NeedSize(scales, groups, "one for each group");
-    }
-    factor.scales = scales.data;
-    return factor;
+  static void NeedFirstAxis(const Array& data, bool is_first) {
+    if (is_first) return;
+    throw invalid_argument(data.name, " must be divided along its first axis with MX, got ",
+                           data.Text());
   }
 };
 

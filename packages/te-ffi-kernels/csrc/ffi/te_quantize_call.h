@@ -8,14 +8,6 @@
 
 namespace jaxtap::ffi {
 
-inline te::Scaling QuantizedScaling(int64_t value) {
-  const te::Scaling scaling = te::scaling_of(value);
-  if (scaling == te::Scaling::kNone) {
-    throw invalid_argument("scaling_mode must be one that quantizes, got 0");
-  }
-  return scaling;
-}
-
 // Of both.
 struct GroupedConfig {
   template <class Attributes>
@@ -140,15 +132,10 @@ struct GroupedCall {
  private:
   void CheckDirection(const Array& qvalues, const Array& scales, bool by_column) const {
     NeedSize(NeedQValues(qvalues, config.scaling), x.size(), "one quantized value for each of x");
-    NeedScales(scales, config.scaling);
-    if (config.scaling == te::Scaling::kMx) {
-      if (!by_column) NeedBlocks(x, matrix.cols, "columns (axes from flatten_axis)");
-      NeedSize(scales, x.size() / te::kBlock, "one scale for 32 quantized values");
-    } else if (config.scaling == te::Scaling::kChannel) {
-      NeedSize(scales, by_column ? groups * matrix.cols : matrix.rows, "one for each slice");
-    } else {
-      NeedSize(scales, groups, "one for each group");
-    }
+    // The kernel, which knows the sizes, checks the rows.
+    if (config.scaling == te::Scaling::kMx && !by_column) NeedBlocks(x, matrix, by_column);
+    CheckScales(scales, config.scaling, groups, by_column ? groups * matrix.cols : matrix.rows,
+                x.size());
   }
 };
 

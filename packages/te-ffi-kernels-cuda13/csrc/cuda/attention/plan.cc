@@ -14,12 +14,6 @@ using Which = AttentionArray;
 constexpr uintptr_t kAlignment = 16;  // of what cuDNN reads and writes; XLA aligns to this at least
 constexpr int64_t kPair = 2;          // numbers of 16 bits in a word
 
-char* aligned_up(void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  return static_cast<char*>(address) + (kAttentionSection - at % kAttentionSection) %
-                                           kAttentionSection;
-}
-
 void need(size_t found, size_t needed) {
   if (found >= needed) return;
   throw invalid_argument("workspace must have ", needed, " bytes, got ", found,
@@ -43,13 +37,7 @@ AttentionPlan::AttentionPlan(Cudnn& dnn, Runtime& cuda, const DnnPlans::Entry& e
   if (entry_.plan.get() == nullptr) {
     throw failed_precondition("cuDNN doesn't have this attention: ", entry_.why);
   }
-  need(workspace, kAttentionSection + steps_.bytes + entry_.workspace);
-}
-
-void AttentionPlan::set_zero(void* memory, int64_t bytes, Stream stream) const {
-  const int code = cuda_.set_memory(memory, 0, static_cast<size_t>(bytes), stream);
-  if (code != 0) cuda_.clear_error();
-  cuda_.check(code, "clearing memory");
+  need(workspace, kWorkspaceAlignment + steps_.bytes + entry_.workspace);
 }
 
 AttentionArrays AttentionPlan::arrays(const AttentionMemory& m, char* workspace) const {
@@ -119,12 +107,13 @@ void AttentionPlan::prepare(const AttentionMemory& m, char* workspace, Stream st
   args.state_words = m.state_words;
   if (g.padded || g.dropout > 0 || m.state_words != 0) attention_segments(args, stream);
 
+  const auto clear = [&](void* memory, int64_t size) { set_zero(memory, size, stream, cuda_); };
   const int64_t stats = steps_.tokens_q * g.q_heads;
   const auto bytes = static_cast<int64_t>(byte_size(g.dtype));
   if (!g.backward) {
     // Tokens of no segment: cuDNN doesn't write there.
     if (g.ragged) {
-      set_zero(m.out, steps_.tokens_q * g.out.token * bytes, stream);
+      clear(m.out, steps_.tokens_q * g.out.token * bytes);
       attention_none({m.stats, stats}, stream);
     }
     return;
@@ -133,15 +122,15 @@ void AttentionPlan::prepare(const AttentionMemory& m, char* workspace, Stream st
     attention_stats({m.stats, reinterpret_cast<float*>(workspace + steps_.stats), stats}, stream);
   }
   if (g.ragged) {
-    set_zero(m.q_grad, steps_.tokens_q * g.q.token * bytes, stream);
-    if (steps_.arrays > 1) set_zero(m.k_grad, steps_.tokens_kv * g.k.token * bytes, stream);
-    if (steps_.arrays > 2) set_zero(m.v_grad, steps_.tokens_kv * g.v.token * bytes, stream);
+    clear(m.q_grad, steps_.tokens_q * g.q.token * bytes);
+    if (steps_.arrays > 1) clear(m.k_grad, steps_.tokens_kv * g.k.token * bytes);
+    if (steps_.arrays > 2) clear(m.v_grad, steps_.tokens_kv * g.v.token * bytes);
   }
   // Sums, and what masks hide of a bias.
   if (g.has_bias) {
-    set_zero(m.bias_grad, g.bias_batches * g.bias_heads * g.queries * g.keys * bytes, stream);
+    clear(m.bias_grad, g.bias_batches * g.bias_heads * g.queries * g.keys * bytes);
   }
-  if (g.has_sink) set_zero(m.sink_grad, g.q_heads * static_cast<int64_t>(sizeof(float)), stream);
+  if (g.has_sink) clear(m.sink_grad, g.q_heads * static_cast<int64_t>(sizeof(float)));
 }
 
 // Where lengths leave a token nothing to see, results are zero, whatever cuDNN left there.
@@ -180,18 +169,16 @@ void AttentionPlan::finish(const AttentionMemory& m, Stream stream) const {
 }
 
 void AttentionPlan::run(const AttentionMemory& memory, Stream stream) const {
-  need(memory.bytes, kAttentionSection + steps_.bytes + entry_.workspace);
-  char* workspace = aligned_up(memory.workspace);
+  need(memory.bytes, kWorkspaceAlignment + steps_.bytes + entry_.workspace);
+  char* workspace = align_workspace(memory.workspace);
   const AttentionArrays given = arrays(memory, workspace);
   prepare(memory, workspace, stream);
   {
     std::lock_guard<std::mutex> hold(entry_.running);
-    int status = dnn_.set_stream(entry_.handle.get(), stream);
-    if (status != 0) cuda_.clear_error();
-    dnn_.check(status, "giving cuDNN a stream");
-    status = dnn_.execute(entry_.handle.get(), entry_.plan.get(), given, workspace + steps_.bytes);
-    if (status != 0) cuda_.clear_error();
-    dnn_.check(status, "attention");
+    check_run(dnn_, dnn_.set_stream(entry_.handle.get(), stream), "giving cuDNN a stream", cuda_);
+    const int status =
+        dnn_.execute(entry_.handle.get(), entry_.plan.get(), given, workspace + steps_.bytes);
+    check_run(dnn_, status, "attention", cuda_);
   }
   finish(memory, stream);
 }

@@ -42,7 +42,6 @@ class AttentionPlan {
   AttentionArrays arrays(const AttentionMemory& memory, char* workspace) const;
   void prepare(const AttentionMemory& memory, char* workspace, Stream stream) const;
   void finish(const AttentionMemory& memory, Stream stream) const;
-  void set_zero(void* memory, int64_t bytes, Stream stream) const;
 
   Cudnn& dnn_;
   Runtime& cuda_;

@@ -34,11 +34,10 @@ class DnnPlans {
     if (place.entry != nullptr) return *place.entry;
     const DeviceScope scope(cuda, device);
     auto entry = std::make_unique<Entry>(dnn);
-    check(dnn, cuda, dnn.create(entry->handle.place()), "starting cuDNN");
-    check(dnn, cuda,
-          dnn.build(entry->handle.get(), graph, entry->plan.place(), &entry->workspace,
-                    &entry->why),
-          "planning attention");
+    check_run(dnn, dnn.create(entry->handle.place()), "starting cuDNN", cuda);
+    const int status = dnn.build(entry->handle.get(), graph, entry->plan.place(),
+                                 &entry->workspace, &entry->why);
+    check_run(dnn, status, "planning attention", cuda);
     cuda.clear_error();  // what cuDNN tried and left
     place.entry = std::move(entry);
     return *place.entry;
@@ -49,11 +48,6 @@ class DnnPlans {
     std::mutex building;
     std::unique_ptr<Entry> entry;
   };
-
-  static void check(Cudnn& dnn, Runtime& cuda, int status, const char* what) {
-    if (status != 0) cuda.clear_error();
-    dnn.check(status, what);
-  }
 
   Place& at(int device, const AttentionGraph::Key& key) {
     std::lock_guard<std::mutex> hold(lock_);

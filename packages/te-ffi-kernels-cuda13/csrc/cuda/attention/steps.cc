@@ -5,11 +5,6 @@
 namespace jaxtap::cuda {
 namespace {
 
-size_t up_to_section(int64_t bytes) {
-  const size_t size = static_cast<size_t>(bytes);
-  return (size + kAttentionSection - 1) / kAttentionSection * kAttentionSection;
-}
-
 AttentionStrides strides_of(const ffi::Lines& lines, int64_t tokens) {
   return {tokens * lines.stride, lines.size, lines.stride};
 }
@@ -62,11 +57,7 @@ AttentionWorkspace::AttentionWorkspace(const ffi::AttentionConfig& c, DType dtyp
   graph.deterministic = backward && c.deterministic;
   copies_stats = backward && (graph.padded || graph.has_bias);
 
-  const auto part = [&](bool wanted, int64_t size) {
-    const size_t begin = bytes;
-    if (wanted) bytes += up_to_section(size);
-    return begin;
-  };
+  const auto part = [&](bool wanted, int64_t size) { return take_part(bytes, wanted, size); };
   seed = part(graph.dropout > 0, 2 * sizeof(int64_t));
   q_lengths = part(graph.padded, graph.segments * 4);
   kv_lengths = part(graph.padded, graph.segments * 4);

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "cuda/attention/graph.h"
+#include "cuda/workspace.h"
 #include "ffi/attention_config.h"
 
 namespace jaxtap::cuda {
@@ -23,8 +24,5 @@ struct AttentionWorkspace {
   // Where parts of the workspace begin, and the bytes of all. What is left is cuDNN's.
   size_t seed = 0, q_lengths = 0, kv_lengths = 0, places = 0, stats = 0, bytes = 0;
 };
-
-// Parts begin at multiples of this, the first one at such an address.
-constexpr size_t kAttentionSection = 256;
 
 }  // namespace jaxtap::cuda

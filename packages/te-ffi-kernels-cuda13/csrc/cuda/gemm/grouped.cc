@@ -3,18 +3,6 @@
 #include <algorithm>
 
 namespace jaxtap::cuda {
-namespace {
-
-int64_t bytes_of(te::Float dtype) { return dtype == te::Float::kF32 ? 4 : 2; }
-
-void clear(void* memory, int64_t bytes, Stream stream) {
-  if (bytes == 0) return;
-  const int code = runtime().set_memory(memory, 0, static_cast<size_t>(bytes), stream);
-  if (code != 0) runtime().clear_error();
-  runtime().check(code, "clearing memory");
-}
-
-}  // namespace
 
 uint32_t grouped_alignment(const te::GroupedGemm& args) {
   const te::Gemm& each = args.each;
@@ -29,7 +17,7 @@ uint32_t grouped_alignment(const te::GroupedGemm& args) {
   if (each.scaling != te::Scaling::kNone) return found;
   fit(size * (rows ? each.k : each.m));
   fit(size * (rows ? each.k * each.n : each.n));
-  fit(bytes_of(each.out_dtype) * (rows ? each.n : each.m * each.n));
+  fit(te::bytes_of(each.out_dtype) * (rows ? each.n : each.m * each.n));
   return found;
 }
 
@@ -63,14 +51,14 @@ std::shared_ptr<GemmPlan> GroupedGemmPlan::of(int64_t size, const te::Gemm& grou
 
 void GroupedGemmPlan::run(const te::GroupedGemm& args, const int32_t* sizes,
                           const GemmMemory& memory, Stream stream) {
-  const int64_t out = args.each.m * args.each.n * bytes_of(args.each.out_dtype);
+  const int64_t out = args.each.m * args.each.n * te::bytes_of(args.each.out_dtype);
   int64_t start = 0;
   for (int64_t i = 0; i < args.groups; ++i) {
     const te::Gemm group = args.group(i, start, sizes[i]);
     start += sizes[i];
     if (group.m == 0 || group.n == 0) continue;
     if (group.k == 0) {
-      clear(group.out, out, stream);
+      set_zero(group.out, out, stream);
       continue;
     }
     GemmMemory mine = memory;
@@ -79,7 +67,7 @@ void GroupedGemmPlan::run(const te::GroupedGemm& args, const int32_t* sizes,
     of(sizes[i], group)->run(group, mine, stream);
   }
   const te::GroupedGemm::Rest rest = args.rest(start);
-  clear(rest.at, static_cast<int64_t>(rest.bytes), stream);
+  set_zero(rest.at, static_cast<int64_t>(rest.bytes), stream);
 }
 
 }  // namespace jaxtap::cuda

@@ -79,11 +79,7 @@ PackedWorkspace::PackedWorkspace(const PackedMatmul& args) {
   }
   stride = keeps_sums ? chunk : args.n;
 
-  const auto part = [&](bool wanted, int64_t size) {
-    const size_t begin = bytes, section = kWorkspaceAlignment;
-    if (wanted) bytes += (static_cast<size_t>(size) + section - 1) / section * section;
-    return begin;
-  };
+  const auto part = [&](bool wanted, int64_t size) { return take_part(bytes, wanted, size); };
   starts = part(args.row_groups != kOneGroup,
                 static_cast<int64_t>(sizeof(GroupStart)) * (args.row_groups + 1));
   qvalues = part(args.quantizes, (rounds ? 2 : 1) * rows * depth);
@@ -163,8 +159,7 @@ void PackedSums::run(const void* x, const void* weight, int64_t cols, void* sums
   call.beta = exact_ ? static_cast<const void*>(&exact_zero) : &zero;
   const int status =
       lt_.multiply(handle_, call, chunk.algorithm, workspace, chunk.workspace, stream);
-  if (status != 0) runtime().clear_error();
-  lt_.check(status, "multiplying");
+  check_run(lt_, status, "multiplying");
 }
 
 void packed_matmul(const PackedMatmul& args, const PackedSums* sums, void* given, size_t bytes,

@@ -189,8 +189,7 @@ void GemmPlan::run(const te::Gemm& args, const GemmMemory& memory, Stream stream
     }
     const int status =
         lt_.multiply(handle_, call, algorithm_, part(steps_.bytes), workspace_, stream);
-    if (status != 0) runtime().clear_error();
-    lt_.check(status, "multiplying");
+    check_run(lt_, status, "multiplying");
   }
   if (!steps_.finishes) return;
   GemmFinish finish;

@@ -29,11 +29,7 @@ GemmWorkspace::GemmWorkspace(const te::Gemm& args, bool has_bias) {
   finishes = !plain || (has_bias && !adds_bias);
   keeps_sums = finishes && (is_half(args.out_dtype) || cols != args.n || rows != args.m);
 
-  const auto part = [&](bool wanted, int64_t size) {
-    const size_t begin = bytes;
-    if (wanted) bytes += static_cast<size_t>(up_to(size, kWorkspaceAlignment));
-    return begin;
-  };
+  const auto part = [&](bool wanted, int64_t size) { return take_part(bytes, wanted, size); };
   const int64_t scales = up_to(args.k / te::kBlock, kScaleBlocks);
   factors = part(!finishes, 2 * sizeof(float));
   lhs = part(arranges_lhs, rows * depth);

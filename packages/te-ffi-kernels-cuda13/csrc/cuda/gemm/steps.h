@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/workspace.h"
 #include "te/gemm.h"
 
 namespace jaxtap::cuda {
@@ -28,17 +29,6 @@ struct GemmWorkspace {
   // Where parts of the workspace begin, and the bytes of all. What is left is cuBLASLt's.
   size_t factors = 0, lhs = 0, rhs = 0, lhs_scales = 0, rhs_scales = 0, sums = 0, bytes = 0;
 };
-
-// Parts begin at multiples of this, the first one at such an address.
-constexpr size_t kWorkspaceAlignment = 256;
-
-inline char* align_workspace(void* address) {
-  const auto at = reinterpret_cast<uintptr_t>(address);
-  const size_t beyond = at % kWorkspaceAlignment;
-  return static_cast<char*>(address) + (kWorkspaceAlignment - beyond) % kWorkspaceAlignment;
-}
-
-inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 // Sides of quantized values, in cuBLASLt's matmuls.
 constexpr int64_t kQuantizedSide = 16;

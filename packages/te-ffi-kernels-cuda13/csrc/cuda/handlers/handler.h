@@ -96,11 +96,7 @@ struct Call {
   // Zeros for results that aren't wanted.
   void Clear(const std::vector<Array>& arrays) const {
     for (const Array& array : arrays) {
-      const size_t bytes = static_cast<size_t>(array.size()) * byte_size(array.dtype);
-      if (bytes == 0) continue;
-      const int code = runtime().set_memory(array.data, 0, bytes, stream);
-      if (code != 0) runtime().clear_error();
-      runtime().check(code, "clearing memory");
+      set_zero(array.data, array.size() * static_cast<int64_t>(byte_size(array.dtype)), stream);
     }
   }
 };

@@ -54,14 +54,6 @@ __global__ void norm_gradient_rows_kernel(Args args) {
   });
 }
 
-template <class Format>
-struct Kernel {
-  template <int kTeam, int kValues>
-  static void launch_of(const Args& args, int64_t blocks, int threads, Stream stream) {
-    launch(norm_gradient_rows_kernel<Format, kTeam, kValues>, blocks, threads, stream, args);
-  }
-};
-
 }  // namespace
 
 void norm_gradient_rows(const NormGradient& given, Stream stream) {
@@ -78,7 +70,9 @@ void norm_gradient_rows(const NormGradient& given, Stream stream) {
               aligned(16, static_cast<const char*>(given.dz), static_cast<const char*>(given.x),
                       static_cast<char*>(given.dx));
   by_float(given.dtype, [&](auto of) {
-    launch_rows<Kernel<decltype(of)>>(args, kNormOfWarp, kNormOfBlock, stream);
+    launch_rows(args, kNormOfWarp, kNormOfBlock, stream, [](auto team, auto values) {
+      return norm_gradient_rows_kernel<decltype(of), decltype(team)::value, decltype(values)::value>;
+    });
   });
 }
 

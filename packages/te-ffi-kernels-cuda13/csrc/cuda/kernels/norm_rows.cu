@@ -99,14 +99,6 @@ __global__ void norm_rows_kernel(Args args) {
   if (threadIdx.x % kWarp == 0) atomicMax(args.absmax, most);
 }
 
-template <class Format>
-struct Kernel {
-  template <int kTeam, int kValues>
-  static void launch_of(const Args& args, int64_t blocks, int threads, Stream stream) {
-    launch(norm_rows_kernel<Format, kTeam, kValues>, blocks, threads, stream, args);
-  }
-};
-
 }  // namespace
 
 void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream) {
@@ -125,7 +117,9 @@ void norm_rows(const Norm& norm, const Quantize& outputs, Stream stream) {
   args.wide = norm.cols % kRun == 0 && args.gamma.wide(kRun) && args.beta.wide(kRun) &&
               aligned(16, static_cast<const char*>(norm.x), static_cast<char*>(outputs.out));
   by_float(norm.dtype, [&](auto of) {
-    launch_rows<Kernel<decltype(of)>>(args, kNormOfWarp, kNormOfBlock, stream);
+    launch_rows(args, kNormOfWarp, kNormOfBlock, stream, [](auto team, auto values) {
+      return norm_rows_kernel<decltype(of), decltype(team)::value, decltype(values)::value>;
+    });
   });
 }
 

@@ -66,12 +66,7 @@ void scales_of(void* scales, int64_t count, QType qtype, Stream stream) {
 }  // namespace
 
 void quantize_clear(void* numbers, int64_t count, Stream stream) {
-  if (numbers == nullptr || count == 0) return;
-  const int code =
-      runtime().set_memory(numbers, 0, static_cast<size_t>(count) * sizeof(float), stream);
-  if (code == 0) return;
-  runtime().clear_error();
-  runtime().check(code, "clearing memory");
+  set_zero(numbers, count * static_cast<int64_t>(sizeof(float)), stream);
 }
 
 void quantize_numbers(const Quantize& given, Stream stream) {

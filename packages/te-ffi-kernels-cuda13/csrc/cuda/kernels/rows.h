@@ -2,6 +2,8 @@
 // their count alone, so that sums of the same numbers have the same bits in every dtype.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/formats.h"
 
 namespace jaxtap::cuda {
@@ -72,19 +74,27 @@ class Rows {
   float held_[kRuns][kArrays][kRun];
 };
 
-// Runs the kernel for a row's length: Kernel::launch_of<kTeam, kValues>.
-template <class Kernel, class Args>
-void launch_rows(const Args& args, int64_t of_warp, int64_t of_block, Stream stream) {
+template <int kValue>
+using Int = std::integral_constant<int, kValue>;
+
+// Runs the kernel for a row's length, which is `kernel(team, values)`: of so many threads, with so
+// many numbers in each.
+template <class Args, class Kernel>
+void launch_rows(const Args& args, int64_t of_warp, int64_t of_block, Stream stream,
+                 const Kernel& kernel) {
   constexpr int kWarps = 4, kBlock = 256;
-  const int64_t blocks = ceil_of(args.rows, kWarps);
+  const int64_t warps = ceil_of(args.rows, kWarps);
+  const auto run = [&](auto team, auto values, int64_t blocks, int threads) {
+    launch(kernel(team, values), blocks, threads, stream, args);
+  };
   if (args.cols <= kRun * kWarp) {
-    Kernel::template launch_of<kWarp, kRun>(args, blocks, kWarps * kWarp, stream);
+    run(Int<kWarp>(), Int<kRun>(), warps, kWarps * kWarp);
   } else if (args.cols <= of_warp) {
-    Kernel::template launch_of<kWarp, 32>(args, blocks, kWarps * kWarp, stream);
+    run(Int<kWarp>(), Int<32>(), warps, kWarps * kWarp);
   } else if (args.cols <= of_block) {
-    Kernel::template launch_of<kBlock, 32>(args, args.rows, kBlock, stream);
+    run(Int<kBlock>(), Int<32>(), args.rows, kBlock);
   } else {
-    Kernel::template launch_of<2 * kBlock, 0>(args, args.rows, 2 * kBlock, stream);
+    run(Int<2 * kBlock>(), Int<0>(), args.rows, 2 * kBlock);
   }
 }
 

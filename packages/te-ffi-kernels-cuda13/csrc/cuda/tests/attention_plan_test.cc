@@ -235,7 +235,7 @@ struct Run {
   }
 
   static int64_t bytes(const AttentionWorkspace& steps) {
-    return static_cast<int64_t>(kAttentionSection + steps.bytes + FakeCudnn::kWorkspace);
+    return static_cast<int64_t>(kWorkspaceAlignment + steps.bytes + FakeCudnn::kWorkspace);
   }
 
   // Forward and backward, as handlers have them. Of the results `found` has the last ones.

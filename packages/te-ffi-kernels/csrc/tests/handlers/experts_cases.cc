@@ -95,7 +95,7 @@ CASE(grouped_gemm_of_quantized_values) {
   return {grouped_program(1, kS8, 0),
           [](const Program& p) { expect_rows(p, 0.125); },
           {{operand(1, kF32, {1}), "one for each group"},
-           {set("scaling_mode", 64), "one for each row or column of each group's result"},
+           {set("scaling_mode", 64), "one scale for each row or column"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {kLength, kK});
@@ -103,7 +103,7 @@ CASE(grouped_gemm_of_quantized_values) {
               p.operands[2] = Tensor(kE4M3, {kGroups, kK, kN});
               p.operands[3] = Tensor(kU8, {kGroups * kN});
             },
-            "one for 32 numbers"},
+            "one scale for 32 quantized values"},
            {[](Program& p) {
               p.attributes.at("scaling_mode") = 2;
               p.operands[0] = Tensor(kE4M3, {kK, kLength});

@@ -104,7 +104,7 @@ CASE(layer_norm_to_quantized_values) {
           },
           {{operand(1, kF32, {2}), "what the result is multiplied with"},
            {result(1, kE4M3, {kCols, kRows}), "must be of int8 like output"},
-           {result(2, kF32, {2}), "the scale of x"},
+           {result(2, kF32, {2}), "the scale of all quantized values"},
            {set("scaling_mode", 2), "must be of: float8_e4m3fn, float8_e5m2"}}};
 }
 

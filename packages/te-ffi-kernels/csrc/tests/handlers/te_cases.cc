@@ -67,7 +67,7 @@ CASE(quantize_by_tensor) {
            {result(0, kS8, {kRows, 1}), "one quantized value for each of x"},
            {result(1, kE4M3, {kCols, kRows}), "must be of int8 like output"},
            {result(2, kBF16, {1}), "scale_inv must ... got bfloat16[1]"},
-           {result(3, kF32, {2}), "the scale of x"},
+           {result(3, kF32, {2}), "the scale of all quantized values"},
            {result(4, kF32, {2}), "the largest magnitude"},
            {result(5, kF32, {1}), "one for each column of x"},
            {result(5, kBF16, {kCols}), "dbias must be of: float32, got bfloat16[96]"}}};
@@ -104,8 +104,8 @@ CASE(quantize_by_channel) {
             }, 0);
             expect_close(p.results[5], "no dbias", [](int64_t) { return 0.0; }, 0);
           },
-          {{result(2, kF32, {1}), "one scale for each slice"},
-           {result(3, kF32, {1}), "one scale for each slice"}}};
+          {{result(2, kF32, {1}), "one scale for each row or column"},
+           {result(3, kF32, {1}), "one scale for each row or column"}}};
 }
 
 // Quantized values of 3 bits of mantissa, of 32 numbers that share a power of two.
@@ -163,7 +163,7 @@ CASE(dequantize) {
            {set("scaling_mode", 1), "the scale of all quantized values"},
            {set("flatten_axis", 5), "flatten_axis must ... got 5"},
            {operand(0, kF32, {4, 5}), "must be of: float8_e4m3fn, float8_e5m2, int8"},
-           {operand(3, kF32, {5}), "one for each row of quantized values"},
+           {operand(3, kF32, {5}), "one scale for each row or column"},
            {operand(3, kBF16, {4}), "scale_inv must ... got bfloat16[4]"},
            {result(0, kS8, {4, 5}), "must be of: float32, bfloat16, float16"},
            {result(0, kF32, {4, 4}), "one for each quantized value"},
@@ -179,7 +179,7 @@ CASE(dequantize) {
               p.operands[3] = Tensor(kU8, {5});
               p.results[0] = Tensor(kF32, {4, 32});
             },
-            "one for 32 quantized values"}},
+            "one scale for 32 quantized values"}},
           {"scaling_mode", "is_colwise", "flatten_axis"}};
 }
 
@@ -218,7 +218,7 @@ CASE(grouped_quantize) {
            {result(2, kF32, {2}), "one for each group"},
            {result(4, kF32, {2}), "one for each group"},
            {set("scaling_mode", 0), "must be one that quantizes, got 0"},
-           {set("scaling_mode", 64), "one for each slice"},
+           {set("scaling_mode", 64), "one scale for each row or column"},
            {set("q_layout", -1), "q_layout must ... got -1"},
            {set("flatten_axis", 7), "flatten_axis must ... got 7"}}};
 }
