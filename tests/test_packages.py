@@ -49,6 +49,13 @@ NEEDS = {
         "provider-xla",
         "provider-xla-lora",
     ],
+    "provider-xla-models": [
+        "interception-core",
+        "hijax-trace",
+        "quant-numerics",
+        "provider-xla",
+        "provider-xla-models",
+    ],
     "provider-xla-passes": [
         "interception-core",
         "hijax-trace",
@@ -128,6 +135,9 @@ CHECKS = {
     "plan = xla.PtqProvider(xla.Rule(weight='int8', lora=2)).plan(jnp.dot, w, w); "
     "adapters = plan.init_adapters(jax.random.key(0)); stored = plan.quantize(w); "
     "plan.apply()(stored, w, adapters=adapters); plan.merge(stored, adapters)",
+    "provider-xla-models": "import interception_core as ic; "
+    "names = {spec.name for spec in ic.declared_specs(ic.BridgeSpec)}; "
+    "assert names == {'nnx', 'linen', 'equinox'}, names",
     "provider-xla-passes": "import provider_xla as xla, jax.numpy as jnp; w = jnp.eye(4); "
     "plan = xla.PtqProvider('int8').plan(jnp.dot, w, w); "
     "plan.optimize(w, [(w,)], [xla.SmoothQuant()]); plan.allocate(w, w, budget_bits=40)",

@@ -1,11 +1,6 @@
 """What provider-xla declares to jaxtap. Must not import jax."""
 
-from interception_core import (
-    BridgeSpec,
-    CommandSpec,
-    ProviderSpec,
-    hookimpl,
-)
+from interception_core import CommandSpec, ProviderSpec, hookimpl
 
 API = (1, 7)
 
@@ -23,34 +18,6 @@ def jaxtap_register_providers() -> list[ProviderSpec]:
             name="qt",
             summary="quantized training: contractions in int8, int4 or fp8, forward and backward",
             factory="provider_xla:QtProvider",
-        ),
-    ]
-
-
-@hookimpl
-def jaxtap_register_bridges() -> list[BridgeSpec]:
-    """Return the adapters of the frameworks whose model objects can be quantized."""
-    return [
-        BridgeSpec(
-            name="nnx",
-            summary="modules of Flax NNX",
-            factory="provider_xla.bridges.nnx:NnxBridge",
-            model="flax.nnx:Module",
-            install="provider-xla[nnx]",
-        ),
-        BridgeSpec(
-            name="linen",
-            summary="modules of Flax Linen",
-            factory="provider_xla.bridges.linen:LinenBridge",
-            model="flax.linen:Module",
-            install="provider-xla[linen]",
-        ),
-        BridgeSpec(
-            name="equinox",
-            summary="modules of Equinox",
-            factory="provider_xla.bridges.equinox:EquinoxBridge",
-            model="equinox:Module",
-            install="provider-xla[equinox]",
         ),
     ]
 
