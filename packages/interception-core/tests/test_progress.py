@@ -1,7 +1,10 @@
-"""Progress with and without tqdm."""
+"""Progress with and without tqdm, and what takes long."""
 
+import io
 import sys
+import time
 
+from interception_core import log
 from interception_core.log import progress
 
 
@@ -16,3 +19,20 @@ def test_progress(capsys):
     from tqdm import tqdm
 
     assert isinstance(progress([1]), tqdm)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_is_told_of_what_takes_long(monkeypatch):
+    monkeypatch.setattr(log, "SECONDS", 0.01)
+    for made, shown in ((Terminal, "planning\n"), (io.StringIO, "")):
+        monkeypatch.setattr(sys, "stderr", made())
+        with log.telling("planning"):
+            time.sleep(0.2)
+        with log.telling("what is done at once"):
+            pass
+        time.sleep(0.05)
+        assert sys.stderr.getvalue() == shown

@@ -1,9 +1,6 @@
 """Rules as they read, presets, and what plans explain."""
 
 import dataclasses
-import io
-import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +8,7 @@ import numpy as np
 import pytest
 
 import provider_xla as xla
-from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static, tables
+from provider_xla import Gradient, Q, QtRule, QuantizationRule, Rule, Static
 from provider_xla.rules.written import PRESETS, as_rules, installed
 
 SAME = {
@@ -216,23 +213,6 @@ def test_a_function_is_planned_not_quantized_as_a_model():
     params, x = inputs()
     with pytest.raises(TypeError, match=r"mlp is a function\. Plan it"):
         xla.quantize_model(mlp, "int8", params, x)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_a_terminal_is_told_of_what_takes_long(monkeypatch):
-    monkeypatch.setattr(tables, "SECONDS", 0.01)
-    for made, shown in ((Terminal, "planning\n"), (io.StringIO, "")):
-        monkeypatch.setattr(sys, "stderr", made())
-        with tables.telling("planning"):
-            time.sleep(0.2)
-        with tables.telling("what is done at once"):
-            pass
-        time.sleep(0.05)
-        assert sys.stderr.getvalue() == shown
 
 
 def test_a_batch_that_is_not_a_tuple():
