@@ -51,7 +51,7 @@ class MissingExtraError(JaxtapError, ImportError):
     """A library that one of the package's extras brings is not installed."""
 
 
-def require(module: str, extra: str) -> Any:
+def require_extra(module: str, extra: str) -> Any:
     """Import a module of an extra.
 
     Raises:

@@ -33,12 +33,6 @@ def jaxtap_register_commands() -> list[CommandSpec]:
             configure="provider_xla.cli.command:configure_plan",
         ),
         CommandSpec(
-            name="quantize",
-            summary="quantize the parameters in a file by the plan of a JAX function",
-            run="provider_xla.cli.command:run_quantize",
-            configure="provider_xla.cli.command:configure_quantize",
-        ),
-        CommandSpec(
             name="explain",
             summary="print why one operation or parameter is quantized as it is",
             run="provider_xla.cli.command:run_explain",
