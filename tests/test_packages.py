@@ -248,7 +248,11 @@ def test_alone(package, distribution, python, tmp_path):
     # Packagers have the tests from the sdist alone, without those of other packages.
     sdist = distribution(package, "*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path / "source", filter="data")
-    install(*needed[:-1], f"{needed[-1]}[test]", distribution("jaxtap-testkit", "*.whl"))
+    # Extras of provider-xla, which tests ask for by the library that they are for, bring these.
+    beside = ["provider-xla-formats", "provider-xla-models"] if "provider-xla" in installed else []
+    others = [distribution(n, "*.whl") for n in beside if n not in NEEDS[package]]
+    testkit = distribution("jaxtap-testkit", "*.whl")
+    install(*needed[:-1], f"{needed[-1]}[test]", *others, testkit)
     (tests,) = (tmp_path / "source").glob("*/tests")
     collect = [python, "-m", "pytest", "--collect-only", "-q", "--full", "--assert=plain", tests]
     collected = run(*collect, cwd=tmp_path)
